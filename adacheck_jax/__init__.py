@@ -1,0 +1,33 @@
+"""Save every training step of a JAX program through Orbax, and restore it bit-exact on any mesh.
+
+See README.md for a first use and BUILD.md for the architecture.
+"""
+
+from adacheck_jax.errors import (
+    AdaCheckError,
+    FormatError,
+    IntegrityError,
+    LineageError,
+    MismatchError,
+    RecorderError,
+    StorageError,
+)
+from adacheck_jax.handler import AdaCheckHandler, RestoreArgs, SaveArgs
+from adacheck_jax.lineage import KeepLineage
+from adacheck_jax.recorder import Recorder, RecorderState
+
+__all__ = [
+    "AdaCheckError",
+    "AdaCheckHandler",
+    "FormatError",
+    "IntegrityError",
+    "KeepLineage",
+    "LineageError",
+    "MismatchError",
+    "Recorder",
+    "RecorderError",
+    "RecorderState",
+    "RestoreArgs",
+    "SaveArgs",
+    "StorageError",
+]

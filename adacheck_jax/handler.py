@@ -1,0 +1,411 @@
+"""The Orbax adapter: arguments, save, restore, metadata, finalize. Orchestration only."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+from adacheck_jax import lineage as lineages
+from adacheck_jax import manifest as manifests
+from adacheck_jax import restorer, staging, trees
+from adacheck_jax.errors import LineageError, MismatchError, StorageError
+from adacheck_jax.lineage import KeepLineage, Lineage
+from adacheck_jax.manifest import BaseManifest, DeltaManifest, Leaf
+from adacheck_jax.recorder import Recorder
+from adacheck_jax.saver import Save, Saver
+from adacheck_jax.stock import StockCheckpoints, saved_sharding
+from adacheck_jax.trees import PyTree
+
+_log = logging.getLogger(__name__)
+
+
+class AdaCheckHandler(ocp.AsyncCheckpointHandler):
+    """Saves every step: periodic bases, and deltas between them.
+
+    Works wherever Orbax takes a handler::
+
+        handler = adacheck.AdaCheckHandler(recorder)
+        manager = ocp.CheckpointManager(root, item_handlers=handler)
+        manager.save(step, args=adacheck.SaveArgs(state))
+        state = manager.restore(step, args=adacheck.RestoreArgs(abstract_state))
+
+    One handler follows one training run: it remembers the step that it saved or restored last,
+    which the next delta builds on.
+
+    Args:
+        recorder: the :class:`Recorder` in the optimizer chain. Without one every save is a base,
+            and every restore still works.
+        max_deltas: longest lineage. A restore replays at most this many updates.
+        params_path: leaf path of the trained params in the state, such as ``"params"``; needed
+            only where several subtrees have the recorded shapes (an EMA copy).
+        keep_lineage: the preservation policy given to the manager, where the file system has no
+            hard links.
+
+    Raises:
+        ValueError: ``max_deltas`` is negative.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder | None = None,
+        *,
+        max_deltas: int = 20,
+        params_path: str | None = None,
+        keep_lineage: KeepLineage | None = None,
+    ) -> None:
+        if max_deltas < 0:
+            raise ValueError(f"expected max_deltas >= 0, found {max_deltas}")
+        self._recorder = recorder
+        self._params_path = params_path
+        self._keep_lineage = keep_lineage
+        self._saver = Saver(recorder, params_path, max_deltas, keep_lineage)
+        self._stock = StockCheckpoints()
+        self._saves: dict[Path, Save] = {}
+        self._scanned: set[Path] = set()
+
+    async def async_save(self, directory: epath.Path, args: SaveArgs) -> list[ocp.Future]:
+        """Decides between base and delta, stages, and starts writing.
+
+        When this returns, every buffer of the state may be donated.
+
+        Args:
+            directory: the item's (temporary) directory; it need not exist yet.
+            args: what to save.
+
+        Returns:
+            Futures that complete when this process's share is durable.
+
+        Raises:
+            StorageError: the root cannot be written.
+            RecorderError: the recorder cannot be tied to the state.
+            ValueError: as from ``StandardSave``, for a state that Orbax does not take.
+        """
+        final = _final(Path(directory))
+        _check_writable(final)
+        self._learn_parents(final)
+        state, cast = _cast(args.state, args.save_args)
+        save = self._saver.begin(
+            final, state, args.step, cast=cast, custom_metadata=args.custom_metadata
+        )
+        self._saves = {final: save}  # Orbax runs one save at a time; a failed one is forgotten
+        futures: list[ocp.Future] = []
+        if save.is_base:
+            futures = await self._stock.write(
+                directory, state, args.save_args, args.custom_metadata
+            )
+        written = _written(save, Path(directory))
+        futures.append(
+            ocp.future.CommitFutureAwaitingContractedSignals(written, name="adacheck_write")
+        )
+        return futures
+
+    def save(self, directory: epath.Path, args: SaveArgs) -> None:
+        """Saves synchronously; see :meth:`async_save`."""
+        for future in asyncio.run(self.async_save(directory, args)):
+            future.result()
+
+    def finalize(self, directory: epath.Path) -> None:
+        """Commits: Orbax calls this on one process, after every process's futures."""
+        save = self._saves.pop(_final(Path(directory)), None)
+        if save is None:
+            return
+        if save.is_base:
+            self._stock.finalize(directory)
+        save.commit(Path(directory))
+
+    def restore(self, directory: epath.Path, args: RestoreArgs | None = None) -> PyTree:
+        """Restores a step, bit-exact and verified.
+
+        Args:
+            directory: the item's directory.
+            args: what to restore; without an abstract state everything is restored as it was
+                saved, containers as dictionaries and lists.
+
+        Returns:
+            The state.
+
+        Raises:
+            MismatchError: the abstract state does not fit what was saved.
+            LineageError: a step that this one builds on is missing.
+            IntegrityError: stored bits are damaged, or the restored ones differ from the saved.
+            FormatError: a file is missing or cannot be read.
+        """
+        args = args or RestoreArgs()
+        path = Path(directory)
+        lineage = self._resolve(path)
+        saved, _ = trees.flatten(self._stock.metadata(lineage.base_directory).tree)
+        target = _Target(args, lineage.base, saved, path)
+        wanted = target.placements(lineage)
+        read = self._stock.read(lineage.base_directory, wanted, saved)
+        leaves = [read[leaf.path] for leaf in lineage.base.leaves]
+        leaves = restorer.replay_onto(leaves, lineage, self._recorder, self._params_path)
+        restorer.verify(leaves, lineage.manifest, lineage.base.leaves, path)
+        self._saver.follow(lineage)
+        self._learn_parents(path)
+        named = {spec.path: leaf for spec, leaf in zip(lineage.base.leaves, leaves, strict=True)}
+        return target.finish(named, self._stock.metadata(lineage.base_directory).tree)
+
+    def metadata(self, directory: epath.Path) -> Any:
+        """Orbax's tree metadata of a base or delta step."""
+        lineage = self._resolve(Path(directory))
+        metadata = self._stock.metadata(lineage.base_directory)
+        if isinstance(lineage.manifest, BaseManifest):
+            return metadata
+        return type(metadata).build(
+            metadata.tree, custom_metadata=lineage.manifest.custom_metadata
+        )
+
+    def close(self) -> None:
+        """Releases threads; called by the manager."""
+        self._saver.close()
+        self._stock.close()
+
+    def _resolve(self, path: Path) -> Lineage:
+        try:
+            return lineages.resolve(path)
+        except LineageError as error:
+            steps = [s.step for s in lineages.siblings(path) if s.error is None]
+            hint = ", ".join(map(str, steps[-10:])) or "none"
+            raise LineageError(f"{error} Steps that can be restored: {hint}.") from error
+
+    def _learn_parents(self, final: Path) -> None:
+        """Tells the preservation policy about the steps that are on disk already."""
+        if self._keep_lineage is None or final.parent.parent in self._scanned:
+            return
+        self._scanned.add(final.parent.parent)
+        for step in lineages.siblings(final):
+            if isinstance(step.manifest, DeltaManifest):
+                self._keep_lineage.note(step.step, step.manifest.parent.step)
+
+
+@ocp.args.register_with_handler(AdaCheckHandler, for_save=True)
+@dataclass
+class SaveArgs(ocp.args.CheckpointArgs):
+    """What to save.
+
+    Attributes:
+        state: the whole train state, optimizer state included.
+        step: step number; None takes it from the step directory's name.
+        save_args: as for ``StandardSave``: a tree of ``ocp.SaveArgs`` (or None) like the state.
+            A cast of a leaf that the update consumes or computes makes the save a base.
+        custom_metadata: as for ``StandardSave``: JSON that ``metadata()`` returns.
+    """
+
+    state: PyTree
+    step: int | None = None
+    save_args: PyTree | None = None
+    custom_metadata: Any = None
+
+
+@ocp.args.register_with_handler(AdaCheckHandler, for_restore=True)
+@dataclass
+class RestoreArgs(ocp.args.CheckpointArgs):
+    """What to restore.
+
+    Attributes:
+        abstract_state: tree of ``jax.ShapeDtypeStruct`` with shardings (or of arrays) in the form
+            that is wanted. ``ocp.PLACEHOLDER`` leaves a leaf out. A leaf of another data type of
+            the same kind (float32 for bfloat16) is cast, after it was verified. None restores
+            everything onto the shardings that it was saved with.
+        strict: as for ``StandardRestore``: False truncates or pads leaves whose shape differs.
+        support_layout: as for ``StandardRestore``: restore with the layouts in the abstract state.
+        fallback_sharding: as for ``StandardRestore``: used where no sharding is given and the one
+            that a leaf was saved with does not exist here.
+    """
+
+    abstract_state: PyTree | None = None
+    strict: bool = True
+    support_layout: bool = False
+    fallback_sharding: jax.sharding.Sharding | None = None
+
+
+async def _written(save: Save, directory: Path) -> None:
+    save.write(directory)
+
+
+def _final(directory: Path) -> Path:
+    """Where an item's temporary directory will be once Orbax has renamed it."""
+    parts = [part.split(lineages.TMP_SUFFIX)[0] for part in directory.parts]
+    return Path(*parts)
+
+
+def _check_writable(final: Path) -> None:
+    existing = final.parent
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise StorageError(
+            f"{final}: expected a directory that can be written, but {existing} "
+            f"{'is not writable' if existing.is_dir() else 'is a file'}. Nothing was saved; give "
+            "the manager another root, or mend the permissions."
+        )
+
+
+def _cast(state: PyTree, save_args: PyTree | None) -> tuple[PyTree, frozenset[str]]:
+    """Applies the casts of ``save_args``; returns the state and the paths that were cast."""
+    if save_args is None:
+        return state, frozenset()
+    leaves, treedef = trees.flatten(state)
+    args = treedef.flatten_up_to(save_args)
+    cast = {
+        path: arg.dtype
+        for (path, leaf), arg in zip(leaves.items(), args, strict=True)
+        if arg is not None and arg.dtype is not None and np.dtype(arg.dtype) != _dtype(leaf)
+    }
+    named = {path: _astype(leaf, cast[path]) if path in cast else leaf for path, leaf in leaves.items()}
+    return trees.unflatten(treedef, named.values()), frozenset(cast)
+
+
+def _dtype(leaf: Any) -> Any:
+    return getattr(leaf, "dtype", None) or np.asarray(leaf).dtype
+
+
+def _astype(leaf: Any, dtype: Any) -> Any:
+    return leaf.astype(dtype) if hasattr(leaf, "astype") else np.asarray(leaf).astype(dtype)
+
+
+class _Target:
+    """The abstract state that a caller wants, held against what was saved."""
+
+    def __init__(
+        self, args: RestoreArgs, base: BaseManifest, saved: Mapping[str, Any], where: Path
+    ) -> None:
+        self._args = args
+        self._specs = {leaf.path: leaf for leaf in base.leaves}
+        self._saved = saved
+        state = args.abstract_state
+        if hasattr(state, "custom_metadata"):  # what metadata() returns, as StandardRestore takes it
+            state = state.tree
+        self._treedef = None
+        self._wanted: dict[str, Any] = dict.fromkeys(self._specs)
+        if state is not None:
+            self._wanted, self._treedef = trees.flatten(state)
+            self._check(where)
+
+    def _check(self, where: Path) -> None:
+        expected = {path: spec.description for path, spec in self._specs.items()}
+        found = {
+            path: self._describe(leaf, self._specs.get(path)) for path, leaf in self._wanted.items()
+        }
+        trees.check_same_leaves(
+            expected,
+            found,
+            where=f"{where}: the abstract state does not fit what was saved",
+            remedy="Build the abstract state from the code that saved it (jax.eval_shape), mark "
+            "leaves to leave out with ocp.PLACEHOLDER, or pass no abstract state.",
+        )
+
+    def _describe(self, leaf: Any, spec: Leaf | None) -> str:
+        """A leaf's data type and shape; the saved one's where the difference is allowed."""
+        if spec is None:
+            return ""
+        if leaf is ocp.PLACEHOLDER:
+            return spec.description
+        dtype = str(_dtype(leaf))
+        shape = tuple(np.shape(leaf))
+        saved_dtype = spec.key_type or spec.dtype
+        saved_shape = spec.shape[:-1] if spec.key_type else spec.shape
+        if _same_kind(dtype, saved_dtype):
+            dtype = saved_dtype
+        if not self._args.strict and len(shape) == len(saved_shape):
+            shape = saved_shape
+        return f"{dtype}{list(shape)}"
+
+    def placements(self, lineage: Lineage) -> dict[str, Any]:
+        """For each leaf path a sharding, ``np.ndarray``, or None to leave the leaf unread."""
+        update = lineage.base.update
+        needed: set[int] = set()
+        if update is not None and lineage.deltas:
+            needed = {*update.explained, *update.consumed}
+        result = {}
+        for index, (path, spec) in enumerate(self._specs.items()):
+            leaf = self._wanted[path]
+            if leaf is ocp.PLACEHOLDER and index not in needed:
+                result[path] = None
+            else:
+                result[path] = self._placement(path, spec, leaf)
+        return result
+
+    def _placement(self, path: str, spec: Leaf, leaf: Any) -> Any:
+        if isinstance(leaf, np.ndarray | np.generic | int | float | complex):
+            return np.ndarray
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, jax.sharding.Sharding):
+            return _fitting(sharding, spec)
+        fallback = self._args.fallback_sharding
+        try:
+            saved = saved_sharding(self._saved[path], path, fallback)
+        except ValueError as error:
+            raise MismatchError(
+                f"leaf {path}: it was saved on devices that do not exist here ({error}), and the "
+                "abstract state gives no sharding for it. Pass an abstract state with shardings, "
+                "or RestoreArgs(fallback_sharding=...)."
+            ) from error
+        return np.ndarray if saved is None else _fitting(saved, spec)
+
+    def finish(self, leaves: Mapping[str, Any], saved_tree: PyTree) -> PyTree:
+        """Gives verified leaves the structure, type, shape and layout that is wanted."""
+        if self._treedef is None:
+            return jax.tree_util.tree_map_with_path(
+                lambda key_path, _: leaves[trees.leaf_path(key_path)], saved_tree
+            )
+        finished = (self._finish(leaves[path], leaf) for path, leaf in self._wanted.items())
+        return trees.unflatten(self._treedef, finished)
+
+    def _finish(self, value: Any, wanted: Any) -> Any:
+        if wanted is ocp.PLACEHOLDER:
+            return ocp.PLACEHOLDER
+        if staging.is_key(value):
+            return value
+        if isinstance(wanted, int | float | complex):
+            return type(wanted)(value)
+        if not hasattr(value, "dtype"):
+            return value
+        if value.shape != tuple(np.shape(wanted)):
+            value = _resized(value, tuple(np.shape(wanted)), getattr(wanted, "sharding", None))
+        if value.dtype != wanted.dtype:
+            value = value.astype(wanted.dtype)
+        layout = getattr(wanted, "format", None) if self._args.support_layout else None
+        return value if layout is None else jax.device_put(value, layout)
+
+
+def _same_kind(a: str, b: str) -> bool:
+    """Whether Orbax's cast at restore is a change of precision, not of meaning."""
+    if a.startswith("key<") or b.startswith("key<"):
+        return a == b
+    kinds = (jnp.floating, jnp.integer, jnp.complexfloating, jnp.bool_)
+    dtypes = jnp.dtype(a), jnp.dtype(b)
+    return any(all(jnp.issubdtype(dtype, kind) for dtype in dtypes) for kind in kinds)
+
+
+def _fitting(sharding: jax.sharding.Sharding, spec: Leaf) -> jax.sharding.Sharding:
+    """The sharding itself, or where it cannot cut the saved shape a replicated one."""
+    shape = spec.shape[:-1] if spec.key_type else spec.shape
+    try:
+        sharding.shard_shape(shape)
+    except ValueError:
+        return restorer.replicated(sharding)
+    return sharding
+
+
+def _resized(value: Any, shape: tuple[int, ...], sharding: Any) -> Any:
+    """Truncates or pads with zeros, as Orbax does for ``strict=False``."""
+
+    def resize(x: Any) -> Any:
+        x = x[tuple(slice(0, n) for n in shape)]
+        return jnp.pad(x, [(0, n - m) for n, m in zip(shape, x.shape, strict=True)])
+
+    if not isinstance(value, jax.Array):
+        return np.asarray(resize(jnp.asarray(value)))
+    return jax.jit(resize, out_shardings=sharding)(value)

@@ -1,0 +1,364 @@
+"""What a step is made of: frozen records and their JSON form.
+
+The manifest is the file that makes a saved step exist. It is written last, after every byte that
+it speaks of, and it carries a checksum of itself. A base's manifest describes the leaves; a delta's
+manifest names its parent and does not repeat what the base says, so its size does not grow with
+the lineage.
+
+This module knows neither JAX nor Orbax.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from adacheck_jax.boxes import Box, Cuts, grid
+from adacheck_jax.errors import FormatError, IntegrityError
+
+FORMAT_VERSION = 1
+DIRECTORY = "adacheck"
+"""Name of our folder inside an item's directory."""
+FILE = f"{DIRECTORY}/manifest.json"
+UPDATE_FILE = f"{DIRECTORY}/update.stablehlo"
+MAX_MANIFEST_BYTES = 256 * 2**20
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One leaf of the saved state.
+
+    Attributes:
+        path: leaf path.
+        shape: global shape of the stored words (for a typed PRNG key, of its key data).
+        dtype: numpy name of the stored elements' type.
+        itemsize_bytes: bytes of one stored element.
+        key_type: for a typed PRNG key its data type (``key<fry>``), else None.
+        cuts: how the leaf was cut into boxes when it was saved.
+        owners: the process that writes each box, in :func:`~adacheck_jax.boxes.grid` order.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize_bytes: int
+    key_type: str | None
+    cuts: Cuts
+    owners: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole leaf."""
+        return math.prod(self.shape) * self.itemsize_bytes
+
+    @property
+    def boxes(self) -> list[Box]:
+        """The distinct boxes, in the order of ``owners``."""
+        return grid(self.cuts)
+
+    @property
+    def description(self) -> str:
+        """Data type and logical shape, for people and for comparisons."""
+        if self.key_type is not None:
+            return f"{self.key_type}{list(self.shape[:-1])}"
+        return f"{self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """The exported update program, and which leaves it takes and returns.
+
+    The program maps ``(params, inner, record, extra)`` to ``(params, inner)``.
+
+    Attributes:
+        params, inner, record, extra: indices into the base's leaves, in argument order.
+        count: index of the recorder's update counter.
+        sha256: digest of the serialized program.
+        jax_version: the jax that exported it.
+    """
+
+    params: tuple[int, ...]
+    inner: tuple[int, ...]
+    record: tuple[int, ...]
+    extra: tuple[int, ...]
+    count: int
+    sha256: str
+    jax_version: str
+
+    @property
+    def explained(self) -> frozenset[int]:
+        """The leaves that replay computes, and that a delta therefore never stores."""
+        return frozenset(self.params + self.inner)
+
+    @property
+    def consumed(self) -> tuple[int, ...]:
+        """The leaves that a delta stores because the update consumed them."""
+        return self.record + self.extra
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The step that a delta builds on.
+
+    Attributes:
+        step: its step number.
+        reference: its item directory, relative to the delta's own item directory.
+        checksum: the checksum of its manifest.
+    """
+
+    step: int
+    reference: str
+    checksum: str
+
+
+@dataclass(frozen=True, slots=True)
+class BaseManifest:
+    """A full state at one step.
+
+    Attributes:
+        step: step number.
+        count: the recorder's update counter, None without a recorder.
+        leaves: every leaf of the state, in tree order.
+        fingerprints: one 64-bit digest a leaf.
+        update: the update program; None when later steps cannot be replayed onto this one.
+        reason: why this step is a base.
+        process_count: how many processes wrote it.
+        versions: package versions at save time.
+        checksum: of this manifest; empty until it is encoded.
+    """
+
+    step: int
+    count: int | None
+    leaves: tuple[Leaf, ...]
+    fingerprints: tuple[int, ...]
+    update: Update | None
+    reason: str
+    process_count: int
+    versions: Mapping[str, str]
+    checksum: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaManifest:
+    """What reproduces one step from the step before it.
+
+    Attributes:
+        step: step number.
+        count: the recorder's update counter.
+        has_update: whether one update is to be replayed; False if the counter did not advance.
+        parent: the step that this one builds on.
+        depth: number of deltas between the base and this step, this one included.
+        stored: indices of the leaves whose values this delta holds, ascending.
+        fingerprints: one 64-bit digest for every leaf of the state after this step.
+        process_bytes: size of the pack that each process wrote.
+        custom_metadata: the caller's own JSON, kept for ``metadata()``.
+        checksum: of this manifest; empty until it is encoded.
+    """
+
+    step: int
+    count: int
+    has_update: bool
+    parent: Link
+    depth: int
+    stored: tuple[int, ...]
+    fingerprints: tuple[int, ...]
+    process_bytes: tuple[int, ...]
+    custom_metadata: Any = None
+    checksum: str = ""
+
+
+Manifest = BaseManifest | DeltaManifest
+
+
+def encode(manifest: Manifest) -> bytes:
+    """Turns a manifest into the bytes of its file, checksum included."""
+    body = dataclasses.asdict(manifest)
+    del body["checksum"]
+    body["fingerprints"] = [f"{value:016x}" for value in manifest.fingerprints]
+    kind = "base" if isinstance(manifest, BaseManifest) else "delta"
+    body = {"format": FORMAT_VERSION, "kind": kind, **body}
+    return _json_bytes({**body, "checksum": checksum_of(body)})
+
+
+def checksum_of(body: Mapping[str, Any]) -> str:
+    """Digest of a manifest's JSON body without its checksum field."""
+    return hashlib.sha256(_json_bytes(body)).hexdigest()
+
+
+def _json_bytes(body: Mapping[str, Any]) -> bytes:
+    return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+
+
+def decode(data: bytes, *, where: str) -> Manifest:
+    """Reads and checks the bytes of a manifest file.
+
+    Args:
+        data: the file's bytes.
+        where: the file's path, for error messages.
+
+    Raises:
+        FormatError: not a manifest, or of a format version that this library does not know.
+        IntegrityError: the checksum does not match.
+    """
+    try:
+        body = json.loads(data)
+    except ValueError as error:
+        raise FormatError(
+            f"{where}: expected a JSON manifest, found {len(data)} bytes that are not "
+            f"({error}). The file is truncated or overwritten; restore another step."
+        ) from error
+    if not isinstance(body, dict) or "format" not in body:
+        raise FormatError(
+            f"{where}: expected an adacheck manifest, found other JSON. Restore another step."
+        )
+    if body["format"] != FORMAT_VERSION:
+        raise FormatError(
+            f"{where}: expected format version {FORMAT_VERSION}, found {body['format']!r}. "
+            "Install the adacheck-jax release that wrote this checkpoint."
+        )
+    checksum = body.pop("checksum", None)
+    if checksum != checksum_of(body):
+        raise IntegrityError(
+            f"{where}: the manifest does not match its own checksum (found {checksum!r}): the "
+            "file was changed after it was written. Restore another step."
+        )
+    try:
+        return _from_body(body, checksum)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise FormatError(
+            f"{where}: a field of the manifest is missing or has the wrong type ({error!r}). "
+            "Restore another step."
+        ) from error
+
+
+def _from_body(body: dict[str, Any], checksum: str) -> Manifest:
+    fingerprints = tuple(int(text, 16) for text in body["fingerprints"])
+    if body["kind"] == "base":
+        leaves = _tuple_of(_leaf, body["leaves"])
+        if len(leaves) != len(fingerprints):
+            raise ValueError(f"{len(leaves)} leaves but {len(fingerprints)} fingerprints")
+        return BaseManifest(
+            step=_natural(body["step"]),
+            count=None if body["count"] is None else _natural(body["count"]),
+            leaves=leaves,
+            fingerprints=fingerprints,
+            update=None if body["update"] is None else _update(body["update"], len(leaves)),
+            reason=str(body["reason"]),
+            process_count=_natural(body["process_count"]),
+            versions={str(k): str(v) for k, v in body["versions"].items()},
+            checksum=checksum,
+        )
+    if body["kind"] != "delta":
+        raise ValueError(f"kind {body['kind']!r}")
+    return DeltaManifest(
+        step=_natural(body["step"]),
+        count=_natural(body["count"]),
+        has_update=bool(body["has_update"]),
+        parent=Link(
+            step=_natural(body["parent"]["step"]),
+            reference=str(body["parent"]["reference"]),
+            checksum=str(body["parent"]["checksum"]),
+        ),
+        depth=_natural(body["depth"]),
+        stored=_tuple_of(_natural, body["stored"]),
+        fingerprints=fingerprints,
+        process_bytes=_tuple_of(_natural, body["process_bytes"]),
+        custom_metadata=body["custom_metadata"],
+        checksum=checksum,
+    )
+
+
+def _leaf(body: dict[str, Any]) -> Leaf:
+    leaf = Leaf(
+        path=str(body["path"]),
+        shape=_tuple_of(_natural, body["shape"]),
+        dtype=str(body["dtype"]),
+        itemsize_bytes=_natural(body["itemsize_bytes"]),
+        key_type=None if body["key_type"] is None else str(body["key_type"]),
+        cuts=_tuple_of(lambda axis: _tuple_of(_natural, axis), body["cuts"]),
+        owners=_tuple_of(_natural, body["owners"]),
+    )
+    lengths = tuple(points[-1] for points in leaf.cuts)
+    count = math.prod(max(1, len(points) - 1) for points in leaf.cuts)
+    ascending = all(list(points) == sorted(set(points)) for points in leaf.cuts)
+    if lengths != leaf.shape or count != len(leaf.owners) or not ascending:
+        raise ValueError(f"leaf {leaf.path}: cuts {leaf.cuts} do not fit shape {leaf.shape}")
+    return leaf
+
+
+def _update(body: dict[str, Any], leaf_count: int) -> Update:
+    update = Update(
+        params=_tuple_of(_natural, body["params"]),
+        inner=_tuple_of(_natural, body["inner"]),
+        record=_tuple_of(_natural, body["record"]),
+        extra=_tuple_of(_natural, body["extra"]),
+        count=_natural(body["count"]),
+        sha256=str(body["sha256"]),
+        jax_version=str(body["jax_version"]),
+    )
+    indices = [*update.params, *update.inner, *update.consumed, update.count]
+    if len(set(indices)) != len(indices) or max(indices) >= leaf_count:
+        raise ValueError("the update's leaf indices repeat or lie outside the state")
+    return update
+
+
+def _tuple_of(read: Callable[[Any], _T], items: Any) -> tuple[_T, ...]:
+    if not isinstance(items, list):
+        raise TypeError(f"expected a list, found {type(items).__name__}")
+    return tuple(read(item) for item in items)
+
+
+def _natural(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise TypeError(f"expected a number >= 0, found {value!r}")
+    return value
+
+
+def read(item_directory: Path) -> Manifest:
+    """Reads the manifest of an item directory.
+
+    Raises:
+        FormatError: there is none, or it cannot be read.
+        IntegrityError: it does not match its checksum.
+    """
+    path = item_directory / FILE
+    try:
+        size_bytes = path.stat().st_size
+        if size_bytes > MAX_MANIFEST_BYTES:
+            raise FormatError(
+                f"{path}: expected a manifest of at most {MAX_MANIFEST_BYTES} bytes, found "
+                f"{size_bytes}. The file is not a manifest; restore another step."
+            )
+        data = path.read_bytes()
+    except OSError as error:
+        raise FormatError(
+            f"{path}: expected the manifest of a step saved by AdaCheckHandler, found none "
+            f"({error.strerror}). A step that stock Orbax saved is read with "
+            "ocp.StandardCheckpointer; a step that lost its manifest cannot be verified."
+        ) from error
+    return decode(data, where=str(path))
+
+
+def write(item_directory: Path, manifest: Manifest) -> None:
+    """Writes the manifest; whatever it speaks of must be durable already."""
+    write_durably(item_directory / FILE, encode(manifest))
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Writes a small file so that after a crash it is whole or absent."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

@@ -1,0 +1,262 @@
+"""Tie the update to the saved leaves, export it, and fold it over records.
+
+The update program is ``tx.update`` followed by ``optax.apply_updates``, traced once over flat
+leaves and exported with ``jax.export`` for all platforms, so that a process that has never seen
+the optimizer can replay it, on any mesh: a program exported for one device keeps the partitioning
+of the arrays that it is called with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.export
+import optax
+
+from adacheck_jax import trees
+from adacheck_jax.errors import FormatError, IntegrityError, RecorderError
+from adacheck_jax.manifest import Update
+from adacheck_jax.recorder import Recorder, RecorderNode, UpdateSignature, find_node
+
+_log = logging.getLogger(__name__)
+
+PLATFORMS = ("cpu", "cuda", "tpu")
+_WRAPPER_SUFFIX = "/value"  # nnx.State keeps every array under one more key of this name
+
+Leaves = Sequence[Any]
+UpdateFunction = Callable[[Leaves, Leaves, Leaves, Leaves], tuple[list[Any], list[Any]]]
+"""``(params, inner, record, extra) -> (params, inner)``, over flat leaves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """The recorder's update, tied to leaf paths of one saved state.
+
+    Attributes:
+        signature: the trees that the update takes.
+        params, inner, record, extra: leaf paths in the state, in argument order.
+        count: leaf path of the update counter.
+    """
+
+    signature: UpdateSignature
+    params: tuple[str, ...]
+    inner: tuple[str, ...]
+    record: tuple[str, ...]
+    extra: tuple[str, ...]
+    count: str
+
+    @property
+    def explained(self) -> frozenset[str]:
+        """Leaf paths that replay computes."""
+        return frozenset(self.params + self.inner)
+
+    @property
+    def consumed(self) -> tuple[str, ...]:
+        """Leaf paths that the update consumes, and that every delta stores."""
+        return self.record + self.extra
+
+
+def bind(
+    recorder: Recorder, shapes: Mapping[str, tuple[int, ...]], params_path: str | None
+) -> Binding:
+    """Finds the recorder's node, and the params that its updates are applied to, in a state.
+
+    Args:
+        recorder: the one that the optimizer was built with.
+        shapes: shape of every leaf of the state, by leaf path.
+        params_path: leaf path of the params' root, or None to find it.
+
+    Raises:
+        RecorderError: no recorder in the state, several, or no one tree that must be the params.
+    """
+    node = find_node(list(shapes))
+    if node is None:
+        raise RecorderError(
+            "AdaCheckHandler has a recorder, but the saved state holds no Recorder's state. "
+            "Expected the optimizer state of a chain that contains this very Recorder; found the "
+            f"leaves {_few(shapes)}. Save the optimizer state too, or build the handler without "
+            "a recorder."
+        )
+    signature = _signature_of(recorder, node, shapes)
+    relative = {tree: list(trees.flatten(getattr(signature, tree))[0]) for tree in _TREES}
+    root = params_path if params_path is not None else _find_params(node, relative, shapes)
+    return Binding(
+        signature=signature,
+        params=_resolve(relative["params"], _join(root, ""), shapes, "params"),
+        inner=_pick(relative["inner"], node.inner, "optimizer state"),
+        record=_pick(relative["params"], node.record, "record"),
+        extra=_pick(relative["extra"], node.extra, "extra arguments"),
+        count=node.count,
+    )
+
+
+_TREES = ("params", "inner", "extra")
+
+
+def _signature_of(
+    recorder: Recorder, node: RecorderNode, shapes: Mapping[str, tuple[int, ...]]
+) -> UpdateSignature:
+    found = {_plain(path): shapes[full] for path, full in node.record.items()}
+    for signature in recorder.signatures:
+        leaves, _ = trees.flatten(signature.params)
+        if {_plain(path): leaf.shape for path, leaf in leaves.items()} == found:
+            return signature
+    raise RecorderError(
+        f"the Recorder given to AdaCheckHandler has not seen the {len(found)} params recorded at "
+        f"{node.prefix!r}; it has seen {len(recorder.signatures)} other trees. Build the "
+        "optimizer with the same Recorder object that the handler gets, and create or abstractly "
+        "create (jax.eval_shape) its state before saving or restoring."
+    )
+
+
+def _find_params(
+    node: RecorderNode, relative: Mapping[str, list[str]], shapes: Mapping[str, tuple[int, ...]]
+) -> str:
+    """The one subtree outside the recorder that has the record's leaf paths and shapes."""
+    wanted = {path: shapes[node.record[path]] for path in node.record}
+    if not wanted:
+        raise RecorderError(
+            f"the Recorder at {node.prefix!r} records no leaves, so nothing can be replayed."
+        )
+    sample = max(wanted, key=lambda path: path.count("/"))
+    candidates = []
+    inside = _join(node.prefix, "")
+    for path in shapes:
+        if path.startswith(inside) or not (path == sample or path.endswith(f"/{sample}")):
+            continue
+        root = path.removesuffix(sample).removesuffix("/")
+        if all(shapes.get(_join(root, p)) == shape for p, shape in wanted.items()):
+            candidates.append(root)
+    if len(candidates) == 1:
+        return candidates[0]
+    found = ", ".join(repr(c) for c in sorted(candidates)) or "none"
+    raise RecorderError(
+        f"expected one subtree with the {len(wanted)} leaf paths and shapes that the Recorder at "
+        f"{node.prefix!r} records; found {found}. Name the trained params: "
+        f"AdaCheckHandler(recorder, params_path={sorted(candidates)[0] if candidates else '...'!r})."
+    )
+
+
+def _resolve(
+    relative: Sequence[str], below: str, shapes: Mapping[str, Any], what: str
+) -> tuple[str, ...]:
+    available = {path.removeprefix(below): path for path in shapes if path.startswith(below)}
+    return _pick(relative, available, what)
+
+
+def _pick(relative: Sequence[str], available: Mapping[str, str], what: str) -> tuple[str, ...]:
+    plain = {_plain(path): full for path, full in available.items()}
+    missing = [path for path in relative if _plain(path) not in plain]
+    if missing:
+        raise RecorderError(
+            f"{len(missing)} leaves of the {what} that the update takes are not in the saved "
+            f"state: expected {_few(missing)}; found {_few(available)}. Save the whole train "
+            "state, or name the params with params_path."
+        )
+    return tuple(plain[_plain(path)] for path in relative)
+
+
+def _plain(path: str) -> str:
+    return path.removesuffix(_WRAPPER_SUFFIX)
+
+
+def _join(root: str, path: str) -> str:
+    return f"{root}/{path}" if root else path
+
+
+def _few(names: Any) -> str:
+    names = list(names)
+    return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
+
+
+def update_function(recorder: Recorder, signature: UpdateSignature) -> UpdateFunction:
+    """The update over flat leaves, as the train step runs it."""
+    treedefs = {name: jax.tree.structure(getattr(signature, name)) for name in _TREES}
+
+    def run(
+        params: Leaves, inner: Leaves, record: Leaves, extra: Leaves
+    ) -> tuple[list[Any], list[Any]]:
+        params_tree = jax.tree.unflatten(treedefs["params"], params)
+        updates, inner_tree = recorder.tx.update(
+            jax.tree.unflatten(treedefs["params"], record),
+            jax.tree.unflatten(treedefs["inner"], inner),
+            params_tree,
+            **jax.tree.unflatten(treedefs["extra"], extra),
+        )
+        applied = optax.apply_updates(params_tree, updates)
+        return jax.tree.leaves(applied), jax.tree.leaves(inner_tree)
+
+    return run
+
+
+def export(function: UpdateFunction, arguments: Sequence[Sequence[jax.ShapeDtypeStruct]]) -> bytes:
+    """Exports the update program for every platform, over one device.
+
+    Args:
+        function: from :func:`update_function`.
+        arguments: shapes and data types of the four lists of leaves.
+
+    Returns:
+        The serialized program. The same update gives the same bytes in every process.
+    """
+    jitted = jax.jit(function)
+    try:
+        exported = jax.export.export(jitted, platforms=PLATFORMS)(*arguments)
+    except Exception as error:  # an update may use what one platform lacks
+        here = jax.default_backend()
+        _log.warning(
+            "The update cannot be exported for %s (%s); exporting it for %s alone: its deltas "
+            "can be restored on that platform only.",
+            ", ".join(PLATFORMS),
+            error,
+            here,
+        )
+        exported = jax.export.export(jitted)(*arguments)
+    return bytes(exported.serialize())
+
+
+def load(data: bytes, update: Update, where: str) -> UpdateFunction:
+    """Reads an exported update program.
+
+    Raises:
+        IntegrityError: the bytes are not those that were written.
+        FormatError: this jax cannot read it.
+    """
+    if hashlib.sha256(data).hexdigest() != update.sha256:
+        raise IntegrityError(
+            f"{where}: the exported update does not match its digest in the manifest "
+            f"(found {len(data)} bytes). The file was changed after it was written; restore a "
+            "base step, or give AdaCheckHandler the recorder and remove nothing."
+        )
+    try:
+        exported = jax.export.deserialize(bytearray(data))
+    except Exception as error:
+        raise FormatError(
+            f"{where}: the update was exported by jax {update.jax_version}, and jax "
+            f"{jax.__version__} cannot read it ({error}). Install that jax, or give "
+            "AdaCheckHandler the Recorder that the optimizer was built with."
+        ) from error
+
+    def run(
+        params: Leaves, inner: Leaves, record: Leaves, extra: Leaves
+    ) -> tuple[list[Any], list[Any]]:
+        return exported.call(list(params), list(inner), list(record), list(extra))
+
+    return run
+
+
+def compile_fold(
+    function: UpdateFunction, params: Sequence[jax.Array], inner: Sequence[jax.Array]
+) -> UpdateFunction:
+    """Compiles the update for the shardings of these arrays, donating the state.
+
+    Memory stays at one state plus one record: the returned function consumes its ``params`` and
+    ``inner`` and returns the next ones in their place, with the same shardings.
+    """
+    shardings = ([x.sharding for x in params], [x.sharding for x in inner])
+    return jax.jit(function, out_shardings=shardings, donate_argnums=(0, 1))

@@ -1,0 +1,424 @@
+"""The way of a save, up to the bytes that are ours; knows no Orbax.
+
+1. :meth:`Saver.begin` runs on the caller's thread: it decides between base and delta and stages
+   what must leave the device. When it returns, the state may be donated.
+2. :meth:`Save.write` runs in the background on every process: data, then a *part*, the note of
+   what this process wrote.
+3. :meth:`Save.commit` runs on one process after all parts are durable: links, then the manifest,
+   which is written last and makes the step exist.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import logging
+import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from adacheck_jax import arrays, fingerprint, lineage, policy, redundancy, replay
+from adacheck_jax import manifest as manifests
+from adacheck_jax.boxes import Box
+from adacheck_jax.errors import AdaCheckError, IntegrityError
+from adacheck_jax.lineage import KeepLineage, Lineage
+from adacheck_jax.manifest import BaseManifest, DeltaManifest, Leaf, Link, Update
+from adacheck_jax.recorder import Recorder
+from adacheck_jax.redundancy import WritePlan
+from adacheck_jax.replay import Binding
+from adacheck_jax.snapshot import Fingerprints, Snapshot, Snapshots, Structure, owned_by
+from adacheck_jax.staging import Blocks, stage
+from adacheck_jax.trees import PyTree
+
+_log = logging.getLogger(__name__)
+
+_PARTS = f"{manifests.DIRECTORY}/parts"
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The exported update: its bytes, or why there are none."""
+
+    data: bytes | None
+    problem: str = ""
+
+    @property
+    def sha256(self) -> str:
+        """Digest of the bytes."""
+        return hashlib.sha256(self.data or b"").hexdigest()
+
+
+class Saver:
+    """Saves the states of one training run.
+
+    Args:
+        recorder: the recorder in the optimizer chain; without one every save is a base.
+        params_path: leaf path of the trained params, None to find it.
+        max_deltas: longest lineage, in deltas.
+        keep_lineage: the policy that keeps ancestors alive where there are no hard links.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder | None,
+        params_path: str | None,
+        max_deltas: int,
+        keep_lineage: KeepLineage | None,
+    ) -> None:
+        self._recorder = recorder
+        self._max_deltas = max_deltas
+        self._keep_lineage = keep_lineage
+        self._snapshots = Snapshots(recorder, params_path)
+        self._programs: dict[int, tuple[Binding, Program]] = {}
+        self._head: Path | None = None
+        self._known: Lineage | None = None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="adacheck_fingerprint")
+        self._links: dict[Path, bool] = {}
+        self._said: set[str] = set()
+
+    def follow(self, restored: Lineage) -> None:
+        """Makes a restored step the parent of the next save."""
+        self._known = restored
+        self._head = restored.entries[-1].directory
+
+    def close(self) -> None:
+        """Ends the background thread."""
+        self._pool.shutdown()
+
+    def begin(
+        self,
+        final_directory: Path,
+        state: PyTree,
+        step: int | None,
+        *,
+        cast: frozenset[str] = frozenset(),
+        custom_metadata: Any = None,
+    ) -> Save:
+        """Decides and stages; the only part of a save that blocks the caller.
+
+        Args:
+            final_directory: where the item will be once it is committed.
+            state: the state to save.
+            step: its number; None takes it from the directory's name, else from the counter.
+            cast: leaf paths that are stored in another data type than they are trained in.
+            custom_metadata: the caller's own JSON.
+
+        Returns:
+            What is left to do.
+        """
+        snapshot = self._snapshots.take(state)
+        if step is None:
+            step = lineage.step_number(final_directory)
+        if step is None:
+            step = snapshot.count or 0
+        parent = self._parent(final_directory)
+        decision = self._decide(snapshot, parent, final_directory, step, cast)
+        _log.info("step %d: %s (%s)", step, "base" if decision.is_base else "delta", decision.reason)
+        if self._keep_lineage is not None:
+            known = None if decision.is_base or parent is None else parent.manifest.step
+            self._keep_lineage.note(step, known)
+        process = jax.process_index()
+        owned = owned_by(snapshot.structure.leaves, process)
+        stored = () if decision.is_base else _stored(snapshot.structure, decision.update_count)
+        every = dict(enumerate(snapshot.arrays))
+        save = Save(
+            saver=self,
+            step=step,
+            count=snapshot.count,
+            structure=snapshot.structure,
+            parent=None if decision.is_base else parent,
+            decision=decision,
+            stored=stored,
+            final_directory=final_directory,
+            replayable=not cast & _bound_paths(snapshot.structure.binding),
+            fingerprints=self._pool.submit(Fingerprints(every, owned).parts),
+            custom_metadata=custom_metadata,
+            blocks=stage({i: snapshot.arrays[i] for i in stored}, owned),
+        )
+        # Until the save is committed this directory does not exist, and if it fails it never will:
+        # the next save looks at the disk, finds no parent, and writes a base.
+        self._head = final_directory
+        return save
+
+    def _parent(self, final_directory: Path) -> Lineage | None:
+        """The lineage that a delta would follow, as it is on disk now."""
+        if self._head is None or lineage.reference(final_directory, self._head) is None:
+            return None
+        try:
+            self._known = lineage.follow(self._known, self._head)
+        except AdaCheckError as error:
+            _log.warning("The last step cannot be built on: %s", error)
+            return None
+        return self._known if self._known.exists() else None
+
+    def _decide(
+        self,
+        snapshot: Snapshot,
+        parent: Lineage | None,
+        final_directory: Path,
+        step: int,
+        cast: frozenset[str],
+    ) -> policy.Decision:
+        binding = snapshot.structure.binding
+        if self._recorder is None or binding is None or snapshot.count is None:
+            return policy.Decision(True, "no recorder")
+        if self._recorder.unreplayable:
+            return self._base_once(self._recorder.unreplayable)
+        if cast & _bound_paths(binding):
+            return self._base_once("save_args cast leaves that the update consumes or computes")
+        decision = policy.decide(
+            parent.base if parent else None,
+            parent.manifest if parent else None,
+            step=step,
+            count=snapshot.count,
+            max_deltas=self._max_deltas,
+        )
+        if decision.is_base or parent is None:
+            return decision
+        if parent.base.leaves != snapshot.structure.leaves:
+            return policy.Decision(True, _first_difference(parent.base, snapshot.structure))
+        program = self.program(snapshot.structure)
+        if parent.base.update is None or program.sha256 != parent.base.update.sha256:
+            return policy.Decision(True, "the update program changed")
+        if not self.has_links(final_directory) and self._keep_lineage is None:
+            return self._base_once(
+                "the file system has no hard links, and the handler has no KeepLineage policy that "
+                "would keep the steps that deltas refer to (AdaCheckHandler(keep_lineage=...))"
+            )
+        if not decision.update_count and (changed := _changed(snapshot, parent)):
+            return policy.Decision(True, f"{changed} changed without an update")
+        return decision
+
+    def _base_once(self, reason: str) -> policy.Decision:
+        if reason not in self._said:
+            self._said.add(reason)
+            _log.warning("Saving bases only: %s.", reason)
+        return policy.Decision(True, reason)
+
+    def has_links(self, final_directory: Path) -> bool:
+        """Whether steps beside this one can be hard-linked; probed once a root."""
+        root = final_directory.parent
+        while not root.is_dir():
+            root = root.parent
+        if root not in self._links:
+            self._links[root] = lineage.can_link(root)
+        return self._links[root]
+
+    def program(self, structure: Structure) -> Program:
+        """The exported update of a structure; exported once, since a lineage keeps its update."""
+        binding = structure.binding
+        if self._recorder is None or binding is None:
+            return Program(None, "no recorder")
+        if self._recorder.unreplayable:
+            return Program(None, self._recorder.unreplayable)
+        known = self._programs.get(id(structure))
+        if known is not None and known[0] is binding:
+            return known[1]
+        arguments = [
+            [_abstract(structure.leaves[i]) for i in structure.positions(paths)]
+            for paths in (binding.params, binding.inner, binding.record, binding.extra)
+        ]
+        try:
+            function = replay.update_function(self._recorder, binding.signature)
+            program = Program(replay.export(function, arguments))
+        except Exception as error:
+            problem = f"the update cannot be exported: {error}"
+            _log.warning("Saving bases only: %s", problem)
+            program = Program(None, problem)
+        self._programs[id(structure)] = (binding, program)
+        return program
+
+
+@dataclass(slots=True)
+class Save:
+    """A save that has been decided and staged, and is to be written and committed."""
+
+    saver: Saver
+    step: int
+    count: int | None
+    structure: Structure
+    parent: Lineage | None
+    decision: policy.Decision
+    stored: tuple[int, ...]
+    final_directory: Path
+    replayable: bool
+    fingerprints: Future[dict[int, int]]
+    custom_metadata: Any
+    blocks: dict[int, Blocks]
+
+    @property
+    def is_base(self) -> bool:
+        """Whether the caller has to write a stock checkpoint of the full state."""
+        return self.decision.is_base
+
+    def write(self, directory: Path) -> None:
+        """Writes this process's share; the directory is the item's temporary one.
+
+        Raises:
+            OSError: from the file system.
+        """
+        process = jax.process_index()
+        if self.is_base:
+            if process == 0 and (data := self._program().data) is not None:
+                manifests.write_durably(directory / manifests.UPDATE_FILE, data)
+        else:
+            self._write_pack(directory / lineage.DELTA / str(process), process)
+        part = {
+            "is_base": self.is_base,
+            "parent": self.parent.manifest.checksum if self.parent else None,
+            "fingerprints": [value for _, value in sorted(self.fingerprints.result().items())],
+        }
+        path = directory / _PARTS / f"{process}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(part))
+
+    def _write_pack(self, directory: Path, process: int) -> None:
+        plan = self._plan()
+        blocks = [
+            (extent.offset_bytes, self.blocks[extent.leaf][extent.box])
+            for extent in plan.extents
+            if extent.process == process
+        ]
+        arrays.write_pack(directory, plan.process_bytes[process], blocks)
+        self.blocks = {}
+
+    def _plan(self) -> WritePlan:
+        return redundancy.plan_delta(self.structure.leaves, self.stored, jax.process_count())
+
+    def _program(self) -> Program:
+        if not self.replayable:
+            return Program(None, "cast")
+        return self.saver.program(self.structure)
+
+    def commit(self, directory: Path) -> None:
+        """Links what the step builds on and writes the manifest, on one process.
+
+        Everything that the manifest speaks of is durable before this is called.
+
+        Raises:
+            AdaCheckError: the processes did not decide alike.
+            OSError: from the file system.
+        """
+        fingerprints = self._combine_parts(directory)
+        if self.parent is None:
+            manifest: manifests.Manifest = self._base_manifest(fingerprints)
+        else:
+            if self.saver.has_links(self.final_directory):
+                lineage.link_ancestors(self.parent, directory)
+            manifest = self._delta_manifest(self.parent, fingerprints)
+        # The manifest makes the step exist: nothing is written after it.
+        manifests.write(directory, manifest)
+
+    def _combine_parts(self, directory: Path) -> tuple[int, ...]:
+        parts = [
+            json.loads((directory / _PARTS / f"{process}.json").read_text())
+            for process in range(jax.process_count())
+        ]
+        decisions = {(part["is_base"], part["parent"]) for part in parts}
+        if len(decisions) != 1:
+            raise AdaCheckError(
+                f"step {self.step}: the {len(parts)} processes did not decide alike: {decisions}. "
+                "Expected all of them to see the same root; check that it is a shared file system. "
+                "The step is not saved; the next one will be a base."
+            )
+        shutil.rmtree(directory / _PARTS)
+        columns = zip(*(part["fingerprints"] for part in parts), strict=True)
+        return tuple(fingerprint.combine(column) for column in columns)
+
+    def _base_manifest(self, fingerprints: tuple[int, ...]) -> BaseManifest:
+        binding, program, update = self.structure.binding, self._program(), None
+        if binding is not None and program.data is not None:
+            positions = self.structure.positions
+            update = Update(
+                params=positions(binding.params),
+                inner=positions(binding.inner),
+                record=positions(binding.record),
+                extra=positions(binding.extra),
+                count=self.structure.index[binding.count],
+                sha256=program.sha256,
+                jax_version=jax.__version__,
+            )
+        return BaseManifest(
+            step=self.step,
+            count=self.count,
+            leaves=self.structure.leaves,
+            fingerprints=fingerprints,
+            update=update,
+            reason=self.decision.reason,
+            process_count=jax.process_count(),
+            versions=versions(),
+        )
+
+    def _delta_manifest(self, parent: Lineage, fingerprints: tuple[int, ...]) -> DeltaManifest:
+        reference = lineage.reference(self.final_directory, parent.entries[-1].directory)
+        assert reference is not None
+        assert self.count is not None
+        return DeltaManifest(
+            step=self.step,
+            count=self.count,
+            has_update=self.decision.update_count == 1,
+            parent=Link(parent.manifest.step, reference, parent.manifest.checksum),
+            depth=len(parent.entries),
+            stored=self.stored,
+            fingerprints=fingerprints,
+            process_bytes=self._plan().process_bytes,
+            custom_metadata=self.custom_metadata,
+        )
+
+
+def _stored(structure: Structure, update_count: int) -> tuple[int, ...]:
+    """What a delta stores: what the update consumed, and the leaves that no update explains."""
+    binding = structure.binding
+    assert binding is not None
+    skipped = set(structure.positions(binding.params + binding.inner))
+    if not update_count:  # the record is the parent's
+        skipped |= set(structure.positions(binding.consumed))
+    return tuple(i for i in range(len(structure.leaves)) if i not in skipped)
+
+
+def _bound_paths(binding: Binding | None) -> frozenset[str]:
+    if binding is None:
+        return frozenset()
+    return binding.explained | frozenset(binding.consumed) | {binding.count}
+
+
+def _changed(snapshot: Snapshot, parent: Lineage) -> str:
+    """Names a leaf that replay of no update would get wrong; empty if there is none."""
+    structure = snapshot.structure
+    stored = set(_stored(structure, 0))
+    rest = [i for i in range(len(structure.leaves)) if i not in stored]
+    found = fingerprint.from_words(fingerprint.of_arrays([snapshot.arrays[i] for i in rest]))
+    expected = parent.manifest.fingerprints
+    changed = [structure.leaves[i].path for i, f in zip(rest, found, strict=True) if f != expected[i]]
+    return changed[0] if changed else ""
+
+
+def _first_difference(base: BaseManifest, structure: Structure) -> str:
+    if len(base.leaves) != len(structure.leaves):
+        return f"the state has {len(structure.leaves)} leaves, the base {len(base.leaves)}"
+    old, new = next(
+        (a, b) for a, b in zip(base.leaves, structure.leaves, strict=True) if a != b
+    )
+    if old.path != new.path:
+        return f"the tree changed: {new.path} where {old.path} was"
+    if old.description != new.description:
+        return f"{new.path} changed from {old.description} to {new.description}"
+    return f"the sharding of {new.path} changed"
+
+
+def _abstract(leaf: Leaf) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, jax.numpy.dtype(leaf.dtype))
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Versions of this library and of those whose behaviour a checkpoint depends on."""
+    names = ("adacheck-jax", "jax", "orbax-checkpoint", "tensorstore", "optax", "flax", "numpy")
+    return {name: importlib.metadata.version(name) for name in names}

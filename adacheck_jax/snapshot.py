@@ -1,0 +1,183 @@
+"""A state taken apart for saving: its leaves, where they lie, and the update that ties them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from adacheck_jax import fingerprint, redundancy, replay, sharding, staging, trees
+from adacheck_jax.boxes import Box
+from adacheck_jax.errors import FormatError
+from adacheck_jax.manifest import Leaf
+from adacheck_jax.recorder import Recorder
+from adacheck_jax.replay import Binding
+from adacheck_jax.trees import PyTree
+
+_CACHED_STRUCTURES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """What two saves of the same train state have in common.
+
+    Attributes:
+        leaves: one description a leaf, in tree order.
+        binding: the recorder's update tied to the leaves; None without a recorder.
+        index: leaf path to position.
+    """
+
+    leaves: tuple[Leaf, ...]
+    binding: Binding | None
+    index: dict[str, int]
+
+    def positions(self, paths: Sequence[str]) -> tuple[int, ...]:
+        """Positions of several leaf paths."""
+        return tuple(self.index[path] for path in paths)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One state to save.
+
+    Attributes:
+        structure: of the state.
+        arrays: plain arrays (:func:`staging.raw`), one a leaf.
+        count: the recorder's update counter; None without a recorder.
+    """
+
+    structure: Structure
+    arrays: tuple[Any, ...]
+    count: int | None
+
+
+class Snapshots:
+    """Takes states apart, remembering the structures that it has seen.
+
+    Args:
+        recorder: the recorder in the optimizer chain, or None.
+        params_path: leaf path of the trained params, None to find it.
+    """
+
+    def __init__(self, recorder: Recorder | None, params_path: str | None) -> None:
+        self._recorder = recorder
+        self._params_path = params_path
+        self._structures: dict[Any, Structure] = {}
+
+    def take(self, state: PyTree) -> Snapshot:
+        """Takes a state apart. Waits for the update counter, and so for the running step.
+
+        Raises:
+            RecorderError: the recorder cannot be tied to the state.
+            MismatchError: two leaves have the same leaf path.
+            FormatError: a leaf has a type that cannot be stored.
+        """
+        leaves, treedef = jax.tree.flatten(state)
+        arrays = tuple(staging.raw(leaf) for leaf in leaves)
+        key = (treedef, tuple(map(_signature, leaves, arrays)))
+        if key not in self._structures:
+            if len(self._structures) >= _CACHED_STRUCTURES:
+                self._structures.clear()
+            self._structures[key] = self._describe(state, arrays)
+        structure = self._structures[key]
+        binding = structure.binding
+        count = None if binding is None else int(arrays[structure.index[binding.count]])
+        return Snapshot(structure, arrays, count)
+
+    def _describe(self, state: PyTree, arrays: tuple[Any, ...]) -> Structure:
+        named, _ = trees.flatten(state)
+        binding = None
+        if self._recorder is not None:
+            shapes = {path: np.shape(leaf) for path, leaf in named.items()}
+            binding = replay.bind(self._recorder, shapes, self._params_path)
+        layouts = [_layout(array) for array in arrays]
+        itemsizes_bytes = [_itemsize_bytes(path, a) for path, a in zip(named, arrays, strict=True)]
+        index = {path: position for position, path in enumerate(named)}
+        consumed = frozenset(index[path] for path in binding.consumed) if binding else frozenset()
+        owners = redundancy.assign_owners(layouts, itemsizes_bytes, consumed)
+        leaves = tuple(
+            Leaf(
+                path=path,
+                shape=tuple(arrays[i].shape),
+                dtype=str(arrays[i].dtype),
+                itemsize_bytes=itemsizes_bytes[i],
+                key_type=str(leaf.dtype) if staging.is_key(leaf) else None,
+                cuts=layouts[i].cuts,
+                owners=owners[i],
+            )
+            for i, (path, leaf) in enumerate(named.items())
+        )
+        return Structure(leaves, binding, index)
+
+
+def _signature(leaf: Any, array: Any) -> Any:
+    where = array.sharding if isinstance(array, jax.Array) else None
+    return (tuple(array.shape), str(array.dtype), where, staging.is_key(leaf))
+
+
+def _layout(array: Any) -> sharding.Layout:
+    if isinstance(array, jax.Array):
+        return sharding.layout_of(array.sharding, tuple(array.shape))
+    return sharding.whole(tuple(array.shape))
+
+
+def _itemsize_bytes(path: str, array: Any) -> int:
+    if array.dtype == object or array.dtype.kind in "USmM":
+        raise FormatError(
+            f"leaf {path}: expected numbers, found the data type {array.dtype}. Save it as a JSON "
+            "item beside the state, or leave it out."
+        )
+    return array.dtype.itemsize
+
+
+def owned_by(leaves: Sequence[Leaf], process: int) -> dict[int, frozenset[Box]]:
+    """The boxes of every leaf that one process writes, by leaf index."""
+    return {
+        index: frozenset(
+            box for box, owner in zip(leaf.boxes, leaf.owners, strict=True) if owner == process
+        )
+        for index, leaf in enumerate(leaves)
+    }
+
+
+class Fingerprints:
+    """This process's part of the fingerprints of some arrays.
+
+    Created where the arrays are alive; :meth:`parts` may be called when they are not. Arrays on
+    accelerators are fingerprinted there, by one program dispatched here; all others on the host,
+    from the owned boxes, when ``parts`` is called.
+
+    Args:
+        arrays: plain arrays by leaf index; in a multi-process program every process passes the
+            same ones.
+        owned: the boxes that this process accounts for; each box has one process.
+    """
+
+    def __init__(self, arrays: dict[int, Any], owned: dict[int, frozenset[Box]]) -> None:
+        on_device = [index for index, array in arrays.items() if _is_on_accelerator(array)]
+        self._on_device = on_device
+        self._words = fingerprint.of_arrays([arrays[i] for i in on_device]) if on_device else None
+        on_host = {index: array for index, array in arrays.items() if index not in on_device}
+        self._blocks = staging.stage(on_host, owned)
+
+    def parts(self) -> dict[int, int]:
+        """Partial sums modulo 2**64 by leaf index; frees what they were computed from."""
+        result = {
+            index: fingerprint.combine([fingerprint.of_block(b, box.start) for box, b in each.items()])
+            for index, each in self._blocks.items()
+        }
+        if self._words is not None:
+            totals = fingerprint.from_words(self._words)
+            first = jax.process_index() == 0  # every process has the totals; one accounts for them
+            result |= {i: t if first else 0 for i, t in zip(self._on_device, totals, strict=True)}
+        self._blocks, self._words = {}, None
+        return result
+
+
+def _is_on_accelerator(array: Any) -> bool:
+    if not isinstance(array, jax.Array):
+        return False
+    return next(iter(array.sharding.device_set)).platform != "cpu"

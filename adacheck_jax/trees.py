@@ -1,0 +1,100 @@
+"""Pytrees and leaf paths.
+
+A *leaf path* is the slash-joined key of one leaf: ``params/layer_0/kernel``, ``opt_state/1/mu``.
+It does not depend on the container's type, so the path of a leaf in a ``TrainState`` equals its
+path in the nested dictionary that Orbax returns when it is asked for no particular structure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from adacheck_jax.errors import MismatchError
+
+PyTree = Any
+
+_MAX_LISTED = 20
+
+
+def leaf_path(key_path: Sequence[Any]) -> str:
+    """Joins the keys of one JAX key path with slashes."""
+    return "/".join(_key_name(key) for key in key_path)
+
+
+def _key_name(key: Any) -> str:
+    for attribute in ("key", "idx", "name"):
+        value = getattr(key, attribute, None)
+        if value is not None:
+            return str(value)
+    return str(key)
+
+
+def flatten(tree: PyTree) -> tuple[dict[str, Any], jax.tree_util.PyTreeDef]:
+    """Flattens a pytree into ``{leaf path: leaf}``, in tree order.
+
+    Args:
+        tree: any pytree.
+
+    Returns:
+        The leaves by leaf path, and the treedef that :func:`unflatten` takes.
+
+    Raises:
+        MismatchError: two leaves have the same leaf path (``{"a/b": x, "a": {"b": y}}``).
+    """
+    pairs, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    leaves = {leaf_path(key_path): leaf for key_path, leaf in pairs}
+    if len(leaves) != len(pairs):
+        seen: set[str] = set()
+        paths = [leaf_path(key_path) for key_path, _ in pairs]
+        doubled = sorted({path for path in paths if path in seen or seen.add(path)})
+        raise MismatchError(
+            f"{len(doubled)} leaf paths occur twice: {_listed(doubled)}. Expected unique paths; "
+            "rename the keys that contain a slash."
+        )
+    return leaves, treedef
+
+
+def unflatten(treedef: jax.tree_util.PyTreeDef, leaves: Iterable[Any]) -> PyTree:
+    """Rebuilds the pytree that :func:`flatten` took apart, from leaves in the same order."""
+    return jax.tree_util.tree_unflatten(treedef, list(leaves))
+
+
+def check_same_leaves(
+    expected: Mapping[str, str], found: Mapping[str, str], *, where: str, remedy: str
+) -> None:
+    """Compares two descriptions of a tree and reports every difference at once.
+
+    Args:
+        expected: leaf path to description (shape and dtype) on the side that is given.
+        found: the same for the side that is checked.
+        where: what was compared, for the message.
+        remedy: what the reader can do about it.
+
+    Raises:
+        MismatchError: lists missing, extra and differing leaves.
+    """
+    missing = [path for path in expected if path not in found]
+    extra = [path for path in found if path not in expected]
+    differing = [
+        f"{path}: expected {expected[path]}, found {found[path]}"
+        for path in expected
+        if path in found and expected[path] != found[path]
+    ]
+    if not (missing or extra or differing):
+        return
+    parts = [f"{where}: {len(missing) + len(extra) + len(differing)} leaves differ."]
+    if missing:
+        parts.append(f"missing ({len(missing)}): {_listed(missing)}.")
+    if extra:
+        parts.append(f"not expected ({len(extra)}): {_listed(extra)}.")
+    if differing:
+        parts.append(f"different ({len(differing)}): {_listed(differing)}.")
+    raise MismatchError("\n  ".join([*parts, remedy]))
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f", and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return ", ".join(names[:_MAX_LISTED]) + more
