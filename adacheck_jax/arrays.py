@@ -30,9 +30,7 @@ def _spec(directory: Path) -> dict[str, Any]:
     }
 
 
-def write_pack(
-    directory: Path, size_bytes: int, blocks: Sequence[tuple[int, np.ndarray]]
-) -> None:
+def write_pack(directory: Path, size_bytes: int, blocks: Sequence[tuple[int, np.ndarray]]) -> None:
     """Writes one pack durably, in one transaction.
 
     Args:

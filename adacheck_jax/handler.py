@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
 from collections.abc import Mapping
@@ -15,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
+from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 from adacheck_jax import lineage as lineages
-from adacheck_jax import manifest as manifests
 from adacheck_jax import restorer, staging, trees
 from adacheck_jax.errors import LineageError, MismatchError, StorageError
 from adacheck_jax.lineage import KeepLineage, Lineage
@@ -94,20 +95,16 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         final = _final(Path(directory))
         _check_writable(final)
         self._learn_parents(final)
-        state, cast = _cast(args.state, args.save_args)
+        state, save_args, cast = _cast(args.state, args.save_args)
         save = self._saver.begin(
             final, state, args.step, cast=cast, custom_metadata=args.custom_metadata
         )
         self._saves = {final: save}  # Orbax runs one save at a time; a failed one is forgotten
         futures: list[ocp.Future] = []
         if save.is_base:
-            futures = await self._stock.write(
-                directory, state, args.save_args, args.custom_metadata
-            )
+            futures = await self._stock.write(directory, state, save_args, args.custom_metadata)
         written = _written(save, Path(directory))
-        futures.append(
-            ocp.future.CommitFutureAwaitingContractedSignals(written, name="adacheck_write")
-        )
+        futures.append(CommitFutureAwaitingContractedSignals(written, name="adacheck_write"))
         return futures
 
     def save(self, directory: epath.Path, args: SaveArgs) -> None:
@@ -162,9 +159,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         metadata = self._stock.metadata(lineage.base_directory)
         if isinstance(lineage.manifest, BaseManifest):
             return metadata
-        return type(metadata).build(
-            metadata.tree, custom_metadata=lineage.manifest.custom_metadata
-        )
+        return type(metadata).build(metadata.tree, custom_metadata=lineage.manifest.custom_metadata)
 
     def close(self) -> None:
         """Releases threads; called by the manager."""
@@ -252,19 +247,24 @@ def _check_writable(final: Path) -> None:
         )
 
 
-def _cast(state: PyTree, save_args: PyTree | None) -> tuple[PyTree, frozenset[str]]:
-    """Applies the casts of ``save_args``; returns the state and the paths that were cast."""
+def _cast(state: PyTree, save_args: PyTree | None) -> tuple[PyTree, PyTree, frozenset[str]]:
+    """Applies the casts of ``save_args``.
+
+    Returns:
+        The state as it is to be stored, the ``save_args`` that remain, and the leaf paths that
+        were cast.
+    """
     if save_args is None:
-        return state, frozenset()
+        return state, None, frozenset()
     leaves, treedef = trees.flatten(state)
-    args = treedef.flatten_up_to(save_args)
-    cast = {
-        path: arg.dtype
-        for (path, leaf), arg in zip(leaves.items(), args, strict=True)
-        if arg is not None and arg.dtype is not None and np.dtype(arg.dtype) != _dtype(leaf)
-    }
-    named = {path: _astype(leaf, cast[path]) if path in cast else leaf for path, leaf in leaves.items()}
-    return trees.unflatten(treedef, named.values()), frozenset(cast)
+    stored, rest, cast = [], [], set()
+    for (path, leaf), arg in zip(leaves.items(), treedef.flatten_up_to(save_args), strict=True):
+        dtype = None if arg is None else arg.dtype
+        if dtype is not None and np.dtype(dtype) != _dtype(leaf):
+            cast.add(path)
+        stored.append(_astype(leaf, dtype) if path in cast else leaf)
+        rest.append(None if arg is None else dataclasses.replace(arg, dtype=None))
+    return trees.unflatten(treedef, stored), trees.unflatten(treedef, rest), frozenset(cast)
 
 
 def _dtype(leaf: Any) -> Any:
@@ -284,8 +284,10 @@ class _Target:
         self._args = args
         self._specs = {leaf.path: leaf for leaf in base.leaves}
         self._saved = saved
-        state = args.abstract_state
-        if hasattr(state, "custom_metadata"):  # what metadata() returns, as StandardRestore takes it
+        state: Any = args.abstract_state
+        if hasattr(
+            state, "custom_metadata"
+        ):  # what metadata() returns, as StandardRestore takes it
             state = state.tree
         self._treedef = None
         self._wanted: dict[str, Any] = dict.fromkeys(self._specs)

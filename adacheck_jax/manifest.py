@@ -65,6 +65,11 @@ class Leaf:
         """The distinct boxes, in the order of ``owners``."""
         return grid(self.cuts)
 
+    def boxes_of(self, process: int) -> list[Box]:
+        """The boxes that one process writes."""
+        pairs = zip(self.boxes, self.owners, strict=True)
+        return [box for box, owner in pairs if owner == process]
+
     @property
     def description(self) -> str:
         """Data type and logical shape, for people and for comparisons."""

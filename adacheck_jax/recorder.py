@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from adacheck_jax import trees
 from adacheck_jax.errors import RecorderError
 from adacheck_jax.trees import PyTree
 
@@ -91,7 +90,7 @@ class Recorder(optax.GradientTransformationExtraArgs):
     signatures: list[UpdateSignature]
     unreplayable: str | None
 
-    def __new__(
+    def __new__(  # noqa: D102 - the class says it
         cls,
         tx: optax.GradientTransformation,
         *,
@@ -109,11 +108,13 @@ class Recorder(optax.GradientTransformationExtraArgs):
             inner = wrapped.init(params)
             extra = {name: jnp.zeros(s.shape, s.dtype) for name, s in declared.items()}
             self._learn(params, inner, extra)
-            record = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=_record_dtype(p, dtype)), params)
+            record = jax.tree.map(
+                lambda p: jnp.zeros_like(p, dtype=_record_dtype(p, dtype)), params
+            )
             return RecorderState(jnp.zeros((), jnp.int32), record, extra, inner)
 
         def update(
-            updates: PyTree, state: RecorderState, params: PyTree = None, **extra_args: Any
+            updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
         ) -> tuple[PyTree, RecorderState]:
             extra = {}
             for name, value in extra_args.items():

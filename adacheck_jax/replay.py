@@ -8,9 +8,10 @@ of the arrays that it is called with.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,10 +136,11 @@ def _find_params(
     if len(candidates) == 1:
         return candidates[0]
     found = ", ".join(repr(c) for c in sorted(candidates)) or "none"
+    example = min(candidates, default="...")
     raise RecorderError(
         f"expected one subtree with the {len(wanted)} leaf paths and shapes that the Recorder at "
         f"{node.prefix!r} records; found {found}. Name the trained params: "
-        f"AdaCheckHandler(recorder, params_path={sorted(candidates)[0] if candidates else '...'!r})."
+        f"AdaCheckHandler(recorder, params_path={example!r})."
     )
 
 
@@ -204,9 +206,15 @@ def export(function: UpdateFunction, arguments: Sequence[Sequence[jax.ShapeDtype
     Returns:
         The serialized program. The same update gives the same bytes in every process.
     """
-    jitted = jax.jit(function)
+    with _no_tracebacks():
+        return bytes(_export(jax.jit(function), arguments).serialize())
+
+
+def _export(
+    jitted: Any, arguments: Sequence[Sequence[jax.ShapeDtypeStruct]]
+) -> jax.export.Exported:
     try:
-        exported = jax.export.export(jitted, platforms=PLATFORMS)(*arguments)
+        return jax.export.export(jitted, platforms=PLATFORMS)(*arguments)
     except Exception as error:  # an update may use what one platform lacks
         here = jax.default_backend()
         _log.warning(
@@ -216,8 +224,19 @@ def export(function: UpdateFunction, arguments: Sequence[Sequence[jax.ShapeDtype
             error,
             here,
         )
-        exported = jax.export.export(jitted)(*arguments)
-    return bytes(exported.serialize())
+        return jax.export.export(jitted)(*arguments)
+
+
+@contextlib.contextmanager
+def _no_tracebacks() -> Iterator[None]:
+    """Keeps the caller's stack out of the program's debug locations: same update, same bytes."""
+    name = "jax_traceback_in_locations_limit"
+    limit = getattr(jax.config, name)
+    jax.config.update(name, 0)
+    try:
+        yield
+    finally:
+        jax.config.update(name, limit)
 
 
 def load(data: bytes, update: Update, where: str) -> UpdateFunction:
@@ -245,7 +264,8 @@ def load(data: bytes, update: Update, where: str) -> UpdateFunction:
     def run(
         params: Leaves, inner: Leaves, record: Leaves, extra: Leaves
     ) -> tuple[list[Any], list[Any]]:
-        return exported.call(list(params), list(inner), list(record), list(extra))
+        result: Any = exported.call(list(params), list(inner), list(record), list(extra))
+        return result
 
     return run
 
@@ -259,4 +279,5 @@ def compile_fold(
     ``inner`` and returns the next ones in their place, with the same shardings.
     """
     shardings = ([x.sharding for x in params], [x.sharding for x in inner])
-    return jax.jit(function, out_shardings=shardings, donate_argnums=(0, 1))
+    fold: Any = jax.jit(function, out_shardings=shardings, donate_argnums=(0, 1))
+    return fold

@@ -22,12 +22,12 @@ from jax.experimental import multihost_utils
 from adacheck_jax import fingerprint, redundancy, replay, staging
 from adacheck_jax import manifest as manifests
 from adacheck_jax.arrays import PackReader
-from adacheck_jax.boxes import Box
+from adacheck_jax.boxes import Box, grid
 from adacheck_jax.errors import FormatError, IntegrityError
 from adacheck_jax.lineage import DELTA, Lineage
 from adacheck_jax.manifest import BaseManifest, DeltaManifest, Leaf, Update
 from adacheck_jax.recorder import Recorder
-from adacheck_jax.sharding import layout_of
+from adacheck_jax.sharding import layout_of, whole
 from adacheck_jax.snapshot import Fingerprints
 
 _log = logging.getLogger(__name__)
@@ -98,9 +98,7 @@ def _rows_of(stored: Box, part: Box) -> Box:
     return Box((part.start[0], *stored.start[1:]), (part.stop[0], *stored.stop[1:]))
 
 
-def _row_span(
-    extent: redundancy.Extent, part: Box, itemsize_bytes: int
-) -> tuple[int, int]:
+def _row_span(extent: redundancy.Extent, part: Box, itemsize_bytes: int) -> tuple[int, int]:
     """Byte range, within the extent, of the rows that a part of its box needs."""
     if not extent.box.start:
         return (0, extent.size_bytes)
@@ -155,7 +153,9 @@ def replay_onto(
             continue
         newest = _newest(index, deltas)
         if newest is not None and leaves[index] is not None:
-            leaves[index] = _read_like(leaves[index], lineage.base.leaves[index], index, readers[newest])
+            leaves[index] = _read_like(
+                leaves[index], lineage.base.leaves[index], index, readers[newest]
+            )
     return leaves
 
 
@@ -235,7 +235,9 @@ class _WorkingSet:
         for index in indices:
             leaf, sharding = self._leaves[index], self.sharding(index)
             if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
-                self._wanted[index] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+                self._wanted[index] = jax.ShapeDtypeStruct(
+                    leaf.shape, leaf.dtype, sharding=sharding
+                )
                 taken.append(leaf)
             else:
                 self._wanted[index] = leaf
@@ -309,7 +311,9 @@ def _update_function(
     return replay.update_function(recorder, binding.signature)
 
 
-def verify(leaves: Sequence[Any], manifest: manifests.Manifest, specs: Sequence[Leaf], where: Path) -> None:
+def verify(
+    leaves: Sequence[Any], manifest: manifests.Manifest, specs: Sequence[Leaf], where: Path
+) -> None:
     """Compares every leaf with the fingerprint taken when it was saved.
 
     Args:
@@ -335,21 +339,20 @@ def verify(leaves: Sequence[Any], manifest: manifests.Manifest, specs: Sequence[
 def fingerprints_of(arrays: dict[int, Any]) -> dict[int, int]:
     """Whole-leaf fingerprints of plain arrays by leaf index; collective across processes."""
     process = jax.process_index()
-    owned: dict[int, frozenset[Box]] = {}
-    for index, array in arrays.items():
-        if isinstance(array, jax.Array):
-            layout = layout_of(array.sharding, tuple(array.shape))
-            boxes = redundancy.grid(layout.cuts)
-            owned[index] = frozenset(
-                box for box, holders in zip(boxes, layout.replicas, strict=True)
-                if holders[0] == process
-            )
-        else:
-            owned[index] = frozenset([Box.full(array.shape)]) if process == 0 else frozenset()
-    parts = Fingerprints(arrays, owned).parts()
+    picks = {index: staging.picks_of(x, _accounted(x, process)) for index, x in arrays.items()}
+    parts = Fingerprints(arrays, picks).parts()
     if jax.process_count() == 1:
         return parts
     words = np.array([[v & 0xFFFFFFFF, v >> 32] for v in parts.values()], np.uint32)
     gathered = multihost_utils.process_allgather(words)
     columns = zip(*(fingerprint.from_words(each) for each in gathered), strict=True)
     return dict(zip(parts, map(fingerprint.combine, columns), strict=True))
+
+
+def _accounted(array: Any, process: int) -> list[Box]:
+    """The boxes that one process accounts for: the first of those that hold each."""
+    is_global = isinstance(array, jax.Array)
+    shape = tuple(array.shape)
+    layout = layout_of(array.sharding, shape) if is_global else whole(shape)
+    pairs = zip(grid(layout.cuts), layout.replicas, strict=True)
+    return [box for box, holders in pairs if holders[0] == process]

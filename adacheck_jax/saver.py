@@ -22,18 +22,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from adacheck_jax import arrays, fingerprint, lineage, policy, redundancy, replay
 from adacheck_jax import manifest as manifests
-from adacheck_jax.boxes import Box
-from adacheck_jax.errors import AdaCheckError, IntegrityError
+from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.lineage import KeepLineage, Lineage
 from adacheck_jax.manifest import BaseManifest, DeltaManifest, Leaf, Link, Update
 from adacheck_jax.recorder import Recorder
 from adacheck_jax.redundancy import WritePlan
 from adacheck_jax.replay import Binding
-from adacheck_jax.snapshot import Fingerprints, Snapshot, Snapshots, Structure, owned_by
+from adacheck_jax.snapshot import Fingerprints, Snapshot, Snapshots, Structure
 from adacheck_jax.staging import Blocks, stage
 from adacheck_jax.trees import PyTree
 
@@ -120,27 +118,31 @@ class Saver:
             step = snapshot.count or 0
         parent = self._parent(final_directory)
         decision = self._decide(snapshot, parent, final_directory, step, cast)
-        _log.info("step %d: %s (%s)", step, "base" if decision.is_base else "delta", decision.reason)
+        _log.info(
+            "step %d: %s (%s)", step, "base" if decision.is_base else "delta", decision.reason
+        )
         if self._keep_lineage is not None:
             known = None if decision.is_base or parent is None else parent.manifest.step
             self._keep_lineage.note(step, known)
-        process = jax.process_index()
-        owned = owned_by(snapshot.structure.leaves, process)
-        stored = () if decision.is_base else _stored(snapshot.structure, decision.update_count)
-        every = dict(enumerate(snapshot.arrays))
+        structure = snapshot.structure
+        stored = () if decision.is_base else _stored(structure, decision.update_count)
+        fingerprints = Fingerprints(dict(enumerate(snapshot.arrays)), structure.picks)
+        # On accelerators only what is stored leaves the device; elsewhere all is staged already.
+        blocks = {i: fingerprints.blocks[i] for i in stored if i in fingerprints.blocks}
+        rest = {i: snapshot.arrays[i] for i in stored if i not in blocks}
         save = Save(
             saver=self,
             step=step,
             count=snapshot.count,
-            structure=snapshot.structure,
+            structure=structure,
             parent=None if decision.is_base else parent,
             decision=decision,
             stored=stored,
             final_directory=final_directory,
-            replayable=not cast & _bound_paths(snapshot.structure.binding),
-            fingerprints=self._pool.submit(Fingerprints(every, owned).parts),
+            replayable=not cast & _bound_paths(structure.binding),
+            fingerprints=self._pool.submit(fingerprints.parts),
             custom_metadata=custom_metadata,
-            blocks=stage({i: snapshot.arrays[i] for i in stored}, owned),
+            blocks=blocks | stage(rest, structure.picks),
         )
         # Until the save is committed this directory does not exist, and if it fails it never will:
         # the next save looks at the disk, finds no parent, and writes a base.
@@ -396,16 +398,16 @@ def _changed(snapshot: Snapshot, parent: Lineage) -> str:
     rest = [i for i in range(len(structure.leaves)) if i not in stored]
     found = fingerprint.from_words(fingerprint.of_arrays([snapshot.arrays[i] for i in rest]))
     expected = parent.manifest.fingerprints
-    changed = [structure.leaves[i].path for i, f in zip(rest, found, strict=True) if f != expected[i]]
+    changed = [
+        structure.leaves[i].path for i, f in zip(rest, found, strict=True) if f != expected[i]
+    ]
     return changed[0] if changed else ""
 
 
 def _first_difference(base: BaseManifest, structure: Structure) -> str:
     if len(base.leaves) != len(structure.leaves):
         return f"the state has {len(structure.leaves)} leaves, the base {len(base.leaves)}"
-    old, new = next(
-        (a, b) for a, b in zip(base.leaves, structure.leaves, strict=True) if a != b
-    )
+    old, new = next((a, b) for a, b in zip(base.leaves, structure.leaves, strict=True) if a != b)
     if old.path != new.path:
         return f"the tree changed: {new.path} where {old.path} was"
     if old.description != new.description:

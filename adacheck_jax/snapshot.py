@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,6 @@ import jax
 import numpy as np
 
 from adacheck_jax import fingerprint, redundancy, replay, sharding, staging, trees
-from adacheck_jax.boxes import Box
 from adacheck_jax.errors import FormatError
 from adacheck_jax.manifest import Leaf
 from adacheck_jax.recorder import Recorder
@@ -28,11 +27,13 @@ class Structure:
         leaves: one description a leaf, in tree order.
         binding: the recorder's update tied to the leaves; None without a recorder.
         index: leaf path to position.
+        picks: what this process takes of each leaf: the boxes that it owns.
     """
 
     leaves: tuple[Leaf, ...]
     binding: Binding | None
     index: dict[str, int]
+    picks: dict[int, tuple[staging.Pick, ...]]
 
     def positions(self, paths: Sequence[str]) -> tuple[int, ...]:
         """Positions of several leaf paths."""
@@ -110,7 +111,12 @@ class Snapshots:
             )
             for i, (path, leaf) in enumerate(named.items())
         )
-        return Structure(leaves, binding, index)
+        process = jax.process_index()
+        picks = {
+            i: staging.picks_of(array, leaf.boxes_of(process))
+            for i, (leaf, array) in enumerate(zip(leaves, arrays, strict=True))
+        }
+        return Structure(leaves, binding, index, picks)
 
 
 def _signature(leaf: Any, array: Any) -> Any:
@@ -133,51 +139,41 @@ def _itemsize_bytes(path: str, array: Any) -> int:
     return array.dtype.itemsize
 
 
-def owned_by(leaves: Sequence[Leaf], process: int) -> dict[int, frozenset[Box]]:
-    """The boxes of every leaf that one process writes, by leaf index."""
-    return {
-        index: frozenset(
-            box for box, owner in zip(leaf.boxes, leaf.owners, strict=True) if owner == process
-        )
-        for index, leaf in enumerate(leaves)
-    }
-
-
 class Fingerprints:
     """This process's part of the fingerprints of some arrays.
 
     Created where the arrays are alive; :meth:`parts` may be called when they are not. Arrays on
     accelerators are fingerprinted there, by one program dispatched here; all others on the host,
-    from the owned boxes, when ``parts`` is called.
+    from the picked boxes, when ``parts`` is called.
 
     Args:
         arrays: plain arrays by leaf index; in a multi-process program every process passes the
             same ones.
-        owned: the boxes that this process accounts for; each box has one process.
+        picks: the boxes that this process accounts for; each box has one process.
+
+    Attributes:
+        blocks: the staged boxes of the arrays that are fingerprinted on the host.
     """
 
-    def __init__(self, arrays: dict[int, Any], owned: dict[int, frozenset[Box]]) -> None:
-        on_device = [index for index, array in arrays.items() if _is_on_accelerator(array)]
-        self._on_device = on_device
-        self._words = fingerprint.of_arrays([arrays[i] for i in on_device]) if on_device else None
-        on_host = {index: array for index, array in arrays.items() if index not in on_device}
-        self._blocks = staging.stage(on_host, owned)
+    def __init__(
+        self, arrays: Mapping[int, Any], picks: Mapping[int, Sequence[staging.Pick]]
+    ) -> None:
+        self._on_device = [i for i, array in arrays.items() if staging.on_accelerator(array)]
+        on_device = [arrays[i] for i in self._on_device]
+        self._words = fingerprint.of_arrays(on_device) if on_device else None
+        on_host = {i: array for i, array in arrays.items() if not staging.on_accelerator(array)}
+        self.blocks = staging.stage(on_host, picks)
 
     def parts(self) -> dict[int, int]:
-        """Partial sums modulo 2**64 by leaf index; frees what they were computed from."""
-        result = {
-            index: fingerprint.combine([fingerprint.of_block(b, box.start) for box, b in each.items()])
-            for index, each in self._blocks.items()
-        }
+        """Partial sums modulo 2**64 by leaf index; lets go of the blocks as it goes."""
+        result = {}
+        while self.blocks:
+            index, blocks = self.blocks.popitem()
+            result[index] = fingerprint.combine(
+                [fingerprint.of_block(block, box.start) for box, block in blocks.items()]
+            )
         if self._words is not None:
             totals = fingerprint.from_words(self._words)
             first = jax.process_index() == 0  # every process has the totals; one accounts for them
             result |= {i: t if first else 0 for i, t in zip(self._on_device, totals, strict=True)}
-        self._blocks, self._words = {}, None
         return result
-
-
-def _is_on_accelerator(array: Any) -> bool:
-    if not isinstance(array, jax.Array):
-        return False
-    return next(iter(array.sharding.device_set)).platform != "cpu"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from adacheck_jax.boxes import Box
@@ -24,42 +26,62 @@ def raw(leaf: Any) -> Any:
 def is_key(leaf: Any) -> bool:
     """Whether a leaf is a typed PRNG key array."""
     dtype = getattr(leaf, "dtype", None)
-    return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-def stage(arrays: Mapping[int, Any], owned: Mapping[int, frozenset[Box]]) -> dict[int, Blocks]:
-    """Brings the owned boxes of several arrays to the host.
+def on_accelerator(array: Any) -> bool:
+    """Whether an array lies on devices whose memory the host cannot read in place."""
+    if not isinstance(array, jax.Array):
+        return False
+    return next(iter(array.sharding.device_set)).platform != "cpu"
+
+
+Pick = tuple[Box, int]
+"""A box, and which of an array's addressable shards to take it from."""
+
+
+def picks_of(array: Any, owned: Collection[Box]) -> tuple[Pick, ...]:
+    """Chooses the shards that hold some boxes; depends on the array's sharding alone.
+
+    Args:
+        array: jax or numpy array (see :func:`raw`).
+        owned: the boxes to take, each addressable here.
+    """
+    if not isinstance(array, jax.Array):
+        return tuple((box, 0) for box in owned)
+    found: dict[Box, int] = {}
+    for position, shard in enumerate(array.addressable_shards):
+        box = Box.from_slices(shard.index, array.shape)
+        if box in owned and box not in found:
+            found[box] = position
+    return tuple(found.items())
+
+
+def stage(arrays: Mapping[int, Any], picks: Mapping[int, Sequence[Pick]]) -> dict[int, Blocks]:
+    """Brings boxes of several arrays to the host.
 
     All transfers are started before the first is awaited. When this returns, the arrays may be
     donated: what is staged is either a copy, or a view that makes XLA leave the buffer alone.
 
     Args:
         arrays: jax or numpy arrays by leaf index (see :func:`raw`).
-        owned: the boxes of each array that this process writes.
+        picks: what to take of each.
 
     Returns:
         The blocks of each array.
     """
-    shards = {index: _owned_shards(array, owned[index]) for index, array in arrays.items()}
-    for blocks in shards.values():
-        for data in blocks.values():
-            if isinstance(data, jax.Array):
-                data.copy_to_host_async()
-    return {
-        index: {box: np.asarray(data) for box, data in blocks.items()}
-        for index, blocks in shards.items()
+    taken = {
+        index: [
+            # The caller may change a numpy array in place, so it is copied.
+            (box, array.addressable_data(i) if isinstance(array, jax.Array) else np.array(array))
+            for box, i in picks[index]
+        ]
+        for index, array in arrays.items()
     }
-
-
-def _owned_shards(array: Any, owned: frozenset[Box]) -> dict[Box, Any]:
-    if not isinstance(array, jax.Array):
-        return dict.fromkeys(owned, np.array(array))  # the caller may change a numpy array in place
-    found: dict[Box, Any] = {}
-    for shard in array.addressable_shards:
-        box = Box.from_slices(shard.index, array.shape)
-        if box in owned and box not in found:
-            found[box] = shard.data
-    return found
+    for _, data in itertools.chain.from_iterable(taken.values()):
+        if on_accelerator(data):
+            data.copy_to_host_async()
+    return {index: {box: np.asarray(data) for box, data in each} for index, each in taken.items()}
 
 
 def place(
@@ -76,8 +98,8 @@ def place(
     """
     cache: Blocks = {}
 
-    def block(index: tuple[slice, ...]) -> np.ndarray:
-        box = Box.from_slices(index, shape)
+    def block(index: tuple[slice, ...] | None) -> np.ndarray:
+        box = Box.from_slices(index or (), shape)
         if box not in cache:
             cache[box] = read(box)
         return cache[box]

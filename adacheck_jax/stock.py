@@ -5,7 +5,7 @@ A base is a stock Orbax checkpoint, so that anyone can read it without this libr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from adacheck_jax import staging, trees
+from adacheck_jax import trees
 from adacheck_jax.trees import PyTree
 
 

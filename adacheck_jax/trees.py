@@ -15,6 +15,8 @@ import jax
 from adacheck_jax.errors import MismatchError
 
 PyTree = Any
+TreeDef = Any
+"""A ``jax.tree_util.PyTreeDef``, which type checkers do not take for a type."""
 
 _MAX_LISTED = 20
 
@@ -32,7 +34,7 @@ def _key_name(key: Any) -> str:
     return str(key)
 
 
-def flatten(tree: PyTree) -> tuple[dict[str, Any], jax.tree_util.PyTreeDef]:
+def flatten(tree: PyTree) -> tuple[dict[str, Any], TreeDef]:
     """Flattens a pytree into ``{leaf path: leaf}``, in tree order.
 
     Args:
@@ -57,7 +59,7 @@ def flatten(tree: PyTree) -> tuple[dict[str, Any], jax.tree_util.PyTreeDef]:
     return leaves, treedef
 
 
-def unflatten(treedef: jax.tree_util.PyTreeDef, leaves: Iterable[Any]) -> PyTree:
+def unflatten(treedef: TreeDef, leaves: Iterable[Any]) -> PyTree:
     """Rebuilds the pytree that :func:`flatten` took apart, from leaves in the same order."""
     return jax.tree_util.tree_unflatten(treedef, list(leaves))
 

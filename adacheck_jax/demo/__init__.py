@@ -1,0 +1,1 @@
+"""A training script to copy, and the demonstration that `adacheck demo` runs with it."""

@@ -1,0 +1,196 @@
+"""A tiny training run on any mesh, in the forms that users write it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import adacheck_jax as adacheck
+
+WIDTH = 32
+
+
+def mesh_of(shape: tuple[int, ...], axis_type: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
+    names = ("data", "model")[: len(shape)]
+    devices = jax.devices()[: int(np.prod(shape))]
+    return jax.make_mesh(shape, names, axis_types=(axis_type,) * len(shape), devices=devices)
+
+
+def initial_params() -> dict[str, Any]:
+    keys = jax.random.split(jax.random.key(7), 2)
+    return {
+        "in": {
+            "kernel": jax.random.normal(keys[0], (WIDTH, 2 * WIDTH)) * 0.2,
+            "bias": jnp.zeros(2 * WIDTH),
+        },
+        "out": {"kernel": jax.random.normal(keys[1], (2 * WIDTH, WIDTH)) * 0.2},
+        "scale": jnp.ones(()),
+    }
+
+
+def forward(params: dict[str, Any], x: jax.Array) -> jax.Array:
+    mesh = jax.typeof(params["scale"]).sharding.mesh
+    if mesh.are_all_axes_explicit:  # gather to multiply
+        whole = NamedSharding(mesh, PartitionSpec())
+        params = jax.tree.map(lambda p: jax.sharding.reshard(p, whole), params)
+    hidden = jnp.tanh(x @ params["in"]["kernel"] + params["in"]["bias"])
+    return hidden @ params["out"]["kernel"] * params["scale"]
+
+
+def shardings_of(tree: Any, mesh: jax.sharding.Mesh) -> Any:
+    """Matrices cut along every mesh axis, everything else replicated."""
+
+    def sharding(leaf: Any) -> NamedSharding:
+        axes = mesh.axis_names if getattr(leaf, "ndim", 0) == 2 else ()
+        return NamedSharding(mesh, PartitionSpec(*axes))
+
+    return jax.tree.map(sharding, tree)
+
+
+def place(tree: Any, mesh: jax.sharding.Mesh) -> Any:
+    return jax.device_put(tree, shardings_of(tree, mesh))
+
+
+def abstract(tree: Any, mesh: jax.sharding.Mesh | None = None) -> Any:
+    """The abstract state of a tree, on its own shardings or on another mesh."""
+    shardings = (
+        jax.tree.map(lambda x: x.sharding, tree) if mesh is None else shardings_of(tree, mesh)
+    )
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings
+    )
+
+
+def batch(step: int) -> tuple[jax.Array, jax.Array]:
+    rng = np.random.default_rng(step)
+    x, y = rng.standard_normal((2, 16, WIDTH)).astype(np.float32)
+    return jnp.asarray(x), jnp.asarray(y)
+
+
+def recorded(
+    tx: optax.GradientTransformation | None = None, dtype: Any = None
+) -> tuple[adacheck.Recorder, optax.GradientTransformation]:
+    recorder = adacheck.Recorder(optax.adamw(1e-2) if tx is None else tx, dtype=dtype)
+    return recorder, optax.chain(optax.clip_by_global_norm(1.0), recorder)
+
+
+@dataclass
+class Run:
+    """A training run whose every state can be asked for again."""
+
+    recorder: adacheck.Recorder
+    state: Any
+    train_step: Callable[[Any, Any], Any]
+    count: int = 0
+
+    def advance(self) -> Any:
+        """One donating train step: the former state's buffers are gone afterwards."""
+        self.state = self.train_step(self.state, batch(self.count))
+        self.count += 1
+        return self.state
+
+
+def dict_run(
+    mesh: jax.sharding.Mesh, tx: optax.GradientTransformation | None = None, dtype: Any = None
+) -> Run:
+    recorder, chain = recorded(tx, dtype)
+    params = initial_params()
+    state = place({"params": params, "opt_state": chain.init(params), "step": jnp.int32(0)}, mesh)
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+
+    def train_step(state: Any, data: Any) -> Any:
+        x, y = data
+        grads = jax.grad(lambda p: jnp.mean((forward(p, x) - y) ** 2))(state["params"])
+        updates, opt_state = chain.update(grads, state["opt_state"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "opt_state": opt_state, "step": state["step"] + 1}
+
+    return Run(recorder, state, jax.jit(train_step, donate_argnums=0, out_shardings=shardings))
+
+
+def linen_run(mesh: jax.sharding.Mesh) -> Run:
+    recorder, chain = recorded(dtype=jnp.bfloat16)
+    state = TrainState.create(apply_fn=forward, params=initial_params(), tx=chain)
+    state = place(state, mesh)
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+
+    def train_step(state: TrainState, data: Any) -> TrainState:
+        x, y = data
+        grads = jax.grad(lambda p: jnp.mean((state.apply_fn(p, x) - y) ** 2))(state.params)
+        return state.apply_gradients(grads=grads)
+
+    return Run(recorder, state, jax.jit(train_step, donate_argnums=0, out_shardings=shardings))
+
+
+class _Model(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.hidden = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
+        self.norm = nnx.BatchNorm(2 * WIDTH, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+        self.out = nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.out(self.drop(jnp.tanh(self.norm(self.hidden(x)))))
+
+
+def nnx_run(mesh: jax.sharding.Mesh) -> Run:
+    """Batch statistics and dropout keys are leaves that no update explains."""
+    recorder, chain = recorded()
+    model = _Model(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, chain, wrt=nnx.Param)
+    graph, state = nnx.split((model, optimizer))
+    state = place(state, mesh)
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+
+    def train_step(state: Any, data: Any) -> Any:
+        model, optimizer = nnx.merge(graph, state)
+        x, y = data
+        grads = nnx.grad(lambda m: jnp.mean((m(x) - y) ** 2))(model)
+        optimizer.update(model, grads)
+        return nnx.state((model, optimizer))
+
+    return Run(recorder, state, jax.jit(train_step, donate_argnums=0, out_shardings=shardings))
+
+
+def host_copy(tree: Any) -> list[np.ndarray]:
+    return [np.array(_plain(leaf)) for leaf in jax.tree.leaves(tree)]
+
+
+def _plain(leaf: Any) -> Any:
+    is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(leaf) if is_key else leaf
+
+
+def assert_same_bits(found: Any, expected: list[np.ndarray]) -> None:
+    copies = host_copy(found)
+    assert len(copies) == len(expected)
+    for a, b in zip(copies, expected, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        assert a.tobytes() == b.tobytes()
+
+
+def manager_of(root: Any, handler: Any, **options: Any) -> ocp.CheckpointManager:
+    return ocp.CheckpointManager(
+        root, item_handlers=handler, options=ocp.CheckpointManagerOptions(**options)
+    )
+
+
+def save_steps(manager: Any, run: Run, steps: int) -> dict[int, list[np.ndarray]]:
+    """Trains and saves every step; returns what each saved state was."""
+    saved = {}
+    for _ in range(steps):
+        run.advance()
+        saved[run.count] = host_copy(run.state)
+        manager.save(run.count, args=adacheck.SaveArgs(run.state))
+    manager.wait_until_finished()
+    return saved
