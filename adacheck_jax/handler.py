@@ -92,6 +92,15 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             RecorderError: the recorder cannot be tied to the state.
             ValueError: as from ``StandardSave``, for a state that Orbax does not take.
         """
+        try:
+            return await self._start(directory, args)
+        except Exception:
+            # Orbax is making directories on threads that wait for each other for ten minutes if
+            # the save is refused meanwhile; let them finish, so that the process can end.
+            CommitFutureAwaitingContractedSignals(_nothing()).result()
+            raise
+
+    async def _start(self, directory: epath.Path, args: SaveArgs) -> list[ocp.Future]:
         final = _final(Path(directory))
         _check_writable(final)
         self._learn_parents(final)
@@ -223,6 +232,10 @@ class RestoreArgs(ocp.args.CheckpointArgs):
     strict: bool = True
     support_layout: bool = False
     fallback_sharding: jax.sharding.Sharding | None = None
+
+
+async def _nothing() -> None:
+    """Completes when what Orbax has promised for this save (its directories) is there."""
 
 
 async def _written(save: Save, directory: Path) -> None:

@@ -1,13 +1,13 @@
-"""Trains a small language model on a device mesh, saving every step.
+"""Trains a small language model on a device mesh and saves every step.
 
-Run it, kill it at any moment, run it again: it goes on from the newest step, on this mesh or on
-another one, with the same losses to the last bit::
+Kill it at any moment and run it again: it goes on from the newest step, bit for bit as if nothing
+had happened. On another mesh it goes on from the very same state::
 
     python examples/train_lm.py --root /tmp/lm --steps 200 --devices 8 --mesh 4x2
     python examples/train_lm.py --root /tmp/lm --steps 300 --devices 8 --mesh 2x4
 
-The model reads bytes of the Python standard library's sources. What a training loop needs for
-checkpointing every step is marked with (1) to (4).
+The model reads the sources of Python's standard library, byte by byte. (1) to (4) mark all that a
+training loop needs to save every step.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import math
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,11 @@ import orbax.checkpoint as ocp
 from flax import linen as nn
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 import adacheck_jax as adacheck
 
-LAYERS, WIDTH, HEADS, CONTEXT, BATCH = 3, 128, 4, 64, 16
-VOCABULARY = 256  # a token is a byte
+LAYERS, WIDTH, HEADS, CONTEXT, BATCH = 2, 128, 4, 64, 16
 
 # (1) Wrap the optimizer in a Recorder, last in the chain, so that it records what adamw receives.
 # A bfloat16 record rounds the gradient before adamw sees it and halves what a delta writes.
@@ -52,11 +51,8 @@ class Block(nn.Module):
         """Maps (batch, time, width) to the same shape."""
         dense = functools.partial(nn.Dense, use_bias=False, dtype=jnp.bfloat16)
         heads = (*x.shape[:2], HEADS, WIDTH // HEADS)
-        hidden = nn.RMSNorm(dtype=jnp.bfloat16)(x)
-        query, key, value = jnp.split(dense(3 * WIDTH, name="qkv")(hidden), 3, axis=-1)
-        mixed = jax.nn.dot_product_attention(
-            query.reshape(heads), key.reshape(heads), value.reshape(heads), is_causal=True
-        )
+        qkv = jnp.split(dense(3 * WIDTH, name="qkv")(nn.RMSNorm(dtype=jnp.bfloat16)(x)), 3, axis=-1)
+        mixed = jax.nn.dot_product_attention(*(t.reshape(heads) for t in qkv), is_causal=True)
         x = x + dense(WIDTH, name="attention_out")(mixed.reshape(x.shape))
         hidden = dense(4 * WIDTH, name="up")(nn.RMSNorm(dtype=jnp.bfloat16)(x))
         return x + dense(WIDTH, name="down")(nn.gelu(hidden))
@@ -67,8 +63,8 @@ class Transformer(nn.Module):
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Maps tokens (batch, time) to float32 logits (batch, time, vocabulary)."""
-        embed = nn.Embed(VOCABULARY, WIDTH, dtype=jnp.bfloat16)
+        """Maps bytes (batch, time) to float32 logits (batch, time, 256)."""
+        embed = nn.Embed(256, WIDTH, dtype=jnp.bfloat16)  # a token is a byte
         x = embed(tokens) + nn.Embed(CONTEXT, WIDTH, dtype=jnp.bfloat16)(jnp.arange(CONTEXT))
         for _ in range(LAYERS):
             x = Block()(x)
@@ -79,40 +75,42 @@ model = Transformer()
 
 
 def init_state() -> TrainState:
-    """The state before the first step."""
+    """Random params and a fresh optimizer."""
     params = model.init(jax.random.key(0), jnp.zeros((1, CONTEXT), jnp.int32))["params"]
     return TrainState.create(apply_fn=model.apply, params=params, tx=optimizer)
 
 
 def parse_mesh(text: str) -> Mesh:
     """A mesh from its shape, such as ``"4x2"``: axes ``data`` and ``model``."""
-    data, _, tensor = text.partition("x")
-    shape = (int(data), int(tensor))
-    count = shape[0] * shape[1]
-    if count > jax.device_count():
-        raise SystemExit(
-            f"a {text} mesh needs {count} devices, found {jax.device_count()}; "
-            f"on a CPU give --devices {count}"
-        )
-    axis_types = (AxisType.Auto, AxisType.Auto)
-    return jax.make_mesh(shape, ("data", "model"), axis_types, devices=jax.devices()[:count])
+    shape = tuple(map(int, text.split("x")))
+    count, devices = math.prod(shape), jax.devices()
+    if count > len(devices):
+        raise SystemExit(f"mesh {text}: needs {count} devices, found {len(devices)}; see --devices")
+    return jax.make_mesh(shape, ("data", "model"), (AxisType.Auto,) * 2, devices=devices[:count])
 
 
 def abstract_state(mesh: Mesh) -> TrainState:
     """Shapes, data types and shardings of the state on a mesh: what a restore is asked for.
 
     One rule by shape serves params, moments and record alike: matrices are cut along both mesh
-    axes, everything else is replicated. Every leaf gets a sharding over the whole mesh, so that a
-    restored state is just what the compiled step expects.
+    axes, the rest is replicated. Every leaf lies on the whole mesh, as the compiled step expects.
     """
 
     def place(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        cuts = tuple(mesh.shape.values())
-        fits = leaf.ndim == 2 and not any(n % cut for n, cut in zip(leaf.shape, cuts, strict=True))
-        sharding = NamedSharding(mesh, P("data", "model") if fits else P())
+        sharding = NamedSharding(mesh, jax.P("data", "model") if leaf.ndim == 2 else jax.P())
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     return jax.tree.map(place, jax.eval_shape(init_state))
+
+
+def shardings(mesh: Mesh) -> TrainState:
+    """The sharding of every leaf."""
+    return jax.tree.map(lambda leaf: leaf.sharding, abstract_state(mesh))
+
+
+def new_state(mesh: Mesh) -> TrainState:
+    """The state before the first step, made where it belongs."""
+    return jax.jit(init_state, out_shardings=shardings(mesh))()
 
 
 def compile_step(mesh: Mesh) -> Any:
@@ -121,15 +119,13 @@ def compile_step(mesh: Mesh) -> Any:
     def step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Array]:
         def loss_of(params: Any) -> jax.Array:
             logits = state.apply_fn({"params": params}, tokens[:, :-1])
-            losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-            return losses.mean()
+            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
         loss, gradients = jax.value_and_grad(loss_of)(state.params)
         return state.apply_gradients(grads=gradients), loss
 
     # The state leaves the step as it entered, so that the step is compiled once.
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(mesh))
-    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, NamedSharding(mesh, P())))
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings(mesh), None))
 
 
 @functools.cache
@@ -143,41 +139,36 @@ def batch(step: int, mesh: Mesh) -> jax.Array:
     """The tokens of one step, a function of its number: resuming needs no iterator state."""
     starts = np.random.default_rng(step).integers(0, corpus().size - CONTEXT - 1, BATCH)
     tokens = np.stack([corpus()[start : start + CONTEXT + 1] for start in starts])
-    return jax.device_put(tokens.astype(np.int32), NamedSharding(mesh, P("data")))
+    return jax.device_put(tokens.astype(np.int32), NamedSharding(mesh, jax.P("data")))
 
 
-def open_manager(root: Path, max_to_keep: int = 5) -> ocp.CheckpointManager:
+def open_manager(root: Path) -> ocp.CheckpointManager:
     """(2) A stock CheckpointManager; the handler decides between bases and deltas."""
-    return ocp.CheckpointManager(
-        root.absolute(),
-        item_handlers=adacheck.AdaCheckHandler(recorder),
-        options=ocp.CheckpointManagerOptions(max_to_keep=max_to_keep),
-    )
+    handler = adacheck.AdaCheckHandler(recorder)
+    options = ocp.CheckpointManagerOptions(max_to_keep=5)  # each step is complete in itself
+    return ocp.CheckpointManager(root.absolute(), item_handlers=handler, options=options)
 
 
 def train(
     mesh: Mesh, steps: int, manager: ocp.CheckpointManager | None
 ) -> Iterator[tuple[int, float]]:
     """Trains up to a number of steps and yields each step's number and loss."""
-    abstract = abstract_state(mesh)
     newest = manager.latest_step() if manager else None
     if manager and newest is not None:
-        state = manager.restore(newest, args=adacheck.RestoreArgs(abstract))  # (3) on any mesh
+        print(f"resuming after step {newest}")  # (3) on this mesh, whichever it was saved on
+        state = manager.restore(newest, args=adacheck.RestoreArgs(abstract_state(mesh)))
     else:
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-        state = jax.jit(init_state, out_shardings=shardings)()
+        state = new_state(mesh)
     step_fn = compile_step(mesh)
     for step in range((newest or 0) + 1, steps + 1):
         state, loss = step_fn(state, batch(step, mesh))
         if manager:
             manager.save(step, args=adacheck.SaveArgs(state))  # (4) returns; writing goes on
         yield step, float(loss)
-    if manager:
-        manager.wait_until_finished()
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Reads the command line."""
+def main() -> None:
+    """Reads the command line and trains."""
     parser = argparse.ArgumentParser(description="Train a small language model, save every step.")
     parser.add_argument("--root", type=Path, help="checkpoint directory; resumes from its newest")
     parser.add_argument("--no-save", action="store_true", help="train only")
@@ -185,36 +176,23 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--mesh", default="1x1", help="data x model, such as 4x2 (default 1x1)")
     parser.add_argument("--devices", type=int, help="virtual devices to make of a CPU")
     parser.add_argument("--losses", type=Path, help="append 'step loss' lines, loss as float.hex()")
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     if not args.root and not args.no_save:
         parser.error("give --root DIRECTORY to save to, or --no-save")
-    return args
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Trains as the command line says."""
-    args = parse_args(argv)
-    if args.devices:
+    if args.devices:  # before anything else asks JAX for its devices
         jax.config.update("jax_num_cpu_devices", args.devices)
     mesh = parse_mesh(args.mesh)
-    columns = ("[progress.description]{task.description}", "loss {task.fields[loss]:.4f}")
     with contextlib.ExitStack() as stack:
         manager = None if args.no_save else stack.enter_context(open_manager(args.root))
         losses = stack.enter_context(args.losses.open("a", 1)) if args.losses else None
-        bar = Progress(
-            *map(TextColumn, columns),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            disable=not sys.stdout.isatty(),
-        )
-        task = stack.enter_context(bar).add_task("training", total=args.steps, loss=float("nan"))
+        bar = stack.enter_context(Progress(disable=not sys.stdout.isatty()))
+        task = bar.add_task("compiling", total=args.steps)
         for step, loss in train(mesh, args.steps, manager):
-            bar.update(task, completed=step, loss=loss)
-            if losses:
-                losses.write(f"{step} {loss.hex()}\n")  # line-buffered: on disk if we are killed
+            bar.update(task, completed=step, description=f"step {step}, loss {loss:.4f}")
+            if losses:  # line-buffered, so that it is kept if we are killed
+                losses.write(f"{step} {loss.hex()}\n")
             if bar.disable and step % 10 == 0:
-                print(f"step {step}  loss {loss:.4f}", flush=True)
+                print(f"step {step}, loss {loss:.4f}", flush=True)
 
 
 if __name__ == "__main__":

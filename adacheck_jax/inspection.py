@@ -1,0 +1,395 @@
+"""What a checkpoint root holds, told from manifests and file sizes alone; no array is read.
+
+The records here are what ``adacheck ls`` and ``adacheck inspect`` print; with ``--json`` they print
+them field by field.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from adacheck_jax import lineage as lineages
+from adacheck_jax.errors import AdaCheckError
+from adacheck_jax.lineage import Lineage, Step
+from adacheck_jax.manifest import DIRECTORY, BaseManifest, DeltaManifest, Manifest, Update
+
+_LOOK_COUNT = 20
+_LOOK_AGAIN_S = 0.1
+
+
+class InputError(Exception):
+    """What was asked for is not there: no such root, no such step."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSummary:
+    """One row of ``adacheck ls``.
+
+    Attributes:
+        step: step number, None where neither manifest nor directory name tells it.
+        item: path of the item directory, relative to the root.
+        kind: ``base`` or ``delta``; None where the manifest cannot be read.
+        update_count: the recorder's update counter, None without a recorder or manifest.
+        parent: for a delta the step that it builds on, else None.
+        depth: number of deltas since the base, 0 for a base, None without a manifest.
+        new_bytes: bytes that this step added: its files without the links to earlier steps.
+        error: why the step cannot be restored, None if base and deltas are all there. The array
+            data itself is verified by a restore, not here.
+    """
+
+    step: int | None
+    item: str
+    kind: str | None
+    update_count: int | None
+    parent: int | None
+    depth: int | None
+    new_bytes: int
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class RootSummary:
+    """What ``adacheck ls`` shows.
+
+    Attributes:
+        root: the checkpoint root.
+        disk_bytes: bytes of all files under it, each hard-linked file counted once.
+        steps: ascending.
+    """
+
+    root: str
+    disk_bytes: int
+    steps: tuple[StepSummary, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The leaves that play one role in an update.
+
+    Attributes:
+        name: ``params``, ``optimizer state``, ``record`` (with extra arguments), or ``other``.
+        leaf_count: how many.
+        leaf_bytes: their size in memory, in bytes, replicas not counted.
+    """
+
+    name: str
+    leaf_count: int
+    leaf_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeafSummary:
+    """One leaf of a step.
+
+    Attributes:
+        path: leaf path.
+        description: data type and shape.
+        group: the name of its :class:`Group`.
+        source: where a restore takes it from: ``replayed`` (computed from the base by the update),
+            ``recorded`` (a delta holds it because the update consumed it), or ``stored``.
+        box_count: how many distinct boxes it was cut into when it was saved.
+        leaf_bytes: its size in memory, in bytes.
+        fingerprint: 16 hexadecimal digits.
+    """
+
+    path: str
+    description: str
+    group: str
+    source: str
+    box_count: int
+    leaf_bytes: int
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepDetails:
+    """What ``adacheck inspect`` shows.
+
+    Attributes:
+        step: step number.
+        directory: its item directory.
+        kind: ``base`` or ``delta``.
+        reason: why it is one.
+        update_count: the recorder's update counter, None without a recorder.
+        parent: for a delta the step that it builds on, else None.
+        base: the step of the base that a restore starts from.
+        depth: number of deltas since the base, 0 for a base.
+        replayed_count: how many updates a restore replays.
+        replayable: whether the base holds an update program, so that deltas can follow it.
+        new_bytes: bytes that this step added.
+        versions: package versions that wrote the base.
+        groups: leaves by the role they play, empty ones left out.
+        leaves: in tree order.
+    """
+
+    step: int
+    directory: str
+    kind: str
+    reason: str
+    update_count: int | None
+    parent: int | None
+    base: int
+    depth: int
+    replayed_count: int
+    replayable: bool
+    new_bytes: int
+    versions: dict[str, str]
+    groups: tuple[Group, ...]
+    leaves: tuple[LeafSummary, ...]
+
+
+def summarize_root(root: Path) -> RootSummary:
+    """Lists the steps under a checkpoint root.
+
+    Args:
+        root: the directory given to the checkpoint manager.
+
+    Returns:
+        Every step that :class:`~adacheck_jax.AdaCheckHandler` saved, damaged ones included.
+
+    Raises:
+        InputError: the root is missing, is not a directory, or holds no such step.
+    """
+    steps = tuple(_summarize(step, root) for step in _steps(root))
+    return RootSummary(str(root), disk_bytes(root), steps)
+
+
+def describe_step(root: Path, number: int | None = None, item: str | None = None) -> StepDetails:
+    """Describes one step and its leaves.
+
+    Args:
+        root: the directory given to the checkpoint manager.
+        number: the step, None for the newest.
+        item: name of the item directory, needed where a step holds several.
+
+    Raises:
+        InputError: there is no such root, step or item.
+        AdaCheckError: the step is damaged, or a step that it builds on is missing.
+    """
+    step = _select(root, number, item)
+    if step.error is not None:
+        raise step.error
+    lineage = lineages.resolve(step.directory)
+    base, manifest = lineage.base, lineage.manifest
+    groups = _groups_of(base.update, len(base.leaves))
+    sources = _sources(lineage)
+    leaves = tuple(
+        LeafSummary(
+            path=leaf.path,
+            description=leaf.description,
+            group=groups[index],
+            source=sources[index],
+            box_count=len(leaf.owners),
+            leaf_bytes=leaf.nbytes,
+            fingerprint=f"{manifest.fingerprints[index]:016x}",
+        )
+        for index, leaf in enumerate(base.leaves)
+    )
+    return StepDetails(
+        step=manifest.step,
+        directory=str(step.directory),
+        kind=_kind(manifest),
+        reason=_reason(manifest),
+        update_count=manifest.count,
+        parent=_parent(manifest),
+        base=base.step,
+        depth=len(lineage.deltas),
+        replayed_count=sum(delta.has_update for delta, _ in lineage.deltas),
+        replayable=base.update is not None,
+        new_bytes=new_bytes(step.directory),
+        versions=dict(base.versions),
+        groups=_totals(leaves),
+        leaves=leaves,
+    )
+
+
+def new_bytes(directory: Path) -> int:
+    """Bytes of the files under a step or item directory, without its links to earlier steps."""
+    return sum(stat.st_size for stat in _stats(directory, skip=lineages.LINEAGE))
+
+
+def disk_bytes(directory: Path) -> int:
+    """Bytes of all files under a directory, each hard-linked file counted once."""
+    found = {(stat.st_dev, stat.st_ino): stat.st_size for stat in _stats(directory)}
+    return sum(found.values())
+
+
+def _stats(directory: Path, skip: str | None = None) -> Iterator[os.stat_result]:
+    """Of the files below a directory; a folder whose path ends with ``skip`` is left out.
+
+    What a running manager deletes meanwhile is left out too.
+    """
+    with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                if skip is None or not entry.path.endswith(f"/{skip}"):
+                    yield from _stats(Path(entry.path), skip)
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                yield entry.stat(follow_symlinks=False)
+
+
+def _steps(root: Path) -> list[Step]:
+    if not root.exists():
+        raise InputError(
+            f"{root}: expected a checkpoint root, found nothing there. Give the directory that "
+            "the checkpoint manager was given."
+        )
+    if not root.is_dir():
+        raise InputError(
+            f"{root}: expected a checkpoint root, found a file. Give the directory that the "
+            "checkpoint manager was given."
+        )
+    steps = _settled_steps(root)
+    if not steps:
+        names = sorted(path.name for path in root.iterdir())
+        found = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+        raise InputError(
+            f"{root}: expected steps saved by AdaCheckHandler, found {found or 'nothing'}. "
+            f"{_remedy(root, names)}"
+        )
+    return steps
+
+
+def _remedy(root: Path, names: list[str]) -> str:
+    if DIRECTORY in names:
+        return f"This is one step's item directory; give {root.absolute().parent.parent}."
+    if any(name.isdecimal() for name in names):
+        return "Read steps that stock Orbax saved with ocp.StandardCheckpointer."
+    return "Give the directory that holds the step directories."
+
+
+def _settled_steps(root: Path) -> list[Step]:
+    """The steps under a root that a running manager may be changing.
+
+    A step that is being deleted looks damaged. So damage counts only where the files stay the
+    same between two looks, and a step without any file is none.
+    """
+    before: dict[Path, int] | None = None
+    steps: list[Step] = []
+    for _ in range(_LOOK_COUNT):
+        found = _look(root)
+        if found is not None:
+            file_counts = {
+                s.directory: sum(1 for _ in _stats(s.directory)) for s in found if s.error
+            }
+            steps = [step for step in found if file_counts.get(step.directory, 1)]
+            damaged = {directory: count for directory, count in file_counts.items() if count}
+            if not damaged or damaged == before:
+                break
+            before = damaged
+        time.sleep(_LOOK_AGAIN_S)
+    return steps
+
+
+def _look(root: Path) -> list[Step] | None:
+    """The steps under a root, None if one vanished while they were listed."""
+    try:
+        return lineages.steps_of(root)
+    except FileNotFoundError:
+        return None
+
+
+def _select(root: Path, number: int | None, item: str | None) -> Step:
+    steps = _steps(root)
+    items = sorted({step.directory.name for step in steps})
+    if item is not None and item not in items:
+        raise InputError(
+            f"{root}: expected an item {item!r}, found {', '.join(items)}. Give one of these."
+        )
+    steps = [step for step in steps if item in (None, step.directory.name)]
+    if number is None:
+        number = steps[-1].step
+    chosen = [step for step in steps if step.step == number]
+    if not chosen:
+        numbers = ", ".join(str(step.step) for step in steps[-10:])
+        earlier = f"{len(steps) - 10} earlier and " if len(steps) > 10 else ""
+        raise InputError(
+            f"{root}: expected step {number}, found {earlier}{numbers}. Give one of these steps."
+        )
+    if len(chosen) > 1:
+        names = ", ".join(step.directory.name for step in chosen)
+        raise InputError(
+            f"{root}: expected one item in step {number}, found {names}. Name one with --item."
+        )
+    return chosen[0]
+
+
+def _summarize(step: Step, root: Path) -> StepSummary:
+    manifest = step.manifest
+    return StepSummary(
+        step=None if step.step < 0 else step.step,
+        item=str(step.directory.relative_to(root)),
+        kind=_kind(manifest) if manifest else None,
+        update_count=manifest.count if manifest else None,
+        parent=_parent(manifest) if manifest else None,
+        depth=_depth(manifest) if manifest else None,
+        new_bytes=new_bytes(step.directory),
+        error=None if step.error is None else _one_line(step.error),
+    )
+
+
+def _one_line(error: AdaCheckError) -> str:
+    return " ".join(str(error).split())
+
+
+def _kind(manifest: Manifest) -> str:
+    return "base" if isinstance(manifest, BaseManifest) else "delta"
+
+
+def _parent(manifest: Manifest) -> int | None:
+    return manifest.parent.step if isinstance(manifest, DeltaManifest) else None
+
+
+def _depth(manifest: Manifest) -> int:
+    return manifest.depth if isinstance(manifest, DeltaManifest) else 0
+
+
+def _reason(manifest: Manifest) -> str:
+    if isinstance(manifest, BaseManifest):
+        return manifest.reason
+    return "one update" if manifest.has_update else "no update"
+
+
+def _groups_of(update: Update | None, leaf_count: int) -> list[str]:
+    """The group of each leaf, by index."""
+    groups = ["other"] * leaf_count
+    if update is None:
+        return groups
+    for name, indices in (
+        ("params", update.params),
+        ("optimizer state", update.inner),
+        ("record", update.consumed),
+    ):
+        for index in indices:
+            groups[index] = name
+    return groups
+
+
+def _totals(leaves: tuple[LeafSummary, ...]) -> tuple[Group, ...]:
+    totals = []
+    for name in ("params", "optimizer state", "record", "other"):
+        sizes = [leaf.leaf_bytes for leaf in leaves if leaf.group == name]
+        if sizes:
+            totals.append(Group(name, len(sizes), sum(sizes)))
+    return tuple(totals)
+
+
+def _sources(lineage: Lineage) -> list[str]:
+    """Where a restore takes each leaf from, by index."""
+    sources = ["stored"] * len(lineage.base.leaves)
+    update = lineage.base.update
+    if update is None:
+        return sources
+    if any(delta.has_update for delta, _ in lineage.deltas):
+        for index in update.explained:
+            sources[index] = "replayed"
+    held = {index for delta, _ in lineage.deltas for index in delta.stored}
+    for index in held.intersection(update.consumed):
+        sources[index] = "recorded"
+    return sources

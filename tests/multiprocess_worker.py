@@ -1,0 +1,54 @@
+"""One process of a multi-process run: trains and saves, or restores and writes what it got.
+
+Usage: multiprocess_worker.py save|resume|restore PROCESS PROCESSES PORT ROOT OUT DEVICES
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+mode, process, processes, port, root, out, devices = sys.argv[1:]
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+
+import jax  # noqa: E402
+
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+if int(processes) > 1:
+    jax.distributed.initialize(f"127.0.0.1:{port}", int(processes), int(process))
+
+import numpy as np  # noqa: E402
+from jax.experimental import multihost_utils  # noqa: E402
+
+import adacheck_jax as adacheck  # noqa: E402
+from tests import support  # noqa: E402
+
+STEPS = 3
+
+
+def write(state: object, name: str) -> None:
+    """The whole state as this process can gather it."""
+    gathered = [
+        np.asarray(x) for x in jax.tree.leaves(multihost_utils.process_allgather(state, tiled=True))
+    ]
+    if jax.process_index() == 0:
+        np.savez(f"{out}-{name}.npz", *gathered)
+
+
+mesh = support.mesh_of((jax.device_count() // 2, 2))
+run = support.dict_run(mesh)
+handler = adacheck.AdaCheckHandler(run.recorder)
+with support.manager_of(root, handler) as manager:
+    if mode == "restore":
+        for step in (1, STEPS):
+            target = adacheck.RestoreArgs(support.abstract(run.state))
+            write(manager.restore(step, args=target), f"restored{step}")
+    if mode == "resume":
+        target = adacheck.RestoreArgs(support.abstract(run.state))
+        run.state, run.count = manager.restore(STEPS, args=target), STEPS
+    if mode in {"save", "resume"}:
+        for _ in range(STEPS):
+            run.advance()
+            write(run.state, f"saved{run.count}")
+            manager.save(run.count, args=adacheck.SaveArgs(run.state))
+        manager.wait_until_finished()

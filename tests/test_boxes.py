@@ -1,0 +1,99 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adacheck_jax.boxes import Box, cuts_of, grid
+from adacheck_jax.errors import FormatError
+from tests.strategies import box_pairs, boxes_in, cuts, elements, numbered, shape_of
+
+
+@given(cuts())
+def test_a_grid_holds_every_element_in_exactly_one_box(cuts):
+    shape = shape_of(cuts)
+    times = sum((elements(box, shape).astype(int) for box in grid(cuts)), np.zeros(shape, int))
+    assert (times == 1).all()
+
+
+@given(cuts(), st.randoms())
+def test_cuts_are_found_again_from_the_boxes_in_any_order(cuts, random):
+    boxes = grid(cuts)
+    random.shuffle(boxes)
+    assert cuts_of(iter(boxes), shape_of(cuts)) == cuts
+
+
+def test_scalars_and_empty_axes_have_one_box():
+    assert grid(()) == [Box((), ())]
+    assert cuts_of([Box((), ())], ()) == ()
+    assert cuts_of([Box((0, 0), (0, 3))], (0, 3)) == ((0,), (0, 3))
+    assert grid(((0,), (0, 3))) == [Box((0, 0), (0, 3))]
+
+
+@given(cuts(), st.data())
+def test_a_missing_box_is_an_error(cuts, data):
+    boxes = grid(cuts)
+    boxes.remove(data.draw(st.sampled_from(boxes)))
+    with pytest.raises(FormatError, match="do not tile"):
+        cuts_of(boxes, shape_of(cuts))
+
+
+@given(cuts(), st.data())
+def test_a_box_more_is_an_error(cuts, data):
+    shape = shape_of(cuts)
+    with pytest.raises(FormatError, match="do not tile"):
+        cuts_of([*grid(cuts), data.draw(boxes_in(shape))], shape)
+
+
+def test_an_exact_cover_that_is_no_grid_is_an_error():
+    bricks = [
+        Box((0, 0), (1, 2)),
+        Box((0, 2), (1, 4)),
+        Box((1, 0), (2, 1)),
+        Box((1, 1), (2, 4)),
+    ]
+    with pytest.raises(FormatError, match="do not tile"):
+        cuts_of(bricks, (2, 4))
+
+
+def test_boxes_that_reach_outside_the_array_are_an_error():
+    with pytest.raises(FormatError, match="do not tile"):
+        cuts_of([Box((0,), (5,))], (4,))
+
+
+@given(box_pairs())
+def test_an_intersection_holds_the_common_elements_and_is_none_without_any(pair):
+    shape, a, b = pair
+    common = elements(a, shape) & elements(b, shape)
+    found = a.intersect(b)
+    assert found == b.intersect(a)
+    assert (found is None) == (not common.any())
+    if found is not None:
+        assert (elements(found, shape) == common).all()
+
+
+@given(cuts(), st.data())
+def test_a_box_relative_to_another_selects_the_same_elements_inside_it(cuts, data):
+    shape = shape_of(cuts)
+    outer = data.draw(boxes_in(shape))
+    inner = data.draw(boxes_in(outer.shape)).relative_to([-start for start in outer.start])
+    relative = inner.relative_to(outer.start)
+    array = numbered(shape)
+    assert relative.shape == inner.shape
+    assert (array[outer.slices][relative.slices] == array[inner.slices]).all()
+
+
+@given(st.data())
+def test_a_box_from_slices_selects_what_the_slices_select(data):
+    shape = tuple(data.draw(st.lists(st.integers(0, 8), max_size=3)))
+    bound = st.none() | st.integers(-10, 10)
+    index = tuple(slice(data.draw(bound), data.draw(bound)) for _ in shape)
+    array = numbered(shape)
+    box = Box.from_slices(index, shape)
+    assert box.shape == array[index].shape
+    assert box.size == array[index].size
+    assert (array[box.slices] == array[index]).all()
+
+
+def test_the_full_box_covers_the_array():
+    assert Box.full((2, 0, 3)) == Box((0, 0, 0), (2, 0, 3))
+    assert Box.full(()).size == 1

@@ -1,0 +1,294 @@
+import dataclasses
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adacheck_jax import manifest as manifests
+from adacheck_jax.errors import FormatError, IntegrityError
+from adacheck_jax.manifest import BaseManifest, DeltaManifest, Leaf, Link, Update
+from tests.strategies import cuts, shape_of
+
+natural = st.integers(0, 2**40)
+digest = st.binary(min_size=32, max_size=32).map(bytes.hex)
+fingerprint = st.integers(0, 2**64 - 1)
+naturals = st.lists(natural, max_size=4).map(tuple)
+any_json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@st.composite
+def leaves(draw):
+    grid = draw(cuts())
+    count = math.prod(max(1, len(points) - 1) for points in grid)
+    return Leaf(
+        path=draw(st.text()),
+        shape=shape_of(grid),
+        dtype=draw(st.sampled_from(["float32", "bfloat16", "int4"])),
+        itemsize_bytes=draw(st.integers(1, 16)),
+        key_type=draw(st.none() | st.just("key<fry>")),
+        cuts=grid,
+        owners=tuple(draw(st.lists(natural, min_size=count, max_size=count))),
+    )
+
+
+@st.composite
+def updates(draw, leaf_count):
+    order = draw(st.permutations(range(leaf_count)))
+    a, b, c, d = sorted(draw(st.integers(1, leaf_count)) for _ in range(4))
+    return Update(
+        params=tuple(order[1:a]),
+        inner=tuple(order[a:b]),
+        record=tuple(order[b:c]),
+        extra=tuple(order[c:d]),
+        count=order[0],
+        sha256=draw(digest),
+        jax_version=draw(st.text()),
+    )
+
+
+@st.composite
+def bases(draw):
+    specs = tuple(draw(st.lists(leaves(), max_size=6)))
+    return BaseManifest(
+        step=draw(natural),
+        count=draw(st.none() | natural),
+        leaves=specs,
+        fingerprints=tuple(draw(fingerprint) for _ in specs),
+        update=draw(st.none() | updates(len(specs))) if specs else None,
+        reason=draw(st.text()),
+        process_count=draw(natural),
+        versions=draw(st.dictionaries(st.text(), st.text(), max_size=3)),
+    )
+
+
+deltas = st.builds(
+    DeltaManifest,
+    step=natural,
+    count=natural,
+    has_update=st.booleans(),
+    parent=st.builds(Link, step=natural, reference=st.text(), checksum=digest),
+    depth=natural,
+    stored=naturals,
+    fingerprints=st.lists(fingerprint, max_size=4).map(tuple),
+    process_bytes=naturals,
+    custom_metadata=any_json,
+    checksum=st.just(""),
+)
+
+A_LEAF = Leaf("params/kernel", (4, 6), "bfloat16", 2, None, ((0, 2, 4), (0, 6)), (0, 1))
+A_COUNT = Leaf("count", (), "int32", 4, None, (), (0,))
+A_BASE = BaseManifest(
+    step=10,
+    count=3,
+    leaves=(A_LEAF, A_COUNT),
+    fingerprints=(0x0123456789ABCDEF, 7),
+    update=Update((0,), (), (), (), 1, "ab" * 32, "0.10.2"),
+    reason="first",
+    process_count=2,
+    versions={"jax": "0.10.2"},
+)
+A_DELTA = DeltaManifest(
+    step=11,
+    count=4,
+    has_update=True,
+    parent=Link(10, "../../10/default", "cd" * 32),
+    depth=1,
+    stored=(0,),
+    fingerprints=(1, 2**64 - 1),
+    process_bytes=(48, 0),
+    custom_metadata={"loss": 0.5, "note": "a"},
+)
+EXAMPLES = pytest.mark.parametrize("manifest", [A_BASE, A_DELTA], ids=["base", "delta"])
+
+
+def decode(data):
+    return manifests.decode(data, where="manifest.json")
+
+
+def body_of(manifest):
+    body = json.loads(manifests.encode(manifest))
+    del body["checksum"]
+    return body
+
+
+def encode_body(body):
+    """A manifest file with any body and the checksum that fits it."""
+    return json.dumps({**body, "checksum": manifests.checksum_of(body)}).encode()
+
+
+@given(bases() | deltas)
+def test_decode_undoes_encode(manifest):
+    found = decode(manifests.encode(manifest))
+    assert len(found.checksum) == 64
+    assert dataclasses.replace(found, checksum="") == manifest
+
+
+@pytest.mark.parametrize("metadata", [{10: "a", 9: "b"}, {"1": "a", 1: "b"}, (1, (2,)), {None: 1}])
+def test_metadata_that_json_changes_can_still_be_read(metadata):
+    manifest = dataclasses.replace(A_DELTA, custom_metadata=metadata)
+    found = decode(manifests.encode(manifest)).custom_metadata
+    assert found == json.loads(json.dumps(metadata))
+
+
+@given(bases() | deltas, st.data())
+def test_a_changed_byte_is_an_error(manifest, data):
+    encoded = bytearray(manifests.encode(manifest))
+    position = data.draw(st.integers(0, len(encoded) - 1))
+    encoded[position] = data.draw(st.integers(0, 255).filter(lambda b: b != encoded[position]))
+    try:
+        found = decode(bytes(encoded))
+    except (FormatError, IntegrityError):
+        return
+    # JSON writes some values in two ways (1e5 and 1E5); nothing was lost.
+    assert dataclasses.replace(found, checksum="") == manifest
+
+
+@EXAMPLES
+def test_every_flipped_bit_is_an_error(manifest):
+    encoded = manifests.encode(manifest)
+    for position in range(len(encoded)):
+        for bit in range(8):
+            changed = bytearray(encoded)
+            changed[position] ^= 1 << bit
+            with pytest.raises((FormatError, IntegrityError)):
+                decode(bytes(changed))
+
+
+@EXAMPLES
+def test_every_truncation_is_an_error(manifest):
+    encoded = manifests.encode(manifest)
+    for length in range(len(encoded)):
+        with pytest.raises(FormatError, match="truncated"):
+            decode(encoded[:length])
+
+
+def test_a_changed_value_is_told_apart_from_another_format():
+    changed = manifests.encode(A_BASE).replace(b'"step":10', b'"step":11')
+    with pytest.raises(IntegrityError, match=r"manifest\.json.*checksum"):
+        decode(changed)
+
+
+def test_an_unknown_format_version_names_both_versions():
+    body = body_of(A_BASE)
+    with pytest.raises(FormatError, match="expected format version 1, found 99"):
+        decode(encode_body({**body, "format": 99}))
+
+
+@given(any_json)
+def test_other_json_is_an_error(value):
+    with pytest.raises(FormatError):
+        decode(json.dumps(value).encode())
+
+
+@given(st.binary())
+def test_bytes_that_are_no_json_are_an_error(data):
+    with pytest.raises(FormatError):
+        decode(data)
+
+
+def test_deeply_nested_json_is_an_error():
+    with pytest.raises(FormatError):
+        decode(b"[" * 100_000)
+
+
+@EXAMPLES
+@given(data=st.data())
+def test_a_field_with_another_value_is_an_error_or_a_manifest(manifest, data):
+    body = body_of(manifest)
+    target = body
+    while True:  # any field at any depth
+        keys = range(len(target)) if isinstance(target, list) else sorted(target)
+        key = data.draw(st.sampled_from(keys))
+        child = target[key]
+        if not isinstance(child, dict | list) or not child or data.draw(st.booleans()):
+            break
+        target = child
+    target[key] = data.draw(any_json)
+    try:
+        found = decode(encode_body(body))
+    except FormatError:
+        return
+    assert isinstance(found, BaseManifest | DeltaManifest)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"cuts": [[0, 2, 4], []]},
+        {"cuts": [[0, 2, 4]]},
+        {"cuts": [[2, 3, 4], [0, 6]]},
+        {"cuts": [[0, 4, 2], [0, 6]]},
+        {"cuts": [[4], [0, 6]], "owners": [0]},
+        {"owners": [0]},
+        {"owners": [0, -1]},
+        {"owners": [0, 2]},
+        {"shape": [4, 7]},
+        {"shape": [4.0, 6]},
+    ],
+    ids=str,
+)
+def test_a_leaf_whose_boxes_do_not_fit_it_is_an_error(changes):
+    body = body_of(A_BASE)
+    body["leaves"][0].update(changes)
+    with pytest.raises(FormatError):
+        decode(encode_body(body))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("fingerprints", ["1" * 16]),
+        ("fingerprints", ["1" * 16, "1" * 17]),
+        ("fingerprints", ["1" * 16, "-1"]),
+        ("fingerprints", "12"),
+        ("step", True),
+        ("step", 1.0),
+        ("count", -1),
+        ("kind", "other"),
+    ],
+)
+def test_a_field_that_cannot_be_is_an_error(field, value):
+    body = body_of(A_BASE)
+    with pytest.raises(FormatError):
+        decode(encode_body({**body, field: value}))
+
+
+@pytest.mark.parametrize("update", [{"params": [1]}, {"params": [2]}, {"count": None}])
+def test_an_update_over_leaves_that_are_not_there_or_taken_twice_is_an_error(update):
+    body = body_of(A_BASE)
+    body["update"].update(update)
+    with pytest.raises(FormatError):
+        decode(encode_body(body))
+
+
+def test_a_missing_manifest_is_an_error_that_names_the_file(tmp_path):
+    with pytest.raises(FormatError, match=r"manifest\.json.*No such file"):
+        manifests.read(tmp_path)
+
+
+def test_a_file_too_large_for_a_manifest_is_not_read(tmp_path):
+    path = tmp_path / manifests.FILE
+    path.parent.mkdir()
+    with open(path, "wb") as file:
+        file.truncate(manifests.MAX_MANIFEST_BYTES + 1)
+    with pytest.raises(FormatError, match="at most"):
+        manifests.read(tmp_path)
+
+
+@EXAMPLES
+def test_read_gives_what_write_wrote_and_leaves_no_other_file(manifest, tmp_path):
+    manifests.write(tmp_path, manifest)
+    assert dataclasses.replace(manifests.read(tmp_path), checksum="") == manifest
+    assert [p.name for p in (tmp_path / manifests.DIRECTORY).iterdir()] == ["manifest.json"]
+
+
+def test_the_bytes_of_a_manifest_do_not_depend_on_the_order_of_a_mapping():
+    one = dataclasses.replace(A_BASE, versions={"a": "1", "b": "2"})
+    two = dataclasses.replace(A_BASE, versions={"b": "2", "a": "1"})
+    assert manifests.encode(one) == manifests.encode(two)

@@ -1,0 +1,77 @@
+"""Real processes save, and another number of them restores."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from adacheck_jax import lineage, manifest
+
+WORKER = "tests.multiprocess_worker"
+
+
+def launch(mode: str, processes: int, root: Path, out: Path, devices: int) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-m", WORKER, mode]
+            + [str(value) for value in (index, processes, port, root, out, devices)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=Path(__file__).parent.parent,
+        )
+        for index in range(processes)
+    ]
+    try:
+        outputs = [child.communicate(timeout=200)[0] for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    for child, output in zip(children, outputs, strict=True):
+        assert child.returncode == 0, output
+
+
+def leaves(path: Path) -> list[bytes]:
+    with np.load(path) as arrays:
+        return [arrays[name].tobytes() for name in arrays.files]
+
+
+@pytest.fixture(scope="module")
+def run_of_two(tmp_path_factory):
+    """Three steps saved by two processes with two devices each, mesh (2, 2)."""
+    root = tmp_path_factory.mktemp("two")
+    launch("save", 2, root / "run", root / "out", devices=2)
+    return root
+
+
+def test_the_processes_share_the_writing(run_of_two):
+    found = lineage.resolve(run_of_two / "run" / "3" / "default")
+    (_, delta) = (entry.manifest for entry in found.entries[1:])
+    assert isinstance(delta, manifest.DeltaManifest)
+    assert len(delta.process_bytes) == 2
+    assert min(delta.process_bytes) > 0.4 * max(delta.process_bytes)
+    owners = {owner for leaf in found.base.leaves for owner in leaf.owners}
+    assert owners == {0, 1}
+
+
+@pytest.mark.parametrize(("processes", "devices"), [(1, 4), (1, 8), (4, 2)])
+def test_another_number_of_processes_restores_the_same_bits(run_of_two, processes, devices):
+    out = run_of_two / f"restored-by-{processes}x{devices}"
+    launch("restore", processes, run_of_two / "run", out, devices)
+    for step in (1, 3):
+        restored = leaves(Path(f"{out}-restored{step}.npz"))
+        assert restored == leaves(run_of_two / f"out-saved{step}.npz")
+
+
+def test_a_lineage_goes_on_after_a_restart_of_all_processes(run_of_two):
+    launch("resume", 2, run_of_two / "run", run_of_two / "resumed", devices=2)
+    kinds = [type(step.manifest) for step in lineage.steps_of(run_of_two / "run")]
+    assert kinds == [manifest.BaseManifest] + [manifest.DeltaManifest] * 5

@@ -1,0 +1,301 @@
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from adacheck_jax import Recorder, RecorderError, RecorderState, trees
+from adacheck_jax.recorder import find_node
+from tests.support import assert_same_bits, host_copy, mesh_of
+
+PARAMS = {"kernel": jnp.linspace(-1.0, 1.0, 128).reshape(16, 8), "bias": jnp.ones(8)}
+OPTIMIZERS = {
+    "adamw": optax.adamw(1e-2),
+    "lion": optax.lion(1e-3),
+    "sgd": optax.sgd(0.1, momentum=0.9),
+    "adafactor": optax.adafactor(1e-2),
+}
+
+
+def gradients(step):
+    rng = np.random.default_rng(step)
+    return jax.tree.map(lambda p: jnp.asarray(rng.standard_normal(p.shape), p.dtype), PARAMS)
+
+
+class Seen(NamedTuple):
+    updates: object
+    extra: object
+
+
+def probe(extra=()):
+    """A transformation that keeps what it was given, bit for bit."""
+
+    def init(params):
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return Seen(zeros, {name: jnp.zeros(()) for name in extra})
+
+    def update(updates, state, params=None, **extra_args):
+        del state, params
+        return updates, Seen(updates, {name: extra_args[name] for name in extra})
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def abstract_of(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def node_in(state):
+    """The one RecorderState inside an optimizer state."""
+
+    def is_node(x):
+        return isinstance(x, RecorderState)
+
+    (node,) = (x for x in jax.tree.leaves(state, is_leaf=is_node) if is_node(x))
+    return node
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_without_a_data_type_the_update_is_bit_for_bit_that_of_the_wrapped_one(name):
+    tx = OPTIMIZERS[name]
+    recorder = Recorder(tx)
+    state, own_state = recorder.init(PARAMS), tx.init(PARAMS)
+    params = own_params = PARAMS
+    for step in range(3):
+        outputs, state = jax.jit(recorder.update)(gradients(step), state, params)
+        own_outputs, own_state = jax.jit(tx.update)(gradients(step), own_state, own_params)
+        assert_same_bits((outputs, state.adacheck_inner), host_copy((own_outputs, own_state)))
+        assert_same_bits(state.adacheck_record, host_copy(gradients(step)))
+        params = optax.apply_updates(params, outputs)
+        own_params = optax.apply_updates(own_params, own_outputs)
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16, jnp.float16])
+def test_the_wrapped_transformation_receives_exactly_what_is_recorded(dtype):
+    recorder = Recorder(probe(), dtype=dtype)
+
+    @jax.jit
+    def train_step(scale, state):  # the cast may not be fused away with what comes before it
+        updates = jax.tree.map(lambda g: g * scale + 0.1, gradients(0))
+        return recorder.update(updates, state, PARAMS)
+
+    outputs, state = train_step(1 / 3, recorder.init(PARAMS))
+    record = state.adacheck_record
+    assert {x.dtype for x in jax.tree.leaves(record)} == {jnp.dtype(dtype or jnp.float32)}
+    assert_same_bits(state.adacheck_inner.updates, host_copy(record))
+    assert_same_bits(outputs, host_copy(record))
+
+
+def test_a_bf16_record_is_the_rounded_gradient():
+    recorder = Recorder(optax.adamw(1e-2), dtype=jnp.bfloat16)
+    _, state = jax.jit(recorder.update)(gradients(0), recorder.init(PARAMS), PARAMS)
+    rounded = jax.tree.map(lambda g: g.astype(jnp.bfloat16), gradients(0))
+    assert_same_bits(state.adacheck_record, host_copy(rounded))
+
+
+def test_integers_are_not_rounded():
+    recorder = Recorder(probe(), dtype=jnp.bfloat16)
+    params = {"table": jnp.arange(4), "kernel": jnp.ones(2)}
+    record = recorder.init(params).adacheck_record
+    assert (record["table"].dtype, record["kernel"].dtype) == (jnp.int32, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
+def test_the_state_has_one_structure_before_and_after_an_update(dtype):
+    recorder = Recorder(optax.adamw(1e-2), dtype=dtype)
+    state = recorder.init(PARAMS)
+    after = recorder.update(gradients(0), state, PARAMS)[1]
+    assert abstract_of(after) == abstract_of(state)
+
+
+def test_the_structure_is_stable_when_gradients_have_another_data_type_than_params():
+    recorder = Recorder(optax.adamw(1e-2))
+    state = recorder.init(PARAMS)
+    halves = jax.tree.map(lambda g: g.astype(jnp.bfloat16), gradients(0))
+    after = recorder.update(halves, state, PARAMS)[1]
+    assert abstract_of(after) == abstract_of(state)
+
+
+def test_the_counter_counts_updates():
+    recorder = Recorder(optax.sgd(0.1))
+    state = recorder.init(PARAMS)
+    assert int(state.adacheck_count) == 0
+    for count in (1, 2, 3):
+        state = recorder.update(gradients(count), state, PARAMS)[1]
+        assert int(state.adacheck_count) == count
+    assert state.adacheck_count.dtype == jnp.int32
+
+
+def test_declared_extra_arguments_are_recorded_and_passed_on():
+    recorder = Recorder(probe(extra=["value", "scale"]), extra_args={"value": 0.0, "scale": 1.0})
+    state = recorder.init(PARAMS)
+    update = jax.jit(recorder.update)
+    after = update(gradients(0), state, PARAMS, value=2.5, scale=jnp.float32(0.5))[1]
+    assert {name: float(x) for name, x in after.adacheck_extra.items()} == {
+        "value": 2.5,
+        "scale": 0.5,
+    }
+    assert_same_bits(after.adacheck_inner.extra, host_copy(after.adacheck_extra))
+    assert abstract_of(after) == abstract_of(state)
+
+
+def test_an_optimizer_that_consumes_the_loss_works_as_it_does_alone():
+    tx = optax.contrib.reduce_on_plateau(patience=1)
+    recorder = Recorder(tx, extra_args={"value": 0.0})
+    state, own_state = recorder.init(PARAMS), tx.init(PARAMS)
+    for step in range(4):
+        outputs, state = recorder.update(gradients(0), state, PARAMS, value=jnp.float32(step))
+        own, own_state = tx.update(gradients(0), own_state, PARAMS, value=jnp.float32(step))
+        assert_same_bits(outputs, host_copy(own))
+
+
+def test_an_undeclared_extra_argument_is_an_error_that_says_how_to_declare_it():
+    recorder = Recorder(optax.contrib.reduce_on_plateau())
+    state = recorder.init(PARAMS)
+    with pytest.raises(RecorderError, match=r"'value'.*extra_args=\{'value': jnp.zeros\(\(\)\)"):
+        recorder.update(gradients(0), state, PARAMS, value=jnp.float32(1))
+
+
+def test_a_missing_extra_argument_is_an_error_that_names_it():
+    recorder = Recorder(optax.contrib.reduce_on_plateau(), extra_args={"value": 0.0})
+    with pytest.raises(RecorderError, match=r"\['value'\].*every update"):
+        recorder.update(gradients(0), recorder.init(PARAMS), PARAMS)
+
+
+def test_an_extra_argument_of_another_shape_than_declared_is_an_error():
+    recorder = Recorder(probe(extra=["value"]), extra_args={"value": 0.0})
+    with pytest.raises(RecorderError, match="value"):
+        recorder.update(gradients(0), recorder.init(PARAMS), PARAMS, value=jnp.zeros(3))
+
+
+def test_a_transformation_that_takes_no_extra_arguments_ignores_them():
+    identity = optax.identity()
+    recorder = Recorder(optax.GradientTransformation(identity.init, identity.update))
+    state = recorder.init(PARAMS)
+    after = recorder.update(gradients(0), state, PARAMS, value=jnp.float32(1))[1]
+    assert after.adacheck_extra == {}
+    assert recorder.unreplayable is None
+
+
+def test_a_function_as_extra_argument_cannot_be_recorded_and_is_noted():
+    recorder = Recorder(probe())
+    recorder.update(gradients(0), recorder.init(PARAMS), PARAMS, value_fn=lambda p: 0.0)
+    assert "value_fn" in recorder.unreplayable
+
+
+def wrappers():
+    labels = {"kernel": "trained", "bias": "other"}
+    return {
+        "chain": lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
+        "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+        "masked": lambda tx: optax.masked(tx, {"kernel": True, "bias": False}),
+        "multi_transform": lambda tx: optax.multi_transform(
+            {"trained": tx, "other": optax.sgd(0.1)}, labels
+        ),
+        "inject_hyperparams": lambda tx: optax.chain(
+            tx, optax.inject_hyperparams(optax.scale)(step_size=0.5)
+        ),
+        "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 2),
+    }
+
+
+@pytest.mark.parametrize("name", wrappers())
+def test_it_works_inside_other_transformations_as_the_wrapped_one_does(name):
+    tx = optax.adamw(1e-2)
+    recorded, own = wrappers()[name](Recorder(tx)), wrappers()[name](tx)
+    state, own_state = recorded.init(PARAMS), own.init(PARAMS)
+    update, own_update = jax.jit(recorded.update), jax.jit(own.update)
+    for step in range(4):
+        outputs, state = update(gradients(step), state, PARAMS)
+        own_outputs, own_state = own_update(gradients(step), own_state, PARAMS)
+        for a, b in zip(jax.tree.leaves(outputs), jax.tree.leaves(own_outputs), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+    assert int(node_in(state).adacheck_count) == (2 if name == "MultiSteps" else 4)
+    assert find_node(list(trees.flatten(state)[0])) is not None
+
+
+def test_under_multi_steps_the_record_is_the_mean_gradient_and_stays_without_an_update():
+    tx = wrappers()["MultiSteps"](Recorder(optax.sgd(0.1)))
+    state = tx.init(PARAMS)
+    records = []
+    for step in range(3):
+        state = tx.update(gradients(step), state, PARAMS)[1]
+        records.append(host_copy(node_in(state).adacheck_record))
+    mean = jax.tree.map(lambda a, b: (a + b) / 2, gradients(0), gradients(1))
+    for found, expected in zip(records[1], jax.tree.leaves(mean), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4)
+    assert_same_bits(records[2], records[1])
+
+
+@pytest.mark.parametrize("name", ["chain", "MultiSteps", "masked", "multi_transform"])
+def test_scan_accepts_the_state_as_its_carry(name):
+    tx = wrappers()[name](Recorder(optax.adamw(1e-2), dtype=jnp.bfloat16))
+
+    def body(carry, step):
+        params, state = carry
+        updates, state = tx.update(gradients(0), state, params)
+        return (optax.apply_updates(params, updates), state), step
+
+    (_, state), _ = jax.lax.scan(body, (PARAMS, tx.init(PARAMS)), jnp.arange(4))
+    assert int(node_in(state).adacheck_count) == (2 if name == "MultiSteps" else 4)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
+def test_the_record_is_sharded_as_the_params_are(dtype, axis_type):
+    mesh = mesh_of((4, 2), axis_type)
+    params = {"kernel": jax.device_put(PARAMS["kernel"], NamedSharding(mesh, P("data", "model")))}
+    recorder = Recorder(optax.adamw(1e-2), dtype=dtype)
+    state = recorder.init(params)
+    assert same_shardings(state.adacheck_record, params)
+
+    @jax.jit
+    def train_step(params, state):
+        grads = jax.grad(lambda p: jnp.mean(p["kernel"] ** 4))(params)
+        updates, state = recorder.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for _ in range(2):
+        params, state = train_step(params, state)
+        assert same_shardings(state.adacheck_record, params)
+        assert params["kernel"].sharding.spec == P("data", "model")
+
+
+def same_shardings(tree, like):
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(like), strict=True)
+    return all(a.sharding.is_equivalent_to(b.sharding, b.ndim) for a, b in pairs)
+
+
+def test_a_state_without_a_recorder_has_no_node():
+    assert find_node(list(trees.flatten(optax.adamw(1e-2).init(PARAMS))[0])) is None
+
+
+def test_the_node_names_every_leaf_of_the_recorders_state():
+    recorder = Recorder(optax.sgd(0.1, momentum=0.9), extra_args={"value": 0.0})
+    state = {"params": PARAMS, "opt": (recorder.init(PARAMS),)}
+    node = find_node(list(trees.flatten(state)[0]))
+    assert node.prefix == "opt/0"
+    assert node.count == "opt/0/adacheck_count"
+    assert node.record == {
+        "bias": "opt/0/adacheck_record/bias",
+        "kernel": "opt/0/adacheck_record/kernel",
+    }
+    assert node.extra == {"value": "opt/0/adacheck_extra/value"}
+    assert sorted(node.inner) == ["0/trace/bias", "0/trace/kernel"]
+
+
+def test_a_bare_recorder_state_over_one_bare_array_is_found():
+    recorder = Recorder(optax.sgd(0.1))
+    node = find_node(list(trees.flatten(recorder.init(jnp.ones(3)))[0]))
+    assert node.prefix == ""
+    assert node.record == {"": "adacheck_record"}
+
+
+def test_two_recorders_in_one_state_are_an_error_that_names_both():
+    tx = optax.chain(Recorder(optax.identity()), Recorder(optax.sgd(0.1)))
+    with pytest.raises(RecorderError, match=r"found 2: at '0', '1'.*one Recorder"):
+        find_node(list(trees.flatten(tx.init(PARAMS))[0]))
