@@ -22,12 +22,14 @@ hashing); the weights come from SplitMix64 (Steele, Lea, Flood, OOPSLA 2014).
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from adacheck_jax import staging
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
@@ -176,3 +178,41 @@ def _device_words(array: jax.Array) -> jax.Array:
         return array.astype(jnp.int8 if signed else jnp.uint8).view(jnp.uint8)
     unsigned = {1: jnp.uint8, 2: jnp.uint16}.get(dtype.itemsize, jnp.uint32)
     return jax.lax.bitcast_convert_type(array, unsigned)
+
+
+class Parts:
+    """This process's part of the fingerprints of some arrays.
+
+    Created where the arrays are alive; :meth:`sums` may be called when they are not. Arrays on
+    accelerators are fingerprinted there, by one program dispatched here; all others on the host,
+    from the picked boxes, when ``sums`` is called.
+
+    Args:
+        arrays: plain arrays by leaf index; in a multi-process program every process passes the
+            same ones.
+        picks: the boxes that this process accounts for; each box has one process.
+
+    Attributes:
+        blocks: the staged boxes of the arrays that are fingerprinted on the host.
+    """
+
+    def __init__(
+        self, arrays: Mapping[int, Any], picks: Mapping[int, Sequence[staging.Pick]]
+    ) -> None:
+        self._on_device = [i for i, array in arrays.items() if staging.on_accelerator(array)]
+        on_device = [arrays[i] for i in self._on_device]
+        self._words = of_arrays(on_device) if on_device else None
+        on_host = {i: array for i, array in arrays.items() if not staging.on_accelerator(array)}
+        self.blocks = staging.stage(on_host, picks)
+
+    def sums(self) -> dict[int, int]:
+        """Partial sums modulo 2**64 by leaf index; lets go of the blocks as it goes."""
+        result = {}
+        while self.blocks:
+            index, blocks = self.blocks.popitem()
+            result[index] = combine([of_block(block, box.start) for box, block in blocks.items()])
+        if self._words is not None:
+            totals = from_words(self._words)
+            first = jax.process_index() == 0  # every process has the totals; one accounts for them
+            result |= {i: t if first else 0 for i, t in zip(self._on_device, totals, strict=True)}
+        return result

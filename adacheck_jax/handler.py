@@ -6,26 +6,25 @@ import asyncio
 import dataclasses
 import logging
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 from adacheck_jax import lineage as lineages
-from adacheck_jax import restorer, staging, trees
-from adacheck_jax.errors import LineageError, MismatchError, StorageError
+from adacheck_jax import restorer, trees
+from adacheck_jax.errors import LineageError, StorageError
 from adacheck_jax.lineage import KeepLineage, Lineage
-from adacheck_jax.manifest import BaseManifest, DeltaManifest, Leaf
+from adacheck_jax.manifest import BaseManifest, DeltaManifest
 from adacheck_jax.recorder import Recorder
 from adacheck_jax.saver import Save, Saver
-from adacheck_jax.stock import StockCheckpoints, saved_sharding
+from adacheck_jax.stock import StockCheckpoints
+from adacheck_jax.targets import Target, Wishes
 from adacheck_jax.trees import PyTree
 
 _log = logging.getLogger(__name__)
@@ -150,17 +149,19 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         args = args or RestoreArgs()
         path = Path(directory)
         lineage = self._resolve(path)
-        saved, _ = trees.flatten(self._stock.metadata(lineage.base_directory).tree)
-        target = _Target(args, lineage.base, saved, path)
-        wanted = target.placements(lineage)
-        read = self._stock.read(lineage.base_directory, wanted, saved)
+        saved_tree = self._stock.metadata(lineage.base_directory).tree
+        wishes = Wishes(
+            args.abstract_state, args.strict, args.support_layout, args.fallback_sharding
+        )
+        target = Target(wishes, lineage.base, saved_tree, path)
+        read = self._stock.read(lineage.base_directory, target.placements(lineage))
         leaves = [read[leaf.path] for leaf in lineage.base.leaves]
         leaves = restorer.replay_onto(leaves, lineage, self._recorder, self._params_path)
         restorer.verify(leaves, lineage.manifest, lineage.base.leaves, path)
         self._saver.follow(lineage)
         self._learn_parents(path)
         named = {spec.path: leaf for spec, leaf in zip(lineage.base.leaves, leaves, strict=True)}
-        return target.finish(named, self._stock.metadata(lineage.base_directory).tree)
+        return target.finish(named)
 
     def metadata(self, directory: epath.Path) -> Any:
         """Orbax's tree metadata of a base or delta step."""
@@ -273,154 +274,12 @@ def _cast(state: PyTree, save_args: PyTree | None) -> tuple[PyTree, PyTree, froz
     stored, rest, cast = [], [], set()
     for (path, leaf), arg in zip(leaves.items(), treedef.flatten_up_to(save_args), strict=True):
         dtype = None if arg is None else arg.dtype
-        if dtype is not None and np.dtype(dtype) != _dtype(leaf):
+        if dtype is not None and np.dtype(dtype) != trees.dtype_of(leaf):
             cast.add(path)
         stored.append(_astype(leaf, dtype) if path in cast else leaf)
         rest.append(None if arg is None else dataclasses.replace(arg, dtype=None))
     return trees.unflatten(treedef, stored), trees.unflatten(treedef, rest), frozenset(cast)
 
 
-def _dtype(leaf: Any) -> Any:
-    return getattr(leaf, "dtype", None) or np.asarray(leaf).dtype
-
-
 def _astype(leaf: Any, dtype: Any) -> Any:
     return leaf.astype(dtype) if hasattr(leaf, "astype") else np.asarray(leaf).astype(dtype)
-
-
-class _Target:
-    """The abstract state that a caller wants, held against what was saved."""
-
-    def __init__(
-        self, args: RestoreArgs, base: BaseManifest, saved: Mapping[str, Any], where: Path
-    ) -> None:
-        self._args = args
-        self._specs = {leaf.path: leaf for leaf in base.leaves}
-        self._saved = saved
-        state: Any = args.abstract_state
-        if hasattr(
-            state, "custom_metadata"
-        ):  # what metadata() returns, as StandardRestore takes it
-            state = state.tree
-        self._treedef = None
-        self._wanted: dict[str, Any] = dict.fromkeys(self._specs)
-        if state is not None:
-            self._wanted, self._treedef = trees.flatten(state)
-            self._check(where)
-
-    def _check(self, where: Path) -> None:
-        expected = {path: spec.description for path, spec in self._specs.items()}
-        found = {
-            path: self._describe(leaf, self._specs.get(path)) for path, leaf in self._wanted.items()
-        }
-        trees.check_same_leaves(
-            expected,
-            found,
-            where=f"{where}: the abstract state does not fit what was saved",
-            remedy="Build the abstract state from the code that saved it (jax.eval_shape), mark "
-            "leaves to leave out with ocp.PLACEHOLDER, or pass no abstract state.",
-        )
-
-    def _describe(self, leaf: Any, spec: Leaf | None) -> str:
-        """A leaf's data type and shape; the saved one's where the difference is allowed."""
-        if spec is None:
-            return ""
-        if leaf is ocp.PLACEHOLDER:
-            return spec.description
-        dtype = str(_dtype(leaf))
-        shape = tuple(np.shape(leaf))
-        saved_dtype = spec.key_type or spec.dtype
-        saved_shape = spec.shape[:-1] if spec.key_type else spec.shape
-        if _same_kind(dtype, saved_dtype):
-            dtype = saved_dtype
-        if not self._args.strict and len(shape) == len(saved_shape):
-            shape = saved_shape
-        return f"{dtype}{list(shape)}"
-
-    def placements(self, lineage: Lineage) -> dict[str, Any]:
-        """For each leaf path a sharding, ``np.ndarray``, or None to leave the leaf unread."""
-        update = lineage.base.update
-        needed: set[int] = set()
-        if update is not None and lineage.deltas:
-            needed = {*update.explained, *update.consumed}
-        result = {}
-        for index, (path, spec) in enumerate(self._specs.items()):
-            leaf = self._wanted[path]
-            if leaf is ocp.PLACEHOLDER and index not in needed:
-                result[path] = None
-            else:
-                result[path] = self._placement(path, spec, leaf)
-        return result
-
-    def _placement(self, path: str, spec: Leaf, leaf: Any) -> Any:
-        if isinstance(leaf, np.ndarray | np.generic | int | float | complex):
-            return np.ndarray
-        sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, jax.sharding.Sharding):
-            return _fitting(sharding, spec)
-        fallback = self._args.fallback_sharding
-        try:
-            saved = saved_sharding(self._saved[path], path, fallback)
-        except ValueError as error:
-            raise MismatchError(
-                f"leaf {path}: it was saved on devices that do not exist here ({error}), and the "
-                "abstract state gives no sharding for it. Pass an abstract state with shardings, "
-                "or RestoreArgs(fallback_sharding=...)."
-            ) from error
-        return np.ndarray if saved is None else _fitting(saved, spec)
-
-    def finish(self, leaves: Mapping[str, Any], saved_tree: PyTree) -> PyTree:
-        """Gives verified leaves the structure, type, shape and layout that is wanted."""
-        if self._treedef is None:
-            return jax.tree_util.tree_map_with_path(
-                lambda key_path, _: leaves[trees.leaf_path(key_path)], saved_tree
-            )
-        finished = (self._finish(leaves[path], leaf) for path, leaf in self._wanted.items())
-        return trees.unflatten(self._treedef, finished)
-
-    def _finish(self, value: Any, wanted: Any) -> Any:
-        if wanted is ocp.PLACEHOLDER:
-            return ocp.PLACEHOLDER
-        if staging.is_key(value):
-            return value
-        if isinstance(wanted, int | float | complex):
-            return type(wanted)(value)
-        if not hasattr(value, "dtype"):
-            return value
-        if value.shape != tuple(np.shape(wanted)):
-            value = _resized(value, tuple(np.shape(wanted)), getattr(wanted, "sharding", None))
-        if value.dtype != wanted.dtype:
-            value = value.astype(wanted.dtype)
-        layout = getattr(wanted, "format", None) if self._args.support_layout else None
-        return value if layout is None else jax.device_put(value, layout)
-
-
-def _same_kind(a: str, b: str) -> bool:
-    """Whether Orbax's cast at restore is a change of precision, not of meaning."""
-    if a.startswith("key<") or b.startswith("key<"):
-        return a == b
-    kinds = (jnp.floating, jnp.integer, jnp.complexfloating, jnp.bool_)
-    dtypes = jnp.dtype(a), jnp.dtype(b)
-    return any(all(jnp.issubdtype(dtype, kind) for dtype in dtypes) for kind in kinds)
-
-
-def _fitting(sharding: jax.sharding.Sharding, spec: Leaf) -> jax.sharding.Sharding:
-    """The sharding itself, or where it cannot cut the saved shape a replicated one."""
-    shape = spec.shape[:-1] if spec.key_type else spec.shape
-    try:
-        sharding.shard_shape(shape)
-    except ValueError:
-        return restorer.replicated(sharding)
-    return sharding
-
-
-def _resized(value: Any, shape: tuple[int, ...], sharding: Any) -> Any:
-    """Truncates or pads with zeros, as Orbax does for ``strict=False``."""
-
-    def resize(x: Any) -> Any:
-        x = x[tuple(slice(0, n) for n in shape)]
-        return jnp.pad(x, [(0, n - m) for n, m in zip(shape, x.shape, strict=True)])
-
-    if not isinstance(value, jax.Array):
-        return np.asarray(resize(jnp.asarray(value)))
-    return jax.jit(resize, out_shardings=sharding)(value)

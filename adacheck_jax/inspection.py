@@ -275,11 +275,10 @@ def _settled_steps(root: Path) -> list[Step]:
     for _ in range(_LOOK_COUNT):
         found = _look(root)
         if found is not None:
-            file_counts = {
-                s.directory: sum(1 for _ in _stats(s.directory)) for s in found if s.error
-            }
+            suspects = [step.directory for step in found if step.error]
+            file_counts = {path: sum(1 for _ in _stats(path)) for path in suspects}
             steps = [step for step in found if file_counts.get(step.directory, 1)]
-            damaged = {directory: count for directory, count in file_counts.items() if count}
+            damaged = {path: count for path, count in file_counts.items() if count}
             if not damaged or damaged == before:
                 break
             before = damaged

@@ -28,7 +28,6 @@ from adacheck_jax.lineage import DELTA, Lineage
 from adacheck_jax.manifest import BaseManifest, DeltaManifest, Leaf, Update
 from adacheck_jax.recorder import Recorder
 from adacheck_jax.sharding import layout_of, whole
-from adacheck_jax.snapshot import Fingerprints
 
 _log = logging.getLogger(__name__)
 
@@ -340,7 +339,7 @@ def fingerprints_of(arrays: dict[int, Any]) -> dict[int, int]:
     """Whole-leaf fingerprints of plain arrays by leaf index; collective across processes."""
     process = jax.process_index()
     picks = {index: staging.picks_of(x, _accounted(x, process)) for index, x in arrays.items()}
-    parts = Fingerprints(arrays, picks).parts()
+    parts = fingerprint.Parts(arrays, picks).sums()
     if jax.process_count() == 1:
         return parts
     words = np.array([[v & 0xFFFFFFFF, v >> 32] for v in parts.values()], np.uint32)

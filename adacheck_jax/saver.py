@@ -31,7 +31,7 @@ from adacheck_jax.manifest import BaseManifest, DeltaManifest, Leaf, Link, Updat
 from adacheck_jax.recorder import Recorder
 from adacheck_jax.redundancy import WritePlan
 from adacheck_jax.replay import Binding
-from adacheck_jax.snapshot import Fingerprints, Snapshot, Snapshots, Structure
+from adacheck_jax.snapshot import Snapshot, Snapshots, Structure
 from adacheck_jax.staging import Blocks, stage
 from adacheck_jax.trees import PyTree
 
@@ -126,9 +126,9 @@ class Saver:
             self._keep_lineage.note(step, known)
         structure = snapshot.structure
         stored = () if decision.is_base else _stored(structure, decision.update_count)
-        fingerprints = Fingerprints(dict(enumerate(snapshot.arrays)), structure.picks)
+        parts = fingerprint.Parts(dict(enumerate(snapshot.arrays)), structure.picks)
         # On accelerators only what is stored leaves the device; elsewhere all is staged already.
-        blocks = {i: fingerprints.blocks[i] for i in stored if i in fingerprints.blocks}
+        blocks = {i: parts.blocks[i] for i in stored if i in parts.blocks}
         rest = {i: snapshot.arrays[i] for i in stored if i not in blocks}
         save = Save(
             saver=self,
@@ -140,7 +140,7 @@ class Saver:
             stored=stored,
             final_directory=final_directory,
             replayable=not cast & _bound_paths(structure.binding),
-            fingerprints=self._pool.submit(fingerprints.parts),
+            fingerprints=self._pool.submit(parts.sums),
             custom_metadata=custom_metadata,
             blocks=blocks | stage(rest, structure.picks),
         )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
-from adacheck_jax import fingerprint, redundancy, replay, sharding, staging, trees
+from adacheck_jax import redundancy, replay, sharding, staging, trees
 from adacheck_jax.errors import FormatError
 from adacheck_jax.manifest import Leaf
 from adacheck_jax.recorder import Recorder
@@ -137,43 +137,3 @@ def _itemsize_bytes(path: str, array: Any) -> int:
             "item beside the state, or leave it out."
         )
     return array.dtype.itemsize
-
-
-class Fingerprints:
-    """This process's part of the fingerprints of some arrays.
-
-    Created where the arrays are alive; :meth:`parts` may be called when they are not. Arrays on
-    accelerators are fingerprinted there, by one program dispatched here; all others on the host,
-    from the picked boxes, when ``parts`` is called.
-
-    Args:
-        arrays: plain arrays by leaf index; in a multi-process program every process passes the
-            same ones.
-        picks: the boxes that this process accounts for; each box has one process.
-
-    Attributes:
-        blocks: the staged boxes of the arrays that are fingerprinted on the host.
-    """
-
-    def __init__(
-        self, arrays: Mapping[int, Any], picks: Mapping[int, Sequence[staging.Pick]]
-    ) -> None:
-        self._on_device = [i for i, array in arrays.items() if staging.on_accelerator(array)]
-        on_device = [arrays[i] for i in self._on_device]
-        self._words = fingerprint.of_arrays(on_device) if on_device else None
-        on_host = {i: array for i, array in arrays.items() if not staging.on_accelerator(array)}
-        self.blocks = staging.stage(on_host, picks)
-
-    def parts(self) -> dict[int, int]:
-        """Partial sums modulo 2**64 by leaf index; lets go of the blocks as it goes."""
-        result = {}
-        while self.blocks:
-            index, blocks = self.blocks.popitem()
-            result[index] = fingerprint.combine(
-                [fingerprint.of_block(block, box.start) for box, block in blocks.items()]
-            )
-        if self._words is not None:
-            totals = fingerprint.from_words(self._words)
-            first = jax.process_index() == 0  # every process has the totals; one accounts for them
-            result |= {i: t if first else 0 for i, t in zip(self._on_device, totals, strict=True)}
-        return result

@@ -79,7 +79,7 @@ def stage(arrays: Mapping[int, Any], picks: Mapping[int, Sequence[Pick]]) -> dic
         for index, array in arrays.items()
     }
     for _, data in itertools.chain.from_iterable(taken.values()):
-        if on_accelerator(data):
+        if isinstance(data, jax.Array) and on_accelerator(data):
             data.copy_to_host_async()
     return {index: {box: np.asarray(data) for box, data in each} for index, each in taken.items()}
 

@@ -40,14 +40,13 @@ class StockCheckpoints:
         """Orbax's metadata of a state: its tree with shapes, data types and shardings."""
         return self._reader.metadata(epath.Path(directory))
 
-    def read(self, directory: Path, wanted: Mapping[str, Any], saved: Mapping[str, Any]) -> PyTree:
+    def read(self, directory: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
         """Reads a state, each process only the boxes that its devices need.
 
         Args:
             directory: of the base.
             wanted: for each leaf path a sharding, ``np.ndarray``, or None to leave the leaf out.
                 Python scalars come back as such whatever is asked for.
-            saved: Orbax's metadata of each leaf, by leaf path.
 
         Returns:
             Leaves by leaf path; None for those left out.
@@ -82,30 +81,3 @@ def _restore_args(wanted: Any, leaf: Any) -> ocp.RestoreArgs:
     if wanted is np.ndarray:
         return ocp.RestoreArgs(restore_type=np.ndarray)
     return ocp.ArrayRestoreArgs(restore_type=jax.Array, sharding=wanted)
-
-
-def saved_sharding(
-    leaf: Any, path: str, fallback: jax.sharding.Sharding | None
-) -> jax.sharding.Sharding | None:
-    """The sharding that a leaf was saved with, as Orbax's metadata gives it.
-
-    Args:
-        leaf: Orbax's metadata of the leaf.
-        path: its leaf path, for the message.
-        fallback: used where the devices of that sharding do not exist here.
-
-    Returns:
-        A sharding, or None for a leaf that was not on devices.
-
-    Raises:
-        ValueError: the devices do not exist here and there is no fallback.
-    """
-    metadata = getattr(leaf, "sharding", None)
-    if metadata is None:
-        return None
-    try:
-        return metadata.to_jax_sharding()
-    except ValueError:
-        if fallback is None:
-            raise
-        return fallback

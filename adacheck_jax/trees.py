@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from adacheck_jax.errors import MismatchError
 
@@ -62,6 +63,12 @@ def flatten(tree: PyTree) -> tuple[dict[str, Any], TreeDef]:
 def unflatten(treedef: TreeDef, leaves: Iterable[Any]) -> PyTree:
     """Rebuilds the pytree that :func:`flatten` took apart, from leaves in the same order."""
     return jax.tree_util.tree_unflatten(treedef, list(leaves))
+
+
+def dtype_of(leaf: Any) -> Any:
+    """Data type of an array, abstract array or Python number."""
+    dtype = getattr(leaf, "dtype", None)
+    return np.asarray(leaf).dtype if dtype is None else dtype
 
 
 def check_same_leaves(

@@ -55,7 +55,7 @@ def test_spans_across_chunks_are_read_whole(tmp_path):
     assert [each.tobytes() for each in found] == [data[a:b].tobytes() for a, b in spans]
 
 
-def test_a_pack_of_zeros_is_stored_so_that_its_loss_is_noticed(tmp_path):
+def test_the_loss_of_a_pack_of_zeros_is_noticed(tmp_path):
     write_pack(tmp_path, 100, [(0, np.zeros(100, np.uint8))])
     reader = PackReader(tmp_path, 100)
     assert not reader.read([(0, 100)], what="leaf")[0].any()

@@ -224,13 +224,15 @@ def test_bytes_that_this_jax_cannot_read_are_an_error_that_names_the_jax_to_inst
 
 
 def trained(tx, params, count):
-    """Jitted train steps over a recorder; the states before and after, and the records."""
+    """Fused and jitted train steps, clipping included: states before and after, and records."""
     recorder = Recorder(tx)
+    clip = optax.clip_by_global_norm(0.5)
     state = recorder.init(params)
 
     @jax.jit
     def step(params, state, grads):
-        updates, state = recorder.update(grads, state, params)
+        clipped, _ = clip.update(jax.tree.map(lambda g, p: g * p, grads, params), clip.init(params))
+        updates, state = recorder.update(clipped, state, params)
         return optax.apply_updates(params, updates), state
 
     records, first = [], (params, state)

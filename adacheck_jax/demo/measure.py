@@ -1,4 +1,4 @@
-"""What the demonstration measures, in child processes that print one JSON list.
+"""What the demonstration measures, in child processes that end with a line of JSON.
 
 ::
 
@@ -120,7 +120,11 @@ def main() -> None:
     """Measures what the command line names."""
     jax.config.update("jax_num_cpu_devices", DEVICE_COUNT)
     task, root, *step = sys.argv[1:]
-    result = restores(Path(root), int(step[0])) if task == "restore" else saves(Path(root))
+    try:
+        result = restores(Path(root), int(step[0])) if task == "restore" else saves(Path(root))
+    except Exception as error:  # background threads may add to stderr; this says what mattered
+        print(json.dumps({"error": f"{type(error).__name__}: {error}"}))
+        raise
     print(json.dumps(result))
 
 

@@ -332,10 +332,10 @@ class _Stage:
 
     def _check(self, child: _Child, name: str) -> None:
         if child.returncode:
-            said = self._log(name, "err").read_text(errors="replace").strip().splitlines()
+            said = _reason(*(self._log(name, stream).read_text() for stream in ("out", "err")))
             raise DemoError(
-                f"The child process {name!r} ended with code {child.returncode}. It said: "
-                f"{' | '.join(said[-3:]) or 'nothing'}. Use --keep to see all of it."
+                f"FAILED: the child process {name!r} ended with code {child.returncode} (with "
+                f"--keep DIR its whole output is in DIR/{name}.err). It said: {said}"
             )
 
     def _check_alive(self, child: _Child, name: str) -> None:
@@ -352,6 +352,13 @@ _Child = subprocess.Popen[bytes]
 
 def _set(progress: Progress, task: TaskID, completed: int) -> None:
     progress.update(task, completed=completed)
+
+
+def _reason(stdout: str, stderr: str) -> str:
+    """Why a process failed: what it printed as its error, else how its traceback ends."""
+    with contextlib.suppress(LookupError, TypeError, ValueError):
+        return json.loads(stdout.splitlines()[-1])["error"]
+    return stderr.strip().rsplit("\n", maxsplit=1)[-1] or "nothing"
 
 
 def _read_losses(file: Path) -> dict[int, str]:

@@ -1,0 +1,1 @@
+../adacheck_jax/demo/train_lm.py
