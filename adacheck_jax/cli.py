@@ -182,7 +182,8 @@ def _show_step(details: StepDetails) -> None:
     _add_row(facts, "directory", details.directory)
     if details.parent is not None:
         _add_row(facts, "builds on", f"step {details.parent}, delta {details.depth} of its lineage")
-        replayed = f"base {details.base}, then replays {details.replayed_count} updates"
+        plural = "" if details.replayed_count == 1 else "s"
+        replayed = f"base {details.base}, then replays {details.replayed_count} update{plural}"
         _add_row(facts, "restore reads", replayed)
     _add_row(
         facts,

@@ -92,6 +92,13 @@ def test_the_wrapped_transformation_receives_exactly_what_is_recorded(dtype):
     assert_same_bits(state.adacheck_inner.updates, seen)
 
 
+def test_a_barrier_keeps_the_compiler_from_undoing_the_rounding():
+    """Not every backend makes use of its freedom to drop it, so the program is looked at."""
+    recorder = Recorder(optax.adamw(1e-2), dtype=jnp.bfloat16)
+    lowered = jax.jit(recorder.update).lower(gradients(0), recorder.init(PARAMS), PARAMS)
+    assert "optimization_barrier" in lowered.as_text()
+
+
 def test_a_bf16_record_is_the_rounded_gradient():
     recorder = Recorder(optax.adamw(1e-2), dtype=jnp.bfloat16)
     _, state = jax.jit(recorder.update)(gradients(0), recorder.init(PARAMS), PARAMS)
