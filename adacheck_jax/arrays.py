@@ -6,6 +6,7 @@ Orbax's) is per array, not per byte. This is the only module that imports tensor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import tensorstore as ts
 
 from adacheck_jax.errors import FormatError, IntegrityError
 
-CHUNK_BYTES = 1 << 20
+MAX_CHUNK_BYTES = 1 << 20
 _ARRAY = "pack/"
 
 
@@ -45,7 +46,8 @@ def write_pack(directory: Path, size_bytes: int, blocks: Sequence[tuple[int, np.
         target = pack[offset_bytes : offset_bytes + block.nbytes]
         np.copyto(target.view(block.dtype).reshape(block.shape), block)
     directory.mkdir(parents=True, exist_ok=True)
-    chunk_bytes = min(CHUNK_BYTES, size_bytes)
+    # Chunks are stored whole, so the last one must not stand out: equal chunks waste nothing.
+    chunk_bytes = math.ceil(size_bytes / math.ceil(size_bytes / MAX_CHUNK_BYTES))
     chunk_grid = {"name": "regular", "configuration": {"chunk_shape": [chunk_bytes]}}
     metadata = {
         "data_type": "uint8",

@@ -88,7 +88,7 @@ def demo(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Train, kill -9, resume, restore on four meshes, and compare every bit. About a minute.
+    """Train, kill -9, resume, restore on four meshes, and compare every bit. Takes a minute or two.
 
     Needs no accelerator: child processes train a small language model on 8 virtual CPU devices.
     Exit code 1 if any bit differs. With --json: the fields of adacheck_jax.demo.run.DemoReport.

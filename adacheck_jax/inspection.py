@@ -273,25 +273,16 @@ def _settled_steps(root: Path) -> list[Step]:
     before: dict[Path, int] | None = None
     steps: list[Step] = []
     for _ in range(_LOOK_COUNT):
-        found = _look(root)
-        if found is not None:
-            suspects = [step.directory for step in found if step.error]
-            file_counts = {path: sum(1 for _ in _stats(path)) for path in suspects}
-            steps = [step for step in found if file_counts.get(step.directory, 1)]
-            damaged = {path: count for path, count in file_counts.items() if count}
-            if not damaged or damaged == before:
-                break
-            before = damaged
+        found = lineages.steps_of(root)
+        suspects = [step.directory for step in found if step.error]
+        file_counts = {path: sum(1 for _ in _stats(path)) for path in suspects}
+        steps = [step for step in found if file_counts.get(step.directory, 1)]
+        damaged = {path: count for path, count in file_counts.items() if count}
+        if not damaged or damaged == before:
+            break
+        before = damaged
         time.sleep(_LOOK_AGAIN_S)
     return steps
-
-
-def _look(root: Path) -> list[Step] | None:
-    """The steps under a root, None if one vanished while they were listed."""
-    try:
-        return lineages.steps_of(root)
-    except FileNotFoundError:
-        return None
 
 
 def _select(root: Path, number: int | None, item: str | None) -> Step:

@@ -220,18 +220,25 @@ class Step:
 
 
 def items_of(root: Path) -> list[Path]:
-    """Item directories with a manifest under a checkpoint root, in no particular order."""
+    """Item directories of ours under a checkpoint root, in no particular order.
+
+    A manager may be deleting steps meanwhile: what vanishes is left out.
+    """
     found = []
-    for step_directory in sorted(root.iterdir()) if root.is_dir() else []:
-        if TMP_SUFFIX in step_directory.name or not step_directory.is_dir():
-            continue
-        candidates = [step_directory, *(p for p in step_directory.iterdir() if p.is_dir())]
-        found += [
-            path
-            for path in candidates
-            if (path / manifests.DIRECTORY).is_dir() and TMP_SUFFIX not in path.name
-        ]
+    for step_directory in _directories(root):
+        candidates = [step_directory, *_directories(step_directory)]
+        found += [path for path in candidates if (path / manifests.DIRECTORY).is_dir()]
     return found
+
+
+def _directories(parent: Path) -> list[Path]:
+    """The committed directories in another one; none where it does not exist (any more)."""
+    try:
+        names = os.listdir(parent)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    paths = [parent / name for name in names if TMP_SUFFIX not in name]
+    return [path for path in paths if path.is_dir()]
 
 
 def steps_of(root: Path, item: str | None = None) -> list[Step]:
@@ -252,6 +259,8 @@ def steps_of(root: Path, item: str | None = None) -> list[Step]:
             manifest, error = None, unreadable
         if isinstance(manifest, DeltaManifest):
             error = _resolve_error(directory)
+        if error is not None and not directory.is_dir():
+            continue  # deleted while it was looked at
         number = manifest.step if manifest else step_number(directory)
         steps.append(Step(-1 if number is None else number, directory, manifest, error))
     return sorted(steps, key=lambda step: (step.step, step.directory))

@@ -45,7 +45,7 @@ def decide(
         return Decision(True, f"step {step} does not follow step {parent.step}")
     depth = 0 if isinstance(parent, BaseManifest) else parent.depth
     if depth >= max_deltas:
-        return Decision(True, f"the lineage has {depth} deltas (max_deltas={max_deltas})")
+        return Decision(True, f"the lineage is full ({depth} of max_deltas={max_deltas})")
     advanced = count - parent.count
     if advanced not in (0, 1):
         return Decision(

@@ -5,7 +5,8 @@ A base is a stock Orbax checkpoint, so that anyone can read it without this libr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from adacheck_jax import trees
+from adacheck_jax.errors import IntegrityError
 from adacheck_jax.trees import PyTree
 
 
@@ -37,8 +39,13 @@ class StockCheckpoints:
         self._writer.finalize(directory)
 
     def metadata(self, directory: Path) -> Any:
-        """Orbax's metadata of a state: its tree with shapes, data types and shardings."""
-        return self._reader.metadata(epath.Path(directory))
+        """Orbax's metadata of a state: its tree with shapes, data types and shardings.
+
+        Raises:
+            IntegrityError: Orbax cannot read it.
+        """
+        with _damage_named(directory):
+            return self._reader.metadata(epath.Path(directory))
 
     def read(self, directory: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
         """Reads a state, each process only the boxes that its devices need.
@@ -50,8 +57,18 @@ class StockCheckpoints:
 
         Returns:
             Leaves by leaf path; None for those left out.
+
+        Raises:
+            IntegrityError: Orbax cannot read it, or it has other leaves than expected.
         """
         metadata_tree = self.metadata(directory).tree
+        found, _ = trees.flatten(metadata_tree)
+        if found.keys() != wanted.keys():
+            raise IntegrityError(
+                f"{directory}: expected a base with {len(wanted)} leaves, found "
+                f"{len(found)}; they differ in {sorted(found.keys() ^ wanted.keys())[:5]}. The "
+                "step is damaged; restore another one."
+            )
 
         def argument(key_path: Any, leaf: Any) -> Any:
             return _restore_args(wanted[trees.leaf_path(key_path)], leaf)
@@ -59,13 +76,12 @@ class StockCheckpoints:
         def item(key_path: Any, leaf: Any) -> Any:
             return ocp.PLACEHOLDER if wanted[trees.leaf_path(key_path)] is None else leaf
 
-        tree = self._reader.restore(
-            epath.Path(directory),
-            args=ocp.args.PyTreeRestore(
-                item=jax.tree_util.tree_map_with_path(item, metadata_tree),
-                restore_args=jax.tree_util.tree_map_with_path(argument, metadata_tree),
-            ),
+        args = ocp.args.PyTreeRestore(
+            item=jax.tree_util.tree_map_with_path(item, metadata_tree),
+            restore_args=jax.tree_util.tree_map_with_path(argument, metadata_tree),
         )
+        with _damage_named(directory):
+            tree = self._reader.restore(epath.Path(directory), args=args)
         leaves, _ = trees.flatten(tree)
         return {path: None if leaf is ocp.PLACEHOLDER else leaf for path, leaf in leaves.items()}
 
@@ -81,3 +97,18 @@ def _restore_args(wanted: Any, leaf: Any) -> ocp.RestoreArgs:
     if wanted is np.ndarray:
         return ocp.RestoreArgs(restore_type=np.ndarray)
     return ocp.ArrayRestoreArgs(restore_type=jax.Array, sharding=wanted)
+
+
+@contextlib.contextmanager
+def _damage_named(directory: Path) -> Iterator[None]:
+    """Orbax reports damaged files in many ways, down to a bare ``Exception``; all mean this."""
+    try:
+        yield
+    except (MemoryError, jax.errors.JaxRuntimeError):
+        raise  # too little memory, not damage
+    except Exception as error:
+        reason = str(error).split("\n", maxsplit=1)[0][:300]
+        raise IntegrityError(
+            f"{directory}: Orbax cannot read the base ({type(error).__name__}: {reason}). The step "
+            "is damaged; restore another one."
+        ) from error

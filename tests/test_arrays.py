@@ -3,7 +3,7 @@ import shutil
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from adacheck_jax import arrays
@@ -31,7 +31,6 @@ def packs(draw):
     return end, blocks
 
 
-@settings(max_examples=20)
 @given(pack=packs())
 def test_every_block_is_read_back_bit_for_bit(pack, tmp_path_factory):
     size_bytes, blocks = pack
@@ -46,13 +45,20 @@ def test_every_block_is_read_back_bit_for_bit(pack, tmp_path_factory):
 
 
 def test_spans_across_chunks_are_read_whole(tmp_path):
-    size_bytes = 2 * arrays.CHUNK_BYTES + 77
+    size_bytes = 2 * arrays.MAX_CHUNK_BYTES + 77
     data = np.random.default_rng(0).integers(0, 256, size_bytes, dtype=np.uint8)
     write_pack(tmp_path, size_bytes, [(0, data)])
-    edge = arrays.CHUNK_BYTES
+    edge = -(-size_bytes // 3)
     spans = [(0, size_bytes), (edge - 3, edge + 5), (edge, edge), (size_bytes - 1, size_bytes)]
     found = PackReader(tmp_path, size_bytes).read(spans, what="leaf")
     assert [each.tobytes() for each in found] == [data[a:b].tobytes() for a, b in spans]
+
+
+@pytest.mark.parametrize("more_bytes", [-1, 0, 1, 77])
+def test_a_pack_takes_hardly_more_room_than_its_bytes(more_bytes, tmp_path):
+    size_bytes = 2 * arrays.MAX_CHUNK_BYTES + more_bytes
+    write_pack(tmp_path, size_bytes, [(0, np.ones(size_bytes, np.uint8))])
+    assert sum(path.stat().st_size for path in data_files(tmp_path)) < size_bytes + 4096
 
 
 def test_the_loss_of_a_pack_of_zeros_is_noticed(tmp_path):

@@ -126,6 +126,36 @@ class TestDamage:
         with pytest.raises(adacheck.IntegrityError, match="adacheck_record"):
             restore(root, 3, abstract(run.state))
 
+    # Orbax abandons its readers when one of them fails; they complain to their closed event loop.
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+    @pytest.mark.parametrize("step", [1, 3])
+    @pytest.mark.parametrize("damage", ["missing", "truncated", "flipped"])
+    def test_damage_to_any_file_of_a_base_is_an_error_of_ours_or_harmless(
+        self, saved_run, tmp_path, step, damage
+    ):
+        source, run, saved = saved_run
+        base = Path(str(step), "default", *([] if step == 1 else [lineage.LINEAGE, "1"]))
+        files = [p.relative_to(source) for p in (source / base).rglob("*") if p.is_file()]
+        errors = 0
+        for number, file in enumerate(files):
+            root = tmp_path / str(number)
+            shutil.copytree(source, root)
+            data = bytearray((root / file).read_bytes())
+            (root / file).unlink()
+            if damage == "flipped" and data:
+                data[len(data) * 2 // 3] ^= 16
+            elif damage == "truncated":
+                del data[len(data) // 2 :]
+            if damage != "missing":
+                (root / file).write_bytes(data)
+            try:
+                restored = restore(root, step, abstract(run.state))
+            except adacheck.AdaCheckError:
+                errors += 1
+            else:
+                assert_same_bits(restored, saved[step])
+        assert errors >= 3
+
     def test_a_changed_value_in_a_base_is_an_integrity_error_that_names_the_leaf(self, copy):
         """Stock Orbax restores such a checkpoint without a word."""
         root, run = copy

@@ -24,7 +24,7 @@ def decide(base=BASE, parent=BASE, step=11, count=6, max_deltas=4):
         ({"step": 10}, "step 10 does not follow step 10"),
         ({"step": 9}, "step 9 does not follow step 10"),
         ({"max_deltas": 0}, "max_deltas=0"),
-        ({"parent": THIRD_DELTA, "step": 14, "count": 9, "max_deltas": 3}, "has 3 deltas"),
+        ({"parent": THIRD_DELTA, "step": 14, "count": 9, "max_deltas": 3}, "3 of max_deltas=3"),
         ({"count": 7}, "from 5 to 7"),
         ({"count": 4}, "from 5 to 4"),
     ],
