@@ -28,8 +28,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from adacheck_jax import staging
+from adacheck_jax.boxes import Box, grid
+from adacheck_jax.sharding import layout_of_array
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
@@ -176,6 +179,8 @@ def _device_words(array: jax.Array) -> jax.Array:
     if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8:
         signed = jnp.issubdtype(dtype, jnp.signedinteger)
         return array.astype(jnp.int8 if signed else jnp.uint8).view(jnp.uint8)
+    if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 8:
+        return jax.lax.bitcast_convert_type(array, jnp.uint4).astype(jnp.uint8)
     unsigned = {1: jnp.uint8, 2: jnp.uint16}.get(dtype.itemsize, jnp.uint32)
     return jax.lax.bitcast_convert_type(array, unsigned)
 
@@ -199,9 +204,11 @@ class Parts:
     def __init__(
         self, arrays: Mapping[int, Any], picks: Mapping[int, Sequence[staging.Pick]]
     ) -> None:
-        self._on_device = [i for i, array in arrays.items() if staging.on_accelerator(array)]
-        on_device = [arrays[i] for i in self._on_device]
-        self._words = of_arrays(on_device) if on_device else None
+        groups: dict[frozenset[Any], list[int]] = {}
+        for i, array in arrays.items():
+            if staging.on_accelerator(array):  # one program has one set of devices
+                groups.setdefault(frozenset(array.sharding.device_set), []).append(i)
+        self._words = [(group, of_arrays([arrays[i] for i in group])) for group in groups.values()]
         on_host = {i: array for i, array in arrays.items() if not staging.on_accelerator(array)}
         self.blocks = staging.stage(on_host, picks)
 
@@ -211,8 +218,28 @@ class Parts:
         while self.blocks:
             index, blocks = self.blocks.popitem()
             result[index] = combine([of_block(block, box.start) for box, block in blocks.items()])
-        if self._words is not None:
-            totals = from_words(self._words)
-            first = jax.process_index() == 0  # every process has the totals; one accounts for them
-            result |= {i: t if first else 0 for i, t in zip(self._on_device, totals, strict=True)}
+        first = jax.process_index() == 0  # every process has the totals; one accounts for them
+        for group, words in self._words:
+            totals = from_words(words)
+            result |= {i: t if first else 0 for i, t in zip(group, totals, strict=True)}
         return result
+
+
+def of_leaves(arrays: Mapping[int, Any]) -> dict[int, int]:
+    """Whole-leaf fingerprints of plain arrays by leaf index; collective across processes."""
+    process = jax.process_index()
+    picks = {index: staging.picks_of(x, _accounted(x, process)) for index, x in arrays.items()}
+    sums = Parts(arrays, picks).sums()
+    if jax.process_count() == 1:
+        return sums
+    words = np.array([[sums[i] & 0xFFFFFFFF, sums[i] >> 32] for i in arrays], np.uint32)
+    gathered = multihost_utils.process_allgather(words)
+    columns = zip(*(from_words(each) for each in gathered), strict=True)
+    return dict(zip(arrays, map(combine, columns), strict=True))
+
+
+def _accounted(array: Any, process: int) -> list[Box]:
+    """The boxes that one process accounts for: the first of those that hold each."""
+    layout = layout_of_array(array)
+    pairs = zip(grid(layout.cuts), layout.replicas, strict=True)
+    return [box for box, holders in pairs if holders[0] == process]

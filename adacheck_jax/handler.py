@@ -8,7 +8,7 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -22,7 +22,7 @@ from adacheck_jax.errors import LineageError, StorageError
 from adacheck_jax.lineage import KeepLineage, Lineage
 from adacheck_jax.manifest import BaseManifest, DeltaManifest
 from adacheck_jax.recorder import Recorder
-from adacheck_jax.saver import Save, Saver
+from adacheck_jax.saver import Prove, Save, Saver
 from adacheck_jax.stock import StockCheckpoints
 from adacheck_jax.targets import Target, Wishes
 from adacheck_jax.trees import PyTree
@@ -51,9 +51,14 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             only where several subtrees have the recorded shapes (an EMA copy).
         keep_lineage: the preservation policy given to the manager, where the file system has no
             hard links.
+        prove: which deltas are replayed in the background as they are saved, and compared with the
+            state: the ``"first"`` one after a base or a restore, ``"every"`` one, or ``"never"``.
+            Leaves that replay does not reproduce are stored whole, the handler says why, and
+            saves bases from then on. Costs a host copy of params and optimizer state for one step.
+            In a program of several processes nothing is proved at save time.
 
     Raises:
-        ValueError: ``max_deltas`` is negative.
+        ValueError: ``max_deltas`` is negative, or ``prove`` is none of these.
     """
 
     def __init__(
@@ -63,13 +68,16 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         max_deltas: int = 20,
         params_path: str | None = None,
         keep_lineage: KeepLineage | None = None,
+        prove: Prove = "first",
     ) -> None:
         if max_deltas < 0:
             raise ValueError(f"expected max_deltas >= 0, found {max_deltas}")
+        if prove not in get_args(Prove):
+            raise ValueError(f"expected prove to be one of {get_args(Prove)}, found {prove!r}")
         self._recorder = recorder
         self._params_path = params_path
         self._keep_lineage = keep_lineage
-        self._saver = Saver(recorder, params_path, max_deltas, keep_lineage)
+        self._saver = Saver(recorder, params_path, max_deltas, keep_lineage, prove)
         self._stock = StockCheckpoints()
         self._saves: dict[Path, Save] = {}
         self._scanned: set[Path] = set()
@@ -158,7 +166,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         leaves = [read[leaf.path] for leaf in lineage.base.leaves]
         leaves = restorer.replay_onto(leaves, lineage, self._recorder, self._params_path)
         restorer.verify(leaves, lineage.manifest, lineage.base.leaves, path)
-        self._saver.follow(lineage)
+        self._saver.follow(lineage, leaves)
         self._learn_parents(path)
         named = {spec.path: leaf for spec, leaf in zip(lineage.base.leaves, leaves, strict=True)}
         return target.finish(named)

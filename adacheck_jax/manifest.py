@@ -15,6 +15,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,7 +191,8 @@ def encode(manifest: Manifest) -> bytes:
     del body["checksum"]
     body["fingerprints"] = [f"{value:016x}" for value in manifest.fingerprints]
     kind = "base" if isinstance(manifest, BaseManifest) else "delta"
-    body = {"format": FORMAT_VERSION, "kind": kind, **body}
+    # Through JSON once, so that the checksum is of what a reader will see ({1: ...} has text keys).
+    body = json.loads(json.dumps({"format": FORMAT_VERSION, "kind": kind, **body}))
     return _json_bytes({**body, "checksum": checksum_of(body)})
 
 
@@ -216,7 +218,7 @@ def decode(data: bytes, *, where: str) -> Manifest:
     """
     try:
         body = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FormatError(
             f"{where}: expected a JSON manifest, found {len(data)} bytes that are not "
             f"({error}). The file is truncated or overwritten; restore another step."
@@ -238,7 +240,7 @@ def decode(data: bytes, *, where: str) -> Manifest:
         )
     try:
         return _from_body(body, checksum)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise FormatError(
             f"{where}: a field of the manifest is missing or has the wrong type ({error!r}). "
             "Restore another step."
@@ -246,11 +248,13 @@ def decode(data: bytes, *, where: str) -> Manifest:
 
 
 def _from_body(body: dict[str, Any], checksum: str) -> Manifest:
-    fingerprints = tuple(int(text, 16) for text in body["fingerprints"])
+    fingerprints = _tuple_of(_fingerprint, body["fingerprints"])
     if body["kind"] == "base":
         leaves = _tuple_of(_leaf, body["leaves"])
         if len(leaves) != len(fingerprints):
             raise ValueError(f"{len(leaves)} leaves but {len(fingerprints)} fingerprints")
+        if any(owner >= body["process_count"] for leaf in leaves for owner in leaf.owners):
+            raise ValueError("a box is owned by a process that does not exist")
         return BaseManifest(
             step=_natural(body["step"]),
             count=None if body["count"] is None else _natural(body["count"]),
@@ -294,7 +298,7 @@ def _leaf(body: dict[str, Any]) -> Leaf:
     )
     lengths = tuple(points[-1] for points in leaf.cuts)
     count = math.prod(max(1, len(points) - 1) for points in leaf.cuts)
-    ascending = all(list(points) == sorted(set(points)) for points in leaf.cuts)
+    ascending = all(points[0] == 0 and list(points) == sorted(set(points)) for points in leaf.cuts)
     if lengths != leaf.shape or count != len(leaf.owners) or not ascending:
         raise ValueError(f"leaf {leaf.path}: cuts {leaf.cuts} do not fit shape {leaf.shape}")
     return leaf
@@ -320,6 +324,12 @@ def _tuple_of(read: Callable[[Any], _T], items: Any) -> tuple[_T, ...]:
     if not isinstance(items, list):
         raise TypeError(f"expected a list, found {type(items).__name__}")
     return tuple(read(item) for item in items)
+
+
+def _fingerprint(text: Any) -> int:
+    if not isinstance(text, str) or not re.fullmatch("[0-9a-f]{16}", text):
+        raise ValueError(f"expected 16 hexadecimal digits, found {text!r}")
+    return int(text, 16)
 
 
 def _natural(value: Any) -> int:

@@ -71,10 +71,11 @@ class Recorder(optax.GradientTransformationExtraArgs):
 
     Args:
         tx: the transformation whose updates are recorded and replayed.
-        dtype: data type of the record. None keeps the gradient's own, and training is numerically
-            untouched. ``jnp.bfloat16`` rounds the gradient before ``tx`` sees it, as
-            mixed-precision training does, and halves a delta of a float32 gradient: ``tx`` then
-            consumes exactly what is recorded, rounded gradients in that data type.
+        dtype: data type of the record. None keeps the gradient's own, which must be the params'
+            then: ``tx`` receives each gradient as it is (though the compiler may fuse a step that
+            also returns the gradient in another way). ``jnp.bfloat16`` rounds the gradient before
+            ``tx`` sees it, as mixed-precision training does, and halves a delta of a float32
+            gradient: ``tx`` then consumes exactly what is recorded, in that data type.
         extra_args: examples (arrays or ``jax.ShapeDtypeStruct``) of the extra arguments that
             ``tx.update`` consumes, by name, such as ``{"value": jnp.zeros(())}`` for
             ``optax.contrib.reduce_on_plateau``. They are recorded too. They are declared here so
@@ -82,7 +83,8 @@ class Recorder(optax.GradientTransformationExtraArgs):
 
     Raises:
         RecorderError: at ``update``, when an array arrives as an extra argument that was not
-            declared and that ``tx`` could consume.
+            declared and that ``tx`` could consume, when a declared one is missing or has another
+            shape, or when gradients have another data type than expected.
     """
 
     tx: optax.GradientTransformation
@@ -119,7 +121,7 @@ class Recorder(optax.GradientTransformationExtraArgs):
             extra = {}
             for name, value in extra_args.items():
                 if name in declared:
-                    extra[name] = jnp.asarray(value, declared[name].dtype)
+                    extra[name] = _declared(name, value, declared[name])
                 elif consumes_extra:
                     self._undeclared(name, value)
             if missing := sorted(declared.keys() - extra.keys()):
@@ -128,6 +130,7 @@ class Recorder(optax.GradientTransformationExtraArgs):
                     f"{sorted(extra_args)}. Pass them to every update, or do not declare them."
                 )
             record = jax.tree.map(lambda u: u.astype(_record_dtype(u, dtype)), updates)
+            _check_dtypes(record, state.adacheck_record)
             # The barrier keeps XLA from fusing the cast away: tx must consume the recorded bits.
             record, extra = jax.lax.optimization_barrier((record, extra))
             outputs, inner = wrapped.update(
@@ -161,6 +164,25 @@ class Recorder(optax.GradientTransformationExtraArgs):
             f"update() received the extra argument {name!r} of type {type(value).__name__}, "
             "which cannot be recorded"
         )
+
+
+def _declared(name: str, value: Any, declared: jax.ShapeDtypeStruct) -> jax.Array:
+    if jnp.shape(value) != declared.shape:
+        raise RecorderError(
+            f"expected the extra argument {name!r} in the declared shape {declared.shape}, found "
+            f"{jnp.shape(value)}. Declare the shape that update() receives."
+        )
+    return jnp.asarray(value, declared.dtype)
+
+
+def _check_dtypes(record: PyTree, before: PyTree) -> None:
+    """Before the first update the gradient's data type is unknown, and the params' is assumed."""
+    for new, old in zip(jax.tree.leaves(record), jax.tree.leaves(before), strict=True):
+        if new.dtype != old.dtype:
+            raise RecorderError(
+                f"expected gradients of the params' data type {old.dtype}, found {new.dtype}. Say "
+                f"so, and nothing is rounded: Recorder(tx, dtype=jnp.{new.dtype})."
+            )
 
 
 def _record_dtype(value: Any, dtype: Any) -> Any:

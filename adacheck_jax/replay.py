@@ -88,7 +88,7 @@ def bind(
     root = params_path if params_path is not None else _find_params(node, relative, shapes)
     return Binding(
         signature=signature,
-        params=_resolve(relative["params"], _join(root, ""), shapes, "params"),
+        params=_params_under(root, relative["params"], node, shapes),
         inner=_pick(relative["inner"], node.inner, "optimizer state"),
         record=_pick(relative["params"], node.record, "record"),
         extra=_pick(relative["extra"], node.extra, "extra arguments"),
@@ -128,10 +128,10 @@ def _find_params(
     candidates = []
     inside = _join(node.prefix, "")
     for path in shapes:
-        if path.startswith(inside) or not (path == sample or path.endswith(f"/{sample}")):
+        if path.startswith(inside) or not _ends_with(path, sample):
             continue
         root = path.removesuffix(sample).removesuffix("/")
-        if all(shapes.get(_join(root, p)) == shape for p, shape in wanted.items()):
+        if all(shapes.get(_join(root, p) if p else root) == s for p, s in wanted.items()):
             candidates.append(root)
     if len(candidates) == 1:
         return candidates[0]
@@ -144,11 +144,27 @@ def _find_params(
     )
 
 
-def _resolve(
-    relative: Sequence[str], below: str, shapes: Mapping[str, Any], what: str
+def _ends_with(path: str, end: str) -> bool:
+    return not end or path == end or path.endswith(f"/{end}")
+
+
+def _params_under(
+    root: str, relative: Sequence[str], node: RecorderNode, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[str, ...]:
+    below = _join(root, "")
     available = {path.removeprefix(below): path for path in shapes if path.startswith(below)}
-    return _pick(relative, available, what)
+    if root in shapes:  # one bare array
+        available[""] = root
+    params = _pick(relative, available, "params")
+    records = _pick(relative, node.record, "record")
+    for path, record in zip(params, records, strict=True):
+        if shapes[path] != shapes[record]:
+            raise RecorderError(
+                f"expected the params under {root!r} to have the shapes that the Recorder records, "
+                f"found {path} of shape {shapes[path]} for a record of shape {shapes[record]}. "
+                "Name the trained params with params_path."
+            )
+    return params
 
 
 def _pick(relative: Sequence[str], available: Mapping[str, str], what: str) -> tuple[str, ...]:

@@ -17,17 +17,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 
 from adacheck_jax import fingerprint, redundancy, replay, staging
 from adacheck_jax import manifest as manifests
 from adacheck_jax.arrays import PackReader
-from adacheck_jax.boxes import Box, grid
+from adacheck_jax.boxes import Box
 from adacheck_jax.errors import FormatError, IntegrityError
 from adacheck_jax.lineage import DELTA, Lineage
 from adacheck_jax.manifest import BaseManifest, DeltaManifest, Leaf, Update
 from adacheck_jax.recorder import Recorder
-from adacheck_jax.sharding import layout_of, whole
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +67,7 @@ class DeltaReader:
         dtype = jnp.dtype(leaf.dtype)
         result = np.empty(box.shape, dtype)
         for extent in self._extents[index]:
-            common = box.intersect(extent.box) if box.shape else box
+            common = box.intersect(extent.box)
             if common is None or not extent.size_bytes:
                 continue
             rows = _row_span(extent, common, leaf.itemsize_bytes)
@@ -148,9 +146,9 @@ def replay_onto(
     if updates:
         _fold(leaves, lineage, update, updates, recorder, params_path)
     for index in range(len(leaves)):
-        if index in update.explained:
-            continue
         newest = _newest(index, deltas)
+        if index in update.explained and newest != len(deltas) - 1:
+            continue  # computed; only what its replay could not reproduce is stored in the last
         if newest is not None and leaves[index] is not None:
             leaves[index] = _read_like(
                 leaves[index], lineage.base.leaves[index], index, readers[newest]
@@ -324,7 +322,8 @@ def verify(
     Raises:
         IntegrityError: names every leaf whose bits differ.
     """
-    found = fingerprints_of({i: staging.raw(x) for i, x in enumerate(leaves) if x is not None})
+    arrays = {i: staging.raw(leaf) for i, leaf in enumerate(leaves) if leaf is not None}
+    found = fingerprint.of_leaves(arrays)
     wrong = [specs[i].path for i, value in found.items() if value != manifest.fingerprints[i]]
     if wrong:
         shown = ", ".join(wrong[:20]) + (f", and {len(wrong) - 20} more" if len(wrong) > 20 else "")
@@ -333,25 +332,3 @@ def verify(
             f"the bits that were saved: {shown}. The stored data is damaged, or replay of the "
             "update is not exact here. Nothing was returned; restore another step, or a base step."
         )
-
-
-def fingerprints_of(arrays: dict[int, Any]) -> dict[int, int]:
-    """Whole-leaf fingerprints of plain arrays by leaf index; collective across processes."""
-    process = jax.process_index()
-    picks = {index: staging.picks_of(x, _accounted(x, process)) for index, x in arrays.items()}
-    parts = fingerprint.Parts(arrays, picks).sums()
-    if jax.process_count() == 1:
-        return parts
-    words = np.array([[v & 0xFFFFFFFF, v >> 32] for v in parts.values()], np.uint32)
-    gathered = multihost_utils.process_allgather(words)
-    columns = zip(*(fingerprint.from_words(each) for each in gathered), strict=True)
-    return dict(zip(parts, map(fingerprint.combine, columns), strict=True))
-
-
-def _accounted(array: Any, process: int) -> list[Box]:
-    """The boxes that one process accounts for: the first of those that hold each."""
-    is_global = isinstance(array, jax.Array)
-    shape = tuple(array.shape)
-    layout = layout_of(array.sharding, shape) if is_global else whole(shape)
-    pairs = zip(grid(layout.cuts), layout.replicas, strict=True)
-    return [box for box, holders in pairs if holders[0] == process]

@@ -16,14 +16,15 @@ import importlib.metadata
 import json
 import logging
 import shutil
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
-from adacheck_jax import arrays, fingerprint, lineage, policy, redundancy, replay
+from adacheck_jax import arrays, exactness, fingerprint, lineage, policy, proof, redundancy, replay
 from adacheck_jax import manifest as manifests
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.lineage import KeepLineage, Lineage
@@ -31,11 +32,14 @@ from adacheck_jax.manifest import BaseManifest, DeltaManifest, Leaf, Link, Updat
 from adacheck_jax.recorder import Recorder
 from adacheck_jax.redundancy import WritePlan
 from adacheck_jax.replay import Binding
+from adacheck_jax.sharding import distinct_boxes
 from adacheck_jax.snapshot import Snapshot, Snapshots, Structure
-from adacheck_jax.staging import Blocks, stage
+from adacheck_jax.staging import Blocks, picks_of, stage
 from adacheck_jax.trees import PyTree
 
 _log = logging.getLogger(__name__)
+
+Prove = Literal["first", "every", "never"]
 
 _PARTS = f"{manifests.DIRECTORY}/parts"
 
@@ -53,6 +57,14 @@ class Program:
         return hashlib.sha256(self.data or b"").hexdigest()
 
 
+@dataclass(frozen=True, slots=True)
+class Before:
+    """Host copies of the leaves that the update computes, as they were at a saved step."""
+
+    directory: Path
+    blocks: dict[int, Blocks]
+
+
 class Saver:
     """Saves the states of one training run.
 
@@ -61,6 +73,8 @@ class Saver:
         params_path: leaf path of the trained params, None to find it.
         max_deltas: longest lineage, in deltas.
         keep_lineage: the policy that keeps ancestors alive where there are no hard links.
+        prove: which deltas are replayed at save time: the ``"first"`` after a base or a restore,
+            ``"every"`` one, or ``"never"``.
     """
 
     def __init__(
@@ -69,22 +83,44 @@ class Saver:
         params_path: str | None,
         max_deltas: int,
         keep_lineage: KeepLineage | None,
+        prove: Prove,
     ) -> None:
         self._recorder = recorder
         self._max_deltas = max_deltas
         self._keep_lineage = keep_lineage
         self._snapshots = Snapshots(recorder, params_path)
-        self._programs: dict[int, tuple[Binding, Program]] = {}
+        self._programs: dict[Any, Program] = {}
+        self._prove: Prove = prove
+        self._before: Before | None = None
+        self._disproved: dict[str, str] = {}
         self._head: Path | None = None
         self._known: Lineage | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="adacheck_fingerprint")
         self._links: dict[Path, bool] = {}
         self._said: set[str] = set()
 
-    def follow(self, restored: Lineage) -> None:
-        """Makes a restored step the parent of the next save."""
+    def follow(self, restored: Lineage, leaves: Sequence[Any]) -> None:
+        """Makes a restored step the parent of the next save.
+
+        Args:
+            restored: the step's lineage.
+            leaves: its leaves, from which the next delta is proved; None for one that was left out.
+        """
         self._known = restored
         self._head = restored.entries[-1].directory
+        self._before = None
+        update = restored.base.update
+        if update is None or self._recorder is None or not self._can_prove:
+            return
+        held = {i: leaves[i] for i in update.explained}
+        if all(isinstance(leaf, jax.Array) for leaf in held.values()):
+            picks = {i: picks_of(leaf, distinct_boxes(leaf)) for i, leaf in held.items()}
+            self._before = Before(self._head, stage(held, picks))
+
+    @property
+    def _can_prove(self) -> bool:
+        # With several processes each would know its own share only, and they must store alike.
+        return self._prove != "never" and jax.process_count() == 1
 
     def close(self) -> None:
         """Ends the background thread."""
@@ -128,8 +164,8 @@ class Saver:
         stored = () if decision.is_base else _stored(structure, decision.update_count)
         parts = fingerprint.Parts(dict(enumerate(snapshot.arrays)), structure.picks)
         # On accelerators only what is stored leaves the device; elsewhere all is staged already.
-        blocks = {i: parts.blocks[i] for i in stored if i in parts.blocks}
-        rest = {i: snapshot.arrays[i] for i in stored if i not in blocks}
+        blocks = self._blocks(snapshot, parts, stored)
+        before, after = self._proof(snapshot, parts, decision, parent, final_directory)
         save = Save(
             saver=self,
             step=step,
@@ -142,12 +178,79 @@ class Saver:
             replayable=not cast & _bound_paths(structure.binding),
             fingerprints=self._pool.submit(parts.sums),
             custom_metadata=custom_metadata,
-            blocks=blocks | stage(rest, structure.picks),
+            blocks=blocks,
+            before=before,
+            after=after,
         )
         # Until the save is committed this directory does not exist, and if it fails it never will:
         # the next save looks at the disk, finds no parent, and writes a base.
         self._head = final_directory
         return save
+
+    def _blocks(
+        self, snapshot: Snapshot, parts: fingerprint.Parts, wanted: Collection[int]
+    ) -> dict[int, Blocks]:
+        """Host copies of some leaves; those that are fingerprinted on the host are there."""
+        staged = {i: parts.blocks[i] for i in wanted if i in parts.blocks}
+        rest = {i: snapshot.arrays[i] for i in wanted if i not in staged}
+        return staged | stage(rest, snapshot.structure.picks)
+
+    def _proof(
+        self,
+        snapshot: Snapshot,
+        parts: fingerprint.Parts,
+        decision: policy.Decision,
+        parent: Lineage | None,
+        final_directory: Path,
+    ) -> tuple[dict[int, Blocks], dict[int, Blocks]]:
+        """The computed leaves before and after the update, where this save is to prove it.
+
+        Both are empty where it is not. Remembers what the next save needs for its own proof.
+        """
+        binding, before = snapshot.structure.binding, self._before
+        nothing: dict[int, Blocks] = {}
+        if binding is None or not self._can_prove or (self._disproved and not decision.is_base):
+            self._before = None
+            return nothing, nothing
+        if not decision.is_base and not decision.update_count:
+            if before is not None:  # nothing was updated: the state before is still that
+                self._before = Before(final_directory, before.blocks)
+            return nothing, nothing
+        self._before = None
+        head = None if parent is None else parent.entries[-1].directory
+        due = not decision.is_base and before is not None and before.directory == head
+        if decision.is_base and self._disproved:
+            return nothing, nothing
+        if not (decision.is_base or due or self._prove == "every"):
+            return nothing, nothing
+        explained = snapshot.structure.positions(binding.params + binding.inner)
+        after = self._blocks(snapshot, parts, explained)
+        if decision.is_base or self._prove == "every":
+            self._before = Before(final_directory, dict(after))
+        return (before.blocks, after) if due and before is not None else (nothing, nothing)
+
+    def prove(self, save: Save) -> list[int]:
+        """Replays a delta's update on host copies; returns the leaves that came out differently."""
+        binding = save.structure.binding
+        if not save.before or binding is None or self._recorder is None:
+            return []
+        positions = save.structure.positions
+        wrong = proof.mismatches(
+            replay.update_function(self._recorder, binding.signature),
+            [positions(p) for p in (binding.params, binding.inner, binding.record, binding.extra)],
+            save.before | {i: save.blocks[i] for i in positions(binding.consumed)},
+            save.after,
+            {i: leaf.shape for i, leaf in enumerate(save.structure.leaves)},
+        )
+        if wrong:
+            paths = [save.structure.leaves[i].path for i in wrong]
+            self._disproved[self.program(save.structure).sha256] = (
+                f"replaying the update did not reproduce {len(wrong)} leaves of step {save.step} "
+                f"({', '.join(paths[:5])}, ...), which were stored whole. Run the train step as one "
+                "compiled program (jax.jit), with no transformation after the Recorder, and change "
+                "the params by nothing else"
+            )
+        return wrong
 
     def _parent(self, final_directory: Path) -> Lineage | None:
         """The lineage that a delta would follow, as it is on disk now."""
@@ -189,6 +292,8 @@ class Saver:
         program = self.program(snapshot.structure)
         if parent.base.update is None or program.sha256 != parent.base.update.sha256:
             return policy.Decision(True, "the update program changed")
+        if program.sha256 in self._disproved:
+            return self._base_once(self._disproved[program.sha256])
         if not self.has_links(final_directory) and self._keep_lineage is None:
             return self._base_once(
                 "the file system has no hard links, and the handler has no KeepLineage policy that "
@@ -220,21 +325,24 @@ class Saver:
             return Program(None, "no recorder")
         if self._recorder.unreplayable:
             return Program(None, self._recorder.unreplayable)
-        known = self._programs.get(id(structure))
-        if known is not None and known[0] is binding:
-            return known[1]
+        lists = (binding.params, binding.inner, binding.record, binding.extra)
         arguments = [
-            [_abstract(structure.leaves[i]) for i in structure.positions(paths)]
-            for paths in (binding.params, binding.inner, binding.record, binding.extra)
+            [_abstract(structure.leaves[i]) for i in structure.positions(paths)] for paths in lists
         ]
+        # The recorder holds its signatures, so the id is not used again.
+        key = (id(binding.signature), lists, tuple(map(tuple, arguments)))
+        if key in self._programs:
+            return self._programs[key]
         try:
             function = replay.update_function(self._recorder, binding.signature)
-            program = Program(replay.export(function, arguments))
+            reductions = exactness.reductions_of(function, arguments)
+            problem = _not_elementwise(reductions, binding)
+            program = Program(None if problem else replay.export(function, arguments), problem)
         except Exception as error:
-            problem = f"the update cannot be exported: {error}"
-            _log.warning("Saving bases only: %s", problem)
-            program = Program(None, problem)
-        self._programs[id(structure)] = (binding, program)
+            program = Program(None, f"the update cannot be exported: {error}")
+        if program.problem:
+            _log.warning("Saving bases only: %s.", program.problem)
+        self._programs[key] = program
         return program
 
 
@@ -254,6 +362,8 @@ class Save:
     fingerprints: Future[dict[int, int]]
     custom_metadata: Any
     blocks: dict[int, Blocks]
+    before: dict[int, Blocks]
+    after: dict[int, Blocks]
 
     @property
     def is_base(self) -> bool:
@@ -271,6 +381,12 @@ class Save:
             if process == 0 and (data := self._program().data) is not None:
                 manifests.write_durably(directory / manifests.UPDATE_FILE, data)
         else:
+            # A leaf that replay does not reproduce is stored whole: no step is lost to a wrong
+            # assumption, and the saver builds nothing on this one.
+            wrong = self.saver.prove(self)
+            self.stored = tuple(sorted({*self.stored, *wrong}))
+            self.blocks |= {i: self.after[i] for i in wrong}
+            self.before, self.after = {}, {}
             self._write_pack(directory / lineage.DELTA / str(process), process)
         part = {
             "is_base": self.is_base,
@@ -375,6 +491,19 @@ class Save:
         )
 
 
+def _not_elementwise(reductions: exactness.Reductions, binding: Binding) -> str:
+    """Why deltas of an update would not replay to the exact bits; empty if they do."""
+    if not reductions.outputs:
+        return ""
+    paths = [(*binding.params, *binding.inner)[i] for i in reductions.outputs]
+    return (
+        f"{len(paths)} leaves ({', '.join(paths[:3])}, ...) come out of "
+        f"{', '.join(reductions.primitives)}, whose bits depend on the mesh and on how the step "
+        "was compiled, so a replayed delta might differ from what was trained. Put what reduces over "
+        "elements (clip_by_global_norm) before the Recorder"
+    )
+
+
 def _stored(structure: Structure, update_count: int) -> tuple[int, ...]:
     """What a delta stores: what the update consumed, and the leaves that no update explains."""
     binding = structure.binding
@@ -395,13 +524,10 @@ def _changed(snapshot: Snapshot, parent: Lineage) -> str:
     """Names a leaf that replay of no update would get wrong; empty if there is none."""
     structure = snapshot.structure
     stored = set(_stored(structure, 0))
-    rest = [i for i in range(len(structure.leaves)) if i not in stored]
-    found = fingerprint.from_words(fingerprint.of_arrays([snapshot.arrays[i] for i in rest]))
+    rest = {i: array for i, array in enumerate(snapshot.arrays) if i not in stored}
     expected = parent.manifest.fingerprints
-    changed = [
-        structure.leaves[i].path for i, f in zip(rest, found, strict=True) if f != expected[i]
-    ]
-    return changed[0] if changed else ""
+    found = fingerprint.of_leaves(rest)
+    return next((structure.leaves[i].path for i, f in found.items() if f != expected[i]), "")
 
 
 def _first_difference(base: BaseManifest, structure: Structure) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
-from adacheck_jax.boxes import Box, Cuts, cuts_of
+from adacheck_jax.boxes import Box, Cuts, cuts_of, grid
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,14 @@ def layout_of(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Layout
     return Layout(cuts_of(boxes, shape), tuple(tuple(sorted(holders[box])) for box in boxes))
 
 
-def whole(shape: tuple[int, ...]) -> Layout:
-    """The layout of a host value, which every process holds and the first one writes."""
+def layout_of_array(array: Any) -> Layout:
+    """The layout of a jax array; a host value every process holds whole, and the first writes."""
+    shape = tuple(array.shape)
+    if isinstance(array, jax.Array):
+        return layout_of(array.sharding, shape)
     return Layout(cuts_of([Box.full(shape)], shape), ((0,),))
+
+
+def distinct_boxes(array: Any) -> list[Box]:
+    """The distinct boxes that an array is cut into, in grid order."""
+    return grid(layout_of_array(array).cuts)

@@ -94,7 +94,7 @@ class Snapshots:
         if self._recorder is not None:
             shapes = {path: np.shape(leaf) for path, leaf in named.items()}
             binding = replay.bind(self._recorder, shapes, self._params_path)
-        layouts = [_layout(array) for array in arrays]
+        layouts = [sharding.layout_of_array(array) for array in arrays]
         itemsizes_bytes = [_itemsize_bytes(path, a) for path, a in zip(named, arrays, strict=True)]
         index = {path: position for position, path in enumerate(named)}
         consumed = frozenset(index[path] for path in binding.consumed) if binding else frozenset()
@@ -122,12 +122,6 @@ class Snapshots:
 def _signature(leaf: Any, array: Any) -> Any:
     where = array.sharding if isinstance(array, jax.Array) else None
     return (tuple(array.shape), str(array.dtype), where, staging.is_key(leaf))
-
-
-def _layout(array: Any) -> sharding.Layout:
-    if isinstance(array, jax.Array):
-        return sharding.layout_of(array.sharding, tuple(array.shape))
-    return sharding.whole(tuple(array.shape))
 
 
 def _itemsize_bytes(path: str, array: Any) -> int:

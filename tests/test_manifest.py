@@ -62,7 +62,7 @@ def bases(draw):
         fingerprints=tuple(draw(fingerprint) for _ in specs),
         update=draw(st.none() | updates(len(specs))) if specs else None,
         reason=draw(st.text()),
-        process_count=draw(natural),
+        process_count=1 + max((p for spec in specs for p in spec.owners), default=0),
         versions=draw(st.dictionaries(st.text(), st.text(), max_size=3)),
     )
 

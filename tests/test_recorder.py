@@ -121,12 +121,14 @@ def test_the_state_has_one_structure_before_and_after_an_update(dtype):
     assert abstract_of(after) == abstract_of(state)
 
 
-def test_the_structure_is_stable_when_gradients_have_another_data_type_than_params():
-    recorder = Recorder(optax.adamw(1e-2))
-    state = recorder.init(PARAMS)
+def test_gradients_of_another_data_type_than_the_params_ask_for_it():
     halves = jax.tree.map(lambda g: g.astype(jnp.bfloat16), gradients(0))
-    after = recorder.update(halves, state, PARAMS)[1]
-    assert abstract_of(after) == abstract_of(state)
+    recorder = Recorder(optax.adamw(1e-2))
+    with pytest.raises(RecorderError, match=r"found bfloat16.*dtype=jnp.bfloat16"):
+        recorder.update(halves, recorder.init(PARAMS), PARAMS)
+    recorder = Recorder(optax.adamw(1e-2), dtype=jnp.bfloat16)
+    state = recorder.init(PARAMS)
+    assert abstract_of(recorder.update(halves, state, PARAMS)[1]) == abstract_of(state)
 
 
 def test_the_counter_counts_updates():

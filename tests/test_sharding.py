@@ -15,7 +15,7 @@ from adacheck_jax import redundancy
 from adacheck_jax.boxes import Box, grid
 from adacheck_jax.errors import FormatError
 from adacheck_jax.manifest import Leaf
-from adacheck_jax.sharding import Layout, layout_of, whole
+from adacheck_jax.sharding import Layout, layout_of, layout_of_array
 from tests.strategies import cuts, elements, shape_of
 
 
@@ -108,8 +108,8 @@ def test_a_sharding_that_leaves_elements_out_is_an_error():
 
 
 def test_a_host_value_is_one_box_that_the_first_process_writes():
-    assert whole((2, 3)) == Layout(((0, 2), (0, 3)), ((0,),))
-    assert whole(()) == Layout((), ((0,),))
+    assert layout_of_array(np.zeros((2, 3))) == Layout(((0, 2), (0, 3)), ((0,),))
+    assert layout_of_array(np.zeros(())) == Layout((), ((0,),))
 
 
 @st.composite
