@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib.metadata
 import json
 import logging
@@ -24,11 +23,12 @@ from typing import Any, Literal
 
 import jax
 
-from adacheck_jax import arrays, exactness, fingerprint, lineage, policy, proof, redundancy, replay
+from adacheck_jax import arrays, fingerprint, lineage, policy, redundancy
 from adacheck_jax import manifest as manifests
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.lineage import KeepLineage, Lineage
-from adacheck_jax.manifest import BaseManifest, DeltaManifest, Leaf, Link, Update
+from adacheck_jax.manifest import BaseManifest, DeltaManifest, Link, Update
+from adacheck_jax.programs import Program, Programs
 from adacheck_jax.recorder import Recorder
 from adacheck_jax.redundancy import WritePlan
 from adacheck_jax.replay import Binding
@@ -42,19 +42,6 @@ _log = logging.getLogger(__name__)
 Prove = Literal["first", "every", "never"]
 
 _PARTS = f"{manifests.DIRECTORY}/parts"
-
-
-@dataclass(frozen=True, slots=True)
-class Program:
-    """The exported update: its bytes, or why there are none."""
-
-    data: bytes | None
-    problem: str = ""
-
-    @property
-    def sha256(self) -> str:
-        """Digest of the bytes."""
-        return hashlib.sha256(self.data or b"").hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +76,9 @@ class Saver:
         self._max_deltas = max_deltas
         self._keep_lineage = keep_lineage
         self._snapshots = Snapshots(recorder, params_path)
-        self._programs: dict[Any, Program] = {}
+        self.programs = Programs(recorder)
         self._prove: Prove = prove
         self._before: Before | None = None
-        self._disproved: dict[str, str] = {}
         self._head: Path | None = None
         self._known: Lineage | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="adacheck_fingerprint")
@@ -209,7 +195,7 @@ class Saver:
         """
         binding, before = snapshot.structure.binding, self._before
         nothing: dict[int, Blocks] = {}
-        if binding is None or not self._can_prove or (self._disproved and not decision.is_base):
+        if binding is None or not self._can_prove or self.programs.any_disproved:
             self._before = None
             return nothing, nothing
         if not decision.is_base and not decision.update_count:
@@ -219,8 +205,6 @@ class Saver:
         self._before = None
         head = None if parent is None else parent.entries[-1].directory
         due = not decision.is_base and before is not None and before.directory == head
-        if decision.is_base and self._disproved:
-            return nothing, nothing
         if not (decision.is_base or due or self._prove == "every"):
             return nothing, nothing
         explained = snapshot.structure.positions(binding.params + binding.inner)
@@ -228,29 +212,6 @@ class Saver:
         if decision.is_base or self._prove == "every":
             self._before = Before(final_directory, dict(after))
         return (before.blocks, after) if due and before is not None else (nothing, nothing)
-
-    def prove(self, save: Save) -> list[int]:
-        """Replays a delta's update on host copies; returns the leaves that came out differently."""
-        binding = save.structure.binding
-        if not save.before or binding is None or self._recorder is None:
-            return []
-        positions = save.structure.positions
-        wrong = proof.mismatches(
-            replay.update_function(self._recorder, binding.signature),
-            [positions(p) for p in (binding.params, binding.inner, binding.record, binding.extra)],
-            save.before | {i: save.blocks[i] for i in positions(binding.consumed)},
-            save.after,
-            {i: leaf.shape for i, leaf in enumerate(save.structure.leaves)},
-        )
-        if wrong:
-            paths = [save.structure.leaves[i].path for i in wrong]
-            self._disproved[self.program(save.structure).sha256] = (
-                f"replaying the update did not reproduce {len(wrong)} leaves of step {save.step} "
-                f"({', '.join(paths[:5])}, ...), which were stored whole. Run the train step as one "
-                "compiled program (jax.jit), with no transformation after the Recorder, and change "
-                "the params by nothing else"
-            )
-        return wrong
 
     def _parent(self, final_directory: Path) -> Lineage | None:
         """The lineage that a delta would follow, as it is on disk now."""
@@ -274,8 +235,6 @@ class Saver:
         binding = snapshot.structure.binding
         if self._recorder is None or binding is None or snapshot.count is None:
             return policy.Decision(True, "no recorder")
-        if self._recorder.unreplayable:
-            return self._base_once(self._recorder.unreplayable)
         if cast & _bound_paths(binding):
             return self._base_once("save_args cast leaves that the update consumes or computes")
         decision = policy.decide(
@@ -289,11 +248,13 @@ class Saver:
             return decision
         if parent.base.leaves != snapshot.structure.leaves:
             return policy.Decision(True, _first_difference(parent.base, snapshot.structure))
-        program = self.program(snapshot.structure)
+        program = self.programs.of(snapshot.structure)
+        if program.data is None:
+            return policy.Decision(True, program.problem)
         if parent.base.update is None or program.sha256 != parent.base.update.sha256:
             return policy.Decision(True, "the update program changed")
-        if program.sha256 in self._disproved:
-            return self._base_once(self._disproved[program.sha256])
+        if problem := self.programs.disproved(program):
+            return self._base_once(problem)
         if not self.has_links(final_directory) and self._keep_lineage is None:
             return self._base_once(
                 "the file system has no hard links, and the handler has no KeepLineage policy that "
@@ -317,33 +278,6 @@ class Saver:
         if root not in self._links:
             self._links[root] = lineage.can_link(root)
         return self._links[root]
-
-    def program(self, structure: Structure) -> Program:
-        """The exported update of a structure; exported once, since a lineage keeps its update."""
-        binding = structure.binding
-        if self._recorder is None or binding is None:
-            return Program(None, "no recorder")
-        if self._recorder.unreplayable:
-            return Program(None, self._recorder.unreplayable)
-        lists = (binding.params, binding.inner, binding.record, binding.extra)
-        arguments = [
-            [_abstract(structure.leaves[i]) for i in structure.positions(paths)] for paths in lists
-        ]
-        # The recorder holds its signatures, so the id is not used again.
-        key = (id(binding.signature), lists, tuple(map(tuple, arguments)))
-        if key in self._programs:
-            return self._programs[key]
-        try:
-            function = replay.update_function(self._recorder, binding.signature)
-            reductions = exactness.reductions_of(function, arguments)
-            problem = _not_elementwise(reductions, binding)
-            program = Program(None if problem else replay.export(function, arguments), problem)
-        except Exception as error:
-            program = Program(None, f"the update cannot be exported: {error}")
-        if program.problem:
-            _log.warning("Saving bases only: %s.", program.problem)
-        self._programs[key] = program
-        return program
 
 
 @dataclass(slots=True)
@@ -383,7 +317,7 @@ class Save:
         else:
             # A leaf that replay does not reproduce is stored whole: no step is lost to a wrong
             # assumption, and the saver builds nothing on this one.
-            wrong = self.saver.prove(self)
+            wrong = self._prove()
             self.stored = tuple(sorted({*self.stored, *wrong}))
             self.blocks |= {i: self.after[i] for i in wrong}
             self.before, self.after = {}, {}
@@ -396,6 +330,14 @@ class Save:
         path = directory / _PARTS / f"{process}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(part))
+
+    def _prove(self) -> list[int]:
+        """The leaves that replaying this delta does not reproduce; none where it is not proved."""
+        if not self.before:
+            return []
+        return self.saver.programs.prove(
+            self.structure, self.before | self.blocks, self.after, self.step
+        )
 
     def _write_pack(self, directory: Path, process: int) -> None:
         plan = self._plan()
@@ -413,7 +355,7 @@ class Save:
     def _program(self) -> Program:
         if not self.replayable:
             return Program(None, "cast")
-        return self.saver.program(self.structure)
+        return self.saver.programs.of(self.structure)
 
     def commit(self, directory: Path) -> None:
         """Links what the step builds on and writes the manifest, on one process.
@@ -491,19 +433,6 @@ class Save:
         )
 
 
-def _not_elementwise(reductions: exactness.Reductions, binding: Binding) -> str:
-    """Why deltas of an update would not replay to the exact bits; empty if they do."""
-    if not reductions.outputs:
-        return ""
-    paths = [(*binding.params, *binding.inner)[i] for i in reductions.outputs]
-    return (
-        f"{len(paths)} leaves ({', '.join(paths[:3])}, ...) come out of "
-        f"{', '.join(reductions.primitives)}, whose bits depend on the mesh and on how the step "
-        "was compiled, so a replayed delta might differ from what was trained. Put what reduces over "
-        "elements (clip_by_global_norm) before the Recorder"
-    )
-
-
 def _stored(structure: Structure, update_count: int) -> tuple[int, ...]:
     """What a delta stores: what the update consumed, and the leaves that no update explains."""
     binding = structure.binding
@@ -539,10 +468,6 @@ def _first_difference(base: BaseManifest, structure: Structure) -> str:
     if old.description != new.description:
         return f"{new.path} changed from {old.description} to {new.description}"
     return f"the sharding of {new.path} changed"
-
-
-def _abstract(leaf: Leaf) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, jax.numpy.dtype(leaf.dtype))
 
 
 @functools.cache

@@ -1,0 +1,146 @@
+"""The update program of a training run: exported, classified, and proved."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from adacheck_jax import exactness, proof, replay
+from adacheck_jax.manifest import Leaf
+from adacheck_jax.recorder import Recorder
+from adacheck_jax.replay import Binding
+from adacheck_jax.snapshot import Structure
+from adacheck_jax.staging import Blocks
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The exported update: its bytes, or why there are none."""
+
+    data: bytes | None
+    problem: str = ""
+
+    @property
+    def sha256(self) -> str:
+        """Digest of the bytes."""
+        return hashlib.sha256(self.data or b"").hexdigest()
+
+
+class Programs:
+    """The exported updates of the structures that a recorder is used with.
+
+    Args:
+        recorder: the recorder in the optimizer chain, or None.
+    """
+
+    def __init__(self, recorder: Recorder | None) -> None:
+        self._recorder = recorder
+        self._known: dict[Any, Program] = {}
+        self._disproved: dict[str, str] = {}
+
+    def of(self, structure: Structure) -> Program:
+        """The update of a structure; exported once, since a lineage keeps its update."""
+        recorder, binding = self._recorder, structure.binding
+        if recorder is None or binding is None:
+            return Program(None, "no recorder")
+        lists = (binding.params, binding.inner, binding.record, binding.extra)
+        arguments = [
+            [_abstract(structure.leaves[i]) for i in structure.positions(paths)] for paths in lists
+        ]
+        # The recorder holds its signatures, so the id of one is not used again.
+        key = (id(binding.signature), lists, tuple(map(tuple, arguments)), recorder.unreplayable)
+        if key not in self._known:
+            self._known[key] = _export(recorder, binding, arguments)
+        return self._known[key]
+
+    def prove(
+        self,
+        structure: Structure,
+        before: Mapping[int, Blocks],
+        after: Mapping[int, Blocks],
+        step: int,
+    ) -> list[int]:
+        """Replays one update on host copies and remembers it if the outcome is wrong.
+
+        Args:
+            structure: of the saved state.
+            before: blocks of everything that the update takes.
+            after: blocks of what it computes, as they were trained.
+            step: for the message.
+
+        Returns:
+            Indices of the leaves that came out differently.
+        """
+        recorder, binding = self._recorder, structure.binding
+        assert recorder is not None
+        assert binding is not None
+        lists = (binding.params, binding.inner, binding.record, binding.extra)
+        try:
+            wrong = proof.mismatches(
+                replay.update_function(recorder, binding.signature),
+                [structure.positions(paths) for paths in lists],
+                before,
+                after,
+                {i: leaf.shape for i, leaf in enumerate(structure.leaves)},
+            )
+        except jax.errors.JaxRuntimeError as error:  # no device memory to spare
+            _log.warning("Step %d is saved, but could not be proved: %s", step, error)
+            return []
+        if wrong:
+            paths = [structure.leaves[i].path for i in wrong]
+            self._disproved[self.of(structure).sha256] = (
+                f"replaying the update did not reproduce {len(wrong)} leaves of step {step} "
+                f"({', '.join(paths[:5])}, ...), which were stored whole. Run the train step as "
+                "one compiled program (jax.jit), with no transformation after the Recorder, and "
+                "change the params by nothing else"
+            )
+        return wrong
+
+    def disproved(self, program: Program) -> str:
+        """Why a program is not to be relied on; empty if nothing speaks against it."""
+        return self._disproved.get(program.sha256, "")
+
+    @property
+    def any_disproved(self) -> bool:
+        """Whether a proof has failed in this process."""
+        return bool(self._disproved)
+
+
+def _export(recorder: Recorder, binding: Binding, arguments: Any) -> Program:
+    if recorder.unreplayable:
+        program = Program(None, recorder.unreplayable)
+    else:
+        try:
+            function = replay.update_function(recorder, binding.signature)
+            problem = _not_elementwise(exactness.reductions_of(function, arguments), binding)
+            program = Program(None if problem else replay.export(function, arguments), problem)
+        except Exception as error:
+            program = Program(None, f"the update cannot be exported: {error}")
+    if program.problem:
+        _log.warning("Saving bases only: %s.", program.problem)
+    return program
+
+
+def _not_elementwise(reductions: exactness.Reductions, binding: Binding) -> str:
+    """Why deltas of an update would not replay to the exact bits; empty if they do."""
+    if not reductions.outputs:
+        return ""
+    paths = [(*binding.params, *binding.inner)[i] for i in reductions.outputs]
+    return (
+        f"{len(paths)} leaves ({', '.join(paths[:3])}, ...) come out of "
+        f"{', '.join(reductions.primitives)}, whose bits depend on the mesh and on how the step "
+        "was compiled, so a replayed delta might differ from what was trained. Put what reduces "
+        "over elements (clip_by_global_norm) before the Recorder"
+    )
+
+
+def _abstract(leaf: Leaf) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype))
