@@ -28,7 +28,6 @@ FORMAT_VERSION = 1
 DIRECTORY = "adacheck"
 """Name of our folder inside an item's directory."""
 FILE = f"{DIRECTORY}/manifest.json"
-UPDATE_FILE = f"{DIRECTORY}/update.stablehlo"
 MAX_MANIFEST_BYTES = 256 * 2**20
 
 _T = TypeVar("_T")
@@ -88,7 +87,7 @@ class Update:
     Attributes:
         params, inner, record, extra: indices into the base's leaves, in argument order.
         count: index of the recorder's update counter.
-        sha256: digest of the serialized program.
+        programs: for each platform the digest of its serialized program.
         jax_version: the jax that exported it.
     """
 
@@ -97,7 +96,7 @@ class Update:
     record: tuple[int, ...]
     extra: tuple[int, ...]
     count: int
-    sha256: str
+    programs: Mapping[str, str]
     jax_version: str
 
     @property
@@ -311,7 +310,7 @@ def _update(body: dict[str, Any], leaf_count: int) -> Update:
         record=_tuple_of(_natural, body["record"]),
         extra=_tuple_of(_natural, body["extra"]),
         count=_natural(body["count"]),
-        sha256=str(body["sha256"]),
+        programs={_platform(name): str(digest) for name, digest in body["programs"].items()},
         jax_version=str(body["jax_version"]),
     )
     indices = [*update.params, *update.inner, *update.consumed, update.count]
@@ -326,6 +325,12 @@ def _tuple_of(read: Callable[[Any], _T], items: Any) -> tuple[_T, ...]:
     return tuple(read(item) for item in items)
 
 
+def _platform(name: str) -> str:
+    if not re.fullmatch("[a-z0-9]{1,16}", name):  # it becomes part of a file's name
+        raise ValueError(f"expected the name of a platform, found {name!r}")
+    return name
+
+
 def _fingerprint(text: Any) -> int:
     if not isinstance(text, str) or not re.fullmatch("[0-9a-f]{16}", text):
         raise ValueError(f"expected 16 hexadecimal digits, found {text!r}")
@@ -336,6 +341,11 @@ def _natural(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise TypeError(f"expected a number >= 0, found {value!r}")
     return value
+
+
+def update_file(platform: str) -> str:
+    """Where, in a base's item directory, the update program of a platform lies."""
+    return f"{DIRECTORY}/update.{platform}.stablehlo"
 
 
 def read(item_directory: Path) -> Manifest:

@@ -23,15 +23,25 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The exported update: its bytes, or why there are none."""
+    """The exported update.
 
-    data: bytes | None
+    Attributes:
+        files: the serialized program of each platform; empty where there is none.
+        problem: why there is none.
+    """
+
+    files: Mapping[str, bytes]
     problem: str = ""
 
     @property
-    def sha256(self) -> str:
-        """Digest of the bytes."""
-        return hashlib.sha256(self.data or b"").hexdigest()
+    def digests(self) -> dict[str, str]:
+        """Digest of each platform's program."""
+        return {name: hashlib.sha256(data).hexdigest() for name, data in self.files.items()}
+
+    @property
+    def digest(self) -> str:
+        """Digest of this platform's program; empty where there is none."""
+        return self.digests.get(replay.platform(), "")
 
 
 class Programs:
@@ -50,7 +60,7 @@ class Programs:
         """The update of a structure; exported once, since a lineage keeps its update."""
         recorder, binding = self._recorder, structure.binding
         if recorder is None or binding is None:
-            return Program(None, "no recorder")
+            return Program({}, "no recorder")
         lists = (binding.params, binding.inner, binding.record, binding.extra)
         arguments = [
             [_abstract(structure.leaves[i]) for i in structure.positions(paths)] for paths in lists
@@ -96,7 +106,7 @@ class Programs:
             return []
         if wrong:
             paths = [structure.leaves[i].path for i in wrong]
-            self._disproved[self.of(structure).sha256] = (
+            self._disproved[self.of(structure).digest] = (
                 f"replaying the update did not reproduce {len(wrong)} leaves of step {step} "
                 f"({', '.join(paths[:5])}, ...), which were stored whole. Run the train step as "
                 "one compiled program (jax.jit), with no transformation after the Recorder, and "
@@ -106,7 +116,7 @@ class Programs:
 
     def disproved(self, program: Program) -> str:
         """Why a program is not to be relied on; empty if nothing speaks against it."""
-        return self._disproved.get(program.sha256, "")
+        return self._disproved.get(program.digest, "")
 
     @property
     def any_disproved(self) -> bool:
@@ -116,14 +126,14 @@ class Programs:
 
 def _export(recorder: Recorder, binding: Binding, arguments: Any) -> Program:
     if recorder.unreplayable:
-        program = Program(None, recorder.unreplayable)
+        program = Program({}, recorder.unreplayable)
     else:
         try:
             function = replay.update_function(recorder, binding.signature)
             problem = _not_elementwise(exactness.reductions_of(function, arguments), binding)
-            program = Program(None if problem else replay.export(function, arguments), problem)
+            program = Program({} if problem else replay.export(function, arguments), problem)
         except Exception as error:
-            program = Program(None, f"the update cannot be exported: {error}")
+            program = Program({}, f"the update cannot be exported: {error}")
     if program.problem:
         _log.warning("Saving bases only: %s.", program.problem)
     return program

@@ -1,7 +1,7 @@
 """Tie the update to the saved leaves, export it, and fold it over records.
 
 The update program is ``tx.update`` followed by ``optax.apply_updates``, traced once over flat
-leaves and exported with ``jax.export`` for all platforms, so that a process that has never seen
+leaves and exported with ``jax.export`` for each platform, so that a process that has never seen
 the optimizer can replay it, on any mesh: a program exported for one device keeps the partitioning
 of the arrays that it is called with.
 """
@@ -212,35 +212,40 @@ def update_function(recorder: Recorder, signature: UpdateSignature) -> UpdateFun
     return run
 
 
-def export(function: UpdateFunction, arguments: Sequence[Sequence[jax.ShapeDtypeStruct]]) -> bytes:
-    """Exports the update program for every platform, over one device.
+def export(
+    function: UpdateFunction, arguments: Sequence[Sequence[jax.ShapeDtypeStruct]]
+) -> dict[str, bytes]:
+    """Exports the update program for each platform, over one device.
+
+    One program a platform: a program for several at once is compiled to other arithmetic than the
+    train step (it carries the platform as an argument, and XLA then rewrites divisions otherwise).
 
     Args:
         function: from :func:`update_function`.
         arguments: shapes and data types of the four lists of leaves.
 
     Returns:
-        The serialized program. The same update gives the same bytes in every process.
+        The serialized programs by platform, this process's platform at least. The same update gives
+        the same bytes in every process.
     """
+    jitted, here = jax.jit(function), platform()
+    programs = {}
     with _no_tracebacks():
-        return bytes(_export(jax.jit(function), arguments).serialize())
+        for each in dict.fromkeys((here, *PLATFORMS)):
+            try:
+                exported = jax.export.export(jitted, platforms=(each,))(*arguments)
+            except Exception as error:
+                if each == here:
+                    raise
+                _log.info("The update cannot be exported for %s: %s", each, error)
+                continue
+            programs[each] = bytes(exported.serialize())
+    return programs
 
 
-def _export(
-    jitted: Any, arguments: Sequence[Sequence[jax.ShapeDtypeStruct]]
-) -> jax.export.Exported:
-    try:
-        return jax.export.export(jitted, platforms=PLATFORMS)(*arguments)
-    except Exception as error:  # an update may use what one platform lacks
-        here = jax.default_backend()
-        _log.warning(
-            "The update cannot be exported for %s (%s); exporting it for %s alone: its deltas "
-            "can be restored on that platform only.",
-            ", ".join(PLATFORMS),
-            error,
-            here,
-        )
-        return jax.export.export(jitted)(*arguments)
+def platform() -> str:
+    """The platform of this process's default devices, as ``jax.export`` names it."""
+    return {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
 
 
 @contextlib.contextmanager
@@ -262,7 +267,7 @@ def load(data: bytes, update: Update, where: str) -> UpdateFunction:
         IntegrityError: the bytes are not those that were written.
         FormatError: this jax cannot read it.
     """
-    if hashlib.sha256(data).hexdigest() != update.sha256:
+    if hashlib.sha256(data).hexdigest() != update.programs.get(platform()):
         raise IntegrityError(
             f"{where}: the exported update does not match its digest in the manifest "
             f"(found {len(data)} bytes). The file was changed after it was written; restore a "

@@ -287,13 +287,14 @@ def _update_function(
     lineage: Lineage, update: Update, recorder: Recorder | None, params_path: str | None
 ) -> replay.UpdateFunction:
     """The stored update program, or the recorder's where this jax cannot read it."""
-    path = lineage.base_directory / manifests.UPDATE_FILE
+    path = lineage.base_directory / manifests.update_file(replay.platform())
     try:
         data = path.read_bytes()
     except OSError as error:
         raise FormatError(
-            f"{path}: expected the exported update of the base, found none ({error.strerror}). "
-            "The base is damaged; restore a base step."
+            f"{path}: expected the exported update of the base for this platform, found none "
+            f"({error.strerror}); the base has it for {', '.join(update.programs)}. Restore on one "
+            "of these, or restore a base step."
         ) from error
     try:
         return replay.load(data, update, str(path))

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import jax
 
-from adacheck_jax import arrays, fingerprint, lineage, policy, redundancy
+from adacheck_jax import arrays, fingerprint, lineage, policy, redundancy, replay
 from adacheck_jax import manifest as manifests
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.lineage import KeepLineage, Lineage
@@ -249,9 +249,10 @@ class Saver:
         if parent.base.leaves != snapshot.structure.leaves:
             return policy.Decision(True, _first_difference(parent.base, snapshot.structure))
         program = self.programs.of(snapshot.structure)
-        if program.data is None:
+        if not program.files:
             return policy.Decision(True, program.problem)
-        if parent.base.update is None or program.sha256 != parent.base.update.sha256:
+        update = parent.base.update
+        if update is None or program.digest != update.programs.get(replay.platform()):
             return policy.Decision(True, "the update program changed")
         if problem := self.programs.disproved(program):
             return self._base_once(problem)
@@ -312,8 +313,9 @@ class Save:
         """
         process = jax.process_index()
         if self.is_base:
-            if process == 0 and (data := self._program().data) is not None:
-                manifests.write_durably(directory / manifests.UPDATE_FILE, data)
+            if process == 0:
+                for platform, data in self._program().files.items():
+                    manifests.write_durably(directory / manifests.update_file(platform), data)
         else:
             # A leaf that replay does not reproduce is stored whole: no step is lost to a wrong
             # assumption, and the saver builds nothing on this one.
@@ -354,7 +356,7 @@ class Save:
 
     def _program(self) -> Program:
         if not self.replayable:
-            return Program(None, "cast")
+            return Program({}, "cast")
         return self.saver.programs.of(self.structure)
 
     def commit(self, directory: Path) -> None:
@@ -394,7 +396,7 @@ class Save:
 
     def _base_manifest(self, fingerprints: tuple[int, ...]) -> BaseManifest:
         binding, program, update = self.structure.binding, self._program(), None
-        if binding is not None and program.data is not None:
+        if binding is not None and program.files:
             positions = self.structure.positions
             update = Update(
                 params=positions(binding.params),
@@ -402,7 +404,7 @@ class Save:
                 record=positions(binding.record),
                 extra=positions(binding.extra),
                 count=self.structure.index[binding.count],
-                sha256=program.sha256,
+                programs=program.digests,
                 jax_version=jax.__version__,
             )
         return BaseManifest(

@@ -59,7 +59,7 @@ class TestAbstractState:
         message = str(caught.value)
         assert "missing (1): params/scale" in message
         assert "not expected (1): params/extra" in message
-        assert "params/in/bias: expected float32[64], found float32[5]" in message
+        assert "params/in/bias: expected float32[128], found float32[5]" in message
         assert "step: expected int32[], found float32[]" in message
         assert "jax.eval_shape" in message
 
@@ -99,7 +99,7 @@ class TestDamage:
         [
             (1, manifest.FILE, adacheck.FormatError),
             (3, manifest.FILE, adacheck.FormatError),
-            (3, f"{lineage.LINEAGE}/1/{manifest.UPDATE_FILE}", adacheck.FormatError),
+            (3, f"{lineage.LINEAGE}/1/{manifest.update_file('cpu')}", adacheck.FormatError),
             (3, f"{lineage.LINEAGE}/2/{manifest.FILE}", adacheck.FormatError),
             (3, f"{lineage.DELTA}/0/manifest.ocdbt", adacheck.FormatError),
         ],

@@ -47,7 +47,7 @@ def updates(draw, leaf_count):
         record=tuple(order[b:c]),
         extra=tuple(order[c:d]),
         count=order[0],
-        sha256=draw(digest),
+        programs=draw(st.dictionaries(st.sampled_from(["cpu", "cuda", "tpu"]), digest)),
         jax_version=draw(st.text()),
     )
 
@@ -88,7 +88,7 @@ A_BASE = BaseManifest(
     count=3,
     leaves=(A_LEAF, A_COUNT),
     fingerprints=(0x0123456789ABCDEF, 7),
-    update=Update((0,), (), (), (), 1, "ab" * 32, "0.10.2"),
+    update=Update((0,), (), (), (), 1, {"cpu": "ab" * 32}, "0.10.2"),
     reason="first",
     process_count=2,
     versions={"jax": "0.10.2"},
