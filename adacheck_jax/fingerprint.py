@@ -7,9 +7,10 @@ The fingerprint of an array is a multilinear hash modulo 2**64 of its elements' 
 with odd 64-bit weights, one vector an axis. A sum does not depend on how the array is cut into
 shards, so the fingerprint taken on one mesh can be compared on any other, and partial sums of
 shards simply add up. Elements wider than 32 bits count as several 32-bit words along a further
-axis. Because a word has 32 bits and the modulus 64, two different contents collide with
-probability of about 2**-33 at worst (all differences multiples of 2**31) and 2**-64 for
-differences in low bits; a modulus of 2**32 would miss every even number of flipped sign bits.
+axis. A weight is itself the product of a factor for the position within a run of 1024 and one for
+the run, so that long axes need short tables. Because a word has 32 bits and the modulus 64, changed
+low bits are missed with a probability of about 2**-64 and the worst pattern, a box of flipped sign
+bits, with about 2**-20; a modulus of 2**32 would miss every even number of flipped sign bits.
 The weights are fixed by the format: this guards against accidents, not against an adversary.
 
 Two engines give the same value: numpy on host memory (and on CPU devices, where XLA does not

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import logging
 import os
 from dataclasses import dataclass
@@ -18,11 +19,11 @@ from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 from adacheck_jax import lineage as lineages
 from adacheck_jax import restorer, trees
-from adacheck_jax.errors import LineageError, StorageError
-from adacheck_jax.lineage import KeepLineage, Lineage
+from adacheck_jax.errors import AdaCheckError, LineageError, MismatchError, StorageError
+from adacheck_jax.lineage import KeepLineage, Lineage, Place
 from adacheck_jax.manifest import BaseManifest, DeltaManifest
 from adacheck_jax.recorder import Recorder
-from adacheck_jax.saver import Prove, Save, Saver
+from adacheck_jax.saver import Destination, Prove, Save, Saver
 from adacheck_jax.stock import StockCheckpoints
 from adacheck_jax.targets import Target, Wishes
 from adacheck_jax.trees import PyTree
@@ -77,10 +78,10 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         self._recorder = recorder
         self._params_path = params_path
         self._keep_lineage = keep_lineage
-        self._saver = Saver(recorder, params_path, max_deltas, keep_lineage, prove)
+        self._new_saver = lambda: Saver(recorder, params_path, max_deltas, keep_lineage, prove)
+        self._savers: dict[tuple[Path, str | None], Saver] = {}
         self._stock = StockCheckpoints()
         self._saves: dict[Path, Save] = {}
-        self._scanned: set[Path] = set()
 
     async def async_save(self, directory: epath.Path, args: SaveArgs) -> list[ocp.Future]:
         """Decides between base and delta, stages, and starts writing.
@@ -108,17 +109,22 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             raise
 
     async def _start(self, directory: epath.Path, args: SaveArgs) -> list[ocp.Future]:
-        final = _final(Path(directory))
+        final = lineages.committed_path(Path(directory))
         _check_writable(final)
-        self._learn_parents(final)
         state, save_args, cast = _cast(args.state, args.save_args)
-        save = self._saver.begin(
-            final, state, args.step, cast=cast, custom_metadata=args.custom_metadata
+        place = lineages.place_of(Path(directory))
+        custom_metadata = _json_copy(args.custom_metadata)
+        save = self._saver_of(place).begin(
+            Destination(final, place.step),
+            state,
+            args.step,
+            cast=cast,
+            custom_metadata=custom_metadata,
         )
-        self._saves = {final: save}  # Orbax runs one save at a time; a failed one is forgotten
+        self._saves[final] = save  # several at once: items of one step, or of several managers
         futures: list[ocp.Future] = []
         if save.is_base:
-            futures = await self._stock.write(directory, state, save_args, args.custom_metadata)
+            futures = await self._stock.write(directory, state, save_args, custom_metadata)
         written = _written(save, Path(directory))
         futures.append(CommitFutureAwaitingContractedSignals(written, name="adacheck_write"))
         return futures
@@ -130,9 +136,12 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
 
     def finalize(self, directory: epath.Path) -> None:
         """Commits: Orbax calls this on one process, after every process's futures."""
-        save = self._saves.pop(_final(Path(directory)), None)
+        save = self._saves.pop(lineages.committed_path(Path(directory)), None)
         if save is None:
-            return
+            raise AdaCheckError(
+                f"{directory}: expected to commit a save that this handler began, found none. "
+                "Call finalize once, on the handler that saved; nothing was committed."
+            )
         if save.is_base:
             self._stock.finalize(directory)
         save.commit(Path(directory))
@@ -166,8 +175,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         leaves = [read[leaf.path] for leaf in lineage.base.leaves]
         leaves = restorer.replay_onto(leaves, lineage, self._recorder, self._params_path)
         restorer.verify(leaves, lineage.manifest, lineage.base.leaves, path)
-        self._saver.follow(lineage, leaves)
-        self._learn_parents(path)
+        self._saver_of(lineages.place_of(path)).follow(lineage, leaves)
         named = {spec.path: leaf for spec, leaf in zip(lineage.base.leaves, leaves, strict=True)}
         return target.finish(named)
 
@@ -181,8 +189,16 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
 
     def close(self) -> None:
         """Releases threads; called by the manager."""
-        self._saver.close()
+        for saver in self._savers.values():
+            saver.close()
         self._stock.close()
+
+    def _saver_of(self, place: Place) -> Saver:
+        """The saver of one line of steps; a handler may serve several items and managers."""
+        if place.line not in self._savers:
+            self._savers[place.line] = self._new_saver()
+            self._learn_parents(*place.line)
+        return self._savers[place.line]
 
     def _resolve(self, path: Path) -> Lineage:
         try:
@@ -192,14 +208,16 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             hint = ", ".join(map(str, steps[-10:])) or "none"
             raise LineageError(f"{error} Steps that can be restored: {hint}.") from error
 
-    def _learn_parents(self, final: Path) -> None:
+    def _learn_parents(self, root: Path, item: str | None) -> None:
         """Tells the preservation policy about the steps that are on disk already."""
-        if self._keep_lineage is None or final.parent.parent in self._scanned:
+        if self._keep_lineage is None:
             return
-        self._scanned.add(final.parent.parent)
-        for step in lineages.siblings(final):
+        for step in lineages.steps_of(root, item):
             if isinstance(step.manifest, DeltaManifest):
-                self._keep_lineage.note(step.step, step.manifest.parent.step)
+                parent = lineages.place_of(step.directory / step.manifest.parent.reference).step
+                number = lineages.place_of(step.directory).step
+                if number is not None and parent is not None:
+                    self._keep_lineage.note(number, parent)
 
 
 @ocp.args.register_with_handler(AdaCheckHandler, for_save=True)
@@ -251,10 +269,15 @@ async def _written(save: Save, directory: Path) -> None:
     save.write(directory)
 
 
-def _final(directory: Path) -> Path:
-    """Where an item's temporary directory will be once Orbax has renamed it."""
-    parts = [part.split(lineages.TMP_SUFFIX)[0] for part in directory.parts]
-    return Path(*parts)
+def _json_copy(metadata: Any) -> Any:
+    """A copy that the caller cannot change, in the form in which it will be read again."""
+    try:
+        return json.loads(json.dumps(metadata))
+    except (TypeError, ValueError) as error:
+        raise MismatchError(
+            f"custom_metadata: expected JSON, found {error}. Nothing was saved; pass numbers, "
+            "texts, lists and dictionaries."
+        ) from error
 
 
 def _check_writable(final: Path) -> None:

@@ -116,18 +116,18 @@ def resolve(item_directory: Path) -> Lineage:
     return Lineage(tuple(reversed(entries)))
 
 
-def follow(known: Lineage | None, item_directory: Path) -> Lineage:
-    """As :func:`resolve`, reading one manifest where the parent's lineage is known already."""
+def follow(known: Sequence[Lineage], item_directory: Path) -> Lineage:
+    """As :func:`resolve`, reading one manifest where the step or its parent is known already."""
     manifest = manifests.read(item_directory)
-    if (
-        isinstance(manifest, DeltaManifest)
-        and known is not None
-        and manifest.parent.checksum == known.manifest.checksum
-    ):
-        linked = (item_directory / LINEAGE).is_dir()
-        return known.followed_by(manifest, item_directory, linked=linked)
-    if known is not None and manifest.checksum == known.manifest.checksum:
-        return known
+    for each in known:
+        if manifest.checksum == each.manifest.checksum:
+            return each
+        if (
+            isinstance(manifest, DeltaManifest)
+            and manifest.parent.checksum == each.manifest.checksum
+        ):
+            linked = (item_directory / LINEAGE).is_dir()
+            return each.followed_by(manifest, item_directory, linked=linked)
     return resolve(item_directory)
 
 
@@ -227,8 +227,16 @@ def items_of(root: Path) -> list[Path]:
     found = []
     for step_directory in _directories(root):
         candidates = [step_directory, *_directories(step_directory)]
-        found += [path for path in candidates if (path / manifests.DIRECTORY).is_dir()]
+        found += [path for path in candidates if _is_ours(path)]
     return found
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a directory holds our folder; an item may have our folder's name."""
+    ours = path / manifests.DIRECTORY
+    return any((path / name).exists() for name in (manifests.FILE, DELTA, LINEAGE)) or (
+        ours.is_dir() and any(ours.glob("update.*"))
+    )
 
 
 def _directories(parent: Path) -> list[Path]:
@@ -261,15 +269,55 @@ def steps_of(root: Path, item: str | None = None) -> list[Step]:
             error = _resolve_error(directory)
         if error is not None and not directory.is_dir():
             continue  # deleted while it was looked at
-        number = manifest.step if manifest else step_number(directory)
+        number = manifest.step if manifest else place_of(directory).step
         steps.append(Step(-1 if number is None else number, directory, manifest, error))
     return sorted(steps, key=lambda step: (step.step, step.directory))
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an item directory lies.
+
+    Attributes:
+        line: what the steps of one training run share: the directory that they lie in and, under a
+            checkpoint manager, the name of the item in each step.
+        step: the number in the name of the step's directory, None if there is none.
+    """
+
+    line: tuple[Path, str | None]
+    step: int | None
+
+
+def place_of(item_directory: Path) -> Place:
+    """Reads an item directory's place from its path; it may be temporary, or not exist yet."""
+    parent, name = item_directory.parent, _committed(item_directory.name)
+    marker = "_CHECKPOINT_METADATA"  # Orbax writes it into the step's directory
+    is_item = TMP_SUFFIX in parent.name or (
+        (parent / marker).exists() and not (item_directory / marker).exists()
+    )
+    if is_item:
+        return Place((parent.parent, name), _number_in(_committed(parent.name)))
+    return Place((parent, None), _number_in(name))
+
+
+def committed_path(directory: Path) -> Path:
+    """Where a temporary directory will be once Orbax has renamed it."""
+    return Path(*map(_committed, directory.parts))
+
+
+def _committed(name: str) -> str:
+    return name.split(TMP_SUFFIX, maxsplit=1)[0]
+
+
+def _number_in(name: str) -> int | None:
+    digits = name.rsplit("_", maxsplit=1)[-1]
+    return int(digits) if digits.isdecimal() else None
+
+
 def siblings(item_directory: Path) -> list[Step]:
-    """The steps that lie beside an item directory, under a manager's root or on their own."""
-    managed = steps_of(item_directory.parent.parent, item_directory.name)
-    return managed or steps_of(item_directory.parent)
+    """The steps that lie beside an item directory, itself included."""
+    root, item = place_of(item_directory).line
+    return steps_of(root, item)
 
 
 def _resolve_error(directory: Path) -> AdaCheckError | None:
@@ -277,15 +325,6 @@ def _resolve_error(directory: Path) -> AdaCheckError | None:
         resolve(directory)
     except AdaCheckError as error:
         return error
-    return None
-
-
-def step_number(item_directory: Path) -> int | None:
-    """The step number in the name of an item directory or of its parent, None if there is none."""
-    for name in (item_directory.parent.name, item_directory.name):
-        digits = name.split(TMP_SUFFIX)[0].rsplit("_", maxsplit=1)[-1]
-        if digits.isdecimal():
-            return int(digits)
     return None
 
 
@@ -313,14 +352,16 @@ class KeepLineage:
 
     def __init__(self, inner_policy: _Policy) -> None:
         self._inner = inner_policy
-        self._parents: dict[int, int] = {}
+        self._parents: dict[int, set[int]] = {}
 
-    def note(self, step: int, parent: int | None) -> None:
-        """Learns that a step builds on another, or (None) on none; called by the handler."""
-        if parent is None:
-            self._parents.pop(step, None)
-        else:
-            self._parents[step] = parent
+    def note(self, step: int, parent: int) -> None:
+        """Learns that an item of a step builds on that of another; called by the handler.
+
+        Args:
+            step: the manager's number of a step.
+            parent: the manager's number of the step that it builds on.
+        """
+        self._parents.setdefault(step, set()).add(parent)
 
     def should_preserve(
         self, checkpoints: Sequence[_Checkpoint], *, context: Any
@@ -330,8 +371,7 @@ class KeepLineage:
         kept = {c.step for c, keep in zip(checkpoints, inner, strict=True) if keep}
         waiting = list(kept)
         while waiting:
-            parent = self._parents.get(waiting.pop())
-            if parent is not None and parent not in kept:
-                kept.add(parent)
-                waiting.append(parent)
+            parents = self._parents.get(waiting.pop(), set()) - kept
+            kept |= parents
+            waiting += parents
         return [checkpoint.step in kept for checkpoint in checkpoints]

@@ -11,12 +11,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from adacheck_jax import exactness, proof, replay
+from adacheck_jax import exactness, proof, replay, staging
 from adacheck_jax.manifest import Leaf
 from adacheck_jax.recorder import Recorder
 from adacheck_jax.replay import Binding
 from adacheck_jax.snapshot import Structure
 from adacheck_jax.staging import Blocks
+
+_KNOWN_COUNT = 8
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +70,8 @@ class Programs:
         # The recorder holds its signatures, so the id of one is not used again.
         key = (id(binding.signature), lists, tuple(map(tuple, arguments)), recorder.unreplayable)
         if key not in self._known:
+            if len(self._known) >= _KNOWN_COUNT:  # a state whose tree changes all the time
+                self._known.clear()
             self._known[key] = _export(recorder, binding, arguments)
         return self._known[key]
 
@@ -77,6 +81,7 @@ class Programs:
         before: Mapping[int, Blocks],
         after: Mapping[int, Blocks],
         step: int,
+        x64: bool,
     ) -> list[int]:
         """Replays one update on host copies and remembers it if the outcome is wrong.
 
@@ -85,6 +90,7 @@ class Programs:
             before: blocks of everything that the update takes.
             after: blocks of what it computes, as they were trained.
             step: for the message.
+            x64: whether the train step ran with 64-bit types enabled.
 
         Returns:
             Indices of the leaves that came out differently.
@@ -93,14 +99,12 @@ class Programs:
         assert recorder is not None
         assert binding is not None
         lists = (binding.params, binding.inner, binding.record, binding.extra)
+        arguments = [structure.positions(paths) for paths in lists]
+        shapes = {i: leaf.shape for i, leaf in enumerate(structure.leaves)}
+        function = replay.update_function(recorder, binding.signature)
         try:
-            wrong = proof.mismatches(
-                replay.update_function(recorder, binding.signature),
-                [structure.positions(paths) for paths in lists],
-                before,
-                after,
-                {i: leaf.shape for i, leaf in enumerate(structure.leaves)},
-            )
+            with jax.enable_x64(x64):
+                wrong = proof.mismatches(function, arguments, before, after, shapes)
         except jax.errors.JaxRuntimeError as error:  # no device memory to spare
             _log.warning("Step %d is saved, but could not be proved: %s", step, error)
             return []
@@ -108,9 +112,10 @@ class Programs:
             paths = [structure.leaves[i].path for i in wrong]
             self._disproved[self.of(structure).digest] = (
                 f"replaying the update did not reproduce {len(wrong)} leaves of step {step} "
-                f"({', '.join(paths[:5])}, ...), which were stored whole. Run the train step as "
-                "one compiled program (jax.jit), with no transformation after the Recorder, and "
-                "change the params by nothing else"
+                f"({', '.join(paths[:5])}, ...), which were stored whole. The train step does not "
+                "apply the update as it is replayed: it is not compiled as one program (jax.jit), "
+                "has a transformation after the Recorder, changes the params by something else, "
+                "or the compiler fused the gradient's computation into the update"
             )
         return wrong
 
@@ -130,10 +135,16 @@ def _export(recorder: Recorder, binding: Binding, arguments: Any) -> Program:
     else:
         try:
             function = replay.update_function(recorder, binding.signature)
+            if any(map(staging.is_key, jax.tree.leaves(binding.signature.inner))):
+                return _said(Program({}, "the optimizer's state holds typed PRNG keys"))
             problem = _not_elementwise(exactness.reductions_of(function, arguments), binding)
             program = Program({} if problem else replay.export(function, arguments), problem)
         except Exception as error:
             program = Program({}, f"the update cannot be exported: {error}")
+    return _said(program)
+
+
+def _said(program: Program) -> Program:
     if program.problem:
         _log.warning("Saving bases only: %s.", program.problem)
     return program

@@ -193,7 +193,8 @@ def _record_dtype(value: Any, dtype: Any) -> Any:
 
 
 def _abstract(value: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(jnp.shape(value), jnp.result_type(value))
+    dtype = value.dtype if hasattr(value, "dtype") else jnp.result_type(value)
+    return jax.ShapeDtypeStruct(jnp.shape(value), dtype)
 
 
 @dataclass(frozen=True, slots=True)

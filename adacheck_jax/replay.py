@@ -102,16 +102,18 @@ _TREES = ("params", "inner", "extra")
 def _signature_of(
     recorder: Recorder, node: RecorderNode, shapes: Mapping[str, tuple[int, ...]]
 ) -> UpdateSignature:
-    found = {_plain(path): shapes[full] for path, full in node.record.items()}
     for signature in recorder.signatures:
         leaves, _ = trees.flatten(signature.params)
-        if {_plain(path): leaf.shape for path, leaf in leaves.items()} == found:
+        found = _matched(list(leaves), node.record)
+        if len(leaves) == len(node.record) and all(
+            path in found and shapes[found[path]] == leaf.shape for path, leaf in leaves.items()
+        ):
             return signature
     raise RecorderError(
-        f"the Recorder given to AdaCheckHandler has not seen the {len(found)} params recorded at "
-        f"{node.prefix!r}; it has seen {len(recorder.signatures)} other trees. Build the "
-        "optimizer with the same Recorder object that the handler gets, and create or abstractly "
-        "create (jax.eval_shape) its state before saving or restoring."
+        f"the Recorder given to AdaCheckHandler has not seen the {len(node.record)} params that "
+        f"are recorded at {node.prefix!r}; it has seen {len(recorder.signatures)} other trees. "
+        "Build the optimizer with the same Recorder object that the handler gets, and create or "
+        "abstractly create (jax.eval_shape) its state before saving or restoring."
     )
 
 
@@ -136,11 +138,10 @@ def _find_params(
     if len(candidates) == 1:
         return candidates[0]
     found = ", ".join(repr(c) for c in sorted(candidates)) or "none"
-    example = min(candidates, default="...")
     raise RecorderError(
         f"expected one subtree with the {len(wanted)} leaf paths and shapes that the Recorder at "
-        f"{node.prefix!r} records; found {found}. Name the trained params: "
-        f"AdaCheckHandler(recorder, params_path={example!r})."
+        f"{node.prefix!r} records; found {found}. Say which of them the optimizer updates: "
+        "AdaCheckHandler(recorder, params_path=...)."
     )
 
 
@@ -168,15 +169,22 @@ def _params_under(
 
 
 def _pick(relative: Sequence[str], available: Mapping[str, str], what: str) -> tuple[str, ...]:
-    plain = {_plain(path): full for path, full in available.items()}
-    missing = [path for path in relative if _plain(path) not in plain]
+    matched = _matched(relative, available)
+    missing = [path for path in relative if path not in matched]
     if missing:
         raise RecorderError(
             f"{len(missing)} leaves of the {what} that the update takes are not in the saved "
             f"state: expected {_few(missing)}; found {_few(available)}. Save the whole train "
             "state, or name the params with params_path."
         )
-    return tuple(plain[_plain(path)] for path in relative)
+    return tuple(matched[path] for path in relative)
+
+
+def _matched(relative: Sequence[str], available: Mapping[str, str]) -> dict[str, str]:
+    """Each relative path's place: the same path, or one that differs by nnx's wrapper alone."""
+    plain = {_plain(path): full for path, full in available.items() if path not in relative}
+    matched = {path: available.get(path) or plain.get(_plain(path)) for path in relative}
+    return {path: full for path, full in matched.items() if full is not None}
 
 
 def _plain(path: str) -> str:

@@ -184,13 +184,15 @@ def _read_ahead(
     specs: Sequence[Leaf], update: Update, readers: Sequence[DeltaReader], working: _WorkingSet
 ) -> Iterator[_Inputs]:
     """Yields the inputs of each update, reading the next ones meanwhile."""
+    x64 = staging.x64_enabled()
 
     def load(reader: DeltaReader) -> _Inputs:
         def place(index: int) -> jax.Array:
             sharding = working.sharding(index)
             return staging.place(specs[index].shape, sharding, lambda box: reader.read(index, box))
 
-        return _Inputs([place(i) for i in update.record], [place(i) for i in update.extra])
+        with jax.enable_x64(x64):
+            return _Inputs([place(i) for i in update.record], [place(i) for i in update.extra])
 
     with ThreadPoolExecutor(1, thread_name_prefix="adacheck_read_ahead") as pool:
         waiting = [pool.submit(load, reader) for reader in readers[:_READ_AHEAD]]

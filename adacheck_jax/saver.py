@@ -15,7 +15,7 @@ import importlib.metadata
 import json
 import logging
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +34,7 @@ from adacheck_jax.redundancy import WritePlan
 from adacheck_jax.replay import Binding
 from adacheck_jax.sharding import distinct_boxes
 from adacheck_jax.snapshot import Snapshot, Snapshots, Structure
-from adacheck_jax.staging import Blocks, picks_of, stage
+from adacheck_jax.staging import Blocks, picks_of, stage, x64_enabled
 from adacheck_jax.trees import PyTree
 
 _log = logging.getLogger(__name__)
@@ -45,11 +45,16 @@ _PARTS = f"{manifests.DIRECTORY}/parts"
 
 
 @dataclass(frozen=True, slots=True)
-class Before:
-    """Host copies of the leaves that the update computes, as they were at a saved step."""
+class Destination:
+    """Where a save goes.
+
+    Attributes:
+        directory: the item's directory once it is committed.
+        step: the number in the name of the step's directory, None if there is none.
+    """
 
     directory: Path
-    blocks: dict[int, Blocks]
+    step: int | None
 
 
 class Saver:
@@ -78,10 +83,10 @@ class Saver:
         self._snapshots = Snapshots(recorder, params_path)
         self.programs = Programs(recorder)
         self._prove: Prove = prove
-        self._before: Before | None = None
-        self._head: Path | None = None
-        self._known: Lineage | None = None
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="adacheck_fingerprint")
+        self._before: dict[Path, dict[int, Blocks]] = {}
+        self._heads: tuple[Path, ...] = ()
+        self._known: dict[Path, Lineage] = {}
+        self._pool: ThreadPoolExecutor | None = None
         self._links: dict[Path, bool] = {}
         self._said: set[str] = set()
 
@@ -92,16 +97,17 @@ class Saver:
             restored: the step's lineage.
             leaves: its leaves, from which the next delta is proved; None for one that was left out.
         """
-        self._known = restored
-        self._head = restored.entries[-1].directory
-        self._before = None
+        head = restored.entries[-1].directory
+        # The step saved last stays a candidate: an older one may be restored for a look.
+        self._heads = tuple(dict.fromkeys((head, *self._heads[-1:])))
+        self._known[head] = restored
         update = restored.base.update
         if update is None or self._recorder is None or not self._can_prove:
             return
         held = {i: leaves[i] for i in update.explained}
         if all(isinstance(leaf, jax.Array) for leaf in held.values()):
             picks = {i: picks_of(leaf, distinct_boxes(leaf)) for i, leaf in held.items()}
-            self._before = Before(self._head, stage(held, picks))
+            self._before[head] = stage(held, picks)
 
     @property
     def _can_prove(self) -> bool:
@@ -109,12 +115,14 @@ class Saver:
         return self._prove != "never" and jax.process_count() == 1
 
     def close(self) -> None:
-        """Ends the background thread."""
-        self._pool.shutdown()
+        """Ends the background thread; a later save starts another."""
+        if self._pool is not None:
+            self._pool.shutdown()
+        self._pool = None
 
     def begin(
         self,
-        final_directory: Path,
+        destination: Destination,
         state: PyTree,
         step: int | None,
         *,
@@ -124,7 +132,7 @@ class Saver:
         """Decides and stages; the only part of a save that blocks the caller.
 
         Args:
-            final_directory: where the item will be once it is committed.
+            destination: where the item will be once it is committed.
             state: the state to save.
             step: its number; None takes it from the directory's name, else from the counter.
             cast: leaf paths that are stored in another data type than they are trained in.
@@ -134,18 +142,21 @@ class Saver:
             What is left to do.
         """
         snapshot = self._snapshots.take(state)
+        final_directory = destination.directory
         if step is None:
-            step = lineage.step_number(final_directory)
+            step = destination.step
         if step is None:
             step = snapshot.count or 0
-        parent = self._parent(final_directory)
+        parent = self._parent(final_directory, snapshot.count)
         decision = self._decide(snapshot, parent, final_directory, step, cast)
         _log.info(
             "step %d: %s (%s)", step, "base" if decision.is_base else "delta", decision.reason
         )
-        if self._keep_lineage is not None:
-            known = None if decision.is_base or parent is None else parent.manifest.step
-            self._keep_lineage.note(step, known)
+        if decision.is_base:
+            # Here, and not in the background, where the caller's jax settings would not hold.
+            self.programs.of(snapshot.structure)
+        elif parent is not None:
+            self._note_parent(destination, parent)
         structure = snapshot.structure
         stored = () if decision.is_base else _stored(structure, decision.update_count)
         parts = fingerprint.Parts(dict(enumerate(snapshot.arrays)), structure.picks)
@@ -162,16 +173,27 @@ class Saver:
             stored=stored,
             final_directory=final_directory,
             replayable=not cast & _bound_paths(structure.binding),
-            fingerprints=self._pool.submit(parts.sums),
+            fingerprints=self._submit(parts.sums),
             custom_metadata=custom_metadata,
             blocks=blocks,
             before=before,
             after=after,
+            x64=x64_enabled(),
         )
         # Until the save is committed this directory does not exist, and if it fails it never will:
         # the next save looks at the disk, finds no parent, and writes a base.
-        self._head = final_directory
+        self._heads = (final_directory,)
         return save
+
+    def _submit(self, task: Callable[[], dict[int, int]]) -> Future[dict[int, int]]:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="adacheck_fingerprint")
+        return self._pool.submit(task)
+
+    def _note_parent(self, destination: Destination, parent: Lineage) -> None:
+        number = lineage.place_of(parent.entries[-1].directory).step
+        if self._keep_lineage is not None and destination.step is not None and number is not None:
+            self._keep_lineage.note(destination.step, number)
 
     def _blocks(
         self, snapshot: Snapshot, parts: fingerprint.Parts, wanted: Collection[int]
@@ -193,36 +215,49 @@ class Saver:
 
         Both are empty where it is not. Remembers what the next save needs for its own proof.
         """
-        binding, before = snapshot.structure.binding, self._before
-        nothing: dict[int, Blocks] = {}
+        binding = snapshot.structure.binding
+        head = None if parent is None or decision.is_base else parent.entries[-1].directory
+        before = self._before.get(head, {}) if head is not None else {}
+        self._before = {}
         if binding is None or not self._can_prove or self.programs.any_disproved:
-            self._before = None
-            return nothing, nothing
+            return {}, {}
         if not decision.is_base and not decision.update_count:
-            if before is not None:  # nothing was updated: the state before is still that
-                self._before = Before(final_directory, before.blocks)
-            return nothing, nothing
-        self._before = None
-        head = None if parent is None else parent.entries[-1].directory
-        due = not decision.is_base and before is not None and before.directory == head
-        if not (decision.is_base or due or self._prove == "every"):
-            return nothing, nothing
+            self._before = {final_directory: before}  # nothing was updated since
+            return {}, {}
+        if not (decision.is_base or before or self._prove == "every"):
+            return {}, {}
         explained = snapshot.structure.positions(binding.params + binding.inner)
         after = self._blocks(snapshot, parts, explained)
         if decision.is_base or self._prove == "every":
-            self._before = Before(final_directory, dict(after))
-        return (before.blocks, after) if due and before is not None else (nothing, nothing)
+            self._before = {final_directory: dict(after)}
+        return (before, after) if before else ({}, {})
 
-    def _parent(self, final_directory: Path) -> Lineage | None:
-        """The lineage that a delta would follow, as it is on disk now."""
-        if self._head is None or lineage.reference(final_directory, self._head) is None:
-            return None
+    def _parent(self, final_directory: Path, count: int | None) -> Lineage | None:
+        """The lineage that a delta would follow, as it is on disk now.
+
+        Of the step restored last and the step saved last, the first that the counter follows.
+        """
+        found = [known for head in self._heads if (known := self._lineage_of(head))]
+        self._known = {known.entries[-1].directory: known for known in found}
+        found = [
+            known
+            for known in found
+            if known.exists()
+            and lineage.reference(final_directory, known.entries[-1].directory) is not None
+        ]
+        for known in found:
+            before = known.manifest.count
+            if before is not None and count is not None and count - before in (0, 1):
+                return known
+        return found[0] if found else None
+
+    def _lineage_of(self, head: Path) -> Lineage | None:
+        previous = [known for known in self._known.values() if known is not None]
         try:
-            self._known = lineage.follow(self._known, self._head)
+            return lineage.follow(previous, head)
         except AdaCheckError as error:
             _log.warning("The last step cannot be built on: %s", error)
             return None
-        return self._known if self._known.exists() else None
 
     def _decide(
         self,
@@ -299,6 +334,7 @@ class Save:
     blocks: dict[int, Blocks]
     before: dict[int, Blocks]
     after: dict[int, Blocks]
+    x64: bool
 
     @property
     def is_base(self) -> bool:
@@ -317,6 +353,9 @@ class Save:
                 for platform, data in self._program().files.items():
                     manifests.write_durably(directory / manifests.update_file(platform), data)
         else:
+            if process == 0 and self.parent and self.saver.has_links(self.final_directory):
+                # First of all: what is linked can no longer be deleted under this step.
+                lineage.link_ancestors(self.parent, directory)
             # A leaf that replay does not reproduce is stored whole: no step is lost to a wrong
             # assumption, and the saver builds nothing on this one.
             wrong = self._prove()
@@ -338,7 +377,7 @@ class Save:
         if not self.before:
             return []
         return self.saver.programs.prove(
-            self.structure, self.before | self.blocks, self.after, self.step
+            self.structure, self.before | self.blocks, self.after, self.step, self.x64
         )
 
     def _write_pack(self, directory: Path, process: int) -> None:
@@ -372,8 +411,6 @@ class Save:
         if self.parent is None:
             manifest: manifests.Manifest = self._base_manifest(fingerprints)
         else:
-            if self.saver.has_links(self.final_directory):
-                lineage.link_ancestors(self.parent, directory)
             manifest = self._delta_manifest(self.parent, fingerprints)
         # The manifest makes the step exist: nothing is written after it.
         manifests.write(directory, manifest)

@@ -29,6 +29,11 @@ def is_key(leaf: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
+def x64_enabled() -> bool:
+    """Whether the calling thread makes 64-bit arrays; other threads have to be told."""
+    return jax.dtypes.canonicalize_dtype("float64") == "float64"
+
+
 def on_accelerator(array: Any) -> bool:
     """Whether an array lies on devices whose memory the host cannot read in place."""
     if not isinstance(array, jax.Array):

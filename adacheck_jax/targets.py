@@ -105,7 +105,7 @@ class Target:
             return np.ndarray
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, jax.sharding.Sharding):
-            return _fitting(sharding, spec)
+            return sharding if self._wishes.strict else _fitting(sharding, spec)
         fallback = self._wishes.fallback_sharding
         try:
             saved = _saved_sharding(self._saved[path], fallback)

@@ -17,7 +17,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import adacheck_jax as adacheck
 
-WIDTH = 64  # every shard stays at least 16 wide: narrower ones XLA:CPU of jax 0.12 compiles otherwise
+WIDTH = (
+    64  # every shard stays at least 16 wide: narrower ones XLA:CPU of jax 0.12 compiles otherwise
+)
 
 
 def mesh_of(shape: tuple[int, ...], axis_type: AxisType = AxisType.Auto) -> jax.sharding.Mesh:

@@ -119,7 +119,7 @@ def test_only_the_recorded_part_of_the_params_is_bound_under_a_mask():
 
 def test_a_copy_of_the_params_is_ambiguous_and_the_error_names_both_and_the_remedy():
     recorder, state = dict_state()
-    with pytest.raises(RecorderError, match=r"found 'ema', 'params'.*params_path='ema'"):
+    with pytest.raises(RecorderError, match=r"found 'ema', 'params'.*params_path="):
         bind(recorder, {**state, "ema": PARAMS})
 
 
