@@ -67,6 +67,21 @@ def reductions_of(function: Callable[..., Any], arguments: Sequence[Any]) -> Red
     )
 
 
+def independent_of(
+    function: Callable[..., Any], arguments: Sequence[Any], inputs: Sequence[bool]
+) -> tuple[int, ...]:
+    """Finds the results of a function that some of its inputs have no part in.
+
+    Args:
+        function: traced once; its results are counted in flattening order.
+        arguments: pytrees of ``jax.ShapeDtypeStruct``.
+        inputs: for each leaf of the arguments whether it is one of those inputs.
+    """
+    closed = jax.make_jaxpr(function)(*arguments)
+    touched = _walk(closed.jaxpr, inputs, set())
+    return tuple(position for position, is_touched in enumerate(touched) if not is_touched)
+
+
 def _walk(jaxpr: Any, inputs: Sequence[bool], found: set[str]) -> list[bool]:
     """Whether each output depends on the order of a sum, given which inputs do."""
     mixed: dict[Any, bool] = dict(zip(jaxpr.invars, inputs, strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,8 @@ from adacheck_jax.snapshot import Structure
 from adacheck_jax.staging import Blocks
 
 _KNOWN_COUNT = 8
+_SMALL_COUNT = 64
+"""Elements of the largest leaf that is forecast."""
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +48,22 @@ class Program:
         return self.digests.get(replay.platform(), "")
 
 
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """The small part of the optimizer's state that an update computes from itself alone.
+
+    Counters and hyper-parameters: what they must be after an update can be told at once, so that a
+    value set by hand between two steps is noticed before a delta is written.
+
+    Attributes:
+        inner: positions in the list of inner leaves.
+        run: the next values of those leaves, from their values and those of the extra arguments.
+    """
+
+    inner: tuple[int, ...]
+    run: Callable[[list[Any], list[Any]], list[Any]]
+
+
 class Programs:
     """The exported updates of the structures that a recorder is used with.
 
@@ -56,6 +74,7 @@ class Programs:
     def __init__(self, recorder: Recorder | None) -> None:
         self._recorder = recorder
         self._known: dict[Any, Program] = {}
+        self._forecasts: dict[int, Forecast] = {}
         self._disproved: dict[str, str] = {}
 
     def of(self, structure: Structure) -> Program:
@@ -74,6 +93,22 @@ class Programs:
                 self._known.clear()
             self._known[key] = _export(recorder, binding, arguments)
         return self._known[key]
+
+    def forecast(self, structure: Structure) -> Forecast:
+        """What can be told of the next state; computed once a signature."""
+        recorder, binding = self._recorder, structure.binding
+        assert recorder is not None
+        assert binding is not None
+        key = id(binding.signature)
+        if key not in self._forecasts:
+            lists = (binding.params, binding.inner, binding.record, binding.extra)
+            arguments = [
+                [_abstract(structure.leaves[i]) for i in structure.positions(paths)]
+                for paths in lists
+            ]
+            function = replay.update_function(recorder, binding.signature)
+            self._forecasts[key] = _forecast(function, arguments)
+        return self._forecasts[key]
 
     def prove(
         self,
@@ -142,6 +177,26 @@ def _export(recorder: Recorder, binding: Binding, arguments: Any) -> Program:
         except Exception as error:
             program = Program({}, f"the update cannot be exported: {error}")
     return _said(program)
+
+
+def _forecast(function: replay.UpdateFunction, arguments: list[list[Any]]) -> Forecast:
+    params, inner, record, _ = arguments
+    large = [leaf.size > _SMALL_COUNT for leaf in inner]
+    touched = [True] * len(params) + large + [True] * len(record) + [False] * len(arguments[3])
+    results = exactness.independent_of(function, arguments, touched)
+    chosen = tuple(i - len(params) for i in results if i >= len(params))
+    chosen = tuple(i for i in chosen if not large[i])
+
+    def run(values: list[Any], extra: list[Any]) -> list[Any]:
+        # Nothing that is returned depends on the zeros, so the compiler drops them.
+        zeros = [[jnp.zeros(leaf.shape, leaf.dtype) for leaf in each] for each in arguments[:3]]
+        for i, value in zip(chosen, values, strict=True):
+            zeros[1][i] = value
+        _, after = function(zeros[0], zeros[1], zeros[2], extra)
+        return [after[i] for i in chosen]
+
+    jitted: Any = jax.jit(run)
+    return Forecast(chosen, jitted)
 
 
 def _said(program: Program) -> Program:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import numpy as np
 
 from adacheck_jax import arrays, fingerprint, lineage, policy, redundancy, replay
 from adacheck_jax import manifest as manifests
@@ -84,6 +85,7 @@ class Saver:
         self.programs = Programs(recorder)
         self._prove: Prove = prove
         self._before: dict[Path, dict[int, Blocks]] = {}
+        self._small: dict[Path, list[np.ndarray]] = {}
         self._heads: tuple[Path, ...] = ()
         self._known: dict[Path, Lineage] = {}
         self._pool: ThreadPoolExecutor | None = None
@@ -183,6 +185,8 @@ class Saver:
         # Until the save is committed this directory does not exist, and if it fails it never will:
         # the next save looks at the disk, finds no parent, and writes a base.
         self._heads = (final_directory,)
+        replayable = self.programs.of(structure).files and save.replayable
+        self._small = {final_directory: self._small_of(snapshot)} if replayable else {}
         return save
 
     def _submit(self, task: Callable[[], dict[int, int]]) -> Future[dict[int, int]]:
@@ -298,7 +302,32 @@ class Saver:
             )
         if not decision.update_count and (changed := _changed(snapshot, parent)):
             return policy.Decision(True, f"{changed} changed without an update")
+        if decision.update_count and (changed := self._set_by_hand(snapshot, parent)):
+            return policy.Decision(True, f"{changed} was changed by something else than the update")
         return decision
+
+    def _set_by_hand(self, snapshot: Snapshot, parent: Lineage) -> str:
+        """Names a small leaf of the optimizer's state that the update cannot have set."""
+        binding = snapshot.structure.binding
+        before = self._small.get(parent.entries[-1].directory)
+        if binding is None or before is None:
+            return ""
+        extra = [
+            np.asarray(snapshot.arrays[i]) for i in snapshot.structure.positions(binding.extra)
+        ]
+        forecast = self.programs.forecast(snapshot.structure)
+        expected = forecast.run(before, extra)
+        for i, old, new in zip(forecast.inner, expected, self._small_of(snapshot), strict=True):
+            if np.asarray(old).tobytes() != new.tobytes():
+                return binding.inner[i]
+        return ""
+
+    def _small_of(self, snapshot: Snapshot) -> list[np.ndarray]:
+        binding = snapshot.structure.binding
+        assert binding is not None
+        positions = snapshot.structure.positions(binding.inner)
+        forecast = self.programs.forecast(snapshot.structure)
+        return [np.array(snapshot.arrays[positions[i]]) for i in forecast.inner]
 
     def _base_once(self, reason: str) -> policy.Decision:
         if reason not in self._said:

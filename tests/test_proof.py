@@ -201,3 +201,28 @@ def test_an_update_that_looks_at_shapes_is_proved_on_whole_leaves():
     shapes = {0: (3, 2), 1: (3, 2)}
     assert proof.mismatches(update, [[0], [], [1], []], before, right, shapes) == []
     assert proof.mismatches(update, [[0], [], [1], []], before, wrong, shapes) == [0]
+
+
+def test_a_hyper_parameter_set_by_hand_between_steps_makes_a_base(tmp_path):
+    run = support.dict_run(mesh_of((2, 2)), optax.inject_hyperparams(optax.adamw)(1e-2))
+    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
+        saved = save_steps(manager, run, 3)
+        hyper = run.state["opt_state"][1].adacheck_inner.hyperparams
+        hyper["learning_rate"] = jax.device_put(jnp.float32(5e-3), hyper["learning_rate"].sharding)
+        saved |= save_steps(manager, run, 3)
+        for step, expected in saved.items():
+            target = adacheck.RestoreArgs(abstract(run.state, mesh_of((4, 2))))
+            assert_same_bits(manager.restore(step, args=target), expected)
+    assert kinds(tmp_path) == ["B", "D", "D", "B", "D", "D"]
+    reason = manifest.read(tmp_path / "4" / "default").reason
+    assert "learning_rate was changed by something else" in reason
+
+
+def test_a_schedule_and_a_counter_are_no_change_by_hand(tmp_path):
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 50)
+    run = support.dict_run(mesh_of((2, 2)), optax.inject_hyperparams(optax.adamw)(schedule))
+    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
+        saved = save_steps(manager, run, 4)
+        target = adacheck.RestoreArgs(abstract(run.state))
+        assert_same_bits(manager.restore(4, args=target), saved[4])
+    assert kinds(tmp_path) == ["B", "D", "D", "D"]
