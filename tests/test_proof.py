@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import adacheck_jax as adacheck
-from adacheck_jax import lineage, manifest, proof
+from adacheck_jax import lineage, manifest, programs, proof
 from adacheck_jax.boxes import Box
 from tests import support
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
@@ -226,3 +226,14 @@ def test_a_schedule_and_a_counter_are_no_change_by_hand(tmp_path):
         target = adacheck.RestoreArgs(abstract(run.state))
         assert_same_bits(manager.restore(4, args=target), saved[4])
     assert kinds(tmp_path) == ["B", "D", "D", "D"]
+
+
+def test_a_forecast_that_is_never_right_does_not_cost_a_base_a_step(tmp_path, monkeypatch):
+    wrong = programs.Forecast((0,), lambda values, _extra: [values[0] + 7])
+    monkeypatch.setattr(programs.Programs, "forecast", lambda *_: wrong)
+    run = support.dict_run(mesh_of((2, 2)))
+    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
+        saved = save_steps(manager, run, 5)
+        target = adacheck.RestoreArgs(abstract(run.state))
+        assert_same_bits(manager.restore(5, args=target), saved[5])
+    assert kinds(tmp_path) == ["B", "B", "D", "D", "D"]
