@@ -19,11 +19,12 @@ from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 from adacheck_jax import lineage as lineages
 from adacheck_jax import restorer, trees
+from adacheck_jax.commit import Save
 from adacheck_jax.errors import AdaCheckError, LineageError, MismatchError, StorageError
 from adacheck_jax.lineage import KeepLineage, Lineage, Place
 from adacheck_jax.manifest import BaseManifest, DeltaManifest
 from adacheck_jax.recorder import Recorder
-from adacheck_jax.saver import Destination, Prove, Save, Saver
+from adacheck_jax.saver import Destination, Prove, Saver
 from adacheck_jax.stock import StockCheckpoints
 from adacheck_jax.targets import Target, Wishes
 from adacheck_jax.trees import PyTree
@@ -188,9 +189,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         return type(metadata).build(metadata.tree, custom_metadata=lineage.manifest.custom_metadata)
 
     def close(self) -> None:
-        """Releases threads; called by the manager."""
-        for saver in self._savers.values():
-            saver.close()
+        """Releases what Orbax's handlers hold; called by the manager."""
         self._stock.close()
 
     def _saver_of(self, place: Place) -> Saver:

@@ -1,22 +1,13 @@
-"""The way of a save, up to the bytes that are ours; knows no Orbax.
+"""The way of a save, up to where it leaves the caller's thread; knows no Orbax.
 
-1. :meth:`Saver.begin` runs on the caller's thread: it decides between base and delta and stages
-   what must leave the device. When it returns, the state may be donated.
-2. :meth:`Save.write` runs in the background on every process: data, then a *part*, the note of
-   what this process wrote.
-3. :meth:`Save.commit` runs on one process after all parts are durable: links, then the manifest,
-   which is written last and makes the step exist.
+:meth:`Saver.begin` decides between base and delta and stages what must leave the device. When it
+returns, the state may be donated; :mod:`~adacheck_jax.commit` does the rest.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
-import json
 import logging
-import shutil
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,14 +15,13 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from adacheck_jax import arrays, fingerprint, lineage, policy, redundancy, replay
-from adacheck_jax import manifest as manifests
+from adacheck_jax import fingerprint, lineage, policy, replay
+from adacheck_jax.commit import Save
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.lineage import KeepLineage, Lineage
-from adacheck_jax.manifest import BaseManifest, DeltaManifest, Link, Update
-from adacheck_jax.programs import Program, Programs
+from adacheck_jax.manifest import BaseManifest
+from adacheck_jax.programs import Programs
 from adacheck_jax.recorder import Recorder
-from adacheck_jax.redundancy import WritePlan
 from adacheck_jax.replay import Binding
 from adacheck_jax.sharding import distinct_boxes
 from adacheck_jax.snapshot import Snapshot, Snapshots, Structure
@@ -41,8 +31,6 @@ from adacheck_jax.trees import PyTree
 _log = logging.getLogger(__name__)
 
 Prove = Literal["first", "every", "never"]
-
-_PARTS = f"{manifests.DIRECTORY}/parts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +70,7 @@ class Saver:
         self._max_deltas = max_deltas
         self._keep_lineage = keep_lineage
         self._snapshots = Snapshots(recorder, params_path)
-        self.programs = Programs(recorder)
+        self._programs = Programs(recorder)
         self._prove: Prove = prove
         self._before: dict[Path, dict[int, Blocks]] = {}
         self._small: dict[Path, list[np.ndarray]] = {}
@@ -90,7 +78,6 @@ class Saver:
         self._surprised_at: int | None = None
         self._heads: tuple[Path, ...] = ()
         self._known: dict[Path, Lineage] = {}
-        self._pool: ThreadPoolExecutor | None = None
         self._links: dict[Path, bool] = {}
         self._said: set[str] = set()
 
@@ -117,12 +104,6 @@ class Saver:
     def _can_prove(self) -> bool:
         # With several processes each would know its own share only, and they must store alike.
         return self._prove != "never" and jax.process_count() == 1
-
-    def close(self) -> None:
-        """Ends the background thread; a later save starts another."""
-        if self._pool is not None:
-            self._pool.shutdown()
-        self._pool = None
 
     def begin(
         self,
@@ -158,7 +139,7 @@ class Saver:
         )
         if decision.is_base:
             # Here, and not in the background, where the caller's jax settings would not hold.
-            self.programs.of(snapshot.structure)
+            self._programs.of(snapshot.structure)
         elif parent is not None:
             self._note_parent(destination, parent)
         structure = snapshot.structure
@@ -168,7 +149,8 @@ class Saver:
         blocks = self._blocks(snapshot, parts, stored)
         before, after = self._proof(snapshot, parts, decision, parent, final_directory)
         save = Save(
-            saver=self,
+            programs=self._programs,
+            links=self._has_links(final_directory),
             step=step,
             count=snapshot.count,
             structure=structure,
@@ -177,7 +159,7 @@ class Saver:
             stored=stored,
             final_directory=final_directory,
             replayable=not cast & _bound_paths(structure.binding),
-            fingerprints=self._submit(parts.sums),
+            fingerprints=parts,
             custom_metadata=custom_metadata,
             blocks=blocks,
             before=before,
@@ -187,14 +169,9 @@ class Saver:
         # Until the save is committed this directory does not exist, and if it fails it never will:
         # the next save looks at the disk, finds no parent, and writes a base.
         self._heads = (final_directory,)
-        replayable = self.programs.of(structure).files and save.replayable
+        replayable = self._programs.of(structure).files and save.replayable
         self._small = {final_directory: self._small_of(snapshot)} if replayable else {}
         return save
-
-    def _submit(self, task: Callable[[], dict[int, int]]) -> Future[dict[int, int]]:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="adacheck_fingerprint")
-        return self._pool.submit(task)
 
     def _note_parent(self, destination: Destination, parent: Lineage) -> None:
         number = lineage.place_of(parent.entries[-1].directory).step
@@ -225,7 +202,7 @@ class Saver:
         head = None if parent is None or decision.is_base else parent.entries[-1].directory
         before = self._before.get(head, {}) if head is not None else {}
         self._before = {}
-        if binding is None or not self._can_prove or self.programs.any_disproved:
+        if binding is None or not self._can_prove or self._programs.any_disproved:
             return {}, {}
         if not decision.is_base and not decision.update_count:
             self._before = {final_directory: before}  # nothing was updated since
@@ -289,15 +266,15 @@ class Saver:
             return decision
         if parent.base.leaves != snapshot.structure.leaves:
             return policy.Decision(True, _first_difference(parent.base, snapshot.structure))
-        program = self.programs.of(snapshot.structure)
+        program = self._programs.of(snapshot.structure)
         if not program.files:
             return policy.Decision(True, program.problem)
         update = parent.base.update
         if update is None or program.digest != update.programs.get(replay.platform()):
             return policy.Decision(True, "the update program changed")
-        if problem := self.programs.disproved(program):
+        if problem := self._programs.disproved(program):
             return self._base_once(problem)
-        if not self.has_links(final_directory) and self._keep_lineage is None:
+        if not self._has_links(final_directory) and self._keep_lineage is None:
             return self._base_once(
                 "the file system has no hard links, and the handler has no KeepLineage policy that "
                 "would keep the steps that deltas refer to (AdaCheckHandler(keep_lineage=...))"
@@ -315,7 +292,7 @@ class Saver:
         if binding is None or before is None or not self._forecasts:
             return ""
         extra = [np.asarray(snapshot.arrays[i]) for i in structure.positions(binding.extra)]
-        forecast = self.programs.forecast(structure)
+        forecast = self._programs.forecast(structure)
         expected = forecast.run(before, extra)
         pairs = zip(forecast.inner, expected, self._small_of(snapshot), strict=True)
         changed = [i for i, old, new in pairs if np.asarray(old).tobytes() != new.tobytes()]
@@ -330,7 +307,7 @@ class Saver:
         binding = snapshot.structure.binding
         assert binding is not None
         positions = snapshot.structure.positions(binding.inner)
-        forecast = self.programs.forecast(snapshot.structure)
+        forecast = self._programs.forecast(snapshot.structure)
         return [np.array(snapshot.arrays[positions[i]]) for i in forecast.inner]
 
     def _base_once(self, reason: str) -> policy.Decision:
@@ -339,7 +316,7 @@ class Saver:
             _log.warning("Saving bases only: %s.", reason)
         return policy.Decision(True, reason)
 
-    def has_links(self, final_directory: Path) -> bool:
+    def _has_links(self, final_directory: Path) -> bool:
         """Whether steps beside this one can be hard-linked; probed once a root."""
         root = final_directory.parent
         while not root.is_dir():
@@ -347,162 +324,6 @@ class Saver:
         if root not in self._links:
             self._links[root] = lineage.can_link(root)
         return self._links[root]
-
-
-@dataclass(slots=True)
-class Save:
-    """A save that has been decided and staged, and is to be written and committed."""
-
-    saver: Saver
-    step: int
-    count: int | None
-    structure: Structure
-    parent: Lineage | None
-    decision: policy.Decision
-    stored: tuple[int, ...]
-    final_directory: Path
-    replayable: bool
-    fingerprints: Future[dict[int, int]]
-    custom_metadata: Any
-    blocks: dict[int, Blocks]
-    before: dict[int, Blocks]
-    after: dict[int, Blocks]
-    x64: bool
-
-    @property
-    def is_base(self) -> bool:
-        """Whether the caller has to write a stock checkpoint of the full state."""
-        return self.decision.is_base
-
-    def write(self, directory: Path) -> None:
-        """Writes this process's share; the directory is the item's temporary one.
-
-        Raises:
-            OSError: from the file system.
-        """
-        process = jax.process_index()
-        if self.is_base:
-            if process == 0:
-                for platform, data in self._program().files.items():
-                    manifests.write_durably(directory / manifests.update_file(platform), data)
-        else:
-            if process == 0 and self.parent and self.saver.has_links(self.final_directory):
-                # First of all: what is linked can no longer be deleted under this step.
-                lineage.link_ancestors(self.parent, directory)
-            # A leaf that replay does not reproduce is stored whole: no step is lost to a wrong
-            # assumption, and the saver builds nothing on this one.
-            wrong = self._prove()
-            self.stored = tuple(sorted({*self.stored, *wrong}))
-            self.blocks |= {i: self.after[i] for i in wrong}
-            self.before, self.after = {}, {}
-            self._write_pack(directory / lineage.DELTA / str(process), process)
-        part = {
-            "is_base": self.is_base,
-            "parent": self.parent.manifest.checksum if self.parent else None,
-            "fingerprints": [value for _, value in sorted(self.fingerprints.result().items())],
-        }
-        path = directory / _PARTS / f"{process}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(part))
-
-    def _prove(self) -> list[int]:
-        """The leaves that replaying this delta does not reproduce; none where it is not proved."""
-        if not self.before:
-            return []
-        return self.saver.programs.prove(
-            self.structure, self.before | self.blocks, self.after, self.step, self.x64
-        )
-
-    def _write_pack(self, directory: Path, process: int) -> None:
-        plan = self._plan()
-        blocks = [
-            (extent.offset_bytes, self.blocks[extent.leaf][extent.box])
-            for extent in plan.extents
-            if extent.process == process
-        ]
-        arrays.write_pack(directory, plan.process_bytes[process], blocks)
-        self.blocks = {}
-
-    def _plan(self) -> WritePlan:
-        return redundancy.plan_delta(self.structure.leaves, self.stored, jax.process_count())
-
-    def _program(self) -> Program:
-        if not self.replayable:
-            return Program({}, "cast")
-        return self.saver.programs.of(self.structure)
-
-    def commit(self, directory: Path) -> None:
-        """Links what the step builds on and writes the manifest, on one process.
-
-        Everything that the manifest speaks of is durable before this is called.
-
-        Raises:
-            AdaCheckError: the processes did not decide alike.
-            OSError: from the file system.
-        """
-        fingerprints = self._combine_parts(directory)
-        if self.parent is None:
-            manifest: manifests.Manifest = self._base_manifest(fingerprints)
-        else:
-            manifest = self._delta_manifest(self.parent, fingerprints)
-        # The manifest makes the step exist: nothing is written after it.
-        manifests.write(directory, manifest)
-
-    def _combine_parts(self, directory: Path) -> tuple[int, ...]:
-        parts = [
-            json.loads((directory / _PARTS / f"{process}.json").read_text())
-            for process in range(jax.process_count())
-        ]
-        decisions = {(part["is_base"], part["parent"]) for part in parts}
-        if len(decisions) != 1:
-            raise AdaCheckError(
-                f"step {self.step}: the {len(parts)} processes did not decide alike: {decisions}. "
-                "Expected all of them to see the same root; check that it is a shared file system. "
-                "The step is not saved; the next one will be a base."
-            )
-        shutil.rmtree(directory / _PARTS)
-        columns = zip(*(part["fingerprints"] for part in parts), strict=True)
-        return tuple(fingerprint.combine(column) for column in columns)
-
-    def _base_manifest(self, fingerprints: tuple[int, ...]) -> BaseManifest:
-        binding, program, update = self.structure.binding, self._program(), None
-        if binding is not None and program.files:
-            positions = self.structure.positions
-            update = Update(
-                params=positions(binding.params),
-                inner=positions(binding.inner),
-                record=positions(binding.record),
-                extra=positions(binding.extra),
-                count=self.structure.index[binding.count],
-                programs=program.digests,
-                jax_version=jax.__version__,
-            )
-        return BaseManifest(
-            step=self.step,
-            count=self.count,
-            leaves=self.structure.leaves,
-            fingerprints=fingerprints,
-            update=update,
-            reason=self.decision.reason,
-            process_count=jax.process_count(),
-            versions=versions(),
-        )
-
-    def _delta_manifest(self, parent: Lineage, fingerprints: tuple[int, ...]) -> DeltaManifest:
-        reference = lineage.reference(self.final_directory, parent.entries[-1].directory)
-        assert reference is not None
-        assert self.count is not None
-        return DeltaManifest(
-            step=self.step,
-            count=self.count,
-            has_update=self.decision.update_count == 1,
-            parent=Link(parent.manifest.step, reference, parent.manifest.checksum),
-            depth=len(parent.entries),
-            stored=self.stored,
-            fingerprints=fingerprints,
-            process_bytes=self._plan().process_bytes,
-            custom_metadata=self.custom_metadata,
-        )
 
 
 def _stored(structure: Structure, update_count: int) -> tuple[int, ...]:
@@ -540,10 +361,3 @@ def _first_difference(base: BaseManifest, structure: Structure) -> str:
     if old.description != new.description:
         return f"{new.path} changed from {old.description} to {new.description}"
     return f"the sharding of {new.path} changed"
-
-
-@functools.cache
-def versions() -> dict[str, str]:
-    """Versions of this library and of those whose behaviour a checkpoint depends on."""
-    names = ("adacheck-jax", "jax", "orbax-checkpoint", "tensorstore", "optax", "flax", "numpy")
-    return {name: importlib.metadata.version(name) for name in names}

@@ -29,7 +29,7 @@ import orbax.checkpoint as ocp
 
 import adacheck_jax as adacheck
 from adacheck_jax import lineage
-from adacheck_jax.saver import versions
+from adacheck_jax.commit import versions
 
 WIDTH = 256
 

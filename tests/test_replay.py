@@ -19,7 +19,7 @@ from adacheck_jax.manifest import Update
 from tests.support import assert_same_bits, host_copy, mesh_of, place
 
 PARAMS = {
-    "dense": {"kernel": jnp.linspace(-1.0, 1.0, 128).reshape(16, 8), "bias": jnp.ones(8)},
+    "dense": {"kernel": jnp.linspace(-1.0, 1.0, 2048).reshape(32, 64), "bias": jnp.ones(64)},
     "scale": jnp.ones(()),
 }
 OPTIMIZERS = {
