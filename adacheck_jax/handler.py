@@ -110,6 +110,11 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             raise
 
     async def _start(self, directory: epath.Path, args: SaveArgs) -> list[ocp.Future]:
+        if "://" in str(directory):
+            raise StorageError(
+                f"{directory}: expected a path on a mounted file system, found a remote one, which "
+                "this release cannot write. Nothing was saved; mount it, or save to a local root."
+            )
         final = lineages.committed_path(Path(directory))
         _check_writable(final)
         state, save_args, cast = _cast(args.state, args.save_args)

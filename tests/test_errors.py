@@ -280,6 +280,11 @@ class TestPlaces:
         with pytest.raises(adacheck.StorageError, match="is a file"):
             handler.save(epath.Path(tmp_path / "file" / "1"), args)
 
+    def test_a_remote_root(self):
+        handler = adacheck.AdaCheckHandler()
+        with pytest.raises(adacheck.StorageError, match="remote"):
+            handler.save(epath.Path("gs://bucket/run/1"), adacheck.SaveArgs({"x": jnp.ones(3)}))
+
     def test_a_stock_step_is_not_mistaken_for_ours(self, tmp_path):
         with manager_of(tmp_path, ocp.StandardCheckpointHandler()) as manager:
             manager.save(1, args=ocp.args.StandardSave({"x": jnp.ones(3)}))
