@@ -308,7 +308,11 @@ class Saver:
         assert binding is not None
         positions = snapshot.structure.positions(binding.inner)
         forecast = self._programs.forecast(snapshot.structure)
-        return [np.array(snapshot.arrays[positions[i]]) for i in forecast.inner]
+        arrays = [snapshot.arrays[positions[i]] for i in forecast.inner]
+        if not all(map(_readable, arrays)):
+            self._forecasts = False
+            return []
+        return [np.array(array) for array in arrays]
 
     def _base_once(self, reason: str) -> policy.Decision:
         if reason not in self._said:
@@ -334,6 +338,13 @@ def _stored(structure: Structure, update_count: int) -> tuple[int, ...]:
     if not update_count:  # the record is the parent's
         skipped |= set(structure.positions(binding.consumed))
     return tuple(i for i in range(len(structure.leaves)) if i not in skipped)
+
+
+def _readable(array: Any) -> bool:
+    """Whether this process can read a whole array without asking others."""
+    if not isinstance(array, jax.Array):
+        return True
+    return array.is_fully_addressable or array.is_fully_replicated
 
 
 def _bound_paths(binding: Binding | None) -> frozenset[str]:
