@@ -128,10 +128,8 @@ class Saver:
         """
         snapshot = self._snapshots.take(state)
         final_directory = destination.directory
-        if step is None:
-            step = destination.step
-        if step is None:
-            step = snapshot.count or 0
+        numbers = (step, destination.step, snapshot.count, 0)
+        step = next(number for number in numbers if number is not None)
         parent = self._parent(final_directory, snapshot.count)
         decision = self._decide(snapshot, parent, final_directory, step, cast)
         _log.info(
@@ -150,7 +148,7 @@ class Saver:
         before, after = self._proof(snapshot, parts, decision, parent, final_directory)
         save = Save(
             programs=self._programs,
-            links=self._has_links(final_directory),
+            links=not decision.is_base and self._has_links(final_directory),
             step=step,
             count=snapshot.count,
             structure=structure,
