@@ -12,9 +12,10 @@ from adacheck_jax.errors import (
     RecorderError,
     StorageError,
 )
-from adacheck_jax.handler import AdaCheckHandler, RestoreArgs, SaveArgs
+from adacheck_jax.handler import AdaCheckHandler, RestoreArgs, RestoreInfo, SaveArgs
 from adacheck_jax.lineage import KeepLineage
 from adacheck_jax.recorder import Recorder, RecorderState
+from adacheck_jax.separate import SeparateUpdate, separate_update
 
 __all__ = [
     "AdaCheckError",
@@ -28,6 +29,9 @@ __all__ = [
     "RecorderError",
     "RecorderState",
     "RestoreArgs",
+    "RestoreInfo",
     "SaveArgs",
+    "SeparateUpdate",
     "StorageError",
+    "separate_update",
 ]

@@ -59,6 +59,11 @@ class Box:
             return None
         return Box(start, stop)
 
+    def contains(self, other: Box) -> bool:
+        """Whether every element of another box is one of this one."""
+        pairs = zip(self.start, other.start, self.stop, other.stop, strict=True)
+        return all(a <= b and d <= c for a, b, c, d in pairs)
+
     def relative_to(self, origin: Sequence[int]) -> Box:
         """The same box in coordinates whose zero is at ``origin``."""
         return Box(

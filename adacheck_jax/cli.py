@@ -64,10 +64,12 @@ def inspect(
 ) -> None:
     """Show what one step is made of, and how each of its leaves is restored.
 
-    A leaf is replayed (computed by the update), recorded (the update consumed it), or stored.
+    A leaf is replayed (computed by the update), recorded (the update consumed it), kept as
+    differences of its bits, or stored. What the update computes is exact on every mesh if it is
+    element-wise, and on the mesh that it was saved on if it is reducing.
     With --json: step, directory, kind, reason, update_count, parent, base, depth, replayed_count,
-    replayable, new_bytes, versions, groups (name, leaf_count, leaf_bytes) and leaves (path,
-    description, group, source, box_count, leaf_bytes, fingerprint).
+    problem, new_bytes, versions, groups (name, leaf_count, leaf_bytes) and leaves (path,
+    description, group, exactness, source, box_count, leaf_bytes, fingerprint).
     """
     with _errors():
         details = inspection.describe_step(root, step, item)
@@ -182,24 +184,26 @@ def _show_step(details: StepDetails) -> None:
     _add_row(facts, "directory", details.directory)
     if details.parent is not None:
         _add_row(facts, "builds on", f"step {details.parent}, delta {details.depth} of its lineage")
-        plural = "" if details.replayed_count == 1 else "s"
-        replayed = f"base {details.base}, then replays {details.replayed_count} update{plural}"
-        _add_row(facts, "restore reads", replayed)
+        counts = (("delta", details.depth), ("update", details.replayed_count))
+        deltas, updates = (f"{n} {what}{'' if n == 1 else 's'}" for what, n in counts)
+        _add_row(facts, "restore reads", f"base {details.base} and {deltas}; replays {updates}")
     _add_row(
         facts,
         "updates so far",
         "no recorder" if details.update_count is None else details.update_count,
     )
-    replayable = "yes" if details.replayable else "no: the base holds no update program"
-    _add_row(facts, "replayable", replayable)
+    replayable = "yes" if details.problem is None else f"no: {details.problem}"
+    _add_row(facts, "updates replayed", replayable)
     _add_row(facts, "new bytes", decimal(details.new_bytes))
     _add_row(facts, "written by", ", ".join(f"{k} {v}" for k, v in details.versions.items()))
     groups = _table("group", "leaves", "bytes", right=("leaves", "bytes"))
     for group in details.groups:
         _add_row(groups, group.name, group.leaf_count, decimal(group.leaf_bytes))
-    leaves = _table("leaf path", "type", "restored", "boxes", "fingerprint", right=("boxes",))
+    names = ("leaf path", "type", "update", "restored", "boxes", "fingerprint")
+    leaves = _table(*names, right=("boxes",))
     for leaf in details.leaves:
-        _add_row(leaves, leaf.path, leaf.description, leaf.source, leaf.box_count, leaf.fingerprint)
+        cells = (leaf.path, leaf.description, leaf.exactness, leaf.source, leaf.box_count)
+        _add_row(leaves, *cells, leaf.fingerprint)
     console = _console()
     for table in (facts, groups, leaves):
         console.print(table)

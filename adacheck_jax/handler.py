@@ -7,6 +7,7 @@ import dataclasses
 import json
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -20,9 +21,16 @@ from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 from adacheck_jax import lineage as lineages
 from adacheck_jax import restorer, trees
 from adacheck_jax.commit import Save
-from adacheck_jax.errors import AdaCheckError, LineageError, MismatchError, StorageError
+from adacheck_jax.errors import (
+    AdaCheckError,
+    IntegrityError,
+    LineageError,
+    MismatchError,
+    StorageError,
+)
 from adacheck_jax.lineage import KeepLineage, Lineage, Place
 from adacheck_jax.manifest import BaseManifest, DeltaManifest
+from adacheck_jax.policy import Delta
 from adacheck_jax.recorder import Recorder
 from adacheck_jax.saver import Destination, Prove, Saver
 from adacheck_jax.stock import StockCheckpoints
@@ -30,6 +38,9 @@ from adacheck_jax.targets import Target, Wishes
 from adacheck_jax.trees import PyTree
 
 _log = logging.getLogger(__name__)
+
+ROUNDING = 1e-6
+"""What the order of sums may change in one update, about, relative to a leaf's largest value."""
 
 
 class AdaCheckHandler(ocp.AsyncCheckpointHandler):
@@ -49,6 +60,11 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         recorder: the :class:`Recorder` in the optimizer chain. Without one every save is a base,
             and every restore still works.
         max_deltas: longest lineage. A restore replays at most this many updates.
+        delta: ``"auto"`` replays updates, and where that is not exact stores the bit-pattern
+            difference of every leaf to the step before. ``"replay"`` saves bases there.
+            ``"bits"`` always stores differences; it needs no recorder, saves any pytree, and pays
+            where few bits change, as in bfloat16 weights at small learning rates. Differences keep
+            a host copy of the last saved state.
         params_path: leaf path of the trained params in the state, such as ``"params"``; needed
             only where several subtrees have the recorded shapes (an EMA copy).
         keep_lineage: the preservation policy given to the manager, where the file system has no
@@ -56,11 +72,18 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         prove: which deltas are replayed in the background as they are saved, and compared with the
             state: the ``"first"`` one after a base or a restore, ``"every"`` one, or ``"never"``.
             Leaves that replay does not reproduce are stored whole, the handler says why, and
-            saves bases from then on. Costs a host copy of params and optimizer state for one step.
-            In a program of several processes nothing is proved at save time.
+            replays no updates from then on. Costs a host copy of params and optimizer state for
+            one step.
+        prove_bytes: device memory that a proof may take, about. Updates that leave every element in
+            its place are proved in pieces of that size. Any other takes its params, optimizer state
+            and record at once, and is proved only if they fit, and in a single process.
+
+    Attributes:
+        restored: what the last restore gave; None before it.
 
     Raises:
-        ValueError: ``max_deltas`` is negative, or ``prove`` is none of these.
+        ValueError: ``max_deltas`` or ``prove_bytes`` is negative, or ``delta`` or ``prove`` is none
+            of these.
     """
 
     def __init__(
@@ -70,16 +93,31 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         max_deltas: int = 20,
         params_path: str | None = None,
         keep_lineage: KeepLineage | None = None,
+        delta: Delta = "auto",
         prove: Prove = "first",
+        prove_bytes: int = 64 * 2**20,
     ) -> None:
-        if max_deltas < 0:
-            raise ValueError(f"expected max_deltas >= 0, found {max_deltas}")
-        if prove not in get_args(Prove):
-            raise ValueError(f"expected prove to be one of {get_args(Prove)}, found {prove!r}")
+        for name, value in (("max_deltas", max_deltas), ("prove_bytes", prove_bytes)):
+            if value < 0:
+                raise ValueError(f"expected {name} >= 0, found {value}")
+        for name, choice, known in (("delta", delta, Delta), ("prove", prove, Prove)):
+            if choice not in get_args(known):
+                raise ValueError(
+                    f"expected {name} to be one of {get_args(known)}, found {choice!r}"
+                )
         self._recorder = recorder
         self._params_path = params_path
         self._keep_lineage = keep_lineage
-        self._new_saver = lambda: Saver(recorder, params_path, max_deltas, keep_lineage, prove)
+        self._new_saver = lambda: Saver(
+            recorder,
+            params_path,
+            max_deltas=max_deltas,
+            keep_lineage=keep_lineage,
+            delta=delta,
+            prove=prove,
+            prove_bytes=prove_bytes,
+        )
+        self.restored: RestoreInfo | None = None
         self._savers: dict[tuple[Path, str | None], Saver] = {}
         self._stock = StockCheckpoints()
         self._saves: dict[Path, Save] = {}
@@ -168,6 +206,8 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             LineageError: a step that this one builds on is missing.
             IntegrityError: stored bits are damaged, or the restored ones differ from the saved.
             FormatError: a file is missing or cannot be read.
+
+        What was restored, and whether every bit is the saved one, is then in ``self.restored``.
         """
         args = args or RestoreArgs()
         path = Path(directory)
@@ -177,13 +217,50 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             args.abstract_state, args.strict, args.support_layout, args.fallback_sharding
         )
         target = Target(wishes, lineage.base, saved_tree, path)
-        read = self._stock.read(lineage.base_directory, target.placements(lineage))
+        placements = target.placements(lineage)
+        reducing = restorer.reducing(lineage)
+        there = target.saved_placements(lineage) if reducing else {}
+        wanted = placements | (there or {})
+        empty = {
+            leaf.path: target.empty(leaf, wanted.pop(leaf.path))
+            for leaf in lineage.base.leaves
+            if not leaf.nbytes
+        }
+        dtypes = {leaf.path: leaf.dtype for leaf in lineage.base.leaves}
+        read = self._stock.read(lineage.base_directory, wanted, dtypes) | empty
         leaves = [read[leaf.path] for leaf in lineage.base.leaves]
         leaves = restorer.replay_onto(leaves, lineage, self._recorder, self._params_path)
-        restorer.verify(leaves, lineage.manifest, lineage.base.leaves, path)
-        self._saver_of(lineages.place_of(path)).follow(lineage, leaves)
+        rounded = restorer.verify(leaves, lineage, path, rounded=reducing if there is None else ())
+        self.restored = self._tell(lineage, rounded, path, args.exact)
+        if not rounded:
+            self._saver_of(lineages.place_of(path)).follow(lineage, leaves)
         named = {spec.path: leaf for spec, leaf in zip(lineage.base.leaves, leaves, strict=True)}
+        if there:
+            target.move({each: placements[each] for each in there}, named)
         return target.finish(named)
+
+    def _tell(
+        self, lineage: Lineage, rounded: Sequence[int], path: Path, wants_exact: bool
+    ) -> RestoreInfo:
+        count = sum(delta.has_update for delta, _ in lineage.deltas)
+        paths = tuple(lineage.base.leaves[i].path for i in rounded)
+        info = RestoreInfo(lineage.manifest.step, count, paths, count * ROUNDING)
+        if not paths:
+            return info
+        shown = ", ".join(paths[:5]) + (", ..." if len(paths) > 5 else "")
+        message = (
+            f"{path}: {len(paths)} leaves of step {info.step} are within rounding of what was "
+            f"saved, not the exact bits ({shown}; each within about {info.tolerance:.0e} of its "
+            "leaf's largest value): they come out of sums, and the devices that they were "
+            "saved from do not exist here"
+        )
+        if wants_exact:
+            raise IntegrityError(
+                f"{message}. Nothing was returned; restore where as many devices exist as when it "
+                "was saved, restore a base step, or do not ask for exact=True."
+            )
+        _log.warning("%s.", message)
+        return info
 
     def metadata(self, directory: epath.Path) -> Any:
         """Orbax's tree metadata of a base or delta step."""
@@ -257,12 +334,37 @@ class RestoreArgs(ocp.args.CheckpointArgs):
         support_layout: as for ``StandardRestore``: restore with the layouts in the abstract state.
         fallback_sharding: as for ``StandardRestore``: used where no sharding is given and the one
             that a leaf was saved with does not exist here.
+        exact: refuse a step of which some bits can only be had to rounding here: the update adds up
+            elements, and the devices that it was saved from do not exist.
     """
 
     abstract_state: PyTree | None = None
     strict: bool = True
     support_layout: bool = False
     fallback_sharding: jax.sharding.Sharding | None = None
+    exact: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreInfo:
+    """What a restore gave.
+
+    Attributes:
+        step: step number.
+        replayed_count: updates that were replayed.
+        rounded: leaf paths of what is within rounding of the saved bits; empty if all is exact.
+        tolerance: how far those leaves may be off, about, relative to each leaf's largest value.
+    """
+
+    step: int
+    replayed_count: int
+    rounded: tuple[str, ...]
+    tolerance: float
+
+    @property
+    def exact(self) -> bool:
+        """Whether every bit is the one that was saved."""
+        return not self.rounded
 
 
 async def _nothing() -> None:

@@ -16,7 +16,14 @@ from pathlib import Path
 from adacheck_jax import lineage as lineages
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.lineage import Lineage, Step
-from adacheck_jax.manifest import DIRECTORY, BaseManifest, DeltaManifest, Manifest, Update
+from adacheck_jax.manifest import (
+    DIRECTORY,
+    BaseManifest,
+    DeltaManifest,
+    Encoding,
+    Manifest,
+    Update,
+)
 
 _LOOK_COUNT = 20
 _LOOK_AGAIN_S = 0.1
@@ -90,8 +97,11 @@ class LeafSummary:
         path: leaf path.
         description: data type and shape.
         group: the name of its :class:`Group`.
+        exactness: for a leaf that the update computes: ``element-wise`` (exact on every mesh),
+            ``reducing`` (exact where it was saved), or ``passed through``; else None.
         source: where a restore takes it from: ``replayed`` (computed from the base by the update),
-            ``recorded`` (a delta holds it because the update consumed it), or ``stored``.
+            ``recorded`` (a delta holds it because the update consumed it), ``differences`` (of its
+            bits from step to step), or ``stored``; joined by ``+`` where it is several.
         box_count: how many distinct boxes it was cut into when it was saved.
         leaf_bytes: its size in memory, in bytes.
         fingerprint: 16 hexadecimal digits.
@@ -100,6 +110,7 @@ class LeafSummary:
     path: str
     description: str
     group: str
+    exactness: str | None
     source: str
     box_count: int
     leaf_bytes: int
@@ -120,7 +131,7 @@ class StepDetails:
         base: the step of the base that a restore starts from.
         depth: number of deltas since the base, 0 for a base.
         replayed_count: how many updates a restore replays.
-        replayable: whether the base holds an update program, so that deltas can follow it.
+        problem: why no further updates are replayed onto this step; None where they are.
         new_bytes: bytes that this step added.
         versions: package versions that wrote the base.
         groups: leaves by the role they play, empty ones left out.
@@ -136,7 +147,7 @@ class StepDetails:
     base: int
     depth: int
     replayed_count: int
-    replayable: bool
+    problem: str | None
     new_bytes: int
     versions: dict[str, str]
     groups: tuple[Group, ...]
@@ -177,12 +188,13 @@ def describe_step(root: Path, number: int | None = None, item: str | None = None
     lineage = lineages.resolve(step.directory)
     base, manifest = lineage.base, lineage.manifest
     groups = _groups_of(base.update, len(base.leaves))
-    sources = _sources(lineage)
+    exactness, sources = _exactness(base.update), _sources(lineage)
     leaves = tuple(
         LeafSummary(
             path=leaf.path,
             description=leaf.description,
             group=groups[index],
+            exactness=exactness.get(index),
             source=sources[index],
             box_count=len(leaf.owners),
             leaf_bytes=leaf.nbytes,
@@ -200,7 +212,7 @@ def describe_step(root: Path, number: int | None = None, item: str | None = None
         base=base.step,
         depth=len(lineage.deltas),
         replayed_count=sum(delta.has_update for delta, _ in lineage.deltas),
-        replayable=base.update is not None,
+        problem=lineage.problem or (None if base.update else "the base holds no update program"),
         new_bytes=new_bytes(step.directory),
         versions=dict(base.versions),
         groups=_totals(leaves),
@@ -343,7 +355,7 @@ def _depth(manifest: Manifest) -> int:
 def _reason(manifest: Manifest) -> str:
     if isinstance(manifest, BaseManifest):
         return manifest.reason
-    return "one update" if manifest.has_update else "no update"
+    return "one update" if manifest.has_update else "no update replayed"
 
 
 def _groups_of(update: Update | None, leaf_count: int) -> list[str]:
@@ -370,16 +382,29 @@ def _totals(leaves: tuple[LeafSummary, ...]) -> tuple[Group, ...]:
     return tuple(totals)
 
 
+def _exactness(update: Update | None) -> dict[int, str]:
+    """How exactly each leaf that the update computes is replayed, by index."""
+    if update is None:
+        return {}
+    found = dict.fromkeys(update.explained, "element-wise")
+    found |= dict.fromkeys(update.reducing, "reducing")
+    return found | dict.fromkeys(update.passed, "passed through")
+
+
 def _sources(lineage: Lineage) -> list[str]:
     """Where a restore takes each leaf from, by index."""
-    sources = ["stored"] * len(lineage.base.leaves)
     update = lineage.base.update
-    if update is None:
-        return sources
-    if any(delta.has_update for delta, _ in lineage.deltas):
-        for index in update.explained:
-            sources[index] = "replayed"
-    held = {index for delta, _ in lineage.deltas for index in delta.stored}
-    for index in held.intersection(update.consumed):
-        sources[index] = "recorded"
-    return sources
+    sources: list[dict[str, None]] = [{} for _ in lineage.base.leaves]
+    for delta, _ in lineage.deltas:
+        if update is not None and delta.has_update:
+            for index in update.explained.difference(update.passed):
+                sources[index]["replayed"] = None
+        for position, index in enumerate(delta.stored):
+            letters = {pack.encodings[position] for pack in delta.packs}
+            if update is not None and delta.has_update and index in update.consumed:
+                sources[index] = {"recorded": None}
+            elif letters <= {Encoding.RAW, Encoding.SAME}:
+                sources[index] = {"stored": None}
+            else:
+                sources[index]["differences"] = None
+    return [" + ".join(each) or "stored" for each in sources]

@@ -64,6 +64,13 @@ class Lineage:
         """The manifest of the step itself."""
         return self.entries[-1].manifest
 
+    @property
+    def problem(self) -> str:
+        """What speaks against replaying updates onto the step; empty if nothing does."""
+        update = self.base.update
+        problems = [update.problem if update else "", *(delta.problem for delta, _ in self.deltas)]
+        return next(filter(None, problems), "")
+
     def exists(self) -> bool:
         """Whether every step is still on disk."""
         return all((entry.directory / manifests.FILE).is_file() for entry in self.entries)

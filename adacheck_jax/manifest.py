@@ -18,6 +18,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,6 +32,22 @@ FILE = f"{DIRECTORY}/manifest.json"
 MAX_MANIFEST_BYTES = 256 * 2**20
 
 _T = TypeVar("_T")
+
+
+class Encoding(StrEnum):
+    """How one process stores its boxes of one leaf in a delta.
+
+    Attributes:
+        RAW: as they are.
+        XOR, SUBTRACT: as a bit-pattern difference from the parent step.
+        SAME: not at all. They are what they are without this delta: what the update computes, or
+            else the parent's.
+    """
+
+    RAW = "r"
+    XOR = "x"
+    SUBTRACT = "s"
+    SAME = "="
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +104,11 @@ class Update:
     Attributes:
         params, inner, record, extra: indices into the base's leaves, in argument order.
         count: index of the recorder's update counter.
-        programs: for each platform the digest of its serialized program.
+        reducing: indices of the computed leaves whose bits depend on the order of a sum: they are
+            exact where the update runs as its own program on the mesh that it was saved on.
+        passed: indices of the computed leaves that the update returns as it took them.
+        problem: why no update is replayed onto this base; empty where updates are.
+        programs: for each platform the digest of its serialized program; none with a problem.
         jax_version: the jax that exported it.
     """
 
@@ -96,12 +117,15 @@ class Update:
     record: tuple[int, ...]
     extra: tuple[int, ...]
     count: int
+    reducing: tuple[int, ...]
+    passed: tuple[int, ...]
+    problem: str
     programs: Mapping[str, str]
     jax_version: str
 
     @property
     def explained(self) -> frozenset[int]:
-        """The leaves that replay computes, and that a delta therefore never stores."""
+        """The leaves that replay computes."""
         return frozenset(self.params + self.inner)
 
     @property
@@ -126,6 +150,24 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
+class Pack:
+    """What one process wrote for a delta.
+
+    Attributes:
+        encodings: one :class:`Encoding` letter for each stored leaf.
+        raw_bytes: size of its boxes that are stored as they are.
+        difference_bytes: size of the planes of those that are stored as differences.
+        elided: half-open ranges of the chunks of planes that are all zero and were not written. A
+            missing chunk that is not among them is lost.
+    """
+
+    encodings: str
+    raw_bytes: int
+    difference_bytes: int
+    elided: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class BaseManifest:
     """A full state at one step.
 
@@ -134,7 +176,7 @@ class BaseManifest:
         count: the recorder's update counter, None without a recorder.
         leaves: every leaf of the state, in tree order.
         fingerprints: one 64-bit digest a leaf.
-        update: the update program; None when later steps cannot be replayed onto this one.
+        update: the update program; None without a recorder, and where leaves were cast.
         reason: why this step is a base.
         process_count: how many processes wrote it.
         versions: package versions at save time.
@@ -158,25 +200,28 @@ class DeltaManifest:
 
     Attributes:
         step: step number.
-        count: the recorder's update counter.
-        has_update: whether one update is to be replayed; False if the counter did not advance.
+        count: the recorder's update counter, None without a recorder.
+        has_update: whether one update is to be replayed.
         parent: the step that this one builds on.
         depth: number of deltas between the base and this step, this one included.
-        stored: indices of the leaves whose values this delta holds, ascending.
+        stored: indices of the leaves that this delta holds something of, ascending. A leaf that the
+            update passes through is put in place before the update, any other one after it.
+        packs: what each process wrote.
         fingerprints: one 64-bit digest for every leaf of the state after this step.
-        process_bytes: size of the pack that each process wrote.
+        problem: what speaks against replaying further updates; empty where nothing does.
         custom_metadata: the caller's own JSON, kept for ``metadata()``.
         checksum: of this manifest; empty until it is encoded.
     """
 
     step: int
-    count: int
+    count: int | None
     has_update: bool
     parent: Link
     depth: int
     stored: tuple[int, ...]
+    packs: tuple[Pack, ...]
     fingerprints: tuple[int, ...]
-    process_bytes: tuple[int, ...]
+    problem: str = ""
     custom_metadata: Any = None
     checksum: str = ""
 
@@ -256,7 +301,7 @@ def _from_body(body: dict[str, Any], checksum: str) -> Manifest:
             raise ValueError("a box is owned by a process that does not exist")
         return BaseManifest(
             step=_natural(body["step"]),
-            count=None if body["count"] is None else _natural(body["count"]),
+            count=_count(body["count"]),
             leaves=leaves,
             fingerprints=fingerprints,
             update=None if body["update"] is None else _update(body["update"], len(leaves)),
@@ -269,7 +314,7 @@ def _from_body(body: dict[str, Any], checksum: str) -> Manifest:
         raise ValueError(f"kind {body['kind']!r}")
     return DeltaManifest(
         step=_natural(body["step"]),
-        count=_natural(body["count"]),
+        count=_count(body["count"]),
         has_update=bool(body["has_update"]),
         parent=Link(
             step=_natural(body["parent"]["step"]),
@@ -277,12 +322,44 @@ def _from_body(body: dict[str, Any], checksum: str) -> Manifest:
             checksum=str(body["parent"]["checksum"]),
         ),
         depth=_natural(body["depth"]),
-        stored=_tuple_of(_natural, body["stored"]),
+        stored=(stored := _ascending(body["stored"])),
+        packs=_tuple_of(lambda pack: _pack(pack, len(stored)), body["packs"]),
         fingerprints=fingerprints,
-        process_bytes=_tuple_of(_natural, body["process_bytes"]),
+        problem=str(body["problem"]),
         custom_metadata=body["custom_metadata"],
         checksum=checksum,
     )
+
+
+def _pack(body: dict[str, Any], stored_count: int) -> Pack:
+    pack = Pack(
+        encodings="".join(Encoding(letter) for letter in body["encodings"]),
+        raw_bytes=_natural(body["raw_bytes"]),
+        difference_bytes=_natural(body["difference_bytes"]),
+        elided=_tuple_of(_range, body["elided"]),
+    )
+    if len(pack.encodings) != stored_count:
+        raise ValueError(f"{len(pack.encodings)} encodings of {stored_count} stored leaves")
+    borders = [border for each in pack.elided for border in each]
+    if borders != sorted(set(borders)):  # adjoining ranges would be one
+        raise ValueError(f"elided chunks that do not ascend: {pack.elided[:4]}")
+    return pack
+
+
+def _range(body: Any) -> tuple[int, int]:
+    start, stop = _tuple_of(_natural, body)
+    return start, stop
+
+
+def _ascending(body: Any) -> tuple[int, ...]:
+    values = _tuple_of(_natural, body)
+    if list(values) != sorted(set(values)):
+        raise ValueError("the stored leaves do not ascend")
+    return values
+
+
+def _count(value: Any) -> int | None:
+    return None if value is None else _natural(value)
 
 
 def _leaf(body: dict[str, Any]) -> Leaf:
@@ -310,12 +387,17 @@ def _update(body: dict[str, Any], leaf_count: int) -> Update:
         record=_tuple_of(_natural, body["record"]),
         extra=_tuple_of(_natural, body["extra"]),
         count=_natural(body["count"]),
+        reducing=_tuple_of(_natural, body["reducing"]),
+        passed=_tuple_of(_natural, body["passed"]),
+        problem=str(body["problem"]),
         programs={_platform(name): str(digest) for name, digest in body["programs"].items()},
         jax_version=str(body["jax_version"]),
     )
     indices = [*update.params, *update.inner, *update.consumed, update.count]
     if len(set(indices)) != len(indices) or max(indices) >= leaf_count:
         raise ValueError("the update's leaf indices repeat or lie outside the state")
+    if not update.explained.issuperset(update.reducing + update.passed):
+        raise ValueError("a leaf is reducing or passed through, but not computed by the update")
     return update
 
 

@@ -3,52 +3,79 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from adacheck_jax.manifest import BaseManifest, Manifest
+
+Delta = Literal["auto", "replay", "bits"]
+"""Which deltas may be written: replayed updates and, where these are not exact, bit-pattern
+differences; replayed updates alone; differences alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What to write: a base, or a delta that replays ``update_count`` updates.
+    """What to write.
 
     Attributes:
-        is_base: write the full state.
+        kind: ``base``: the full state; ``replay``: what ``update_count`` updates consumed;
+            ``bits``: differences from the parent's bits.
         reason: why, in words for the log and the manifest.
-        update_count: updates since the parent (0 or 1) when a delta is written.
+        update_count: updates since the parent (0 or 1) that are replayed.
     """
 
-    is_base: bool
+    kind: Literal["base", "replay", "bits"]
     reason: str
     update_count: int = 0
 
+    @property
+    def is_base(self) -> bool:
+        """Whether the full state is written."""
+        return self.kind == "base"
+
 
 def decide(
-    base: BaseManifest | None, parent: Manifest | None, *, step: int, count: int, max_deltas: int
+    base: BaseManifest | None,
+    parent: Manifest | None,
+    *,
+    problem: str,
+    step: int,
+    count: int | None,
+    max_deltas: int,
+    delta: Delta,
 ) -> Decision:
     """Decides between base and delta from step, counter and lineage length.
 
     Args:
         base: the base of the current lineage, None when it is missing.
         parent: the last saved or restored step of that lineage.
+        problem: what speaks against replaying updates onto that lineage; empty if nothing does.
         step: the step to save.
-        count: the recorder's update counter in the state to save.
+        count: the recorder's update counter in the state to save, None without a recorder.
         max_deltas: longest lineage, in deltas.
+        delta: which deltas may be written.
 
     Returns:
-        The decision. A counter that skipped means that records were missed, so a base is due.
+        The decision. A counter that skipped means that records were missed, so a base is due where
+        updates are replayed.
     """
+    if delta != "bits" and count is None:
+        return Decision("base", "no recorder")
     if base is None or parent is None:
-        return Decision(True, "no parent step to build on")
-    if base.update is None or parent.count is None:
-        return Decision(True, "the base has no update program to replay")
+        return Decision("base", "no parent step to build on")
     if step <= parent.step:
-        return Decision(True, f"step {step} does not follow step {parent.step}")
+        return Decision("base", f"step {step} does not follow step {parent.step}")
     depth = 0 if isinstance(parent, BaseManifest) else parent.depth
     if depth >= max_deltas:
-        return Decision(True, f"the lineage is full ({depth} of max_deltas={max_deltas})")
+        return Decision("base", f"the lineage is full ({depth} of max_deltas={max_deltas})")
+    if delta == "bits":
+        return Decision("bits", "as the handler was told")
+    if base.update is None or parent.count is None or count is None:
+        return Decision("base", "the base has no update program to replay")
+    if problem:
+        return Decision("bits" if delta == "auto" else "base", problem)
     advanced = count - parent.count
     if advanced not in (0, 1):
         return Decision(
-            True, f"the update counter went from {parent.count} to {count}: not one update"
+            "base", f"the update counter went from {parent.count} to {count}: not one update"
         )
-    return Decision(False, "one update" if advanced else "no update", advanced)
+    return Decision("replay", "one update" if advanced else "no update", advanced)

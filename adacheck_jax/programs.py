@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from adacheck_jax import exactness, proof, replay, staging
+from adacheck_jax import exactness, proof, replay
+from adacheck_jax.exactness import Level
 from adacheck_jax.manifest import Leaf
 from adacheck_jax.recorder import Recorder
-from adacheck_jax.replay import Binding
 from adacheck_jax.snapshot import Structure
 from adacheck_jax.staging import Blocks
 
@@ -27,20 +28,23 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The exported update.
+    """The exported update, and how exactly it can be replayed.
 
     Attributes:
-        files: the serialized program of each platform; empty where there is none.
-        problem: why there is none.
+        files: the serialized program of each platform; none where there is a problem.
+        digests: digest of each of them.
+        problem: why the update cannot be replayed; empty if it can.
+        reducing: indices of the leaves that depend on the order of a sum.
+        passed: indices of the leaves that the update returns as it took them.
+        piecewise: whether the update can be computed a piece of each leaf at a time.
     """
 
     files: Mapping[str, bytes]
+    digests: Mapping[str, str]
     problem: str = ""
-
-    @property
-    def digests(self) -> dict[str, str]:
-        """Digest of each platform's program."""
-        return {name: hashlib.sha256(data).hexdigest() for name, data in self.files.items()}
+    reducing: tuple[int, ...] = ()
+    passed: tuple[int, ...] = ()
+    piecewise: bool = False
 
     @property
     def digest(self) -> str:
@@ -69,11 +73,14 @@ class Programs:
 
     Args:
         recorder: the recorder in the optimizer chain, or None.
+        prove_bytes: device memory that a proof may take.
     """
 
-    def __init__(self, recorder: Recorder | None) -> None:
+    def __init__(self, recorder: Recorder | None, prove_bytes: int) -> None:
         self._recorder = recorder
+        self._prove_bytes = prove_bytes
         self._known: dict[Any, Program] = {}
+        self._last: tuple[Structure, Any, Program] | None = None
         self._forecasts: dict[int, Forecast] = {}
         self._disproved: dict[str, str] = {}
 
@@ -81,17 +88,26 @@ class Programs:
         """The update of a structure; exported once, since a lineage keeps its update."""
         recorder, binding = self._recorder, structure.binding
         if recorder is None or binding is None:
-            return Program({}, "no recorder")
-        lists = (binding.params, binding.inner, binding.record, binding.extra)
-        arguments = [
-            [_abstract(structure.leaves[i]) for i in structure.positions(paths)] for paths in lists
-        ]
+            return Program({}, {}, "no recorder")
+        how = (recorder.unreplayable, recorder.separate)
+        last = self._last
+        if last is None or last[0] is not structure or last[1] != how:
+            last = self._last = (structure, how, self._exported(recorder, structure, how))
+        program = last[2]
+        if disproved := self._disproved.get(program.digest):
+            return dataclasses.replace(program, files={}, digests={}, problem=disproved)
+        return program
+
+    def _exported(self, recorder: Recorder, structure: Structure, how: Any) -> Program:
+        arguments, binding = structure.arguments, structure.binding
+        specs = [[_abstract(structure.leaves[i]) for i in indices] for indices in arguments]
+        assert binding is not None
         # The recorder holds its signatures, so the id of one is not used again.
-        key = (id(binding.signature), lists, tuple(map(tuple, arguments)), recorder.unreplayable)
+        key = (id(binding.signature), arguments, tuple(map(tuple, specs)), how)
         if key not in self._known:
             if len(self._known) >= _KNOWN_COUNT:  # a state whose tree changes all the time
                 self._known.clear()
-            self._known[key] = _export(recorder, binding, arguments)
+            self._known[key] = _export(recorder, structure, specs)
         return self._known[key]
 
     def forecast(self, structure: Structure) -> Forecast:
@@ -101,13 +117,11 @@ class Programs:
         assert binding is not None
         key = id(binding.signature)
         if key not in self._forecasts:
-            lists = (binding.params, binding.inner, binding.record, binding.extra)
-            arguments = [
-                [_abstract(structure.leaves[i]) for i in structure.positions(paths)]
-                for paths in lists
+            specs = [
+                [_abstract(structure.leaves[i]) for i in indices] for indices in structure.arguments
             ]
             function = replay.update_function(recorder, binding.signature)
-            self._forecasts[key] = _forecast(function, arguments)
+            self._forecasts[key] = _forecast(function, specs)
         return self._forecasts[key]
 
     def prove(
@@ -115,16 +129,16 @@ class Programs:
         structure: Structure,
         before: Mapping[int, Blocks],
         after: Mapping[int, Blocks],
-        step: int,
+        shardings: Mapping[int, Any],
         x64: bool,
     ) -> list[int]:
-        """Replays one update on host copies and remembers it if the outcome is wrong.
+        """Replays one update on host copies.
 
         Args:
             structure: of the saved state.
-            before: blocks of everything that the update takes.
-            after: blocks of what it computes, as they were trained.
-            step: for the message.
+            before: for everything that the update takes the blocks of its proof sites.
+            after: likewise for what it computes, as it was trained.
+            shardings: of every leaf.
             x64: whether the train step ran with 64-bit types enabled.
 
         Returns:
@@ -133,50 +147,77 @@ class Programs:
         recorder, binding = self._recorder, structure.binding
         assert recorder is not None
         assert binding is not None
-        lists = (binding.params, binding.inner, binding.record, binding.extra)
-        arguments = [structure.positions(paths) for paths in lists]
-        shapes = {i: leaf.shape for i, leaf in enumerate(structure.leaves)}
         function = replay.update_function(recorder, binding.signature)
+        leaves, arguments = structure.leaves, structure.arguments
         try:
             with jax.enable_x64(x64):
-                wrong = proof.mismatches(function, arguments, before, after, shapes)
+                if self.of(structure).piecewise:
+                    return proof.in_pieces(
+                        function, leaves, arguments, before, after, self._prove_bytes
+                    )
+                if jax.process_count() > 1:
+                    return self._unproved("it would take a program over several processes")
+                needed_bytes = proof.whole_bytes(leaves, arguments, shardings)
+                if needed_bytes > self._prove_bytes:
+                    return self._unproved(
+                        f"the update can only be computed whole, which takes {needed_bytes} bytes "
+                        f"of device memory, and prove_bytes is {self._prove_bytes}"
+                    )
+                return proof.whole(function, arguments, before, after, shardings)
         except jax.errors.JaxRuntimeError as error:  # no device memory to spare
-            _log.warning("Step %d is saved, but could not be proved: %s", step, error)
-            return []
-        if wrong:
-            paths = [structure.leaves[i].path for i in wrong]
-            self._disproved[self.of(structure).digest] = (
-                f"replaying the update did not reproduce {len(wrong)} leaves of step {step} "
-                f"({', '.join(paths[:5])}, ...), which were stored whole. The train step does not "
-                "apply the update as it is replayed: it is not compiled as one program (jax.jit), "
-                "has a transformation after the Recorder, changes the params by something else, "
-                "or the compiler fused the gradient's computation into the update"
-            )
-        return wrong
+            return self._unproved(str(error))
 
-    def disproved(self, program: Program) -> str:
-        """Why a program is not to be relied on; empty if nothing speaks against it."""
-        return self._disproved.get(program.digest, "")
+    def _unproved(self, why: str) -> list[int]:
+        _log.warning("A delta is saved that was not proved as it was saved: %s.", why)
+        return []
 
-    @property
-    def any_disproved(self) -> bool:
-        """Whether a proof has failed in this process."""
-        return bool(self._disproved)
+    def disprove(self, digest: str, problem: str) -> None:
+        """Remembers that a program does not reproduce what is trained."""
+        self._disproved.setdefault(digest, problem)
 
 
-def _export(recorder: Recorder, binding: Binding, arguments: Any) -> Program:
+def _export(recorder: Recorder, structure: Structure, specs: list[list[Any]]) -> Program:
+    binding = structure.binding
+    assert binding is not None
     if recorder.unreplayable:
-        program = Program({}, recorder.unreplayable)
-    else:
-        try:
-            function = replay.update_function(recorder, binding.signature)
-            if any(map(staging.is_key, jax.tree.leaves(binding.signature.inner))):
-                return _said(Program({}, "the optimizer's state holds typed PRNG keys"))
-            problem = _not_elementwise(exactness.reductions_of(function, arguments), binding)
-            program = Program({} if problem else replay.export(function, arguments), problem)
-        except Exception as error:
-            program = Program({}, f"the update cannot be exported: {error}")
-    return _said(program)
+        return Program({}, {}, recorder.unreplayable)
+    try:
+        function = replay.update_function(recorder, binding.signature)
+        found = exactness.of(function, specs)
+        explained = [*structure.arguments[0], *structure.arguments[1]]
+        pairs = list(zip(explained, found.levels, strict=True))
+        reducing = tuple(i for i, level in pairs if level is Level.ORDER)
+        problem = ""
+        if reducing and not recorder.separate:
+            problem = _not_exact([structure.leaves[i].path for i in reducing], found.primitives)
+        files = {} if problem else replay.export(function, specs)
+        return Program(
+            files,
+            {platform: hashlib.sha256(data).hexdigest() for platform, data in files.items()},
+            problem,
+            reducing,
+            tuple(i for n, i in enumerate(explained) if found.origins[n] == n),
+            piecewise=all(level is Level.ELEMENT for _, level in pairs)
+            and _same_in_pieces(function, specs),
+        )
+    except Exception as error:
+        return Program({}, {}, f"the update cannot be exported: {error}")
+
+
+def _same_in_pieces(function: replay.UpdateFunction, specs: list[list[Any]]) -> bool:
+    """Whether the update does the same to pieces: it may look at the shapes of what it takes."""
+    pieces = [
+        [
+            jax.ShapeDtypeStruct(shape, leaf.dtype)
+            for shape, leaf in zip(proof.piece_shapes([x.shape for x in each]), each, strict=True)
+        ]
+        for each in specs[:3]
+    ]
+    try:
+        operations = exactness.operations_of(function, [*pieces, specs[3]])
+    except (TypeError, ValueError):
+        return False
+    return operations == exactness.operations_of(function, specs)
 
 
 def _forecast(function: replay.UpdateFunction, arguments: list[list[Any]]) -> Forecast:
@@ -199,22 +240,14 @@ def _forecast(function: replay.UpdateFunction, arguments: list[list[Any]]) -> Fo
     return Forecast(chosen, jitted)
 
 
-def _said(program: Program) -> Program:
-    if program.problem:
-        _log.warning("Saving bases only: %s.", program.problem)
-    return program
-
-
-def _not_elementwise(reductions: exactness.Reductions, binding: Binding) -> str:
-    """Why deltas of an update would not replay to the exact bits; empty if they do."""
-    if not reductions.outputs:
-        return ""
-    paths = [(*binding.params, *binding.inner)[i] for i in reductions.outputs]
+def _not_exact(paths: list[str], primitives: Sequence[str]) -> str:
+    """Why an update that was part of the train step's program would not replay exactly."""
     return (
-        f"{len(paths)} leaves ({', '.join(paths[:3])}, ...) come out of "
-        f"{', '.join(reductions.primitives)}, whose bits depend on the mesh and on how the step "
-        "was compiled, so a replayed delta might differ from what was trained. Put what reduces "
-        "over elements (clip_by_global_norm) before the Recorder"
+        f"{len(paths)} leaves ({', '.join(paths[:3])}, ...) come out of {', '.join(primitives)}, "
+        "whose bits depend on the mesh and on how the train step was compiled, so a replayed "
+        "update might differ from what was trained. Put what reduces over elements "
+        "(clip_by_global_norm) before the Recorder, or run the update as its own program "
+        "(adacheck.separate_update)"
     )
 
 

@@ -22,6 +22,8 @@ import optax
 from adacheck_jax.errors import RecorderError
 from adacheck_jax.trees import PyTree
 
+TAKE_ARGUMENT = "adacheck_take"
+"""Extra argument of ``update``: a list that takes what is recorded, in place of an update."""
 COUNT_FIELD = "adacheck_count"
 RECORD_FIELD = "adacheck_record"
 EXTRA_FIELD = "adacheck_extra"
@@ -46,6 +48,10 @@ class RecorderState(NamedTuple):
     adacheck_record: PyTree
     adacheck_extra: dict[str, Any]
     adacheck_inner: PyTree
+
+
+class InnerElsewhere(NamedTuple):
+    """Stands for the wrapped transformation's state while only the record is taken."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,7 @@ class Recorder(optax.GradientTransformationExtraArgs):
     dtype: Any
     signatures: list[UpdateSignature]
     unreplayable: str | None
+    separate: bool
 
     def __new__(  # noqa: D102 - the class says it
         cls,
@@ -118,6 +125,7 @@ class Recorder(optax.GradientTransformationExtraArgs):
         def update(
             updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
         ) -> tuple[PyTree, RecorderState]:
+            taken = extra_args.pop(TAKE_ARGUMENT, None)
             extra = {}
             for name, value in extra_args.items():
                 if name in declared:
@@ -131,12 +139,24 @@ class Recorder(optax.GradientTransformationExtraArgs):
                 )
             record = jax.tree.map(lambda u: u.astype(_record_dtype(u, dtype)), updates)
             _check_dtypes(record, state.adacheck_record)
+            count = state.adacheck_count + jnp.ones((), jnp.int32)
+            if taken is not None:
+                taken.append((self, record))
+                return record, RecorderState(count, record, extra, state.adacheck_inner)
+            if isinstance(state.adacheck_inner, InnerElsewhere):
+                raise RecorderError(
+                    "separate_update expected an optimizer that ends in its Recorder, found a "
+                    "transformation around it that keeps extra arguments from it (MultiSteps). "
+                    "Put it around the gradients, or inside the Recorder."
+                )
             # The barrier keeps XLA from fusing the cast away: tx must consume the recorded bits.
             record, extra = jax.lax.optimization_barrier((record, extra))
             outputs, inner = wrapped.update(
-                record, state.adacheck_inner, params, **{**extra_args, **extra}
+                jax.tree.map(lambda u: u, record),  # tx may change the containers in place
+                state.adacheck_inner,
+                params,
+                **{**extra_args, **extra},
             )
-            count = state.adacheck_count + jnp.ones((), jnp.int32)
             return outputs, RecorderState(count, record, extra, inner)
 
         self = super().__new__(cls, init, update)
@@ -144,11 +164,12 @@ class Recorder(optax.GradientTransformationExtraArgs):
         self.dtype = dtype
         self.signatures = []
         self.unreplayable = None
+        self.separate = False  # until separate_update has run
         return self
 
     def _learn(self, params: PyTree, inner: PyTree, extra: dict[str, Any]) -> None:
         """Notes the trees of this update, so that the handler can trace it again."""
-        signature = UpdateSignature(*(jax.tree.map(_abstract, t) for t in (params, inner, extra)))
+        signature = UpdateSignature(*(jax.tree.map(abstract, t) for t in (params, inner, extra)))
         if signature not in self.signatures:
             self.signatures.append(signature)
 
@@ -177,6 +198,13 @@ def _declared(name: str, value: Any, declared: jax.ShapeDtypeStruct) -> jax.Arra
 
 def _check_dtypes(record: PyTree, before: PyTree) -> None:
     """Before the first update the gradient's data type is unknown, and the params' is assumed."""
+    if jax.tree.structure(record) != jax.tree.structure(before):
+        raise RecorderError(
+            "expected gradients with the tree of the params that init() got, found "
+            f"{jax.tree.structure(record)} for {jax.tree.structure(before)}. A transformation that "
+            "takes gradients of a part of its params (optax.lookahead) cannot be recorded as it "
+            "is: put the Recorder inside it."
+        )
     for new, old in zip(jax.tree.leaves(record), jax.tree.leaves(before), strict=True):
         if new.dtype != old.dtype:
             raise RecorderError(
@@ -192,7 +220,8 @@ def _record_dtype(value: Any, dtype: Any) -> Any:
     return dtype
 
 
-def _abstract(value: Any) -> jax.ShapeDtypeStruct:
+def abstract(value: Any) -> jax.ShapeDtypeStruct:
+    """Shape and data type of an array or scalar."""
     dtype = value.dtype if hasattr(value, "dtype") else jnp.result_type(value)
     return jax.ShapeDtypeStruct(jnp.shape(value), dtype)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from adacheck_jax.boxes import Box, grid
-from adacheck_jax.manifest import Leaf
+from adacheck_jax.manifest import Encoding, Leaf
 from adacheck_jax.sharding import Layout
 
 ALIGNMENT_BYTES = 16
@@ -26,23 +26,27 @@ class Extent:
         leaf: index of the leaf in the base's manifest.
         box: in the leaf's global coordinates.
         process: the owner, in whose pack the box lies.
-        offset_bytes: first byte in that pack.
-        size_bytes: number of bytes, row-major.
+        encoding: ``RAW``: row-major elements among the pack's raw bytes; a difference: its planes
+            among the pack's difference bytes.
+        offset_bytes: first byte there.
+        size_bytes: number of bytes.
     """
 
     leaf: int
     box: Box
     process: int
+    encoding: Encoding
     offset_bytes: int
     size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class WritePlan:
-    """The extents of one delta, and the size of each process's pack."""
+    """The extents of one delta, and for each process the size of its raw and difference bytes."""
 
     extents: tuple[Extent, ...]
-    process_bytes: tuple[int, ...]
+    raw_bytes: tuple[int, ...]
+    difference_bytes: tuple[int, ...]
 
 
 def assign_owners(
@@ -76,27 +80,34 @@ def assign_owners(
     return [tuple(each) for each in owners]
 
 
-def plan_delta(leaves: Sequence[Leaf], stored: Sequence[int], process_count: int) -> WritePlan:
+def plan_delta(
+    leaves: Sequence[Leaf], stored: Sequence[int], encodings: Sequence[str]
+) -> WritePlan:
     """Lays out the boxes of the stored leaves in their owners' packs.
 
-    The plan is a function of the base's leaves and of which of them are stored, so a reader
-    computes it again instead of reading it.
+    The plan is a function of the base's leaves and of how they are stored, so a reader computes it
+    again instead of reading it. What one process's part of the plan looks like depends on its own
+    encodings alone.
 
     Args:
         leaves: the base's leaves.
         stored: indices of the leaves that the delta holds, ascending.
-        process_count: how many processes write.
+        encodings: for each process one :class:`Encoding` letter a stored leaf.
 
     Returns:
-        The plan; extents of one process ascend by offset.
+        The plan; extents of one process and kind ascend by offset.
     """
-    ends = [0] * process_count
+    raw_bytes, difference_bytes = [0] * len(encodings), [0] * len(encodings)
     extents = []
-    for index in stored:
+    for position, index in enumerate(stored):
         leaf = leaves[index]
         for box, process in zip(leaf.boxes, leaf.owners, strict=True):
+            encoding = Encoding(encodings[process][position])
+            if encoding is Encoding.SAME:
+                continue
+            ends = raw_bytes if encoding is Encoding.RAW else difference_bytes
             offset_bytes = -(-ends[process] // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
             size_bytes = box.size * leaf.itemsize_bytes
-            extents.append(Extent(index, box, process, offset_bytes, size_bytes))
+            extents.append(Extent(index, box, process, encoding, offset_bytes, size_bytes))
             ends[process] = offset_bytes + size_bytes
-    return WritePlan(tuple(extents), tuple(ends))
+    return WritePlan(tuple(extents), tuple(raw_bytes), tuple(difference_bytes))

@@ -19,7 +19,7 @@ import jax
 import jax.export
 import optax
 
-from adacheck_jax import trees
+from adacheck_jax import staging, trees
 from adacheck_jax.errors import FormatError, IntegrityError, RecorderError
 from adacheck_jax.manifest import Update
 from adacheck_jax.recorder import Recorder, RecorderNode, UpdateSignature, find_node
@@ -201,8 +201,9 @@ def _few(names: Any) -> str:
 
 
 def update_function(recorder: Recorder, signature: UpdateSignature) -> UpdateFunction:
-    """The update over flat leaves, as the train step runs it."""
+    """The update over flat leaves, as the train step runs it; typed PRNG keys as their data."""
     treedefs = {name: jax.tree.structure(getattr(signature, name)) for name in _TREES}
+    specs = jax.tree.leaves(signature.inner)
 
     def run(
         params: Leaves, inner: Leaves, record: Leaves, extra: Leaves
@@ -210,14 +211,22 @@ def update_function(recorder: Recorder, signature: UpdateSignature) -> UpdateFun
         params_tree = jax.tree.unflatten(treedefs["params"], params)
         updates, inner_tree = recorder.tx.update(
             jax.tree.unflatten(treedefs["params"], record),
-            jax.tree.unflatten(treedefs["inner"], inner),
+            jax.tree.unflatten(treedefs["inner"], map(_keyed, specs, inner)),
             params_tree,
             **jax.tree.unflatten(treedefs["extra"], extra),
         )
         applied = optax.apply_updates(params_tree, updates)
-        return jax.tree.leaves(applied), jax.tree.leaves(inner_tree)
+        return jax.tree.leaves(applied), [*map(staging.raw, jax.tree.leaves(inner_tree))]
 
     return run
+
+
+def _keyed(spec: jax.ShapeDtypeStruct, leaf: Any) -> Any:
+    if not staging.is_key(spec):
+        return leaf
+    impls: list[Any] = []
+    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), spec)
+    return jax.random.wrap_key_data(leaf, impl=impls[0])
 
 
 def export(
@@ -307,6 +316,19 @@ def compile_fold(
     Memory stays at one state plus one record: the returned function consumes its ``params`` and
     ``inner`` and returns the next ones in their place, with the same shardings.
     """
-    shardings = ([x.sharding for x in params], [x.sharding for x in inner])
+    kept = common_shardings([*params, *inner])
+    shardings = (kept[: len(params)], kept[len(params) :])
     fold: Any = jax.jit(function, out_shardings=shardings, donate_argnums=(0, 1))
     return fold
+
+
+def common_shardings(arrays: Sequence[Any]) -> list[jax.sharding.Sharding | None]:
+    """The shardings that results in the place of some arrays can keep.
+
+    One program has one set of devices: None for an array that does not lie on the largest one, such
+    as a counter that was made on one device.
+    """
+    found = [array.sharding if isinstance(array, jax.Array) else None for array in arrays]
+    sets = [sharding.device_set for sharding in found if sharding is not None]
+    largest = max(sets, key=len, default=None)
+    return [s if s is not None and s.device_set == largest else None for s in found]

@@ -7,8 +7,7 @@ update explains are put back, and every leaf is compared with its fingerprint.
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from adacheck_jax import fingerprint, redundancy, replay, staging
+from adacheck_jax import arrays, codecs, fingerprint, redundancy, replay, staging
 from adacheck_jax import manifest as manifests
 from adacheck_jax.arrays import PackReader
 from adacheck_jax.boxes import Box
 from adacheck_jax.errors import FormatError, IntegrityError
 from adacheck_jax.lineage import DELTA, Lineage
-from adacheck_jax.manifest import BaseManifest, DeltaManifest, Leaf, Update
+from adacheck_jax.manifest import BaseManifest, DeltaManifest, Encoding, Leaf, Update
 from adacheck_jax.recorder import Recorder
 
 _log = logging.getLogger(__name__)
@@ -39,53 +38,111 @@ class DeltaReader:
         base: the manifest that describes the leaves.
         delta: the delta's manifest.
         directory: the delta's item directory.
+
+    Raises:
+        IntegrityError: the manifest does not fit the base's.
     """
 
     def __init__(self, base: BaseManifest, delta: DeltaManifest, directory: Path) -> None:
         self._leaves = base.leaves
         self._directory = directory
-        plan = redundancy.plan_delta(base.leaves, delta.stored, base.process_count)
-        if plan.process_bytes != delta.process_bytes:
+        self._delta = delta
+        encodings = [pack.encodings for pack in delta.packs]
+        if len(encodings) != base.process_count or any(i >= len(base.leaves) for i in delta.stored):
             raise IntegrityError(
-                f"{directory}: expected packs of {plan.process_bytes} bytes from the stored "
-                f"leaves, found {delta.process_bytes}. Restore another step."
+                f"{directory}: expected packs of {base.process_count} processes with some of "
+                f"{len(base.leaves)} leaves, found {len(encodings)} packs with leaves up to "
+                f"{max(delta.stored, default=0)}. Restore another step."
             )
-        self._process_bytes = plan.process_bytes
+        plan = redundancy.plan_delta(base.leaves, delta.stored, encodings)
+        planned = tuple(zip(plan.raw_bytes, plan.difference_bytes, strict=True))
+        found = tuple((pack.raw_bytes, pack.difference_bytes) for pack in delta.packs)
+        if planned != found:
+            raise IntegrityError(
+                f"{directory}: expected packs of {planned} bytes from the stored leaves, found "
+                f"{found}. Restore another step."
+            )
         self._extents: dict[int, list[redundancy.Extent]] = {}
         for extent in plan.extents:
             self._extents.setdefault(extent.leaf, []).append(extent)
-        self._packs: dict[int, PackReader] = {}
+        self._packs: dict[tuple[int, arrays.Kind], PackReader] = {}
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """The leaves that the delta holds something of."""
+        return self._delta.stored
+
+    @property
+    def has_update(self) -> bool:
+        """Whether the delta replays an update."""
+        return self._delta.has_update
+
+    def holds_all_of(self, index: int) -> bool:
+        """Whether every box of a leaf is stored as it is, so that nothing before it matters."""
+        extents = self._extents.get(index, [])
+        is_raw = all(extent.encoding is Encoding.RAW for extent in extents)
+        return is_raw and len(extents) == len(self._leaves[index].owners)
 
     def read(self, index: int, box: Box) -> np.ndarray:
-        """Reads one box of one leaf, touching only the stored boxes that it meets.
+        """Reads one box of a leaf that is stored as it is.
 
         Raises:
-            IntegrityError: stored bytes are damaged.
+            IntegrityError: stored bytes are damaged, or the leaf is not stored as it is.
             FormatError: a pack is missing.
         """
-        leaf = self._leaves[index]
-        dtype = jnp.dtype(leaf.dtype)
-        result = np.empty(box.shape, dtype)
-        for extent in self._extents[index]:
-            common = box.intersect(extent.box)
-            if common is None or not extent.size_bytes:
-                continue
-            rows = _row_span(extent, common, leaf.itemsize_bytes)
-            (data,) = self._pack(extent.process).read(
-                [(extent.offset_bytes + rows[0], extent.offset_bytes + rows[1])], what=leaf.path
+        if not self.holds_all_of(index):
+            raise IntegrityError(
+                f"{self._directory}: expected {self._leaves[index].path}, which the update "
+                "consumed, stored as it is; found it otherwise. Restore another step."
             )
-            stored = _rows_of(extent.box, common)
-            block = data.view(dtype).reshape(stored.shape)
-            result[common.relative_to(box.start).slices] = block[
-                common.relative_to(stored.start).slices
-            ]
-        return result
+        block = np.empty(box.shape, jnp.dtype(self._leaves[index].dtype))
+        self.patch(index, box, block)
+        return block
 
-    def _pack(self, process: int) -> PackReader:
-        if process not in self._packs:
-            directory = self._directory / DELTA / str(process)
-            self._packs[process] = PackReader(directory, self._process_bytes[process])
-        return self._packs[process]
+    def patch(self, index: int, box: Box, block: np.ndarray) -> None:
+        """Brings one box of a leaf from the parent's bits to those of this delta, in place.
+
+        Args:
+            index: of the leaf.
+            box: what the block holds; only the stored boxes that it meets are touched, of these
+                only the rows that it needs.
+            block: the elements, to be changed.
+
+        Raises:
+            IntegrityError, FormatError: as from :meth:`read`.
+        """
+        leaf = self._leaves[index]
+        for extent in self._extents.get(index, ()):
+            common = box.intersect(extent.box)
+            if common is None:
+                continue
+            rows = _rows_of(extent.box, common)
+            inside = (*common.relative_to(rows.start).slices, ...)
+            target = block[(*common.relative_to(box.start).slices, ...)]
+            if extent.encoding is Encoding.RAW:
+                (data,) = self._pack(extent).read([_row_span(extent, rows)], what=leaf.path)
+                target[...] = data.view(block.dtype).reshape(rows.shape)[inside]
+                continue
+            width_bytes = codecs.word_bytes(block.dtype)
+            spans = _plane_spans(extent, rows, width_bytes)
+            planes = np.stack(self._pack(extent).read(spans, what=leaf.path))
+            whole = np.zeros(rows.shape, block.dtype)
+            whole[inside] = target
+            codecs.apply(extent.encoding, whole, planes)
+            target[...] = whole[inside]
+
+    def _pack(self, extent: redundancy.Extent) -> PackReader:
+        kind = arrays.RAW if extent.encoding is Encoding.RAW else arrays.DIFFERENCE
+        if (extent.process, kind) not in self._packs:
+            directory = self._directory / DELTA / str(extent.process)
+            pack = self._delta.packs[extent.process]
+            reader = (
+                PackReader(directory, kind, pack.raw_bytes)
+                if kind is arrays.RAW
+                else PackReader(directory, kind, pack.difference_bytes, pack.elided)
+            )
+            self._packs[extent.process, kind] = reader
+        return self._packs[extent.process, kind]
 
 
 def _rows_of(stored: Box, part: Box) -> Box:
@@ -95,14 +152,27 @@ def _rows_of(stored: Box, part: Box) -> Box:
     return Box((part.start[0], *stored.start[1:]), (part.stop[0], *stored.stop[1:]))
 
 
-def _row_span(extent: redundancy.Extent, part: Box, itemsize_bytes: int) -> tuple[int, int]:
-    """Byte range, within the extent, of the rows that a part of its box needs."""
+def _row_span(extent: redundancy.Extent, rows: Box) -> tuple[int, int]:
+    """Byte range, where the extent lies, of some rows of its box."""
+    first, last = _row_range(extent, rows, extent.size_bytes)
+    return (extent.offset_bytes + first, extent.offset_bytes + last)
+
+
+def _plane_spans(extent: redundancy.Extent, rows: Box, width: int) -> list[tuple[int, int]]:
+    """Byte ranges of some rows of a box in each of its ``width`` planes."""
+    plane_bytes = extent.size_bytes // width
+    first, last = _row_range(extent, rows, plane_bytes)
+    starts = [extent.offset_bytes + plane * plane_bytes for plane in range(width)]
+    return [(start + first, start + last) for start in starts]
+
+
+def _row_range(extent: redundancy.Extent, rows: Box, box_bytes: int) -> tuple[int, int]:
+    """Where some rows lie in something that has the same number of bytes for each row."""
     if not extent.box.start:
-        return (0, extent.size_bytes)
-    row_bytes = math.prod(extent.box.shape[1:]) * itemsize_bytes
-    first = part.start[0] - extent.box.start[0]
-    last = part.stop[0] - extent.box.start[0]
-    return (first * row_bytes, last * row_bytes)
+        return (0, box_bytes)
+    row_bytes = box_bytes // extent.box.shape[0]
+    start = extent.box.start[0]
+    return ((rows.start[0] - start) * row_bytes, (rows.stop[0] - start) * row_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,51 +201,90 @@ def replay_onto(
     Raises:
         IntegrityError, FormatError: the stored data is damaged or cannot be read.
     """
-    deltas = lineage.deltas
-    if not deltas:
-        return leaves
-    readers = [DeltaReader(lineage.base, delta, directory) for delta, directory in deltas]
-    updates = [r for r, (delta, _) in zip(readers, deltas, strict=True) if delta.has_update]
-    update = lineage.base.update
-    if update is None:
-        raise FormatError(
-            f"{lineage.base_directory}: expected the base of a delta to hold an update program, "
-            "found none. Restore a base step."
-        )
+    readers = [DeltaReader(lineage.base, delta, directory) for delta, directory in lineage.deltas]
     leaves = list(leaves)
-    if updates:
-        _fold(leaves, lineage, update, updates, recorder, params_path)
-    for index in range(len(leaves)):
-        newest = _newest(index, deltas)
-        if index in update.explained and newest != len(deltas) - 1:
-            continue  # computed; only what its replay could not reproduce is stored in the last
-        if newest is not None and leaves[index] is not None:
-            leaves[index] = _read_like(
-                leaves[index], lineage.base.leaves[index], index, readers[newest]
+    patches = _Patches(leaves, lineage.base)
+    if any(reader.has_update for reader in readers):
+        update = lineage.base.update
+        if update is None or not update.programs:
+            raise FormatError(
+                f"{lineage.base_directory}: expected the base of a delta to hold an update "
+                "program, found none. Restore a base step."
             )
+        function = _update_function(lineage, update, recorder, params_path)
+        _fold(leaves, lineage.base, update, function, readers, patches)
+    else:
+        for reader in readers:
+            patches.add(reader)
+    patches.apply(range(len(leaves)))
     return leaves
 
 
-def _newest(index: int, deltas: Sequence[tuple[DeltaManifest, Path]]) -> int | None:
-    """The last delta that stores a leaf."""
-    return max((n for n, (delta, _) in enumerate(deltas) if index in delta.stored), default=None)
+class _Patches:
+    """What deltas store of leaves, put in place as late as possible.
+
+    A leaf that many deltas store is then taken off its devices and put back once.
+    """
+
+    def __init__(self, leaves: list[Any], base: BaseManifest) -> None:
+        self._leaves = leaves
+        self._specs = base.leaves
+        self._waiting: dict[int, list[DeltaReader]] = {}
+
+    def add(self, reader: DeltaReader) -> None:
+        """Notes what one delta stores, after those noted before."""
+        for index in reader.stored:
+            waiting = self._waiting.setdefault(index, [])
+            if reader.holds_all_of(index):
+                waiting.clear()
+            waiting.append(reader)
+
+    def touches(self, indices: Collection[int]) -> bool:
+        """Whether something waits for one of these leaves."""
+        return not self._waiting.keys().isdisjoint(indices)
+
+    def apply(self, indices: Collection[int]) -> None:
+        """Puts in place what waits for these leaves."""
+        for index in self._waiting.keys() & frozenset(indices):
+            readers = self._waiting.pop(index)
+            if self._leaves[index] is not None:
+                self._leaves[index] = _patched(
+                    self._leaves[index], self._specs[index], index, readers
+                )
 
 
 def _fold(
     leaves: list[Any],
-    lineage: Lineage,
+    base: BaseManifest,
     update: Update,
+    function: replay.UpdateFunction,
     readers: Sequence[DeltaReader],
-    recorder: Recorder | None,
-    params_path: str | None,
+    patches: _Patches,
 ) -> None:
     """Replays updates in place: read-ahead on a thread, one compiled program for all deltas."""
-    function = _update_function(lineage, update, recorder, params_path)
     working = _WorkingSet(leaves, update)
+    passed = frozenset(update.passed)
+    computed = update.explained - passed
+    inputs = _read_ahead(base.leaves, update, [r for r in readers if r.has_update], working)
+    fold: replay.UpdateFunction | None = None
     params, inner = working.take(update.params), working.take(update.inner)
-    fold = replay.compile_fold(function, params, inner)
-    for inputs in _read_ahead(lineage.base.leaves, update, readers, working):
-        params, inner = fold(params, inner, inputs.record, inputs.extra)
+    for reader in readers:
+        if reader.has_update:
+            consumed = next(inputs)
+            # What is passed through is put in place before the update that takes it.
+            if patches.touches(computed) or not passed.isdisjoint(reader.stored):
+                working.put(update.params, params)
+                working.put(update.inner, inner)
+                patches.apply(computed)
+                patches.add(reader)
+                patches.apply(passed)
+                params, inner = working.take(update.params), working.take(update.inner)
+            else:
+                patches.add(reader)
+            fold = fold or replay.compile_fold(function, params, inner)
+            params, inner = fold(params, inner, consumed.record, consumed.extra)
+        else:
+            patches.add(reader)
     working.put(update.params, params)
     working.put(update.inner, inner)
 
@@ -213,8 +322,9 @@ class _WorkingSet:
     def __init__(self, leaves: list[Any], update: Update) -> None:
         self._leaves = leaves
         self._wanted: dict[int, Any] = {}
+        self._key_impls: dict[int, Any] = {}
         touched = [*update.params, *update.inner, *update.consumed]
-        on_devices = [leaves[i] for i in touched if isinstance(leaves[i], jax.Array)]
+        on_devices = [staging.raw(leaves[i]) for i in touched if isinstance(leaves[i], jax.Array)]
         if on_devices:
             main = max(on_devices, key=lambda array: (len(array.sharding.device_set), array.size))
             self._main = main.sharding
@@ -223,16 +333,20 @@ class _WorkingSet:
 
     def sharding(self, index: int) -> jax.sharding.Sharding:
         """Where a leaf lies while updates are replayed."""
-        leaf = self._leaves[index] if index not in self._wanted else self._wanted[index]
-        if isinstance(leaf, jax.Array) and leaf.sharding.device_set == self._main.device_set:
-            return leaf.sharding
+        known = index in self._wanted
+        wanted = self._wanted[index] if known else staging.raw(self._leaves[index])
+        own = getattr(wanted, "sharding", None)
+        if own is not None and own.device_set == self._main.device_set:
+            return own
         return replicated(self._main)
 
     def take(self, indices: Sequence[int]) -> list[jax.Array]:
         """Takes leaves out of the list, onto the common devices."""
         taken = []
         for index in indices:
-            leaf, sharding = self._leaves[index], self.sharding(index)
+            if staging.is_key(self._leaves[index]):
+                self._key_impls[index] = jax.random.key_impl(self._leaves[index])
+            leaf, sharding = staging.raw(self._leaves[index]), self.sharding(index)
             if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
                 self._wanted[index] = jax.ShapeDtypeStruct(
                     leaf.shape, leaf.dtype, sharding=sharding
@@ -244,9 +358,9 @@ class _WorkingSet:
             self._leaves[index] = None
         return taken
 
-    def put(self, indices: Sequence[int], arrays: Sequence[jax.Array]) -> None:
+    def put(self, indices: Sequence[int], replayed: Sequence[jax.Array]) -> None:
         """Puts replayed leaves back, as and where they are wanted."""
-        for index, array in zip(indices, arrays, strict=True):
+        for index, array in zip(indices, replayed, strict=True):
             wanted = self._wanted[index]
             if isinstance(wanted, jax.ShapeDtypeStruct):
                 self._leaves[index] = array
@@ -254,6 +368,9 @@ class _WorkingSet:
                 self._leaves[index] = jax.device_put(array, wanted.sharding)
             else:
                 self._leaves[index] = _like_host(wanted, np.asarray(array))
+            if index in self._key_impls:
+                impl = self._key_impls[index]
+                self._leaves[index] = jax.random.wrap_key_data(self._leaves[index], impl=impl)
 
 
 def replicated(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
@@ -274,12 +391,26 @@ def _like_host(example: Any, value: np.ndarray) -> Any:
     return type(example)(value)
 
 
-def _read_like(example: Any, spec: Leaf, index: int, reader: DeltaReader) -> Any:
-    """Reads a whole leaf as the type, and onto the sharding, of an example of it."""
-    if not isinstance(example, jax.Array):
-        return _like_host(example, reader.read(index, Box.full(spec.shape)))
+def _patched(example: Any, spec: Leaf, index: int, readers: Sequence[DeltaReader]) -> Any:
+    """A leaf after what some deltas store of it, as the type and where it was before."""
     plain = staging.raw(example)
-    data = staging.place(spec.shape, plain.sharding, lambda box: reader.read(index, box))
+    held: dict[Box, Any] = {Box.full(spec.shape): plain}
+    if isinstance(plain, jax.Array):
+        shards = plain.addressable_shards
+        held = {Box.from_slices(shard.index, spec.shape): shard.data for shard in shards}
+
+    def block(box: Box) -> np.ndarray:
+        if readers[0].holds_all_of(index):
+            result = np.empty(box.shape, jnp.dtype(spec.dtype))
+        else:
+            result = np.array(held[box])
+        for reader in readers:
+            reader.patch(index, box, result)
+        return result
+
+    if not isinstance(example, jax.Array):
+        return _like_host(example, block(Box.full(spec.shape)))
+    data = staging.place(spec.shape, plain.sharding, block)
     if staging.is_key(example):
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(example))
     return data
@@ -311,23 +442,39 @@ def _update_function(
     return replay.update_function(recorder, binding.signature)
 
 
+def reducing(lineage: Lineage) -> tuple[int, ...]:
+    """The leaves of a step whose bits depend on the devices on which its updates are replayed."""
+    update = lineage.base.update
+    is_replayed = any(delta.has_update for delta, _ in lineage.deltas)
+    return update.reducing if update is not None and is_replayed else ()
+
+
 def verify(
-    leaves: Sequence[Any], manifest: manifests.Manifest, specs: Sequence[Leaf], where: Path
-) -> None:
+    leaves: Sequence[Any],
+    lineage: Lineage,
+    where: Path,
+    *,
+    rounded: Collection[int] = (),
+) -> list[int]:
     """Compares every leaf with the fingerprint taken when it was saved.
 
     Args:
         leaves: the restored leaves; None for one that was not asked for.
-        manifest: of the step.
-        specs: the leaves' descriptions, in the same order.
+        lineage: of the step.
         where: the step's directory, for the message.
+        rounded: indices of the leaves that need only be right to rounding.
+
+    Returns:
+        Those of ``rounded`` whose bits differ.
 
     Raises:
-        IntegrityError: names every leaf whose bits differ.
+        IntegrityError: names every other leaf whose bits differ.
     """
-    arrays = {i: staging.raw(leaf) for i, leaf in enumerate(leaves) if leaf is not None}
-    found = fingerprint.of_leaves(arrays)
-    wrong = [specs[i].path for i, value in found.items() if value != manifest.fingerprints[i]]
+    manifest, specs = lineage.manifest, lineage.base.leaves
+    plain = {i: staging.raw(leaf) for i, leaf in enumerate(leaves) if leaf is not None}
+    found = fingerprint.of_leaves(plain)
+    differing = [i for i, value in found.items() if value != manifest.fingerprints[i]]
+    wrong = [specs[i].path for i in differing if i not in rounded]
     if wrong:
         shown = ", ".join(wrong[:20]) + (f", and {len(wrong) - 20} more" if len(wrong) > 20 else "")
         raise IntegrityError(
@@ -335,3 +482,4 @@ def verify(
             f"the bits that were saved: {shown}. The stored data is damaged, or replay of the "
             "update is not exact here. Nothing was returned; restore another step, or a base step."
         )
+    return differing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from adacheck_jax import redundancy, replay, sharding, staging, trees
+from adacheck_jax import proof, redundancy, replay, sharding, staging, trees
 from adacheck_jax.errors import FormatError
 from adacheck_jax.manifest import Leaf
 from adacheck_jax.recorder import Recorder
@@ -28,12 +29,23 @@ class Structure:
         binding: the recorder's update tied to the leaves; None without a recorder.
         index: leaf path to position.
         picks: what this process takes of each leaf: the boxes that it owns.
+        proof_picks: what it takes of each leaf of the update to prove it; empty if it does not hold
+            all of that, or there is no update.
     """
 
     leaves: tuple[Leaf, ...]
     binding: Binding | None
     index: dict[str, int]
     picks: dict[int, tuple[staging.Pick, ...]]
+    proof_picks: dict[int, tuple[staging.Pick, ...]]
+
+    @property
+    def arguments(self) -> tuple[tuple[int, ...], ...]:
+        """Positions of the update's params, inner state, record and extra arguments."""
+        binding = self.binding
+        assert binding is not None
+        lists = (binding.params, binding.inner, binding.record, binding.extra)
+        return tuple(self.positions(paths) for paths in lists)
 
     def positions(self, paths: Sequence[str]) -> tuple[int, ...]:
         """Positions of several leaf paths."""
@@ -116,7 +128,14 @@ class Snapshots:
             i: staging.picks_of(array, leaf.boxes_of(process))
             for i, (leaf, array) in enumerate(zip(leaves, arrays, strict=True))
         }
-        return Structure(leaves, binding, index, picks)
+        structure = Structure(leaves, binding, index, picks, {})
+        if binding is None:
+            return structure
+        sites = proof.sites(leaves, structure.arguments, process)
+        proof_picks = {i: staging.picks_of(arrays[i], boxes) for i, boxes in sites.items()}
+        if any(len(proof_picks[i]) < len(boxes) for i, boxes in sites.items()):
+            return structure
+        return dataclasses.replace(structure, proof_picks=proof_picks)
 
 
 def _signature(leaf: Any, array: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -41,25 +41,28 @@ def on_accelerator(array: Any) -> bool:
     return next(iter(array.sharding.device_set)).platform != "cpu"
 
 
-Pick = tuple[Box, int]
-"""A box, and which of an array's addressable shards to take it from."""
+Pick = tuple[Box, int, tuple[slice, ...]]
+"""A box, which of an array's addressable shards to take it from, and where it lies there."""
 
 
-def picks_of(array: Any, owned: Collection[Box]) -> tuple[Pick, ...]:
+def picks_of(array: Any, wanted: Sequence[Box]) -> tuple[Pick, ...]:
     """Chooses the shards that hold some boxes; depends on the array's sharding alone.
 
     Args:
         array: jax or numpy array (see :func:`raw`).
-        owned: the boxes to take, each addressable here.
+        wanted: the boxes to take, each within a shard; those that are not held here are left out.
     """
     if not isinstance(array, jax.Array):
-        return tuple((box, 0) for box in owned)
-    found: dict[Box, int] = {}
+        return tuple((box, 0, box.slices) for box in wanted)
+    held: dict[Box, int] = {}
     for position, shard in enumerate(array.addressable_shards):
-        box = Box.from_slices(shard.index, array.shape)
-        if box in owned and box not in found:
-            found[box] = position
-    return tuple(found.items())
+        held.setdefault(Box.from_slices(shard.index, array.shape), position)
+    picks = []
+    for box in wanted:
+        holder = box if box in held else next((h for h in held if h.contains(box)), None)
+        if holder is not None:
+            picks.append((box, held[holder], box.relative_to(holder.start).slices))
+    return tuple(picks)
 
 
 def stage(arrays: Mapping[int, Any], picks: Mapping[int, Sequence[Pick]]) -> dict[int, Blocks]:
@@ -78,15 +81,22 @@ def stage(arrays: Mapping[int, Any], picks: Mapping[int, Sequence[Pick]]) -> dic
     taken = {
         index: [
             # The caller may change a numpy array in place, so it is copied.
-            (box, array.addressable_data(i) if isinstance(array, jax.Array) else np.array(array))
-            for box, i in picks[index]
+            (
+                box,
+                array.addressable_data(i) if isinstance(array, jax.Array) else np.array(array),
+                at,
+            )
+            for box, i, at in picks[index]
         ]
         for index, array in arrays.items()
     }
-    for _, data in itertools.chain.from_iterable(taken.values()):
+    for _, data, _ in itertools.chain.from_iterable(taken.values()):
         if isinstance(data, jax.Array) and on_accelerator(data):
             data.copy_to_host_async()
-    return {index: {box: np.asarray(data) for box, data in each} for index, each in taken.items()}
+    return {
+        index: {box: np.asarray(data)[(*at, ...)] for box, data, at in each}
+        for index, each in taken.items()
+    }
 
 
 def place(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
@@ -31,6 +32,10 @@ class StockCheckpoints:
         self, directory: epath.Path, state: PyTree, save_args: PyTree, custom_metadata: Any
     ) -> list[ocp.Future]:
         """Starts writing a state; the futures complete when its data is durable."""
+        # Orbax takes no array without elements; the manifest alone tells of those.
+        if save_args is not None:
+            save_args = jax.tree.map(lambda x, a: None if _is_empty(x) else a, state, save_args)
+        state = jax.tree.map(lambda x: None if _is_empty(x) else _storable(x), state)
         args = ocp.args.StandardSave(state, save_args, custom_metadata)
         return list(await self._writer.async_save(directory, args=args) or [])
 
@@ -47,13 +52,17 @@ class StockCheckpoints:
         with _damage_named(directory):
             return self._reader.metadata(epath.Path(directory))
 
-    def read(self, directory: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    def read(
+        self, directory: Path, wanted: Mapping[str, Any], dtypes: Mapping[str, str]
+    ) -> dict[str, Any]:
         """Reads a state, each process only the boxes that its devices need.
 
         Args:
             directory: of the base.
             wanted: for each leaf path a sharding, ``np.ndarray``, or None to leave the leaf out.
-                Python scalars come back as such whatever is asked for.
+                Python scalars come back as such whatever is asked for. Arrays without elements are
+                not among them.
+            dtypes: data type of every leaf.
 
         Returns:
             Leaves by leaf path; None for those left out.
@@ -83,12 +92,32 @@ class StockCheckpoints:
         with _damage_named(directory):
             tree = self._reader.restore(epath.Path(directory), args=args)
         leaves, _ = trees.flatten(tree)
-        return {path: None if leaf is ocp.PLACEHOLDER else leaf for path, leaf in leaves.items()}
+        return {
+            path: None if leaf is ocp.PLACEHOLDER else _as_saved(leaf, dtypes[path])
+            for path, leaf in leaves.items()
+        }
 
     def close(self) -> None:
         """Releases what the handlers hold."""
         self._writer.close()
         self._reader.close()
+
+
+def _is_empty(leaf: Any) -> bool:
+    return isinstance(leaf, np.ndarray | jax.Array) and leaf.size == 0
+
+
+_WIDENED = {"uint2": "uint8", "uint4": "uint8"}
+"""Data types that tensorstore does not know, and what a base stores in their place."""
+
+
+def _storable(leaf: Any) -> Any:
+    wide = _WIDENED.get(str(getattr(leaf, "dtype", "")))
+    return leaf if wide is None else leaf.astype(wide)
+
+
+def _as_saved(leaf: Any, dtype: str) -> Any:
+    return leaf.astype(jnp.dtype(dtype)) if dtype in _WIDENED else leaf
 
 
 def _restore_args(wanted: Any, leaf: Any) -> ocp.RestoreArgs:

@@ -85,6 +85,40 @@ class Target:
             shape = saved_shape
         return f"{dtype}{list(shape)}"
 
+    def saved_placements(self, lineage: Lineage) -> dict[str, Any] | None:
+        """Where a lineage's updates are replayed exactly, if they depend on the order of sums.
+
+        Returns:
+            The shardings that the leaves of the update were saved with, by leaf path; None if not
+            all of those devices exist here.
+        """
+        update = lineage.base.update
+        assert update is not None
+        paths = [lineage.base.leaves[i].path for i in (*update.explained, *update.consumed)]
+        try:
+            found = {path: _saved_sharding(self._saved.get(path), None) for path in paths}
+        except ValueError:
+            return None
+        return {path: np.ndarray if s is None else s for path, s in found.items()}
+
+    def empty(self, spec: Leaf, wanted: Any) -> Any:
+        """An array without elements, which no base stores."""
+        if wanted is None:
+            return None
+        array = np.empty(spec.shape, jnp.dtype(spec.dtype))
+        return array if wanted is np.ndarray else jax.device_put(array, wanted)
+
+    def move(self, placements: Mapping[str, Any], leaves: dict[str, Any]) -> None:
+        """Brings leaves that were placed elsewhere to where they are wanted, in place."""
+        for path, wanted in placements.items():
+            leaf = leaves[path]
+            if leaf is None or wanted is None:
+                continue
+            if wanted is np.ndarray:
+                leaves[path] = np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf
+            elif not isinstance(leaf, jax.Array) or leaf.sharding != wanted:
+                leaves[path] = jax.device_put(leaf, wanted)
+
     def placements(self, lineage: Lineage) -> dict[str, Any]:
         """For each leaf path a sharding, ``np.ndarray``, or None to leave the leaf unread."""
         update = lineage.base.update
@@ -108,7 +142,7 @@ class Target:
             return sharding if self._wishes.strict else _fitting(sharding, spec)
         fallback = self._wishes.fallback_sharding
         try:
-            saved = _saved_sharding(self._saved[path], fallback)
+            saved = _saved_sharding(self._saved.get(path), fallback)
         except ValueError as error:
             raise MismatchError(
                 f"leaf {path}: it was saved on devices that do not exist here ({error}), and the "
@@ -121,7 +155,9 @@ class Target:
         """Gives verified leaves the structure, type, shape and layout that is wanted."""
         if self._treedef is None:
             return jax.tree_util.tree_map_with_path(
-                lambda key_path, _: leaves[trees.leaf_path(key_path)], self._saved_tree
+                lambda key_path, _: leaves.get(trees.leaf_path(key_path)),
+                self._saved_tree,
+                is_leaf=lambda node: node is None,  # or an array without elements
             )
         finished = (self._finish(leaves[path], leaf) for path, leaf in self._wanted.items())
         return trees.unflatten(self._treedef, finished)

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import tempfile
 import time
@@ -28,8 +26,7 @@ import optax
 import orbax.checkpoint as ocp
 
 import adacheck_jax as adacheck
-from adacheck_jax import lineage
-from adacheck_jax.commit import versions
+from benchmarks.common import environment, new_bytes
 
 WIDTH = 256
 
@@ -43,15 +40,6 @@ class Cost:
     durable_s: float
     cpu_s: float
     new_bytes: int
-
-
-def new_bytes(step_directory: Path) -> int:
-    """Bytes of a step's files, without its links to earlier steps."""
-    return sum(
-        path.stat().st_size
-        for path in step_directory.rglob("*")
-        if path.is_file() and lineage.LINEAGE not in str(path)
-    )
 
 
 def train_state(params_count: int, leaf_count: int, recorder: adacheck.Recorder) -> Any:
@@ -129,9 +117,7 @@ def run(params_count: int, leaf_count: int, repeats: int, root: Path) -> dict[st
         "leaves": len(jax.tree.leaves(state)),
         "params_and_moments_bytes": optimized_bytes,
         "repeats": repeats,
-        "cores": os.cpu_count(),
-        "machine": platform.processor() or platform.machine(),
-        "versions": versions(),
+        **environment(),
         "costs": [asdict(cost) for cost in costs],
     }
 

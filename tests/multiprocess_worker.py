@@ -1,12 +1,16 @@
 """One process of a multi-process run: trains and saves, or restores and writes what it got.
 
-Usage: multiprocess_worker.py save|resume|restore PROCESS PROCESSES PORT ROOT OUT DEVICES
+Usage: multiprocess_worker.py MODE PROCESS PROCESSES PORT ROOT OUT DEVICES
+
+MODE is save, resume or restore; or bits, which saves bit-pattern differences; or projected, which
+saves a run that changes params after the update.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 mode, process, processes, port, root, out, devices = sys.argv[1:]
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
@@ -37,7 +41,17 @@ def write(state: object, name: str) -> None:
 
 mesh = support.mesh_of((jax.device_count() // 2, 2))
 run = support.dict_run(mesh)
-handler = adacheck.AdaCheckHandler(run.recorder)
+handler = adacheck.AdaCheckHandler(run.recorder, delta="bits" if mode == "bits" else "auto")
+if mode == "projected":
+    train_step = run.train_step
+
+    def projected(state: Any, data: Any) -> Any:
+        state = train_step(state, data)
+        kernel = jax.numpy.clip(state["params"]["in"]["kernel"], -0.1, 0.1)
+        state["params"]["in"]["kernel"] = kernel
+        return state
+
+    run.train_step = projected
 with support.manager_of(root, handler) as manager:
     if mode == "restore":
         for step in (1, STEPS):
@@ -46,7 +60,7 @@ with support.manager_of(root, handler) as manager:
     if mode == "resume":
         target = adacheck.RestoreArgs(support.abstract(run.state))
         run.state, run.count = manager.restore(STEPS, args=target), STEPS
-    if mode in {"save", "resume"}:
+    if mode != "restore":
         for _ in range(STEPS):
             run.advance()
             write(run.state, f"saved{run.count}")

@@ -1,11 +1,19 @@
-"""Hypothesis strategies for grids of boxes."""
+"""Hypothesis strategies for grids of boxes, and arrays to fill them with."""
 
 import math
 
+import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
 from adacheck_jax.boxes import Box
+
+DTYPES = [
+    *("float32", "float64", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"),
+    *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("bool", "int4", "uint4", "complex64", "complex128"),
+]
+"""Every type of elements that a leaf may have."""
 
 
 def cuts(max_axes=3, max_length=12, max_pieces=4):
@@ -44,3 +52,10 @@ def elements(box, shape):
 def numbered(shape):
     """An array whose elements are all different."""
     return np.arange(math.prod(shape)).reshape(shape)
+
+
+def any_bits(rng, shape, dtype):
+    """An array of random bits; NaN with any payload, subnormal numbers and -0.0 are among them."""
+    dtype = jnp.dtype(dtype)
+    data = rng.integers(0, 256, math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return (data & 1 if dtype.kind == "b" else data).view(dtype).reshape(shape)

@@ -71,6 +71,25 @@ def test_an_intersection_holds_the_common_elements_and_is_none_without_any(pair)
         assert (elements(found, shape) == common).all()
 
 
+@given(box_pairs())
+def test_a_box_contains_those_whose_every_element_it_has(pair):
+    shape, a, b = pair
+    if b.size:
+        assert a.contains(b) == elements(a, shape)[b.slices].all()
+        assert a.contains(b) == (a.intersect(b) == b)
+    assert a.contains(a)
+    assert Box.full(shape).contains(b)
+
+
+def test_a_box_contains_no_box_that_reaches_out_of_it_on_any_side():
+    outer = Box((2, 2), (6, 6))
+    assert outer.contains(Box((2, 2), (6, 6)))
+    assert outer.contains(Box((3, 4), (4, 4)))
+    for start, stop in [((1, 2), (6, 6)), ((2, 1), (6, 6)), ((2, 2), (7, 6)), ((2, 2), (6, 7))]:
+        assert not outer.contains(Box(start, stop))
+    assert Box((), ()).contains(Box((), ()))
+
+
 @given(cuts(), st.data())
 def test_a_box_relative_to_another_selects_the_same_elements_inside_it(cuts, data):
     shape = shape_of(cuts)

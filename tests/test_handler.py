@@ -509,7 +509,7 @@ def test_a_delta_holds_the_record_and_what_no_update_explains(tmp_path):
     records = {p.replace("params/", "opt_state/1/adacheck_record/") for p in params}
     assert stored == records | {"step", "opt_state/1/adacheck_count"}
     record_bytes = sum(leaf.nbytes for leaf in leaves if leaf.path in records)
-    assert sum(delta.process_bytes) <= record_bytes + 64 * len(leaves)
+    assert sum(pack.raw_bytes for pack in delta.packs) <= record_bytes + 64 * len(leaves)
     body = json.loads((directory / manifest.FILE).read_text())
     assert "leaves" not in body
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from adacheck_jax import manifest as manifests
 from adacheck_jax.errors import FormatError, IntegrityError
-from adacheck_jax.manifest import BaseManifest, DeltaManifest, Leaf, Link, Update
+from adacheck_jax.manifest import BaseManifest, DeltaManifest, Encoding, Leaf, Link, Pack, Update
 from tests.strategies import cuts, shape_of
 
 natural = st.integers(0, 2**40)
@@ -41,12 +41,16 @@ def leaves(draw):
 def updates(draw, leaf_count):
     order = draw(st.permutations(range(leaf_count)))
     a, b, c, d = sorted(draw(st.integers(1, leaf_count)) for _ in range(4))
+    computed = st.lists(st.sampled_from(order[1:b]), unique=True) if b > 1 else st.just([])
     return Update(
         params=tuple(order[1:a]),
         inner=tuple(order[a:b]),
         record=tuple(order[b:c]),
         extra=tuple(order[c:d]),
         count=order[0],
+        reducing=tuple(draw(computed)),
+        passed=tuple(draw(computed)),
+        problem=draw(st.text()),
         programs=draw(st.dictionaries(st.sampled_from(["cpu", "cuda", "tpu"]), digest)),
         jax_version=draw(st.text()),
     )
@@ -67,19 +71,34 @@ def bases(draw):
     )
 
 
-deltas = st.builds(
-    DeltaManifest,
-    step=natural,
-    count=natural,
-    has_update=st.booleans(),
-    parent=st.builds(Link, step=natural, reference=st.text(), checksum=digest),
-    depth=natural,
-    stored=naturals,
-    fingerprints=st.lists(fingerprint, max_size=4).map(tuple),
-    process_bytes=naturals,
-    custom_metadata=any_json,
-    checksum=st.just(""),
-)
+def packs(stored_count):
+    letters = st.sampled_from(sorted(Encoding))
+    bounds = st.lists(natural, max_size=6, unique=True).map(sorted)
+    return st.builds(
+        Pack,
+        encodings=st.lists(letters, min_size=stored_count, max_size=stored_count).map("".join),
+        raw_bytes=natural,
+        difference_bytes=natural,
+        elided=bounds.map(lambda ends: tuple(zip(ends[::2], ends[1::2], strict=False))),
+    )
+
+
+@st.composite
+def deltas(draw):
+    stored = draw(naturals.map(lambda indices: tuple(sorted(set(indices)))))
+    return DeltaManifest(
+        step=draw(natural),
+        count=draw(st.none() | natural),
+        has_update=draw(st.booleans()),
+        parent=draw(st.builds(Link, step=natural, reference=st.text(), checksum=digest)),
+        depth=draw(natural),
+        stored=stored,
+        packs=tuple(draw(st.lists(packs(len(stored)), max_size=3))),
+        fingerprints=tuple(draw(st.lists(fingerprint, max_size=4))),
+        problem=draw(st.text()),
+        custom_metadata=draw(any_json),
+    )
+
 
 A_LEAF = Leaf("params/kernel", (4, 6), "bfloat16", 2, None, ((0, 2, 4), (0, 6)), (0, 1))
 A_COUNT = Leaf("count", (), "int32", 4, None, (), (0,))
@@ -88,7 +107,7 @@ A_BASE = BaseManifest(
     count=3,
     leaves=(A_LEAF, A_COUNT),
     fingerprints=(0x0123456789ABCDEF, 7),
-    update=Update((0,), (), (), (), 1, {"cpu": "ab" * 32}, "0.10.2"),
+    update=Update((0,), (), (), (), 1, (0,), (0,), "", {"cpu": "ab" * 32}, "0.10.2"),
     reason="first",
     process_count=2,
     versions={"jax": "0.10.2"},
@@ -99,9 +118,10 @@ A_DELTA = DeltaManifest(
     has_update=True,
     parent=Link(10, "../../10/default", "cd" * 32),
     depth=1,
-    stored=(0,),
+    stored=(0, 1),
+    packs=(Pack("xr", 4, 24, ((0, 1), (3, 5))), Pack("==", 0, 0, ())),
     fingerprints=(1, 2**64 - 1),
-    process_bytes=(48, 0),
+    problem="replay was not exact",
     custom_metadata={"loss": 0.5, "note": "a"},
 )
 EXAMPLES = pytest.mark.parametrize("manifest", [A_BASE, A_DELTA], ids=["base", "delta"])
@@ -122,7 +142,7 @@ def encode_body(body):
     return json.dumps({**body, "checksum": manifests.checksum_of(body)}).encode()
 
 
-@given(bases() | deltas)
+@given(bases() | deltas())
 def test_decode_undoes_encode(manifest):
     found = decode(manifests.encode(manifest))
     assert len(found.checksum) == 64
@@ -136,7 +156,7 @@ def test_metadata_that_json_changes_can_still_be_read(metadata):
     assert found == json.loads(json.dumps(metadata))
 
 
-@given(bases() | deltas, st.data())
+@given(bases() | deltas(), st.data())
 def test_a_changed_byte_is_an_error(manifest, data):
     encoded = bytearray(manifests.encode(manifest))
     position = data.draw(st.integers(0, len(encoded) - 1))
@@ -265,6 +285,107 @@ def test_an_update_over_leaves_that_are_not_there_or_taken_twice_is_an_error(upd
     body["update"].update(update)
     with pytest.raises(FormatError):
         decode(encode_body(body))
+
+
+@pytest.mark.parametrize("field", ["reducing", "passed"])
+@pytest.mark.parametrize("indices", [[1], [0, 1], [2], [-1], [0.0], 0, None], ids=str)
+def test_what_the_update_does_with_leaves_that_it_does_not_compute_is_an_error(field, indices):
+    body = body_of(A_BASE)
+    body["update"][field] = indices
+    with pytest.raises(FormatError):
+        decode(encode_body(body))
+
+
+def test_a_leaf_that_the_update_consumes_is_neither_reducing_nor_passed_through():
+    update = Update((), (), (0,), (), 1, (), (), "", {}, "0.10.2")
+    for field in ("reducing", "passed"):
+        body = body_of(dataclasses.replace(A_BASE, update=update))
+        assert decode(encode_body(body)).update == update
+        body["update"][field] = [0]
+        with pytest.raises(FormatError, match="not computed by the update"):
+            decode(encode_body(body))
+
+
+@pytest.mark.parametrize("encodings", ["", "x", "xrr", "xx=="])
+def test_a_pack_with_too_few_or_too_many_encodings_is_an_error(encodings):
+    for process in range(2):
+        body = body_of(A_DELTA)
+        body["packs"][process]["encodings"] = encodings
+        with pytest.raises(FormatError, match=f"{len(encodings)} encodings of 2 stored leaves"):
+            decode(encode_body(body))
+
+
+@pytest.mark.parametrize("encodings", ["xz", "X=", "x ", "x\x00", "rá", [1, 2], None, 2])
+def test_an_unknown_encoding_is_an_error(encodings):
+    body = body_of(A_DELTA)
+    body["packs"][0]["encodings"] = encodings
+    with pytest.raises(FormatError):
+        decode(encode_body(body))
+
+
+@pytest.mark.parametrize("letter", sorted(Encoding))
+def test_every_encoding_has_one_letter_that_is_read_again(letter):
+    assert len(letter) == 1
+    body = body_of(A_DELTA)
+    body["packs"][0]["encodings"] = str(letter) * 2
+    assert decode(encode_body(body)).packs[0].encodings == letter * 2
+
+
+@pytest.mark.parametrize(
+    "elided",
+    [[[0]], [[0, 1, 2]], [[]], [[-1, 2]], [[0, 1.0]], [[False, 1]], [["0", "1"]], [0, 1], "01"],
+    ids=str,
+)
+def test_elided_chunks_that_are_no_pairs_of_numbers_are_an_error(elided):
+    body = body_of(A_DELTA)
+    body["packs"][0]["elided"] = elided
+    with pytest.raises(FormatError):
+        decode(encode_body(body))
+
+
+@pytest.mark.parametrize(
+    "elided", [[[3, 1]], [[1, 1]], [[0, 2], [1, 3]], [[2, 3], [0, 1]]], ids=str
+)
+def test_elided_chunks_that_do_not_ascend_are_an_error(elided):
+    body = body_of(A_DELTA)
+    body["packs"][0]["elided"] = elided
+    with pytest.raises(FormatError):
+        decode(encode_body(body))
+
+
+@pytest.mark.parametrize("field", ["raw_bytes", "difference_bytes"])
+@pytest.mark.parametrize("value", [-1, 1.0, True, None, "4"])
+def test_a_pack_of_no_possible_size_is_an_error(field, value):
+    body = body_of(A_DELTA)
+    body["packs"][1][field] = value
+    with pytest.raises(FormatError):
+        decode(encode_body(body))
+
+
+PLACES = {
+    "base": (A_BASE, lambda body: body),
+    "leaf": (A_BASE, lambda body: body["leaves"][0]),
+    "update": (A_BASE, lambda body: body["update"]),
+    "delta": (A_DELTA, lambda body: body),
+    "parent": (A_DELTA, lambda body: body["parent"]),
+    "pack": (A_DELTA, lambda body: body["packs"][1]),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_missing_field_is_an_error(place):
+    manifest, within = PLACES[place]
+    for field in within(body_of(manifest)):
+        body = body_of(manifest)
+        del within(body)[field]
+        with pytest.raises(FormatError):
+            decode(encode_body(body))
+
+
+def test_a_state_without_recorder_has_no_count():
+    for manifest in (dataclasses.replace(A_BASE, update=None), A_DELTA):
+        found = decode(manifests.encode(dataclasses.replace(manifest, count=None)))
+        assert found.count is None
 
 
 def test_a_missing_manifest_is_an_error_that_names_the_file(tmp_path):

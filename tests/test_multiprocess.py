@@ -56,8 +56,9 @@ def test_the_processes_share_the_writing(run_of_two):
     found = lineage.resolve(run_of_two / "run" / "3" / "default")
     (_, delta) = (entry.manifest for entry in found.entries[1:])
     assert isinstance(delta, manifest.DeltaManifest)
-    assert len(delta.process_bytes) == 2
-    assert min(delta.process_bytes) > 0.4 * max(delta.process_bytes)
+    sizes_bytes = [pack.raw_bytes for pack in delta.packs]
+    assert len(sizes_bytes) == 2
+    assert min(sizes_bytes) > 0.4 * max(sizes_bytes)
     owners = {owner for leaf in found.base.leaves for owner in leaf.owners}
     assert owners == {0, 1}
 
@@ -75,3 +76,29 @@ def test_a_lineage_goes_on_after_a_restart_of_all_processes(run_of_two):
     launch("resume", 2, run_of_two / "run", run_of_two / "resumed", devices=2)
     kinds = [type(step.manifest) for step in lineage.steps_of(run_of_two / "run")]
     assert kinds == [manifest.BaseManifest] + [manifest.DeltaManifest] * 5
+
+
+@pytest.mark.parametrize(
+    ("mode", "kinds", "has_update"),
+    [("bits", "BDD", [False, False]), ("projected", "BDD", [True, False])],
+)
+def test_several_processes_save_differences(tmp_path, mode, kinds, has_update):
+    """Where they were told to, and where their proof found that replay is wrong."""
+    launch(mode, 2, tmp_path / "run", tmp_path / "out", devices=2)
+    found = [step.manifest for step in lineage.steps_of(tmp_path / "run")]
+    assert "".join(type(each).__name__[0] for each in found) == kinds
+    assert [each.has_update for each in found[1:]] == has_update
+    last = found[-1]
+    assert all({"x", "s"} & set(pack.encodings) for pack in last.packs)
+    if mode == "projected":
+        paths = [leaf.path for leaf in found[0].leaves]
+        wrong = paths.index("params/in/kernel")
+        assert wrong in found[1].stored
+        assert "params/in/kernel" in found[1].problem
+        assert paths.index("params/out/kernel") not in found[1].stored
+    for processes, devices in ((2, 2), (1, 8)):
+        out = tmp_path / f"restored-by-{processes}x{devices}"
+        launch("restore", processes, tmp_path / "run", out, devices)
+        for step in (1, 3):
+            restored = leaves(Path(f"{out}-restored{step}.npz"))
+            assert restored == leaves(tmp_path / f"out-saved{step}.npz")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import logging
+import math
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +15,17 @@ import pytest
 
 import adacheck_jax as adacheck
 from adacheck_jax import lineage, manifest, programs, proof
-from adacheck_jax.boxes import Box
 from tests import support
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
 
 
 def kinds(root):
-    return [type(step.manifest).__name__[0] for step in lineage.steps_of(root)]
+    """For each step B for a base, R for a replayed delta, D for differences alone."""
+    found = [step.manifest for step in lineage.steps_of(root)]
+    return [
+        "B" if isinstance(each, manifest.BaseManifest) else "R" if each.has_update else "D"
+        for each in found
+    ]
 
 
 def run_of(train_step, tx=None, *, jit=True):
@@ -68,7 +75,8 @@ def test_an_update_that_is_not_the_recorders_is_caught_at_the_first_delta(
         for step, expected in saved.items():
             target = adacheck.RestoreArgs(abstract(run.state, mesh_of((4, 2))))
             assert_same_bits(manager.restore(step, args=target), expected)
-    assert kinds(tmp_path) == ["B", "D", "B", "B"]
+    # Stored whole where replay is wrong, then bit by bit: the lineage goes on.
+    assert kinds(tmp_path) == ["B", "R", "D", "D"]
     said = [r.getMessage() for r in caplog.records if "did not reproduce" in r.getMessage()]
     assert len(said) == 1
     assert "params/in/kernel" in said[0]
@@ -104,20 +112,20 @@ def test_params_changed_after_a_restore_are_caught(tmp_path):
 
 def test_a_correct_run_is_proved_and_goes_on_with_deltas(tmp_path, monkeypatch):
     found = []
-    mismatches = proof.mismatches
-    monkeypatch.setattr(proof, "mismatches", lambda *a: found.append(mismatches(*a)) or found[-1])
+    in_pieces = proof.in_pieces
+    monkeypatch.setattr(proof, "in_pieces", lambda *a: found.append(in_pieces(*a)) or found[-1])
     run = support.dict_run(mesh_of((4, 2)), dtype=jnp.bfloat16)
     handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=2)
     with manager_of(tmp_path, handler) as manager:
         save_steps(manager, run, 6)
-    assert kinds(tmp_path) == ["B", "D", "D", "B", "D", "D"]
+    assert kinds(tmp_path) == ["B", "R", "R", "B", "R", "R"]
     assert found == [[], []]  # once a base
 
 
 @pytest.mark.parametrize(("prove", "count"), [("never", 0), ("first", 1), ("every", 3)])
 def test_how_often_it_is_proved(tmp_path, monkeypatch, prove, count):
     calls = []
-    monkeypatch.setattr(proof, "mismatches", lambda *a: calls.append(a) or [])
+    monkeypatch.setattr(proof, "in_pieces", lambda *a: calls.append(a) or [])
     run = support.dict_run(mesh_of((2, 2)))
     handler = adacheck.AdaCheckHandler(run.recorder, prove=prove)
     with manager_of(tmp_path, handler) as manager:
@@ -135,7 +143,7 @@ def test_a_later_change_by_hand_is_caught_by_proving_every_delta(tmp_path):
         for step, expected in saved.items():
             target = adacheck.RestoreArgs(abstract(run.state))
             assert_same_bits(manager.restore(step, args=target), expected)
-    assert kinds(tmp_path)[3:] == ["D", "B"]
+    assert kinds(tmp_path)[3:] == ["R", "D"]
 
 
 def test_a_proof_does_not_keep_a_donated_state_from_being_overwritten(tmp_path):
@@ -150,15 +158,26 @@ def test_a_proof_does_not_keep_a_donated_state_from_being_overwritten(tmp_path):
             manager.save(run.count, args=adacheck.SaveArgs(doomed))
             jax.block_until_ready(scramble(doomed))
         manager.wait_until_finished()
-        assert kinds(tmp_path) == ["B", "D"]
+        assert kinds(tmp_path) == ["B", "R"]
         target = adacheck.RestoreArgs(abstract(run.state))
         assert_same_bits(manager.restore(2, args=target), saved[2])
 
 
-@pytest.mark.parametrize("pieces_bytes", [100, 1000, 64 * 2**20])
-def test_pieces_of_any_size_give_the_same_verdict(monkeypatch, pieces_bytes):
-    monkeypatch.setattr(proof, "PIECES_BYTES", pieces_bytes)
+def leaf_of(index, array, cuts=None):
+    cuts = cuts or tuple((0, length) for length in array.shape)
+    owners = (0,) * math.prod(len(points) - 1 for points in cuts)
+    dtype = str(array.dtype)
+    return manifest.Leaf(f"{index}", array.shape, dtype, array.itemsize, None, cuts, owners)
 
+
+def blocks_of(leaves, arguments, values):
+    sites = proof.sites(leaves, arguments, 0)
+    return {i: {b: values[i][b.slices] for b in boxes} for i, boxes in sites.items() if i in values}
+
+
+@pytest.mark.parametrize("bound_bytes", [100, 1000, 64 * 2**20])
+@pytest.mark.parametrize("columns", [(0, 5), (0, 2, 5)], ids=["whole", "cut"])
+def test_pieces_of_any_size_give_the_same_verdict(bound_bytes, columns):
     def update(params, inner, record, extra):
         del extra
         moved = [m * 0.9 + r for m, r in zip(inner[:2], record, strict=True)]
@@ -167,16 +186,19 @@ def test_pieces_of_any_size_give_the_same_verdict(monkeypatch, pieces_bytes):
 
     rng = np.random.default_rng(0)
     shapes = {0: (7, 5), 1: (3,), 2: (7, 5), 3: (3,), 4: (), 5: (7, 5), 6: (3,)}
-    values = {i: rng.standard_normal(s).astype(np.float32) for i, s in shapes.items()}
+    values = {i: np.array(rng.standard_normal(s), np.float32) for i, s in shapes.items()}
+    leaves = [leaf_of(i, value) for i, value in values.items()]
+    leaves[2] = leaf_of(
+        2, values[2], ((0, 7), columns)
+    )  # a moment that is cut where params are not
     arguments = [[0, 1], [2, 3, 4], [5, 6], []]
     outputs = jax.jit(update)(*[[values[i] for i in indices] for indices in arguments])
     after = dict(zip([0, 1, 2, 3, 4], map(np.array, jax.tree.leaves(outputs)), strict=True))
-    box = {i: Box.full(shape) for i, shape in shapes.items()}
-    before_blocks = {i: {box[i]: value} for i, value in values.items()}
+    before = blocks_of(leaves, arguments, values)
 
     def verdict():
-        after_blocks = {i: {box[i]: value} for i, value in after.items()}
-        return proof.mismatches(update, arguments, before_blocks, after_blocks, shapes)
+        found = blocks_of(leaves, arguments, after)
+        return proof.in_pieces(update, leaves, arguments, before, found, bound_bytes)
 
     assert verdict() == []
     after[3][1] = np.nextafter(after[3][1], np.float32(9))
@@ -186,24 +208,159 @@ def test_pieces_of_any_size_give_the_same_verdict(monkeypatch, pieces_bytes):
     assert verdict() == [0, 3, 4]
 
 
-def test_an_update_that_looks_at_shapes_is_proved_on_whole_leaves():
-    mask = jnp.asarray([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
-
-    def update(params, inner, record, extra):
-        del inner, extra
-        return [params[0] - record[0] * mask], []
-
-    values = {0: np.ones((3, 2), np.float32), 1: np.full((3, 2), 0.5, np.float32)}
-    box = Box.full((3, 2))
-    before = {i: {box: value} for i, value in values.items()}
-    right = {0: {box: np.asarray(1 - 0.5 * mask)}}
-    wrong = {0: {box: np.zeros((3, 2), np.float32)}}
-    shapes = {0: (3, 2), 1: (3, 2)}
-    assert proof.mismatches(update, [[0], [], [1], []], before, right, shapes) == []
-    assert proof.mismatches(update, [[0], [], [1], []], before, wrong, shapes) == [0]
+def test_the_sites_of_all_processes_cover_what_each_of_them_owns():
+    array = np.zeros((8, 6), np.float32)
+    params = dataclasses.replace(leaf_of(0, array, ((0, 4, 8), (0, 6))), owners=(0, 1))
+    moment = dataclasses.replace(leaf_of(1, array, ((0, 8), (0, 3, 6))), owners=(1, 0))
+    record = dataclasses.replace(leaf_of(2, array), owners=(1,))
+    leaves, arguments = [params, moment, record], [[0], [1], [2], []]
+    for process in (0, 1):
+        sites = proof.sites(leaves, arguments, process)
+        assert sites[0] == sites[1] == sites[2]
+        for leaf in leaves:
+            for owned in leaf.boxes_of(process):
+                inside = [site for site in sites[0] if owned.contains(site)]
+                assert sum(site.size for site in inside) == owned.size
 
 
-def test_a_hyper_parameter_set_by_hand_between_steps_makes_a_base(tmp_path):
+def test_a_weight_decay_mask_by_rank_is_proved(tmp_path, monkeypatch):
+    """A piece has as many axes as its leaf, so that an update may look at them."""
+    calls = []
+    in_pieces = proof.in_pieces
+    monkeypatch.setattr(proof, "in_pieces", lambda *a: calls.append(in_pieces(*a)) or calls[-1])
+    mask = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)  # noqa: E731
+    run = support.dict_run(mesh_of((2, 2)), optax.adamw(1e-2, weight_decay=0.1, mask=mask))
+    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
+        save_steps(manager, run, 3)
+    assert calls == [[]]
+    assert kinds(tmp_path) == ["B", "R", "R"]
+
+
+def by_size():
+    """Steps by the first axis where it is long, so that a piece would not be updated likewise."""
+
+    def update(updates, state, params=None):
+        del params
+        rate = lambda u: -0.1 if u.shape[:1] == (support.WIDTH,) else -0.2 + 0.1 * u  # noqa: E731
+        return jax.tree.map(lambda u: rate(u) * u, updates), state
+
+    return optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+
+
+def masked():
+    """Steps every other row of one matrix; changes the containers that it is given in place."""
+
+    def update(updates, state, params=None):
+        del params
+        mask = jnp.ones((support.WIDTH, 2 * support.WIDTH)).at[::2].set(0.0)
+        updates["in"]["kernel"] = updates["in"]["kernel"] * mask
+        return jax.tree.map(lambda u: -0.1 * u, updates), state
+
+    return optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+
+
+@pytest.mark.parametrize("tx", [by_size(), masked()], ids=["shapes", "places"])
+def test_an_update_that_looks_at_shapes_or_places_is_proved_whole(tmp_path, monkeypatch, tx):
+    calls = []
+    whole = proof.whole
+    monkeypatch.setattr(proof, "whole", lambda *a: calls.append(whole(*a)) or calls[-1])
+    run = support.dict_run(mesh_of((4, 2)), tx, dtype=jnp.bfloat16)
+    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
+        save_steps(manager, run, 3)
+    assert calls == [[]]
+    assert kinds(tmp_path) == ["B", "R", "R"]
+
+
+def test_a_proof_that_takes_more_memory_than_allowed_is_left_out_and_said(tmp_path, caplog):
+    run = support.dict_run(mesh_of((4, 2)), masked(), dtype=jnp.bfloat16)
+    handler = adacheck.AdaCheckHandler(run.recorder, prove_bytes=1000)
+    with (
+        caplog.at_level(logging.WARNING, logger="adacheck_jax"),
+        manager_of(tmp_path, handler) as manager,
+    ):
+        saved = save_steps(manager, run, 3)
+        target = adacheck.RestoreArgs(abstract(run.state, mesh_of((2, 2))))
+        assert_same_bits(manager.restore(3, args=target), saved[3])
+    assert kinds(tmp_path) == ["B", "R", "R"]
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1
+    assert "prove_bytes is 1000" in said[0]
+
+
+def hidden():
+    """Reads a counter that is in no state, as a callback does."""
+    calls = itertools.count(1)
+
+    def update(updates, state, params=None):
+        del params
+        spec = jax.ShapeDtypeStruct((), np.float32)
+        factor = jax.pure_callback(lambda: np.float32(1 / next(calls)), spec)
+        return jax.tree.map(lambda u: -0.1 * factor * u, updates), state
+
+    return optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+
+
+def by_closure():
+    """Uses a number that the export does not see change."""
+    rate = [0.1]
+
+    def update(updates, state, params=None):
+        del params
+        return jax.tree.map(lambda u: -rate[0] * u, updates), state
+
+    return optax.GradientTransformation(lambda _: optax.EmptyState(), update), rate
+
+
+def test_an_update_that_reads_what_is_in_no_state_is_caught_at_the_first_delta(tmp_path):
+    tx, rate = by_closure()
+    run = support.dict_run(mesh_of((4, 2)), tx)
+    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
+        saved = save_steps(manager, run, 1)
+        rate[0] = 0.2  # the compiled train step keeps the old one; what is traced now does not
+        saved |= save_steps(manager, run, 4)
+        for step, expected in saved.items():
+            target = adacheck.RestoreArgs(abstract(run.state, mesh_of((2, 2))))
+            assert_same_bits(manager.restore(step, args=target), expected)
+    assert kinds(tmp_path) == ["B", "R", "D", "D", "D"]
+    delta = manifest.read(tmp_path / "2" / "default")
+    assert "did not reproduce" in delta.problem
+
+
+def test_a_callback_in_the_update_loses_no_step(tmp_path):
+    run = support.dict_run(mesh_of((2, 2)), hidden())
+    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
+        saved = save_steps(manager, run, 4)
+        for step, expected in saved.items():
+            target = adacheck.RestoreArgs(abstract(run.state))
+            assert_same_bits(manager.restore(step, args=target), expected)
+    assert "R" not in kinds(tmp_path)
+
+
+def test_the_next_lineage_of_a_disproved_update_is_not_replayed_either(tmp_path):
+    run = run_of(halved)
+    handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=2)
+    with manager_of(tmp_path, handler) as manager:
+        save_steps(manager, run, 5)
+    assert kinds(tmp_path) == ["B", "R", "D", "B", "D"]
+    base = manifest.read(tmp_path / "4" / "default")
+    assert "did not reproduce" in base.update.problem
+    assert not base.update.programs
+
+
+def test_a_disproved_lineage_goes_on_after_a_restart(tmp_path):
+    run = run_of(projected)
+    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
+        save_steps(manager, run, 3)
+    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
+        run.state = manager.restore(3, args=adacheck.RestoreArgs(abstract(run.state)))
+        saved = save_steps(manager, run, 2)
+        for step, expected in saved.items():
+            target = adacheck.RestoreArgs(abstract(run.state))
+            assert_same_bits(manager.restore(step, args=target), expected)
+    assert kinds(tmp_path) == ["B", "R", "D", "D", "D"]
+
+
+def test_a_hyper_parameter_set_by_hand_between_steps_is_stored_in_the_delta(tmp_path):
     run = support.dict_run(mesh_of((2, 2)), optax.inject_hyperparams(optax.adamw)(1e-2))
     with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
         saved = save_steps(manager, run, 3)
@@ -213,9 +370,35 @@ def test_a_hyper_parameter_set_by_hand_between_steps_makes_a_base(tmp_path):
         for step, expected in saved.items():
             target = adacheck.RestoreArgs(abstract(run.state, mesh_of((4, 2))))
             assert_same_bits(manager.restore(step, args=target), expected)
-    assert kinds(tmp_path) == ["B", "D", "D", "B", "D", "D"]
+    assert kinds(tmp_path) == ["B", "R", "R", "R", "R", "R"]
+    leaves = manifest.read(tmp_path / "1" / "default").leaves
+    stored = {
+        step: [leaves[i].path for i in manifest.read(tmp_path / f"{step}" / "default").stored]
+        for step in (3, 4, 5)
+    }
+    assert [any("learning_rate" in path for path in stored[step]) for step in (3, 4, 5)] == [
+        False,
+        True,
+        False,
+    ]
+
+
+def test_a_counter_set_by_hand_between_steps_makes_a_base(tmp_path):
+    run = support.dict_run(mesh_of((2, 2)))
+    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
+        saved = save_steps(manager, run, 3)
+        adam = run.state["opt_state"][1].adacheck_inner[0]
+        reset = adam._replace(count=jax.device_put(jnp.int32(0), adam.count.sharding))
+        node = run.state["opt_state"][1]
+        node = node._replace(adacheck_inner=(reset, *node.adacheck_inner[1:]))
+        run.state["opt_state"] = (run.state["opt_state"][0], node)
+        saved |= save_steps(manager, run, 2)
+        for step, expected in saved.items():
+            target = adacheck.RestoreArgs(abstract(run.state, mesh_of((4, 2))))
+            assert_same_bits(manager.restore(step, args=target), expected)
+    assert kinds(tmp_path) == ["B", "R", "R", "B", "R"]
     reason = manifest.read(tmp_path / "4" / "default").reason
-    assert "learning_rate was changed by something else" in reason
+    assert "count was changed by something else" in reason
 
 
 def test_a_schedule_and_a_counter_are_no_change_by_hand(tmp_path):
@@ -225,7 +408,7 @@ def test_a_schedule_and_a_counter_are_no_change_by_hand(tmp_path):
         saved = save_steps(manager, run, 4)
         target = adacheck.RestoreArgs(abstract(run.state))
         assert_same_bits(manager.restore(4, args=target), saved[4])
-    assert kinds(tmp_path) == ["B", "D", "D", "D"]
+    assert kinds(tmp_path) == ["B", "R", "R", "R"]
 
 
 def test_a_forecast_that_is_never_right_does_not_cost_a_base_a_step(tmp_path, monkeypatch):
@@ -236,4 +419,4 @@ def test_a_forecast_that_is_never_right_does_not_cost_a_base_a_step(tmp_path, mo
         saved = save_steps(manager, run, 5)
         target = adacheck.RestoreArgs(abstract(run.state))
         assert_same_bits(manager.restore(5, args=target), saved[5])
-    assert kinds(tmp_path) == ["B", "B", "D", "D", "D"]
+    assert kinds(tmp_path) == ["B", "B", "R", "R", "R"]

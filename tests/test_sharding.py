@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from adacheck_jax import redundancy
+from adacheck_jax import redundancy, staging
 from adacheck_jax.boxes import Box, grid
 from adacheck_jax.errors import FormatError
-from adacheck_jax.manifest import Leaf
+from adacheck_jax.manifest import Encoding, Leaf
 from adacheck_jax.sharding import Layout, layout_of, layout_of_array
-from tests.strategies import cuts, elements, shape_of
+from tests.strategies import boxes_in, cuts, elements, numbered, shape_of
 
 
 @dataclass(frozen=True)
@@ -176,23 +176,127 @@ def leaves(draw, process_count):
     return Leaf("a", shape_of(each), "", itemsize_bytes, None, each, tuple(owners))
 
 
-@given(st.data())
-def test_a_plan_gives_each_stored_box_its_own_aligned_bytes(data):
-    process_count = data.draw(st.integers(1, 4))
-    specs = data.draw(st.lists(leaves(process_count), max_size=5))
-    stored = sorted(data.draw(st.sets(st.sampled_from(range(len(specs)))))) if specs else []
-    plan = redundancy.plan_delta(specs, stored, process_count)
+letters = st.sampled_from(sorted(Encoding))
 
-    expected = [(i, box) for i in stored for box in grid(specs[i].cuts)]
-    assert [(e.leaf, e.box) for e in plan.extents] == expected
-    assert len(plan.process_bytes) == process_count
-    ends = [0] * process_count
+
+@st.composite
+def deltas(draw):
+    """Leaves, the indices of the stored ones, and how each process stores its boxes of them."""
+    process_count = draw(st.integers(1, 4))
+    specs = draw(st.lists(leaves(process_count), max_size=5))
+    stored = sorted(draw(st.sets(st.sampled_from(range(len(specs)))))) if specs else []
+    return specs, stored, [draw(encodings_of(stored)) for _ in range(process_count)]
+
+
+def encodings_of(stored):
+    return st.lists(letters, min_size=len(stored), max_size=len(stored)).map("".join)
+
+
+def written_of(specs, stored, encodings):
+    """Every box that is written, in order: its leaf, itself, its owner and how it is stored."""
+    return [
+        (index, box, process, encodings[process][position])
+        for position, index in enumerate(stored)
+        for box, process in zip(grid(specs[index].cuts), specs[index].owners, strict=True)
+        if encodings[process][position] != Encoding.SAME
+    ]
+
+
+@given(deltas())
+def test_a_plan_gives_each_written_box_its_own_aligned_bytes(drawn):
+    specs, stored, encodings = drawn
+    plan = redundancy.plan_delta(specs, stored, encodings)
+    found = [(e.leaf, e.box, e.process, e.encoding) for e in plan.extents]
+    assert found == written_of(specs, stored, encodings)
+    ends = {is_raw: [0] * len(encodings) for is_raw in (True, False)}
     for extent in plan.extents:
-        spec = specs[extent.leaf]
-        assert extent.process == spec.owners[grid(spec.cuts).index(extent.box)]
-        assert extent.size_bytes == np.prod(extent.box.shape, dtype=int) * spec.itemsize_bytes
+        size_bytes = np.prod(extent.box.shape, dtype=int) * specs[extent.leaf].itemsize_bytes
+        assert extent.size_bytes == size_bytes
         assert extent.offset_bytes % redundancy.ALIGNMENT_BYTES == 0
-        padding_bytes = extent.offset_bytes - ends[extent.process]
+        end = ends[extent.encoding is Encoding.RAW]
+        padding_bytes = extent.offset_bytes - end[extent.process]
         assert 0 <= padding_bytes < redundancy.ALIGNMENT_BYTES
-        ends[extent.process] = extent.offset_bytes + extent.size_bytes
-    assert plan.process_bytes == tuple(ends)
+        end[extent.process] = extent.offset_bytes + extent.size_bytes
+    assert (plan.raw_bytes, plan.difference_bytes) == (tuple(ends[True]), tuple(ends[False]))
+
+
+@given(deltas(), st.data())
+def test_what_a_process_writes_depends_on_its_own_encodings_alone(drawn, data):
+    specs, stored, encodings = drawn
+    process = data.draw(st.sampled_from(range(len(encodings))))
+    others = [data.draw(encodings_of(stored)) for _ in encodings]
+    others[process] = encodings[process]
+    one, two = (redundancy.plan_delta(specs, stored, each) for each in (encodings, others))
+    parts = [
+        (
+            [extent for extent in plan.extents if extent.process == process],
+            plan.raw_bytes[process],
+            plan.difference_bytes[process],
+        )
+        for plan in (one, two)
+    ]
+    assert parts[0] == parts[1]
+
+
+@given(deltas(), st.data())
+def test_leaves_that_a_process_does_not_write_move_none_of_its_other_boxes(drawn, data):
+    specs, stored, encodings = drawn
+    process = data.draw(st.sampled_from(range(len(encodings))))
+    own = [(i, x) for i, x in zip(stored, encodings[process], strict=True) if x != Encoding.SAME]
+    alone = [Encoding.SAME * len(own)] * len(encodings)
+    alone[process] = "".join(letter for _, letter in own)
+    every = redundancy.plan_delta(specs, stored, encodings)
+    few = redundancy.plan_delta(specs, [i for i, _ in own], alone)
+    assert few.extents == tuple(e for e in every.extents if e.process == process)
+    assert few.raw_bytes[process] == every.raw_bytes[process]
+    assert few.difference_bytes[process] == every.difference_bytes[process]
+
+
+def test_a_delta_in_which_nothing_changed_takes_no_bytes():
+    leaf = Leaf("a", (4,), "float32", 4, None, ((0, 2, 4),), (0, 1))
+    plan = redundancy.plan_delta([leaf], [0], [Encoding.SAME, Encoding.SAME])
+    assert plan == redundancy.WritePlan((), (0, 0), (0, 0))
+
+
+def parts_of(box):
+    """Boxes within a box, in the same coordinates."""
+    return boxes_in(box.shape).map(lambda part: part.relative_to([-start for start in box.start]))
+
+
+@given(st.sampled_from(SHARDINGS), st.sampled_from([(16, 8), (8, 16, 3)]), st.data())
+def test_a_box_within_a_shard_is_picked_and_staged_from_there(sharding, shape, data):
+    plain = numbered(shape).astype(np.int32)
+    array = jax.device_put(plain, sharding)
+    shards = grid(layout_of_array(array).cuts)
+    wanted = [*shards]
+    for _ in range(3):
+        wanted.append(data.draw(parts_of(data.draw(st.sampled_from(shards)))))
+    picks = staging.picks_of(array, wanted)
+    assert [box for box, _, _ in picks] == wanted
+    for box, position, at in picks:
+        assert (np.asarray(array.addressable_data(position))[at] == plain[box.slices]).all()
+    (staged,) = staging.stage({7: array}, {7: picks}).values()
+    assert staged.keys() == set(wanted)
+    for box, block in staged.items():
+        assert block.shape == box.shape
+        assert (block == plain[box.slices]).all()
+
+
+def test_a_box_that_reaches_over_shards_is_not_picked():
+    array = jax.device_put(numbered((16, 8)), named((8,), "a"))
+    within, across = Box((2, 3), (4, 5)), Box((3, 0), (5, 8))
+    picks = staging.picks_of(array, [across, within, Box.full((16, 8))])
+    assert picks == ((within, 1, (slice(0, 2), slice(3, 5))),)
+
+
+@given(st.lists(st.integers(1, 6), max_size=3).map(tuple), st.data())
+def test_boxes_of_a_host_value_are_picked_from_it_and_copied(shape, data):
+    value = numbered(shape)
+    wanted = [Box.full(shape), data.draw(boxes_in(shape))]
+    picks = staging.picks_of(value, wanted)
+    assert [box for box, _, _ in picks] == wanted
+    (staged,) = staging.stage({0: value}, {0: picks}).values()
+    expected = {box: value[box.slices].copy() for box in wanted}
+    value[...] = -1
+    for box, block in expected.items():
+        assert (staged[box] == block).all()

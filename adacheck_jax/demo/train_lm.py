@@ -18,7 +18,7 @@ import functools
 import math
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,7 @@ def parse_mesh(text: str) -> Mesh:
     return jax.make_mesh(shape, ("data", "model"), (AxisType.Auto,) * 2, devices=devices[:count])
 
 
-def abstract_state(mesh: Mesh) -> TrainState:
+def abstract_state(mesh: Mesh, init: Callable[[], TrainState] = init_state) -> TrainState:
     """Shapes, data types and shardings of the state on a mesh: what a restore is asked for.
 
     One rule by shape serves params, moments and record alike: matrices are cut along both mesh
@@ -100,7 +100,7 @@ def abstract_state(mesh: Mesh) -> TrainState:
         sharding = NamedSharding(mesh, jax.P("data", "model") if leaf.ndim == 2 else jax.P())
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    return jax.tree.map(place, jax.eval_shape(init_state))
+    return jax.tree.map(place, jax.eval_shape(init))
 
 
 def shardings(mesh: Mesh) -> TrainState:

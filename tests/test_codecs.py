@@ -1,0 +1,327 @@
+import zlib
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adacheck_jax import codecs
+from adacheck_jax.manifest import Encoding
+from tests.strategies import DTYPES, any_bits
+
+DIFFERENCES = (Encoding.XOR, Encoding.SUBTRACT)
+EACH_DIFFERENCE = pytest.mark.parametrize("encoding", DIFFERENCES)
+EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
+
+seeds = st.integers(0, 2**32)
+shapes = st.lists(st.integers(0, 7), max_size=3).map(tuple)
+dtypes = st.sampled_from(DTYPES).map(jnp.dtype)
+
+
+def words_of(array):
+    return array.copy().reshape(-1).view(f"u{codecs.word_bytes(array.dtype)}")
+
+
+def nudged(rng, old):
+    """An array some of whose words are some steps away, or all or none of them."""
+    new = old.copy()
+    words = words_of(new)
+    if old.dtype.kind == "b":
+        words ^= rng.integers(0, 2, words.size, dtype=np.uint8)
+    else:
+        words += (rng.integers(-3, 4, words.size) * rng.integers(0, 2)).astype(words.dtype)
+    return words.view(old.dtype).reshape(old.shape)
+
+
+def one_bit_flipped(old, position):
+    """A copy that differs in one bit."""
+    data = bytearray(old.tobytes())
+    data[position // 8] ^= 1 << position % 8
+    return np.frombuffer(bytes(data), old.dtype).reshape(old.shape)
+
+
+@st.composite
+def pairs(draw):
+    """New and old elements in any memory order, from unlike to alike bits."""
+    rng = np.random.default_rng(draw(seeds))
+    shape = draw(shapes)
+    wide = (*shape[:-1], 2 * shape[-1]) if shape else ()
+    dtype = draw(dtypes)
+    old = any_bits(rng, wide, dtype)
+    new = any_bits(rng, wide, dtype) if draw(st.booleans()) else nudged(rng, old)
+
+    def arranged(array):
+        array = array[..., ::2] if array.ndim else array
+        return draw(
+            st.sampled_from([array, np.copy(array, order="F"), array.copy(), array[::-1][::-1]])
+            if array.ndim
+            else st.just(array)
+        )
+
+    return arranged(new), arranged(old)
+
+
+@EACH_DIFFERENCE
+@given(pair=pairs())
+def test_apply_undoes_encode_bit_for_bit(encoding, pair):
+    new, old = pair
+    before = new.tobytes(), old.tobytes()
+    planes = codecs.encode(encoding, new, old)
+    assert (new.tobytes(), old.tobytes()) == before
+    width_bytes = codecs.word_bytes(new.dtype)
+    assert planes.dtype == np.uint8
+    assert planes.shape == (width_bytes, new.nbytes // width_bytes)
+    block = old.copy()
+    codecs.apply(encoding, block, planes)
+    assert block.dtype == new.dtype
+    assert block.shape == new.shape
+    assert block.tobytes() == new.tobytes()
+
+
+@EACH_DIFFERENCE
+@EACH_DTYPE
+def test_every_extreme_of_a_type_can_follow_every_other(encoding, dtype):
+    dtype = jnp.dtype(dtype)
+    width = 8 * codecs.word_bytes(dtype)
+    powers = {1 << bit for bit in range(width)}
+    extremes = {0, *powers, *(p - 1 for p in powers), *((1 << width) - p for p in powers)}
+    if dtype.kind == "b":
+        extremes = {0, 1}
+    words = np.array(sorted(extremes), f"u{width // 8}")
+    new, old = (each.ravel().view(dtype) for each in np.meshgrid(words, words))
+    block = old.copy()
+    codecs.apply(encoding, block, codecs.encode(encoding, new, old))
+    assert block.tobytes() == new.tobytes()
+
+
+@EACH_DIFFERENCE
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8", "uint8", "uint4"])
+def test_every_byte_can_follow_every_other(encoding, dtype):
+    every = np.arange(256, dtype=np.uint8)
+    new, old = (each.ravel().view(jnp.dtype(dtype)) for each in np.meshgrid(every, every))
+    block = old.copy()
+    codecs.apply(encoding, block, codecs.encode(encoding, new, old))
+    assert block.tobytes() == new.tobytes()
+
+
+@EACH_DIFFERENCE
+def test_nan_payloads_and_signs_of_zero_are_kept(encoding):
+    old = np.array([0.0, -0.0, np.nan, np.nan, 1.0, np.inf], np.float32)
+    bits = np.array([0x80000000, 0, 0x7FC00001, 0xFFA00000, 0x7F800001, 0xFF800000], np.uint32)
+    new = bits.view(np.float32)
+    block = old.copy()
+    codecs.apply(encoding, block, codecs.encode(encoding, new, old))
+    assert (block.view(np.uint32) == bits).all()
+
+
+@EACH_DIFFERENCE
+@given(pair=pairs())
+def test_the_difference_of_equal_bits_is_zero_and_of_others_is_not(encoding, pair):
+    new, old = pair
+    assert not codecs.encode(encoding, new, new.copy()).any()
+    differ = new.tobytes() != old.tobytes()
+    assert codecs.encode(encoding, new, old).any() == differ
+
+
+@EACH_DIFFERENCE
+@given(pair=pairs())
+def test_zero_planes_change_nothing(encoding, pair):
+    new, _ = pair
+    block = new.copy()
+    codecs.apply(encoding, block, np.zeros_like(codecs.encode(encoding, new, new)))
+    assert block.tobytes() == new.tobytes()
+
+
+@given(pair=pairs())
+def test_the_first_plane_has_the_lowest_byte_of_every_word(pair):
+    new, old = pair
+    planes = codecs.encode(Encoding.XOR, new, old)
+    changed = words_of(new) ^ words_of(old)
+    for place, plane in enumerate(planes):
+        assert (plane == (changed >> (8 * place)) & 0xFF).all()
+
+
+@pytest.mark.parametrize("width_bytes", [1, 2, 4, 8])
+def test_small_steps_up_and_down_become_small_words(width_bytes):
+    steps = [0, -1, 1, -2, 2, -64, 63]
+    old = np.full(len(steps), 1 << (8 * width_bytes - 1), f"u{width_bytes}")
+    planes = codecs.encode(Encoding.SUBTRACT, old + np.array(steps).astype(old.dtype), old)
+    assert planes[0].tolist() == [0, 1, 2, 3, 4, 127, 126]
+    assert not planes[1:].any()
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
+def test_the_parts_of_a_complex_number_are_words_of_their_own(dtype):
+    old = np.array([1 + 2j, 3 + 4j], dtype)
+    new = old.copy()
+    new.imag[0] = np.nextafter(old.imag[0], old.imag.dtype.type(9))
+    planes = codecs.encode(Encoding.SUBTRACT, new, old)
+    assert codecs.word_bytes(old.dtype) == old.itemsize // 2
+    assert planes[0].tolist() == [0, 2, 0, 0]
+    assert not planes[1:].any()
+
+
+@EACH_DIFFERENCE
+def test_read_only_elements_can_be_encoded(encoding):
+    new, old = np.arange(6.0), np.ones(6)
+    for array in (new, old):
+        array.flags.writeable = False
+    planes = codecs.encode(encoding, new, old)
+    planes.flags.writeable = False
+    block = old.copy()
+    codecs.apply(encoding, block, planes)
+    assert (block == new).all()
+
+
+# How a leaf is stored.
+
+
+@given(st.lists(pairs(), max_size=3), st.booleans())
+def test_a_leaf_is_the_same_only_if_no_bit_of_any_block_differs(drawn, alike):
+    blocks = [(old.copy(), old) if alike else (new, old) for new, old in drawn]
+    is_same = all(new.tobytes() == old.tobytes() for new, old in blocks)
+    assert (codecs.choose(iter(blocks)) is Encoding.SAME) == is_same
+
+
+@EACH_DTYPE
+@given(seed=seeds, data=st.data())
+def test_one_flipped_bit_is_not_the_same(dtype, seed, data):
+    old = any_bits(np.random.default_rng(seed), (5, 3), dtype)
+    flipped = data.draw(st.integers(0, old.nbytes - 1)) * 8
+    if dtype != "bool":
+        flipped += data.draw(st.integers(0, 7))
+    new = one_bit_flipped(old, flipped)
+    blocks = [(old, old), (new, old), (old, old)]
+    assert codecs.choose(blocks) is not Encoding.SAME
+    assert codecs.choose([(old, old)] * 3) is Encoding.SAME
+
+
+@pytest.mark.parametrize("size", [4, 4000])
+@pytest.mark.parametrize(
+    ("new", "old"),
+    [(0.0, -0.0), (0x7FC00000, 0x7FC00001), (0x7FC00000, 0xFFC00000), (0x7F800001, 0x7FC00001)],
+    ids=str,
+)
+def test_zeros_of_other_sign_and_nans_of_other_bits_are_not_the_same(new, old, size):
+    def filled(value):
+        if isinstance(value, int):
+            return np.full(size, value, np.uint32).view(np.float32)
+        return np.full(size, value, np.float32)
+
+    assert codecs.choose([(filled(new), filled(old))]) is not Encoding.SAME
+    assert codecs.choose([(filled(new), filled(new))]) is Encoding.SAME
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0)])
+def test_nothing_at_all_is_the_same(shape):
+    empty = np.empty(shape, np.float32)
+    assert codecs.choose([(empty, empty.copy())]) is Encoding.SAME
+    assert codecs.choose([]) is Encoding.SAME
+
+
+@EACH_DTYPE
+def test_random_bits_are_stored_as_they_are(dtype):
+    rng = np.random.default_rng(0)
+    new, old = (rng.integers(0, 256, 60_000, np.uint8).view(jnp.dtype(dtype)) for _ in range(2))
+    assert codecs.choose([(new, old)]) is Encoding.RAW
+
+
+def test_a_difference_needs_more_than_a_kibibyte_of_changed_blocks():
+    old = np.arange(100_000, dtype=np.float32)
+    for changed, expected in [(1, Encoding.RAW), (256, Encoding.RAW), (257, Encoding.XOR)]:
+        small = old[:changed]
+        new = one_bit_flipped(small, 0)
+        assert codecs.choose([(new, small)]) is expected
+        assert codecs.choose([(old, old), (new, small), (old, old)]) is expected
+    few = [(one_bit_flipped(old[:100], 0), old[:100])] * 3
+    assert codecs.choose(few[:2]) is Encoding.RAW
+    assert codecs.choose(few) in DIFFERENCES
+
+
+@pytest.mark.parametrize("position", [0, 5000, 50_000, 99_999])
+def test_a_change_that_no_sample_meets_is_still_stored_as_a_difference(position):
+    old = np.random.default_rng(0).normal(size=100_000).astype(np.float32)
+    new = one_bit_flipped(old, 32 * position)
+    assert codecs.choose([(new, old)]) in DIFFERENCES
+    assert codecs.choose([(old, old), (new, old)]) in DIFFERENCES
+
+
+def weights(dtype, count=50_000):
+    """What a layer's weights may be, and a step of the same size for each."""
+    rng = np.random.default_rng(0)
+    return rng.normal(scale=0.02, size=count).astype(jnp.dtype(dtype)), rng.normal(size=count)
+
+
+def test_bfloat16_weights_at_a_low_learning_rate_are_a_difference_of_few_bytes():
+    old, direction = weights("bfloat16")
+    new = (old.astype(np.float32) - 1e-6 * np.sign(direction)).astype(old.dtype)
+    assert 0.005 < (new != old).mean() < 0.5
+    chosen = codecs.choose([(new, old)])
+    assert chosen in DIFFERENCES
+    assert stored_bytes(chosen, new, old) < new.nbytes / 10
+
+
+def stored_bytes(encoding, new, old):
+    return len(zlib.compress(codecs.encode(encoding, new, old), 1))
+
+
+POWERS = 2.0 ** np.random.default_rng(1).integers(-9, 9, 50_000)
+
+
+def steps_from(values, seed=2):
+    """The same values some ulps away."""
+    steps = np.random.default_rng(seed).integers(-3, 4, values.size)
+    words = values.view(f"u{values.itemsize}")
+    return (words + steps.astype(words.dtype)).view(values.dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+def test_subtraction_is_chosen_where_values_cross_powers_of_two(dtype):
+    old = POWERS.astype(jnp.dtype(dtype))
+    new = steps_from(old)
+    assert codecs.choose([(new, old)]) is Encoding.SUBTRACT
+    xor, subtract = (stored_bytes(each, new, old) for each in DIFFERENCES)
+    assert subtract < 0.7 * xor
+
+
+@pytest.mark.parametrize("learning_rate", [1e-9, 1e-8, 1e-6])
+def test_subtraction_is_chosen_for_small_float32_steps(learning_rate):
+    old, direction = weights("float32")
+    new = (old - learning_rate * direction).astype(np.float32)
+    assert codecs.choose([(new, old)]) is Encoding.SUBTRACT
+    xor, subtract = (stored_bytes(each, new, old) for each in DIFFERENCES)
+    assert subtract < xor < old.nbytes
+
+
+def test_the_largest_changed_block_decides():
+    rng = np.random.default_rng(0)
+    count, noise = (rng.integers(0, 2**31, size).astype(np.int32) for size in (9000, 400))
+    alike, counted = (count, count), (count[:6000] + 1, count[:6000])
+    for blocks in ([(noise, count[:400]), counted], [counted, (noise, count[:400])]):
+        assert codecs.choose([alike, *blocks]) is Encoding.SUBTRACT
+    replaced = rng.permutation(count)
+    assert codecs.choose([counted, (replaced, count)]) is Encoding.RAW
+
+
+def test_subtraction_is_chosen_for_counters():
+    old = np.random.default_rng(0).integers(0, 2**31, 5000).astype(np.int32)
+    assert codecs.choose([(old + 1, old)]) is Encoding.SUBTRACT
+
+
+def test_xor_is_chosen_where_single_bits_are_toggled():
+    rng = np.random.default_rng(0)
+    old = rng.integers(0, 2**31, 5000).astype(np.int32)
+    toggled = rng.integers(0, 2, 5000).astype(np.int32) << 6
+    assert codecs.choose([(old ^ toggled, old)]) is Encoding.XOR
+
+
+def test_the_choice_does_not_depend_on_the_order_in_memory():
+    old, direction = weights("float32", 40_000)
+    new = (old - 1e-8 * direction).astype(np.float32)
+    new, old = new.reshape(200, 200), old.reshape(200, 200)
+    expected = codecs.choose([(new, old)])
+    assert expected is Encoding.SUBTRACT
+    assert codecs.choose([(np.copy(new, order="F"), old)]) is expected
+    assert codecs.choose([(new, np.copy(old, order="F"))]) is expected
+    assert codecs.choose([(np.copy(old, order="F"), old)]) is Encoding.SAME
