@@ -39,9 +39,6 @@ from adacheck_jax.trees import PyTree
 
 _log = logging.getLogger(__name__)
 
-ROUNDING = 1e-6
-"""What the order of sums may change in one update, about, relative to a leaf's largest value."""
-
 
 class AdaCheckHandler(ocp.AsyncCheckpointHandler):
     """Saves every step: periodic bases, and deltas between them.
@@ -218,8 +215,8 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         )
         target = Target(wishes, lineage.base, saved_tree, path)
         placements = target.placements(lineage)
-        reducing = restorer.reducing(lineage)
-        there = target.saved_placements(lineage) if reducing else {}
+        bound = restorer.bound_to_mesh(lineage)
+        there = target.saved_placements(lineage) if bound else {}
         wanted = placements | (there or {})
         empty = {
             leaf.path: target.empty(leaf, wanted.pop(leaf.path))
@@ -230,7 +227,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         read = self._stock.read(lineage.base_directory, wanted, dtypes) | empty
         leaves = [read[leaf.path] for leaf in lineage.base.leaves]
         leaves = restorer.replay_onto(leaves, lineage, self._recorder, self._params_path)
-        rounded = restorer.verify(leaves, lineage, path, rounded=reducing if there is None else ())
+        rounded = restorer.verify(leaves, lineage, path, rounded=bound if there is None else ())
         self.restored = self._tell(lineage, rounded, path, args.exact)
         if not rounded:
             self._saver_of(lineages.place_of(path)).follow(lineage, leaves)
@@ -242,9 +239,10 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
     def _tell(
         self, lineage: Lineage, rounded: Sequence[int], path: Path, wants_exact: bool
     ) -> RestoreInfo:
-        count = sum(delta.has_update for delta, _ in lineage.deltas)
+        count = restorer.replayed_count(lineage)
         paths = tuple(lineage.base.leaves[i].path for i in rounded)
-        info = RestoreInfo(lineage.manifest.step, count, paths, count * ROUNDING)
+        tolerance = restorer.tolerance(lineage, rounded) if rounded else 0.0
+        info = RestoreInfo(lineage.manifest.step, count, paths, tolerance)
         if not paths:
             return info
         shown = ", ".join(paths[:5]) + (", ..." if len(paths) > 5 else "")
@@ -353,7 +351,9 @@ class RestoreInfo:
         step: step number.
         replayed_count: updates that were replayed.
         rounded: leaf paths of what is within rounding of the saved bits; empty if all is exact.
-        tolerance: how far those leaves may be off, about, relative to each leaf's largest value.
+        tolerance: how far those leaves may be off, relative to each leaf's largest value: 1e-6 for
+            every replayed update and one rounding to the leaf's data type. An estimate for updates
+            that are continuous; 0 if all is exact.
     """
 
     step: int

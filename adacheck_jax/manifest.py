@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from adacheck_jax.boxes import Box, Cuts, grid
 from adacheck_jax.errors import FormatError, IntegrityError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 DIRECTORY = "adacheck"
 """Name of our folder inside an item's directory."""
 FILE = f"{DIRECTORY}/manifest.json"

@@ -29,6 +29,8 @@ from adacheck_jax.recorder import Recorder
 _log = logging.getLogger(__name__)
 
 _READ_AHEAD = 2
+ROUNDING = 1e-6
+"""What the order of sums may change in one update, relative to a leaf's largest value."""
 
 
 class DeltaReader:
@@ -442,11 +444,37 @@ def _update_function(
     return replay.update_function(recorder, binding.signature)
 
 
-def reducing(lineage: Lineage) -> tuple[int, ...]:
-    """The leaves of a step whose bits depend on the devices on which its updates are replayed."""
+def bound_to_mesh(lineage: Lineage) -> frozenset[int]:
+    """The leaves of a step whose bits depend on the devices on which its updates are replayed.
+
+    These are all that an update with sums in it computes: other leaves have exact arithmetic, but
+    are compiled as parts of a program that is another one on other devices.
+    """
     update = lineage.base.update
-    is_replayed = any(delta.has_update for delta, _ in lineage.deltas)
-    return update.reducing if update is not None and is_replayed else ()
+    if update is None or not update.reducing or not replayed_count(lineage):
+        return frozenset()
+    return update.explained.difference(update.passed)
+
+
+def tolerance(lineage: Lineage, rounded: Sequence[int]) -> float:
+    """How far leaves may be off that were replayed on other devices, about.
+
+    Args:
+        lineage: of the step.
+        rounded: indices of those leaves.
+
+    Returns:
+        A bound relative to each leaf's largest value, for updates that are continuous: what the
+        order of sums makes of each update in float32, and one rounding to the leaf's own type.
+    """
+    dtypes = [jnp.dtype(lineage.base.leaves[i].dtype) for i in rounded]
+    roundings = [float(jnp.finfo(d).eps) for d in dtypes if jnp.issubdtype(d, jnp.inexact)]
+    return replayed_count(lineage) * ROUNDING + max(roundings, default=0.0)
+
+
+def replayed_count(lineage: Lineage) -> int:
+    """How many updates a restore of a step replays."""
+    return sum(delta.has_update for delta, _ in lineage.deltas)
 
 
 def verify(

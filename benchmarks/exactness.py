@@ -35,7 +35,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 import adacheck_jax as adacheck
 from adacheck_jax import manifest as manifests
 from adacheck_jax import trees
-from adacheck_jax.handler import ROUNDING
+from adacheck_jax.restorer import ROUNDING
 from adacheck_jax.manifest import BaseManifest, DeltaManifest
 from adacheck_jax.recorder import RECORD_FIELD
 from benchmarks.common import LanguageModel, environment, new_bytes, tokens_of, words
@@ -413,7 +413,7 @@ def rounding_line(result: dict[str, Any]) -> str:
         f"Largest difference where leaves are right to rounding only: {each['relative']:.1e} of "
         f"the leaf's largest value ({optimizer}, {mesh}, {each['leaf']}), {share:.2f} of the "
         f"tolerance that the handler states ({each['tolerance']:.0e}: {result['rounding']:.0e} an "
-        "update)."
+        "update, and one rounding)."
     )
 
 

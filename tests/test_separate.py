@@ -23,7 +23,7 @@ from tests import support
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
 
 REDUCING = {
-    "clip inside": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)),
+    "clip inside": optax.chain(optax.clip_by_global_norm(0.3), optax.adam(1e-3)),
     "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=16),
     "muon": optax.contrib.muon(1e-2),
     "lamb": optax.lamb(1e-2),
@@ -217,7 +217,8 @@ def test_where_the_devices_do_not_exist_the_restore_says_what_is_rounded(
     assert done.returncode == 0, done.stderr
     exact, rounded, tolerance, replayed_count, worst = json.loads(done.stdout.splitlines()[-1])
     assert not exact
-    assert set(rounded) <= {"params/in/kernel", "params/out/kernel"}  # muon's, and nothing else
+    assert {"params/in/kernel", "params/out/kernel"} & set(rounded)
+    assert not any("ns_coeffs" in path or "record" in path for path in rounded)
     assert replayed_count == 2
     assert 0 < worst <= tolerance
     assert "within rounding" in done.stderr
