@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from adacheck_jax import arrays, codecs, redundancy
 from adacheck_jax.boxes import Box
+from adacheck_jax.deltas import DeltaReader
 from adacheck_jax.errors import FormatError, IntegrityError
 from adacheck_jax.lineage import DELTA
 from adacheck_jax.manifest import BaseManifest, DeltaManifest, Encoding, Leaf, Link, Pack
-from adacheck_jax.restorer import DeltaReader
 from tests.strategies import DTYPES, any_bits, boxes_in, cuts, shape_of
 
 LINK = Link(0, "../0", "0" * 64)

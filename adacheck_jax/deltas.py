@@ -1,0 +1,227 @@
+"""What deltas store of leaves: read, and put in place."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from adacheck_jax import arrays, codecs, redundancy, staging
+from adacheck_jax.arrays import PackReader
+from adacheck_jax.boxes import Box
+from adacheck_jax.errors import IntegrityError
+from adacheck_jax.lineage import DELTA
+from adacheck_jax.manifest import BaseManifest, DeltaManifest, Encoding, Leaf
+
+
+class DeltaReader:
+    """Reads boxes of the leaves that one delta stores.
+
+    Args:
+        base: the manifest that describes the leaves.
+        delta: the delta's manifest.
+        directory: the delta's item directory.
+
+    Raises:
+        IntegrityError: the manifest does not fit the base's.
+    """
+
+    def __init__(self, base: BaseManifest, delta: DeltaManifest, directory: Path) -> None:
+        self._leaves = base.leaves
+        self._directory = directory
+        self._delta = delta
+        encodings = [pack.encodings for pack in delta.packs]
+        if len(encodings) != base.process_count or any(i >= len(base.leaves) for i in delta.stored):
+            raise IntegrityError(
+                f"{directory}: expected packs of {base.process_count} processes with some of "
+                f"{len(base.leaves)} leaves, found {len(encodings)} packs with leaves up to "
+                f"{max(delta.stored, default=0)}. Restore another step."
+            )
+        plan = redundancy.plan_delta(base.leaves, delta.stored, encodings)
+        planned = tuple(zip(plan.raw_bytes, plan.difference_bytes, strict=True))
+        found = tuple((pack.raw_bytes, pack.difference_bytes) for pack in delta.packs)
+        if planned != found:
+            raise IntegrityError(
+                f"{directory}: expected packs of {planned} bytes from the stored leaves, found "
+                f"{found}. Restore another step."
+            )
+        self._extents: dict[int, list[redundancy.Extent]] = {}
+        for extent in plan.extents:
+            self._extents.setdefault(extent.leaf, []).append(extent)
+        self._packs: dict[tuple[int, arrays.Kind], PackReader] = {}
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """The leaves that the delta holds something of."""
+        return self._delta.stored
+
+    @property
+    def has_update(self) -> bool:
+        """Whether the delta replays an update."""
+        return self._delta.has_update
+
+    def holds_all_of(self, index: int) -> bool:
+        """Whether every box of a leaf is stored as it is, so that nothing before it matters."""
+        extents = self._extents.get(index, [])
+        is_raw = all(extent.encoding is Encoding.RAW for extent in extents)
+        return is_raw and len(extents) == len(self._leaves[index].owners)
+
+    def read(self, index: int, box: Box) -> np.ndarray:
+        """Reads one box of a leaf that is stored as it is.
+
+        Raises:
+            IntegrityError: stored bytes are damaged, or the leaf is not stored as it is.
+            FormatError: a pack is missing.
+        """
+        if not self.holds_all_of(index):
+            raise IntegrityError(
+                f"{self._directory}: expected {self._leaves[index].path}, which the update "
+                "consumed, stored as it is; found it otherwise. Restore another step."
+            )
+        block = np.empty(box.shape, jnp.dtype(self._leaves[index].dtype))
+        self.patch(index, box, block)
+        return block
+
+    def patch(self, index: int, box: Box, block: np.ndarray) -> None:
+        """Brings one box of a leaf from the parent's bits to those of this delta, in place.
+
+        Args:
+            index: of the leaf.
+            box: what the block holds; only the stored boxes that it meets are touched, of these
+                only the rows that it needs.
+            block: the elements, to be changed.
+
+        Raises:
+            IntegrityError, FormatError: as from :meth:`read`.
+        """
+        leaf = self._leaves[index]
+        for extent in self._extents.get(index, ()):
+            common = box.intersect(extent.box)
+            if common is None:
+                continue
+            rows = _rows_of(extent.box, common)
+            inside = (*common.relative_to(rows.start).slices, ...)
+            target = block[(*common.relative_to(box.start).slices, ...)]
+            if extent.encoding is Encoding.RAW:
+                (data,) = self._pack(extent).read([_row_span(extent, rows)], what=leaf.path)
+                target[...] = data.view(block.dtype).reshape(rows.shape)[inside]
+                continue
+            width_bytes = codecs.word_bytes(block.dtype)
+            spans = _plane_spans(extent, rows, width_bytes)
+            planes = np.stack(self._pack(extent).read(spans, what=leaf.path))
+            whole = np.zeros(rows.shape, block.dtype)
+            whole[inside] = target
+            codecs.apply(extent.encoding, whole, planes)
+            target[...] = whole[inside]
+
+    def _pack(self, extent: redundancy.Extent) -> PackReader:
+        kind = arrays.RAW if extent.encoding is Encoding.RAW else arrays.DIFFERENCE
+        if (extent.process, kind) not in self._packs:
+            directory = self._directory / DELTA / str(extent.process)
+            pack = self._delta.packs[extent.process]
+            reader = (
+                PackReader(directory, kind, pack.raw_bytes)
+                if kind is arrays.RAW
+                else PackReader(directory, kind, pack.difference_bytes, pack.elided)
+            )
+            self._packs[extent.process, kind] = reader
+        return self._packs[extent.process, kind]
+
+
+def _rows_of(stored: Box, part: Box) -> Box:
+    """The stored box narrowed, along its first axis, to the rows that a part of it needs."""
+    if not stored.start:
+        return stored
+    return Box((part.start[0], *stored.start[1:]), (part.stop[0], *stored.stop[1:]))
+
+
+def _row_span(extent: redundancy.Extent, rows: Box) -> tuple[int, int]:
+    """Byte range, where the extent lies, of some rows of its box."""
+    first, last = _row_range(extent, rows, extent.size_bytes)
+    return (extent.offset_bytes + first, extent.offset_bytes + last)
+
+
+def _plane_spans(extent: redundancy.Extent, rows: Box, width: int) -> list[tuple[int, int]]:
+    """Byte ranges of some rows of a box in each of its ``width`` planes."""
+    plane_bytes = extent.size_bytes // width
+    first, last = _row_range(extent, rows, plane_bytes)
+    starts = [extent.offset_bytes + plane * plane_bytes for plane in range(width)]
+    return [(start + first, start + last) for start in starts]
+
+
+def _row_range(extent: redundancy.Extent, rows: Box, box_bytes: int) -> tuple[int, int]:
+    """Where some rows lie in something that has the same number of bytes for each row."""
+    if not extent.box.start:
+        return (0, box_bytes)
+    row_bytes = box_bytes // extent.box.shape[0]
+    start = extent.box.start[0]
+    return ((rows.start[0] - start) * row_bytes, (rows.stop[0] - start) * row_bytes)
+
+
+class Patches:
+    """What deltas store of leaves, put in place as late as possible.
+
+    A leaf that many deltas store is then taken off its devices and put back once.
+    """
+
+    def __init__(self, leaves: list[Any], base: BaseManifest) -> None:
+        self._leaves = leaves
+        self._specs = base.leaves
+        self._waiting: dict[int, list[DeltaReader]] = {}
+
+    def add(self, reader: DeltaReader) -> None:
+        """Notes what one delta stores, after those noted before."""
+        for index in reader.stored:
+            waiting = self._waiting.setdefault(index, [])
+            if reader.holds_all_of(index):
+                waiting.clear()
+            waiting.append(reader)
+
+    def touches(self, indices: Collection[int]) -> bool:
+        """Whether something waits for one of these leaves."""
+        return not self._waiting.keys().isdisjoint(indices)
+
+    def apply(self, indices: Collection[int]) -> None:
+        """Puts in place what waits for these leaves."""
+        for index in self._waiting.keys() & frozenset(indices):
+            readers = self._waiting.pop(index)
+            if self._leaves[index] is not None:
+                self._leaves[index] = _patched(
+                    self._leaves[index], self._specs[index], index, readers
+                )
+
+
+def _patched(example: Any, spec: Leaf, index: int, readers: Sequence[DeltaReader]) -> Any:
+    """A leaf after what some deltas store of it, as the type and where it was before."""
+    plain = staging.raw(example)
+    held: dict[Box, Any] = {Box.full(spec.shape): plain}
+    if isinstance(plain, jax.Array):
+        shards = plain.addressable_shards
+        held = {Box.from_slices(shard.index, spec.shape): shard.data for shard in shards}
+
+    def block(box: Box) -> np.ndarray:
+        if readers[0].holds_all_of(index):
+            result = np.empty(box.shape, jnp.dtype(spec.dtype))
+        else:
+            result = np.array(held[box])
+        for reader in readers:
+            reader.patch(index, box, result)
+        return result
+
+    if not isinstance(example, jax.Array):
+        return like_host(example, block(Box.full(spec.shape)))
+    data = staging.place(spec.shape, plain.sharding, block)
+    if staging.is_key(example):
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(example))
+    return data
+
+
+def like_host(example: Any, value: np.ndarray) -> Any:
+    """A host value of the example's type: numpy stays numpy, Python scalars stay scalars."""
+    if isinstance(example, np.ndarray | np.generic):
+        return value.astype(example.dtype)
+    return type(example)(value)
