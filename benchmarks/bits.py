@@ -267,6 +267,17 @@ def run(params_count: int, steps: int, pretraining: int, root: Path) -> dict[str
             losses[name].append(loss)
         costs.append(saved.cost(name, "params"))
 
+    name = "bfloat16 of a float32 walk by 1e-06"  # weights that do not know a model
+    saved, rng = Saved(root / "walk", steps), np.random.default_rng(0)
+    draw = lambda scale: jax.tree.map(  # noqa: E731
+        lambda p: scale * rng.standard_normal(p.shape, np.float32), params
+    )
+    walk = draw(0.02)
+    for number in range(steps + 1):
+        saved.add(number, jax.tree.map(lambda w: jnp.asarray(w, jnp.bfloat16), walk))
+        walk = jax.tree.map(np.add, walk, draw(1e-6))
+    costs.append(saved.cost(name, "params"))
+
     name = "float32 adam at 2e-04"
     kinds = ("params", "mu", "nu")
     parts, losses[name] = {kind: Saved(root / kind, steps) for kind in kinds}, []
