@@ -85,6 +85,12 @@ class Save:
         Raises:
             OSError: from the file system.
         """
+        try:
+            self._write(directory)
+        finally:  # a save that failed is kept until the next one, its copies of the state are not
+            self.blocks, self.previous, self.proof = {}, {}, None
+
+    def _write(self, directory: Path) -> None:
         process = jax.process_index()
         sums = self.fingerprints.sums()
         part: dict[str, Any] = {
@@ -155,7 +161,6 @@ class Save:
         sizes = plan.raw_bytes[process], plan.difference_bytes[process]
         contents = [(arrays.RAW, sizes[0], raw), (arrays.DIFFERENCE, sizes[1], differences)]
         _, elided = arrays.write_pack(directory, contents)
-        self.blocks, self.previous = {}, {}
         return {"letters": list(letters.items()), "sizes_bytes": sizes, "elided": elided}
 
     def _encoding(self, index: int) -> Encoding:
@@ -218,6 +223,7 @@ class Save:
                 count=structure.index[structure.binding.count],
                 reducing=program.reducing,
                 passed=program.passed,
+                placement=structure.placement if program.reducing else "",
                 problem=program.problem,
                 programs=program.digests,
                 jax_version=jax.__version__,

@@ -119,7 +119,7 @@ class Decisions:
         program: Program,
         held: Collection[int],
     ) -> Decision:
-        if self._delta == "auto" and not program.problem:
+        if self._delta == "auto" and parent.problem and not program.problem:
             return Decision("base", "updates can be replayed from here on")
         if len(held) < len(snapshot.structure.leaves):
             return Decision("base", f"step {parent.manifest.step} is not in host memory")
@@ -137,6 +137,9 @@ class Decisions:
         update = parent.base.update
         if update is None or program.digest != update.programs.get(replay.platform()):
             return Decision("base", "the update program changed")
+        if update.reducing and update.placement != snapshot.structure.placement:
+            # Cut alike, but added up in another order: a restore replays where the base lay.
+            return Decision("base", "the mesh changed, and the update adds up elements")
         if decision.update_count:
             changed = self._set_by_hand(snapshot, parent, program)
             by = "was changed by something else than the update"

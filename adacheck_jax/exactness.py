@@ -110,13 +110,17 @@ def independent_of(
 
 
 def operations_of(function: Callable[..., Any], arguments: Sequence[Any]) -> list[str]:
-    """The operations of a function in order, by which one sees whether shapes steer it."""
+    """The operations of a function and their constants, in order.
+
+    Traced for other shapes they tell whether the function looks at shapes.
+    """
     return list(_operations(jax.make_jaxpr(function)(*arguments).jaxpr))
 
 
 def _operations(jaxpr: Any) -> Any:
     for equation in jaxpr.eqns:
-        yield equation.primitive.name
+        constants = [atom.val for atom in equation.invars if hasattr(atom, "val")]
+        yield f"{equation.primitive.name} {constants}"
         for body in _bodies(equation.params):
             yield from _operations(body)
 

@@ -67,7 +67,8 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         keep_lineage: the preservation policy given to the manager, where the file system has no
             hard links.
         prove: which deltas are replayed in the background as they are saved, and compared with the
-            state: the ``"first"`` one after a base or a restore, ``"every"`` one, or ``"never"``.
+            state: the ``"first"`` one after a base or a restore, ``"every"`` one, or ``"never"``:
+            then steps are lost where the train step does anything else than is replayed.
             Leaves that replay does not reproduce are stored whole, the handler says why, and
             replays no updates from then on. Costs a host copy of params and optimizer state for
             one step.
@@ -117,7 +118,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         self.restored: RestoreInfo | None = None
         self._savers: dict[tuple[Path, str | None], Saver] = {}
         self._stock = StockCheckpoints()
-        self._saves: dict[Path, Save] = {}
+        self._saves: dict[Path, tuple[Any, Save]] = {}
 
     async def async_save(self, directory: epath.Path, args: SaveArgs) -> list[ocp.Future]:
         """Decides between base and delta, stages, and starts writing.
@@ -162,7 +163,10 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             cast=cast,
             custom_metadata=custom_metadata,
         )
-        self._saves[final] = save  # several at once: items of one step, or of several managers
+        # Several at once: items of one step, or of several managers. One that was never committed
+        # here (it failed, or another process commits) is dropped when its line goes on.
+        others = {path: each for path, each in self._saves.items() if each[0] != place.line}
+        self._saves = others | {final: (place.line, save)}
         futures: list[ocp.Future] = []
         if save.is_base:
             futures = await self._stock.write(directory, state, save_args, custom_metadata)
@@ -177,7 +181,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
 
     def finalize(self, directory: epath.Path) -> None:
         """Commits: Orbax calls this on one process, after every process's futures."""
-        save = self._saves.pop(lineages.committed_path(Path(directory)), None)
+        _, save = self._saves.pop(lineages.committed_path(Path(directory)), (None, None))
         if save is None:
             raise AdaCheckError(
                 f"{directory}: expected to commit a save that this handler began, found none. "

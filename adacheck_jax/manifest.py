@@ -107,6 +107,8 @@ class Update:
         reducing: indices of the computed leaves whose bits depend on the order of a sum: they are
             exact where the update runs as its own program on the mesh that it was saved on.
         passed: indices of the computed leaves that the update returns as it took them.
+        placement: for an update with reducing leaves, a digest of where they all lay: the devices,
+            the mesh and how each leaf was cut; empty for any other.
         problem: why no update is replayed onto this base; empty where updates are.
         programs: for each platform the digest of its serialized program; none with a problem.
         jax_version: the jax that exported it.
@@ -119,6 +121,7 @@ class Update:
     count: int
     reducing: tuple[int, ...]
     passed: tuple[int, ...]
+    placement: str
     problem: str
     programs: Mapping[str, str]
     jax_version: str
@@ -389,6 +392,7 @@ def _update(body: dict[str, Any], leaf_count: int) -> Update:
         count=_natural(body["count"]),
         reducing=_tuple_of(_natural, body["reducing"]),
         passed=_tuple_of(_natural, body["passed"]),
+        placement=str(body["placement"]),
         problem=str(body["problem"]),
         programs={_platform(name): str(digest) for name, digest in body["programs"].items()},
         jax_version=str(body["jax_version"]),

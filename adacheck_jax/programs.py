@@ -83,6 +83,7 @@ class Programs:
         self._last: tuple[Structure, Any, Program] | None = None
         self._forecasts: dict[int, Forecast] = {}
         self._disproved: dict[str, str] = {}
+        self._said: set[str] = set()
 
     def of(self, structure: Structure) -> Program:
         """The update of a structure; exported once, since a lineage keeps its update."""
@@ -151,7 +152,8 @@ class Programs:
         leaves, arguments = structure.leaves, structure.arguments
         try:
             with jax.enable_x64(x64):
-                if self.of(structure).piecewise:
+                program = self.of(structure)
+                if program.piecewise:
                     return proof.in_pieces(
                         function, leaves, arguments, before, after, self._prove_bytes
                     )
@@ -163,12 +165,16 @@ class Programs:
                         f"the update can only be computed whole, which takes {needed_bytes} bytes "
                         f"of device memory, and prove_bytes is {self._prove_bytes}"
                     )
-                return proof.whole(function, arguments, before, after, shardings)
-        except jax.errors.JaxRuntimeError as error:  # no device memory to spare
-            return self._unproved(str(error))
+                # What a restore will run, and not what it was exported from.
+                exported = replay.from_bytes(program.files[replay.platform()])
+                return proof.whole(exported, arguments, before, after, shardings)
+        except Exception as error:  # a proof is no part of a save: it may not fail it
+            return self._unproved(f"{type(error).__name__}: {error}")
 
     def _unproved(self, why: str) -> list[int]:
-        _log.warning("A delta is saved that was not proved as it was saved: %s.", why)
+        if why not in self._said:
+            self._said.add(why)
+            _log.warning("Deltas are saved that are not proved as they are saved: %s.", why)
         return []
 
     def disprove(self, digest: str, problem: str) -> None:

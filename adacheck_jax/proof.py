@@ -35,7 +35,7 @@ def sites(leaves: Sequence[Leaf], arguments: Arguments, process: int) -> dict[in
     """The boxes on which one process proves an update whose elements stay in their places.
 
     Leaves of one shape are cut alike, wherever one of them was cut, so that a site is a box of each
-    of them. A process proves the sites that lie in a box that it owns.
+    of them. A process proves the sites that lie in a box that it owns, and every scalar.
 
     Args:
         leaves: of the state.
@@ -57,6 +57,8 @@ def sites(leaves: Sequence[Leaf], arguments: Arguments, process: int) -> dict[in
         )
         owned = [box for i in members for box in leaves[i].boxes_of(process)]
         here = [site for site in grid(cuts) if any(box.contains(site) for box in owned)]
+        if not shape:  # whatever else a process proves takes the scalars: counters, rates
+            here = [Box.full(())]
         result |= dict.fromkeys(members, here)
     return result
 
@@ -83,30 +85,54 @@ def in_pieces(
     Returns:
         Indices of the params and inner leaves whose bits differ, ascending.
     """
-    extra = frozenset(arguments[3])
     results = [*arguments[0], *arguments[1]]
     old = {i: _string(before[i], leaves[i]) for indices in arguments for i in indices}
     new = {i: _string(after[i], leaves[i]) for i in results}
     ranks = {i: len(leaves[i].shape) for i in old}
-    element_bytes = 2 * sum(array.itemsize for array in old.values())
-    longest = max((array.size for i, array in old.items() if i not in extra), default=1)
-    length = max(1, min(longest, bound_bytes // element_bytes))
     jitted: Any = jax.jit(function)
     wrong: set[int] = set()
-    for start in range(0, longest, length):
-        pieces = [
-            [
-                _block(before[i]) if i in extra else _piece(old[i], start, length, ranks[i])
-                for i in indices
+    for group in _groups({i: old[i].size for i in ranks if i not in arguments[3]}):
+        element_bytes = 2 * sum(old[i].itemsize for i in group)
+        longest = max(old[i].size for i in group)
+        length = max(_MIN_PIECE, min(longest, bound_bytes // element_bytes))
+        for start in range(0, longest, length):
+            pieces = [
+                [
+                    _block(before[i])
+                    if i in arguments[3]
+                    else _piece(old[i], start, length if i in group else 1, ranks[i])
+                    for i in indices
+                ]
+                for indices in arguments
             ]
-            for indices in arguments
-        ]
-        outputs = jax.tree.leaves(jitted(*pieces))
-        for i, output in zip(results, outputs, strict=True):
-            part = new[i][start : start + length] if ranks[i] else new[i]
-            if part.size and not _same_bits(np.asarray(output).reshape(-1)[: part.size], part):
-                wrong.add(i)
+            outputs = jax.tree.leaves(jitted(*pieces))
+            for i, output in zip(results, outputs, strict=True):
+                part = new[i][start : start + length] if ranks[i] else new[i]
+                if i not in group or not part.size:
+                    continue
+                if not _same_bits(np.asarray(output).reshape(-1)[: part.size], part):
+                    wrong.add(i)
     return sorted(wrong)
+
+
+_MIN_PIECE = 1024
+"""Elements of the shortest piece."""
+_GROUP_RANGE = 8
+
+
+def _groups(sizes: Mapping[int, int]) -> list[frozenset[int]]:
+    """Leaves of about one size together, so that the short ones are not filled up to the longest.
+
+    Leaves that an update ties together have one shape, and so fall into one group.
+    """
+    groups: list[list[int]] = []
+    longest = 0
+    for i in sorted(sizes, key=lambda i: -sizes[i]):
+        if not groups or sizes[i] * _GROUP_RANGE < longest:
+            groups.append([])
+            longest = sizes[i]
+        groups[-1].append(i)
+    return [frozenset(group) for group in groups]
 
 
 def piece_shapes(shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:

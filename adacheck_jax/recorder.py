@@ -50,6 +50,16 @@ class RecorderState(NamedTuple):
     adacheck_inner: PyTree
 
 
+class Probe:
+    """Given to ``init`` in place of params, learns which recorders there are; has no leaves."""
+
+    def __init__(self) -> None:
+        self.recorders: list[Recorder] = []
+
+
+jax.tree_util.register_pytree_node(Probe, lambda probe: ((), probe), lambda probe, _: probe)
+
+
 class InnerElsewhere(NamedTuple):
     """Stands for the wrapped transformation's state while only the record is taken."""
 
@@ -114,6 +124,9 @@ class Recorder(optax.GradientTransformationExtraArgs):
         wrapped = optax.with_extra_args_support(tx)
 
         def init(params: PyTree) -> RecorderState:
+            if isinstance(params, Probe):
+                params.recorders.append(self)
+                return RecorderState((), (), {}, InnerElsewhere())
             inner = wrapped.init(params)
             extra = {name: jnp.zeros(s.shape, s.dtype) for name, s in declared.items()}
             self._learn(params, inner, extra)

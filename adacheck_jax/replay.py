@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -230,7 +230,9 @@ def _keyed(spec: jax.ShapeDtypeStruct, leaf: Any) -> Any:
 
 
 def export(
-    function: UpdateFunction, arguments: Sequence[Sequence[jax.ShapeDtypeStruct]]
+    function: UpdateFunction,
+    arguments: Sequence[Sequence[jax.ShapeDtypeStruct]],
+    platforms: Sequence[str] = PLATFORMS,
 ) -> dict[str, bytes]:
     """Exports the update program for each platform, over one device.
 
@@ -240,6 +242,7 @@ def export(
     Args:
         function: from :func:`update_function`.
         arguments: shapes and data types of the four lists of leaves.
+        platforms: to export for, besides this one.
 
     Returns:
         The serialized programs by platform, this process's platform at least. The same update gives
@@ -248,7 +251,7 @@ def export(
     jitted, here = jax.jit(function), platform()
     programs = {}
     with _no_tracebacks():
-        for each in dict.fromkeys((here, *PLATFORMS)):
+        for each in dict.fromkeys((here, *platforms)):
             try:
                 exported = jax.export.export(jitted, platforms=(each,))(*arguments)
             except Exception as error:
@@ -291,13 +294,22 @@ def load(data: bytes, update: Update, where: str) -> UpdateFunction:
             "base step, or give AdaCheckHandler the recorder and remove nothing."
         )
     try:
-        exported = jax.export.deserialize(bytearray(data))
+        return from_bytes(data)
     except Exception as error:
         raise FormatError(
             f"{where}: the update was exported by jax {update.jax_version}, and jax "
             f"{jax.__version__} cannot read it ({error}). Install that jax, or give "
             "AdaCheckHandler the Recorder that the optimizer was built with."
         ) from error
+
+
+def from_bytes(data: bytes) -> UpdateFunction:
+    """The update function of an exported program that this process wrote, or has checked.
+
+    It is partitioned otherwise than the function that it was exported from, wherever axes are
+    Explicit: what trains, what proves and what restores an update with sums in it is this one.
+    """
+    exported = jax.export.deserialize(bytearray(data))
 
     def run(
         params: Leaves, inner: Leaves, record: Leaves, extra: Leaves
@@ -309,13 +321,14 @@ def load(data: bytes, update: Update, where: str) -> UpdateFunction:
 
 
 def compile_fold(
-    function: UpdateFunction, params: Sequence[jax.Array], inner: Sequence[jax.Array]
+    function: UpdateFunction, params: Iterable[jax.Array], inner: Iterable[jax.Array]
 ) -> UpdateFunction:
     """Compiles the update for the shardings of these arrays, donating the state.
 
     Memory stays at one state plus one record: the returned function consumes its ``params`` and
     ``inner`` and returns the next ones in their place, with the same shardings.
     """
+    params = list(params)
     kept = common_shardings([*params, *inner])
     shardings = (kept[: len(params)], kept[len(params) :])
     fold: Any = jax.jit(function, out_shardings=shardings, donate_argnums=(0, 1))

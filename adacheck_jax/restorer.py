@@ -96,7 +96,7 @@ def _fold(
         if reader.has_update:
             consumed = next(inputs)
             # What is passed through is put in place before the update that takes it.
-            if patches.touches(computed) or not passed.isdisjoint(reader.stored):
+            if patches.touches(update.explained) or not passed.isdisjoint(reader.stored):
                 working.put(update.params, params)
                 working.put(update.inner, inner)
                 patches.apply(computed)

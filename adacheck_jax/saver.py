@@ -69,6 +69,7 @@ class Saver:
         prove_bytes: int,
     ) -> None:
         self._recorder = recorder
+        self._max_deltas = max_deltas
         self._keep_lineage = keep_lineage
         self._snapshots = Snapshots(recorder, params_path)
         self._programs = Programs(recorder, prove_bytes)
@@ -83,6 +84,7 @@ class Saver:
         )
         self._copies: dict[Path, HostCopies] = {}
         self._heads: tuple[Path, ...] = ()
+        self._saved: tuple[Path, ...] = ()
         self._known: dict[Path, Lineage] = {}
         self._links: dict[Path, bool] = {}
 
@@ -93,9 +95,14 @@ class Saver:
             restored: the step's lineage.
             leaves: its leaves, with which the next state is compared; None for one left out.
         """
+        update = restored.base.update
+        needed = range(len(leaves)) if update is None else (*update.explained, *update.consumed)
+        if any(leaves[i] is None for i in needed):
+            return  # what was left out will be made anew, and no update leads there
         head = restored.entries[-1].directory
         # The step saved last stays a candidate: an older one may be restored for a look.
-        self._heads = tuple(dict.fromkeys((head, *self._heads[-1:])))
+        self._heads = tuple(dict.fromkeys((head, *self._saved)))
+        self._known = {each: known for each, known in self._known.items() if each in self._heads}
         self._known[head] = restored
         if self._recorder is not None or self._delta == "bits":
             self._copies[head] = copies.of_restored(
@@ -157,7 +164,8 @@ class Saver:
         computed = structure.arguments[0] + structure.arguments[1] if proves else ()
         parts = fingerprint.Parts(dict(enumerate(snapshot.arrays)), structure.picks)
         staged = self._blocks(snapshot, parts, {*stored, *kept, *computed})
-        sites = self._sites(snapshot, decision, proves)
+        is_due = self._is_proof_due(decision, parent, program, replayable, proves)
+        sites = copies.sites_of(snapshot) if proves or is_due else {}
         save = Save(
             programs=self._programs,
             links=parent is not None and self._has_links(final_directory),
@@ -177,8 +185,7 @@ class Saver:
         )
         # Until the save is committed this directory does not exist, and if it fails it never will:
         # the next save looks at the disk, finds no parent, and writes a base.
-        self._heads = (final_directory,)
-        is_due = self._is_proof_due(decision, parent, program, replayable, proves)
+        self._heads = self._saved = (final_directory,)
         after = HostCopies({i: staged[i] for i in kept}, is_due, sites if is_due else {})
         if decision.kind == "replay" and not decision.update_count:  # nothing was updated since
             after = HostCopies(after.blocks, before.is_proof_due, before.sites)
@@ -205,12 +212,14 @@ class Saver:
 
     def _replays(self, program: Program, replayable: bool) -> bool:
         """Whether updates may be replayed onto the step that is being saved."""
-        return bool(program.files) and replayable and self._delta != "bits"
+        return bool(program.files) and replayable and self._delta != "bits" and self._max_deltas > 0
 
     def _kept(
         self, structure: Structure, program: Program, replayable: bool, proves: bool
     ) -> Collection[int]:
         """The leaves of which the next save needs this one's bits."""
+        if not self._max_deltas:
+            return ()
         if self._replays(program, replayable) and not (proves and self._delta == "auto"):
             return copies.candidates(structure, policy.Decision("replay", ""), program)
         follows_bits = self._delta == "bits" or (self._delta == "auto" and replayable)
@@ -230,14 +239,6 @@ class Saver:
         staged = {i: parts.blocks[i] for i in wanted if i in parts.blocks}
         rest = {i: snapshot.arrays[i] for i in wanted if i not in staged}
         return staged | stage(rest, snapshot.structure.picks)
-
-    def _sites(
-        self, snapshot: Snapshot, decision: policy.Decision, proves: bool
-    ) -> dict[int, Blocks]:
-        """Host copies for a proof of this update or of the next."""
-        if self._prove == "never" or not (proves or decision.is_base):
-            return {}
-        return copies.sites_of(snapshot)
 
     def _proof(
         self, snapshot: Snapshot, before: HostCopies, after: dict[int, Blocks]

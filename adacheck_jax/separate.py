@@ -7,24 +7,30 @@ training runs the very program that replay will run: same inputs, same shardings
 
 from __future__ import annotations
 
+import logging
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.core
+import jax.numpy as jnp
 import optax
 
-from adacheck_jax import replay
+from adacheck_jax import replay, staging
 from adacheck_jax.errors import RecorderError
 from adacheck_jax.recorder import (
     TAKE_ARGUMENT,
     InnerElsewhere,
+    Probe,
     Recorder,
     RecorderState,
     UpdateSignature,
     abstract,
 )
 from adacheck_jax.trees import PyTree
+
+_log = logging.getLogger(__name__)
 
 
 class SeparateUpdate:
@@ -35,6 +41,7 @@ class SeparateUpdate:
 
     def __init__(self, tx: optax.GradientTransformation) -> None:
         self._tx = optax.with_extra_args_support(tx)
+        _announce(tx)
         self._known: dict[Any, tuple[Callable[..., Any], replay.UpdateFunction]] = {}
 
     def __call__(
@@ -68,12 +75,12 @@ class SeparateUpdate:
         take, fold = self._known[key]
         rest = take(grads, rest, params, extra_args)
         node = _node_of(rest)
-        inputs = [jax.tree.leaves(each) for each in (params, inner)]
+        inputs = _unshared(params, inner)
         consumed = [jax.tree.leaves(each) for each in (node.adacheck_record, node.adacheck_extra)]
         after = fold(*inputs, *consumed)
         new_params, new_inner = (
             jax.tree.unflatten(jax.tree.structure(tree), leaves)
-            for tree, leaves in zip((params, inner), after, strict=True)
+            for tree, leaves in zip((params, inner), _keyed(params, inner, after), strict=True)
         )
         return new_params, _with_inner(rest, new_inner)
 
@@ -105,8 +112,14 @@ class SeparateUpdate:
         extra = _node_of(after).adacheck_extra
         trees = (jax.tree.map(abstract, tree) for tree in (params, inner, extra))
         function = replay.update_function(recorder, UpdateSignature(*trees))
+        leaves = [jax.tree.leaves(each) for each in (params, inner)]
+        node = _node_of(after)
+        consumed = [jax.tree.leaves(each) for each in (node.adacheck_record, node.adacheck_extra)]
+        specs = [list(map(_raw_spec, each)) for each in (*leaves, *consumed)]
+        here = replay.platform()
+        exported = replay.from_bytes(replay.export(function, specs, (here,))[here])
         taking: Any = jax.jit(take, out_shardings=shardings, donate_argnums=1)
-        return taking, replay.compile_fold(function, *map(jax.tree.leaves, (params, inner)))
+        return taking, replay.compile_fold(exported, *(map(staging.raw, each) for each in leaves))
 
 
 def separate_update(tx: optax.GradientTransformation) -> SeparateUpdate:
@@ -132,6 +145,20 @@ def separate_update(tx: optax.GradientTransformation) -> SeparateUpdate:
     return SeparateUpdate(tx)
 
 
+def _announce(tx: optax.GradientTransformation) -> None:
+    """Tells the recorder before its first update, so that a state saved before it is no surprise.
+
+    Where something around the recorder does not let this through, the first update tells it.
+    """
+    probe: Any = Probe()
+    try:
+        tx.init(probe)
+    except Exception as error:
+        _log.debug("The recorder is found at the first update: %s", error)
+    for recorder in probe.recorders:
+        recorder.separate = True
+
+
 def _is_node(tree: Any) -> bool:
     return isinstance(tree, RecorderState)
 
@@ -155,14 +182,44 @@ def _with_inner(opt_state: PyTree, inner: PyTree) -> PyTree:
 
 
 def _same(a: PyTree, b: PyTree) -> bool:
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=False)
-    return all(x is y for x, y in pairs)
+    ours, theirs = jax.tree.leaves(a), jax.tree.leaves(b)
+    return len(ours) == len(theirs) and all(map(operator.is_, ours, theirs))
 
 
 def _signature(leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array):
+        return (leaf.shape, leaf.dtype, leaf.sharding)
     spec = abstract(leaf)
-    return (spec.shape, str(spec.dtype), _sharding(leaf))
+    return (spec.shape, spec.dtype, None)
 
 
-def _sharding(leaf: Any) -> Any:
-    return leaf.sharding if isinstance(leaf, jax.Array) else None
+def _raw_spec(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.eval_shape(staging.raw, leaf) if staging.is_key(leaf) else abstract(leaf)
+
+
+def _unshared(params: PyTree, inner: PyTree) -> list[list[Any]]:
+    """Plain leaves that may be donated: a buffer that occurs twice is copied."""
+    seen: set[int] = set()
+
+    def own(leaf: Any) -> Any:
+        leaf = staging.raw(leaf)
+        if id(leaf) in seen:
+            return jnp.copy(leaf)
+        seen.add(id(leaf))
+        return leaf
+
+    return [[own(leaf) for leaf in jax.tree.leaves(tree)] for tree in (params, inner)]
+
+
+def _keyed(params: PyTree, inner: PyTree, after: Any) -> Any:
+    """The new leaves, typed keys where the former ones were."""
+
+    def like(old: Any, new: Any) -> Any:
+        if not staging.is_key(old):
+            return new
+        return jax.random.wrap_key_data(new, impl=jax.random.key_impl(old))
+
+    return [
+        [like(*pair) for pair in zip(jax.tree.leaves(tree), leaves, strict=True)]
+        for tree, leaves in zip((params, inner), after, strict=True)
+    ]

@@ -54,3 +54,17 @@ def layout_of_array(array: Any) -> Layout:
 def distinct_boxes(array: Any) -> list[Box]:
     """The distinct boxes that an array is cut into, in grid order."""
     return grid(layout_of_array(array).cuts)
+
+
+def describe(array: Any) -> str:
+    """Where an array lies, alike in every process: equal texts, equal partitioning.
+
+    Args:
+        array: jax or numpy array.
+    """
+    placed = array.sharding if isinstance(array, jax.Array) else None
+    if not isinstance(placed, jax.sharding.NamedSharding):
+        return f"{type(placed).__name__} {0 if placed is None else len(placed.device_set)}"
+    mesh: Any = placed.mesh
+    ids = [device.id for device in mesh.devices.flat]
+    return f"{dict(mesh.shape)} {mesh.axis_types} {ids} {placed.spec}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,7 @@ class Structure:
         binding: the recorder's update tied to the leaves; None without a recorder.
         index: leaf path to position.
         picks: what this process takes of each leaf: the boxes that it owns.
+        placement: digest of where the leaves of the update lie: devices, mesh, and cuts.
         proof_picks: what it takes of each leaf of the update to prove it; empty if it does not hold
             all of that, or there is no update.
     """
@@ -37,6 +39,7 @@ class Structure:
     binding: Binding | None
     index: dict[str, int]
     picks: dict[int, tuple[staging.Pick, ...]]
+    placement: str
     proof_picks: dict[int, tuple[staging.Pick, ...]]
 
     @property
@@ -128,9 +131,13 @@ class Snapshots:
             i: staging.picks_of(array, leaf.boxes_of(process))
             for i, (leaf, array) in enumerate(zip(leaves, arrays, strict=True))
         }
-        structure = Structure(leaves, binding, index, picks, {})
+        structure = Structure(leaves, binding, index, picks, "", {})
         if binding is None:
             return structure
+        touched = [i for indices in structure.arguments for i in indices]
+        described = "\n".join(sharding.describe(arrays[i]) for i in touched)
+        placement = hashlib.sha256(described.encode()).hexdigest()
+        structure = dataclasses.replace(structure, placement=placement)
         sites = proof.sites(leaves, structure.arguments, process)
         proof_picks = {i: staging.picks_of(arrays[i], boxes) for i, boxes in sites.items()}
         if any(len(proof_picks[i]) < len(boxes) for i, boxes in sites.items()):

@@ -115,7 +115,7 @@ class Target:
             if leaf is None or wanted is None:
                 continue
             if wanted is np.ndarray:
-                leaves[path] = np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf
+                leaves[path] = _on_host(leaf)
             elif not isinstance(leaf, jax.Array) or leaf.sharding != wanted:
                 leaves[path] = jax.device_put(leaf, wanted)
 
@@ -177,6 +177,16 @@ class Target:
             value = value.astype(wanted.dtype)
         layout = getattr(wanted, "format", None) if self._wishes.support_layout else None
         return value if layout is None else jax.device_put(value, layout)
+
+
+def _on_host(leaf: Any) -> Any:
+    """A whole leaf as a host value, also where other processes hold parts of it."""
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    if not leaf.is_fully_addressable:
+        whole = jax.jit(lambda x: x, out_shardings=restorer.replicated(leaf.sharding))(leaf)
+        leaf = whole.addressable_data(0)
+    return np.asarray(leaf)
 
 
 def _same_kind(a: str, b: str) -> bool:

@@ -3,7 +3,7 @@
 Usage: multiprocess_worker.py MODE PROCESS PROCESSES PORT ROOT OUT DEVICES
 
 MODE is save, resume or restore; or bits, which saves bit-pattern differences; or projected, which
-saves a run that changes params after the update.
+saves a run that changes params after the update; or no-scalars, which saves one without a scalar.
 """
 
 from __future__ import annotations
@@ -40,6 +40,22 @@ def write(state: object, name: str) -> None:
 
 
 mesh = support.mesh_of((jax.device_count() // 2, 2))
+if mode == "no-scalars":  # then most processes own no scalar of the update at all
+
+    def no_scalar() -> dict[str, Any]:
+        params = initial_params()
+        del params["scale"]
+        return params
+
+    def forward(params: dict[str, Any], x: jax.Array) -> jax.Array:
+        hidden = jax.numpy.tanh(x @ params["in"]["kernel"] + params["in"]["bias"])
+        return hidden @ params["out"]["kernel"]
+
+    initial_params, support.initial_params, support.forward = (
+        support.initial_params,
+        no_scalar,
+        forward,
+    )
 run = support.dict_run(mesh)
 handler = adacheck.AdaCheckHandler(run.recorder, delta="bits" if mode == "bits" else "auto")
 if mode == "projected":

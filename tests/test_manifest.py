@@ -50,6 +50,7 @@ def updates(draw, leaf_count):
         count=order[0],
         reducing=tuple(draw(computed)),
         passed=tuple(draw(computed)),
+        placement=draw(st.text(max_size=8)),
         problem=draw(st.text()),
         programs=draw(st.dictionaries(st.sampled_from(["cpu", "cuda", "tpu"]), digest)),
         jax_version=draw(st.text()),
@@ -107,7 +108,7 @@ A_BASE = BaseManifest(
     count=3,
     leaves=(A_LEAF, A_COUNT),
     fingerprints=(0x0123456789ABCDEF, 7),
-    update=Update((0,), (), (), (), 1, (0,), (0,), "", {"cpu": "ab" * 32}, "0.10.2"),
+    update=Update((0,), (), (), (), 1, (0,), (0,), "", "", {"cpu": "ab" * 32}, "0.10.2"),
     reason="first",
     process_count=2,
     versions={"jax": "0.10.2"},
@@ -297,7 +298,7 @@ def test_what_the_update_does_with_leaves_that_it_does_not_compute_is_an_error(f
 
 
 def test_a_leaf_that_the_update_consumes_is_neither_reducing_nor_passed_through():
-    update = Update((), (), (0,), (), 1, (), (), "", {}, "0.10.2")
+    update = Update((), (), (0,), (), 1, (), (), "", "", {}, "0.10.2")
     for field in ("reducing", "passed"):
         body = body_of(dataclasses.replace(A_BASE, update=update))
         assert decode(encode_body(body)).update == update

@@ -102,3 +102,10 @@ def test_several_processes_save_differences(tmp_path, mode, kinds, has_update):
         for step in (1, 3):
             restored = leaves(Path(f"{out}-restored{step}.npz"))
             assert restored == leaves(tmp_path / f"out-saved{step}.npz")
+
+
+def test_a_process_that_owns_no_scalar_proves_its_share(tmp_path):
+    launch("no-scalars", 2, tmp_path / "run", tmp_path / "out", devices=2)
+    found = [step.manifest for step in lineage.steps_of(tmp_path / "run")]
+    assert "".join(type(each).__name__[0] for each in found) == "BDD"
+    assert [each.problem for each in found[1:]] == ["", ""]

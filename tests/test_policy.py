@@ -5,7 +5,7 @@ import pytest
 from adacheck_jax import policy
 from adacheck_jax.manifest import BaseManifest, DeltaManifest, Link, Update
 
-UPDATE = Update((0,), (1,), (2,), (), 3, (), (), "", {"cpu": "0" * 64}, "0.10.2")
+UPDATE = Update((0,), (1,), (2,), (), 3, (), (), "", "", {"cpu": "0" * 64}, "0.10.2")
 BASE = BaseManifest(10, 5, (), (), UPDATE, "first", 1, {})
 NO_PROGRAM = BaseManifest(10, 5, (), (), None, "first", 1, {})
 NO_COUNT = BaseManifest(10, None, (), (), UPDATE, "first", 1, {})

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 
 import adacheck_jax as adacheck
@@ -420,3 +421,88 @@ def test_a_forecast_that_is_never_right_does_not_cost_a_base_a_step(tmp_path, mo
         target = adacheck.RestoreArgs(abstract(run.state))
         assert_same_bits(manager.restore(5, args=target), saved[5])
     assert kinds(tmp_path) == ["B", "B", "R", "R", "R"]
+
+
+def set_rate(run, rate):
+    hyper = run.state["opt_state"][1].adacheck_inner.hyperparams
+    hyper["learning_rate"] = jax.device_put(jnp.float32(rate), hyper["learning_rate"].sharding)
+
+
+def test_a_hyper_parameter_set_by_hand_and_saved_before_the_next_update(tmp_path):
+    """The delta without an update holds it, and the next update takes it."""
+    run = support.dict_run(mesh_of((2, 2)), optax.inject_hyperparams(optax.adamw)(1e-2))
+    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
+        saved = save_steps(manager, run, 3)
+        set_rate(run, 5e-3)
+        run.count = 4
+        saved[4] = host_copy(run.state)
+        manager.save(4, args=adacheck.SaveArgs(run.state))
+        saved |= save_steps(manager, run, 2)
+        for step, expected in saved.items():
+            target = adacheck.RestoreArgs(abstract(run.state, mesh_of((4, 2))))
+            assert_same_bits(manager.restore(step, args=target), expected)
+    assert kinds(tmp_path) == ["B", "R", "R", "D", "R", "R"]
+
+
+def by_fan_in():
+    """Steps by a number that is made of a shape."""
+
+    def update(updates, state, params=None):
+        del params
+        return jax.tree.map(lambda u: -0.1 * u / max(u.shape, default=1), updates), state
+
+    return optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+
+
+def test_a_constant_made_of_a_shape_is_no_fault_of_the_train_step(tmp_path, caplog):
+    run = support.dict_run(mesh_of((2, 2)), by_fan_in(), dtype=jnp.bfloat16)
+    with (
+        caplog.at_level(logging.WARNING, logger="adacheck_jax"),
+        manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager,
+    ):
+        save_steps(manager, run, 3)
+    assert kinds(tmp_path) == ["B", "R", "R"]
+    assert not caplog.records
+
+
+def test_a_proof_that_fails_to_run_fails_no_save(tmp_path, monkeypatch, caplog):
+    def broken(*_):
+        raise RuntimeError("no proof today")
+
+    monkeypatch.setattr(proof, "in_pieces", broken)
+    run = support.dict_run(mesh_of((2, 2)))
+    with (
+        caplog.at_level(logging.WARNING, logger="adacheck_jax"),
+        manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder, max_deltas=1)) as manager,
+    ):
+        saved = save_steps(manager, run, 4)
+        target = adacheck.RestoreArgs(abstract(run.state))
+        assert_same_bits(manager.restore(4, args=target), saved[4])
+    assert kinds(tmp_path) == ["B", "R", "B", "R"]
+    assert len(caplog.records) == 1
+    assert "no proof today" in caplog.records[0].getMessage()
+
+
+def test_what_was_left_out_of_a_restore_is_no_parent_of_a_replay(tmp_path):
+    """Only params are restored, and a fresh optimizer goes on from them."""
+    run = support.dict_run(mesh_of((2, 2)))
+    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
+        save_steps(manager, run, 1)
+    run = support.dict_run(mesh_of((2, 2)))
+    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
+        target = jax.tree.map(lambda _: ocp.PLACEHOLDER, run.state)
+        target["params"] = abstract(run.state["params"])
+        run.state["params"] = manager.restore(1, args=adacheck.RestoreArgs(target))["params"]
+        run.advance()
+        saved = save_steps(manager, run, 2)
+        for step, expected in saved.items():
+            target = adacheck.RestoreArgs(abstract(run.state))
+            assert_same_bits(manager.restore(step, args=target), expected)
+    assert kinds(tmp_path) == ["B", "B", "R"]
+
+
+def test_short_leaves_are_not_proved_in_the_length_of_the_longest(monkeypatch):
+    sizes = {0: 10_000, 1: 9_000, 2: 1_000, 3: 900, 4: 1, 5: 0}
+    groups = proof._groups(sizes)
+    assert [sorted(group) for group in groups] == [[0, 1], [2, 3], [4], [5]]
+    assert proof._groups({}) == []

@@ -179,7 +179,9 @@ def exported(recorder, state):
 
 
 def note_of(data):
-    return Update((), (), (), (), 0, (), (), "", {"cpu": hashlib.sha256(data).hexdigest()}, "0.0.1")
+    return Update(
+        (), (), (), (), 0, (), (), "", "", {"cpu": hashlib.sha256(data).hexdigest()}, "0.0.1"
+    )
 
 
 FRESH = """

@@ -16,6 +16,7 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import adacheck_jax as adacheck
 from adacheck_jax import lineage, manifest
@@ -132,7 +133,69 @@ def test_params_and_optimizer_state_are_donated():
     assert before.opt_state[1].adacheck_inner[0].mu["in"]["kernel"].is_deleted()
 
 
-PARAMS = {"w": jnp.ones(8)}
+def test_a_state_saved_before_the_first_update_is_no_surprise(tmp_path, caplog):
+    run = separate_run(mesh_of((1, 1)), REDUCING["clip inside"])
+    with (
+        caplog.at_level(logging.WARNING, logger="adacheck_jax"),
+        manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager,
+    ):
+        manager.save(0, args=adacheck.SaveArgs(run.state))
+        save_steps(manager, run, 2)
+    assert not caplog.records
+    assert replayed(tmp_path) == [False, True, True]
+
+
+@pytest.mark.parametrize("name", ["clip inside", "adafactor", "lamb"])
+def test_explicit_axes_replay_exactly_too(tmp_path, name):
+    run = separate_run(mesh_of((1, 1)), REDUCING[name])
+    state = jax.tree.map(np.asarray, run.state)  # optax cannot make every state on such a mesh
+    run.state = support.place(state, mesh_of((4, 2), AxisType.Explicit))
+    run.advance()
+    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
+        saved = save_steps(manager, run, 4)
+        for step, expected in saved.items():
+            target = adacheck.RestoreArgs(abstract(run.state))
+            assert_same_bits(manager.restore(step, args=target), expected)
+    assert replayed(tmp_path) == [False, True, True, True]
+
+
+def test_another_mesh_that_cuts_alike_starts_a_new_lineage(tmp_path):
+    """Equal boxes, but sums are added up in another order."""
+
+    def columns(tree, mesh):
+        spec = lambda x: PartitionSpec(None, "model") if x.ndim == 2 else PartitionSpec()  # noqa: E731
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec(x))),
+            tree,
+        )
+
+    run = separate_run(mesh_of((4, 2)), REDUCING["muon"])
+    placed = columns(run.state, mesh_of((4, 2)))
+    run.state = jax.device_put(run.state, jax.tree.map(lambda x: x.sharding, placed))
+    run.advance()
+    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
+        saved = save_steps(manager, run, 2)
+    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
+        target = adacheck.RestoreArgs(columns(run.state, mesh_of((1, 2))))
+        run.state = manager.restore(3, args=target)
+        saved |= save_steps(manager, run, 3)
+        for step, expected in saved.items():
+            target = adacheck.RestoreArgs(columns(run.state, mesh_of((1, 2))), exact=True)
+            assert_same_bits(manager.restore(step, args=target), expected)
+    assert replayed(tmp_path) == [False, True, False, True, True]
+
+
+def test_a_buffer_that_occurs_twice_is_donated_once():
+    recorder = adacheck.Recorder(optax.trace(0.9))
+    update = adacheck.separate_update(recorder)
+    shared = jnp.ones((4, 4))
+    params = {"a": shared, "b": shared}
+    state = recorder.init(params)
+    params, state = update({"a": jnp.ones((4, 4)), "b": jnp.ones((4, 4))}, state, params)
+    assert params["a"].sum() == params["b"].sum() == 32
+
+
+PARAMS = {"w": jnp.ones(8), "v": jnp.ones(4)}
 
 
 def test_inside_a_compiled_function_it_is_an_error():
@@ -149,8 +212,9 @@ def test_inside_a_compiled_function_it_is_an_error():
         (lambda r: optax.chain(r, r), "one Recorder's state in it, found 2"),
         (lambda _: optax.adam(1e-2), "one Recorder's state in it, found 0"),
         (lambda r: optax.MultiSteps(r, 2), "a transformation around it"),
+        (lambda r: optax.masked(r, {"w": True, "v": False}), "ends in its one Recorder"),
     ],
-    ids=["not last", "two", "none", "wrapped"],
+    ids=["not last", "two", "none", "wrapped", "masked"],
 )
 def test_an_optimizer_that_does_not_end_in_its_recorder_is_an_error(wrap, message):
     tx = wrap(adacheck.Recorder(optax.adam(1e-2)))
