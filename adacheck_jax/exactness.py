@@ -42,7 +42,7 @@ _PLACING = """
     argmax argmin broadcast_in_dim concatenate dynamic_slice dynamic_update_slice expand_dims gather
     iota pad random_bits random_fold_in random_seed random_split random_unwrap random_wrap
     reduce_and reduce_max reduce_min reduce_or reduce_xor reshape rev scatter slice sort split
-    squeeze threefry2x32 transpose
+    squeeze stack threefry2x32 transpose unstack
 """
 _LEVELS = dict.fromkeys(_ELEMENTWISE.split(), Level.ELEMENT) | dict.fromkeys(
     _PLACING.split(), Level.PLACE

@@ -300,7 +300,7 @@ def test_steps_that_only_accumulate_gradients_are_deltas_without_an_update(tmp_p
     handler = adacheck.AdaCheckHandler(recorder, params_path="params")
     with manager_of(tmp_path, handler) as manager:
         saved = save_steps(manager, run, 6)
-    assert kinds(tmp_path) in {"BRNRND", "BRNRNR"}
+    assert kinds(tmp_path) in {"BRNRND", "BRNRNR", "BRNDND"}
     assert_restores(tmp_path, saved, run.state, {SAVING: (1, 2, 3, 4, 5, 6), OTHER: (3, 4, 6)})
 
 
@@ -425,7 +425,10 @@ def bits_of(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np.
             *{"bool": (0, 2), "int4": (-8, 8), "uint4": (0, 16)}[dtype.name], shape
         ).astype(dtype)
     data = rng.bytes(int(np.prod(shape)) * dtype.itemsize)
-    return np.frombuffer(data, dtype).reshape(shape)
+    values = np.array(np.frombuffer(data, dtype)).reshape(shape)
+    if dtype == "float8_e5m2":  # XLA:CPU of jax 0.12 copies every NaN of this type as 0x7f
+        values.view(np.uint8)[np.isnan(values)] = 0x7F
+    return values
 
 
 def numbers(dtypes: tuple[str, ...], seed: int) -> Any:
