@@ -20,9 +20,11 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from adacheck_jax import inspection
+from adacheck_jax import callables, inspection
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.inspection import InputError, RootSummary, StepDetails
+from adacheck_jax.recorder import Recorder
+from adacheck_jax.report import Balance, RedundancyReport, redundancy_report
 
 app = typer.Typer(
     add_completion=False,
@@ -77,6 +79,43 @@ def inspect(
         _print_json(details)
     else:
         _show_step(details)
+
+
+@app.command()
+def plan(
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="Function to call: path/to/file.py:function or package.module:function."
+        ),
+    ],
+    devices_per_process: Annotated[
+        int, typer.Option(min=1, help="Devices of an abstract mesh that one process has.")
+    ] = 8,
+    max_deltas: Annotated[int, typer.Option(min=0, help="Deltas for each base.")] = 20,
+    as_json: Json = False,
+) -> None:
+    """Say what saving every step of a model would cost, before there is a machine to train it on.
+
+    TARGET takes no argument and returns an abstract state (a pytree of jax.ShapeDtypeStruct with
+    shardings, which may be over a jax.sharding.AbstractMesh), or a tuple of it and the Recorder.
+    No array is allocated, and no device is needed.
+    With --json: the fields of adacheck_jax.report.RedundancyReport.
+    """
+    with _errors():
+        made = callables.call(target)
+        has_recorder = isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Recorder)
+        state, recorder = made if has_recorder else (made, None)
+        try:
+            report = redundancy_report(
+                state, recorder, devices_per_process=devices_per_process, max_deltas=max_deltas
+            )
+        except AdaCheckError as error:  # here it is the input that is wrong
+            raise InputError(f"{target}: {error}") from error
+    if as_json:
+        _print_json(report)
+    else:
+        _show_plan(report)
 
 
 @app.command()
@@ -208,6 +247,73 @@ def _show_step(details: StepDetails) -> None:
     for table in (facts, groups, leaves):
         console.print(table)
         console.print()
+
+
+def _show_plan(report: RedundancyReport) -> None:
+    console = _console()
+    counts = (
+        (report.leaf_count, "leaves"),
+        (report.device_count, "devices"),
+        (report.process_count, "processes"),
+    )
+    console.print(", ".join(f"{count:,} {what}" for count, what in counts), highlight=False)
+    console.print()
+    saves = _table("a save", "bytes", "times less", "each process", right=("bytes", "times less"))
+    for name, size_bytes, balance in (
+        ("all that each device holds", report.held_bytes, None),
+        ("stock Orbax", report.state_bytes, None),
+        ("base", report.base_bytes, report.base),
+        ("delta", report.delta_bytes, report.delta),
+        (f"mean of 1 base, {report.max_deltas} deltas", report.amortised_bytes, None),
+    ):
+        if size_bytes is not None:
+            less = _ratio(report.held_bytes / size_bytes) if size_bytes else None
+            _add_row(saves, name, decimal(round(size_bytes)), less, _share(balance))
+    kinds = _table("redundancy", "bytes", "why", right=("bytes",))
+    for name, size_bytes, why in (
+        ("declared replicas", report.replica_bytes, "another device holds the same: never written"),
+        ("computed by the update", report.computed_bytes, "replayed, so no delta has it"),
+        ("record", report.record_bytes, "what the update consumes: in every delta"),
+        ("other leaves", report.other_bytes, "no update computes them: in every delta"),
+    ):
+        if size_bytes is not None:
+            _add_row(kinds, name, decimal(size_bytes), why)
+    for table in (saves, kinds):
+        console.print(table)
+        console.print()
+    console.print(_in_words(report), highlight=False)
+    bounds = (
+        "At most: what compresses, is zero, is equal or did not change is known at a save only."
+    )
+    console.print(bounds, style="dim", highlight=False)
+
+
+def _ratio(ratio: float | None) -> str:
+    """As many digits as a person wants to read."""
+    return "?" if ratio is None else f"{ratio:,.0f}" if ratio >= 100 else f"{ratio:.1f}"
+
+
+def _share(balance: Balance | None) -> str | None:
+    if balance is None:
+        return None
+    least, most = decimal(balance.min_bytes), decimal(balance.max_bytes)
+    return least if least == most else f"{least} to {most}"
+
+
+def _in_words(report: RedundancyReport) -> str:
+    held, stock = decimal(report.held_bytes), decimal(report.state_bytes)
+    if report.delta_bytes is None or report.amortised_bytes is None:
+        return (
+            f"One step costs {stock} instead of {held}, and every step is a base: there is no "
+            "Recorder in this state. Wrap the optimizer in one to see what deltas cost."
+        )
+    return (
+        f"One step costs {decimal(report.delta_bytes)} instead of the {held} that all devices "
+        f"hold ({_ratio(report.held_to_delta)} times less) or the {stock} that stock Orbax "
+        f"writes ({_ratio(report.stock_to_delta)} times less); "
+        f"{decimal(round(report.amortised_bytes))} a step with a base after every "
+        f"{report.max_deltas} deltas."
+    )
 
 
 if __name__ == "__main__":

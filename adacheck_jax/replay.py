@@ -96,6 +96,24 @@ def bind(
     )
 
 
+def recorded_params(
+    node: RecorderNode, shapes: Mapping[str, tuple[int, ...]], params_path: str | None
+) -> tuple[str, ...]:
+    """Leaf paths of the params that a record is of, found without the recorder's object.
+
+    Args:
+        node: where the recorder's state lies.
+        shapes: shape of every leaf of the state, by leaf path.
+        params_path: leaf path of the params' root, or None to find it.
+
+    Raises:
+        RecorderError: there is no one tree that must be the params.
+    """
+    relative = {"params": list(node.record)}
+    root = params_path if params_path is not None else _find_params(node, relative, shapes)
+    return _params_under(root, relative["params"], node, shapes)
+
+
 _TREES = ("params", "inner", "extra")
 
 
