@@ -7,6 +7,7 @@
     ├── MismatchError    the state that was asked for is not the state that was saved
     ├── LineageError     a step, or a step that it builds on, is not there
     ├── IntegrityError   stored bits are not the bits that were saved
+    ├── ReplicaError     replicas that are declared equal are not
     ├── FormatError      a file is not what this version of the library can read
     └── StorageError     the place to write to cannot be written
 
@@ -32,6 +33,10 @@ class LineageError(AdaCheckError):
 
 class IntegrityError(AdaCheckError):
     """Stored or restored bits differ from the bits that were saved."""
+
+
+class ReplicaError(AdaCheckError):
+    """Devices that are declared to hold the same bits hold different ones; nothing was saved."""
 
 
 class FormatError(AdaCheckError):

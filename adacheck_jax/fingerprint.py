@@ -14,7 +14,8 @@ bits, with about 2**-20; a modulus of 2**32 would miss every even number of flip
 The weights are fixed by the format: this guards against accidents, not against an adversary.
 
 Two engines give the same value: numpy on host memory (and on CPU devices, where XLA does not
-vectorize integer reductions), XLA on accelerators.
+vectorize integer reductions), XLA on accelerators. Both give one partial sum a *shard*: the leaf's
+fingerprint takes one replica of each box, and the sums of the others are there to be compared.
 
 Reference: D. Lemire, O. Kaser, "Strongly universal string hashing is fast", 2014 (multilinear
 hashing); the weights come from SplitMix64 (Steele, Lea, Flood, OOPSLA 2014).
@@ -24,16 +25,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from adacheck_jax import staging
 from adacheck_jax.boxes import Box, grid
-from adacheck_jax.sharding import layout_of_array
+from adacheck_jax.sharding import Holder, has_replicas, holders_of, is_local, layout_of_array
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
@@ -131,42 +134,111 @@ def combine(parts: Sequence[int]) -> int:
     return sum(parts) & _MASK
 
 
-def of_arrays(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Fingerprints whole global arrays on their devices, without moving them.
-
-    Dispatched asynchronously: the arrays may be donated as soon as this returns.
-
-    Args:
-        arrays: global arrays of any sharding, on one set of devices; no typed PRNG keys.
-
-    Returns:
-        uint32 array of shape (len(arrays), 2): low and high word of each fingerprint.
-    """
-    with jax.enable_x64(True):
-        return _of_arrays(tuple(arrays))
-
-
 def from_words(words: Any) -> list[int]:
-    """Turns the result of :func:`of_arrays` into Python integers."""
+    """Turns rows of low and high words, shape (n, 2), into Python integers."""
     return [int(low) | int(high) << 32 for low, high in np.asarray(words)]
 
 
+def to_words(sums: Sequence[int]) -> np.ndarray:
+    """Turns sums into rows of low and high words, uint32 of shape (len(sums), 2)."""
+    words = [[each & 0xFFFFFFFF, each >> 32] for each in sums]
+    return np.array(words, np.uint32).reshape(len(sums), 2)
+
+
+class DeviceSums:
+    """The partial sum of every shard of some arrays, computed where the shard lies.
+
+    One program for all arrays on one mesh, without communication: each device sums up its own
+    shards, replicas included. Dispatched when this is created: the arrays may be donated at once.
+
+    Args:
+        arrays: plain arrays by leaf index, on devices; in a multi-process program every process
+            passes the same ones.
+    """
+
+    def __init__(self, arrays: Mapping[int, jax.Array]) -> None:
+        on_mesh: dict[Mesh, list[int]] = {}
+        on_device: dict[Any, list[tuple[int, jax.Array, np.ndarray]]] = {}
+        for i, array in arrays.items():
+            if isinstance(array.sharding, NamedSharding):
+                on_mesh.setdefault(cast(Mesh, array.sharding.mesh), []).append(i)
+                continue
+            # Any other sharding: its shards need not be of one shape, so each goes by itself.
+            for shard in array.addressable_shards:
+                start = Box.from_slices(shard.index or (), array.shape).start
+                entry = (i, shard.data, np.array(start, np.uint64))
+                on_device.setdefault(shard.device, []).append(entry)
+        self._words: list[tuple[Sequence[int], jax.Array]] = []
+        # The caller may have set a mesh, which need not be the one that an array lies on.
+        for mesh, group in on_mesh.items():
+            placed = [arrays[i] for i in group]
+            specs = tuple(cast(NamedSharding, each.sharding).spec for each in placed)
+            with jax.enable_x64(True), jax.set_mesh(mesh):
+                self._words.append((group, _mesh_program(mesh, specs)(placed)))
+        for device, entries in on_device.items():
+            group, shards, starts = zip(*entries, strict=True)
+            with jax.enable_x64(True), jax.set_mesh(Mesh(np.array([device]), ("d",))):
+                self._words.append((group, _of_shards(shards, starts)))
+
+    def sums(self) -> dict[int, dict[int, int]]:
+        """Partial sums modulo 2**64 of the addressable shards: leaf index to device id to sum."""
+        result: dict[int, dict[int, int]] = {}
+        for group, words in self._words:
+            for shard in words.addressable_shards:  # shape (1, len(group), 2)
+                for i, total in zip(group, from_words(np.asarray(shard.data)[0]), strict=True):
+                    result.setdefault(i, {})[shard.device.id] = total
+        return result
+
+
+@functools.lru_cache(maxsize=64)
+def _mesh_program(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> Any:
+    """Arrays on one mesh, one a spec, to uint32 of shape (devices, arrays, 2), cut by device."""
+
+    def local(shards: Sequence[jax.Array]) -> jax.Array:
+        starts = [
+            [_first_index(names, n) for names, n in zip(spec, shard.shape, strict=False)]
+            for spec, shard in zip(specs, shards, strict=True)
+        ]
+        return _stack_sums(shards, starts)[None]
+
+    rows = PartitionSpec(mesh.axis_names)
+    # What differs on replicas is the very thing that is looked for, so nothing is declared equal.
+    return jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=(list(specs),), out_specs=rows, check_vma=False)
+    )
+
+
+def _first_index(names: Any, length: int) -> Any:
+    """Where a device's shard starts along an axis that is cut over some mesh axes."""
+    if not names:
+        return jnp.uint64(0)
+    return jax.lax.axis_index(names).astype(jnp.uint64) * jnp.uint64(length)
+
+
 @jax.jit
-def _of_arrays(arrays: tuple[jax.Array, ...]) -> jax.Array:
-    return jnp.stack([_of_array(array) for array in arrays])
+def _of_shards(shards: Sequence[jax.Array], starts: Sequence[Any]) -> jax.Array:
+    return _stack_sums(shards, starts)[None]
 
 
-def _of_array(array: jax.Array) -> jax.Array:
-    words = _device_words(array)
+def _stack_sums(shards: Sequence[jax.Array], starts: Sequence[Any]) -> jax.Array:
+    sums = [_of_shard(shard, start) for shard, start in zip(shards, starts, strict=True)]
+    total = jnp.stack(sums)
+    low = (total & jnp.uint64(0xFFFFFFFF)).astype(jnp.uint32)
+    return jnp.stack([low, (total >> jnp.uint64(32)).astype(jnp.uint32)], axis=-1)
+
+
+def _of_shard(shard: jax.Array, start: Sequence[Any]) -> jax.Array:
+    """The partial sum of one shard; axes past the end of ``start`` start at zero."""
+    words = _device_words(shard)
     total = words.astype(jnp.uint64)
     for axis, length in enumerate(words.shape):
         position = jax.lax.iota(jnp.uint64, length)
+        if axis < len(start):
+            position = position + start[axis]
         within = _mix(position % jnp.uint64(_RUN), axis, 0, jnp.uint64)
         weight = within * _mix(position // jnp.uint64(_RUN), axis, 1, jnp.uint64)
         total = total * weight.reshape(-1, *[1] * (words.ndim - axis - 1))
-    total = jnp.sum(total, dtype=jnp.uint64)
-    low = (total & jnp.uint64(0xFFFFFFFF)).astype(jnp.uint32)
-    return jnp.stack([low, (total >> jnp.uint64(32)).astype(jnp.uint32)])
+    return jnp.sum(total, dtype=jnp.uint64)
 
 
 def _device_words(array: jax.Array) -> jax.Array:
@@ -186,61 +258,148 @@ def _device_words(array: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(array, unsigned)
 
 
+ReplicaSums = dict[int, dict[Box, dict[Holder, int]]]
+"""Leaf index to box to device to the partial sum of the shard that the device holds."""
+
+
 class Parts:
     """This process's part of the fingerprints of some arrays.
 
     Created where the arrays are alive; :meth:`sums` may be called when they are not. Arrays on
-    accelerators are fingerprinted there, by one program dispatched here; all others on the host,
+    accelerators are fingerprinted there, by programs dispatched here; all others on the host,
     from the picked boxes, when ``sums`` is called.
 
     Args:
         arrays: plain arrays by leaf index; in a multi-process program every process passes the
             same ones.
         picks: the boxes that this process accounts for; each box has one process.
+        whole_picks: the same for arrays that are fingerprinted on their devices, where that takes
+            whole shards: a box of ``picks`` may be a piece of one.
+        every_replica: also fingerprint the replicas that are not picked. Free on accelerators; on
+            the host it costs a pass over each.
 
     Attributes:
         blocks: the staged boxes of the arrays that are fingerprinted on the host.
+        replicas: what ``sums`` found of each addressable shard of arrays that have replicas; empty
+            before, and where ``every_replica`` was not asked for.
     """
 
     def __init__(
-        self, arrays: Mapping[int, Any], picks: Mapping[int, Sequence[staging.Pick]]
+        self,
+        arrays: Mapping[int, Any],
+        picks: Mapping[int, Sequence[staging.Pick]],
+        whole_picks: Mapping[int, Sequence[staging.Pick]] | None = None,
+        *,
+        every_replica: bool = False,
     ) -> None:
-        groups: dict[frozenset[Any], list[int]] = {}
-        for i, array in arrays.items():
-            if staging.on_accelerator(array):  # one program has one set of devices
-                groups.setdefault(frozenset(array.sharding.device_set), []).append(i)
-        self._words = [(group, of_arrays([arrays[i] for i in group])) for group in groups.values()]
-        on_host = {i: array for i, array in arrays.items() if not staging.on_accelerator(array)}
+        on_device = {i: array for i, array in arrays.items() if hashes_on_device(array)}
+        on_host = {i: array for i, array in arrays.items() if i not in on_device}
+        self._device = DeviceSums(on_device)
+        self._placed = {i: (array.sharding, array.shape) for i, array in on_device.items()}
+        whole_picks = whole_picks or picks
+        self._picked = {i: [position for _, position, _ in whole_picks[i]] for i in on_device}
         self.blocks = staging.stage(on_host, picks)
+        self._host: list[_HostShard] = []
+        self._every_replica = every_replica
+        self.replicas: ReplicaSums = {}
+        if every_replica:
+            self._host = _host_shards(on_host, picks)
 
     def sums(self) -> dict[int, int]:
         """Partial sums modulo 2**64 by leaf index; lets go of the blocks as it goes."""
         result = {}
+        picked: dict[int, dict[Box, int]] = {}
         while self.blocks:
             index, blocks = self.blocks.popitem()
-            result[index] = combine([of_block(block, box.start) for box, block in blocks.items()])
-        first = jax.process_index() == 0  # every process has the totals; one accounts for them
-        for group, words in self._words:
-            totals = from_words(words)
-            result |= {i: t if first else 0 for i, t in zip(group, totals, strict=True)}
+            picked[index] = {box: of_block(block, box.start) for box, block in blocks.items()}
+            result[index] = combine(list(picked[index].values()))
+        while self._host:
+            shard = self._host.pop()
+            if shard.data is None:  # a pick: its sum is known
+                total = picked[shard.leaf][shard.box]
+            else:
+                total = of_block(shard.data, shard.box.start)
+            boxes = self.replicas.setdefault(shard.leaf, {})
+            boxes.setdefault(shard.box, {})[shard.holder] = total
+        for i, by_device in self._device.sums().items():
+            sharding, shape = self._placed[i]
+            devices = list(sharding.addressable_devices_indices_map(shape))  # as shards are ordered
+            # Of replicas the very one that is staged and written: they may differ.
+            result[i] = combine([by_device[devices[position].id] for position in self._picked[i]])
+            if self._every_replica and has_replicas(sharding, shape):
+                for box, holders in holders_of(sharding, shape).items():
+                    here = {h: by_device[h.device] for h in holders if h.device in by_device}
+                    self.replicas.setdefault(i, {})[box] = here
         return result
 
 
+def hashes_on_device(array: Any) -> bool:
+    """Whether an array is fingerprinted where it lies: in the memory of an accelerator."""
+    if not staging.on_accelerator(array):
+        return False
+    return array.sharding.memory_kind in (None, "device")  # else offloaded to the host already
+
+
+@dataclass(frozen=True, slots=True)
+class _HostShard:
+    """A shard to fingerprint on the host; ``data`` is None where its box is picked from it."""
+
+    leaf: int
+    box: Box
+    holder: Holder
+    data: np.ndarray | None
+
+
+def _host_shards(
+    arrays: Mapping[int, Any], picks: Mapping[int, Sequence[staging.Pick]]
+) -> list[_HostShard]:
+    """All addressable shards of those arrays that have replicas, none of them twice."""
+    found = []
+    for i, array in arrays.items():
+        if not isinstance(array, jax.Array) or not has_replicas(array.sharding, array.shape):
+            continue
+        whole = {position: box for box, position, _ in picks[i]}
+        places = {
+            each.device: (box, each)
+            for box, holders in holders_of(array.sharding, array.shape).items()
+            for each in holders
+        }
+        for position, shard in enumerate(array.addressable_shards):
+            box, holder = places[shard.device.id]
+            is_picked = whole.get(position) == box
+            found.append((i, box, holder, None if is_picked else shard.data))
+    for _, _, _, data in found:
+        if data is not None and staging.on_accelerator(data):
+            data.copy_to_host_async()
+    # On CPU devices a view, which makes XLA leave the buffer alone if the caller donates it.
+    return [
+        _HostShard(i, box, holder, None if data is None else np.asarray(data))
+        for i, box, holder, data in found
+    ]
+
+
 def of_leaves(arrays: Mapping[int, Any]) -> dict[int, int]:
-    """Whole-leaf fingerprints of plain arrays by leaf index; collective across processes."""
+    """Whole-leaf fingerprints of plain arrays by leaf index; collective across processes.
+
+    Of arrays that every process has for itself each gets the fingerprint of its own.
+    """
     process = jax.process_index()
-    picks = {index: staging.picks_of(x, _accounted(x, process)) for index, x in arrays.items()}
+    local = {index for index, array in arrays.items() if is_local(array)}
+    picks = {
+        index: staging.picks_of(x, accounted(x, 0 if index in local else process))
+        for index, x in arrays.items()
+    }
     sums = Parts(arrays, picks).sums()
     if jax.process_count() == 1:
         return sums
-    words = np.array([[sums[i] & 0xFFFFFFFF, sums[i] >> 32] for i in arrays], np.uint32)
-    gathered = multihost_utils.process_allgather(words)
+    own = {index: sums[index] for index in local}
+    gathered = multihost_utils.process_allgather(to_words([sums[i] for i in arrays]))
     columns = zip(*(from_words(each) for each in gathered), strict=True)
-    return dict(zip(arrays, map(combine, columns), strict=True))
+    return dict(zip(arrays, map(combine, columns), strict=True)) | own
 
 
-def _accounted(array: Any, process: int) -> list[Box]:
-    """The boxes that one process accounts for: the first of those that hold each."""
+def accounted(array: Any, process: int) -> list[Box]:
+    """The shards' boxes that one process accounts for: the first of those that hold each."""
     layout = layout_of_array(array)
     pairs = zip(grid(layout.cuts), layout.replicas, strict=True)
     return [box for box, holders in pairs if holders[0] == process]

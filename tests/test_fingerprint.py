@@ -1,13 +1,15 @@
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from adacheck_jax import fingerprint
+from adacheck_jax import fingerprint, sharding, staging
 from adacheck_jax.boxes import Box, grid
 from tests.strategies import cuts, shape_of
 
@@ -64,12 +66,21 @@ def of_parts(array, boxes):
     return fingerprint.combine([fingerprint.of_block(array[b.slices], b.start) for b in boxes])
 
 
+def of_arrays(arrays):
+    """Whole fingerprints by the device engine, whatever the devices: one replica of each box."""
+    found = fingerprint.DeviceSums(dict(enumerate(arrays))).sums()
+    totals = []
+    for i, array in enumerate(arrays):
+        held = sharding.holders_of(array.sharding, array.shape)
+        totals.append(fingerprint.combine([found[i][each[0].device] for each in held.values()]))
+    return totals
+
+
 def assert_engines_agree(arrays, dtype):
     with jax.enable_x64(True):
         on_device = [jnp.asarray(array) for array in arrays]
     assert all(array.dtype == dtype for array in on_device)
-    found = fingerprint.from_words(fingerprint.of_arrays(on_device))
-    assert found == [fingerprint.of_block(array) for array in arrays]
+    assert of_arrays(on_device) == [fingerprint.of_block(array) for array in arrays]
 
 
 @pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS, *SMALL_FLOATS])
@@ -172,7 +183,7 @@ def test_negative_zero_and_the_payload_of_a_nan_count():
     zeros = np.zeros(3, np.float32)
     assert fingerprint.of_block(-zeros) != fingerprint.of_block(zeros)
     nans = np.array([0x7FC00000, 0x7FC00001], np.uint32).view(np.float32)
-    found = fingerprint.from_words(fingerprint.of_arrays([jnp.asarray(x) for x in nans]))
+    found = of_arrays([jnp.asarray(x) for x in nans])
     assert found[0] != found[1]
 
 
@@ -199,7 +210,7 @@ def test_the_value_is_the_same_under_every_sharding(mesh_shape, specs, dtype, ax
     mesh = jax.make_mesh(mesh_shape, names, axis_types=(axis_type,) * len(names))
     sharded = [jax.device_put(array, NamedSharding(mesh, spec)) for spec in specs]
     whole = fingerprint.of_block(array)
-    assert fingerprint.from_words(fingerprint.of_arrays(sharded)) == [whole] * len(specs)
+    assert of_arrays(sharded) == [whole] * len(specs)
     for each in sharded:
         shards = {Box.from_slices(s.index, each.shape): s.data for s in each.addressable_shards}
         parts = [fingerprint.of_block(np.asarray(d), b.start) for b, d in shards.items()]
@@ -209,6 +220,111 @@ def test_the_value_is_the_same_under_every_sharding(mesh_shape, specs, dtype, ax
 def test_arrays_may_be_donated_as_soon_as_they_are_fingerprinted():
     array = jnp.arange(1 << 20, dtype=jnp.float32)
     expected = fingerprint.of_block(np.asarray(array))
-    words = fingerprint.of_arrays([array])
+    sums = fingerprint.DeviceSums({0: array})
     array.delete()
-    assert fingerprint.from_words(words) == [expected]
+    assert sums.sums() == {0: {jax.devices()[0].id: expected}}
+
+
+def some_arrays(width=24):
+    """Arrays on two meshes of other devices, axis types and orders, and on one device."""
+    devices = jax.devices()
+    four = jax.make_mesh(
+        (2, 2), ("a", "b"), devices=devices[5:1:-1], axis_types=(AxisType.Auto,) * 2
+    )
+    eight = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+    places = [
+        NamedSharding(four, P("b", "a")),
+        NamedSharding(eight, P(None, "x")),
+        NamedSharding(four, P(("b", "a"))),
+        NamedSharding(eight, P()),
+        SingleDeviceSharding(devices[6]),
+    ]
+    return [jax.device_put(random_bits((16, width), "float32", i), s) for i, s in enumerate(places)]
+
+
+def whole(arrays):
+    return [fingerprint.of_block(np.asarray(array)) for array in arrays]
+
+
+def test_arrays_on_several_sets_of_devices_are_fingerprinted_at_once():
+    arrays = some_arrays()
+    assert of_arrays(arrays) == whole(arrays)
+
+
+@pytest.mark.parametrize("shape", [(8,), (2, 4)], ids=str)
+def test_the_mesh_that_the_caller_set_does_not_matter(shape):
+    arrays = some_arrays()
+    mesh = jax.make_mesh(shape, ("x", "y")[: len(shape)], axis_types=(AxisType.Auto,) * len(shape))
+    with jax.set_mesh(mesh):
+        assert of_arrays(arrays) == whole(arrays)
+
+
+def test_shards_of_unequal_shapes_are_fingerprinted_one_by_one():
+    """No sharding of jax makes them today, so this array only looks like one."""
+    array = random_bits((16, 6), "bfloat16")
+    shards = [
+        SimpleNamespace(index=(slice(a, b), slice(None)), device=device, data=data)
+        for (a, b), device in zip([(0, 1), (1, 5), (5, 16)], jax.devices(), strict=False)
+        for data in [jax.device_put(array[a:b], device)]
+    ]
+    uneven = SimpleNamespace(shape=array.shape, sharding=None, addressable_shards=shards)
+    sums = fingerprint.DeviceSums({5: uneven}).sums()[5]
+    assert fingerprint.combine(list(sums.values())) == fingerprint.of_block(array)
+    assert list(sums) == [0, 1, 2]
+
+
+def test_a_second_save_compiles_nothing(caplog):
+    with jax.log_compiles():  # of shapes that no other test has compiled
+        of_arrays(some_arrays(width=40))
+        assert any("ompil" in record.message for record in caplog.records)
+        again = some_arrays(width=40)
+        caplog.clear()
+        of_arrays(again)
+    assert [record.message for record in caplog.records if "ompil" in record.message] == []
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+def test_parts_take_of_replicas_that_differ_the_one_that_is_staged(monkeypatch, on_device):
+    """Otherwise a step whose replicas differ could not be verified when it is restored."""
+    monkeypatch.setattr(fingerprint, "hashes_on_device", lambda array: on_device)
+    mesh = jax.make_mesh((2, 4), ("a", "b"), devices=jax.devices()[::-1])
+    array = jax.make_array_from_single_device_arrays(
+        (8,),
+        NamedSharding(mesh, P("a")),
+        [
+            jax.device_put(random_bits((4,), "float32", i), d)
+            for i, d in enumerate(mesh.devices.flat)
+        ],
+    )
+    boxes = sharding.distinct_boxes(array)
+    picks = {0: staging.picks_of(array, boxes[1:])}
+    (block,) = staging.stage({0: array}, picks)[0].values()
+    parts = fingerprint.Parts({0: array}, picks, every_replica=True)
+    array.delete()
+    assert parts.sums() == {0: fingerprint.of_block(block, boxes[1].start)}
+    assert {box: len(each) for box, each in parts.replicas[0].items()} == dict.fromkeys(boxes, 4)
+    assert len({total for each in parts.replicas[0].values() for total in each.values()}) == 8
+
+
+def test_the_engines_find_the_same_sums_of_replicas(monkeypatch):
+    arrays = dict(enumerate(some_arrays()))
+    picks = {i: staging.picks_of(x, sharding.distinct_boxes(x)) for i, x in arrays.items()}
+    found = []
+    for on_device in (False, True):
+        monkeypatch.setattr(fingerprint, "hashes_on_device", lambda array, each=on_device: each)
+        parts = fingerprint.Parts(arrays, picks, every_replica=True)
+        found.append((parts.sums(), parts.replicas))
+    assert found[0] == found[1]
+    assert found[0][1].keys() == {3}
+
+
+def test_no_replica_is_hashed_twice(monkeypatch):
+    array = jax.device_put(jnp.arange(64.0), NamedSharding(jax.make_mesh((8,), ("x",)), P()))
+    picks = {0: staging.picks_of(array, sharding.distinct_boxes(array))}
+    calls = []
+    original = fingerprint.of_block
+    monkeypatch.setattr(fingerprint, "of_block", lambda *a: calls.append(a) or original(*a))
+    for every_replica, count in ((False, 1), (True, 8)):
+        calls.clear()
+        fingerprint.Parts({0: array}, picks, every_replica=every_replica).sums()
+        assert len(calls) == count
