@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from adacheck_jax import proof, redundancy, replay, sharding, staging, trees
+from adacheck_jax import fingerprint, proof, redundancy, replay, sharding, staging, trees
 from adacheck_jax.errors import FormatError
 from adacheck_jax.manifest import Leaf
 from adacheck_jax.recorder import Recorder
@@ -30,17 +30,21 @@ class Structure:
         binding: the recorder's update tied to the leaves; None without a recorder.
         index: leaf path to position.
         picks: what this process takes of each leaf: the boxes that it owns.
+        whole_picks: whole shards that it accounts for, for fingerprints taken on devices.
         placement: digest of where the leaves of the update lie: devices, mesh, and cuts.
         proof_picks: what it takes of each leaf of the update to prove it; empty if it does not hold
             all of that, or there is no update.
+        local_picks: all of each leaf that every process of several has for itself.
     """
 
     leaves: tuple[Leaf, ...]
     binding: Binding | None
     index: dict[str, int]
     picks: dict[int, tuple[staging.Pick, ...]]
+    whole_picks: dict[int, tuple[staging.Pick, ...]]
     placement: str
     proof_picks: dict[int, tuple[staging.Pick, ...]]
+    local_picks: dict[int, tuple[staging.Pick, ...]]
 
     @property
     def arguments(self) -> tuple[tuple[int, ...], ...]:
@@ -113,7 +117,7 @@ class Snapshots:
         itemsizes_bytes = [_itemsize_bytes(path, a) for path, a in zip(named, arrays, strict=True)]
         index = {path: position for position, path in enumerate(named)}
         consumed = frozenset(index[path] for path in binding.consumed) if binding else frozenset()
-        owners = redundancy.assign_owners(layouts, itemsizes_bytes, consumed)
+        shares = redundancy.share_out(layouts, itemsizes_bytes, consumed)
         leaves = tuple(
             Leaf(
                 path=path,
@@ -121,17 +125,29 @@ class Snapshots:
                 dtype=str(arrays[i].dtype),
                 itemsize_bytes=itemsizes_bytes[i],
                 key_type=str(leaf.dtype) if staging.is_key(leaf) else None,
-                cuts=layouts[i].cuts,
-                owners=owners[i],
+                cuts=shares[i].cuts,
+                owners=shares[i].owners,
             )
             for i, (path, leaf) in enumerate(named.items())
         )
         process = jax.process_index()
+        loads_bytes: dict[int, int] = {}
         picks = {
-            i: staging.picks_of(array, leaf.boxes_of(process))
+            i: staging.picks_of(array, leaf.boxes_of(process), loads_bytes)
             for i, (leaf, array) in enumerate(zip(leaves, arrays, strict=True))
         }
-        structure = Structure(leaves, binding, index, picks, "", {})
+        local_picks = {
+            i: staging.picks_of(array, leaf.boxes)
+            for i, (leaf, array) in enumerate(zip(leaves, arrays, strict=True))
+            if jax.process_count() > 1 and sharding.is_local(array)
+        }
+        whole_picks = {
+            i: picks[i]
+            if shares[i].cuts == layouts[i].cuts
+            else staging.picks_of(array, fingerprint.accounted(array, process))
+            for i, array in enumerate(arrays)
+        }
+        structure = Structure(leaves, binding, index, picks, whole_picks, "", {}, local_picks)
         if binding is None:
             return structure
         touched = [i for indices in structure.arguments for i in indices]
@@ -155,5 +171,10 @@ def _itemsize_bytes(path: str, array: Any) -> int:
         raise FormatError(
             f"leaf {path}: expected numbers, found the data type {array.dtype}. Save it as a JSON "
             "item beside the state, or leave it out."
+        )
+    if not array.dtype.isnative:
+        raise FormatError(
+            f"leaf {path}: expected numbers in this machine's byte order, found the data type "
+            f"{array.dtype.str}. Convert it: leaf.astype(leaf.dtype.newbyteorder('='))."
         )
     return array.dtype.itemsize

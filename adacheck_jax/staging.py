@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -45,23 +46,32 @@ Pick = tuple[Box, int, tuple[slice, ...]]
 """A box, which of an array's addressable shards to take it from, and where it lies there."""
 
 
-def picks_of(array: Any, wanted: Sequence[Box]) -> tuple[Pick, ...]:
+def picks_of(
+    array: Any, wanted: Sequence[Box], loads_bytes: dict[int, int] | None = None
+) -> tuple[Pick, ...]:
     """Chooses the shards that hold some boxes; depends on the array's sharding alone.
 
     Args:
         array: jax or numpy array (see :func:`raw`).
         wanted: the boxes to take, each within a shard; those that are not held here are left out.
+        loads_bytes: by device what is taken from it already: of replicas the one is chosen that has
+            least, and what it gets is added. Without it the first.
     """
     if not isinstance(array, jax.Array):
         return tuple((box, 0, box.slices) for box in wanted)
-    held: dict[Box, int] = {}
+    loads_bytes = {} if loads_bytes is None else loads_bytes
+    held: dict[Box, list[tuple[int, int]]] = {}
     for position, shard in enumerate(array.addressable_shards):
-        held.setdefault(Box.from_slices(shard.index, array.shape), position)
+        box = Box.from_slices(shard.index, array.shape)
+        held.setdefault(box, []).append((position, shard.device.id))
     picks = []
     for box in wanted:
         holder = box if box in held else next((h for h in held if h.contains(box)), None)
-        if holder is not None:
-            picks.append((box, held[holder], box.relative_to(holder.start).slices))
+        if holder is None:
+            continue
+        position, device = min(held[holder], key=lambda each: loads_bytes.get(each[1], 0))
+        loads_bytes[device] = loads_bytes.get(device, 0) + box.size * array.dtype.itemsize
+        picks.append((box, position, box.relative_to(holder.start).slices))
     return tuple(picks)
 
 
@@ -79,15 +89,7 @@ def stage(arrays: Mapping[int, Any], picks: Mapping[int, Sequence[Pick]]) -> dic
         The blocks of each array.
     """
     taken = {
-        index: [
-            # The caller may change a numpy array in place, so it is copied.
-            (
-                box,
-                array.addressable_data(i) if isinstance(array, jax.Array) else np.array(array),
-                at,
-            )
-            for box, i, at in picks[index]
-        ]
+        index: [(pick[0], *_taken(array, pick)) for pick in picks[index]]
         for index, array in arrays.items()
     }
     for _, data, _ in itertools.chain.from_iterable(taken.values()):
@@ -97,6 +99,24 @@ def stage(arrays: Mapping[int, Any], picks: Mapping[int, Sequence[Pick]]) -> dic
         index: {box: np.asarray(data)[(*at, ...)] for box, data, at in each}
         for index, each in taken.items()
     }
+
+
+def _taken(array: Any, pick: Pick) -> tuple[Any, tuple[slice, ...]]:
+    """What holds a picked box, and where in it the box lies."""
+    box, position, at = pick
+    if not isinstance(array, jax.Array):
+        return np.array(array), at  # the caller may change it in place
+    # Of a replicated array addressable_data gives the first shard, whichever is asked for.
+    data = array.addressable_shards[position].data if position else array.addressable_data(0)
+    if data.shape == box.shape or not on_accelerator(array):
+        return data, at
+    # Cut there, so that no more crosses to the host than is wanted.
+    return _cut(data, [each.start for each in at], box.shape), Box.full(box.shape).slices
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _cut(data: jax.Array, start: Sequence[int], shape: tuple[int, ...]) -> jax.Array:
+    return jax.lax.dynamic_slice(data, start, shape)
 
 
 def place(

@@ -1,9 +1,11 @@
 """Where the boxes of a leaf lie, who writes each, and where it goes in the writer's pack."""
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -16,13 +18,14 @@ from adacheck_jax.boxes import Box, grid
 from adacheck_jax.errors import FormatError
 from adacheck_jax.manifest import Encoding, Leaf
 from adacheck_jax.sharding import Layout, layout_of, layout_of_array
-from tests.strategies import boxes_in, cuts, elements, numbered, shape_of
+from tests.strategies import DTYPES, boxes_in, cuts, elements, numbered, shape_of
 
 
 @dataclass(frozen=True)
 class FakeDevice:
     id: int
     process_index: int
+    platform: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ def test_a_sharding_that_leaves_elements_out_is_an_error():
         layout_of(OneShortShard(), (4,))
 
 
-def test_a_host_value_is_one_box_that_the_first_process_writes():
+def test_a_host_value_is_one_box_that_every_process_holds():
     assert layout_of_array(np.zeros((2, 3))) == Layout(((0, 2), (0, 3)), ((0,),))
     assert layout_of_array(np.zeros(())) == Layout((), ((0,),))
 
@@ -142,19 +145,19 @@ def loads_of(owners, layouts, itemsizes_bytes, processes):
 def test_every_box_has_one_owner_among_its_holders(drawn, data):
     layouts, itemsizes_bytes, _ = drawn
     first = data.draw(st.frozensets(st.integers(0, len(layouts) - 1)))
-    owners = redundancy.assign_owners(layouts, itemsizes_bytes, first)
-    for each, layout in zip(owners, layouts, strict=True):
-        assert len(each) == len(grid(layout.cuts))
-        for owner, holders in zip(each, layout.replicas, strict=True):
+    shares = redundancy.share_out(layouts, itemsizes_bytes, first)
+    for share, layout in zip(shares, layouts, strict=True):
+        assert share.cuts == layout.cuts  # none of them is large enough to be cut up
+        for owner, holders in zip(share.owners, layout.replicas, strict=True):
             assert owner in holders
-    assert owners == redundancy.assign_owners(list(layouts), list(itemsizes_bytes), first)
+    assert shares == redundancy.share_out(list(layouts), list(itemsizes_bytes), first)
 
 
 @given(layouts(everywhere=True), st.data())
 def test_bytes_are_balanced_over_the_processes_that_hold_everything(drawn, data):
     layouts, itemsizes_bytes, processes = drawn
     first = data.draw(st.frozensets(st.integers(0, len(layouts) - 1)))
-    owners = redundancy.assign_owners(layouts, itemsizes_bytes, first)
+    owners = [each.owners for each in redundancy.share_out(layouts, itemsizes_bytes, first)]
     for chosen in (sorted(first), range(len(layouts))):  # the first leaves also among themselves
         part = [[x[i] for i in chosen] for x in (owners, layouts, itemsizes_bytes)]
         loads = loads_of(*part, processes)
@@ -164,32 +167,122 @@ def test_bytes_are_balanced_over_the_processes_that_hold_everything(drawn, data)
 
 def test_equal_boxes_are_dealt_out_evenly():
     layout = Layout(((0, 1, 2, 3, 4),), ((0, 1),) * 4)
-    (owners,) = redundancy.assign_owners([layout], [4], frozenset())
-    assert sorted(owners) == [0, 0, 1, 1]
+    (share,) = redundancy.share_out([layout], [4], frozenset())
+    assert sorted(share.owners) == [0, 0, 1, 1]
+
+
+@st.composite
+def large_layouts(draw):
+    """Layouts that are worth cutting up: boxes of a megabyte and more, held by several."""
+    pieces = [draw(st.integers(1, 4)) for _ in range(2)]
+    lengths = [draw(st.sampled_from([96, 512, 1000, 1024])) for _ in pieces]
+    each = tuple(tuple(range(0, n * k + 1, n)) for n, k in zip(lengths, pieces, strict=True))
+    every = range(draw(st.integers(1, 8)))
+    some = st.sets(st.sampled_from(every), min_size=1).map(lambda s: tuple(sorted(s)))
+    return Layout(each, tuple(draw(some) for _ in grid(each)))
+
+
+@given(large_layouts(), st.sampled_from([1, 4, 16]))
+def test_large_boxes_are_cut_up_among_those_who_hold_them(layout, itemsize_bytes):
+    share, again = redundancy.share_out([layout] * 2, [itemsize_bytes] * 2, frozenset({1}))
+    pieces = list(zip(grid(share.cuts), share.owners, strict=True))
+    was_cut = share.cuts != layout.cuts
+    for box, holders in zip(grid(layout.cuts), layout.replicas, strict=True):
+        inside = [(piece, owner) for piece, owner in pieces if box.contains(piece)]
+        assert sum(piece.size for piece, _ in inside) == box.size
+        assert {owner for _, owner in inside} <= set(holders)
+        if was_cut:
+            sizes = [sum(p.size for p, owner in inside if owner == o) for _, o in inside]
+            assert max(sizes) < box.size  # nobody writes all of it
+            assert min(piece.size for piece, _ in inside) * itemsize_bytes >= 1 << 20
+            if len(inside) == len(holders):  # each process sees for itself whether leaves are equal
+                assert share == again
+
+
+def test_a_leaf_that_everyone_holds_is_written_in_equal_parts():
+    layout = Layout(((0, 4096), (0, 1024)), (tuple(range(8)),))  # 2 MiB for each
+    (share,) = redundancy.share_out([layout], [4], frozenset())
+    assert share.owners == tuple(range(8))
+    assert share.cuts == (tuple(range(0, 4097, 512)), (0, 1024))
+
+
+@given(cuts(max_length=40), st.sampled_from([1, 4]), st.integers(1, 200))
+def test_every_box_consists_of_whole_chunks(each, itemsize_bytes, max_bytes):
+    chunk = redundancy.chunk_shape(each, itemsize_bytes, max_bytes)
+    assert len(chunk) == len(each)
+    for points, length in zip(each, chunk, strict=True):
+        assert all(point % length == 0 for point in points[:-1])
+        assert length >= 1
+
+
+def test_chunks_stay_below_the_bound_where_boxes_can_be_cut():
+    assert redundancy.chunk_shape(((0, 50257), (0, 768)), 4, 1 << 20) == (341, 768)
+    assert redundancy.chunk_shape(((0, 512, 1024), (0, 1024)), 4, 1 << 20) == (256, 1024)
+    assert redundancy.chunk_shape(((0, 4, 8, 10), (0, 3)), 4) == (4, 3)
+    assert redundancy.chunk_shape((), 4, 1) == ()
 
 
 @st.composite
 def leaves(draw, process_count):
     each = draw(cuts())
     owners = [draw(st.integers(0, process_count - 1)) for _ in grid(each)]
-    itemsize_bytes = draw(st.sampled_from([1, 2, 4, 8, 16]))
-    return Leaf("a", shape_of(each), "", itemsize_bytes, None, each, tuple(owners))
+    dtype = draw(st.sampled_from(DTYPES))
+    itemsize_bytes = jnp.dtype(dtype).itemsize
+    return Leaf("a", shape_of(each), dtype, itemsize_bytes, None, each, tuple(owners))
 
 
 letters = st.sampled_from(sorted(Encoding))
 
 
+@dataclass(frozen=True)
+class Delta:
+    """What a plan is made of.
+
+    Attributes:
+        specs: leaves.
+        stored: indices of those that are stored.
+        encodings: how each process stores its boxes of them.
+        aliases: which of its boxes each process stores as others.
+    """
+
+    specs: list
+    stored: list
+    encodings: list
+    aliases: list
+
+    def plan(self):
+        return redundancy.plan_delta(self.specs, self.stored, self.encodings, self.aliases)
+
+
 @st.composite
 def deltas(draw):
-    """Leaves, the indices of the stored ones, and how each process stores its boxes of them."""
     process_count = draw(st.integers(1, 4))
     specs = draw(st.lists(leaves(process_count), max_size=5))
     stored = sorted(draw(st.sets(st.sampled_from(range(len(specs)))))) if specs else []
-    return specs, stored, [draw(encodings_of(stored)) for _ in range(process_count)]
+    encodings = [draw(encodings_of(stored)) for _ in range(process_count)]
+    aliases = [draw(aliases_of(specs, stored, encodings, p)) for p in range(process_count)]
+    return Delta(specs, stored, encodings, aliases)
 
 
 def encodings_of(stored):
     return st.lists(letters, min_size=len(stored), max_size=len(stored)).map("".join)
+
+
+@st.composite
+def aliases_of(draw, specs, stored, encodings, process):
+    """Some of the pairs of a process's boxes that have the same size and encoding."""
+    sources, aliases = {}, []
+    own = [each for each in written_of(specs, stored, encodings) if each[2] == process]
+    for number, (index, box, _, letter) in enumerate(own):
+        itemsize_bytes = specs[index].itemsize_bytes
+        earlier = sources.setdefault(
+            (letter, specs[index].word_bytes, box.size * itemsize_bytes), []
+        )
+        if earlier and draw(st.booleans()):
+            aliases.append((number, draw(st.sampled_from(earlier))))
+        else:
+            earlier.append(number)
+    return tuple(aliases)
 
 
 def written_of(specs, stored, encodings):
@@ -202,59 +295,145 @@ def written_of(specs, stored, encodings):
     ]
 
 
+def compressed_planes_of(encoding, word_bytes):
+    """How many planes of some words are compressed."""
+    return {Encoding.RAW: 0, Encoding.EXPONENTS: 1}.get(encoding, word_bytes)
+
+
 @given(deltas())
-def test_a_plan_gives_each_written_box_its_own_aligned_bytes(drawn):
-    specs, stored, encodings = drawn
-    plan = redundancy.plan_delta(specs, stored, encodings)
+def test_a_plan_gives_each_written_box_its_own_aligned_bytes(delta):
+    plan = delta.plan()
     found = [(e.leaf, e.box, e.process, e.encoding) for e in plan.extents]
-    assert found == written_of(specs, stored, encodings)
-    ends = {is_raw: [0] * len(encodings) for is_raw in (True, False)}
+    assert found == written_of(delta.specs, delta.stored, delta.encodings)
+    spans: dict = {}
+    own = [[] for _ in delta.encodings]
     for extent in plan.extents:
-        size_bytes = np.prod(extent.box.shape, dtype=int) * specs[extent.leaf].itemsize_bytes
+        leaf = delta.specs[extent.leaf]
+        size_bytes = np.prod(extent.box.shape, dtype=int) * leaf.itemsize_bytes
+        share = compressed_planes_of(extent.encoding, leaf.word_bytes)
+        assert extent.planes == (leaf.word_bytes if extent.encoding is not Encoding.RAW else 0)
         assert extent.size_bytes == size_bytes
-        assert extent.offset_bytes % redundancy.ALIGNMENT_BYTES == 0
-        end = ends[extent.encoding is Encoding.RAW]
-        padding_bytes = extent.offset_bytes - end[extent.process]
-        assert 0 <= padding_bytes < redundancy.ALIGNMENT_BYTES
-        end[extent.process] = extent.offset_bytes + extent.size_bytes
-    assert (plan.raw_bytes, plan.difference_bytes) == (tuple(ends[True]), tuple(ends[False]))
+        assert extent.compressed_bytes == size_bytes * share // leaf.word_bytes
+        assert extent.raw_bytes == size_bytes - extent.compressed_bytes
+        if extent.encoding is Encoding.RAW:
+            assert extent.raw_start % leaf.itemsize_bytes == 0
+        source = dict(delta.aliases[extent.process]).get(len(own[extent.process]))
+        own[extent.process].append(extent)
+        if source is not None:
+            continue
+        for kind, start, length in (
+            ("raw", extent.raw_start, extent.raw_bytes),
+            ("compressed", extent.compressed_start, extent.compressed_bytes),
+        ):
+            if length:
+                spans.setdefault((kind, extent.process), []).append((start, start + length))
+    sizes = {"raw": plan.raw_bytes, "compressed": plan.compressed_bytes}
+    for (kind, process), each in spans.items():
+        end = 0
+        for start, stop in sorted(each):  # they do not overlap, and waste less than an element
+            assert 0 <= start - end < (16 if kind == "raw" else 1)
+            end = stop
+        assert sizes[kind][process] == end
+    written = {(kind, p) for kind in sizes for p, size in enumerate(sizes[kind]) if size}
+    assert written == set(spans)
+
+
+@given(deltas())
+def test_an_alias_has_the_bytes_of_its_source(delta):
+    plan = delta.plan()
+    own = [[e for e in plan.extents if e.process == p] for p in range(len(delta.encodings))]
+    for extents, aliases in zip(own, delta.aliases, strict=True):
+        for number, source in aliases:
+            a, b = extents[number], extents[source]
+            for name in ("raw_start", "raw_bytes", "compressed_start", "compressed_bytes"):
+                assert getattr(a, name) == getattr(b, name)
+            assert (a.planes, a.compressed, a.encoding) == (b.planes, b.compressed, b.encoding)
+
+
+@given(deltas())
+def test_an_alias_saves_the_bytes_that_it_would_take(delta):
+    alone = dataclasses.replace(delta, aliases=[()] * len(delta.aliases)).plan()
+    plan = delta.plan()
+    for process, aliases in enumerate(delta.aliases):
+        own = [e for e in alone.extents if e.process == process]
+        saved = sum(own[number].size_bytes for number, _ in aliases)
+        sizes = [each.raw_bytes[process] + each.compressed_bytes[process] for each in (plan, alone)]
+        slack_bytes = 2 * 16 * (1 + len(own))
+        assert abs(sizes[1] - saved - sizes[0]) <= slack_bytes
+
+
+A_BOX = Leaf("a", (4,), "float32", 4, None, ((0, 4),), (0,))
+
+
+@pytest.mark.parametrize(
+    ("leaf", "encodings"),
+    [
+        (dataclasses.replace(A_BOX, shape=(3,), cuts=((0, 3),)), "rr"),
+        (A_BOX, "rp"),
+        (A_BOX, "ep"),
+        (A_BOX, "xs"),
+        (dataclasses.replace(A_BOX, shape=(8,), cuts=((0, 8),), itemsize_bytes=2), "pp"),
+        (dataclasses.replace(A_BOX, shape=(8,), cuts=((0, 8),), itemsize_bytes=2), "ee"),
+    ],
+    ids=["size", "raw", "planes", "difference", "width", "width of exponents"],
+)
+def test_an_alias_of_another_kind_is_an_error(leaf, encodings):
+    same = redundancy.plan_delta([A_BOX, A_BOX], [0, 1], [encodings[0] * 2], [((1, 0),)])
+    assert same.extents[0].raw_start == same.extents[1].raw_start
+    with pytest.raises(ValueError, match="an alias of another kind"):
+        redundancy.plan_delta([A_BOX, leaf], [0, 1], [encodings], [((1, 0),)])
+
+
+@pytest.mark.parametrize("pair", [(2, 0), (5, 1)])
+def test_an_alias_that_does_not_exist_is_an_error(pair):
+    with pytest.raises(ValueError, match="not of earlier ones"):
+        redundancy.plan_delta([A_BOX, A_BOX], [0, 1], ["rr"], [(pair,)])
+
+
+@pytest.mark.parametrize("pair", [(0, 0), (0, 1), (1, 1), (1, 2)])
+def test_an_alias_of_no_earlier_extent_is_an_error(pair):
+    with pytest.raises((ValueError, IndexError)):
+        redundancy.plan_delta([A_BOX, A_BOX], [0, 1], ["rr"], [(pair,)])
 
 
 @given(deltas(), st.data())
-def test_what_a_process_writes_depends_on_its_own_encodings_alone(drawn, data):
-    specs, stored, encodings = drawn
-    process = data.draw(st.sampled_from(range(len(encodings))))
-    others = [data.draw(encodings_of(stored)) for _ in encodings]
-    others[process] = encodings[process]
-    one, two = (redundancy.plan_delta(specs, stored, each) for each in (encodings, others))
+def test_what_a_process_writes_depends_on_its_own_encodings_and_aliases_alone(delta, data):
+    process = data.draw(st.sampled_from(range(len(delta.encodings))))
+    encodings = [data.draw(encodings_of(delta.stored)) for _ in delta.encodings]
+    encodings[process] = delta.encodings[process]
+    aliases = [()] * len(encodings)
+    aliases[process] = delta.aliases[process]
+    other = dataclasses.replace(delta, encodings=encodings, aliases=aliases)
     parts = [
         (
             [extent for extent in plan.extents if extent.process == process],
             plan.raw_bytes[process],
-            plan.difference_bytes[process],
+            plan.compressed_bytes[process],
         )
-        for plan in (one, two)
+        for plan in (delta.plan(), other.plan())
     ]
     assert parts[0] == parts[1]
 
 
 @given(deltas(), st.data())
-def test_leaves_that_a_process_does_not_write_move_none_of_its_other_boxes(drawn, data):
-    specs, stored, encodings = drawn
-    process = data.draw(st.sampled_from(range(len(encodings))))
-    own = [(i, x) for i, x in zip(stored, encodings[process], strict=True) if x != Encoding.SAME]
-    alone = [Encoding.SAME * len(own)] * len(encodings)
+def test_leaves_that_a_process_does_not_write_move_none_of_its_other_boxes(delta, data):
+    process = data.draw(st.sampled_from(range(len(delta.encodings))))
+    letters_of = zip(delta.stored, delta.encodings[process], strict=True)
+    own = [(i, letter) for i, letter in letters_of if letter != Encoding.SAME]
+    alone = [Encoding.SAME * len(own)] * len(delta.encodings)
     alone[process] = "".join(letter for _, letter in own)
-    every = redundancy.plan_delta(specs, stored, encodings)
-    few = redundancy.plan_delta(specs, [i for i, _ in own], alone)
+    aliases = [()] * len(alone)
+    aliases[process] = delta.aliases[process]
+    every = delta.plan()
+    few = redundancy.plan_delta(delta.specs, [i for i, _ in own], alone, aliases)
     assert few.extents == tuple(e for e in every.extents if e.process == process)
     assert few.raw_bytes[process] == every.raw_bytes[process]
-    assert few.difference_bytes[process] == every.difference_bytes[process]
+    assert few.compressed_bytes[process] == every.compressed_bytes[process]
 
 
 def test_a_delta_in_which_nothing_changed_takes_no_bytes():
     leaf = Leaf("a", (4,), "float32", 4, None, ((0, 2, 4),), (0, 1))
-    plan = redundancy.plan_delta([leaf], [0], [Encoding.SAME, Encoding.SAME])
+    plan = redundancy.plan_delta([leaf], [0], [Encoding.SAME, Encoding.SAME], [(), ()])
     assert plan == redundancy.WritePlan((), (0, 0), (0, 0))
 
 

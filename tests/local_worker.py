@@ -1,0 +1,61 @@
+"""One process of a run whose state lies, in parts, on every process by itself.
+
+Usage: local_worker.py MODE PROCESS PROCESSES PORT ROOT OUT DEVICES
+
+MODE is equal: every process has the same; or unequal: process 1 has another leaf.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+mode, process, processes, port, root, out, devices = sys.argv[1:]
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+
+import jax  # noqa: E402
+
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"127.0.0.1:{port}", int(processes), int(process))
+
+import numpy as np  # noqa: E402
+from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
+
+import adacheck_jax as adacheck  # noqa: E402
+from tests import support  # noqa: E402
+
+SIZE = 1 << 21
+mesh = support.mesh_of((jax.device_count(),))
+here = jax.make_mesh((int(devices),), ("here",), devices=jax.local_devices())
+rng = np.random.default_rng(0)
+whole = rng.standard_normal((2048, 1024)).astype(np.float32)
+state = {
+    "global": jax.device_put(np.arange(64.0), NamedSharding(mesh, PartitionSpec("data"))),
+    "host": rng.integers(0, 9, SIZE, dtype=np.int8),
+    "one device": jax.device_put(whole, jax.local_devices()[0]),
+    "local mesh": jax.device_put(
+        rng.standard_normal((8, 512)), NamedSharding(here, PartitionSpec("here"))
+    ),
+    "number": 7,
+}
+expected = jax.tree.map(np.asarray, {key: state[key] for key in state if key != "global"})
+message = ""
+with support.manager_of(root, adacheck.AdaCheckHandler(max_deltas=0)) as manager:
+    for step in (1, 2, 3):
+        saved = dict(state)
+        if mode == "unequal" and step == 2 and jax.process_index() == 1:
+            saved["host"] = state["host"] + 1
+        manager.save(step, args=adacheck.SaveArgs(saved))
+        try:
+            manager.wait_until_finished()
+        except adacheck.MismatchError as error:
+            message = str(error)
+    steps = list(manager.all_steps(read=True))
+    restored = manager.restore(steps[-1], args=adacheck.RestoreArgs(state))
+for key, value in expected.items():
+    assert np.asarray(restored[key]).tobytes() == value.tobytes(), key
+    assert type(restored[key]) is type(state[key]), key
+    assert getattr(restored[key], "sharding", 0) == getattr(state[key], "sharding", 0), key
+Path(f"{out}-{process}.json").write_text(json.dumps({"steps": steps, "message": message}))
