@@ -1,14 +1,15 @@
 """Packs: what a process writes for a delta, as zarr3 byte arrays in one OCDBT database.
 
-A delta writes the boxes that a process owns as one array, since tensorstore's cost (and stock
-Orbax's) is per array, not per byte: one for raw elements, and one, compressed, for the planes of
-bit-pattern differences. Every chunk has a crc32c. This is the only module that imports tensorstore.
+A delta writes the boxes that a process owns as two arrays, since tensorstore's cost (and stock
+Orbax's) is per array, not per byte: one of bytes as they are, and one that is compressed. Runs of
+zeros (experts that got no token, rows of an embedding that saw no gradient) are left out of both,
+and declared. Every chunk has a crc32c.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,19 +32,20 @@ class Kind:
     Attributes:
         name: of the array in its database.
         max_chunk_bytes: size of its largest chunk.
+        block_bytes: unit in which runs of zeros are left out.
         codecs: zarr3 codecs, crc32c last: the stored bytes are what is checked.
-        elides: whether all-zero chunks are left out.
     """
 
     name: str
     max_chunk_bytes: int
+    block_bytes: int
     codecs: tuple[str, ...]
-    elides: bool
 
 
-RAW = Kind("pack", 1 << 20, ("bytes", "crc32c"), elides=False)
-# Smaller chunks, so that compression spreads over threads and untouched rows cost nothing.
-DIFFERENCE = Kind("difference", 1 << 18, ("bytes", "zstd", "crc32c"), elides=True)
+RAW = Kind("pack", 1 << 20, 1 << 10, ("bytes", "crc32c"))
+# Smaller chunks, so that compression spreads over threads. Only long runs are left out: the others
+# compress to less than it takes to declare them.
+COMPRESSED = Kind("compressed", 1 << 18, 1 << 16, ("bytes", "zstd", "crc32c"))
 
 
 def _spec(directory: Path, kind: Kind) -> dict[str, Any]:
@@ -55,7 +57,7 @@ def _spec(directory: Path, kind: Kind) -> dict[str, Any]:
             "path": f"{kind.name}/",
         },
         "fill_missing_data_reads": False,  # a chunk that is not there is an error
-        "store_data_equal_to_fill_value": not kind.elides,
+        "store_data_equal_to_fill_value": True,
     }
 
 
@@ -72,25 +74,27 @@ def write_pack(directory: Path, contents: Sequence[tuple[Kind, int, Blocks]]) ->
         contents: for each array its kind, its length in bytes (0 writes nothing) and its blocks.
 
     Returns:
-        For each array the chunks that were left out because they are all zero.
+        For each array the ranges of blocks that were left out because they are all zero.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    elided: list[Ranges] = []
+    zeros: list[Ranges] = []
     with ts.Transaction(atomic=False) as transaction:
         for kind, size_bytes, blocks in contents:
-            if not size_bytes:
-                elided.append(())
-                continue
             pack = np.zeros(size_bytes, np.uint8)
             for offset_bytes, block in blocks:
                 target = pack[offset_bytes : offset_bytes + block.nbytes]
                 np.copyto(target.view(block.dtype).reshape(block.shape), block)
-            chunk_bytes = _chunk_bytes(size_bytes, kind)
-            chunk_grid = {"name": "regular", "configuration": {"chunk_shape": [chunk_bytes]}}
+            zeros.append(_zero_blocks(pack, kind.block_bytes))
+            runs = _Runs(size_bytes, zeros[-1], kind)
+            if runs.stored_bytes < size_bytes:
+                pack = np.concatenate([np.empty(0, np.uint8), *(pack[a:b] for a, b in runs.kept())])
+            if not pack.size:
+                continue
+            chunks = {"chunk_shape": [_chunk_bytes(pack.size, kind)]}
             metadata = {
                 "data_type": "uint8",
-                "shape": [size_bytes],
-                "chunk_grid": chunk_grid,
+                "shape": [pack.size],
+                "chunk_grid": {"name": "regular", "configuration": chunks},
                 "fill_value": 0,
                 "codecs": [_codec(name) for name in kind.codecs],
             }
@@ -98,23 +102,66 @@ def write_pack(directory: Path, contents: Sequence[tuple[Kind, int, Blocks]]) ->
             store = ts.open(spec, create=True, transaction=transaction).result()
             # The pack is ours and never changes again, so tensorstore need not copy it.
             store.write(pack, can_reference_source_data_indefinitely=True).result()
-            elided.append(_zero_chunks(pack, chunk_bytes) if kind.elides else ())
-    return elided
+    return zeros
 
 
 def _codec(name: str) -> dict[str, Any]:
     return {"name": name, "configuration": {"level": 1}} if name == "zstd" else {"name": name}
 
 
-def _zero_chunks(pack: np.ndarray, chunk_bytes: int) -> Ranges:
-    starts = range(0, pack.size, chunk_bytes)
-    ranges: list[tuple[int, int]] = []
-    for chunk, start in enumerate(starts):
-        if pack[start : start + chunk_bytes].any():
-            continue
-        first = ranges.pop()[0] if ranges and ranges[-1][1] == chunk else chunk
-        ranges.append((first, chunk + 1))
-    return tuple(ranges)
+def _zero_blocks(pack: np.ndarray, block_bytes: int) -> Ranges:
+    """The runs of whole blocks that are all zero."""
+    count = pack.size // block_bytes
+    words = pack[: count * block_bytes].view(np.uint64).reshape(count, block_bytes // 8)
+    found = np.flatnonzero(words[:, 0] == 0)  # of data that is no zero, few are looked at again
+    found = found[~words[found].any(axis=1)]
+    if not found.size:
+        return ()
+    borders = np.flatnonzero(np.diff(found) > 1)
+    starts = found[np.concatenate([[0], borders + 1])]
+    stops = found[np.concatenate([borders, [found.size - 1]])] + 1
+    return tuple(zip(starts.tolist(), stops.tolist(), strict=True))
+
+
+class _Runs:
+    """Where the bytes of an array lie once its runs of zeros are left out.
+
+    Args:
+        size_bytes: of the array with its zeros.
+        zeros: ranges of blocks that are left out.
+        kind: of the array.
+
+    Attributes:
+        stored_bytes: of the array without them.
+    """
+
+    def __init__(self, size_bytes: int, zeros: Ranges, kind: Kind) -> None:
+        self._size_bytes = size_bytes
+        bounds = np.array(zeros, np.int64).reshape(-1, 2) * kind.block_bytes
+        self._starts, self._stops = bounds[:, 0], bounds[:, 1]
+        self._left_out = np.concatenate([[0], np.cumsum(self._stops - self._starts)])
+        self.stored_bytes = size_bytes - int(self._left_out[-1])
+
+    def kept(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
+        """The ranges of a span, the whole array if none is given, that are stored."""
+        stop = self._size_bytes if stop is None else stop
+        first = int(np.searchsorted(self._stops, start, side="right"))
+        last = int(np.searchsorted(self._starts, stop))
+        runs = zip(self._starts[first:last].tolist(), self._stops[first:last].tolist(), strict=True)
+        for a, b in runs:
+            if a > start:
+                yield start, a
+            start = min(b, stop)
+        if start < stop:
+            yield start, stop
+
+    def stored(self, position: int) -> int:
+        """Where, among what is stored, a byte lies that is; else where the next one does."""
+        run = int(np.searchsorted(self._starts, position, side="right"))
+        inside = 0
+        if run and position < self._stops[run - 1]:
+            inside = int(self._stops[run - 1]) - position
+        return position + inside - int(self._left_out[run])
 
 
 class PackReader:
@@ -124,33 +171,35 @@ class PackReader:
         directory: where the OCDBT database is.
         kind: of the array.
         size_bytes: length that the manifest gives for it.
-        elided: the chunks that the manifest declares to be left out.
+        zeros: ranges of blocks that the manifest declares to be zero and left out.
 
     Raises:
         FormatError: there is no such array, or one of another length.
     """
 
-    def __init__(self, directory: Path, kind: Kind, size_bytes: int, elided: Ranges = ()) -> None:
+    def __init__(self, directory: Path, kind: Kind, size_bytes: int, zeros: Ranges = ()) -> None:
         self._directory = directory
-        self._chunk_bytes = _chunk_bytes(size_bytes, kind) if size_bytes else 1
-        self._elided = elided
+        if zeros and zeros[-1][1] * kind.block_bytes > size_bytes:
+            raise FormatError(
+                f"{directory}: expected blocks of {size_bytes} bytes, found that number "
+                f"{zeros[-1][1] - 1} was left out. The step is damaged; restore another one."
+            )
+        self._runs = _Runs(size_bytes, zeros, kind)
+        expected_bytes = self._runs.stored_bytes
+        if not expected_bytes:
+            return
         try:
             self._store = ts.open(_spec(directory, kind), open=True, read=True).result()
         except Exception as error:
             raise FormatError(
-                f"{directory}: expected a pack of {size_bytes} bytes, found none that can be "
+                f"{directory}: expected a pack of {expected_bytes} bytes, found none that can be "
                 f"opened ({_first_line(error)}). The step is damaged; restore another one."
             ) from error
         found = (tuple(self._store.shape), self._store.dtype.name)
-        if found != ((size_bytes,), "uint8"):
+        if found != ((expected_bytes,), "uint8"):
             raise FormatError(
-                f"{directory}: expected a pack of {size_bytes} bytes, found an array of shape "
+                f"{directory}: expected a pack of {expected_bytes} bytes, found an array of shape "
                 f"{found[0]} and type {found[1]}. The step is damaged; restore another one."
-            )
-        if elided and (elided[-1][1] - 1) * self._chunk_bytes >= size_bytes:
-            raise FormatError(
-                f"{directory}: expected chunks of {size_bytes} bytes, found that number "
-                f"{elided[-1][1] - 1} was left out. The step is damaged; restore another one."
             )
 
     def read(self, spans: Sequence[tuple[int, int]], *, what: str) -> list[np.ndarray]:
@@ -166,39 +215,26 @@ class PackReader:
         Raises:
             IntegrityError: a chunk is missing, truncated, or its checksum does not match.
         """
-        pieces = [
-            [(b - a, self._store[a:b].read() if written else None) for a, b, written in each]
-            for each in (self._pieces(*span) for span in spans)
-        ]
+        stored = [tuple(map(self._runs.stored, span)) for span in spans]
         try:
-            return [_joined(each) for each in pieces]
+            futures = [self._store[a:b].read() if a < b else None for a, b in stored]
+            read = [np.empty(0, np.uint8) if f is None else np.asarray(f.result()) for f in futures]
         except Exception as error:
             raise IntegrityError(
                 f"{self._directory}: the stored bytes of {what} are damaged "
                 f"({_first_line(error)}). Restore another step."
             ) from error
+        return [self._filled(*span, data) for span, data in zip(spans, read, strict=True)]
 
-    def _pieces(self, start: int, stop: int) -> list[tuple[int, int, bool]]:
-        """A span cut where elided chunks begin and end; each piece with whether it was written."""
-        pieces = []
-        for first, last in self._elided:
-            a, b = first * self._chunk_bytes, last * self._chunk_bytes
-            if b <= start or a >= stop:
-                continue
-            if a > start:
-                pieces.append((start, a, True))
-            pieces.append((max(a, start), min(b, stop), False))
-            start = min(b, stop)
-        return [*pieces, (start, stop, True)] if start < stop else pieces
-
-
-def _joined(pieces: Sequence[tuple[int, Any]]) -> np.ndarray:
-    """The bytes of some pieces: their size, and what reads them or None where they are zero."""
-    arrays = [
-        np.zeros(size_bytes, np.uint8) if future is None else np.asarray(future.result())
-        for size_bytes, future in pieces
-    ]
-    return arrays[0] if len(arrays) == 1 else np.concatenate([np.empty(0, np.uint8), *arrays])
+    def _filled(self, start: int, stop: int, stored: np.ndarray) -> np.ndarray:
+        """The bytes of a span, with the zeros that were left out."""
+        if stored.size == stop - start:
+            return stored
+        result, position = np.zeros(stop - start, np.uint8), 0
+        for a, b in self._runs.kept(start, stop):
+            result[a - start : b - start] = stored[position : position + b - a]
+            position += b - a
+        return result
 
 
 def _first_line(error: Exception) -> str:

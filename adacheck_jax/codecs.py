@@ -1,14 +1,18 @@
-"""Bit-pattern differences: a leaf as the integer difference from the step before it.
+"""How elements become bytes that compress: planes, and differences from the step before.
 
-Works for any leaf with no knowledge of what changed it. The bits of both values are taken as
-unsigned words of the element's width; the difference is turned into *planes*, first the lowest byte
-of every word, then the next, so that the bytes that rarely change lie together. The planes are
-compressed when they are stored (zstd, :mod:`~adacheck_jax.arrays`).
+The bits of elements are taken as unsigned words of the element's width and turned into *planes*:
+first the lowest byte of every word, then the next. The planes are compressed when they are stored
+(zstd, :mod:`~adacheck_jax.arrays`), as far as that pays.
 
-Two differences are known. ``XOR`` is zero where bits agree. ``SUBTRACT`` is the difference modulo
-the word's size, folded so that small steps down look like small steps up (zigzag, as in Protocol
-Buffers' sint encoding): floating-point numbers that move by an ulp or two then leave everything but
-the lowest bits zero.
+*Elements by themselves*: the words are rotated by one bit first, so that a floating-point number's
+sign comes last and its exponent fills the highest plane. Exponents of gradients are few; mantissas
+and signs are noise, and are stored as they are (ZipNN: Hershcovitch et al., 2024).
+
+*Bit-pattern differences*: a leaf as the integer difference from the step before it, with no
+knowledge of what changed it. ``XOR`` is zero where bits agree. ``SUBTRACT`` is the difference
+modulo the word's size, folded so that small steps down look like small steps up (zigzag, as in
+Protocol Buffers' sint encoding): floating-point numbers that move by an ulp or two then leave
+everything but the lowest bits zero.
 """
 
 from __future__ import annotations
@@ -20,10 +24,10 @@ import numpy as np
 from adacheck_jax.manifest import Encoding
 
 _SMALL_BYTES = 1024
-"""Below this a difference costs more to describe than it saves."""
+"""Below this a leaf is not worth the bother."""
 _SAMPLE_RUNS, _RUN_WORDS = 8, 2048
 _WORTHWHILE = 0.95
-"""A difference is chosen where it is expected to take less than this part of the bytes."""
+"""What is compressed is expected to take less than this part of its bytes."""
 
 
 def word_bytes(dtype: np.dtype) -> int:
@@ -36,14 +40,22 @@ def _words(array: np.ndarray) -> np.ndarray:
     return flat.view(np.dtype(f"u{word_bytes(array.dtype)}"))
 
 
-def choose(pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> Encoding:
-    """Chooses how to store some blocks of one leaf: as the smallest of what a sample promises.
+def choose_whole(blocks: Iterable[np.ndarray]) -> Encoding:
+    """Chooses how to store some blocks of one leaf by themselves, from what a sample promises."""
+    block = max(blocks, key=lambda block: block.size)
+    if block.nbytes <= _SMALL_BYTES:
+        return Encoding.RAW
+    return _best_whole(_sample(_words(block)))[0]
+
+
+def choose_difference(pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> Encoding:
+    """Chooses how to store some blocks of one leaf whose old elements are known.
 
     Args:
         pairs: new and old elements of each block; equal shapes and one data type.
 
     Returns:
-        ``SAME`` if no bit changed in any block.
+        ``SAME`` if no bit changed in any block, else what a sample promises to be smallest.
     """
     changed = [(a, b) for new, old in pairs if not _equal(a := _words(new), b := _words(old))]
     if not changed:
@@ -52,33 +64,59 @@ def choose(pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> Encoding:
     if sum(a.nbytes for a, _ in changed) <= _SMALL_BYTES:
         return Encoding.RAW
     new, old = _sample(new), _sample(old)
-    bits = {each: _entropy(_difference(each, new, old)) for each in _DIFFERENCES}
+    bits = {each: sum(_entropies(_difference(each, new, old))) for each in _DIFFERENCES}
     best = min(bits, key=lambda each: bits[each])
-    return best if bits[best] < 8 * _WORTHWHILE else Encoding.RAW
+    whole, whole_bits = _best_whole(new)
+    return best if bits[best] < _WORTHWHILE * whole_bits else whole
 
 
 _DIFFERENCES = (Encoding.XOR, Encoding.SUBTRACT)
 
 
-def encode(encoding: Encoding, new: np.ndarray, old: np.ndarray) -> np.ndarray:
-    """The planes of a difference: uint8 of shape (word bytes, words)."""
-    return _planes(_difference(encoding, _words(new), _words(old)))
+def _best_whole(words: np.ndarray) -> tuple[Encoding, float]:
+    """How some words are best stored by themselves, and how many bits a word that may take."""
+    *rest, highest = _entropies(_rotated(words))
+    if rest and sum(rest) < 8 * _WORTHWHILE * len(rest):
+        return Encoding.PLANES, sum(rest) + highest
+    if highest < 8 * _WORTHWHILE:
+        return Encoding.EXPONENTS, 8 * len(rest) + highest
+    return Encoding.RAW, 8 * words.itemsize
+
+
+def encode(encoding: Encoding, new: np.ndarray, old: np.ndarray | None = None) -> np.ndarray:
+    """The planes of some elements: uint8 of shape (word bytes, words).
+
+    Args:
+        encoding: any but ``RAW`` and ``SAME``.
+        new: the elements.
+        old: those of the parent step, for a difference.
+    """
+    if encoding.is_difference:
+        assert old is not None
+        return _planes(_difference(encoding, _words(new), _words(old)))
+    return _planes(_rotated(_words(new)))
 
 
 def apply(encoding: Encoding, block: np.ndarray, planes: np.ndarray) -> None:
     """Turns old elements into new ones, in place.
 
     Args:
-        encoding: how the difference was taken.
-        block: a contiguous array that can be written.
+        encoding: as for :func:`encode`.
+        block: a contiguous array that can be written; what it holds matters to differences only.
         planes: of the same elements, as :func:`encode` gave them.
     """
     words = block.reshape(-1).view(np.dtype(f"u{word_bytes(block.dtype)}"))
-    difference = np.ascontiguousarray(planes.T).reshape(-1).view(words.dtype)
+    stored = np.ascontiguousarray(planes.T).reshape(-1).view(words.dtype)
     if encoding is Encoding.XOR:
-        words ^= difference
+        words ^= stored
+    elif encoding is Encoding.SUBTRACT:
+        words += (stored >> 1) ^ -(stored & 1)
     else:
-        words += (difference >> 1) ^ -(difference & 1)
+        words[:] = (stored >> 1) | (stored << (8 * words.itemsize - 1))
+
+
+def _rotated(words: np.ndarray) -> np.ndarray:
+    return (words << 1) | (words >> (8 * words.itemsize - 1))
 
 
 def _difference(encoding: Encoding, new: np.ndarray, old: np.ndarray) -> np.ndarray:
@@ -104,11 +142,11 @@ def _sample(words: np.ndarray) -> np.ndarray:
     return np.concatenate([words[start : start + _RUN_WORDS] for start in starts])
 
 
-def _entropy(words: np.ndarray) -> float:
-    """Bits a byte that an order-0 coder would need for the planes."""
-    bits = 0.0
+def _entropies(words: np.ndarray) -> list[float]:
+    """For each plane the bits a byte that an order-0 coder would need."""
+    entropies = []
     for plane in _planes(words):
         counts = np.bincount(plane, minlength=256)
         shares = counts[counts > 0] / plane.size
-        bits -= float((shares * np.log2(shares)).sum())
-    return bits / words.itemsize
+        entropies.append(-float((shares * np.log2(shares)).sum()))
+    return entropies

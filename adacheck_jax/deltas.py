@@ -41,9 +41,16 @@ class DeltaReader:
                 f"{len(base.leaves)} leaves, found {len(encodings)} packs with leaves up to "
                 f"{max(delta.stored, default=0)}. Restore another step."
             )
-        plan = redundancy.plan_delta(base.leaves, delta.stored, encodings)
-        planned = tuple(zip(plan.raw_bytes, plan.difference_bytes, strict=True))
-        found = tuple((pack.raw_bytes, pack.difference_bytes) for pack in delta.packs)
+        try:
+            aliases = [pack.aliases for pack in delta.packs]
+            plan = redundancy.plan_delta(base.leaves, delta.stored, encodings, aliases)
+        except (ValueError, IndexError) as error:
+            raise IntegrityError(
+                f"{directory}: the manifest calls parts equal that cannot be ({error}). Restore "
+                "another step."
+            ) from error
+        planned = tuple(zip(plan.raw_bytes, plan.compressed_bytes, strict=True))
+        found = tuple((pack.raw_bytes, pack.compressed_bytes) for pack in delta.packs)
         if planned != found:
             raise IntegrityError(
                 f"{directory}: expected packs of {planned} bytes from the stored leaves, found "
@@ -65,22 +72,22 @@ class DeltaReader:
         return self._delta.has_update
 
     def holds_all_of(self, index: int) -> bool:
-        """Whether every box of a leaf is stored as it is, so that nothing before it matters."""
+        """Whether every box of a leaf is stored by itself, so that nothing before it matters."""
         extents = self._extents.get(index, [])
-        is_raw = all(extent.encoding is Encoding.RAW for extent in extents)
-        return is_raw and len(extents) == len(self._leaves[index].owners)
+        is_whole = not any(extent.encoding.is_difference for extent in extents)
+        return is_whole and len(extents) == len(self._leaves[index].owners)
 
     def read(self, index: int, box: Box) -> np.ndarray:
-        """Reads one box of a leaf that is stored as it is.
+        """Reads one box of a leaf that is stored by itself.
 
         Raises:
-            IntegrityError: stored bytes are damaged, or the leaf is not stored as it is.
+            IntegrityError: stored bytes are damaged, or the leaf is not stored by itself.
             FormatError: a pack is missing.
         """
         if not self.holds_all_of(index):
             raise IntegrityError(
                 f"{self._directory}: expected {self._leaves[index].path}, which the update "
-                "consumed, stored as it is; found it otherwise. Restore another step."
+                "consumed, stored by itself; found it otherwise. Restore another step."
             )
         block = np.empty(box.shape, jnp.dtype(self._leaves[index].dtype))
         self.patch(index, box, block)
@@ -106,30 +113,33 @@ class DeltaReader:
             rows = _rows_of(extent.box, common)
             inside = (*common.relative_to(rows.start).slices, ...)
             target = block[(*common.relative_to(box.start).slices, ...)]
+            raw, compressed = _spans(extent, rows)
+            read = [
+                *(self._pack(extent.process, arrays.RAW).read(raw, what=leaf.path) if raw else ()),
+                *(
+                    self._pack(extent.process, arrays.COMPRESSED).read(compressed, what=leaf.path)
+                    if compressed
+                    else ()
+                ),
+            ]
             if extent.encoding is Encoding.RAW:
-                (data,) = self._pack(extent).read([_row_span(extent, rows)], what=leaf.path)
-                target[...] = data.view(block.dtype).reshape(rows.shape)[inside]
+                target[...] = read[0].view(block.dtype).reshape(rows.shape)[inside]
                 continue
-            width_bytes = codecs.word_bytes(block.dtype)
-            spans = _plane_spans(extent, rows, width_bytes)
-            planes = np.stack(self._pack(extent).read(spans, what=leaf.path))
+            planes = np.stack(read)
             whole = np.zeros(rows.shape, block.dtype)
             whole[inside] = target
             codecs.apply(extent.encoding, whole, planes)
             target[...] = whole[inside]
 
-    def _pack(self, extent: redundancy.Extent) -> PackReader:
-        kind = arrays.RAW if extent.encoding is Encoding.RAW else arrays.DIFFERENCE
-        if (extent.process, kind) not in self._packs:
-            directory = self._directory / DELTA / str(extent.process)
-            pack = self._delta.packs[extent.process]
-            reader = (
-                PackReader(directory, kind, pack.raw_bytes)
-                if kind is arrays.RAW
-                else PackReader(directory, kind, pack.difference_bytes, pack.elided)
-            )
-            self._packs[extent.process, kind] = reader
-        return self._packs[extent.process, kind]
+    def _pack(self, process: int, kind: arrays.Kind) -> PackReader:
+        if (process, kind) not in self._packs:
+            pack = self._delta.packs[process]
+            size_bytes, zeros = pack.compressed_bytes, pack.compressed_zeros
+            if kind is arrays.RAW:
+                size_bytes, zeros = pack.raw_bytes, pack.raw_zeros
+            directory = self._directory / DELTA / str(process)
+            self._packs[process, kind] = PackReader(directory, kind, size_bytes, zeros)
+        return self._packs[process, kind]
 
 
 def _rows_of(stored: Box, part: Box) -> Box:
@@ -139,27 +149,27 @@ def _rows_of(stored: Box, part: Box) -> Box:
     return Box((part.start[0], *stored.start[1:]), (part.stop[0], *stored.stop[1:]))
 
 
-def _row_span(extent: redundancy.Extent, rows: Box) -> tuple[int, int]:
-    """Byte range, where the extent lies, of some rows of its box."""
-    first, last = _row_range(extent, rows, extent.size_bytes)
-    return (extent.offset_bytes + first, extent.offset_bytes + last)
+Spans = list[tuple[int, int]]
 
 
-def _plane_spans(extent: redundancy.Extent, rows: Box, width: int) -> list[tuple[int, int]]:
-    """Byte ranges of some rows of a box in each of its ``width`` planes."""
-    plane_bytes = extent.size_bytes // width
-    first, last = _row_range(extent, rows, plane_bytes)
-    starts = [extent.offset_bytes + plane * plane_bytes for plane in range(width)]
-    return [(start + first, start + last) for start in starts]
+def _spans(extent: redundancy.Extent, rows: Box) -> tuple[Spans, Spans]:
+    """Byte ranges, in either array of the pack, of some rows of a box: one a plane."""
+    pieces = extent.planes or 1
+    piece_bytes = extent.size_bytes // pieces
+    first, last = 0, piece_bytes
+    if extent.box.start:
+        row_bytes = piece_bytes // extent.box.shape[0]
+        first = (rows.start[0] - extent.box.start[0]) * row_bytes
+        last = (rows.stop[0] - extent.box.start[0]) * row_bytes
 
+    def spans(start: int, count: int) -> Spans:
+        starts = [start + piece * piece_bytes for piece in range(count)]
+        return [(each + first, each + last) for each in starts]
 
-def _row_range(extent: redundancy.Extent, rows: Box, box_bytes: int) -> tuple[int, int]:
-    """Where some rows lie in something that has the same number of bytes for each row."""
-    if not extent.box.start:
-        return (0, box_bytes)
-    row_bytes = box_bytes // extent.box.shape[0]
-    start = extent.box.start[0]
-    return ((rows.start[0] - start) * row_bytes, (rows.stop[0] - start) * row_bytes)
+    return (
+        spans(extent.raw_start, pieces - extent.compressed),
+        spans(extent.compressed_start, extent.compressed),
+    )
 
 
 class Patches:

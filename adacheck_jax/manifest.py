@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -25,7 +26,7 @@ from typing import Any, TypeVar
 from adacheck_jax.boxes import Box, Cuts, grid
 from adacheck_jax.errors import FormatError, IntegrityError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 DIRECTORY = "adacheck"
 """Name of our folder inside an item's directory."""
 FILE = f"{DIRECTORY}/manifest.json"
@@ -39,15 +40,24 @@ class Encoding(StrEnum):
 
     Attributes:
         RAW: as they are.
-        XOR, SUBTRACT: as a bit-pattern difference from the parent step.
+        EXPONENTS: split into planes of bytes, of which the highest is compressed.
+        PLANES: split into planes of bytes, all of them compressed.
+        XOR, SUBTRACT: as a bit-pattern difference from the parent step, in compressed planes.
         SAME: not at all. They are what they are without this delta: what the update computes, or
             else the parent's.
     """
 
     RAW = "r"
+    EXPONENTS = "e"
+    PLANES = "p"
     XOR = "x"
     SUBTRACT = "s"
     SAME = "="
+
+    @property
+    def is_difference(self) -> bool:
+        """Whether the elements are to be known from the parent's."""
+        return self in (Encoding.XOR, Encoding.SUBTRACT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +86,12 @@ class Leaf:
     def nbytes(self) -> int:
         """Bytes of the whole leaf."""
         return math.prod(self.shape) * self.itemsize_bytes
+
+    @property
+    def word_bytes(self) -> int:
+        """Width of the words that elements are split into planes by: complex ones have two."""
+        is_complex = self.dtype.startswith("complex")
+        return self.itemsize_bytes // 2 if is_complex else self.itemsize_bytes
 
     @property
     def boxes(self) -> list[Box]:
@@ -158,16 +174,19 @@ class Pack:
 
     Attributes:
         encodings: one :class:`Encoding` letter for each stored leaf.
-        raw_bytes: size of its boxes that are stored as they are.
-        difference_bytes: size of the planes of those that are stored as differences.
-        elided: half-open ranges of the chunks of planes that are all zero and were not written. A
-            missing chunk that is not among them is lost.
+        aliases: pairs of extents, counted in the order of the plan: the first has the bytes of the
+            second, an earlier one, and no place of its own.
+        raw_bytes, compressed_bytes: sizes of its two arrays, zero runs included.
+        raw_zeros, compressed_zeros: half-open ranges of blocks that are all zero and were not
+            stored. Whatever else is missing is lost.
     """
 
     encodings: str
+    aliases: tuple[tuple[int, int], ...]
     raw_bytes: int
-    difference_bytes: int
-    elided: tuple[tuple[int, int], ...]
+    compressed_bytes: int
+    raw_zeros: tuple[tuple[int, int], ...]
+    compressed_zeros: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +200,9 @@ class BaseManifest:
         fingerprints: one 64-bit digest a leaf.
         update: the update program; None without a recorder, and where leaves were cast.
         reason: why this step is a base.
+        aliases: pairs of leaves: the data of the first is that of the second, stored once.
+        kept: pairs of a leaf and a step: the base of that step wrote the leaf's data, and this one
+            holds hard links to it.
         process_count: how many processes wrote it.
         versions: package versions at save time.
         checksum: of this manifest; empty until it is encoded.
@@ -192,6 +214,8 @@ class BaseManifest:
     fingerprints: tuple[int, ...]
     update: Update | None
     reason: str
+    aliases: tuple[tuple[int, int], ...]
+    kept: tuple[tuple[int, int], ...]
     process_count: int
     versions: Mapping[str, str]
     checksum: str = ""
@@ -309,6 +333,8 @@ def _from_body(body: dict[str, Any], checksum: str) -> Manifest:
             fingerprints=fingerprints,
             update=None if body["update"] is None else _update(body["update"], len(leaves)),
             reason=str(body["reason"]),
+            aliases=_pairs(body["aliases"], len(leaves), len(leaves)),
+            kept=_pairs(body["kept"], len(leaves), None),
             process_count=_natural(body["process_count"]),
             versions={str(k): str(v) for k, v in body["versions"].items()},
             checksum=checksum,
@@ -337,21 +363,41 @@ def _from_body(body: dict[str, Any], checksum: str) -> Manifest:
 def _pack(body: dict[str, Any], stored_count: int) -> Pack:
     pack = Pack(
         encodings="".join(Encoding(letter) for letter in body["encodings"]),
+        aliases=_tuple_of(_range, body["aliases"]),
         raw_bytes=_natural(body["raw_bytes"]),
-        difference_bytes=_natural(body["difference_bytes"]),
-        elided=_tuple_of(_range, body["elided"]),
+        compressed_bytes=_natural(body["compressed_bytes"]),
+        raw_zeros=_ranges(body["raw_zeros"]),
+        compressed_zeros=_ranges(body["compressed_zeros"]),
     )
     if len(pack.encodings) != stored_count:
         raise ValueError(f"{len(pack.encodings)} encodings of {stored_count} stored leaves")
-    borders = [border for each in pack.elided for border in each]
-    if borders != sorted(set(borders)):  # adjoining ranges would be one
-        raise ValueError(f"elided chunks that do not ascend: {pack.elided[:4]}")
+    targets = [first for first, _ in pack.aliases]
+    if targets != sorted(set(targets)) or any(a <= b for a, b in pack.aliases):
+        raise ValueError(f"aliases that do not ascend, or of later extents: {pack.aliases[:4]}")
+    if not set(targets).isdisjoint(second for _, second in pack.aliases):
+        raise ValueError("an alias of an alias")
     return pack
+
+
+def _ranges(body: Any) -> tuple[tuple[int, int], ...]:
+    ranges = _tuple_of(_range, body)
+    borders = [border for each in ranges for border in each]
+    if any(a >= b for a, b in itertools.pairwise(borders)):  # adjoining ranges would be one
+        raise ValueError(f"ranges that do not ascend: {ranges[:4]}")
+    return ranges
 
 
 def _range(body: Any) -> tuple[int, int]:
     start, stop = _tuple_of(_natural, body)
     return start, stop
+
+
+def _pairs(body: Any, first_end: int, second_end: int | None) -> tuple[tuple[int, int], ...]:
+    pairs = _tuple_of(_range, body)
+    for first, second in pairs:
+        if first >= first_end or (second_end is not None and second >= second_end):
+            raise ValueError(f"a pair of leaves lies outside the state: {(first, second)}")
+    return pairs
 
 
 def _ascending(body: Any) -> tuple[int, ...]:

@@ -141,29 +141,33 @@ class Saved:
     ) -> dict[str, float]:
         """CPU seconds of the library's own functions on one step."""
         start = time.process_time()
-        chosen = {path: codecs.choose([(new[path], old[path])]) for path in new}
+        chosen = {path: codecs.choose_difference([(new[path], old[path])]) for path in new}
         planes = {
             path: codecs.encode(encoding, new[path], old[path])
             for path, encoding in chosen.items()
-            if encoding in (Encoding.XOR, Encoding.SUBTRACT)
+            if encoding not in (Encoding.RAW, Encoding.SAME)
         }
         encoded = time.process_time()
-        raw = [new[path] for path, encoding in chosen.items() if encoding is Encoding.RAW]
-        blocks = [_consecutive(raw), _consecutive(list(planes.values()))]
+        # Of each leaf so many planes, the lowest, lie beside those that are stored as they are.
+        low = {path: len(planes[path]) - 1 for path in planes}
+        low |= {path: 0 for path in planes if chosen[path] is not Encoding.EXPONENTS}
+        raw = [planes[path][: low[path]] for path in planes]
+        raw += [new[path] for path, encoding in chosen.items() if encoding is Encoding.RAW]
+        blocks = [_consecutive(raw), _consecutive([planes[path][low[path] :] for path in planes])]
         sizes = [sum(block.nbytes for _, block in each) for each in blocks]
-        elided = arrays.write_pack(
-            directory,
-            [(arrays.RAW, sizes[0], blocks[0]), (arrays.DIFFERENCE, sizes[1], blocks[1])],
-        )
+        kinds = arrays.RAW, arrays.COMPRESSED
+        zeros = arrays.write_pack(directory, list(zip(kinds, sizes, blocks, strict=True)))
         written = time.process_time()
         targets = {path: np.array(old[path]) for path in planes}
         decoding = time.process_time()
-        if sizes[1]:
-            reader = arrays.PackReader(directory, arrays.DIFFERENCE, sizes[1], elided[1])
-            spans = [(offset, offset + block.nbytes) for offset, block in blocks[1]]
-            found = reader.read(spans, what="the benchmark")
-            for (path, each), data in zip(planes.items(), found, strict=True):
-                codecs.apply(chosen[path], targets[path], data.reshape(each.shape))
+        parts: list[list[np.ndarray]] = []
+        for kind, size, each, left_out in zip(kinds, sizes, blocks, zeros, strict=True):
+            reader = arrays.PackReader(directory, kind, size, left_out)
+            spans = [(offset, offset + block.nbytes) for offset, block in each[: len(planes)]]
+            parts.append(reader.read(spans, what="the benchmark"))
+        for (path, each), lowest, highest in zip(planes.items(), *parts, strict=True):
+            found = np.concatenate([lowest, highest]).reshape(each.shape)
+            codecs.apply(chosen[path], targets[path], found)
         decoded = time.process_time()
         for path, target in targets.items():
             assert target.tobytes() == new[path].tobytes(), path
@@ -329,7 +333,10 @@ def tables(result: dict[str, Any]) -> str:
             f"| {cost['decode_mb_s']:.0f} | {cost['restore_mb_s']:.0f} "
             f"| {cost['durable_s'] * 1e3:.0f} | {cost['stock_durable_s'] * 1e3:.0f} |"
         )
-    legend = "Stored as: `=` unchanged, `r` raw, `s` subtracted, `x` xored; leaves of all deltas."
+    legend = (
+        "Stored as: `=` unchanged, `r` raw, `e` with compressed exponents, `p` in compressed "
+        "planes, `s` subtracted, `x` xored; leaves of all deltas."
+    )
     return "\n\n".join(["\n".join(sizes), legend, "\n".join(speeds), target_line(result)])
 
 

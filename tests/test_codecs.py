@@ -12,6 +12,9 @@ from tests.strategies import DTYPES, any_bits
 
 DIFFERENCES = (Encoding.XOR, Encoding.SUBTRACT)
 EACH_DIFFERENCE = pytest.mark.parametrize("encoding", DIFFERENCES)
+WHOLE = (Encoding.EXPONENTS, Encoding.PLANES)
+EACH_WHOLE = pytest.mark.parametrize("encoding", WHOLE)
+EACH = pytest.mark.parametrize("encoding", [*DIFFERENCES, *WHOLE])
 EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
 
 seeds = st.integers(0, 2**32)
@@ -62,7 +65,7 @@ def pairs(draw):
     return arranged(new), arranged(old)
 
 
-@EACH_DIFFERENCE
+@EACH
 @given(pair=pairs())
 def test_apply_undoes_encode_bit_for_bit(encoding, pair):
     new, old = pair
@@ -79,7 +82,7 @@ def test_apply_undoes_encode_bit_for_bit(encoding, pair):
     assert block.tobytes() == new.tobytes()
 
 
-@EACH_DIFFERENCE
+@EACH
 @EACH_DTYPE
 def test_every_extreme_of_a_type_can_follow_every_other(encoding, dtype):
     dtype = jnp.dtype(dtype)
@@ -95,7 +98,7 @@ def test_every_extreme_of_a_type_can_follow_every_other(encoding, dtype):
     assert block.tobytes() == new.tobytes()
 
 
-@EACH_DIFFERENCE
+@EACH
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8", "uint8", "uint4"])
 def test_every_byte_can_follow_every_other(encoding, dtype):
     every = np.arange(256, dtype=np.uint8)
@@ -105,7 +108,7 @@ def test_every_byte_can_follow_every_other(encoding, dtype):
     assert block.tobytes() == new.tobytes()
 
 
-@EACH_DIFFERENCE
+@EACH
 def test_nan_payloads_and_signs_of_zero_are_kept(encoding):
     old = np.array([0.0, -0.0, np.nan, np.nan, 1.0, np.inf], np.float32)
     bits = np.array([0x80000000, 0, 0x7FC00001, 0xFFA00000, 0x7F800001, 0xFF800000], np.uint32)
@@ -131,6 +134,36 @@ def test_zero_planes_change_nothing(encoding, pair):
     block = new.copy()
     codecs.apply(encoding, block, np.zeros_like(codecs.encode(encoding, new, new)))
     assert block.tobytes() == new.tobytes()
+
+
+@EACH_WHOLE
+@given(pair=pairs())
+def test_elements_by_themselves_need_no_old_ones(encoding, pair):
+    new, old = pair
+    planes = codecs.encode(encoding, new)
+    assert planes.tobytes() == codecs.encode(encoding, new, old).tobytes()
+    for before in (old, new):
+        block = before.copy()
+        codecs.apply(encoding, block, planes)
+        assert block.tobytes() == new.tobytes()
+
+
+@given(pair=pairs())
+def test_both_ways_of_storing_elements_by_themselves_make_the_same_planes(pair):
+    planes = [codecs.encode(encoding, pair[0]) for encoding in WHOLE]
+    assert planes[0].tobytes() == planes[1].tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64", "float16"])
+def test_the_highest_plane_has_the_exponent_and_the_lowest_bit_has_the_sign(dtype):
+    dtype = jnp.dtype(dtype)
+    values = np.array([1.0, -1.0, 1.5, -1.5, 2.0, 0.0, -0.0]).astype(dtype)
+    planes = codecs.encode(Encoding.EXPONENTS, values)
+    assert (planes[0] & 1).tolist() == [0, 1, 0, 1, 0, 0, 1]
+    without_sign = codecs.encode(Encoding.EXPONENTS, np.abs(values))
+    assert (planes[-1] == without_sign[-1]).all()
+    bits = np.abs(values).view(f"u{dtype.itemsize}")
+    assert (planes[-1] == (bits << 1) >> (8 * dtype.itemsize - 8)).all()
 
 
 @given(pair=pairs())
@@ -162,7 +195,7 @@ def test_the_parts_of_a_complex_number_are_words_of_their_own(dtype):
     assert not planes[1:].any()
 
 
-@EACH_DIFFERENCE
+@EACH
 def test_read_only_elements_can_be_encoded(encoding):
     new, old = np.arange(6.0), np.ones(6)
     for array in (new, old):
@@ -181,7 +214,7 @@ def test_read_only_elements_can_be_encoded(encoding):
 def test_a_leaf_is_the_same_only_if_no_bit_of_any_block_differs(drawn, alike):
     blocks = [(old.copy(), old) if alike else (new, old) for new, old in drawn]
     is_same = all(new.tobytes() == old.tobytes() for new, old in blocks)
-    assert (codecs.choose(iter(blocks)) is Encoding.SAME) == is_same
+    assert (codecs.choose_difference(iter(blocks)) is Encoding.SAME) == is_same
 
 
 @EACH_DTYPE
@@ -193,8 +226,8 @@ def test_one_flipped_bit_is_not_the_same(dtype, seed, data):
         flipped += data.draw(st.integers(0, 7))
     new = one_bit_flipped(old, flipped)
     blocks = [(old, old), (new, old), (old, old)]
-    assert codecs.choose(blocks) is not Encoding.SAME
-    assert codecs.choose([(old, old)] * 3) is Encoding.SAME
+    assert codecs.choose_difference(blocks) is not Encoding.SAME
+    assert codecs.choose_difference([(old, old)] * 3) is Encoding.SAME
 
 
 @pytest.mark.parametrize("size", [4, 4000])
@@ -209,22 +242,22 @@ def test_zeros_of_other_sign_and_nans_of_other_bits_are_not_the_same(new, old, s
             return np.full(size, value, np.uint32).view(np.float32)
         return np.full(size, value, np.float32)
 
-    assert codecs.choose([(filled(new), filled(old))]) is not Encoding.SAME
-    assert codecs.choose([(filled(new), filled(new))]) is Encoding.SAME
+    assert codecs.choose_difference([(filled(new), filled(old))]) is not Encoding.SAME
+    assert codecs.choose_difference([(filled(new), filled(new))]) is Encoding.SAME
 
 
 @pytest.mark.parametrize("shape", [(0,), (3, 0)])
 def test_nothing_at_all_is_the_same(shape):
     empty = np.empty(shape, np.float32)
-    assert codecs.choose([(empty, empty.copy())]) is Encoding.SAME
-    assert codecs.choose([]) is Encoding.SAME
+    assert codecs.choose_difference([(empty, empty.copy())]) is Encoding.SAME
+    assert codecs.choose_difference([]) is Encoding.SAME
 
 
 @EACH_DTYPE
 def test_random_bits_are_stored_as_they_are(dtype):
     rng = np.random.default_rng(0)
     new, old = (rng.integers(0, 256, 60_000, np.uint8).view(jnp.dtype(dtype)) for _ in range(2))
-    assert codecs.choose([(new, old)]) is Encoding.RAW
+    assert codecs.choose_difference([(new, old)]) is Encoding.RAW
 
 
 def test_a_difference_needs_more_than_a_kibibyte_of_changed_blocks():
@@ -232,19 +265,19 @@ def test_a_difference_needs_more_than_a_kibibyte_of_changed_blocks():
     for changed, expected in [(1, Encoding.RAW), (256, Encoding.RAW), (257, Encoding.XOR)]:
         small = old[:changed]
         new = one_bit_flipped(small, 0)
-        assert codecs.choose([(new, small)]) is expected
-        assert codecs.choose([(old, old), (new, small), (old, old)]) is expected
+        assert codecs.choose_difference([(new, small)]) is expected
+        assert codecs.choose_difference([(old, old), (new, small), (old, old)]) is expected
     few = [(one_bit_flipped(old[:100], 0), old[:100])] * 3
-    assert codecs.choose(few[:2]) is Encoding.RAW
-    assert codecs.choose(few) in DIFFERENCES
+    assert codecs.choose_difference(few[:2]) is Encoding.RAW
+    assert codecs.choose_difference(few) in DIFFERENCES
 
 
 @pytest.mark.parametrize("position", [0, 5000, 50_000, 99_999])
 def test_a_change_that_no_sample_meets_is_still_stored_as_a_difference(position):
     old = np.random.default_rng(0).normal(size=100_000).astype(np.float32)
     new = one_bit_flipped(old, 32 * position)
-    assert codecs.choose([(new, old)]) in DIFFERENCES
-    assert codecs.choose([(old, old), (new, old)]) in DIFFERENCES
+    assert codecs.choose_difference([(new, old)]) in DIFFERENCES
+    assert codecs.choose_difference([(old, old), (new, old)]) in DIFFERENCES
 
 
 def weights(dtype, count=50_000):
@@ -257,7 +290,7 @@ def test_bfloat16_weights_at_a_low_learning_rate_are_a_difference_of_few_bytes()
     old, direction = weights("bfloat16")
     new = (old.astype(np.float32) - 1e-6 * np.sign(direction)).astype(old.dtype)
     assert 0.005 < (new != old).mean() < 0.5
-    chosen = codecs.choose([(new, old)])
+    chosen = codecs.choose_difference([(new, old)])
     assert chosen in DIFFERENCES
     assert stored_bytes(chosen, new, old) < new.nbytes / 10
 
@@ -280,7 +313,7 @@ def steps_from(values, seed=2):
 def test_subtraction_is_chosen_where_values_cross_powers_of_two(dtype):
     old = POWERS.astype(jnp.dtype(dtype))
     new = steps_from(old)
-    assert codecs.choose([(new, old)]) is Encoding.SUBTRACT
+    assert codecs.choose_difference([(new, old)]) is Encoding.SUBTRACT
     xor, subtract = (stored_bytes(each, new, old) for each in DIFFERENCES)
     assert subtract < 0.7 * xor
 
@@ -289,7 +322,7 @@ def test_subtraction_is_chosen_where_values_cross_powers_of_two(dtype):
 def test_subtraction_is_chosen_for_small_float32_steps(learning_rate):
     old, direction = weights("float32")
     new = (old - learning_rate * direction).astype(np.float32)
-    assert codecs.choose([(new, old)]) is Encoding.SUBTRACT
+    assert codecs.choose_difference([(new, old)]) is Encoding.SUBTRACT
     xor, subtract = (stored_bytes(each, new, old) for each in DIFFERENCES)
     assert subtract < xor < old.nbytes
 
@@ -299,29 +332,131 @@ def test_the_largest_changed_block_decides():
     count, noise = (rng.integers(0, 2**31, size).astype(np.int32) for size in (9000, 400))
     alike, counted = (count, count), (count[:6000] + 1, count[:6000])
     for blocks in ([(noise, count[:400]), counted], [counted, (noise, count[:400])]):
-        assert codecs.choose([alike, *blocks]) is Encoding.SUBTRACT
+        assert codecs.choose_difference([alike, *blocks]) is Encoding.SUBTRACT
     replaced = rng.permutation(count)
-    assert codecs.choose([counted, (replaced, count)]) is Encoding.RAW
+    assert codecs.choose_difference([counted, (replaced, count)]) is Encoding.RAW
 
 
 def test_subtraction_is_chosen_for_counters():
     old = np.random.default_rng(0).integers(0, 2**31, 5000).astype(np.int32)
-    assert codecs.choose([(old + 1, old)]) is Encoding.SUBTRACT
+    assert codecs.choose_difference([(old + 1, old)]) is Encoding.SUBTRACT
 
 
 def test_xor_is_chosen_where_single_bits_are_toggled():
     rng = np.random.default_rng(0)
     old = rng.integers(0, 2**31, 5000).astype(np.int32)
     toggled = rng.integers(0, 2, 5000).astype(np.int32) << 6
-    assert codecs.choose([(old ^ toggled, old)]) is Encoding.XOR
+    assert codecs.choose_difference([(old ^ toggled, old)]) is Encoding.XOR
 
 
 def test_the_choice_does_not_depend_on_the_order_in_memory():
     old, direction = weights("float32", 40_000)
     new = (old - 1e-8 * direction).astype(np.float32)
     new, old = new.reshape(200, 200), old.reshape(200, 200)
-    expected = codecs.choose([(new, old)])
+    expected = codecs.choose_difference([(new, old)])
     assert expected is Encoding.SUBTRACT
-    assert codecs.choose([(np.copy(new, order="F"), old)]) is expected
-    assert codecs.choose([(new, np.copy(old, order="F"))]) is expected
-    assert codecs.choose([(np.copy(old, order="F"), old)]) is Encoding.SAME
+    assert codecs.choose_difference([(np.copy(new, order="F"), old)]) is expected
+    assert codecs.choose_difference([(new, np.copy(old, order="F"))]) is expected
+    assert codecs.choose_difference([(np.copy(old, order="F"), old)]) is Encoding.SAME
+
+
+# How a leaf is stored by itself.
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("scale", [1e-6, 0.02, 1.0, 1e4])
+def test_only_the_exponents_of_noise_are_compressed(dtype, scale):
+    noise = np.random.default_rng(0).normal(scale=scale, size=50_000).astype(jnp.dtype(dtype))
+    assert codecs.choose_whole([noise]) is Encoding.EXPONENTS
+    planes = codecs.encode(Encoding.EXPONENTS, noise)
+    highest_bytes = len(zlib.compress(planes[-1], 1))
+    assert highest_bytes < 0.6 * noise.size
+    assert len(zlib.compress(planes[:-1], 1)) > 0.99 * planes[:-1].nbytes  # noise, indeed
+    assert len(zlib.compress(noise.tobytes(), 1)) > planes[:-1].nbytes + highest_bytes
+
+
+def sparse(dtype):
+    rng = np.random.default_rng(0)
+    return (rng.normal(size=20_000) * (rng.random(20_000) < 0.1)).astype(jnp.dtype(dtype))
+
+
+PREDICTABLE = {
+    "sparse float32": sparse("float32"),
+    "sparse bfloat16": sparse("bfloat16"),
+    "small integers": np.random.default_rng(0).integers(-50, 50, 20_000).astype(np.int32),
+    "whole numbers": np.random.default_rng(0).integers(0, 9, 20_000).astype(np.float32),
+    "few values": np.random.default_rng(0).choice([0.5, -0.25, 3.0], 20_000).astype(jnp.bfloat16),
+    "bfloat16 in float32": np.random.default_rng(0)
+    .normal(size=20_000)
+    .astype(jnp.bfloat16)
+    .astype(np.float32),
+    "zeros": np.zeros(20_000, np.float64),
+    "complex zeros": np.zeros(20_000, np.complex64),
+}
+
+
+@pytest.mark.parametrize("name", PREDICTABLE)
+def test_every_plane_of_sparse_and_integer_like_elements_is_compressed(name):
+    values = PREDICTABLE[name]
+    assert codecs.choose_whole([values]) is Encoding.PLANES
+    planes = codecs.encode(Encoding.PLANES, values)
+    low_bytes = len(zlib.compress(planes[:-1], 1))
+    assert low_bytes < 0.95 * planes[:-1].nbytes
+
+
+@EACH_DTYPE
+def test_random_bits_by_themselves_are_stored_as_they_are(dtype):
+    bits = any_bits(np.random.default_rng(0), (60_000,), dtype)
+    expected = Encoding.RAW if dtype != "bool" else Encoding.EXPONENTS
+    assert codecs.choose_whole([bits]) is expected
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint8", "float8_e4m3fn", "int4"])
+def test_elements_of_one_byte_are_compressed_as_their_own_highest_plane(dtype):
+    few = np.random.default_rng(0).integers(0, 2, 20_000).astype(jnp.dtype(dtype))
+    assert codecs.choose_whole([few]) is Encoding.EXPONENTS
+    assert codecs.encode(Encoding.EXPONENTS, few).shape == (1, few.size)
+
+
+def test_a_leaf_of_at_most_a_kibibyte_is_stored_as_it_is():
+    zeros = np.zeros(257, np.float32)
+    assert codecs.choose_whole([zeros[:256]]) is Encoding.RAW
+    assert codecs.choose_whole([zeros]) is Encoding.PLANES
+    assert codecs.choose_whole([zeros[:9], zeros, zeros[:0]]) is Encoding.PLANES
+    assert codecs.choose_whole([zeros[:0]]) is Encoding.RAW
+
+
+def test_the_largest_block_decides_how_a_leaf_is_stored_by_itself():
+    noise = np.random.default_rng(0).normal(size=9000).astype(np.float32)
+    zeros = np.zeros(8000, np.float32)
+    for blocks in ([noise, zeros], [zeros, noise]):
+        assert codecs.choose_whole(iter(blocks)) is Encoding.EXPONENTS
+    for blocks in ([noise[:7000], zeros], [zeros, noise[:7000]]):
+        assert codecs.choose_whole(iter(blocks)) is Encoding.PLANES
+
+
+def test_a_sample_meets_every_part_of_a_leaf():
+    noise = np.random.default_rng(0).integers(0, 2**32, 400_000, dtype=np.uint32)
+    half = noise.copy()
+    half[200_000:] = 0
+    assert codecs.choose_whole([noise]) is Encoding.RAW
+    assert codecs.choose_whole([half]) is Encoding.PLANES
+    assert codecs.choose_whole([half[::-1]]) is Encoding.PLANES
+
+
+@pytest.mark.parametrize("whole", ["EXPONENTS", "PLANES", "RAW"])
+def test_elements_that_do_not_follow_from_the_old_ones_are_stored_in_their_own_best_way(whole):
+    rng = np.random.default_rng(0)
+    new, old = {
+        "EXPONENTS": tuple(rng.normal(size=(2, 20_000)).astype(np.float32)),
+        "PLANES": (PREDICTABLE["small integers"], rng.integers(0, 2**31, 20_000).astype(np.int32)),
+        "RAW": tuple(rng.integers(0, 2**32, (2, 20_000), dtype=np.uint32)),
+    }[whole]
+    assert codecs.choose_difference([(new, old)]) is Encoding[whole]
+    assert codecs.choose_whole([new]) is Encoding[whole]
+
+
+@given(seed=seeds, shape=shapes, dtype=dtypes)
+def test_the_choice_of_storing_by_itself_is_never_a_difference(seed, shape, dtype):
+    block = any_bits(np.random.default_rng(seed), shape, dtype)
+    assert codecs.choose_whole([block]) in (Encoding.RAW, *WHOLE)

@@ -7,7 +7,7 @@ import itertools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adacheck_jax import arrays, codecs, redundancy
@@ -19,6 +19,8 @@ from adacheck_jax.manifest import BaseManifest, DeltaManifest, Encoding, Leaf, L
 from tests.strategies import DTYPES, any_bits, boxes_in, cuts, shape_of
 
 LINK = Link(0, "../0", "0" * 64)
+BY_ITSELF = (Encoding.RAW, Encoding.EXPONENTS, Encoding.PLANES)
+STORING = [each for each in Encoding if each is not Encoding.SAME]
 
 
 @dataclasses.dataclass
@@ -30,6 +32,7 @@ class Step:
     encodings: list
     old: list
     new: list
+    aliases: list = dataclasses.field(default_factory=list)
 
     def write(self, directory):
         """Writes each process's pack from its own encodings, as each process does."""
@@ -42,24 +45,34 @@ class Step:
         own = [
             letters if each == process else unknown for each, letters in enumerate(self.encodings)
         ]
-        plan = redundancy.plan_delta(self.leaves, self.stored, own)
-        raw, differences = [], []
-        for extent in plan.extents:
+        own_aliases = self.aliases[process] if self.aliases else ()
+        aliases = [own_aliases if each == process else () for each in range(len(own))]
+        plan = redundancy.plan_delta(self.leaves, self.stored, own, aliases)
+        skipped = {first for first, _ in own_aliases}
+        raw, compressed = [], []
+        for extent in (x for i, x in enumerate(plan.extents) if i not in skipped):
             new, old = (leaf[extent.leaf][extent.box.slices] for leaf in (self.new, self.old))
             if extent.encoding is Encoding.RAW:
-                raw.append((extent.offset_bytes, new))
-            else:
-                planes = codecs.encode(extent.encoding, new, old)
-                differences.append((extent.offset_bytes, planes))
-        sizes_bytes = plan.raw_bytes[process], plan.difference_bytes[process]
-        kinds = arrays.RAW, arrays.DIFFERENCE
-        contents = list(zip(kinds, sizes_bytes, (raw, differences), strict=True))
-        _, elided = arrays.write_pack(directory / DELTA / str(process), contents)
-        return Pack(self.encodings[process], *sizes_bytes, elided)
+                raw.append((extent.raw_start, new))
+                continue
+            planes = codecs.encode(extent.encoding, new, old)
+            low = extent.planes - extent.compressed
+            raw.append((extent.raw_start, planes[:low]))
+            compressed.append((extent.compressed_start, planes[low:]))
+        sizes_bytes = plan.raw_bytes[process], plan.compressed_bytes[process]
+        kinds = arrays.RAW, arrays.COMPRESSED
+        contents = [
+            (kind, size, [block for block in blocks if block[1].nbytes])
+            for kind, size, blocks in zip(kinds, sizes_bytes, (raw, compressed), strict=True)
+        ]
+        zeros = arrays.write_pack(directory / DELTA / str(process), contents)
+        return Pack(self.encodings[process], own_aliases, *sizes_bytes, *zeros)
 
     @property
     def base(self):
-        return BaseManifest(0, None, tuple(self.leaves), (), None, "", len(self.encodings), {})
+        return BaseManifest(
+            0, None, tuple(self.leaves), (), None, "", (), (), len(self.encodings), {}
+        )
 
     def reader(self, directory, **changes):
         return DeltaReader(self.base, dataclasses.replace(self.manifest, **changes), directory)
@@ -76,9 +89,11 @@ def step_of(leaves, stored, encodings, seed=0, is_near=True):
             if encodings[process][position] == Encoding.SAME:
                 continue
             block = any_bits(rng, box.shape, leaf.dtype)
-            if is_near:  # so that some chunks of planes are all zero
+            if is_near:  # so that some blocks of zeros are left out, of planes and of elements
                 kept = rng.integers(0, 2, box.shape).astype(bool)
                 block = np.where(kept, old[index][box.slices], block)
+                if rng.integers(0, 2):
+                    block = np.where(rng.integers(0, 8, box.shape) > 0, np.zeros_like(block), block)
             new[index][box.slices] = block
     return Step(leaves, tuple(stored), encodings, old, new)
 
@@ -107,12 +122,14 @@ def steps(draw):
 
 
 @contextlib.contextmanager
-def chunks_of(chunk_bytes, **changes):
-    """Chunks so small that boxes reach over many of them."""
+def chunks_of(chunk_bytes, block_bytes=8, **changes):
+    """Chunks and blocks so small that boxes reach over many of them."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("RAW", "DIFFERENCE"):
+        for name in ("RAW", "COMPRESSED"):
             kind = getattr(arrays, name)
-            kind = dataclasses.replace(kind, max_chunk_bytes=chunk_bytes, **changes)
+            kind = dataclasses.replace(
+                kind, max_chunk_bytes=chunk_bytes, block_bytes=block_bytes, **changes
+            )
             patch.setattr(arrays, name, kind)
         yield
 
@@ -136,7 +153,7 @@ def test_any_box_is_brought_from_the_old_bits_to_the_new_ones(step, data, tmp_pa
 
 @chunks_of(32)
 @given(step=steps(), data=st.data())
-def test_a_leaf_that_is_stored_as_it_is_is_read_without_the_old_bits(step, data, tmp_path_factory):
+def test_a_leaf_that_is_stored_by_itself_is_read_without_the_old_bits(step, data, tmp_path_factory):
     reader = step.write(tmp_path_factory.mktemp("step"))
     for index, leaf in enumerate(step.leaves):
         if index not in step.stored:
@@ -144,8 +161,11 @@ def test_a_leaf_that_is_stored_as_it_is_is_read_without_the_old_bits(step, data,
             continue
         position = step.stored.index(index)
         letters = {step.encodings[owner][position] for owner in leaf.owners}
-        assert reader.holds_all_of(index) == (letters == {Encoding.RAW})
-        if reader.holds_all_of(index):
+        assert reader.holds_all_of(index) == letters.issubset(BY_ITSELF)
+        if not reader.holds_all_of(index):
+            with pytest.raises(IntegrityError, match=rf"{leaf.path}.*stored by itself"):
+                reader.read(index, Box.full(leaf.shape))
+        else:
             box = data.draw(boxes_in(leaf.shape))
             found = reader.read(index, box)
             assert found.dtype == jnp.dtype(leaf.dtype)
@@ -153,7 +173,102 @@ def test_a_leaf_that_is_stored_as_it_is_is_read_without_the_old_bits(step, data,
             assert found.tobytes() == step.new[index][box.slices].tobytes()
 
 
-@given(letters=st.lists(st.sampled_from("rxs="), min_size=1, max_size=3), data=st.data())
+@pytest.mark.parametrize("encoding", STORING)
+@pytest.mark.parametrize("dtype", DTYPES)
+@chunks_of(64)
+@given(seed=st.integers(0, 2**32), is_near=st.booleans(), data=st.data())
+@settings(max_examples=5)
+def test_parts_of_every_type_of_elements_are_read_in_every_encoding(
+    encoding, dtype, seed, is_near, data, tmp_path_factory
+):
+    leaf = leaf_of(((0, 5, 9), (0, 3, 7)), (0,) * 4, dtype)
+    step = step_of([leaf], [0], [str(encoding)], seed, is_near)
+    reader = step.write(tmp_path_factory.mktemp("step"))
+    boxes = [data.draw(boxes_in(leaf.shape)) for _ in range(3)]
+    for box in [*boxes, Box((4, 0), (5, 7)), Box((0, 2), (9, 4)), Box.full(leaf.shape)]:
+        block = step.old[0][box.slices].copy()
+        reader.patch(0, box, block)
+        assert block.tobytes() == step.new[0][box.slices].tobytes()
+        if encoding in BY_ITSELF:
+            assert reader.read(0, box).tobytes() == block.tobytes()
+
+
+@st.composite
+def repeating_steps(draw):
+    """A step in which some boxes have the bits of earlier ones of the same process."""
+    kinds = [(draw(st.sampled_from(DTYPES)), draw(st.sampled_from(STORING))) for _ in range(2)]
+    process_count = draw(st.integers(1, 2))
+    leaves, encodings, drawn_owners = [], [""] * process_count, []
+    for number in range(draw(st.integers(2, 5))):
+        dtype, letter = draw(st.sampled_from(kinds))
+        owners = draw(st.lists(st.integers(0, process_count - 1), min_size=2, max_size=2))
+        leaves.append(leaf_of(((0, 3, 6), (0, 4)), owners, dtype, f"leaf{number}"))
+        drawn_owners.append(owners)
+        encodings = [each + letter for each in encodings]
+    stored = range(len(leaves))
+    step = step_of(leaves, stored, encodings, draw(st.integers(0, 2**32)), draw(st.booleans()))
+    step.aliases = [[] for _ in range(process_count)]
+    own = [[] for _ in range(process_count)]
+    for leaf_index, leaf in enumerate(leaves):
+        for box, process in zip(leaf.boxes, leaf.owners, strict=True):
+            letter = encodings[process][leaf_index]
+            this = len(own[process])
+            taken = {a for a, _ in step.aliases[process]}
+            alike = [
+                k
+                for k, (i, _) in enumerate(own[process])
+                if k not in taken
+                and (leaves[i].dtype, encodings[process][i]) == (leaf.dtype, letter)
+            ]
+            own[process].append((leaf_index, box))
+            if alike and draw(st.booleans()):
+                source = draw(st.sampled_from(alike))
+                other, other_box = own[process][source]
+                for each in (step.old, step.new):
+                    each[leaf_index][box.slices] = each[other][other_box.slices]
+                step.aliases[process].append((this, source))
+    step.aliases = [tuple(each) for each in step.aliases]
+    return step
+
+
+@chunks_of(32)
+@given(step=repeating_steps(), data=st.data())
+def test_boxes_that_are_called_equal_have_the_bits_of_one_that_is_stored(
+    step, data, tmp_path_factory
+):
+    directory = tmp_path_factory.mktemp("step")
+    reader = step.write(directory)
+    sizes = [(pack.raw_bytes, pack.compressed_bytes) for pack in step.manifest.packs]
+    for index, leaf in enumerate(step.leaves):
+        for box in [data.draw(boxes_in(leaf.shape)), Box.full(leaf.shape)]:
+            block = step.old[index][box.slices].copy()
+            reader.patch(index, box, block)
+            assert block.tobytes() == step.new[index][box.slices].tobytes(), (leaf, box)
+    alone = dataclasses.replace(step, aliases=[])
+    alone.write(tmp_path_factory.mktemp("alone"))
+    for own, (raw, compressed), pack in zip(step.aliases, sizes, alone.manifest.packs, strict=True):
+        total_bytes = pack.raw_bytes + pack.compressed_bytes
+        assert raw + compressed < total_bytes if own else raw + compressed == total_bytes
+
+
+@pytest.mark.parametrize(
+    "aliases",
+    [((1, 1),), ((0, 1),), ((1, 7),), ((7, 0),), ((2, 0),), ((3, 0),)],
+    ids=["of itself", "later", "nothing", "of nothing", "another size", "another encoding"],
+)
+def test_parts_that_are_called_equal_and_cannot_be_are_an_error(aliases, tmp_path):
+    boxes = ((0, 4, 8),), (0, 0)
+    leaves = [leaf_of(*boxes), leaf_of(((0, 3),), (0,)), leaf_of(((0, 4),), (0,))]
+    step = step_of(leaves, [0, 1, 2], ["rrp"])
+    step.write(tmp_path)
+    (pack,) = step.manifest.packs
+    with pytest.raises(IntegrityError, match="calls parts equal that cannot be"):
+        step.reader(tmp_path, packs=(dataclasses.replace(pack, aliases=aliases),))
+    with pytest.raises(IntegrityError, match="expected packs of"):  # one that could be, and is not
+        step.reader(tmp_path, packs=(dataclasses.replace(pack, aliases=((1, 0),)),))
+
+
+@given(letters=st.lists(st.sampled_from("repxs="), min_size=1, max_size=3), data=st.data())
 def test_deltas_follow_one_another(letters, data, tmp_path_factory):
     leaf = leaf_of(((0, 3, 5), (0, 4)), (0, 0), "bfloat16")
     box = data.draw(boxes_in(leaf.shape))
@@ -177,24 +292,52 @@ def test_rows_that_did_not_change_take_no_room_in_a_large_leaf(encoding, dtype, 
     step.new[0][100:103, 7:] = any_bits(np.random.default_rng(1), (3, 1017), dtype)
     reader = step.write(tmp_path)
     (pack,) = step.manifest.packs
-    assert pack.difference_bytes == step.new[0].nbytes
-    assert pack.elided
-    assert sum(p.stat().st_size for p in tmp_path.rglob("*") if p.is_file()) < 20 * 3 * 1024
+    assert (pack.raw_bytes, pack.compressed_bytes) == (0, step.new[0].nbytes)
+    assert pack.compressed_zeros
+    check_sparse(step, reader, tmp_path)
+
+
+@pytest.mark.parametrize("encoding", BY_ITSELF)
+def test_rows_of_zeros_take_no_room_in_a_large_leaf(encoding, tmp_path):
+    leaf = leaf_of(((0, 512, 1024), (0, 1024)), (0, 0), "float32")
+    step = step_of([leaf], [0], [str(encoding)])
+    step.new[0][...] = 0
+    step.new[0][100:103, 7:] = any_bits(np.random.default_rng(1), (3, 1017), "float32")
+    reader = step.write(tmp_path)
+    (pack,) = step.manifest.packs
+    assert bool(pack.raw_zeros) == (encoding is not Encoding.PLANES)
+    assert bool(pack.compressed_zeros) == (encoding is not Encoding.RAW)
+    check_sparse(step, reader, tmp_path)
+
+
+def check_sparse(step, reader, directory):
+    assert sum(p.stat().st_size for p in directory.rglob("*") if p.is_file()) < 20 * 3 * 1024
     for box in [Box((90, 5), (110, 1000)), Box((600, 0), (601, 1)), Box((500, 3), (530, 9))]:
         block = step.old[0][box.slices].copy()
         reader.patch(0, box, block)
         assert block.tobytes() == step.new[0][box.slices].tobytes()
 
 
+def test_of_exponents_only_the_highest_plane_is_compressed(tmp_path):
+    leaf = leaf_of(((0, 100_000),), (0,), "float32")
+    step = step_of([leaf], [0], [str(Encoding.EXPONENTS)])
+    step.new[0][...] = np.random.default_rng(0).normal(size=100_000)
+    step.write(tmp_path)
+    (pack,) = step.manifest.packs
+    assert (pack.raw_bytes, pack.compressed_bytes) == (300_000, 100_000)
+    stored = sum(p.stat().st_size for p in tmp_path.rglob("*") if p.is_file())
+    assert 300_000 < stored < 350_000
+
+
 @chunks_of(256, codecs=("bytes", "crc32c"))  # a row each, to be found among the stored bytes
-@pytest.mark.parametrize("encoding", [Encoding.RAW, Encoding.XOR, Encoding.SUBTRACT])
+@pytest.mark.parametrize("encoding", STORING)
 def test_only_the_rows_that_are_needed_are_read_and_their_damage_names_the_leaf(encoding, tmp_path):
     leaf = leaf_of(((0, 4, 8), (0, 256)), (0, 0), "uint8")
     step = step_of([leaf], [0], [str(encoding)], is_near=False)
     step.write(tmp_path)
     row = Box((5, 0), (6, 256))
     new, old = (each[0][row.slices] for each in (step.new, step.old))
-    damage(tmp_path, (new if encoding is Encoding.RAW else codecs.encode(encoding, new, old)))
+    damage(tmp_path, new if encoding is Encoding.RAW else codecs.encode(encoding, new, old))
 
     reader = step.reader(tmp_path)
     for box in [Box((0, 0), (5, 256)), Box((6, 1), (8, 3)), Box((2, 9), (5, 10))]:
@@ -242,7 +385,7 @@ def test_a_lost_pack_is_an_error_only_where_it_is_needed(simple, process, tmp_pa
 
 
 @pytest.mark.parametrize("process", [0, 1])
-@pytest.mark.parametrize("field", ["raw_bytes", "difference_bytes"])
+@pytest.mark.parametrize("field", ["raw_bytes", "compressed_bytes"])
 @pytest.mark.parametrize("more_bytes", [-1, 1])
 def test_a_pack_of_another_size_than_planned_is_an_error(
     simple, process, field, more_bytes, tmp_path
@@ -269,18 +412,19 @@ def test_a_delta_of_other_processes_or_leaves_is_an_error(simple, tmp_path):
             simple.reader(tmp_path, **changes)
 
 
-def test_a_lost_chunk_of_differences_is_not_taken_for_zeros(tmp_path):
+@pytest.mark.parametrize("letter", "xp")
+def test_what_is_not_stored_and_not_declared_is_not_taken_for_zeros(letter, tmp_path):
     leaf = leaf_of(((0, 6), (0, 1 << 17)), (0,), "uint8")
-    step = step_of([leaf], [0], ["x"])
-    step.new[0][...] = step.old[0]
+    step = step_of([leaf], [0], [letter])
+    step.new[0][...] = step.old[0] if letter == "x" else 0
     step.new[0][0, 0] ^= 1
     step.write(tmp_path)
     (pack,) = step.manifest.packs
-    assert pack.elided == ((1, 3),)
+    assert pack.compressed_zeros == ((1, 12),)
     block = step.old[0].copy()
     step.reader(tmp_path).patch(0, Box.full(leaf.shape), block)
     assert (block == step.new[0]).all()
-    for elided in ((), ((1, 2),), ((2, 3),)):
-        reader = step.reader(tmp_path, packs=(dataclasses.replace(pack, elided=elided),))
-        with pytest.raises(IntegrityError, match="params/kernel"):
-            reader.patch(0, Box.full(leaf.shape), step.old[0].copy())
+    for zeros in ((), ((1, 11),), ((2, 12),), ((1, 13),)):
+        packs = (dataclasses.replace(pack, compressed_zeros=zeros),)
+        with pytest.raises(FormatError, match=r"estore another"):
+            step.reader(tmp_path, packs=packs).patch(0, Box.full(leaf.shape), step.old[0].copy())

@@ -60,6 +60,8 @@ def updates(draw, leaf_count):
 @st.composite
 def bases(draw):
     specs = tuple(draw(st.lists(leaves(), max_size=6)))
+    some = st.integers(0, len(specs) - 1)
+    none = st.just(())
     return BaseManifest(
         step=draw(natural),
         count=draw(st.none() | natural),
@@ -67,20 +69,38 @@ def bases(draw):
         fingerprints=tuple(draw(fingerprint) for _ in specs),
         update=draw(st.none() | updates(len(specs))) if specs else None,
         reason=draw(st.text()),
+        aliases=draw(st.lists(st.tuples(some, some)).map(tuple) if specs else none),
+        kept=draw(st.lists(st.tuples(some, natural)).map(tuple) if specs else none),
         process_count=1 + max((p for spec in specs for p in spec.owners), default=0),
         versions=draw(st.dictionaries(st.text(), st.text(), max_size=3)),
     )
 
 
+@st.composite
+def aliases(draw):
+    """Pairs of extents, ascending, each of an earlier one that is no alias itself."""
+    numbers = sorted(draw(st.sets(natural, max_size=6)))
+    own, found = numbers[:1], []
+    for number in numbers[1:]:
+        if draw(st.booleans()):
+            found.append((number, draw(st.sampled_from(own))))
+        else:
+            own.append(number)
+    return tuple(found)
+
+
 def packs(stored_count):
     letters = st.sampled_from(sorted(Encoding))
     bounds = st.lists(natural, max_size=6, unique=True).map(sorted)
+    ranges = bounds.map(lambda ends: tuple(zip(ends[::2], ends[1::2], strict=False)))
     return st.builds(
         Pack,
         encodings=st.lists(letters, min_size=stored_count, max_size=stored_count).map("".join),
+        aliases=aliases(),
         raw_bytes=natural,
-        difference_bytes=natural,
-        elided=bounds.map(lambda ends: tuple(zip(ends[::2], ends[1::2], strict=False))),
+        compressed_bytes=natural,
+        raw_zeros=ranges,
+        compressed_zeros=ranges,
     )
 
 
@@ -110,6 +130,8 @@ A_BASE = BaseManifest(
     fingerprints=(0x0123456789ABCDEF, 7),
     update=Update((0,), (), (), (), 1, (0,), (0,), "", "", {"cpu": "ab" * 32}, "0.10.2"),
     reason="first",
+    aliases=((1, 0),),
+    kept=((0, 5),),
     process_count=2,
     versions={"jax": "0.10.2"},
 )
@@ -120,7 +142,10 @@ A_DELTA = DeltaManifest(
     parent=Link(10, "../../10/default", "cd" * 32),
     depth=1,
     stored=(0, 1),
-    packs=(Pack("xr", 4, 24, ((0, 1), (3, 5))), Pack("==", 0, 0, ())),
+    packs=(
+        Pack("xr", ((1, 0), (3, 2)), 4, 24, ((2, 3),), ((0, 1), (3, 5))),
+        Pack("==", (), 0, 0, (), ()),
+    ),
     fingerprints=(1, 2**64 - 1),
     problem="replay was not exact",
     custom_metadata={"loss": 0.5, "note": "a"},
@@ -197,7 +222,7 @@ def test_a_changed_value_is_told_apart_from_another_format():
 
 def test_an_unknown_format_version_names_both_versions():
     body = body_of(A_BASE)
-    with pytest.raises(FormatError, match="expected format version 2, found 99"):
+    with pytest.raises(FormatError, match="expected format version 3, found 99"):
         decode(encode_body({**body, "format": 99}))
 
 
@@ -332,29 +357,82 @@ def test_every_encoding_has_one_letter_that_is_read_again(letter):
     assert decode(encode_body(body)).packs[0].encodings == letter * 2
 
 
+NO_PAIRS = [
+    [[0]],
+    [[0, 1, 2]],
+    [[]],
+    [[-1, 2]],
+    [[0, 1.0]],
+    [[False, 1]],
+    [["0", "1"]],
+    [0, 1],
+    "01",
+]
+ZEROS = pytest.mark.parametrize("field", ["raw_zeros", "compressed_zeros"])
+
+
+def with_pack(**changes):
+    body = body_of(A_DELTA)
+    body["packs"][0].update(changes)
+    return encode_body(body)
+
+
+@pytest.mark.parametrize("field", ["aliases", "raw_zeros", "compressed_zeros"])
+@pytest.mark.parametrize("pairs", NO_PAIRS, ids=str)
+def test_zeros_and_aliases_that_are_no_pairs_of_numbers_are_an_error(field, pairs):
+    with pytest.raises(FormatError):
+        decode(with_pack(**{field: pairs}))
+
+
+@ZEROS
 @pytest.mark.parametrize(
-    "elided",
-    [[[0]], [[0, 1, 2]], [[]], [[-1, 2]], [[0, 1.0]], [[False, 1]], [["0", "1"]], [0, 1], "01"],
+    "ranges", [[[3, 1]], [[1, 1]], [[0, 2], [1, 3]], [[2, 3], [0, 1]], [[0, 1], [1, 2]]], ids=str
+)
+def test_zeros_that_do_not_ascend_are_an_error(field, ranges):
+    with pytest.raises(FormatError, match="do not ascend"):
+        decode(with_pack(**{field: ranges}))
+
+
+@pytest.mark.parametrize(
+    ("pairs", "problem"),
+    [
+        ([[3, 2], [1, 0]], "do not ascend"),
+        ([[1, 0], [1, 0]], "do not ascend"),
+        ([[2, 0], [2, 1]], "do not ascend"),
+        ([[1, 1]], "of later extents"),
+        ([[1, 2]], "of later extents"),
+        ([[1, 0], [2, 3]], "of later extents"),
+        ([[1, 0], [2, 1]], "an alias of an alias"),
+        ([[1, 0], [3, 2], [4, 3]], "an alias of an alias"),
+    ],
     ids=str,
 )
-def test_elided_chunks_that_are_no_pairs_of_numbers_are_an_error(elided):
-    body = body_of(A_DELTA)
-    body["packs"][0]["elided"] = elided
+def test_aliases_that_no_writer_would_declare_are_an_error(pairs, problem):
+    with pytest.raises(FormatError, match=problem):
+        decode(with_pack(aliases=pairs))
+
+
+@pytest.mark.parametrize("pairs", [[], [[1, 0], [2, 0]], [[2, 0], [3, 1]], [[9, 8]]], ids=str)
+def test_aliases_of_earlier_extents_are_read(pairs):
+    assert decode(with_pack(aliases=pairs)).packs[0].aliases == tuple(map(tuple, pairs))
+
+
+@pytest.mark.parametrize("field", ["aliases", "kept"])
+@pytest.mark.parametrize("pairs", [*NO_PAIRS, [[2, 0]], [[0, 0], [7, 1]]], ids=str)
+def test_pairs_with_leaves_that_are_not_there_are_an_error(field, pairs):
+    body = body_of(A_BASE)
     with pytest.raises(FormatError):
-        decode(encode_body(body))
+        decode(encode_body({**body, field: pairs}))
 
 
-@pytest.mark.parametrize(
-    "elided", [[[3, 1]], [[1, 1]], [[0, 2], [1, 3]], [[2, 3], [0, 1]]], ids=str
-)
-def test_elided_chunks_that_do_not_ascend_are_an_error(elided):
-    body = body_of(A_DELTA)
-    body["packs"][0]["elided"] = elided
-    with pytest.raises(FormatError):
-        decode(encode_body(body))
+def test_a_leaf_that_has_the_data_of_one_that_is_not_there_is_an_error():
+    body = body_of(A_BASE)
+    with pytest.raises(FormatError, match="outside the state"):
+        decode(encode_body({**body, "aliases": [[0, 2]]}))
+    assert decode(encode_body({**body, "kept": [[0, 2]]})).kept == ((0, 2),)  # a step, no leaf
 
 
-@pytest.mark.parametrize("field", ["raw_bytes", "difference_bytes"])
+@pytest.mark.parametrize("field", ["raw_bytes", "compressed_bytes"])
 @pytest.mark.parametrize("value", [-1, 1.0, True, None, "4"])
 def test_a_pack_of_no_possible_size_is_an_error(field, value):
     body = body_of(A_DELTA)

@@ -6,10 +6,10 @@ from adacheck_jax import policy
 from adacheck_jax.manifest import BaseManifest, DeltaManifest, Link, Update
 
 UPDATE = Update((0,), (1,), (2,), (), 3, (), (), "", "", {"cpu": "0" * 64}, "0.10.2")
-BASE = BaseManifest(10, 5, (), (), UPDATE, "first", 1, {})
-NO_PROGRAM = BaseManifest(10, 5, (), (), None, "first", 1, {})
-NO_COUNT = BaseManifest(10, None, (), (), UPDATE, "first", 1, {})
-NO_RECORDER = BaseManifest(10, None, (), (), None, "first", 1, {})
+BASE = BaseManifest(10, 5, (), (), UPDATE, "first", (), (), 1, {})
+NO_PROGRAM = BaseManifest(10, 5, (), (), None, "first", (), (), 1, {})
+NO_COUNT = BaseManifest(10, None, (), (), UPDATE, "first", (), (), 1, {})
+NO_RECORDER = BaseManifest(10, None, (), (), None, "first", (), (), 1, {})
 THIRD_DELTA = DeltaManifest(13, 8, True, Link(12, "../12", "0" * 64), 3, (), (), ())
 THIRD_WITHOUT_RECORDER = DeltaManifest(13, None, False, Link(12, "../12", "0" * 64), 3, (), (), ())
 

@@ -1,0 +1,63 @@
+"""Which of many blocks of bytes are equal: candidates by hash, and then proved.
+
+A hash collision costs a comparison and never data: two blocks are called equal only after every one
+of their bits was compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+import xxhash
+
+
+def firsts(blocks: Sequence[np.ndarray], kinds: Sequence[Hashable]) -> list[int]:
+    """For each block the first one that has the same kind, size and bits: often itself.
+
+    Args:
+        blocks: arrays of any element type.
+        kinds: for each block what else has to agree, such as its data type.
+    """
+    groups: dict[Hashable, list[int]] = {}
+    for i, (block, kind) in enumerate(zip(blocks, kinds, strict=True)):
+        groups.setdefault((kind, block.nbytes, _head(block)), []).append(i)
+    result = list(range(len(blocks)))
+    for group in groups.values():
+        if len(group) > 1:  # most blocks are alone, and nothing is hashed
+            _prove(blocks, group, result)
+    return result
+
+
+def _prove(blocks: Sequence[np.ndarray], group: Sequence[int], result: list[int]) -> None:
+    seen: dict[bytes, list[int]] = {}
+    for i in group:
+        data = flat_bytes(blocks[i])
+        alike = seen.setdefault(xxhash.xxh3_128_digest(data.data), [])
+        equal = next((j for j in alike if same_bits(blocks[j], data)), None)
+        if equal is None:
+            alike.append(i)
+        else:
+            result[i] = equal
+
+
+def _head(block: np.ndarray) -> bytes:
+    """The first few bytes, whatever the shape: blocks that differ mostly differ there."""
+    return block.flat[: _HEAD_BYTES // block.itemsize].tobytes()
+
+
+_HEAD_BYTES = 64
+
+
+def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether two arrays of one size in bytes hold the same bytes, row-major."""
+    a, b = flat_bytes(a), flat_bytes(b)
+    words = a.size // 8 * 8  # wide words are compared several times as fast as bytes
+    return np.array_equal(a[words:], b[words:]) and np.array_equal(
+        a[:words].view(np.uint64), b[:words].view(np.uint64)
+    )
+
+
+def flat_bytes(block: np.ndarray) -> np.ndarray:
+    """A block's bytes, row-major; a view where it is contiguous."""
+    return np.ascontiguousarray(block).reshape(-1).view(np.uint8)
