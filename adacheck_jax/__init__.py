@@ -10,16 +10,20 @@ from adacheck_jax.errors import (
     LineageError,
     MismatchError,
     RecorderError,
+    ReplicaError,
     StorageError,
 )
 from adacheck_jax.handler import AdaCheckHandler, RestoreArgs, RestoreInfo, SaveArgs
 from adacheck_jax.lineage import KeepLineage
 from adacheck_jax.recorder import Recorder, RecorderState
+from adacheck_jax.replicas import Divergence, ReplicaReport, replica_report
+from adacheck_jax.report import RedundancyReport, redundancy_report
 from adacheck_jax.separate import SeparateUpdate, separate_update
 
 __all__ = [
     "AdaCheckError",
     "AdaCheckHandler",
+    "Divergence",
     "FormatError",
     "IntegrityError",
     "KeepLineage",
@@ -28,10 +32,15 @@ __all__ = [
     "Recorder",
     "RecorderError",
     "RecorderState",
+    "RedundancyReport",
+    "ReplicaError",
+    "ReplicaReport",
     "RestoreArgs",
     "RestoreInfo",
     "SaveArgs",
     "SeparateUpdate",
     "StorageError",
+    "redundancy_report",
+    "replica_report",
     "separate_update",
 ]

@@ -1,33 +1,47 @@
 """The way of a save after it was staged: write in the background, then commit; knows no Orbax.
 
-Every process writes its data and then a *part*, the note of what it wrote. One process commits when
-all parts are there: it checks that they agree, and writes the manifest, which makes the step exist.
+Every process writes its data and then its *part*, the note of what it wrote
+(:mod:`~adacheck_jax.parts`), and checks that all parts agree. One process then commits: it writes
+the manifest, which makes the step exist.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.metadata
-import json
-import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
-from adacheck_jax import arrays, codecs, fingerprint, lineage, policy, redundancy
+from adacheck_jax import (
+    equality,
+    fingerprint,
+    lineage,
+    parts,
+    policy,
+    volumes,
+)
 from adacheck_jax import manifest as manifests
-from adacheck_jax.errors import AdaCheckError
+from adacheck_jax.base_share import BaseShare
+from adacheck_jax.delta_share import DeltaShare
+from adacheck_jax.errors import AdaCheckError, MismatchError
 from adacheck_jax.lineage import Lineage
-from adacheck_jax.manifest import BaseManifest, DeltaManifest, Encoding, Link, Pack, Update
+from adacheck_jax.manifest import (
+    BaseManifest,
+    DeltaManifest,
+    Encoding,
+    Link,
+    Pack,
+    Update,
+)
 from adacheck_jax.programs import Program, Programs
+from adacheck_jax.replicas import Check
 from adacheck_jax.snapshot import Structure
 from adacheck_jax.staging import Blocks
-
-_PARTS = f"{manifests.DIRECTORY}/parts"
 
 
 @dataclass(slots=True)
@@ -52,10 +66,12 @@ class Save:
     """A save that has been decided and staged, and is to be written and committed.
 
     Attributes:
-        candidates: the leaves that a delta stores unless they are what they would be without it.
-        blocks: this process's boxes of the candidates, and of whatever a proof may find wrong.
-        previous: the same of the parent, of the leaves that may be stored as differences.
+        base: what this process writes of a base.
+        delta: what it writes of a delta.
         proof: None where this save proves nothing.
+        local: all of each leaf that every process has for itself, as this one has it.
+        parts: what every process told of its share, once that is known.
+        sums: what this process contributes to each leaf's fingerprint, once that is known.
     """
 
     programs: Programs
@@ -65,14 +81,17 @@ class Save:
     structure: Structure
     parent: Lineage | None
     decision: policy.Decision
-    candidates: tuple[int, ...]
     final_directory: Path
     replayable: bool
     fingerprints: fingerprint.Parts
     custom_metadata: Any
-    blocks: dict[int, Blocks]
-    previous: Mapping[int, Blocks]
+    base: BaseShare | None
+    delta: DeltaShare | None
     proof: Proof | None
+    local: dict[int, Blocks]
+    replicas: Check
+    parts: list[parts.Part] = field(default_factory=list)
+    sums: dict[int, int] = field(default_factory=dict)
 
     @property
     def is_base(self) -> bool:
@@ -83,25 +102,40 @@ class Save:
         """Writes this process's share; the directory is the item's temporary one.
 
         Raises:
+            AdaCheckError: another process failed, or they did not decide alike.
+            MismatchError: what each process has for itself is not equal.
+            ReplicaError: replicas differ, and the handler was told to refuse such steps.
             OSError: from the file system.
         """
+        process, count = jax.process_index(), jax.process_count()
         try:
-            self._write(directory)
+            self.parts = [self._write(directory, process)]
+        except Exception as error:
+            if count > 1:
+                parts.fail(directory, process, error)
+            raise
         finally:  # a save that failed is kept until the next one, its copies of the state are not
-            self.blocks, self.previous, self.proof = {}, {}, None
+            self.base, self.delta, self.proof, self.local = None, None, None, {}
+        if count > 1:
+            parts.write(directory, process, self.parts[0])
+            self.parts = parts.gather(directory, count)
+        self._judge(self.parts)
 
-    def _write(self, directory: Path) -> None:
-        process = jax.process_index()
-        sums = self.fingerprints.sums()
-        part: dict[str, Any] = {
+    def _write(self, directory: Path, process: int) -> parts.Part:
+        self.sums |= self.fingerprints.sums()
+        part: parts.Part = {
+            "replicas": self.replicas.part(self.fingerprints.replicas),
             "is_base": self.is_base,
             "parent": self.parent.manifest.checksum if self.parent else None,
-            "fingerprints": [value for _, value in sorted(sums.items())],
+            "fingerprints": [value for _, value in sorted(self.sums.items())],
+            "local": [(i, _digest(blocks)) for i, blocks in sorted(self.local.items())],
         }
         if self.is_base:
             if process == 0:
                 for platform, data in self._program().files.items():
                     manifests.write_durably(directory / manifests.update_file(platform), data)
+            assert self.base is not None
+            part |= self.base.write(directory, process, self.sums)
         else:
             if process == 0 and self.parent and self.links:
                 # First of all: what is linked can no longer be deleted under this step.
@@ -110,10 +144,10 @@ class Save:
             # assumption, and the saver replays nothing onto this one.
             wrong = self._prove()
             part["problem"] = self._problem(wrong)
-            part |= self._write_pack(directory / lineage.DELTA / str(process), process, wrong)
-        path = directory / _PARTS / f"{process}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(part))
+            assert self.delta is not None
+            path = directory / lineage.DELTA / str(process)
+            part |= self.delta.write(path, process, jax.process_count(), wrong)
+        return part
 
     def _prove(self) -> list[int]:
         """The leaves that replaying this delta does not reproduce; none where it is not proved."""
@@ -137,79 +171,54 @@ class Save:
             "the update; adacheck.separate_update mends the first and the last"
         )
 
-    def _write_pack(self, directory: Path, process: int, wrong: Sequence[int]) -> dict[str, Any]:
-        """Writes this process's pack; returns how, for the manifest."""
-        letters = {i: self._encoding(i) for i in self.candidates}
-        letters |= {i: Encoding.RAW for i in wrong if self.blocks.get(i)}
-        letters = {i: each for i, each in sorted(letters.items()) if each is not Encoding.SAME}
-        own = "".join(letters.values())
-        encodings = [
-            own if each == process else Encoding.SAME * len(own)
-            for each in range(jax.process_count())
-        ]
-        plan = redundancy.plan_delta(self.structure.leaves, tuple(letters), encodings)
-        raw: list[tuple[int, np.ndarray]] = []
-        differences: list[tuple[int, np.ndarray]] = []
-        for extent in plan.extents:
-            block = self.blocks[extent.leaf][extent.box]
-            if extent.encoding is Encoding.RAW:
-                raw.append((extent.offset_bytes, block))
-            else:
-                old = self.previous[extent.leaf][extent.box]
-                planes = codecs.encode(extent.encoding, block, old)
-                differences.append((extent.offset_bytes, planes))
-        sizes = plan.raw_bytes[process], plan.difference_bytes[process]
-        contents = [(arrays.RAW, sizes[0], raw), (arrays.DIFFERENCE, sizes[1], differences)]
-        _, elided = arrays.write_pack(directory, contents)
-        return {"letters": list(letters.items()), "sizes_bytes": sizes, "elided": elided}
-
-    def _encoding(self, index: int) -> Encoding:
-        """How this process stores its boxes of one leaf."""
-        blocks, previous = self.blocks[index], self.previous.get(index)
-        if not blocks:
-            return Encoding.SAME
-        if previous is None:
-            return Encoding.RAW
-        return codecs.choose((block, previous[box]) for box, block in blocks.items())
-
     def _program(self) -> Program:
         if not self.replayable:
             return Program({}, {}, "cast")
         return self.programs.of(self.structure)
 
+    def _judge(self, told: Sequence[parts.Part]) -> None:
+        """Whether the step may be committed, as every process finds alike."""
+        decisions = {(part["is_base"], part["parent"]) for part in told}
+        if len(decisions) != 1:
+            raise AdaCheckError(
+                f"step {self.step}: the {len(told)} processes did not decide alike: {decisions}. "
+                "Expected all of them to see the same root; check that it is a shared file system. "
+                "The step is not saved; the next one will be a base."
+            )
+        for i, expected in told[0]["local"]:
+            other = [p for p, part in enumerate(told) if dict(part["local"])[i] != expected]
+            if other:
+                raise MismatchError(
+                    f"leaf {self.structure.leaves[i].path}: it lies on every process by itself, so "
+                    f"it is expected to be equal on all {len(told)}; processes "
+                    f"{', '.join(map(str, other[:10]))} hold other bits than process 0. Step "
+                    f"{self.step} is not saved. Make it one global array "
+                    "(jax.make_array_from_process_local_data), or leave it out of the state."
+                )
+        self.replicas.settle(self.step, [part["replicas"] for part in told])
+
     def commit(self, directory: Path) -> None:
-        """Links what the step builds on and writes the manifest, on one process.
+        """Writes the manifest, on one process.
 
         Everything that the manifest speaks of is durable before this is called.
 
         Raises:
-            AdaCheckError: the processes did not decide alike.
             OSError: from the file system.
         """
-        parts = self._read_parts(directory)
-        columns = zip(*(part["fingerprints"] for part in parts), strict=True)
+        if len(self.parts) > 1:
+            parts.remove(directory)
+        columns = zip(*(part["fingerprints"] for part in self.parts), strict=True)
         fingerprints = tuple(fingerprint.combine(column) for column in columns)
         if self.parent is None:
+            contents: dict[str, Sequence[str] | None] = {}
+            for part in self.parts:
+                contents |= part["volumes"]
+            volumes.merge(directory, contents)
             manifest: manifests.Manifest = self._base_manifest(fingerprints)
         else:
-            manifest = self._delta_manifest(self.parent, parts, fingerprints)
+            manifest = self._delta_manifest(self.parent, fingerprints)
         # The manifest makes the step exist: nothing is written after it.
         manifests.write(directory, manifest)
-
-    def _read_parts(self, directory: Path) -> list[dict[str, Any]]:
-        parts = [
-            json.loads((directory / _PARTS / f"{process}.json").read_text())
-            for process in range(jax.process_count())
-        ]
-        decisions = {(part["is_base"], part["parent"]) for part in parts}
-        if len(decisions) != 1:
-            raise AdaCheckError(
-                f"step {self.step}: the {len(parts)} processes did not decide alike: {decisions}. "
-                "Expected all of them to see the same root; check that it is a shared file system. "
-                "The step is not saved; the next one will be a base."
-            )
-        shutil.rmtree(directory / _PARTS)
-        return parts
 
     def _base_manifest(self, fingerprints: tuple[int, ...]) -> BaseManifest:
         structure, program, update = self.structure, self._program(), None
@@ -235,25 +244,37 @@ class Save:
             fingerprints=fingerprints,
             update=update,
             reason=self.decision.reason,
+            aliases=self._agreed("aliases"),
+            kept=self._agreed("kept"),
             process_count=jax.process_count(),
             versions=versions(),
         )
 
-    def _delta_manifest(
-        self, parent: Lineage, parts: Sequence[dict[str, Any]], fingerprints: tuple[int, ...]
-    ) -> DeltaManifest:
+    def _agreed(self, key: str) -> tuple[tuple[int, int], ...]:
+        """The pairs of a leaf and something that hold in every process that owns some of it."""
+        told = [dict(part[key]) for part in self.parts]
+        pairs = []
+        for i in sorted(set().union(*told)):
+            values = {told[owner].get(i) for owner in self.structure.leaves[i].owners}
+            if len(values) == 1 and None not in values:
+                pairs.append((i, values.pop()))
+        return tuple(pairs)
+
+    def _delta_manifest(self, parent: Lineage, fingerprints: tuple[int, ...]) -> DeltaManifest:
         reference = lineage.reference(self.final_directory, parent.entries[-1].directory)
         assert reference is not None
-        letters: list[dict[int, str]] = [dict(part["letters"]) for part in parts]
+        letters: list[dict[int, str]] = [dict(part["letters"]) for part in self.parts]
         stored = tuple(sorted(set().union(*letters)))
         packs = tuple(
             Pack(
                 encodings="".join(own.get(i, Encoding.SAME) for i in stored),
+                aliases=_pairs(part["aliases"]),
                 raw_bytes=part["sizes_bytes"][0],
-                difference_bytes=part["sizes_bytes"][1],
-                elided=tuple((a, b) for a, b in part["elided"]),
+                compressed_bytes=part["sizes_bytes"][1],
+                raw_zeros=_pairs(part["zeros"][0]),
+                compressed_zeros=_pairs(part["zeros"][1]),
             )
-            for own, part in zip(letters, parts, strict=True)
+            for own, part in zip(letters, self.parts, strict=True)
         )
         return DeltaManifest(
             step=self.step,
@@ -264,9 +285,21 @@ class Save:
             stored=stored,
             packs=packs,
             fingerprints=fingerprints,
-            problem=next((part["problem"] for part in parts if part["problem"]), ""),
+            problem=next((part["problem"] for part in self.parts if part["problem"]), ""),
             custom_metadata=self.custom_metadata,
         )
+
+
+def _digest(blocks: Blocks) -> str:
+    """A digest by which processes tell, without an exchange of data, whether they hold the same."""
+    digest = hashlib.sha256()
+    for _, block in sorted(blocks.items()):
+        digest.update(equality.flat_bytes(block).data)
+    return digest.hexdigest()
+
+
+def _pairs(values: Sequence[Sequence[int]]) -> tuple[tuple[int, int], ...]:
+    return tuple((a, b) for a, b in values)
 
 
 @functools.cache

@@ -72,11 +72,9 @@ def sites_of(snapshot: Snapshot) -> dict[int, Blocks]:
 
 
 def candidates(structure: Structure, decision: Decision, program: Program) -> tuple[int, ...]:
-    """What a delta stores, unless it is what it would be without it."""
-    if decision.is_base:
-        return ()
+    """What a save stores: a delta only what is not what it would be without it."""
     every = range(len(structure.leaves))
-    if decision.kind == "bits":
+    if decision.kind in ("base", "bits"):
         return tuple(every)
     params, inner, record, extra = structure.arguments
     consumed = frozenset(record + extra)

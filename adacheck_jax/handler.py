@@ -7,7 +7,7 @@ import dataclasses
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -19,10 +19,12 @@ from etils import epath
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 from adacheck_jax import lineage as lineages
-from adacheck_jax import restorer, trees
+from adacheck_jax import replicas, restorer, trees
+from adacheck_jax.base_share import Name, chunk_shape
 from adacheck_jax.commit import Save
 from adacheck_jax.errors import (
     AdaCheckError,
+    FormatError,
     IntegrityError,
     LineageError,
     MismatchError,
@@ -32,8 +34,8 @@ from adacheck_jax.lineage import KeepLineage, Lineage, Place
 from adacheck_jax.manifest import BaseManifest, DeltaManifest
 from adacheck_jax.policy import Delta
 from adacheck_jax.recorder import Recorder
-from adacheck_jax.saver import Destination, Prove, Saver
-from adacheck_jax.stock import StockCheckpoints
+from adacheck_jax.saver import Compression, Destination, Prove, Saver
+from adacheck_jax.stock import Entry, StockCheckpoints, stored_dtype
 from adacheck_jax.targets import Target, Wishes
 from adacheck_jax.trees import PyTree
 
@@ -75,13 +77,21 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         prove_bytes: device memory that a proof may take, about. Updates that leave every element in
             its place are proved in pieces of that size. Any other takes its params, optimizer state
             and record at once, and is proved only if they fit, and in a single process.
+        compression: ``"auto"`` compresses, losslessly, what a sample of it promises to be worth it:
+            of gradients the exponents. ``"none"`` stores gradients as they are.
+        check_replicas: what to do when devices that are declared to hold the same bits do not,
+            which every save looks for by their fingerprints: ``"warn"`` logs which and saves the
+            step as one of them has it; ``"raise"`` refuses
+            it with a :class:`ReplicaError`, at the next save or wait where saves are asynchronous;
+            ``"off"`` does not look. Free on accelerators; on CPU devices every replica is read
+            once, in the background.
 
     Attributes:
         restored: what the last restore gave; None before it.
 
     Raises:
-        ValueError: ``max_deltas`` or ``prove_bytes`` is negative, or ``delta`` or ``prove`` is none
-            of these.
+        ValueError: ``max_deltas`` or ``prove_bytes`` is negative, or ``delta``, ``prove`` or
+            ``compression`` or ``check_replicas`` is none of these.
     """
 
     def __init__(
@@ -94,11 +104,18 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         delta: Delta = "auto",
         prove: Prove = "first",
         prove_bytes: int = 64 * 2**20,
+        compression: Compression = "auto",
+        check_replicas: replicas.Mode = "warn",
     ) -> None:
         for name, value in (("max_deltas", max_deltas), ("prove_bytes", prove_bytes)):
             if value < 0:
                 raise ValueError(f"expected {name} >= 0, found {value}")
-        for name, choice, known in (("delta", delta, Delta), ("prove", prove, Prove)):
+        for name, choice, known in (
+            ("delta", delta, Delta),
+            ("prove", prove, Prove),
+            ("compression", compression, Compression),
+            ("check_replicas", check_replicas, replicas.Mode),
+        ):
             if choice not in get_args(known):
                 raise ValueError(
                     f"expected {name} to be one of {get_args(known)}, found {choice!r}"
@@ -114,11 +131,13 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             delta=delta,
             prove=prove,
             prove_bytes=prove_bytes,
+            compression=compression,
+            check_replicas=check_replicas,
         )
         self.restored: RestoreInfo | None = None
         self._savers: dict[tuple[Path, str | None], Saver] = {}
         self._stock = StockCheckpoints()
-        self._saves: dict[Path, tuple[Any, Save]] = {}
+        self._begun: dict[Path, _Begun] = {}
 
     async def async_save(self, directory: epath.Path, args: SaveArgs) -> list[ocp.Future]:
         """Decides between base and delta, stages, and starts writing.
@@ -165,11 +184,19 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         )
         # Several at once: items of one step, or of several managers. One that was never committed
         # here (it failed, or another process commits) is dropped when its line goes on.
-        others = {path: each for path, each in self._saves.items() if each[0] != place.line}
-        self._saves = others | {final: (place.line, save)}
+        self._begun = {p: each for p, each in self._begun.items() if each.line != place.line}
+        begun = self._begun[final] = _Begun(place.line, save)
         futures: list[ocp.Future] = []
         if save.is_base:
-            futures = await self._stock.write(directory, state, save_args, custom_metadata)
+            futures, begun.entries = await self._stock.write(
+                directory, state, save_args, custom_metadata
+            )
+            assert save.base is not None
+            save.base.names = {
+                leaf.path: Name(entry.name, stored_dtype(leaf.dtype), entry.chunk_bytes)
+                for leaf in save.structure.leaves
+                if (entry := begun.entries.get(leaf.path))
+            }
         written = _written(save, Path(directory))
         futures.append(CommitFutureAwaitingContractedSignals(written, name="adacheck_write"))
         return futures
@@ -181,15 +208,19 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
 
     def finalize(self, directory: epath.Path) -> None:
         """Commits: Orbax calls this on one process, after every process's futures."""
-        _, save = self._saves.pop(lineages.committed_path(Path(directory)), (None, None))
-        if save is None:
+        path = Path(directory)
+        begun = self._begun.pop(lineages.committed_path(path), None)
+        if begun is None:
             raise AdaCheckError(
                 f"{directory}: expected to commit a save that this handler began, found none. "
                 "Call finalize once, on the handler that saved; nothing was committed."
             )
-        if save.is_base:
-            self._stock.finalize(directory)
-        save.commit(Path(directory))
+        if begun.save.is_base:
+            leaves = {leaf.path: leaf for leaf in begun.save.structure.leaves}
+            entries = begun.entries.items()
+            chunks = {each: chunk_shape(leaves[each], entry.chunk_bytes) for each, entry in entries}
+            self._stock.finalize(directory, begun.entries, chunks)
+        begun.save.commit(path)
 
     def restore(self, directory: epath.Path, args: RestoreArgs | None = None) -> PyTree:
         """Restores a step, bit-exact and verified.
@@ -208,10 +239,34 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             IntegrityError: stored bits are damaged, or the restored ones differ from the saved.
             FormatError: a file is missing or cannot be read.
 
-        What was restored, and whether every bit is the saved one, is then in ``self.restored``.
+        What was restored, and whether every bit is the saved one, is then in ``self.restored``:
+        with ``fallback`` it may be an older step.
         """
-        args = args or RestoreArgs()
-        path = Path(directory)
+        args, path = args or RestoreArgs(), Path(directory)
+        try:
+            return self._restore(path, args)
+        except (FormatError, IntegrityError, LineageError) as error:
+            if not args.fallback:
+                raise
+            return self._restore_older(path, args, error)
+
+    def _restore_older(self, path: Path, args: RestoreArgs, error: AdaCheckError) -> PyTree:
+        """Restores the newest step before a bad one that can be."""
+        number = lineages.place_of(path).step
+        older = [s for s in lineages.siblings(path) if number is not None and s.step < number]
+        bad: AdaCheckError = error
+        for step in reversed(older):
+            _log.warning("Skipping a step that cannot be restored: %s", bad)
+            try:
+                state = self._restore(step.directory, args)
+            except (FormatError, IntegrityError, LineageError) as another:
+                bad = another
+                continue
+            _log.warning("Restored step %d instead of step %s.", step.step, number)
+            return state
+        raise error
+
+    def _restore(self, path: Path, args: RestoreArgs) -> PyTree:
         lineage = self._resolve(path)
         saved_tree = self._stock.metadata(lineage.base_directory).tree
         wishes = Wishes(
@@ -303,6 +358,15 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
                     self._keep_lineage.note(number, parent)
 
 
+@dataclass(slots=True)
+class _Begun:
+    """A save that is being written: the line that it belongs to, and what Orbax leaves to us."""
+
+    line: tuple[Path, str | None]
+    save: Save
+    entries: Mapping[str, Entry] = dataclasses.field(default_factory=dict)
+
+
 @ocp.args.register_with_handler(AdaCheckHandler, for_save=True)
 @dataclass
 class SaveArgs(ocp.args.CheckpointArgs):
@@ -336,6 +400,9 @@ class RestoreArgs(ocp.args.CheckpointArgs):
         support_layout: as for ``StandardRestore``: restore with the layouts in the abstract state.
         fallback_sharding: as for ``StandardRestore``: used where no sharding is given and the one
             that a leaf was saved with does not exist here.
+        fallback: where the step is damaged, restore the newest older one that is not, and log what
+            was skipped and why; ``handler.restored.step`` tells which it was. Otherwise a bad step
+            is an error: training should not restart from an older step unasked.
         exact: refuse a step of which some bits can only be had to rounding here: the update adds up
             elements, and the devices that it was saved from do not exist.
     """
@@ -344,6 +411,7 @@ class RestoreArgs(ocp.args.CheckpointArgs):
     strict: bool = True
     support_layout: bool = False
     fallback_sharding: jax.sharding.Sharding | None = None
+    fallback: bool = False
     exact: bool = False
 
 

@@ -101,7 +101,8 @@ class LeafSummary:
             ``reducing`` (exact where it was saved), or ``passed through``; else None.
         source: where a restore takes it from: ``replayed`` (computed from the base by the update),
             ``recorded`` (a delta holds it because the update consumed it), ``differences`` (of its
-            bits from step to step), or ``stored``; joined by ``+`` where it is several.
+            bits from step to step), ``stored``, ``same as`` another leaf (whose data it shares), or
+            ``kept from`` an earlier base; joined by ``+`` where it is several.
         box_count: how many distinct boxes it was cut into when it was saved.
         leaf_bytes: its size in memory, in bytes.
         fingerprint: 16 hexadecimal digits.
@@ -222,7 +223,7 @@ def describe_step(root: Path, number: int | None = None, item: str | None = None
 
 def new_bytes(directory: Path) -> int:
     """Bytes of the files under a step or item directory, without its links to earlier steps."""
-    return sum(stat.st_size for stat in _stats(directory, skip=lineages.LINEAGE))
+    return sum(stat.st_size for stat in _stats(directory, (lineages.LINEAGE, lineages.KEPT)))
 
 
 def disk_bytes(directory: Path) -> int:
@@ -231,16 +232,16 @@ def disk_bytes(directory: Path) -> int:
     return sum(found.values())
 
 
-def _stats(directory: Path, skip: str | None = None) -> Iterator[os.stat_result]:
-    """Of the files below a directory; a folder whose path ends with ``skip`` is left out.
+def _stats(directory: Path, skipped: tuple[str, ...] = ()) -> Iterator[os.stat_result]:
+    """Of the files below a directory; folders with such paths at their end are left out.
 
     What a running manager deletes meanwhile is left out too.
     """
     with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
-                if skip is None or not entry.path.endswith(f"/{skip}"):
-                    yield from _stats(Path(entry.path), skip)
+                if not any(entry.path.endswith(f"/{each}") for each in skipped):
+                    yield from _stats(Path(entry.path), skipped)
                 continue
             with contextlib.suppress(FileNotFoundError):
                 yield entry.stat(follow_symlinks=False)
@@ -393,8 +394,13 @@ def _exactness(update: Update | None) -> dict[int, str]:
 
 def _sources(lineage: Lineage) -> list[str]:
     """Where a restore takes each leaf from, by index."""
-    update = lineage.base.update
-    sources: list[dict[str, None]] = [{} for _ in lineage.base.leaves]
+    base, update = lineage.base, lineage.base.update
+    stored = ["stored" for _ in base.leaves]
+    for index, other in base.aliases:
+        stored[index] = f"same as {base.leaves[other].path}"
+    for index, step in base.kept:
+        stored[index] = f"kept from {step}"
+    sources: list[dict[str, None]] = [{} for _ in base.leaves]
     for delta, _ in lineage.deltas:
         if update is not None and delta.has_update:
             for index in update.explained.difference(update.passed):
@@ -403,8 +409,8 @@ def _sources(lineage: Lineage) -> list[str]:
             letters = {pack.encodings[position] for pack in delta.packs}
             if update is not None and delta.has_update and index in update.consumed:
                 sources[index] = {"recorded": None}
-            elif letters <= {Encoding.RAW, Encoding.SAME}:
-                sources[index] = {"stored": None}
-            else:
+            elif any(Encoding(letter).is_difference for letter in letters):
                 sources[index]["differences"] = None
-    return [" + ".join(each) or "stored" for each in sources]
+            else:
+                sources[index] = {"stored": None}
+    return [" + ".join(each) or where for each, where in zip(sources, stored, strict=True)]

@@ -21,6 +21,10 @@ from adacheck_jax.manifest import BaseManifest, DeltaManifest, Manifest
 
 LINEAGE = f"{manifests.DIRECTORY}/lineage"
 DELTA = f"{manifests.DIRECTORY}/delta"
+BASE = f"{manifests.DIRECTORY}/base"
+"""What the processes wrote of a base: a volume or two each."""
+KEPT = f"{manifests.DIRECTORY}/kept"
+"""Hard links to volumes of earlier bases that hold what has not changed since."""
 TMP_SUFFIX = ".orbax-checkpoint-tmp"
 
 

@@ -7,17 +7,20 @@ returns, the state may be donated; :mod:`~adacheck_jax.commit` does the rest.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from adacheck_jax import copies, fingerprint, lineage, policy
+from adacheck_jax import copies, fingerprint, lineage, policy, replicas
+from adacheck_jax.base_share import BaseShare, EarlierBase
 from adacheck_jax.commit import Proof, Save
 from adacheck_jax.copies import HostCopies
 from adacheck_jax.decisions import Decisions
+from adacheck_jax.delta_share import DeltaShare
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.lineage import KeepLineage, Lineage
+from adacheck_jax.manifest import Encoding
 from adacheck_jax.programs import Program, Programs
 from adacheck_jax.recorder import Recorder
 from adacheck_jax.replay import Binding
@@ -28,6 +31,7 @@ from adacheck_jax.trees import PyTree
 _log = logging.getLogger(__name__)
 
 Prove = Literal["first", "every", "never"]
+Compression = Literal["auto", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,8 @@ class Saver:
         prove: which deltas are replayed at save time: the ``"first"`` after a base or a restore,
             ``"every"`` one, or ``"never"``.
         prove_bytes: device memory that a proof may take.
+        compression: whether deltas are compressed where that pays.
+        check_replicas: what to do about replicas that differ.
     """
 
     def __init__(
@@ -67,6 +73,8 @@ class Saver:
         delta: policy.Delta,
         prove: Prove,
         prove_bytes: int,
+        compression: Compression,
+        check_replicas: replicas.Mode,
     ) -> None:
         self._recorder = recorder
         self._max_deltas = max_deltas
@@ -75,6 +83,7 @@ class Saver:
         self._programs = Programs(recorder, prove_bytes)
         self._delta: policy.Delta = delta
         self._prove: Prove = prove
+        self._check_replicas: replicas.Mode = check_replicas
         self._decisions = Decisions(
             self._programs,
             has_recorder=recorder is not None,
@@ -87,6 +96,9 @@ class Saver:
         self._saved: tuple[Path, ...] = ()
         self._known: dict[Path, Lineage] = {}
         self._links: dict[Path, bool] = {}
+        self._base: EarlierBase | None = None
+        self._compression: Compression = compression
+        self._choices: dict[int, Encoding] = {}
 
     def follow(self, restored: Lineage, leaves: Sequence[Any]) -> None:
         """Makes a restored step the parent of the next save.
@@ -152,7 +164,10 @@ class Saver:
             replayable=replayable,
         )
         _log.info("step %d: %s (%s)", step, decision.kind, decision.reason)
+        earlier = None
         if decision.is_base:
+            if parent is not None and self._has_links(final_directory):
+                earlier = self._earlier(parent)
             parent, before = None, copies.NOTHING
         if parent is not None:
             self._note_parent(destination, parent)
@@ -162,10 +177,23 @@ class Saver:
         stored = copies.candidates(structure, decision, program)
         kept = self._kept(structure, program, replayable, proves)
         computed = structure.arguments[0] + structure.arguments[1] if proves else ()
-        parts = fingerprint.Parts(dict(enumerate(snapshot.arrays)), structure.picks)
+        parts = fingerprint.Parts(
+            dict(enumerate(snapshot.arrays)),
+            structure.picks,
+            structure.whole_picks,
+            every_replica=self._check_replicas != "off",
+        )
         staged = self._blocks(snapshot, parts, {*stored, *kept, *computed})
         is_due = self._is_proof_due(decision, parent, program, replayable, proves)
         sites = copies.sites_of(snapshot) if proves or is_due else {}
+        leaves, blocks = structure.leaves, {i: staged[i] for i in (*stored, *computed)}
+        base = delta = None
+        if decision.is_base:
+            base = BaseShare(leaves, blocks, earlier, _still(structure), names={})
+        else:
+            previous = copies.comparable(before.blocks, structure, decision)
+            compresses = self._compression != "none"
+            delta = DeltaShare(leaves, blocks, stored, previous, compresses, self._choices)
         save = Save(
             programs=self._programs,
             links=parent is not None and self._has_links(final_directory),
@@ -174,15 +202,21 @@ class Saver:
             structure=structure,
             parent=parent,
             decision=decision,
-            candidates=stored,
             final_directory=final_directory,
             replayable=replayable,
             fingerprints=parts,
             custom_metadata=custom_metadata,
-            blocks={i: staged[i] for i in (*stored, *computed)},
-            previous=copies.comparable(before.blocks, structure, decision),
+            base=base,
+            delta=delta,
             proof=self._proof(snapshot, before, sites) if proves else None,
+            local=stage(
+                {i: snapshot.arrays[i] for i in structure.local_picks}, structure.local_picks
+            ),
+            replicas=replicas.Check(self._check_replicas, tuple(structure.index), snapshot.arrays),
         )
+        if decision.is_base:
+            self._base = EarlierBase(final_directory, step, structure.leaves, save.sums)
+            self._choices = {}
         # Until the save is committed this directory does not exist, and if it fails it never will:
         # the next save looks at the disk, finds no parent, and writes a base.
         self._heads = self._saved = (final_directory,)
@@ -193,6 +227,16 @@ class Saver:
         if self._replays(program, replayable):
             self._decisions.remember(snapshot, final_directory)
         return save
+
+    def _earlier(self, parent: Lineage) -> EarlierBase:
+        """What is known of the base that a new one follows."""
+        base, last = parent.base, self._base
+        sums: Mapping[int, int] = {}
+        if last is not None and (last.step, last.leaves) == (base.step, base.leaves):
+            sums = last.sums
+        elif base.process_count == 1:
+            sums = dict(enumerate(base.fingerprints))
+        return EarlierBase(parent.base_directory, base.step, base.leaves, sums)
 
     def _is_proof_due(
         self,
@@ -287,6 +331,22 @@ class Saver:
         if root not in self._links:
             self._links[root] = lineage.can_link(root)
         return self._links[root]
+
+
+_MIN_STILL_BYTES = 1 << 16
+"""Smaller leaves are no reason for files of their own."""
+
+
+def _still(structure: Structure) -> frozenset[int]:
+    """The leaves that may well be the same at the next base: no update computes them."""
+    if structure.binding is None:
+        return frozenset()
+    touched = frozenset(i for indices in structure.arguments for i in indices)
+    return frozenset(
+        i
+        for i, leaf in enumerate(structure.leaves)
+        if i not in touched and leaf.nbytes >= _MIN_STILL_BYTES
+    )
 
 
 def _bound_paths(binding: Binding | None) -> frozenset[str]:

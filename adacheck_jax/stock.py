@@ -1,12 +1,17 @@
-"""Bases: full states read and written through Orbax's own PyTree handlers.
+"""Bases: full states read and written as stock Orbax PyTree checkpoints.
 
-A base is a stock Orbax checkpoint, so that anyone can read it without this library.
+A base is read by Orbax, here and by anyone who has no more than Orbax. Orbax also writes its
+metadata and what is not an array; the arrays themselves are written by
+:mod:`~adacheck_jax.volumes`, into the files where Orbax would have them.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,32 +21,152 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from adacheck_jax import trees
-from adacheck_jax.errors import IntegrityError
+from adacheck_jax import sharding, staging, trees
+from adacheck_jax.errors import IntegrityError, MismatchError
+from adacheck_jax.manifest import write_durably
 from adacheck_jax.trees import PyTree
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """How Orbax knows one array of a base.
+
+    Attributes:
+        name: of the array in the checkpoint's database.
+        sharding: as Orbax serializes it, None for a host value.
+        key_impl: of a typed PRNG key, else None.
+        chunk_bytes: largest chunk that the caller wants, None for no wish.
+    """
+
+    name: str
+    sharding: str | None
+    key_impl: str | None
+    chunk_bytes: int | None
+
+
+class _Noted(ocp.type_handlers.TypeHandler):
+    """Notes the arrays that Orbax would write, by leaf path, and leaves the writing to us."""
+
+    entries: Mapping[str, Entry] = {}
+
+    async def serialize(
+        self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
+    ) -> Sequence[ocp.Future]:
+        """Called by Orbax on the caller's thread, once a save."""
+        pairs = zip(values, infos, args or [None] * len(values), strict=True)
+        self.entries = {trees.leaf_path(info.keypath): _entry(v, info, a) for v, info, a in pairs}
+        return []
+
+
+class _NotedArrays(_Noted, ocp.type_handlers.ArrayHandler):
+    pass
+
+
+class _NotedNumpy(_Noted, ocp.type_handlers.NumpyHandler):
+    pass
+
+
+def _entry(value: Any, info: Any, arg: Any) -> Entry:
+    return Entry(
+        name=info.name,
+        sharding=_serialized(getattr(value, "sharding", None)),
+        key_impl=str(jax.random.key_impl(value)) if staging.is_key(value) else None,
+        chunk_bytes=getattr(arg, "chunk_byte_size", None),
+    )
+
+
+def _serialized(sharding: Any) -> str | None:
+    """A sharding as Orbax writes it into a checkpoint; None for one that Orbax does not know."""
+    known = {
+        jax.sharding.NamedSharding: ocp.metadata.NamedShardingMetadata,
+        jax.sharding.SingleDeviceSharding: ocp.metadata.SingleDeviceShardingMetadata,
+    }
+    metadata = known.get(type(sharding))
+    return None if metadata is None else metadata.from_jax_sharding(sharding).to_serialized_string()
 
 
 class StockCheckpoints:
     """Reads and writes full states as stock Orbax PyTree checkpoints."""
 
     def __init__(self) -> None:
-        self._writer = ocp.StandardCheckpointHandler()
+        types = ocp.type_handlers
+        self._noted = _NotedNumpy(), _NotedArrays()
+        scalars = [(t, types.get_type_handler(t)) for t in (int, float)]
+        arrays = zip((np.ndarray, jax.Array), self._noted, strict=True)
+        registry = types.create_type_handler_registry(*scalars, *arrays)
+        self._writer = ocp.PyTreeCheckpointHandler(use_zarr3=True, type_handler_registry=registry)
         self._reader = ocp.PyTreeCheckpointHandler()
 
     async def write(
         self, directory: epath.Path, state: PyTree, save_args: PyTree, custom_metadata: Any
-    ) -> list[ocp.Future]:
-        """Starts writing a state; the futures complete when its data is durable."""
-        # Orbax takes no array without elements; the manifest alone tells of those.
+    ) -> tuple[list[ocp.Future], dict[str, Entry]]:
+        """Starts writing all of a state but its arrays.
+
+        Returns:
+            Futures that complete when that is durable, and by leaf path what is left to be written;
+            :meth:`finalize` takes it. Arrays without elements are not among them: Orbax takes none,
+            and the manifest alone tells of those.
+
+        Raises:
+            ValueError: as from ``StandardSave``, for a state that Orbax does not take.
+        """
+        _check(state, save_args)
         if save_args is not None:
             save_args = jax.tree.map(lambda x, a: None if _is_empty(x) else a, state, save_args)
         state = jax.tree.map(lambda x: None if _is_empty(x) else _storable(x), state)
-        args = ocp.args.StandardSave(state, save_args, custom_metadata)
-        return list(await self._writer.async_save(directory, args=args) or [])
+        args = ocp.args.PyTreeSave(state, save_args, custom_metadata=custom_metadata)
+        for handler in self._noted:
+            handler.entries = {}
+        futures = list(await self._writer.async_save(directory, args=args) or [])
+        entries = {**self._noted[0].entries, **self._noted[1].entries}
+        names: dict[str, str] = {}
+        for path, entry in entries.items():
+            other = names.setdefault(entry.name, path)
+            if other != path:
+                raise MismatchError(
+                    f"leaves {other} and {path}: Orbax stores both as {entry.name!r}, so one would "
+                    "overwrite the other. Nothing was saved; rename the keys that contain a dot."
+                )
+        return futures, entries
 
-    def finalize(self, directory: epath.Path) -> None:
-        """Merges what the processes wrote; called on one process after all futures."""
-        self._writer.finalize(directory)
+    def finalize(
+        self,
+        directory: epath.Path,
+        entries: Mapping[str, Entry],
+        chunk_shapes: Mapping[str, tuple[int, ...]],
+    ) -> None:
+        """Merges what Orbax wrote, and describes the arrays as it would; called on one process.
+
+        Args:
+            directory: of the checkpoint.
+            entries: as :meth:`write` gave them.
+            chunk_shapes: of the arrays, by leaf path.
+        """
+        if any(
+            Path(directory).glob("ocdbt.process_*")
+        ):  # else there is nothing of its own to merge
+            self._writer.finalize(directory)
+        shardings = {
+            base64.urlsafe_b64encode(entry.name.encode()).decode(): entry.sharding
+            for entry in entries.values()
+            if entry.sharding is not None
+        }
+        arrays = [
+            {
+                "array_metadata": {
+                    "param_name": entry.name,
+                    "write_shape": chunk_shapes[path],
+                    "chunk_shape": chunk_shapes[path],
+                    "ext_metadata": entry.key_impl and {"random_key_impl": entry.key_impl},
+                }
+            }
+            for path, entry in entries.items()
+        ]
+        top = Path(directory)
+        write_durably(top / "_sharding", json.dumps(shardings).encode())
+        write_durably(
+            top / "array_metadatas/process_0", json.dumps({"array_metadatas": arrays}).encode()
+        )
 
     def metadata(self, directory: Path) -> Any:
         """Orbax's metadata of a state: its tree with shapes, data types and shardings.
@@ -111,9 +236,39 @@ _WIDENED = {"uint2": "uint8", "uint4": "uint8"}
 """Data types that tensorstore does not know, and what a base stores in their place."""
 
 
+def stored_dtype(dtype: str) -> str:
+    """The data type in which a base stores elements of another one."""
+    return _WIDENED.get(dtype, dtype)
+
+
 def _storable(leaf: Any) -> Any:
+    """A leaf as Orbax is to describe it; of arrays it looks at nothing but the description."""
+    if not isinstance(leaf, jax.Array):
+        leaf = np.asarray(leaf) if isinstance(leaf, np.generic) else leaf
+    elif sharding.is_local(leaf):  # Orbax takes no array that each process has for itself
+        leaf = np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
     wide = _WIDENED.get(str(getattr(leaf, "dtype", "")))
     return leaf if wide is None else leaf.astype(wide)
+
+
+def _check(state: PyTree, save_args: PyTree) -> None:
+    """Refuses what ``StandardSave`` refuses."""
+    if state is None or isinstance(state, jax.Array | np.ndarray | int | float):
+        raise ValueError(
+            f"expected a pytree with arrays in it, found {type(state).__name__}. Save a dictionary "
+            "that holds it."
+        )
+    args = [None] * len(jax.tree.leaves(state))
+    if save_args is not None:
+        args = jax.tree.structure(state).flatten_up_to(save_args)
+    for (path, leaf), arg in zip(trees.flatten(state)[0].items(), args, strict=True):
+        if not isinstance(leaf, int | float | np.ndarray | np.generic | jax.Array):
+            raise ValueError(
+                f"leaf {path}: expected an array or a number, found {type(leaf).__name__}. Save it "
+                "as another item beside the state, or leave it out."
+            )
+        if arg is not None and arg.aggregate:
+            raise ValueError(f"leaf {path}: SaveArgs(aggregate=True) is not supported here.")
 
 
 def _as_saved(leaf: Any, dtype: str) -> Any:

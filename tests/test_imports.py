@@ -111,7 +111,8 @@ def test_the_pure_modules_reach_no_outside_package(name):
         waiting.extend(inside - seen)
 
 
-def test_the_table_gives_tensorstore_to_arrays_alone():
+def test_the_table_gives_tensorstore_to_what_writes_packs_and_volumes():
     assert {name for name, (_, outside) in table().items() if "tensorstore" in outside} == {
-        "arrays"
+        "arrays",
+        "volumes",
     }

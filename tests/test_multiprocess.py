@@ -15,13 +15,15 @@ from adacheck_jax import lineage, manifest
 WORKER = "tests.multiprocess_worker"
 
 
-def launch(mode: str, processes: int, root: Path, out: Path, devices: int) -> None:
+def launch(
+    mode: str, processes: int, root: Path, out: Path, devices: int, worker: str = WORKER
+) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     children = [
         subprocess.Popen(
-            [sys.executable, "-m", WORKER, mode]
+            [sys.executable, "-m", worker, mode]
             + [str(value) for value in (index, processes, port, root, out, devices)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -1,0 +1,315 @@
+"""Volumes: what a process writes of a base, as zarr3 arrays in one OCDBT database.
+
+The arrays have the names, and in the end lie in the database, that stock Orbax expects of a
+checkpoint. Equal chunks are written once: the others refer to the first, as OCDBT's copy by
+reference makes them. Arrays that have not changed since an earlier base are not written again:
+the volume that holds them is hard-linked, and referred to. Every chunk has a crc32c.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from adacheck_jax import equality
+from adacheck_jax.boxes import Box
+
+_TRANSACTION_BYTES = 1 << 28
+"""A transaction holds what it writes in memory until it is committed."""
+_MIN_SHARED_BYTES = 256
+"""Smaller chunks are cheaper to write than to refer to."""
+_MAX_LINKS = 30_000
+"""A file with more links is written again: ext4 allows 65,000, and each delta makes one."""
+_WORTHWHILE = 0.5
+"""A volume is kept for the sake of at least this part of its bytes; what else it holds is dead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one process holds of one array of a base.
+
+    Attributes:
+        name: of the array, as Orbax names it.
+        shape: global.
+        chunk_shape: of its zarr chunks; each box of ``blocks`` consists of whole ones.
+        blocks: elements by box.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    chunk_shape: tuple[int, ...]
+    blocks: Mapping[Box, np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks."""
+        return sum(block.nbytes for block in self.blocks.values())
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The array's zarr3 metadata."""
+        dtype = next(iter(self.blocks.values())).dtype
+        zero: Any = {"b": False, "c": [0, 0]}.get(dtype.kind, 0)
+        chunks = {"name": "regular", "configuration": {"chunk_shape": list(self.chunk_shape)}}
+        return {
+            "data_type": dtype.name,
+            "shape": list(self.shape),
+            "chunk_grid": chunks,
+            "fill_value": zero,
+            "codecs": [{"name": "bytes"}, {"name": "crc32c"}],
+        }
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """One zarr chunk.
+
+    Attributes:
+        part: the array that it belongs to.
+        key: of the chunk, below the array's name.
+        box: in the array's coordinates.
+        data: its elements.
+        source: the first chunk with the same bytes: another one, or itself.
+    """
+
+    part: Part
+    key: str
+    box: Box
+    data: np.ndarray
+    source: _Chunk | None = None
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is written, and does not refer to another one."""
+        return self.source is self
+
+
+def write(directory: Path, parts: Sequence[Part]) -> dict[str, str]:
+    """Writes one volume durably.
+
+    Args:
+        directory: where the OCDBT database goes; made if absent.
+        parts: the arrays; no name twice, no part without a block.
+
+    Returns:
+        For each array that equals another one, as far as both are written here, and refers to its
+        chunks, the name of that one.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    chunks = [[*_chunks(part)] for part in parts]
+    every = [*itertools.chain.from_iterable(chunks)]
+    for chunk, first in zip(
+        every, equality.firsts([c.data for c in every], [*map(_kind, every)]), strict=True
+    ):
+        chunk.source = every[first]
+    context = ts.Context()
+    for batch in _batches(chunks):
+        with ts.Transaction(atomic=False) as transaction:
+            for own in batch:
+                _write_part(directory, own, context, transaction)
+    referring = [chunk for chunk in every if not chunk.is_own]
+    if referring:
+        with ts.Transaction(atomic=True) as transaction:
+            _refer(directory, referring, context, transaction)
+    found = {}
+    by_name = {each[0].part.name: each for each in chunks}
+    for name, each in by_name.items():
+        others = {chunk.source.part.name for chunk in each if chunk.source}
+        if len(others) == 1 and others != {name}:
+            other = by_name[others.pop()]
+            keys = [(chunk.key, id(chunk.source)) for chunk in each]
+            if keys == [(chunk.key, id(chunk.source)) for chunk in other]:
+                found[name] = other[0].part.name
+    return found
+
+
+def _chunks(part: Part) -> Iterator[_Chunk]:
+    for box, block in part.blocks.items():
+        steps = [
+            range(start, stop, length)
+            for start, stop, length in zip(box.start, box.stop, part.chunk_shape, strict=True)
+        ]
+        for corner in itertools.product(*steps):
+            stop = tuple(map(min, box.stop, map(sum, zip(corner, part.chunk_shape, strict=True))))
+            chunk = Box(corner, stop)
+            index = [str(a // n) for a, n in zip(corner, part.chunk_shape, strict=True)]
+            data = block[(*chunk.relative_to(box.start).slices, ...)]
+            yield _Chunk(part, "/".join(["c", *index]), chunk, data)
+
+
+def _kind(chunk: _Chunk) -> Any:
+    """What chunks must have in common besides their elements to be stored as the same bytes."""
+    if chunk.data.nbytes < _MIN_SHARED_BYTES:
+        return (chunk.part.name, chunk.key)
+    if chunk.data.shape == chunk.part.chunk_shape:
+        return (chunk.data.dtype.name, None)
+    # At the array's edge; what is stored is a whole chunk, filled up in a way that depends on both.
+    return (chunk.data.dtype.name, (chunk.data.shape, chunk.part.chunk_shape))
+
+
+def _batches(chunks: Sequence[Sequence[_Chunk]]) -> Iterator[list[Sequence[_Chunk]]]:
+    """The chunks of some parts at a time, of bounded size, but at least of one part."""
+    batch: list[Sequence[_Chunk]] = []
+    size_bytes = 0
+    for each in chunks:
+        own_bytes = sum(chunk.data.nbytes for chunk in each if chunk.is_own)
+        if batch and size_bytes + own_bytes > _TRANSACTION_BYTES:
+            yield batch
+            batch, size_bytes = [], 0
+        batch.append(each)
+        size_bytes += own_bytes
+    if batch:
+        yield batch
+
+
+def _write_part(
+    directory: Path, chunks: Sequence[_Chunk], context: ts.Context, transaction: ts.Transaction
+) -> None:
+    part = chunks[0].part
+    spec = {
+        "driver": "zarr3",
+        "kvstore": _database(directory, f"{part.name}/"),
+        "metadata": part.metadata,
+        "store_data_equal_to_fill_value": True,  # stock Orbax takes absence for loss
+    }
+    store = ts.open(spec, create=True, context=context, transaction=transaction).result()
+    if all(chunk.is_own for chunk in chunks):
+        pieces = [*part.blocks.items()]
+    else:
+        pieces = [(chunk.box, chunk.data) for chunk in chunks if chunk.is_own]
+    for box, data in pieces:
+        # What is written was staged for this, and is let go of only afterwards.
+        store[(*box.slices, ...)].write(data, can_reference_source_data_indefinitely=True).result()
+
+
+def _refer(
+    directory: Path, chunks: Sequence[_Chunk], context: ts.Context, transaction: ts.Transaction
+) -> None:
+    """Lets chunks refer to what their sources have written."""
+    database = ts.KvStore.open(_database(directory), context=context).result()
+    copies = []
+    this_key = ts.KvStore.KeyRange("", "\0")  # of c/1, and not of c/10 too
+    for chunk in chunks:
+        assert chunk.source is not None
+        source = database / f"{chunk.source.part.name}/{chunk.source.key}"
+        target = database / f"{chunk.part.name}/{chunk.key}"
+        target = target.with_transaction(transaction)
+        copies.append(source.experimental_copy_range_to(target, source_range=this_key))
+    for copy in copies:
+        copy.result()
+
+
+def keep(
+    earlier: Sequence[tuple[str, Path]], parts: Sequence[Part], directory: Path
+) -> dict[str, str]:
+    """Hard-links the volumes that hold some arrays as they still are.
+
+    Every bit is read and compared, so that nothing damaged is relied on either.
+
+    Args:
+        earlier: names and directories of volumes, the latest first.
+        parts: the arrays that may not have changed.
+        directory: where the links go, each volume's in a folder of its name.
+
+    Returns:
+        For each array that need not be written again the name of the volume that holds it.
+    """
+    left = {part.name: part for part in parts}
+    kept: dict[str, str] = {}
+    for name, source in earlier:
+        try:
+            names = _names(source)
+            # A merge takes what lies below an array's name, and so would take these arrays too.
+            outer = {str(path) for each in names for path in PurePosixPath(each).parents}
+            held = [left[each] for each in names if each in left and each not in outer]
+            stats = [path.stat() for path in source.rglob("*") if path.is_file()]
+            total_bytes = sum(stat.st_size for stat in stats)
+            if sum(part.nbytes for part in held) < _WORTHWHILE * total_bytes or not held:
+                continue
+            if max(stat.st_nlink for stat in stats) > _MAX_LINKS:
+                continue
+            _link(source, directory / name)
+            equal = [part for part in held if _holds(directory / name, part)]
+        except (OSError, ValueError):  # deleted meanwhile, or damaged: written again
+            shutil.rmtree(directory / name, ignore_errors=True)
+            continue
+        if sum(part.nbytes for part in equal) < _WORTHWHILE * total_bytes:
+            shutil.rmtree(directory / name)
+            continue
+        kept |= {part.name: name for part in equal}
+        left = {each: part for each, part in left.items() if each not in kept}
+    return kept
+
+
+def _names(directory: Path) -> list[str]:
+    """Names of the arrays that a volume holds."""
+    if not directory.is_dir():
+        return []
+    database = ts.KvStore.open(_database(directory)).result()
+    keys = [key.decode() for key in database.list().result()]
+    return [key.removesuffix("/zarr.json") for key in keys if key.endswith("/zarr.json")]
+
+
+def _link(source: Path, target: Path) -> None:
+    target.mkdir(parents=True)
+    for path in source.rglob("*"):
+        if path.is_dir():
+            (target / path.relative_to(source)).mkdir(parents=True, exist_ok=True)
+        else:
+            (target / path.relative_to(source)).parent.mkdir(parents=True, exist_ok=True)
+            os.link(path, target / path.relative_to(source), follow_symlinks=False)
+
+
+def _holds(directory: Path, part: Part) -> bool:
+    """Whether a volume holds exactly what a part holds, cut into the same chunks."""
+    spec = {
+        "driver": "zarr3",
+        "kvstore": _database(directory, f"{part.name}/"),
+        "fill_missing_data_reads": False,
+    }
+    store = ts.open(spec, open=True, read=True).result()
+    found = store.spec().to_json()["metadata"]
+    if any(found.get(key) != value for key, value in _comparable(part.metadata).items()):
+        return False
+    return all(
+        equality.same_bits(np.asarray(store[(*box.slices, ...)].read().result()), block)
+        for box, block in part.blocks.items()
+    )
+
+
+def _comparable(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: metadata[key] for key in ("data_type", "shape", "chunk_grid")}
+
+
+def merge(item_directory: Path, contents: Mapping[str, Sequence[str] | None]) -> None:
+    """Makes the arrays of some volumes part of the checkpoint's own database.
+
+    Args:
+        item_directory: of the checkpoint; its database lies at its top, as stock Orbax writes it.
+        contents: by path of the volume, relative to the item's directory, the names of the arrays
+            to take from it; None for all of them.
+    """
+    context = ts.Context()
+    checkpoint = ts.KvStore.open(_database(item_directory), context=context).result()
+    copies = []
+    with ts.Transaction(atomic=True) as transaction:
+        for path, names in contents.items():
+            volume = ts.KvStore.open(_database(item_directory / path), context=context).result()
+            for prefix in [""] if names is None else [f"{name}/" for name in names]:
+                target = (checkpoint / prefix).with_transaction(transaction)
+                copies.append((volume / prefix).experimental_copy_range_to(target))
+        for copy in copies:
+            copy.result()
+
+
+def _database(directory: Path, path: str = "") -> dict[str, Any]:
+    base = {"driver": "file", "path": f"{directory.resolve()}/"}
+    return {"driver": "ocdbt", "base": base, "path": path}

@@ -1,0 +1,629 @@
+"""Bases as volumes: written, kept from earlier ones, and merged into what stock readers read."""
+
+import dataclasses
+import itertools
+import math
+import shutil
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tensorstore as ts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adacheck_jax import redundancy, volumes
+from adacheck_jax.boxes import Box, grid
+from adacheck_jax.volumes import Part
+from tests.strategies import DTYPES, any_bits, cuts, shape_of
+
+STORABLE = [dtype for dtype in DTYPES if dtype != "uint4"]  # which a base stores as uint8
+
+
+def part_of(name, array, chunk_shape=None, cuts=None):
+    """All of an array, cut as given."""
+    boxes = [Box.full(array.shape)] if cuts is None else grid(cuts)
+    blocks = {box: array[(*box.slices, ...)] for box in boxes}
+    return Part(name, array.shape, chunk_shape or array.shape, blocks)
+
+
+def noise(*shape, seed=0, dtype="float32"):
+    return any_bits(np.random.default_rng(seed), shape, dtype)
+
+
+def changed(array):
+    """The same elements but for a bit of the last one."""
+    array = array.copy()
+    array.reshape(-1).view(np.uint8)[-1] ^= 1
+    return array
+
+
+def database(directory):
+    return {"driver": "ocdbt", "base": f"file://{directory}/"}
+
+
+def stock(directory, name):
+    """An array as stock tensorstore opens it, told no more than where it is."""
+    spec = {
+        "driver": "zarr3",
+        "kvstore": {**database(directory), "path": f"{name}/"},
+        "fill_missing_data_reads": False,
+    }
+    return ts.open(spec, open=True, read=True).result()
+
+
+def keys_of(directory):
+    found = ts.KvStore.open(database(directory)).result().list().result()
+    return sorted(key.decode() for key in found)
+
+
+def expected_keys(part):
+    counts = [-(-a // b) for a, b in zip(part.shape, part.chunk_shape, strict=True)]
+    indices = itertools.product(*map(range, counts))
+    chunks = [f"{part.name}/" + "/".join(["c", *map(str, index)]) for index in indices]
+    return [f"{part.name}/zarr.json", *chunks]
+
+
+def check(directory, arrays, parts):
+    """Checks that a database has these arrays, all their chunks, and nothing else."""
+    assert keys_of(directory) == sorted(itertools.chain(*map(expected_keys, parts)))
+    for part in parts:
+        store, array = stock(directory, part.name), arrays[part.name]
+        assert store.dtype.numpy_dtype == array.dtype
+        assert store.shape == part.shape
+        assert (store.chunk_layout.read_chunk.shape or ()) == part.chunk_shape
+        assert np.asarray(store.read().result()).tobytes() == array.tobytes(), part.name
+
+
+def data_files(directory):
+    return sorted(path for path in directory.rglob("*") if path.is_file())
+
+
+def size_of(directory):
+    return sum(path.stat().st_size for path in data_files(directory))
+
+
+# Written, merged and read.
+
+
+@st.composite
+def states(draw):
+    """Arrays by name and their parts, some of them equal in whole or in part."""
+    arrays, parts = {}, []
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    for number in range(draw(st.integers(1, 5))):
+        each = draw(cuts(max_length=20, max_pieces=3).filter(lambda c: math.prod(shape_of(c))))
+        dtype = draw(st.sampled_from(STORABLE))
+        if parts and draw(st.booleans()):  # of the same bits as another one, otherwise cut
+            former = draw(st.sampled_from(sorted(arrays)))
+            array = arrays[former]
+            each = tuple(
+                (0, *sorted(draw(st.sets(st.integers(1, n), max_size=2)) - {n}), n)
+                for n in array.shape
+            )
+            if array.size and draw(st.booleans()):  # a bit off
+                array = array.copy()
+                array.reshape(-1).view(np.uint8)[draw(st.integers(0, array.nbytes - 1))] ^= 1
+        else:
+            kinds = st.sampled_from(["noise", "zeros", "repeating"])
+            array = {
+                "noise": any_bits(rng, shape_of(each), dtype),
+                "zeros": np.zeros(shape_of(each), jnp.dtype(dtype)),
+                "repeating": np.resize(any_bits(rng, (6,), dtype), shape_of(each)),
+            }[draw(kinds)]
+        chunk_shape = redundancy.chunk_shape(
+            each, array.itemsize, draw(st.sampled_from([1, 64, 400, 1 << 20]))
+        )
+        name = f"leaf{number}.x"
+        arrays[name] = array
+        parts.append(part_of(name, array, chunk_shape, each))
+    return arrays, parts
+
+
+@pytest.mark.parametrize("shared_bytes", [0, 64, 256])
+@pytest.mark.parametrize("transaction_bytes", [0, 500, 1 << 28])
+@given(drawn=states())
+@settings(max_examples=15)
+def test_stock_readers_read_what_was_written_and_merged(
+    shared_bytes, transaction_bytes, drawn, tmp_path_factory
+):
+    arrays, parts = drawn
+    directory = tmp_path_factory.mktemp("item")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(volumes, "_MIN_SHARED_BYTES", shared_bytes)
+        patch.setattr(volumes, "_TRANSACTION_BYTES", transaction_bytes)
+        aliases = volumes.write(directory / "base/0", parts)
+    check(directory / "base/0", arrays, parts)
+    volumes.merge(directory, {"base/0": None})
+    check(directory, arrays, parts)
+    for name, other in aliases.items():
+        assert name != other
+        assert set(np.unique(flat(arrays[name]))) <= set(np.unique(flat(arrays[other])))
+
+
+def flat(array):
+    return array.reshape(-1).view(np.uint8)
+
+
+@pytest.mark.parametrize("dtype", STORABLE)
+@pytest.mark.parametrize("shape", [(), (1,), (5, 3), (300,), (129, 9)], ids=str)
+def test_every_type_of_elements_is_stored(dtype, shape, tmp_path):
+    array = noise(*shape, dtype=dtype)
+    chunk_shape = tuple(-(-length // 2) for length in shape)
+    parts = [part_of(name, array, chunk_shape) for name in "ab"]
+    volumes.write(tmp_path / "base/0", parts)
+    volumes.merge(tmp_path, {"base/0": None})
+    check(tmp_path, {"a": array, "b": array}, parts)
+
+
+def test_an_array_is_read_after_its_volume_was_deleted_only_if_it_is_not_there(tmp_path):
+    """A checkpoint refers to its volumes and does not copy them."""
+    part = part_of("a", noise(4096))
+    volumes.write(tmp_path / "base/0", [part])
+    before = size_of(tmp_path)
+    volumes.merge(tmp_path, {"base/0": None})
+    assert size_of(tmp_path) < before + 4096
+    shutil.rmtree(tmp_path / "base")
+    with pytest.raises(ValueError, match="DATA_LOSS"):
+        stock(tmp_path, "a").read().result()
+
+
+def test_a_checkpoint_can_be_moved(tmp_path):
+    array = noise(4096)
+    part = part_of("a", array)
+    volumes.write(tmp_path / "before/base/0", [part])
+    volumes.merge(tmp_path / "before", {"base/0": None})
+    (tmp_path / "before").rename(tmp_path / "after")
+    check(tmp_path / "after", {"a": array}, [part])
+
+
+def test_a_damaged_chunk_is_an_error_to_every_reader(tmp_path):
+    array = noise(4096)
+    volumes.write(tmp_path, [part_of("a", array)])
+    flip(tmp_path, array[1000:1010].tobytes())
+    with pytest.raises(ValueError, match="DATA_LOSS"):
+        stock(tmp_path, "a").read().result()
+
+
+def flip(directory, content):
+    for path in data_files(directory):
+        data = bytearray(path.read_bytes())
+        if content in data:
+            data[data.index(content) + 1] ^= 4
+            path.unlink()  # and not through a hard link
+            path.write_bytes(data)
+            return
+    raise AssertionError("the content is not stored")
+
+
+# Equal chunks.
+
+
+def test_equal_chunks_are_stored_once(tmp_path):
+    array = noise(8, 4096)
+    parts = [part_of(name, array, (4, 4096)) for name in "abc"]
+    parts.append(part_of("flat", array.reshape(-1), (4 * 4096,)))
+    parts.append(part_of("half", array[4:], (4, 4096)))
+    aliases = volumes.write(tmp_path, parts)
+    assert aliases == {"b": "a", "c": "a"}  # the others share chunks, but are not equal to it
+    assert size_of(tmp_path) < array.nbytes + 8192
+    arrays = dict.fromkeys("abc", array)
+    check(tmp_path, {**arrays, "flat": array.reshape(-1), "half": array[4:]}, parts)
+
+
+def test_equal_chunks_of_one_array_are_stored_once_and_it_is_its_own(tmp_path):
+    array = np.tile(noise(4096), 6)
+    part = part_of("a", array, (4096,))
+    assert volumes.write(tmp_path, [part]) == {}
+    assert size_of(tmp_path) < array.nbytes / 6 + 4096
+    check(tmp_path, {"a": array}, [part])
+
+
+def test_an_array_with_a_chunk_of_its_own_or_of_a_third_one_is_no_alias(tmp_path):
+    a, b = noise(8192), noise(8192, seed=1)
+    mixed, own = np.concatenate([a[:4096], b[:4096]]), np.concatenate([a[:4096], changed(b[:4096])])
+    arrays = {"a": a, "b": b, "mixed": mixed, "own": own}
+    parts = [part_of(name, array, (4096,)) for name, array in arrays.items()]
+    assert volumes.write(tmp_path, parts) == {}
+    assert size_of(tmp_path) < a.nbytes + b.nbytes + 4096 * 4 + 8192
+    check(tmp_path, arrays, parts)
+
+
+def test_equal_bits_of_other_types_are_not_called_equal(tmp_path):
+    array = noise(4096)
+    arrays = {"a": array, "b": array.view(np.int32), "c": array.view(np.complex64)}
+    parts = [part_of(name, each) for name, each in arrays.items()]
+    assert volumes.write(tmp_path, parts) == {}
+    check(tmp_path, arrays, parts)
+
+
+@pytest.mark.parametrize(("count", "is_shared"), [(63, False), (64, True)])
+def test_small_chunks_are_not_referred_to(count, is_shared, tmp_path):
+    array = noise(count)
+    parts = [part_of("a", array), part_of("b", array)]
+    assert volumes.write(tmp_path, parts) == ({"b": "a"} if is_shared else {})
+    check(tmp_path, {"a": array, "b": array}, parts)
+
+
+def test_chunks_at_the_edge_are_shared_only_with_such_that_are_filled_up_alike(tmp_path):
+    """As large as one another, but not what is stored of them: that is a whole chunk each."""
+    rest = noise(64)
+    arrays = {
+        "a": np.concatenate([noise(100, seed=1), rest]),
+        "b": np.concatenate([noise(90, seed=2), rest]),
+        "c": np.concatenate([noise(100, seed=3), rest]),
+        "whole": rest,
+    }
+    chunks = {"a": 100, "b": 90, "c": 100, "whole": 64}
+    parts = [part_of(name, array, (chunks[name],)) for name, array in arrays.items()]
+    volumes.write(tmp_path, parts)
+    check(tmp_path, arrays, parts)
+
+
+def test_chunks_of_several_axes_at_the_edge(tmp_path):
+    array = noise(40, 60)
+    arrays = {"a": array, "b": array.copy(), "c": np.zeros_like(array)}
+    parts = [part_of(name, each, (18, 40)) for name, each in arrays.items()]
+    assert volumes.write(tmp_path, parts) == {"b": "a"}
+    check(tmp_path, arrays, parts)
+
+
+def test_a_chunk_that_refers_to_one_whose_key_begins_other_keys_brings_none_of_these(tmp_path):
+    """Of 25 chunks ``c/1`` is the source of ``c/2``, and ``c/10`` has no part in ``c/20``."""
+    first, second = (noise(25 * 100, seed=seed) for seed in range(2))
+    second[200:300] = first[100:200]
+    second[300:400] = first[200:300]
+    parts = [part_of(name, each, (100,)) for name, each in (("a", first), ("b", second))]
+    assert volumes.write(tmp_path, parts) == {}
+    check(tmp_path, {"a": first, "b": second}, parts)
+
+
+def test_signs_of_zero_and_bits_of_nan_are_not_lost_to_an_equal_chunk(tmp_path):
+    bits = [0, 0x80000000, 0x7FC00000, 0x7FC00001, 0xFFC00000, 0x7F800001]
+    arrays = {f"{each:x}": np.full(4096, each, np.uint32).view(np.float32) for each in bits}
+    parts = [part_of(name, array) for name, array in arrays.items()]
+    assert volumes.write(tmp_path, parts) == {}
+    check(tmp_path, arrays, parts)
+
+
+def test_arrays_of_zeros_are_stored(tmp_path):
+    """A chunk that is not there is taken for damage."""
+    zeros = np.zeros((4, 600), np.float32)
+    parts = [part_of("a", zeros, (2, 600)), part_of("small", zeros[:1, :3])]
+    volumes.write(tmp_path, parts)
+    check(tmp_path, {"a": zeros, "small": zeros[:1, :3]}, parts)
+
+
+def test_no_transaction_holds_more_than_its_share_unless_one_array_does(monkeypatch, tmp_path):
+    sizes = []
+    monkeypatch.setattr(volumes, "_TRANSACTION_BYTES", 10_000)
+    batches = volumes._batches
+
+    def noted(chunks):
+        for batch in batches(chunks):
+            own = [sum(c.data.nbytes for c in each if c.is_own) for each in batch]
+            sizes.append(own)
+            yield batch
+
+    monkeypatch.setattr(volumes, "_batches", noted)
+    lengths = [500, 1000, 900, 1100, 5000, 10, 0, 1200]
+    arrays = {f"{i}": noise(n, seed=i) for i, n in enumerate(lengths) if n}
+    arrays["copy"] = arrays["4"].copy()  # referred to, so that it counts for nothing
+    parts = [part_of(name, array) for name, array in arrays.items()]
+    assert volumes.write(tmp_path, parts) == {"copy": "4"}
+    assert sizes == [[2000, 4000, 3600], [4400], [20000], [40, 4800, 0]]
+    check(tmp_path, arrays, parts)
+
+
+# Volumes of several processes.
+
+
+@given(each=cuts(max_length=12, max_pieces=3), data=st.data())
+@settings(max_examples=20)
+def test_volumes_of_several_processes_make_one_array(each, data, tmp_path_factory):
+    shape = shape_of(each)
+    if not math.prod(shape):
+        return
+    directory = tmp_path_factory.mktemp("item")
+    array, other = noise(*shape), noise(*shape, seed=1, dtype="bfloat16")
+    chunk_shape = redundancy.chunk_shape(each, 4, data.draw(st.sampled_from([4, 64, 1 << 20])))
+    own = [{}, {}, {}]
+    for box in grid(each):
+        own[data.draw(st.integers(0, 2))][box] = array[(*box.slices, ...)]
+    for process, blocks in enumerate(own):
+        parts = [Part("shared", shape, chunk_shape, blocks)] if blocks else []
+        parts.append(part_of(f"own{process}", other))
+        volumes.write(directory / f"base/{process}", parts)
+    volumes.merge(directory, {f"base/{process}": None for process in range(3)})
+    whole = [part_of("shared", array, chunk_shape)]
+    whole += [part_of(f"own{process}", other) for process in range(3)]
+    check(directory, {"shared": array, **{f"own{p}": other for p in range(3)}}, whole)
+
+
+def test_what_a_process_did_not_write_is_missing_and_not_zero(tmp_path):
+    array = noise(8, 64)
+    half = Part("a", (8, 64), (4, 64), {Box((0, 0), (4, 64)): array[:4]})
+    volumes.write(tmp_path / "base/0", [half])
+    volumes.merge(tmp_path, {"base/0": None})
+    store = stock(tmp_path, "a")
+    assert np.asarray(store[:4].read().result()).tobytes() == array[:4].tobytes()
+    with pytest.raises(ValueError, match="missing"):
+        store.read().result()
+
+
+def test_a_merge_with_names_takes_these_alone(tmp_path):
+    arrays = {name: noise(600, seed=i) for i, name in enumerate(["a", "ab", "a.b", "b", "c"])}
+    parts = {name: part_of(name, array, (200,)) for name, array in arrays.items()}
+    volumes.write(tmp_path / "base/0", list(parts.values()))
+    newer = {"ab": noise(600, seed=9), "c": noise(600, seed=10)}
+    volumes.write(tmp_path / "base/1", [part_of(n, array, (200,)) for n, array in newer.items()])
+    volumes.merge(tmp_path, {"base/0": ["a", "b"], "base/1": None})
+    taken = ["a", "b", "ab", "c"]
+    check(tmp_path, {**arrays, **newer}, [parts[name] for name in taken])
+
+
+# What has not changed is kept.
+
+
+@pytest.fixture
+def former(tmp_path):
+    """A volume of an earlier base: arrays a, b, c, of one size."""
+    arrays = {name: noise(40, 100, seed=i) for i, name in enumerate("abc")}
+    volumes.write(tmp_path / "old", parts_of(arrays))
+    return arrays
+
+
+def parts_of(arrays):
+    return [part_of(name, array, (20, 100)) for name, array in arrays.items()]
+
+
+def keep(root, arrays, volume="7.0"):
+    return volumes.keep([(volume, root / "old")], parts_of(arrays), root / "new/kept")
+
+
+def linked(root, volume="7.0"):
+    return data_files(root / "new/kept" / volume)
+
+
+def merged(root, kept, arrays):
+    """Writes and merges what is not kept, as a base does, and checks the whole."""
+    rest = {name: array for name, array in arrays.items() if name not in kept}
+    contents: dict = {}
+    if rest:
+        volumes.write(root / "new/base/0", parts_of(rest))
+        contents["base/0"] = None
+    for name, volume in kept.items():
+        contents.setdefault(f"kept/{volume}", []).append(name)
+    volumes.merge(root / "new", contents)
+    check(root / "new", arrays, parts_of(arrays))
+
+
+def test_arrays_that_have_not_changed_are_linked_and_not_written(former, tmp_path):
+    kept = keep(tmp_path, former)
+    assert kept == dict.fromkeys("abc", "7.0")
+    assert len(linked(tmp_path)) == len(data_files(tmp_path / "old"))
+    old = {path.stat().st_ino for path in data_files(tmp_path / "old")}
+    assert {path.stat().st_ino for path in linked(tmp_path)} == old
+    merged(tmp_path, kept, former)
+    before = [path.read_bytes() for path in linked(tmp_path)]
+    shutil.rmtree(tmp_path / "old")  # the earlier base is deleted
+    assert [path.read_bytes() for path in linked(tmp_path)] == before
+    check(tmp_path / "new", former, parts_of(former))
+
+
+@pytest.mark.parametrize("place", [0, 1234, 3999])
+@pytest.mark.parametrize("bit", [1, 1 << 31])
+def test_an_array_of_which_a_bit_changed_is_never_kept(former, place, bit, tmp_path):
+    arrays = {name: array.copy() for name, array in former.items()}
+    arrays["b"].reshape(-1).view(np.uint32)[place] ^= bit
+    kept = keep(tmp_path, arrays)
+    assert kept == {"a": "7.0", "c": "7.0"}
+    merged(tmp_path, kept, arrays)
+
+
+@pytest.mark.parametrize(("was", "is_"), [(0.0, -0.0), (-0.0, 0.0)])
+def test_a_zero_of_other_sign_is_a_change(was, is_, tmp_path):
+    arrays = {name: np.full((40, 100), was, np.float32) for name in "ab"}
+    volumes.write(tmp_path / "old", parts_of(arrays))
+    arrays["b"] = np.full((40, 100), is_, np.float32)
+    assert keep(tmp_path, arrays) == {"a": "7.0"}
+
+
+def test_an_array_of_another_type_shape_or_cut_is_not_kept(former, tmp_path):
+    others = {
+        "type": part_of("a", former["a"].view(np.int32), (20, 100)),
+        "shape": part_of("a", former["a"].reshape(80, 50), (20, 50)),
+        "part of the shape": part_of("a", former["a"][:20], (20, 100)),
+        "chunks": part_of("a", former["a"], (10, 100)),
+    }
+    rest = parts_of({name: former[name] for name in "bc"})
+    for name, other in others.items():
+        kept = volumes.keep([("7.0", tmp_path / "old")], [other, *rest], tmp_path / name)
+        assert kept == {"b": "7.0", "c": "7.0"}, name
+
+
+def test_only_the_boxes_that_a_process_holds_are_compared(former, tmp_path):
+    upper = {Box((0, 0), (20, 100)): former["a"][:20]}
+    mine = Part("a", (40, 100), (20, 100), upper)
+    volumes.write(tmp_path / "mine", [mine])  # the other half was another process's
+    assert volumes.keep([("7.0", tmp_path / "mine")], [mine], tmp_path / "x") == {"a": "7.0"}
+    whole = part_of("a", former["a"], (20, 100))
+    assert volumes.keep([("7.0", tmp_path / "mine")], [whole], tmp_path / "y") == {}
+
+
+def test_a_chunk_that_is_missing_is_not_taken_for_zeros(tmp_path):
+    zeros = np.zeros((40, 100), np.float32)
+    upper = Part("a", (40, 100), (20, 100), {Box((0, 0), (20, 100)): zeros[:20]})
+    volumes.write(tmp_path / "old", [upper])
+    assert keep(tmp_path, {"a": zeros}) == {}
+
+
+@pytest.mark.parametrize(("count", "is_kept"), [(1, False), (2, True), (3, True)])
+def test_a_volume_is_kept_for_half_of_its_bytes_and_not_for_less(former, count, is_kept, tmp_path):
+    some = {name: former[name] for name in "abc"[:count]}
+    assert keep(tmp_path, some) == (dict.fromkeys(some, "7.0") if is_kept else {})
+    assert bool(linked(tmp_path)) == is_kept
+
+
+def test_a_volume_that_cannot_be_worth_it_is_neither_linked_nor_read(former, monkeypatch, tmp_path):
+    def unexpected(*args):
+        raise AssertionError("linked or read")
+
+    monkeypatch.setattr(volumes, "_link", unexpected)
+    monkeypatch.setattr(volumes, "_holds", unexpected)
+    assert keep(tmp_path, {"a": former["a"]}) == {}
+    assert keep(tmp_path, {"other": former["a"]}) == {}
+
+
+@pytest.mark.parametrize(("which", "is_kept"), [("", True), ("a", True), ("ab", False)])
+def test_a_volume_of_which_too_little_is_still_right_is_let_go(former, which, is_kept, tmp_path):
+    arrays = {n: changed(array) if n in which else array for n, array in former.items()}
+    assert bool(keep(tmp_path, arrays)) == is_kept
+    assert (tmp_path / "new/kept/7.0").exists() == is_kept
+    assert len(data_files(tmp_path / "old")) > 0
+
+
+def test_an_array_is_taken_from_the_latest_volume_that_has_it(former, tmp_path):
+    volumes.write(tmp_path / "older", parts_of({**former, "d": noise(40, 100, seed=4)}))
+    arrays = {**former, "d": noise(40, 100, seed=4)}
+    earlier = [("7.0", tmp_path / "old"), ("3.0", tmp_path / "older")]
+    parts = parts_of(arrays)
+    assert volumes.keep(earlier, parts, tmp_path / "x") == dict.fromkeys("abc", "7.0")
+    assert not (tmp_path / "x/3.0").exists()  # for the sake of one array of four
+    found = volumes.keep(earlier[::-1], parts, tmp_path / "y")
+    assert found == dict.fromkeys("abcd", "3.0")
+    assert not (tmp_path / "y/7.0").exists()
+
+
+def test_a_volume_that_is_kept_is_kept_again(former, tmp_path):
+    assert keep(tmp_path, former)
+    shutil.rmtree(tmp_path / "old")
+    second = tmp_path / "third/kept"
+    earlier = [("9.0", tmp_path / "gone"), ("7.0", tmp_path / "new/kept/7.0")]
+    assert volumes.keep(earlier, parts_of(former), second) == dict.fromkeys("abc", "7.0")
+    volumes.merge(tmp_path / "third", {"kept/7.0": list("abc")})
+    check(tmp_path / "third", former, parts_of(former))
+
+
+def test_equal_chunks_are_kept_with_what_they_refer_to(tmp_path):
+    arrays = {name: noise(40, 100) for name in "abc"}
+    volumes.write(tmp_path / "old", parts_of(arrays))
+    arrays["a"] = changed(arrays["a"])  # to which the others refer
+    kept = keep(tmp_path, arrays)
+    assert kept == {"b": "7.0", "c": "7.0"}
+    merged(tmp_path, kept, arrays)
+
+
+def test_an_array_whose_name_begins_a_path_to_another_is_written_again(tmp_path):
+    """Taken out of a volume by its name, it would bring along the other one as it was."""
+    arrays = {name: noise(40, 100, seed=i) for i, name in enumerate(["a", "a/b", "c", "a.d", "ab"])}
+    volumes.write(tmp_path / "old", parts_of(arrays))
+    arrays["a/b"] = changed(arrays["a/b"])
+    kept = keep(tmp_path, arrays)
+    assert kept == dict.fromkeys(["c", "a.d", "ab"], "7.0")
+    merged(tmp_path, kept, arrays)
+
+
+@pytest.mark.parametrize("vanished", ["all", "manifest", "data", "empty"])
+def test_a_volume_that_vanished_is_not_kept_and_nothing_is_raised(former, vanished, tmp_path):
+    if vanished == "manifest":
+        (tmp_path / "old/manifest.ocdbt").unlink()
+    else:
+        shutil.rmtree(tmp_path / ("old/d" if vanished == "data" else "old"))
+    if vanished == "empty":
+        (tmp_path / "old").mkdir()
+    kept = keep(tmp_path, former)
+    assert kept == {}
+    assert not (tmp_path / "new/kept/7.0").exists()
+    merged(tmp_path, kept, former)
+
+
+@pytest.mark.parametrize("step", ["_names", "_link", "_holds"])
+def test_a_volume_that_vanishes_meanwhile_is_not_kept(former, step, monkeypatch, tmp_path):
+    before = getattr(volumes, step)
+
+    def vanishing(*args):
+        if (tmp_path / "old").exists():
+            shutil.rmtree(tmp_path / "old")
+        if step == "_holds":
+            shutil.rmtree(args[0], ignore_errors=True)
+        return before(*args)
+
+    monkeypatch.setattr(volumes, step, vanishing)
+    assert keep(tmp_path, former) == {}
+    assert not (tmp_path / "new/kept/7.0").exists()
+
+
+def test_a_volume_that_vanishes_after_it_was_linked_is_kept(former, monkeypatch, tmp_path):
+    holds = volumes._holds
+
+    def vanishing(directory, part):
+        shutil.rmtree(tmp_path / "old", ignore_errors=True)
+        return holds(directory, part)
+
+    monkeypatch.setattr(volumes, "_holds", vanishing)
+    kept = keep(tmp_path, former)
+    assert kept == dict.fromkeys("abc", "7.0")
+    merged(tmp_path, kept, former)
+
+
+def test_a_file_system_without_hard_links_costs_no_more_than_writing_again(
+    former, monkeypatch, tmp_path
+):
+    def refused(*args, **kwargs):
+        raise OSError("cross-device link")
+
+    monkeypatch.setattr(volumes.os, "link", refused)
+    assert keep(tmp_path, former) == {}
+    assert not (tmp_path / "new/kept/7.0").exists()
+
+
+@pytest.mark.parametrize("how", ["flipped", "truncated", "deleted"])
+def test_no_damage_of_a_volume_is_ever_kept_or_raised(how, tmp_path):
+    arrays = {name: noise(2, 100, seed=i) for i, name in enumerate("abc")}
+
+    def parts():
+        return [part_of(name, array, (1, 100)) for name, array in arrays.items()]
+
+    volumes.write(tmp_path / "old", parts())
+    let_go, number = 0, itertools.count()
+    for path in data_files(tmp_path / "old"):
+        original = path.read_bytes()
+        stride = max(1, len(original) // 60) if how != "deleted" else len(original)
+        for position in range(0, len(original), stride):
+            path.unlink()
+            if how == "flipped":
+                damaged = bytearray(original)
+                damaged[position] ^= 0x20
+                path.write_bytes(damaged)
+            elif how == "truncated":
+                path.write_bytes(original[:position])
+            item = tmp_path / f"{next(number)}"
+            kept = volumes.keep([("7.0", tmp_path / "old")], parts(), item / "kept")
+            let_go += len(kept) < 3
+            if kept:  # whatever is kept is right
+                volumes.merge(item, {"kept/7.0": list(kept)})
+                for name in kept:
+                    found = np.asarray(stock(item, name).read().result())
+                    assert found.tobytes() == arrays[name].tobytes()
+            else:
+                assert not (item / "kept/7.0").exists()
+            path.write_bytes(original)
+    assert let_go > (0 if how == "deleted" else 30)
+    assert len(volumes.keep([("7.0", tmp_path / "old")], parts(), tmp_path / "x")) == 3
+
+
+def test_a_kept_volume_that_was_damaged_later_is_not_kept_again(former, tmp_path):
+    assert keep(tmp_path, former)
+    flip(tmp_path / "new/kept/7.0", former["b"][3].tobytes()[:40])
+    again = volumes.keep([("7.0", tmp_path / "new/kept/7.0")], parts_of(former), tmp_path / "third")
+    assert "b" not in again
+
+
+def test_a_part_says_what_it_holds():
+    array = noise(4, 6, dtype="complex64")
+    part = part_of("a", array, (2, 6), ((0, 2, 4), (0, 6)))
+    assert part.nbytes == array.nbytes
+    assert dataclasses.replace(part, blocks={}).nbytes == 0
+    assert part.metadata["chunk_grid"]["configuration"] == {"chunk_shape": [2, 6]}
+    assert part.metadata["codecs"][-1] == {"name": "crc32c"}
