@@ -15,11 +15,14 @@ import optax
 from flax import linen as nn
 
 from adacheck_jax import lineage
+from adacheck_jax import manifest as manifests
 from adacheck_jax.commit import versions
 from adacheck_jax.demo.train_lm import corpus
 
 CONTEXT, BATCH = 64, 16
 _HEAD_WIDTH = 32
+_LINKS = (lineage.LINEAGE, f"{manifests.DIRECTORY}/kept")
+"""Folders of a step that hold nothing but links to earlier steps."""
 
 
 def new_bytes(step_directory: Path) -> int:
@@ -27,7 +30,7 @@ def new_bytes(step_directory: Path) -> int:
     return sum(
         path.stat().st_size
         for path in step_directory.rglob("*")
-        if path.is_file() and lineage.LINEAGE not in str(path)
+        if path.is_file() and not any(folder in str(path) for folder in _LINKS)
     )
 
 
@@ -88,15 +91,20 @@ class LanguageModel(nn.Module):
 
 def width_for(params_count: int, layers: int = 2) -> int:
     """The width at which a :class:`LanguageModel` has about that many params."""
-    quadratic, linear = 12 * layers, 256 + CONTEXT
+    return solved_width(params_count, 12 * layers, 256 + CONTEXT, _HEAD_WIDTH)
+
+
+def solved_width(params_count: int, quadratic: int, linear: int, multiple: int) -> int:
+    """The width at which ``quadratic * width**2 + linear * width`` params are about that many."""
     width = (np.sqrt(linear**2 + 4 * quadratic * params_count) - linear) / (2 * quadratic)
-    return max(1, round(width / _HEAD_WIDTH)) * _HEAD_WIDTH
+    return max(1, round(width / multiple)) * multiple
 
 
-def tokens_of(step: int) -> np.ndarray:
+def tokens_of(step: int, batch: int = BATCH, text: np.ndarray | None = None) -> np.ndarray:
     """One batch of text of Python's standard library, a function of its number."""
-    starts = np.random.default_rng(step).integers(0, corpus().size - CONTEXT - 1, BATCH)
-    tokens = np.stack([corpus()[start : start + CONTEXT + 1] for start in starts])
+    text = corpus() if text is None else text
+    starts = np.random.default_rng(step).integers(0, text.size - CONTEXT - 1, batch)
+    tokens = np.stack([text[start : start + CONTEXT + 1] for start in starts])
     return tokens.astype(np.int32)
 
 
