@@ -173,6 +173,9 @@ class PackReader:
         size_bytes: length that the manifest gives for it.
         zeros: ranges of blocks that the manifest declares to be zero and left out.
 
+    Attributes:
+        stored_bytes: of the array without them; of none nothing is there to be opened.
+
     Raises:
         FormatError: there is no such array, or one of another length.
     """
@@ -185,7 +188,7 @@ class PackReader:
                 f"{zeros[-1][1] - 1} was left out. The step is damaged; restore another one."
             )
         self._runs = _Runs(size_bytes, zeros, kind)
-        expected_bytes = self._runs.stored_bytes
+        expected_bytes = self.stored_bytes = self._runs.stored_bytes
         if not expected_bytes:
             return
         try:
@@ -200,6 +203,17 @@ class PackReader:
             raise FormatError(
                 f"{directory}: expected a pack of {expected_bytes} bytes, found an array of shape "
                 f"{found[0]} and type {found[1]}. The step is damaged; restore another one."
+            )
+        # A chunk is read whole, so it must not be larger than one that is written, and a chain of
+        # codecs may make much out of little.
+        metadata = self._store.spec().to_json()["metadata"]
+        (chunk_bytes,) = metadata["chunk_grid"]["configuration"]["chunk_shape"]
+        names = tuple(codec["name"] for codec in metadata["codecs"])
+        if chunk_bytes > kind.max_chunk_bytes or names != kind.codecs:
+            raise FormatError(
+                f"{directory}: expected chunks of at most {kind.max_chunk_bytes} bytes in the "
+                f"codecs {kind.codecs}, found {chunk_bytes} in {names}. The step is damaged; "
+                "restore another one."
             )
 
     def read(self, spans: Sequence[tuple[int, int]], *, what: str) -> list[np.ndarray]:

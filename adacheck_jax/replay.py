@@ -19,7 +19,7 @@ import jax
 import jax.export
 import optax
 
-from adacheck_jax import staging, trees
+from adacheck_jax import purity, staging, trees
 from adacheck_jax.errors import FormatError, IntegrityError, RecorderError
 from adacheck_jax.manifest import Update
 from adacheck_jax.recorder import Recorder, RecorderNode, UpdateSignature, find_node
@@ -272,6 +272,7 @@ def export(
         for each in dict.fromkeys((here, *platforms)):
             try:
                 exported = jax.export.export(jitted, platforms=(each,))(*arguments)
+                purity.check(exported, f"the update for {each}")  # or no restore would run it
             except Exception as error:
                 if each == here:
                     raise
@@ -299,11 +300,12 @@ def _no_tracebacks() -> Iterator[None]:
 
 
 def load(data: bytes, update: Update, where: str) -> UpdateFunction:
-    """Reads an exported update program.
+    """Reads an exported update program, and refuses one that does more than compute.
 
     Raises:
         IntegrityError: the bytes are not those that were written.
-        FormatError: this jax cannot read it.
+        FormatError: this jax cannot read it, or it is not pure. What is returned raises it where
+            the program does not take the leaves that it is called with.
     """
     if hashlib.sha256(data).hexdigest() != update.programs.get(platform()):
         raise IntegrityError(
@@ -312,23 +314,58 @@ def load(data: bytes, update: Update, where: str) -> UpdateFunction:
             "base step, or give AdaCheckHandler the recorder and remove nothing."
         )
     try:
-        return from_bytes(data)
+        exported = jax.export.deserialize(bytearray(data))
+        purity.check(exported, where)
+    except FormatError:
+        raise
     except Exception as error:
         raise FormatError(
             f"{where}: the update was exported by jax {update.jax_version}, and jax "
-            f"{jax.__version__} cannot read it ({error}). Install that jax, or give "
+            f"{jax.__version__} cannot read it ({_first_line(error)}). Install that jax, or give "
             "AdaCheckHandler the Recorder that the optimizer was built with."
         ) from error
+    function = _caller(exported)
+
+    def run(
+        params: Leaves, inner: Leaves, record: Leaves, extra: Leaves
+    ) -> tuple[list[Any], list[Any]]:
+        try:
+            new_params, new_inner = function(params, inner, record, extra)
+        except (TypeError, ValueError) as error:
+            raise FormatError(
+                f"{where}: the exported update cannot be called with the leaves that the manifest "
+                f"gives it ({_first_line(error)}). Restore a base step, or give AdaCheckHandler "
+                "the Recorder that the optimizer was built with."
+            ) from error
+        if _described(new_params, new_inner) != _described(params, inner):
+            raise FormatError(
+                f"{where}: expected an update that returns the {len(params)} params and "
+                f"{len(inner)} leaves of optimizer state that it takes, found one that returns "
+                "others. Restore a base step."
+            )
+        return new_params, new_inner
+
+    return run
+
+
+def _described(*lists: Leaves) -> list[list[tuple[Any, Any]]]:
+    return [[(leaf.shape, leaf.dtype) for leaf in leaves] for leaves in lists]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n", maxsplit=1)[0][:300]
 
 
 def from_bytes(data: bytes) -> UpdateFunction:
-    """The update function of an exported program that this process wrote, or has checked.
+    """The update function of an exported program that this process wrote.
 
     It is partitioned otherwise than the function that it was exported from, wherever axes are
     Explicit: what trains, what proves and what restores an update with sums in it is this one.
     """
-    exported = jax.export.deserialize(bytearray(data))
+    return _caller(jax.export.deserialize(bytearray(data)))
 
+
+def _caller(exported: jax.export.Exported) -> UpdateFunction:
     def run(
         params: Leaves, inner: Leaves, record: Leaves, extra: Leaves
     ) -> tuple[list[Any], list[Any]]:

@@ -23,15 +23,17 @@ any_json = st.recursive(
 
 
 @st.composite
-def leaves(draw):
+def leaves(draw, path):
     grid = draw(cuts())
     count = math.prod(max(1, len(points) - 1) for points in grid)
+    dtype = draw(st.sampled_from(sorted(manifests.ITEMSIZES_BYTES)))
+    may_be_key = dtype == "uint32" and grid
     return Leaf(
-        path=draw(st.text()),
+        path=path,
         shape=shape_of(grid),
-        dtype=draw(st.sampled_from(["float32", "bfloat16", "int4"])),
-        itemsize_bytes=draw(st.integers(1, 16)),
-        key_type=draw(st.none() | st.just("key<fry>")),
+        dtype=dtype,
+        itemsize_bytes=manifests.ITEMSIZES_BYTES[dtype],
+        key_type=draw(st.sampled_from([None, "key<fry>"])) if may_be_key else None,
         cuts=grid,
         owners=tuple(draw(st.lists(natural, min_size=count, max_size=count))),
     )
@@ -59,7 +61,8 @@ def updates(draw, leaf_count):
 
 @st.composite
 def bases(draw):
-    specs = tuple(draw(st.lists(leaves(), max_size=6)))
+    paths = draw(st.lists(st.text(), max_size=6, unique=True))
+    specs = tuple(draw(leaves(path)) for path in paths)
     some = st.integers(0, len(specs) - 1)
     none = st.just(())
     return BaseManifest(
