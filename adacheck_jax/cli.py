@@ -17,10 +17,12 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.filesize import decimal
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from adacheck_jax import callables, inspection
+from adacheck_jax import audit, callables, inspection
+from adacheck_jax import repair as repairs
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.inspection import InputError, RootSummary, StepDetails
 from adacheck_jax.recorder import Recorder
@@ -79,6 +81,99 @@ def inspect(
         _print_json(details)
     else:
         _show_step(details)
+
+
+@app.command()
+def verify(
+    root: Root,
+    step: Annotated[int | None, typer.Argument(help="Step number; all if left out.")] = None,
+    item: Annotated[str | None, typer.Option(help="Item name; all if left out.")] = None,
+    read_data: Annotated[bool, typer.Option("--read-data", help="Read every stored byte.")] = False,
+    read_data_subset: Annotated[
+        str | None, typer.Option(help="Read the data of a part of the steps, such as 10%.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Chooses the steps of --read-data-subset.")] = 0,
+    replay: Annotated[
+        bool, typer.Option("--replay", help="Recompute every step, and compare every leaf.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Look for damage in the steps under ROOT.
+
+    Without options the structure: manifests and what they say of each other, update programs, and
+    that every file and every chunk of an array is there. --read-data checks the checksum of every
+    chunk, and of what is stored whole the fingerprint. --replay restores each step on one device.
+    Exit code 1 if there is damage, 2 if a step cannot be recomputed on this machine.
+    With --json: the fields of adacheck_jax.audit.RootReport.
+    """
+    with _errors():
+        wanted = audit.Thoroughness(read_data, _part(read_data_subset), seed, replay)
+        with _progress() as progress:
+            report = audit.verify_root(root, step, item, wanted, progress)
+    if as_json:
+        _print_json(report)
+    else:
+        _show_verification(report)
+    if report.damaged_count:
+        raise typer.Exit(1)
+    if any(each.not_checked for each in report.steps):
+        raise typer.Exit(2)
+
+
+@app.command()
+def repair(
+    root: Root,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing.")] = False,
+    read_data: Annotated[
+        bool, typer.Option("--read-data", help="Look for damage in every stored byte.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also where a temporary directory is new.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Remove from ROOT what cannot be restored and what no step needs.
+
+    That is: what interrupted saves left, and steps that fail verification, if restoring them was
+    tried and failed too. A step that another one builds on stays, and what this machine cannot
+    judge. Stop the training run first: exit code 2 if a save may be under way.
+    With --json: the fields of adacheck_jax.repair.RepairReport.
+    """
+    with _errors(), _progress() as progress:
+        report = repairs.repair(
+            root, read_data=read_data, dry_run=dry_run, force=force, progress=progress
+        )
+    if as_json:
+        _print_json(report)
+    else:
+        _show_repair(report)
+
+
+def _part(text: str | None) -> float:
+    """A percentage as a part of 1."""
+    if text is None:
+        return 0.0
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)%", text)
+    part = float(found[1]) / 100 if found else 0.0
+    if not 0 < part <= 1:
+        raise InputError(f"--read-data-subset: expected a percentage such as 10%, found {text!r}.")
+    return part
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[audit.Progress | None]:
+    """A progress bar on stderr, if somebody sees it."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task("")
+
+        def tell(done: int, total: int, what: str) -> None:
+            bar.update(task, completed=done, total=total, description=what)
+
+        yield tell
 
 
 @app.command()
@@ -247,6 +342,74 @@ def _show_step(details: StepDetails) -> None:
     for table in (facts, groups, leaves):
         console.print(table)
         console.print()
+
+
+def _show_verification(report: audit.RootReport) -> None:
+    table = _table("step", "item", "kind", "checked", "result", right=("step",))
+    for step in report.steps:
+        result = "ok"
+        if step.damage:
+            result = f"damaged ({len(step.damage)})"
+        elif step.not_checked:
+            result = "ok, but not recomputed"
+        elif step.rounded:
+            result = f"ok, {_count(len(step.rounded), 'leaf', 'leaves')} to rounding"
+        number = "?" if step.step is None else step.step
+        _add_row(table, number, step.item, step.kind or "?", ", ".join(step.checked), result)
+    console = _console()
+    console.print(table)
+    console.print()
+    details = _table("step", "file", "leaf", "damage", right=("step",))
+    for step in report.steps:
+        for each in step.damage:
+            file = each.file.removeprefix(f"{report.root}/")
+            _add_row(details, step.step, file, each.leaf, each.message)
+    if report.damaged_count:
+        console.print(details)
+        console.print()
+    for reason in dict.fromkeys(step.not_checked for step in report.steps if step.not_checked):
+        console.print(Text(f"Not recomputed: {reason}"))
+    for each in report.leftovers:
+        console.print(Text(f"Note: {each.path}: {each.why}"))
+    console.print(_verdict(report), highlight=False)
+
+
+def _verdict(report: audit.RootReport) -> str:
+    total = len(report.steps)
+    steps = _count(total, "step", "steps")
+    found = f"{steps} verified" if not report.damaged_count else ""
+    if report.damaged_count:
+        found = f"{report.damaged_count} of {steps} damaged"
+    replayed = sum("replay" in step.checked for step in report.steps)
+    read = "every stored byte was read" if report.data_count == total else "no array was read"
+    if report.data_count < total and (report.data_count or report.subset):
+        read = f"of {total - report.data_count} no array was read"
+        if report.subset:
+            read += f" ({report.subset:.3g} of the steps chosen with seed {report.seed})"
+    again = "" if not replayed else f", and {_count(replayed, 'was', 'were')} recomputed"
+    return f"{found}: {read}{again}."
+
+
+def _count(number: int, one: str, several: str) -> str:
+    return f"{number} {one if number == 1 else several}"
+
+
+def _show_repair(report: repairs.RepairReport) -> None:
+    console = _console()
+    table = _table("remove" if report.is_dry_run else "removed", "frees", "why", right=("frees",))
+    for each in report.removals:
+        _add_row(table, each.path, decimal(each.freed_bytes), each.why)
+    if report.removals:
+        console.print(table)
+        console.print()
+    for each in report.kept:
+        console.print(Text(f"Kept {each.path}: {each.why}"))
+    count = _count(len(report.removals), "directory", "directories")
+    done = "would be removed" if report.is_dry_run else "removed"
+    left = _count(report.step_count, "step", "steps")
+    console.print(
+        f"{count} {done}, {decimal(report.freed_bytes)} freed; {left} left.", highlight=False
+    )
 
 
 def _show_plan(report: RedundancyReport) -> None:

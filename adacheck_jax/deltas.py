@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,33 @@ class DeltaReader:
         extents = self._extents.get(index, [])
         is_whole = not any(extent.encoding.is_difference for extent in extents)
         return is_whole and len(extents) == len(self._leaves[index].owners)
+
+    def open_packs(self) -> dict[Path, list[str]]:
+        """Opens every pack that the delta has.
+
+        Returns:
+            For the database of each process the names of the arrays that it holds.
+
+        Raises:
+            FormatError: a pack is missing, or has another length than the manifest says.
+        """
+        found: dict[Path, list[str]] = {}
+        for process in range(len(self._delta.packs)):
+            for kind in (arrays.RAW, arrays.COMPRESSED):
+                if self._pack(process, kind).stored_bytes:
+                    found.setdefault(self._directory / DELTA / str(process), []).append(kind.name)
+        return found
+
+    def blocks(self, index: int) -> Iterator[tuple[Box, np.ndarray]]:
+        """Reads all that the delta stores of a leaf; a difference comes as one from zero.
+
+        Raises:
+            IntegrityError, FormatError: as from :meth:`read`.
+        """
+        for extent in self._extents.get(index, ()):
+            block = np.zeros(extent.box.shape, jnp.dtype(self._leaves[index].dtype))
+            self.patch(index, extent.box, block)
+            yield extent.box, block
 
     def read(self, index: int, box: Box) -> np.ndarray:
         """Reads one box of a leaf that is stored by itself.

@@ -167,7 +167,7 @@ def summarize_root(root: Path) -> RootSummary:
     Raises:
         InputError: the root is missing, is not a directory, or holds no such step.
     """
-    steps = tuple(_summarize(step, root) for step in _steps(root))
+    steps = tuple(_summarize(step, root) for step in steps_under(root))
     return RootSummary(str(root), disk_bytes(root), steps)
 
 
@@ -247,7 +247,12 @@ def _stats(directory: Path, skipped: tuple[str, ...] = ()) -> Iterator[os.stat_r
                 yield entry.stat(follow_symlinks=False)
 
 
-def _steps(root: Path) -> list[Step]:
+def steps_under(root: Path) -> list[Step]:
+    """The steps under a root that a running manager may be changing, damaged ones included.
+
+    Raises:
+        InputError: the root is missing, is not a directory, or holds no such step.
+    """
     if not root.exists():
         raise InputError(
             f"{root}: expected a checkpoint root, found nothing there. Give the directory that "
@@ -299,7 +304,7 @@ def _settled_steps(root: Path) -> list[Step]:
 
 
 def _select(root: Path, number: int | None, item: str | None) -> Step:
-    steps = _steps(root)
+    steps = steps_under(root)
     items = sorted({step.directory.name for step in steps})
     if item is not None and item not in items:
         raise InputError(

@@ -9,6 +9,7 @@ the volume that holds them is hard-linked, and referred to. Every chunk has a cr
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +31,11 @@ _MAX_LINKS = 30_000
 """A file with more links is written again: ext4 allows 65,000, and each delta makes one."""
 _WORTHWHILE = 0.5
 """A volume is kept for the sake of at least this part of its bytes; what else it holds is dead."""
+_PIECE_BYTES = 32 << 20
+"""What is read of an array at a time, unless its chunks are larger."""
+_READ_AHEAD = 2
+_AT_ONCE = 256
+"""How many chunks are looked for at a time: each holds a file open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +314,109 @@ def merge(item_directory: Path, contents: Mapping[str, Sequence[str] | None]) ->
                 copies.append((volume / prefix).experimental_copy_range_to(target))
         for copy in copies:
             copy.result()
+
+
+class ArrayReader:
+    """Reads one array of a checkpoint's database, piece by piece, checking every chunk's crc32c.
+
+    Args:
+        directory: where the database lies.
+        name: of the array.
+
+    Attributes:
+        shape: global.
+        dtype: name of its elements' type.
+
+    Raises:
+        ValueError: there is none, or it cannot be opened.
+    """
+
+    def __init__(self, directory: Path, name: str) -> None:
+        spec = {
+            "driver": "zarr3",
+            "kvstore": _database(directory, f"{name}/"),
+            "fill_missing_data_reads": False,  # a chunk that is not there is an error
+        }
+        self._store = ts.open(spec, open=True, read=True, context=ts.Context()).result()
+        self.shape = tuple(self._store.shape)
+        self.dtype = self._store.dtype.name
+        chunk: Any = self._store.chunk_layout.read_chunk.shape or ()
+        self._chunk_shape: tuple[int, ...] = tuple(chunk)
+
+    def chunk_keys(self) -> list[str]:
+        """Keys of the chunks that the whole array consists of, below its name."""
+        counts = [-(-n // m) for n, m in zip(self.shape, self._chunk_shape, strict=True)]
+        return ["/".join(["c", *map(str, index)]) for index in np.ndindex(*counts)]
+
+    def pieces(self) -> Iterator[tuple[Box, np.ndarray]]:
+        """Every element once, in boxes of whole chunks; a few of them are read ahead.
+
+        Raises:
+            ValueError: a chunk is missing, truncated, or its checksum does not match.
+        """
+        step = [*self._chunk_shape]
+        wanted_bytes, itemsize_bytes = _PIECE_BYTES, self._store.dtype.numpy_dtype.itemsize
+        for axis in reversed(range(len(step))):  # small chunks are read many at a time
+            room = wanted_bytes // max(1, math.prod(step) * itemsize_bytes)
+            count = -(-self.shape[axis] // step[axis])
+            step[axis] *= max(1, min(room, count))
+        corners = itertools.product(
+            *(range(0, length, by) for length, by in zip(self.shape, step, strict=True))
+        )
+        waiting: list[tuple[Box, Any]] = []
+        for corner in corners:
+            stop = tuple(min(n, a + m) for n, a, m in zip(self.shape, corner, step, strict=True))
+            box = Box(corner, stop)
+            waiting.append((box, self._store[(*box.slices, ...)].read()))
+            if len(waiting) > _READ_AHEAD:
+                first, data = waiting.pop(0)
+                yield first, np.asarray(data.result())
+        for first, data in waiting:
+            yield first, np.asarray(data.result())
+
+
+def lost_chunks(directory: Path, names: Sequence[str]) -> dict[str, str]:
+    """Looks whether every chunk of some arrays is where the database says; reads one byte of each.
+
+    Args:
+        directory: where the database lies.
+        names: of arrays.
+
+    Returns:
+        For each array that cannot be whole, why.
+
+    Raises:
+        ValueError: the database cannot be opened or listed.
+    """
+    database = ts.KvStore.open(_database(directory), context=ts.Context()).result()
+    known = frozenset(database.list().result())
+    found: dict[str, str] = {}
+    for name in names:
+        try:
+            keys = [f"{name}/{key}" for key in ArrayReader(directory, name).chunk_keys()]
+        except (ValueError, OSError) as error:
+            found[name] = _first_line(error)
+            continue
+        missing = [key for key in keys if key.encode() not in known]
+        if missing:
+            found[name] = f"{len(missing)} of {len(keys)} chunks are missing, such as {missing[0]}"
+            continue
+        for some in range(0, len(keys), _AT_ONCE):
+            ends = [
+                database.read(key, byte_range=slice(-1, None))
+                for key in keys[some : some + _AT_ONCE]
+            ]
+            try:
+                for each in ends:
+                    each.result()
+            except (ValueError, OSError) as error:
+                found[name] = _first_line(error)
+                break
+    return found
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n", maxsplit=1)[0][:300]
 
 
 def _database(directory: Path, path: str = "") -> dict[str, Any]:
