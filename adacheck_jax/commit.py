@@ -18,6 +18,7 @@ from typing import Any
 import jax
 
 from adacheck_jax import (
+    durable,
     equality,
     fingerprint,
     lineage,
@@ -70,6 +71,8 @@ class Save:
         delta: what it writes of a delta.
         proof: None where this save proves nothing.
         local: all of each leaf that every process has for itself, as this one has it.
+        parent_files: what belongs to the parent; empty if this process does not know.
+        whole: where the process that commits notes the files of the step, for the next one.
         parts: what every process told of its share, once that is known.
         sums: what this process contributes to each leaf's fingerprint, once that is known.
     """
@@ -90,6 +93,8 @@ class Save:
     proof: Proof | None
     local: dict[int, Blocks]
     replicas: Check
+    parent_files: frozenset[str]
+    whole: dict[Path, frozenset[str]]
     parts: list[parts.Part] = field(default_factory=list)
     sums: dict[int, int] = field(default_factory=dict)
 
@@ -133,13 +138,13 @@ class Save:
         if self.is_base:
             if process == 0:
                 for platform, data in self._program().files.items():
-                    manifests.write_durably(directory / manifests.update_file(platform), data)
+                    durable.write(directory / manifests.update_file(platform), data)
             assert self.base is not None
             part |= self.base.write(directory, process, self.sums)
         else:
             if process == 0 and self.parent and self.links:
                 # First of all: what is linked can no longer be deleted under this step.
-                lineage.link_ancestors(self.parent, directory)
+                lineage.link_ancestors(self.parent, directory, self.parent_files)
             # A leaf that replay does not reproduce is stored whole: no step is lost to a wrong
             # assumption, and the saver replays nothing onto this one.
             wrong = self._prove()
@@ -200,7 +205,8 @@ class Save:
     def commit(self, directory: Path) -> None:
         """Writes the manifest, on one process.
 
-        Everything that the manifest speaks of is durable before this is called.
+        The bytes of all that it speaks of are durable before this is called; the names of the
+        files, links and directories are made so here.
 
         Raises:
             OSError: from the file system.
@@ -217,8 +223,11 @@ class Save:
             manifest: manifests.Manifest = self._base_manifest(fingerprints)
         else:
             manifest = self._delta_manifest(self.parent, fingerprints)
-        # The manifest makes the step exist: nothing is written after it.
+        # The manifest makes the step exist: all else is durable before it, and nothing is written
+        # after it. Orbax's rename comes next.
+        durable.sync_directories(directory)
         manifests.write(directory, manifest)
+        self.whole[self.final_directory] = lineage.files_of(directory, self.step)
 
     def _base_manifest(self, fingerprints: tuple[int, ...]) -> BaseManifest:
         structure, program, update = self.structure, self._program(), None

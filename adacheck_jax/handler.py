@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import logging
@@ -40,6 +41,10 @@ from adacheck_jax.targets import Target, Wishes
 from adacheck_jax.trees import PyTree
 
 _log = logging.getLogger(__name__)
+
+
+_DIRECTORIES_S = 5.0
+"""How long a refused save waits for Orbax's directories."""
 
 
 class AdaCheckHandler(ocp.AsyncCheckpointHandler):
@@ -160,8 +165,10 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             return await self._start(directory, args)
         except Exception:
             # Orbax is making directories on threads that wait for each other for ten minutes if
-            # the save is refused meanwhile; let them finish, so that the process can end.
-            CommitFutureAwaitingContractedSignals(_nothing()).result()
+            # the save is refused meanwhile; let them finish, so that the process can end. Where
+            # the disk is why it is refused they never will, and nobody tells.
+            with contextlib.suppress(TimeoutError):
+                CommitFutureAwaitingContractedSignals(_nothing()).result(_DIRECTORIES_S)
             raise
 
     async def _start(self, directory: epath.Path, args: SaveArgs) -> list[ocp.Future]:
@@ -282,9 +289,10 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             for leaf in lineage.base.leaves
             if not leaf.nbytes
         }
-        dtypes = {leaf.path: leaf.dtype for leaf in lineage.base.leaves}
-        read = self._stock.read(lineage.base_directory, wanted, dtypes) | empty
+        specs = {leaf.path: leaf for leaf in lineage.base.leaves}
+        read = self._stock.read(lineage.base_directory, wanted, specs) | empty
         leaves = [read[leaf.path] for leaf in lineage.base.leaves]
+        restorer.check_kinds(leaves, lineage.base, lineage.base_directory)
         leaves = restorer.replay_onto(leaves, lineage, self._recorder, self._params_path)
         rounded = restorer.verify(leaves, lineage, path, rounded=bound if there is None else ())
         self.restored = self._tell(lineage, rounded, path, args.exact)

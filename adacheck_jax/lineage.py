@@ -26,6 +26,8 @@ BASE = f"{manifests.DIRECTORY}/base"
 KEPT = f"{manifests.DIRECTORY}/kept"
 """Hard links to volumes of earlier bases that hold what has not changed since."""
 TMP_SUFFIX = ".orbax-checkpoint-tmp"
+PROBE_PREFIX = ".adacheck-"
+"""Of a directory that exists for a moment, to see whether there are hard links."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,7 @@ def resolve(item_directory: Path) -> Lineage:
         IntegrityError: a manifest does not match its checksum.
         LineageError: a step that this one builds on is missing, or is not the one it was.
     """
+    _refuse_links(item_directory)
     entry = Entry(manifests.read(item_directory), item_directory)
     entries = [entry]
     holders = [item_directory]
@@ -123,8 +126,39 @@ def resolve(item_directory: Path) -> Lineage:
         entry = Entry(parent, directory)
         entries.append(entry)
         if not is_own_copy:
-            holders.append(directory)
-    return Lineage(tuple(reversed(entries)))
+            # Who holds links holds them to all that he builds on: the first and the last suffice.
+            holders[1:] = [directory]
+    lineage = Lineage(tuple(reversed(entries)))
+    for manifest, directory in lineage.deltas:
+        if len(manifest.fingerprints) != len(lineage.base.leaves):
+            raise IntegrityError(
+                f"{directory}: expected a fingerprint for each of {len(lineage.base.leaves)} "
+                f"leaves of the base, found {len(manifest.fingerprints)}. Restore another step."
+            )
+    return lineage
+
+
+def _refuse_links(directory: Path) -> None:
+    """Refuses symbolic links, pipes and devices anywhere below a step's item directory.
+
+    Nobody writes them there, so that whoever put one there wants something else read. The directory
+    itself and those above it may be links: they are the user's.
+
+    Raises:
+        FormatError: names the first one found.
+    """
+    waiting = [os.fspath(directory)]
+    while waiting:
+        try:
+            with os.scandir(waiting.pop()) as found:
+                for each in found:
+                    if each.is_dir(follow_symlinks=False):
+                        waiting.append(each.path)
+                    elif not each.is_file(follow_symlinks=False):
+                        kind = "a symbolic link" if each.is_symlink() else "a pipe or a device"
+                        raise manifests.not_plain(Path(each.path), kind)
+        except OSError:  # it is not there, or is being deleted: whoever reads it will say so
+            continue
 
 
 def follow(known: Sequence[Lineage], item_directory: Path) -> Lineage:
@@ -152,11 +186,27 @@ def _find(
             return linked, True
     referenced = child_directory / child.parent.reference
     if _is_reference(child.parent.reference) and referenced.is_dir():
-        return referenced.resolve(), False
+        return _plain_sibling(child_directory, child.parent.reference), False
     raise LineageError(
         f"{child_directory}: step {child.step} builds on step {child.parent.step}, expected at "
         f"{holders[0] / LINEAGE / str(child.parent.step)} or {referenced}, found at neither."
     )
+
+
+def _plain_sibling(directory: Path, relative: str) -> Path:
+    """The directory that a reference names; neither it nor the step that it is in may be a link.
+
+    Raises:
+        FormatError: one of them is a symbolic link, or something in it is.
+    """
+    parts = Path(relative).parts  # as many names as steps up; see _is_reference
+    found = directory.joinpath(*parts[: len(parts) // 2]).resolve()
+    for name in parts[len(parts) // 2 :]:
+        found /= name
+        if found.is_symlink():
+            raise manifests.not_plain(found, "a symbolic link")
+    _refuse_links(found)
+    return found
 
 
 def reference(from_directory: Path, to_directory: Path) -> str | None:
@@ -175,7 +225,8 @@ def _is_reference(relative: str) -> bool:
 
 def can_link(directory: Path) -> bool:
     """Whether the file system of an existing directory has hard links."""
-    with tempfile.TemporaryDirectory(prefix=".adacheck-", dir=directory) as name:
+    # A name that Orbax knows, so that what a crash leaves behind is gone when a manager is opened.
+    with tempfile.TemporaryDirectory(TMP_SUFFIX, PROBE_PREFIX, directory) as name:
         probe = Path(name) / "probe"
         probe.touch()
         try:
@@ -185,19 +236,53 @@ def can_link(directory: Path) -> bool:
     return True
 
 
-def link_ancestors(lineage: Lineage, item_directory: Path) -> None:
+def files_of(item_directory: Path, step: int) -> frozenset[str]:
+    """Every file of a step, and of what is linked into it, as links to it will be named.
+
+    Args:
+        item_directory: of a step that is whole: just committed, or just restored.
+        step: its number.
+    """
+    found = []
+    for folder, _, names in os.walk(item_directory):
+        relative = os.path.relpath(folder, item_directory / LINEAGE)
+        if relative.startswith(os.pardir):
+            relative = os.path.join(str(step), os.path.relpath(folder, item_directory))
+        found += [os.path.normpath(os.path.join(relative, name)) for name in names]
+    return frozenset(found)
+
+
+def link_ancestors(
+    lineage: Lineage, item_directory: Path, expected: frozenset[str] = frozenset()
+) -> None:
     """Hard-links every file of a lineage into the directory of the step that follows it.
 
     Args:
         lineage: of the parent.
         item_directory: of the new delta.
+        expected: the parent's files while it was whole, as :func:`files_of` told them.
 
     Raises:
+        LineageError: the parent was being deleted.
         OSError: a link cannot be made.
     """
-    for entry in lineage.entries:
-        target = item_directory / LINEAGE / str(entry.manifest.step)
-        _link_tree(entry.directory, target, skip=entry.directory / LINEAGE)
+    links = item_directory / LINEAGE
+    try:
+        for entry in lineage.entries:
+            target = links / str(entry.manifest.step)
+            _link_tree(entry.directory, target, skip=entry.directory / LINEAGE)
+        # Whoever deletes a step may have begun before, and not be done yet.
+        lost = next((path for path in sorted(expected) if not (links / path).exists()), None)
+    except FileNotFoundError as error:
+        lost = error.filename
+    if lost is not None:
+        parent = lineage.entries[-1]
+        raise LineageError(
+            f"{item_directory}: step {parent.manifest.step}, which this one builds on, was deleted "
+            f"while this one was saved: {lost} is missing. This step is not saved, the next one "
+            "will be a base. Keep the latest step (a preservation policy with LatestN(1)), or do "
+            "not delete in the background."
+        )
 
 
 def _link_tree(source: Path, target: Path, skip: Path) -> None:
@@ -245,7 +330,8 @@ def items_of(root: Path) -> list[Path]:
 def _is_ours(path: Path) -> bool:
     """Whether a directory holds our folder; an item may have our folder's name."""
     ours = path / manifests.DIRECTORY
-    return any((path / name).exists() for name in (manifests.FILE, DELTA, LINEAGE)) or (
+    traces = (manifests.FILE, DELTA, LINEAGE, BASE, KEPT)
+    return any((path / name).exists() for name in traces) or (
         ours.is_dir() and any(ours.glob("update.*"))
     )
 
@@ -276,8 +362,8 @@ def steps_of(root: Path, item: str | None = None) -> list[Step]:
             error: AdaCheckError | None = None
         except AdaCheckError as unreadable:
             manifest, error = None, unreadable
-        if isinstance(manifest, DeltaManifest):
-            error = _resolve_error(directory)
+        if manifest is not None:
+            error = _resolve_error(directory, manifest)
         if error is not None and not directory.is_dir():
             continue  # deleted while it was looked at
         number = manifest.step if manifest else place_of(directory).step
@@ -331,9 +417,12 @@ def siblings(item_directory: Path) -> list[Step]:
     return steps_of(root, item)
 
 
-def _resolve_error(directory: Path) -> AdaCheckError | None:
+def _resolve_error(directory: Path, manifest: Manifest) -> AdaCheckError | None:
     try:
-        resolve(directory)
+        if isinstance(manifest, DeltaManifest):
+            resolve(directory)
+        else:
+            _refuse_links(directory)
     except AdaCheckError as error:
         return error
     return None
@@ -364,6 +453,7 @@ class KeepLineage:
     def __init__(self, inner_policy: _Policy) -> None:
         self._inner = inner_policy
         self._parents: dict[int, set[int]] = {}
+        self._let_go: set[int] = set()
 
     def note(self, step: int, parent: int) -> None:
         """Learns that an item of a step builds on that of another; called by the handler.
@@ -373,6 +463,14 @@ class KeepLineage:
             parent: the manager's number of the step that it builds on.
         """
         self._parents.setdefault(step, set()).add(parent)
+
+    def lets_go(self, step: int) -> bool:
+        """Whether a step is to be deleted, and perhaps still there: nothing may build on it.
+
+        Args:
+            step: the manager's number of a step.
+        """
+        return step in self._let_go
 
     def should_preserve(
         self, checkpoints: Sequence[_Checkpoint], *, context: Any
@@ -385,4 +483,6 @@ class KeepLineage:
             parents = self._parents.get(waiting.pop(), set()) - kept
             kept |= parents
             waiting += parents
+        steps = {checkpoint.step for checkpoint in checkpoints}
+        self._let_go = (self._let_go | steps) - kept
         return [checkpoint.step in kept for checkpoint in checkpoints]

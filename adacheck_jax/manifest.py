@@ -5,24 +5,32 @@ it speaks of, and it carries a checksum of itself. A base's manifest describes t
 manifest names its parent and does not repeat what the base says, so its size does not grow with
 the lineage.
 
+A manifest is untrusted input: whoever writes a file can write a checksum that fits it. What
+:func:`decode` returns is bounded in size and consistent in itself; what it says of other files is
+checked where these are read.
+
 This module knows neither JAX nor Orbax.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import itertools
 import json
 import math
 import os
 import re
+import reprlib
+import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
+from adacheck_jax import durable
 from adacheck_jax.boxes import Box, Cuts, grid
 from adacheck_jax.errors import FormatError, IntegrityError
 
@@ -31,6 +39,34 @@ DIRECTORY = "adacheck"
 """Name of our folder inside an item's directory."""
 FILE = f"{DIRECTORY}/manifest.json"
 MAX_MANIFEST_BYTES = 256 * 2**20
+MAX_CONTAINERS = 2**22
+"""Lists and objects in a manifest, which take many times more memory than room in a file."""
+MAX_VALUES = 2**25
+"""Members of all lists and objects, about."""
+MAX_BOXES = 2**23
+"""Boxes of all leaves of a base."""
+MAX_AXES = 32
+"""Axes of a leaf: more than tensorstore takes."""
+MAX_STATE_BYTES = 2**60
+"""Bytes of all leaves of a base, so that sums of offsets fit into 64 bits."""
+_MAX_NUMBER = 2**63 - 1
+
+ITEMSIZES_BYTES = {
+    **dict.fromkeys(("bool", "int1", "int2", "int4", "int8"), 1),
+    **dict.fromkeys(("uint1", "uint2", "uint4", "uint8"), 1),
+    **dict.fromkeys(("float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn"), 1),
+    **dict.fromkeys(("float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn"), 1),
+    **dict.fromkeys(("float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
+    **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("int32", "uint32", "float32"), 4),
+    **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
+    "complex128": 16,
+}
+"""The data types that a leaf may have: those of JAX, and bytes of one element in memory.
+
+Other names are refused here: numpy takes many (``object``, ``V8``), and tensorstore ends the
+process on some (``r16``).
+"""
 
 _T = TypeVar("_T")
 
@@ -287,8 +323,9 @@ def decode(data: bytes, *, where: str) -> Manifest:
         FormatError: not a manifest, or of a format version that this library does not know.
         IntegrityError: the checksum does not match.
     """
+    _check_counts(data, where)
     try:
-        body = json.loads(data)
+        body = json.loads(data, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise FormatError(
             f"{where}: expected a JSON manifest, found {len(data)} bytes that are not "
@@ -300,22 +337,52 @@ def decode(data: bytes, *, where: str) -> Manifest:
         )
     if body["format"] != FORMAT_VERSION:
         raise FormatError(
-            f"{where}: expected format version {FORMAT_VERSION}, found {body['format']!r}. "
+            f"{where}: expected format version {FORMAT_VERSION}, found {_shown(body['format'])}. "
             "Install the adacheck-jax release that wrote this checkpoint."
         )
     checksum = body.pop("checksum", None)
-    if checksum != checksum_of(body):
+    try:
+        expected = checksum_of(body)
+    except RecursionError as error:  # json writes less deep than it reads
+        raise FormatError(
+            f"{where}: the manifest is nested too deep ({error}). Restore another step."
+        ) from error
+    if checksum != expected:
         raise IntegrityError(
-            f"{where}: the manifest does not match its own checksum (found {checksum!r}): the "
-            "file was changed after it was written. Restore another step."
+            f"{where}: the manifest does not match its own checksum (found {_shown(checksum)}): "
+            "the file was changed after it was written. Restore another step."
         )
     try:
-        return _from_body(body, checksum)
+        return _from_body(body, expected)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise FormatError(
             f"{where}: a field of the manifest is missing or has the wrong type ({error!r}). "
             "Restore another step."
         ) from error
+
+
+def _check_counts(data: bytes, where: str) -> None:
+    """Refuses what would take too much memory as Python objects, before it is parsed."""
+    containers = data.count(b"[") + data.count(b"{")
+    values = containers + data.count(b",")
+    if len(data) > MAX_MANIFEST_BYTES or containers > MAX_CONTAINERS or values > MAX_VALUES:
+        raise FormatError(
+            f"{where}: expected a manifest of at most {MAX_MANIFEST_BYTES} bytes with "
+            f"{MAX_CONTAINERS} lists and {MAX_VALUES} values, found {len(data)} bytes with about "
+            f"{containers} and {values}. Restore another step."
+        )
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):  # two readers could take either
+        raise ValueError("a key appears twice in an object")
+    return found
+
+
+def _shown(value: Any) -> str:
+    """A value for a message: never more than a line of it."""
+    return reprlib.repr(value)
 
 
 def _from_body(body: dict[str, Any], checksum: str) -> Manifest:
@@ -324,37 +391,44 @@ def _from_body(body: dict[str, Any], checksum: str) -> Manifest:
         leaves = _tuple_of(_leaf, body["leaves"])
         if len(leaves) != len(fingerprints):
             raise ValueError(f"{len(leaves)} leaves but {len(fingerprints)} fingerprints")
-        if any(owner >= body["process_count"] for leaf in leaves for owner in leaf.owners):
+        process_count = _natural(body["process_count"])
+        if any(leaf.owners and max(leaf.owners) >= process_count for leaf in leaves):
             raise ValueError("a box is owned by a process that does not exist")
+        if len({leaf.path for leaf in leaves}) != len(leaves):
+            raise ValueError("two leaves have the same path")
+        if sum(len(leaf.owners) for leaf in leaves) > MAX_BOXES:
+            raise ValueError(f"more than {MAX_BOXES} boxes")
+        if sum(leaf.nbytes for leaf in leaves) > MAX_STATE_BYTES:
+            raise ValueError(f"more than {MAX_STATE_BYTES} bytes of leaves")
         return BaseManifest(
             step=_natural(body["step"]),
             count=_count(body["count"]),
             leaves=leaves,
             fingerprints=fingerprints,
             update=None if body["update"] is None else _update(body["update"], len(leaves)),
-            reason=str(body["reason"]),
+            reason=_text(body["reason"]),
             aliases=_pairs(body["aliases"], len(leaves), len(leaves)),
             kept=_pairs(body["kept"], len(leaves), None),
-            process_count=_natural(body["process_count"]),
-            versions={str(k): str(v) for k, v in body["versions"].items()},
+            process_count=process_count,
+            versions={_text(k): _text(v) for k, v in body["versions"].items()},
             checksum=checksum,
         )
     if body["kind"] != "delta":
-        raise ValueError(f"kind {body['kind']!r}")
+        raise ValueError(f"kind {_shown(body['kind'])}")
     return DeltaManifest(
         step=_natural(body["step"]),
         count=_count(body["count"]),
-        has_update=bool(body["has_update"]),
+        has_update=_truth(body["has_update"]),
         parent=Link(
             step=_natural(body["parent"]["step"]),
-            reference=str(body["parent"]["reference"]),
-            checksum=str(body["parent"]["checksum"]),
+            reference=_text(body["parent"]["reference"]),
+            checksum=_text(body["parent"]["checksum"]),
         ),
         depth=_natural(body["depth"]),
         stored=(stored := _ascending(body["stored"])),
         packs=_tuple_of(lambda pack: _pack(pack, len(stored)), body["packs"]),
         fingerprints=fingerprints,
-        problem=str(body["problem"]),
+        problem=_text(body["problem"]),
         custom_metadata=body["custom_metadata"],
         checksum=checksum,
     )
@@ -362,7 +436,7 @@ def _from_body(body: dict[str, Any], checksum: str) -> Manifest:
 
 def _pack(body: dict[str, Any], stored_count: int) -> Pack:
     pack = Pack(
-        encodings="".join(Encoding(letter) for letter in body["encodings"]),
+        encodings=_encodings(body["encodings"]),
         aliases=_tuple_of(_range, body["aliases"]),
         raw_bytes=_natural(body["raw_bytes"]),
         compressed_bytes=_natural(body["compressed_bytes"]),
@@ -379,6 +453,13 @@ def _pack(body: dict[str, Any], stored_count: int) -> Pack:
     return pack
 
 
+def _encodings(value: Any) -> str:
+    letters = _text(value)
+    if not frozenset(Encoding).issuperset(letters):
+        raise ValueError(f"unknown encodings in {_shown(letters)}")
+    return letters
+
+
 def _ranges(body: Any) -> tuple[tuple[int, int], ...]:
     ranges = _tuple_of(_range, body)
     borders = [border for each in ranges for border in each]
@@ -388,8 +469,9 @@ def _ranges(body: Any) -> tuple[tuple[int, int], ...]:
 
 
 def _range(body: Any) -> tuple[int, int]:
-    start, stop = _tuple_of(_natural, body)
-    return start, stop
+    if not isinstance(body, list) or len(body) != 2:
+        raise TypeError(f"expected two numbers, found {_shown(body)}")
+    return _natural(body[0]), _natural(body[1])
 
 
 def _pairs(body: Any, first_end: int, second_end: int | None) -> tuple[tuple[int, int], ...]:
@@ -413,19 +495,38 @@ def _count(value: Any) -> int | None:
 
 def _leaf(body: dict[str, Any]) -> Leaf:
     leaf = Leaf(
-        path=str(body["path"]),
+        path=_text(body["path"]),
         shape=_tuple_of(_natural, body["shape"]),
-        dtype=str(body["dtype"]),
+        dtype=_text(body["dtype"]),
         itemsize_bytes=_natural(body["itemsize_bytes"]),
-        key_type=None if body["key_type"] is None else str(body["key_type"]),
+        key_type=None if body["key_type"] is None else _text(body["key_type"]),
         cuts=_tuple_of(lambda axis: _tuple_of(_natural, axis), body["cuts"]),
         owners=_tuple_of(_natural, body["owners"]),
     )
+    if leaf.itemsize_bytes != ITEMSIZES_BYTES.get(leaf.dtype):
+        raise ValueError(
+            f"leaf {_shown(leaf.path)}: no elements of {_shown(leaf.dtype)} have "
+            f"{leaf.itemsize_bytes} bytes"
+        )
+    if leaf.key_type is not None and not (
+        re.fullmatch("key<[^<>]{1,64}>", leaf.key_type) and leaf.dtype == "uint32" and leaf.shape
+    ):
+        raise ValueError(
+            f"leaf {_shown(leaf.path)}: no keys of type {_shown(leaf.key_type)} consist of "
+            f"{leaf.dtype}{list(leaf.shape[:MAX_AXES])}"
+        )
+    if max(len(leaf.shape), len(leaf.cuts)) > MAX_AXES:
+        raise ValueError(f"leaf {_shown(leaf.path)}: {len(leaf.shape)} axes")
+    if math.prod(filter(None, leaf.shape)) * leaf.itemsize_bytes > MAX_STATE_BYTES:  # empty or not
+        raise ValueError(f"leaf {_shown(leaf.path)}: an array of shape {leaf.shape}")
     lengths = tuple(points[-1] for points in leaf.cuts)
     count = math.prod(max(1, len(points) - 1) for points in leaf.cuts)
     ascending = all(points[0] == 0 and list(points) == sorted(set(points)) for points in leaf.cuts)
     if lengths != leaf.shape or count != len(leaf.owners) or not ascending:
-        raise ValueError(f"leaf {leaf.path}: cuts {leaf.cuts} do not fit shape {leaf.shape}")
+        raise ValueError(
+            f"leaf {_shown(leaf.path)}: cuts {_shown(leaf.cuts)} with {len(leaf.owners)} owners do "
+            f"not fit shape {leaf.shape}"
+        )
     return leaf
 
 
@@ -438,10 +539,10 @@ def _update(body: dict[str, Any], leaf_count: int) -> Update:
         count=_natural(body["count"]),
         reducing=_tuple_of(_natural, body["reducing"]),
         passed=_tuple_of(_natural, body["passed"]),
-        placement=str(body["placement"]),
-        problem=str(body["problem"]),
-        programs={_platform(name): str(digest) for name, digest in body["programs"].items()},
-        jax_version=str(body["jax_version"]),
+        placement=_text(body["placement"]),
+        problem=_text(body["problem"]),
+        programs={_platform(name): _text(digest) for name, digest in body["programs"].items()},
+        jax_version=_text(body["jax_version"]),
     )
     indices = [*update.params, *update.inner, *update.consumed, update.count]
     if len(set(indices)) != len(indices) or max(indices) >= leaf_count:
@@ -459,19 +560,34 @@ def _tuple_of(read: Callable[[Any], _T], items: Any) -> tuple[_T, ...]:
 
 def _platform(name: str) -> str:
     if not re.fullmatch("[a-z0-9]{1,16}", name):  # it becomes part of a file's name
-        raise ValueError(f"expected the name of a platform, found {name!r}")
+        raise ValueError(f"expected the name of a platform, found {_shown(name)}")
     return name
 
 
 def _fingerprint(text: Any) -> int:
     if not isinstance(text, str) or not re.fullmatch("[0-9a-f]{16}", text):
-        raise ValueError(f"expected 16 hexadecimal digits, found {text!r}")
+        raise ValueError(f"expected 16 hexadecimal digits, found {_shown(text)}")
     return int(text, 16)
 
 
 def _natural(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise TypeError(f"expected a number >= 0, found {value!r}")
+    if type(value) is not int or not 0 <= value <= _MAX_NUMBER:
+        raise TypeError(f"expected a number from 0 to {_MAX_NUMBER}, found {_shown(value)}")
+    return value
+
+
+def _truth(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"expected true or false, found {_shown(value)}")
+    return value
+
+
+def _text(value: Any) -> str:
+    """A text that can be printed: no half of a character."""
+    if not isinstance(value, str):
+        raise TypeError(f"expected a text, found {_shown(value)}")
+    if not value.isascii():
+        value.encode()  # of a lone surrogate a ValueError
     return value
 
 
@@ -489,13 +605,7 @@ def read(item_directory: Path) -> Manifest:
     """
     path = item_directory / FILE
     try:
-        size_bytes = path.stat().st_size
-        if size_bytes > MAX_MANIFEST_BYTES:
-            raise FormatError(
-                f"{path}: expected a manifest of at most {MAX_MANIFEST_BYTES} bytes, found "
-                f"{size_bytes}. The file is not a manifest; restore another step."
-            )
-        data = path.read_bytes()
+        data = _read_file(path)
     except OSError as error:
         raise FormatError(
             f"{path}: expected the manifest of a step saved by AdaCheckHandler, found none "
@@ -505,17 +615,45 @@ def read(item_directory: Path) -> Manifest:
     return decode(data, where=str(path))
 
 
+def _read_file(path: Path) -> bytes:
+    """The bytes of a manifest, which is a plain file in a plain folder, and not too large."""
+    if path.parent.is_symlink():
+        raise not_plain(path.parent, "a symbolic link")
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise not_plain(path, "a symbolic link") from error
+        raise
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise not_plain(path, "no file")
+        if status.st_size > MAX_MANIFEST_BYTES:
+            raise FormatError(
+                f"{path}: expected a manifest of at most {MAX_MANIFEST_BYTES} bytes, found "
+                f"{status.st_size}. The file is not a manifest; restore another step."
+            )
+        return file.read(status.st_size)
+
+
+def not_plain(path: Path, found: str) -> FormatError:
+    """The error of what lies in a step's directory and is neither a file nor a directory."""
+    return FormatError(
+        f"{path}: expected plain files and directories in a step's directory, found {found}, which "
+        "is not followed: it may lead anywhere. Put what it stands for in its place, or restore "
+        "another step."
+    )
+
+
 def write(item_directory: Path, manifest: Manifest) -> None:
-    """Writes the manifest; whatever it speaks of must be durable already."""
-    write_durably(item_directory / FILE, encode(manifest))
+    """Writes the manifest; whatever it speaks of must be durable already.
 
-
-def write_durably(path: Path, data: bytes) -> None:
-    """Writes a small file so that after a crash it is whole or absent."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    Raises:
+        FormatError: it is so large that no reader would take it.
+    """
+    data = encode(manifest)
+    _check_counts(data, str(item_directory / FILE))
+    path = item_directory / FILE
+    durable.write(path, data)
+    durable.sync(path.parent)

@@ -41,7 +41,11 @@ class _Inputs:
 
 
 def replay_onto(
-    leaves: list[Any], lineage: Lineage, recorder: Recorder | None, params_path: str | None
+    leaves: list[Any],
+    lineage: Lineage,
+    recorder: Recorder | None,
+    params_path: str | None,
+    compiled: dict[str, replay.UpdateFunction] | None = None,
 ) -> list[Any]:
     """Brings the leaves of a base to the step that ends its lineage.
 
@@ -51,6 +55,8 @@ def replay_onto(
         lineage: the base and the deltas to replay.
         recorder: used when this jax cannot read the exported update.
         params_path: as given to the handler.
+        compiled: programs by their base's checksum, for callers that replay a lineage part by part
+            onto leaves of the same shardings; what is compiled here is added.
 
     Returns:
         The leaves of the step, with the shardings and types of the given ones.
@@ -68,8 +74,12 @@ def replay_onto(
                 f"{lineage.base_directory}: expected the base of a delta to hold an update "
                 "program, found none. Restore a base step."
             )
-        function = _update_function(lineage, update, recorder, params_path)
-        _fold(leaves, lineage.base, update, function, readers, patches)
+        compiled = {} if compiled is None else compiled
+        fold = compiled.get(lineage.base.checksum)
+        function = fold or _update_function(lineage, update, recorder, params_path)
+        compiled[lineage.base.checksum] = _fold(
+            leaves, lineage.base, update, function, fold, readers, patches
+        )
     else:
         for reader in readers:
             patches.add(reader)
@@ -77,20 +87,47 @@ def replay_onto(
     return leaves
 
 
+def check_kinds(leaves: Sequence[Any], base: BaseManifest, where: Path) -> None:
+    """Compares what was read of a base with what its manifest says of it, but for the bits.
+
+    Orbax takes shapes, data types and what is a key from files that nothing protects.
+
+    Args:
+        leaves: as they were read; None for one that was not.
+        base: its manifest.
+        where: the base's directory, for the message.
+
+    Raises:
+        IntegrityError: names every leaf of another shape or data type.
+    """
+    wrong = []
+    for spec, leaf in zip(base.leaves, leaves, strict=True):
+        if hasattr(leaf, "dtype"):
+            found = f"{leaf.dtype}{list(leaf.shape)}"
+            if found != spec.description:
+                wrong.append(f"{spec.path}: expected {spec.description}, found {found}")
+    if wrong:
+        shown = ", ".join(wrong[:20]) + (f", and {len(wrong) - 20} more" if len(wrong) > 20 else "")
+        raise IntegrityError(
+            f"{where}: {len(wrong)} of {len(leaves)} leaves of the base do not have the shape and "
+            f"data type that were saved: {shown}. Its metadata is damaged; restore another step."
+        )
+
+
 def _fold(
     leaves: list[Any],
     base: BaseManifest,
     update: Update,
     function: replay.UpdateFunction,
+    fold: replay.UpdateFunction | None,
     readers: Sequence[DeltaReader],
     patches: Patches,
-) -> None:
+) -> replay.UpdateFunction:
     """Replays updates in place: read-ahead on a thread, one compiled program for all deltas."""
     working = _WorkingSet(leaves, update)
     passed = frozenset(update.passed)
     computed = update.explained - passed
     inputs = _read_ahead(base.leaves, update, [r for r in readers if r.has_update], working)
-    fold: replay.UpdateFunction | None = None
     params, inner = working.take(update.params), working.take(update.inner)
     for reader in readers:
         if reader.has_update:
@@ -111,6 +148,8 @@ def _fold(
             patches.add(reader)
     working.put(update.params, params)
     working.put(update.inner, inner)
+    assert fold is not None  # some reader has an update
+    return fold
 
 
 def _read_ahead(
@@ -223,10 +262,10 @@ def _update_function(
         ) from error
     try:
         return replay.load(data, update, str(path))
-    except FormatError:
+    except FormatError as error:
         if recorder is None:
             raise
-        _log.warning("%s cannot be read by this jax; replaying the given recorder's update.", path)
+        _log.warning("Replaying the given recorder's update instead of the file's: %s", error)
     shapes = {
         leaf.path: leaf.shape[:-1] if leaf.key_type else leaf.shape for leaf in lineage.base.leaves
     }

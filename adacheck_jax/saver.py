@@ -96,6 +96,7 @@ class Saver:
         self._saved: tuple[Path, ...] = ()
         self._known: dict[Path, Lineage] = {}
         self._links: dict[Path, bool] = {}
+        self._whole: dict[Path, frozenset[str]] = {}
         self._base: EarlierBase | None = None
         self._compression: Compression = compression
         self._choices: dict[int, Encoding] = {}
@@ -116,6 +117,8 @@ class Saver:
         self._heads = tuple(dict.fromkeys((head, *self._saved)))
         self._known = {each: known for each, known in self._known.items() if each in self._heads}
         self._known[head] = restored
+        if head not in self._whole:
+            self._whole[head] = lineage.files_of(head, restored.manifest.step)
         if self._recorder is not None or self._delta == "bits":
             self._copies[head] = copies.of_restored(
                 restored,
@@ -194,6 +197,7 @@ class Saver:
             previous = copies.comparable(before.blocks, structure, decision)
             compresses = self._compression != "none"
             delta = DeltaShare(leaves, blocks, stored, previous, compresses, self._choices)
+        whole: dict[Path, frozenset[str]] = {}
         save = Save(
             programs=self._programs,
             links=parent is not None and self._has_links(final_directory),
@@ -213,13 +217,15 @@ class Saver:
                 {i: snapshot.arrays[i] for i in structure.local_picks}, structure.local_picks
             ),
             replicas=replicas.Check(self._check_replicas, tuple(structure.index), snapshot.arrays),
+            parent_files=self._files_of(parent),
+            whole=whole,
         )
         if decision.is_base:
             self._base = EarlierBase(final_directory, step, structure.leaves, save.sums)
             self._choices = {}
         # Until the save is committed this directory does not exist, and if it fails it never will:
         # the next save looks at the disk, finds no parent, and writes a base.
-        self._heads = self._saved = (final_directory,)
+        self._heads, self._saved, self._whole = (final_directory,), (final_directory,), whole
         after = HostCopies({i: staged[i] for i in kept}, is_due, sites if is_due else {})
         if decision.kind == "replay" and not decision.update_count:  # nothing was updated since
             after = HostCopies(after.blocks, before.is_proof_due, before.sites)
@@ -227,6 +233,11 @@ class Saver:
         if self._replays(program, replayable):
             self._decisions.remember(snapshot, final_directory)
         return save
+
+    def _files_of(self, parent: Lineage | None) -> frozenset[str]:
+        """The files of a step while it was whole, as far as they are known here."""
+        directory = parent and parent.entries[-1].directory
+        return self._whole.get(directory, frozenset()) if directory else frozenset()
 
     def _earlier(self, parent: Lineage) -> EarlierBase:
         """What is known of the base that a new one follows."""
@@ -307,6 +318,7 @@ class Saver:
             known
             for known in found
             if known.exists()
+            and not self._is_let_go(known)
             and lineage.reference(final_directory, known.entries[-1].directory) is not None
         ]
         for known in found:
@@ -314,6 +326,12 @@ class Saver:
             if before is not None and count is not None and count - before in (0, 1):
                 return known
         return found[0] if found else None
+
+    def _is_let_go(self, known: Lineage) -> bool:
+        """Whether the policy wants a step deleted, which a manager may do later."""
+        number = lineage.place_of(known.entries[-1].directory).step
+        keep = self._keep_lineage
+        return keep is not None and number is not None and keep.lets_go(number)
 
     def _lineage_of(self, head: Path) -> Lineage | None:
         previous = [known for known in self._known.values() if known is not None]

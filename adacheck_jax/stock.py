@@ -21,9 +21,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from adacheck_jax import sharding, staging, trees
+from adacheck_jax import durable, sharding, staging, trees
 from adacheck_jax.errors import IntegrityError, MismatchError
-from adacheck_jax.manifest import write_durably
+from adacheck_jax.manifest import Leaf
 from adacheck_jax.trees import PyTree
 
 
@@ -163,10 +163,11 @@ class StockCheckpoints:
             for path, entry in entries.items()
         ]
         top = Path(directory)
-        write_durably(top / "_sharding", json.dumps(shardings).encode())
-        write_durably(
+        durable.write(top / "_sharding", json.dumps(shardings).encode())
+        durable.write(
             top / "array_metadatas/process_0", json.dumps({"array_metadatas": arrays}).encode()
         )
+        durable.sync(top / "_METADATA")  # written by Orbax, which leaves it in the page cache
 
     def metadata(self, directory: Path) -> Any:
         """Orbax's metadata of a state: its tree with shapes, data types and shardings.
@@ -178,7 +179,7 @@ class StockCheckpoints:
             return self._reader.metadata(epath.Path(directory))
 
     def read(
-        self, directory: Path, wanted: Mapping[str, Any], dtypes: Mapping[str, str]
+        self, directory: Path, wanted: Mapping[str, Any], leaves: Mapping[str, Leaf]
     ) -> dict[str, Any]:
         """Reads a state, each process only the boxes that its devices need.
 
@@ -187,13 +188,14 @@ class StockCheckpoints:
             wanted: for each leaf path a sharding, ``np.ndarray``, or None to leave the leaf out.
                 Python scalars come back as such whatever is asked for. Arrays without elements are
                 not among them.
-            dtypes: data type of every leaf.
+            leaves: what the manifest says of every leaf.
 
         Returns:
             Leaves by leaf path; None for those left out.
 
         Raises:
-            IntegrityError: Orbax cannot read it, or it has other leaves than expected.
+            IntegrityError: Orbax cannot read it, or it has other leaves than expected, or one of
+                another shape or type; before anything is allocated for them.
         """
         metadata_tree = self.metadata(directory).tree
         found, _ = trees.flatten(metadata_tree)
@@ -203,6 +205,8 @@ class StockCheckpoints:
                 f"{len(found)}; they differ in {sorted(found.keys() ^ wanted.keys())[:5]}. The "
                 "step is damaged; restore another one."
             )
+        for path, leaf in found.items():
+            _check_described(directory, leaves[path], leaf)
 
         def argument(key_path: Any, leaf: Any) -> Any:
             return _restore_args(wanted[trees.leaf_path(key_path)], leaf)
@@ -216,10 +220,10 @@ class StockCheckpoints:
         )
         with _damage_named(directory):
             tree = self._reader.restore(epath.Path(directory), args=args)
-        leaves, _ = trees.flatten(tree)
+        read, _ = trees.flatten(tree)
         return {
-            path: None if leaf is ocp.PLACEHOLDER else _as_saved(leaf, dtypes[path])
-            for path, leaf in leaves.items()
+            path: None if leaf is ocp.PLACEHOLDER else _as_saved(leaf, leaves[path].dtype)
+            for path, leaf in read.items()
         }
 
     def close(self) -> None:
@@ -269,6 +273,29 @@ def _check(state: PyTree, save_args: PyTree) -> None:
             )
         if arg is not None and arg.aggregate:
             raise ValueError(f"leaf {path}: SaveArgs(aggregate=True) is not supported here.")
+
+
+def _check_described(directory: Path, expected: Leaf, found: Any) -> None:
+    """Holds an array's own description against the manifest's, and its chunks against the array.
+
+    Raises:
+        IntegrityError: they differ.
+    """
+    shape, dtype = tuple(found.shape), str(found.dtype)
+    is_scalar = isinstance(found, ocp.metadata.ScalarMetadata)
+    chunk = getattr(getattr(found, "storage", None), "chunk_shape", None) or ()
+    # A chunk is read whole; one that is larger than its array was not written by us.
+    is_large = any(length > max(1, whole) for length, whole in zip(chunk, shape, strict=False))
+    if (
+        shape != expected.shape
+        or is_large
+        or (dtype != stored_dtype(expected.dtype) and not is_scalar)
+    ):
+        raise IntegrityError(
+            f"{directory}: expected leaf {expected.path} of shape {expected.shape} and type "
+            f"{stored_dtype(expected.dtype)}, found an array of shape {shape} and type {dtype} in "
+            f"chunks of {tuple(chunk)}. The step is damaged; restore another one."
+        )
 
 
 def _as_saved(leaf: Any, dtype: str) -> Any:
