@@ -3,6 +3,7 @@
 See README.md for a first use and BUILD.md for the architecture.
 """
 
+from adacheck_jax.audit import latest_restorable
 from adacheck_jax.errors import (
     AdaCheckError,
     FormatError,
@@ -40,6 +41,7 @@ __all__ = [
     "SaveArgs",
     "SeparateUpdate",
     "StorageError",
+    "latest_restorable",
     "redundancy_report",
     "replica_report",
     "separate_update",

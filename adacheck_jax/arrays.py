@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from adacheck_jax.errors import FormatError, IntegrityError
+from adacheck_jax.errors import FormatError, IntegrityError, unreadable
 
 Blocks = Sequence[tuple[int, np.ndarray]]
 """Offsets in bytes, and the elements that go there, row-major. They do not overlap."""
@@ -178,6 +178,7 @@ class PackReader:
 
     Raises:
         FormatError: there is no such array, or one of another length.
+        StorageError: it cannot be read now.
     """
 
     def __init__(self, directory: Path, kind: Kind, size_bytes: int, zeros: Ranges = ()) -> None:
@@ -194,6 +195,8 @@ class PackReader:
         try:
             self._store = ts.open(_spec(directory, kind), open=True, read=True).result()
         except Exception as error:
+            if refused := unreadable(directory, error):
+                raise refused from error
             raise FormatError(
                 f"{directory}: expected a pack of {expected_bytes} bytes, found none that can be "
                 f"opened ({_first_line(error)}). The step is damaged; restore another one."
@@ -228,12 +231,15 @@ class PackReader:
 
         Raises:
             IntegrityError: a chunk is missing, truncated, or its checksum does not match.
+            StorageError: it cannot be read now.
         """
         stored = [tuple(map(self._runs.stored, span)) for span in spans]
         try:
             futures = [self._store[a:b].read() if a < b else None for a, b in stored]
             read = [np.empty(0, np.uint8) if f is None else np.asarray(f.result()) for f in futures]
         except Exception as error:
+            if refused := unreadable(self._directory, error):
+                raise refused from error
             raise IntegrityError(
                 f"{self._directory}: the stored bytes of {what} are damaged "
                 f"({_first_line(error)}). Restore another step."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import logging
 import math
 import os
 import random
@@ -13,11 +13,22 @@ from pathlib import Path
 
 from adacheck_jax import inspection
 from adacheck_jax import lineage as lineages
-from adacheck_jax.errors import AdaCheckError
+from adacheck_jax.errors import AdaCheckError, StorageError, unreadable
 from adacheck_jax.inspection import InputError
 from adacheck_jax.lineage import TMP_SUFFIX, Step
 from adacheck_jax.manifest import BaseManifest
-from adacheck_jax.verification import NUMBER, Damage, Verifier, damage_of, identity
+from adacheck_jax.recompute import Recomputation
+from adacheck_jax.verification import (
+    NUMBER,
+    Damage,
+    Verifier,
+    check,
+    damage_of,
+    identity,
+    unreadable_file,
+)
+
+_log = logging.getLogger(__name__)
 
 _LOOK_COUNT = 20
 _LOOK_AGAIN_S = 0.1
@@ -127,18 +138,21 @@ def verify_root(
         InputError: there is no such root, step or item.
     """
     wanted = thoroughness or Thoroughness()
-    every = inspection.steps_under(root)
-    steps = _selected(root, every, number, item)
-    chosen = _chosen(steps, wanted)
-    verifier = Verifier()
-    misplaced = _misplaced(every)
+    try:
+        steps = _selected(root, inspection.steps_under(root), number, item)
+    except InputError:
+        only_leftovers = root.is_dir() and any(each.is_temporary for each in leftovers(root))
+        if not only_leftovers or (number, item) != (None, None):
+            raise
+        steps = []  # what a first save left when it was interrupted
+    audit = _Audit(root, wanted, _chosen(steps, wanted))
     reports = []
     # Item by item, so that each lineage is replayed once.
     ordered = sorted(steps, key=lambda each: (each.directory.name, each.step, each.directory))
     for done, step in enumerate(ordered):
         if progress is not None:
             progress(done, len(ordered), str(step.directory.relative_to(root)))
-        report = _settled(step, root, verifier, wanted, step.directory in chosen, misplaced)
+        report = audit.settled(step)
         if report is not None:
             reports.append(report)
     reports.sort(key=lambda each: (-1 if each.step is None else each.step, each.item))
@@ -152,6 +166,56 @@ def verify_root(
         seed=wanted.seed if partly else None,
         damaged_count=sum(bool(each.damage) for each in reports),
     )
+
+
+def latest_restorable(
+    root: str | os.PathLike[str], item: str | None = None, *, read_data: bool = True
+) -> int | None:
+    """The newest step that verifies, for a script that would rather go on than stop.
+
+    What is newer and does not verify is skipped, and the log says why. Every process may call it,
+    and finds the same where the root is shared. ``RestoreArgs(fallback=True)`` does the same while
+    it restores, and so reads each file once.
+
+    Args:
+        root: the directory given to the checkpoint manager.
+        item: name of the item that has to verify; None for every item of a step.
+        read_data: read every stored byte; otherwise only structure is looked at, in a fraction of
+            a second, and a flipped bit is found by the restore.
+
+    Returns:
+        The number of the step as the manager lists it; None where no step was ever saved.
+
+    Raises:
+        AdaCheckError: there are steps, and none of them verifies; it is what is wrong with the
+            newest. Training should not begin anew unasked.
+        StorageError: a step cannot be read now, and may be whole.
+    """
+    steps: dict[int, list[Path]] = {}
+    for path in lineages.items_of(Path(root).absolute()):
+        number = lineages.place_of(path).step
+        if number is not None and item in (None, path.name):
+            steps.setdefault(number, []).append(path)
+    verifier, first = Verifier(), None
+    for number, paths in sorted(steps.items(), reverse=True):
+        try:
+            for path in sorted(paths):
+                check(path, read_data=read_data, verifier=verifier)
+        except StorageError:
+            raise
+        except AdaCheckError as error:
+            for path in paths:
+                problem = unreadable_file(path)
+                if problem is not None and (refused := unreadable(path, problem)):
+                    raise refused from error
+            if all(path.is_dir() for path in paths):  # else it was deleted meanwhile
+                _log.warning("Skipping step %d, which does not verify: %s", number, error)
+                first = first or error
+            continue
+        return number
+    if first is not None:
+        raise first
+    return None
 
 
 def _selected(
@@ -184,93 +248,62 @@ def _chosen(steps: Sequence[Step], wanted: Thoroughness) -> frozenset[Path]:
     return frozenset(random.Random(wanted.seed).sample(paths, count))
 
 
-def _misplaced(steps: Sequence[Step]) -> dict[Path, int]:
-    """Steps that lie where another one was: their directory's number by path.
+class _Audit:
+    """Looks at one step after the other, and remembers what they share."""
 
-    The number of a step need not be that of its directory. But where it mostly is, or where the
-    numbers do not ascend together, two steps were swapped.
-    """
-    lines: dict[object, list[tuple[int, int, Path]]] = {}
-    for step in steps:
-        place = lineages.place_of(step.directory)
-        if step.manifest is not None and place.step is not None:
-            entry = (place.step, step.manifest.step, step.directory)
-            lines.setdefault(place.line, []).append(entry)
-    found = {}
-    for line in lines.values():
-        line.sort()
-        numbers = [number for _, number, _ in line]
-        odd = [each for each in line if each[0] != each[1]]
-        ascends = all(a < b for a, b in itertools.pairwise(numbers))
-        if 2 * len(odd) < len(line) or not ascends:
-            found |= {path: number for number, _, path in odd}
-    return found
+    def __init__(self, root: Path, wanted: Thoroughness, chosen: frozenset[Path]) -> None:
+        self._root, self._wanted, self._chosen = root, wanted, chosen
+        self._verifier, self._recomputation = Verifier(), Recomputation()
 
+    def settled(self, step: Step) -> StepReport | None:
+        """Looks again while a damaged step's files change; None for a step that is gone.
 
-def _settled(
-    step: Step,
-    root: Path,
-    verifier: Verifier,
-    wanted: Thoroughness,
-    read_data: bool,
-    misplaced: dict[Path, int],
-) -> StepReport | None:
-    """Looks again while a damaged step's files change; None for a step that is gone.
+        A step that a manager is deleting looks damaged.
+        """
+        report = None
+        for _ in range(_LOOK_COUNT):
+            before = identity(step.directory)
+            report = self._report(step)
+            if before and not report.damage:
+                return report
+            time.sleep(_LOOK_AGAIN_S)
+            after = identity(step.directory)
+            if not after:
+                return None
+            if before == after:
+                return report
+        return report
 
-    A step that a manager is deleting looks damaged.
-    """
-    report = None
-    for _ in range(_LOOK_COUNT):
-        before = identity(step.directory)
-        report = _report(step, root, verifier, wanted, read_data, misplaced)
-        if before and not report.damage:
-            return report
-        time.sleep(_LOOK_AGAIN_S)
-        after = identity(step.directory)
-        if not after:
-            return None
-        if before == after:
-            return report
-    return report
-
-
-def _report(
-    step: Step,
-    root: Path,
-    verifier: Verifier,
-    wanted: Thoroughness,
-    read_data: bool,
-    misplaced: dict[Path, int],
-) -> StepReport:
-    manifest = step.manifest
-    number = None if step.step < 0 else step.step
-    kind = None if manifest is None else "delta"
-    if isinstance(manifest, BaseManifest):
-        kind = "base"
-    place = str(step.directory.relative_to(root))
-    checked, rounded, problem = ["structure"], (), None
-    damage: list[Damage] = []
-    if manifest is not None and step.directory in misplaced:
-        there = misplaced[step.directory]
-        message = f"expected step {there} in this directory, found step {manifest.step}"
-        damage.append(Damage(str(step.directory), None, message, NUMBER))
-    try:
-        lineage = lineages.resolve(step.directory)
-    except AdaCheckError as error:
-        damage.append(damage_of(error, step.directory))
-        return StepReport(number, place, kind, ("structure",), tuple(damage))
-    damage += verifier.structure(lineage)
-    if read_data:
-        checked.append("data")
-        damage += _new(damage, verifier.data(lineage))
-    if wanted.replay:
-        replayed = verifier.replay(lineage)
-        problem, rounded = replayed.problem, replayed.rounded
-        if problem is None:
-            checked.append("replay")
-            damage += _new(damage, list(replayed.damage))
-    found = tuple(dict.fromkeys(damage))
-    return StepReport(number, place, kind, tuple(checked), found, rounded, problem)
+    def _report(self, step: Step) -> StepReport:
+        manifest = step.manifest
+        number = None if step.step < 0 else step.step
+        kind = None if manifest is None else "delta"
+        if isinstance(manifest, BaseManifest):
+            kind = "base"
+        place = str(step.directory.relative_to(self._root))
+        checked, rounded, problem = ["structure"], (), None
+        damage: list[Damage] = []
+        if manifest is not None:
+            misplaced = lineages.misplaced(step.directory, manifest)
+            if misplaced:
+                damage.append(Damage(str(step.directory), None, misplaced, NUMBER))
+        try:
+            lineage = lineages.resolve(step.directory)
+        except AdaCheckError as error:
+            damage.append(damage_of(error, step.directory))
+            return StepReport(number, place, kind, ("structure",), tuple(damage))
+        damage += self._verifier.structure(lineage)
+        if step.directory in self._chosen:
+            checked.append("data")
+            damage += _new(damage, self._verifier.data(lineage))
+        if self._wanted.replay:
+            replayed = self._recomputation.replay(lineage)
+            problem, rounded = replayed.problem, replayed.rounded
+            if problem is None:
+                checked.append("replay")
+                damage += _new(damage, list(replayed.damage))
+        found = tuple(dict.fromkeys(damage))
+        return StepReport(number, place, kind, tuple(checked), found, rounded, problem)
 
 
 def _new(known: Sequence[Damage], found: Sequence[Damage]) -> list[Damage]:

@@ -29,7 +29,7 @@ from adacheck_jax import (
 from adacheck_jax import manifest as manifests
 from adacheck_jax.base_share import BaseShare
 from adacheck_jax.delta_share import DeltaShare
-from adacheck_jax.errors import AdaCheckError, MismatchError
+from adacheck_jax.errors import AdaCheckError, MismatchError, storage_named
 from adacheck_jax.lineage import Lineage
 from adacheck_jax.manifest import (
     BaseManifest,
@@ -67,6 +67,8 @@ class Save:
     """A save that has been decided and staged, and is to be written and committed.
 
     Attributes:
+        final_directory: the item's directory once it is committed.
+        directory_step: the number in the name of the step's directory, None if there is none.
         base: what this process writes of a base.
         delta: what it writes of a delta.
         proof: None where this save proves nothing.
@@ -75,6 +77,7 @@ class Save:
         whole: where the process that commits notes the files of the step, for the next one.
         parts: what every process told of its share, once that is known.
         sums: what this process contributes to each leaf's fingerprint, once that is known.
+        described: digests of the files that describe a base's arrays; from whoever wrote them.
     """
 
     programs: Programs
@@ -85,6 +88,7 @@ class Save:
     parent: Lineage | None
     decision: policy.Decision
     final_directory: Path
+    directory_step: int | None
     replayable: bool
     fingerprints: fingerprint.Parts
     custom_metadata: Any
@@ -97,6 +101,7 @@ class Save:
     whole: dict[Path, frozenset[str]]
     parts: list[parts.Part] = field(default_factory=list)
     sums: dict[int, int] = field(default_factory=dict)
+    described: dict[str, str] = field(default_factory=dict)
 
     @property
     def is_base(self) -> bool:
@@ -110,11 +115,12 @@ class Save:
             AdaCheckError: another process failed, or they did not decide alike.
             MismatchError: what each process has for itself is not equal.
             ReplicaError: replicas differ, and the handler was told to refuse such steps.
-            OSError: from the file system.
+            StorageError: the disk is full, gone, or cannot be written.
         """
         process, count = jax.process_index(), jax.process_count()
         try:
-            self.parts = [self._write(directory, process)]
+            with storage_named(self.final_directory):
+                self.parts = [self._write(directory, process)]
         except Exception as error:
             if count > 1:
                 parts.fail(directory, process, error)
@@ -209,8 +215,12 @@ class Save:
         files, links and directories are made so here.
 
         Raises:
-            OSError: from the file system.
+            StorageError: the disk is full, gone, or cannot be written.
         """
+        with storage_named(self.final_directory):
+            self._commit(directory)
+
+    def _commit(self, directory: Path) -> None:
         if len(self.parts) > 1:
             parts.remove(directory)
         columns = zip(*(part["fingerprints"] for part in self.parts), strict=True)
@@ -257,6 +267,8 @@ class Save:
             kept=self._agreed("kept"),
             process_count=jax.process_count(),
             versions=versions(),
+            described=self.described,
+            directory_step=self.directory_step,
         )
 
     def _agreed(self, key: str) -> tuple[tuple[int, int], ...]:
@@ -296,6 +308,7 @@ class Save:
             fingerprints=fingerprints,
             problem=next((part["problem"] for part in self.parts if part["problem"]), ""),
             custom_metadata=self.custom_metadata,
+            directory_step=self.directory_step,
         )
 
 

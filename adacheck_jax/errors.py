@@ -9,10 +9,18 @@
     ├── IntegrityError   stored bits are not the bits that were saved
     ├── ReplicaError     replicas that are declared equal are not
     ├── FormatError      a file is not what this version of the library can read
-    └── StorageError     the place to write to cannot be written
+    └── StorageError     a place cannot be written, or not be read; what is there may be whole
 
 Every message says what was expected, what was found, where, and what to do.
 """
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+from collections.abc import Iterator
 
 
 class AdaCheckError(Exception):
@@ -44,4 +52,63 @@ class FormatError(AdaCheckError):
 
 
 class StorageError(AdaCheckError):
-    """The checkpoint root cannot be written."""
+    """The checkpoint root cannot be written, or not be read: no space, no permission, no disk."""
+
+
+_TELLS_OF_FILES = {
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL),
+    errno.EIO,  # what a bad sector gives, after the kernel has tried again
+}
+"""Errors that tell that a file is not as it was written, not that it cannot be had now."""
+
+
+def system_error(error: BaseException) -> OSError | None:
+    """What the operating system said, where that is why something failed.
+
+    Args:
+        error: an ``OSError``, or one of tensorstore, which puts the number into its text.
+    """
+    if isinstance(error, OSError):
+        return error
+    found = re.search(r"os_error_code='(\d+)'", str(error))
+    return OSError(int(found[1]), os.strerror(int(found[1]))) if found else None
+
+
+def unreadable(where: object, error: BaseException) -> StorageError | None:
+    """The error of a file that may be whole, but cannot be read now; None if it is not whole.
+
+    Args:
+        where: the file or directory.
+        error: that reading it raised.
+    """
+    system = system_error(error)
+    if system is None or system.errno is None or system.errno in _TELLS_OF_FILES:
+        return None
+    return StorageError(
+        f"{where}: expected to read it, found that it cannot be read now ({system.strerror}). It "
+        "may be whole: look after permissions, mounts and limits, and try again."
+    )
+
+
+@contextlib.contextmanager
+def storage_named(where: object) -> Iterator[None]:
+    """Tells what the operating system refused while a step was written as a StorageError.
+
+    Args:
+        where: the step's item directory.
+
+    Raises:
+        StorageError: in place of an ``OSError``, or tensorstore's form of one.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        system = system_error(error)
+        if system is None:
+            raise
+        detail = str(error).split("\n", maxsplit=1)[0][:300]
+        raise StorageError(
+            f"{where}: expected to write it, found: {system.strerror or error} ({detail}). This "
+            "step is not saved, earlier ones are as they were. Make room or mend the disk; "
+            "training may go on: the next save will be a base."
+        ) from error

@@ -20,7 +20,8 @@ from etils import epath
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 from adacheck_jax import lineage as lineages
-from adacheck_jax import replicas, restorer, trees
+from adacheck_jax import manifest as manifests
+from adacheck_jax import replicas, restorer, stock, trees
 from adacheck_jax.base_share import Name, chunk_shape
 from adacheck_jax.commit import Save
 from adacheck_jax.errors import (
@@ -30,6 +31,7 @@ from adacheck_jax.errors import (
     LineageError,
     MismatchError,
     StorageError,
+    storage_named,
 )
 from adacheck_jax.lineage import KeepLineage, Lineage, Place
 from adacheck_jax.manifest import BaseManifest, DeltaManifest
@@ -182,13 +184,14 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         state, save_args, cast = _cast(args.state, args.save_args)
         place = lineages.place_of(Path(directory))
         custom_metadata = _json_copy(args.custom_metadata)
-        save = self._saver_of(place).begin(
-            Destination(final, place.step),
-            state,
-            args.step,
-            cast=cast,
-            custom_metadata=custom_metadata,
-        )
+        with storage_named(final):
+            save = self._saver_of(place).begin(
+                Destination(final, place.step),
+                state,
+                args.step,
+                cast=cast,
+                custom_metadata=custom_metadata,
+            )
         # Several at once: items of one step, or of several managers. One that was never committed
         # here (it failed, or another process commits) is dropped when its line goes on.
         self._begun = {p: each for p, each in self._begun.items() if each.line != place.line}
@@ -226,7 +229,8 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             leaves = {leaf.path: leaf for leaf in begun.save.structure.leaves}
             entries = begun.entries.items()
             chunks = {each: chunk_shape(leaves[each], entry.chunk_bytes) for each, entry in entries}
-            self._stock.finalize(directory, begun.entries, chunks)
+            with storage_named(begun.save.final_directory):
+                begun.save.described = self._stock.finalize(directory, begun.entries, chunks)
         begun.save.commit(path)
 
     def restore(self, directory: epath.Path, args: RestoreArgs | None = None) -> PyTree:
@@ -275,11 +279,17 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
 
     def _restore(self, path: Path, args: RestoreArgs) -> PyTree:
         lineage = self._resolve(path)
+        if misplaced := lineages.misplaced(path, lineage.manifest):
+            _log.warning("%s: %s; it was moved there.", path, misplaced)
+        damage = stock.damaged_descriptions(lineage.base_directory, lineage.base)
+        shardings_damage = damage.pop(manifests.SHARDINGS, None)
+        for error in damage.values():
+            raise error
         saved_tree = self._stock.metadata(lineage.base_directory).tree
         wishes = Wishes(
             args.abstract_state, args.strict, args.support_layout, args.fallback_sharding
         )
-        target = Target(wishes, lineage.base, saved_tree, path)
+        target = Target(wishes, lineage.base, saved_tree, path, shardings_damage)
         placements = target.placements(lineage)
         bound = restorer.bound_to_mesh(lineage)
         there = target.saved_placements(lineage) if bound else {}
@@ -330,6 +340,8 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
     def metadata(self, directory: epath.Path) -> Any:
         """Orbax's tree metadata of a base or delta step."""
         lineage = self._resolve(Path(directory))
+        for error in stock.damaged_descriptions(lineage.base_directory, lineage.base).values():
+            raise error
         metadata = self._stock.metadata(lineage.base_directory)
         if isinstance(lineage.manifest, BaseManifest):
             return metadata

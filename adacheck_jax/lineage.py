@@ -8,6 +8,7 @@ refers to its parent by a relative path and :class:`KeepLineage` keeps that pare
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from collections.abc import Sequence
@@ -223,15 +224,28 @@ def _is_reference(relative: str) -> bool:
     return ups == len(names) <= 2 and parts[:ups] == ("..",) * ups and ups > 0
 
 
+_TROUBLE = {
+    *(errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENOENT),
+    *(errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE, errno.ENOMEM),
+}
+"""Refusals of a hard link that pass; others are of file systems that have none."""
+
+
 def can_link(directory: Path) -> bool:
-    """Whether the file system of an existing directory has hard links."""
+    """Whether the file system of an existing directory has hard links.
+
+    Raises:
+        OSError: that cannot be told now.
+    """
     # A name that Orbax knows, so that what a crash leaves behind is gone when a manager is opened.
     with tempfile.TemporaryDirectory(TMP_SUFFIX, PROBE_PREFIX, directory) as name:
         probe = Path(name) / "probe"
         probe.touch()
         try:
             os.link(probe, probe.with_name("link"))
-        except OSError:
+        except OSError as error:
+            if error.errno in _TROUBLE:
+                raise
             return False
     return True
 
@@ -409,6 +423,14 @@ def _committed(name: str) -> str:
 def _number_in(name: str) -> int | None:
     digits = name.rsplit("_", maxsplit=1)[-1]
     return int(digits) if digits.isdecimal() else None
+
+
+def misplaced(item_directory: Path, manifest: Manifest) -> str:
+    """What is wrong with where a step lies: empty unless its directory had another number."""
+    found, saved = place_of(item_directory).step, manifest.directory_step
+    if found is None or saved is None or found == saved:
+        return ""
+    return f"expected what was saved as step {found}, found what was saved as step {saved}"
 
 
 def siblings(item_directory: Path) -> list[Step]:

@@ -32,12 +32,15 @@ from typing import Any, TypeVar
 
 from adacheck_jax import durable
 from adacheck_jax.boxes import Box, Cuts, grid
-from adacheck_jax.errors import FormatError, IntegrityError
+from adacheck_jax.errors import FormatError, IntegrityError, unreadable
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 DIRECTORY = "adacheck"
 """Name of our folder inside an item's directory."""
 FILE = f"{DIRECTORY}/manifest.json"
+SHARDINGS = "_sharding"
+DESCRIPTIONS = frozenset({"_METADATA", SHARDINGS, "array_metadatas/process_0"})
+"""What stock Orbax reads of a base beside the arrays. Nobody changes it after the manifest."""
 MAX_MANIFEST_BYTES = 256 * 2**20
 MAX_CONTAINERS = 2**22
 """Lists and objects in a manifest, which take many times more memory than room in a file."""
@@ -241,6 +244,9 @@ class BaseManifest:
             holds hard links to it.
         process_count: how many processes wrote it.
         versions: package versions at save time.
+        described: digests of the files that describe the arrays, by their names.
+        directory_step: the number in the name of the directory that it was saved in; None if there
+            was none. ``step`` may be another: the caller's.
         checksum: of this manifest; empty until it is encoded.
     """
 
@@ -254,6 +260,8 @@ class BaseManifest:
     kept: tuple[tuple[int, int], ...]
     process_count: int
     versions: Mapping[str, str]
+    described: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    directory_step: int | None = None
     checksum: str = ""
 
 
@@ -273,6 +281,8 @@ class DeltaManifest:
         fingerprints: one 64-bit digest for every leaf of the state after this step.
         problem: what speaks against replaying further updates; empty where nothing does.
         custom_metadata: the caller's own JSON, kept for ``metadata()``.
+        directory_step: the number in the name of the directory that it was saved in; None if there
+            was none. ``step`` may be another: the caller's.
         checksum: of this manifest; empty until it is encoded.
     """
 
@@ -286,6 +296,7 @@ class DeltaManifest:
     fingerprints: tuple[int, ...]
     problem: str = ""
     custom_metadata: Any = None
+    directory_step: int | None = None
     checksum: str = ""
 
 
@@ -411,6 +422,8 @@ def _from_body(body: dict[str, Any], checksum: str) -> Manifest:
             kept=_pairs(body["kept"], len(leaves), None),
             process_count=process_count,
             versions={_text(k): _text(v) for k, v in body["versions"].items()},
+            described={_description(k): _text(v) for k, v in body["described"].items()},
+            directory_step=_count(body["directory_step"]),
             checksum=checksum,
         )
     if body["kind"] != "delta":
@@ -430,6 +443,7 @@ def _from_body(body: dict[str, Any], checksum: str) -> Manifest:
         fingerprints=fingerprints,
         problem=_text(body["problem"]),
         custom_metadata=body["custom_metadata"],
+        directory_step=_count(body["directory_step"]),
         checksum=checksum,
     )
 
@@ -558,6 +572,12 @@ def _tuple_of(read: Callable[[Any], _T], items: Any) -> tuple[_T, ...]:
     return tuple(read(item) for item in items)
 
 
+def _description(name: str) -> str:
+    if name not in DESCRIPTIONS:  # it is read
+        raise ValueError(f"expected one of {sorted(DESCRIPTIONS)}, found {_shown(name)}")
+    return name
+
+
 def _platform(name: str) -> str:
     if not re.fullmatch("[a-z0-9]{1,16}", name):  # it becomes part of a file's name
         raise ValueError(f"expected the name of a platform, found {_shown(name)}")
@@ -600,13 +620,16 @@ def read(item_directory: Path) -> Manifest:
     """Reads the manifest of an item directory.
 
     Raises:
-        FormatError: there is none, or it cannot be read.
+        FormatError: there is none, or it is not a manifest.
         IntegrityError: it does not match its checksum.
+        StorageError: it cannot be read now.
     """
     path = item_directory / FILE
     try:
         data = _read_file(path)
     except OSError as error:
+        if refused := unreadable(path, error):
+            raise refused from error
         raise FormatError(
             f"{path}: expected the manifest of a step saved by AdaCheckHandler, found none "
             f"({error.strerror}). A step that stock Orbax saved is read with "

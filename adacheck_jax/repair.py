@@ -22,7 +22,8 @@ from adacheck_jax.audit import Leftover, Progress, StepReport, Thoroughness
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.inspection import InputError
 from adacheck_jax.lineage import LINEAGE, TMP_SUFFIX
-from adacheck_jax.verification import identity, try_to_restore
+from adacheck_jax.recompute import try_to_restore
+from adacheck_jax.verification import identity, unreadable_file
 
 _YOUNG_S = 60.0
 """A temporary directory that changed within this time may belong to a running save."""
@@ -185,9 +186,9 @@ def _judge(root: Path, step: StepReport) -> tuple[bool, str]:
         found = _format(holder)
         if found is not None and found != manifests.FORMAT_VERSION:
             return False, f"its format version is {found}: another release may read it"
-    unreadable = _unreadable(directory)
-    if unreadable is not None:
-        return False, f"it cannot be judged: {unreadable}"
+    problem = unreadable_file(directory)
+    if problem is not None:
+        return False, f"it cannot be judged: {problem}"
     first = step.damage[0]
     try:
         lineage = lineages.resolve(directory)
@@ -206,20 +207,6 @@ def _format(item_directory: Path) -> object:
         body = json.loads((item_directory / manifests.FILE).read_bytes())
         return body.get("format") if isinstance(body, dict) else None
     return None
-
-
-def _unreadable(directory: Path) -> str | None:
-    """Why a file that is there cannot be read: then nothing is known of it, least of all damage."""
-    problems: list[OSError] = []
-    for path, _, files in os.walk(directory, onerror=problems.append):
-        for name in files:
-            try:
-                with open(Path(path, name), "rb") as file:
-                    file.read(1)
-            except OSError as error:
-                problems.append(error)
-    problems = [each for each in problems if not isinstance(each, FileNotFoundError)]
-    return str(problems[0]) if problems else None
 
 
 def _needed(directories: Iterable[Path]) -> dict[Path, str]:

@@ -20,7 +20,7 @@ import numpy as np
 from adacheck_jax import fingerprint, replay, staging
 from adacheck_jax import manifest as manifests
 from adacheck_jax.deltas import DeltaReader, Patches, like_host
-from adacheck_jax.errors import FormatError, IntegrityError
+from adacheck_jax.errors import FormatError, IntegrityError, unreadable
 from adacheck_jax.lineage import Lineage
 from adacheck_jax.manifest import BaseManifest, Leaf, Update
 from adacheck_jax.recorder import Recorder
@@ -255,6 +255,8 @@ def _update_function(
     try:
         data = path.read_bytes()
     except OSError as error:
+        if refused := unreadable(path, error):
+            raise refused from error
         raise FormatError(
             f"{path}: expected the exported update of the base for this platform, found none "
             f"({error.strerror}); the base has it for {', '.join(update.programs)}. Restore on one "

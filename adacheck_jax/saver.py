@@ -207,6 +207,7 @@ class Saver:
             parent=parent,
             decision=decision,
             final_directory=final_directory,
+            directory_step=destination.step,
             replayable=replayable,
             fingerprints=parts,
             custom_metadata=custom_metadata,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,8 +23,9 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from adacheck_jax import durable, sharding, staging, trees
-from adacheck_jax.errors import IntegrityError, MismatchError
-from adacheck_jax.manifest import Leaf
+from adacheck_jax import manifest as manifests
+from adacheck_jax.errors import AdaCheckError, IntegrityError, MismatchError, unreadable
+from adacheck_jax.manifest import BaseManifest, Leaf
 from adacheck_jax.trees import PyTree
 
 
@@ -134,13 +136,16 @@ class StockCheckpoints:
         directory: epath.Path,
         entries: Mapping[str, Entry],
         chunk_shapes: Mapping[str, tuple[int, ...]],
-    ) -> None:
+    ) -> dict[str, str]:
         """Merges what Orbax wrote, and describes the arrays as it would; called on one process.
 
         Args:
             directory: of the checkpoint.
             entries: as :meth:`write` gave them.
             chunk_shapes: of the arrays, by leaf path.
+
+        Returns:
+            Digests of the files that describe the arrays, by their names.
         """
         if any(
             Path(directory).glob("ocdbt.process_*")
@@ -163,17 +168,19 @@ class StockCheckpoints:
             for path, entry in entries.items()
         ]
         top = Path(directory)
-        durable.write(top / "_sharding", json.dumps(shardings).encode())
+        durable.write(top / manifests.SHARDINGS, json.dumps(shardings).encode())
         durable.write(
             top / "array_metadatas/process_0", json.dumps({"array_metadatas": arrays}).encode()
         )
         durable.sync(top / "_METADATA")  # written by Orbax, which leaves it in the page cache
+        return {name: _digest(top / name) for name in manifests.DESCRIPTIONS}
 
     def metadata(self, directory: Path) -> Any:
         """Orbax's metadata of a state: its tree with shapes, data types and shardings.
 
         Raises:
             IntegrityError: Orbax cannot read it.
+            StorageError: it cannot be read now.
         """
         with _damage_named(directory):
             return self._reader.metadata(epath.Path(directory))
@@ -196,6 +203,7 @@ class StockCheckpoints:
         Raises:
             IntegrityError: Orbax cannot read it, or it has other leaves than expected, or one of
                 another shape or type; before anything is allocated for them.
+            StorageError: it cannot be read now.
         """
         metadata_tree = self.metadata(directory).tree
         found, _ = trees.flatten(metadata_tree)
@@ -230,6 +238,36 @@ class StockCheckpoints:
         """Releases what the handlers hold."""
         self._writer.close()
         self._reader.close()
+
+
+def damaged_descriptions(directory: Path, base: BaseManifest) -> dict[str, AdaCheckError]:
+    """The files that describe a base's arrays and are not what they were, by their names.
+
+    Args:
+        directory: of the base.
+        base: its manifest.
+    """
+    found: dict[str, AdaCheckError] = {}
+    for name, digest in sorted(base.described.items()):
+        path = directory / name
+        try:
+            is_whole = _digest(path) == digest
+            what = "other bytes"
+        except OSError as error:
+            if refused := unreadable(path, error):
+                found[name] = refused
+                continue
+            is_whole, what = False, f"none ({error.strerror})"
+        if not is_whole:
+            found[name] = IntegrityError(
+                f"{path}: expected the file that was written with the base, found {what}. Restore "
+                "another step."
+            )
+    return found
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _is_empty(leaf: Any) -> bool:
@@ -318,6 +356,8 @@ def _damage_named(directory: Path) -> Iterator[None]:
     except (MemoryError, jax.errors.JaxRuntimeError):
         raise  # too little memory, not damage
     except Exception as error:
+        if refused := unreadable(directory, error):
+            raise refused from error
         reason = str(error).split("\n", maxsplit=1)[0][:300]
         raise IntegrityError(
             f"{directory}: Orbax cannot read the base ({type(error).__name__}: {reason}). The step "

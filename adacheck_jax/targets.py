@@ -13,7 +13,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from adacheck_jax import restorer, staging, trees
-from adacheck_jax.errors import MismatchError
+from adacheck_jax.errors import AdaCheckError, MismatchError
 from adacheck_jax.lineage import Lineage
 from adacheck_jax.manifest import BaseManifest, Leaf
 from adacheck_jax.trees import PyTree
@@ -37,13 +37,23 @@ class Target:
         base: the manifest that describes the saved leaves.
         saved_tree: Orbax's metadata tree of the base.
         where: the step's directory, for messages.
+        shardings_damage: why no leaf can be placed as it was saved, None where they can; raised
+            if one has to be.
 
     Raises:
         MismatchError: lists every leaf that does not fit.
     """
 
-    def __init__(self, wishes: Wishes, base: BaseManifest, saved_tree: PyTree, where: Path) -> None:
+    def __init__(
+        self,
+        wishes: Wishes,
+        base: BaseManifest,
+        saved_tree: PyTree,
+        where: Path,
+        shardings_damage: AdaCheckError | None = None,
+    ) -> None:
         self._wishes = wishes
+        self._shardings_damage = shardings_damage
         self._specs = {leaf.path: leaf for leaf in base.leaves}
         self._saved_tree = saved_tree
         self._saved, _ = trees.flatten(saved_tree)
@@ -96,7 +106,7 @@ class Target:
         assert update is not None
         paths = [lineage.base.leaves[i].path for i in (*update.explained, *update.consumed)]
         try:
-            found = {path: _saved_sharding(self._saved.get(path), None) for path in paths}
+            found = {path: self._saved_sharding(path, None) for path in paths}
         except ValueError:
             return None
         return {path: np.ndarray if s is None else s for path, s in found.items()}
@@ -142,7 +152,7 @@ class Target:
             return sharding if self._wishes.strict else _fitting(sharding, spec)
         fallback = self._wishes.fallback_sharding
         try:
-            saved = _saved_sharding(self._saved.get(path), fallback)
+            saved = self._saved_sharding(path, fallback)
         except ValueError as error:
             raise MismatchError(
                 f"leaf {path}: it was saved on devices that do not exist here ({error}), and the "
@@ -150,6 +160,11 @@ class Target:
                 "or RestoreArgs(fallback_sharding=...)."
             ) from error
         return np.ndarray if saved is None else _fitting(saved, spec)
+
+    def _saved_sharding(self, path: str, fallback: Any) -> jax.sharding.Sharding | None:
+        if self._shardings_damage is not None:
+            raise self._shardings_damage
+        return _saved_sharding(self._saved.get(path), fallback)
 
     def finish(self, leaves: Mapping[str, Any]) -> PyTree:
         """Gives verified leaves the structure, type, shape and layout that is wanted."""

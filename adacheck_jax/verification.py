@@ -1,4 +1,4 @@
-"""Whether a saved step is what it was: its structure, every stored byte, or all that it computes.
+"""Whether a saved step is what it was: its structure, or every stored byte.
 
 A step needs the files of every step of its lineage. Where these are hard links to files that were
 seen already, they are not read again; see :class:`Verifier`.
@@ -9,30 +9,25 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 
-from adacheck_jax import fingerprint, replay, restorer, staging, trees, volumes
+from adacheck_jax import fingerprint, replay, restorer, trees, volumes
 from adacheck_jax import lineage as lineages
 from adacheck_jax import manifest as manifests
 from adacheck_jax.deltas import DeltaReader
-from adacheck_jax.errors import AdaCheckError, FormatError, IntegrityError
+from adacheck_jax.errors import AdaCheckError, IntegrityError
 from adacheck_jax.lineage import Entry, Lineage
 from adacheck_jax.manifest import BaseManifest, Update
-from adacheck_jax.stock import StockCheckpoints, stored_dtype
+from adacheck_jax.stock import StockCheckpoints, damaged_descriptions, stored_dtype
 
 PLACEMENT = "placement"
 NUMBER = "number"
-_PARTS = {"_METADATA": None, "_sharding": PLACEMENT, "array_metadatas/process_0": None}
-"""What Orbax keeps beside a base's arrays, and what its loss hinders, as in :class:`Damage`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,57 +55,27 @@ class Damage:
         return IntegrityError(f"{self.file}: {leaf}{self.message}. Restore another step.")
 
 
-@dataclass(frozen=True, slots=True)
-class Replayed:
-    """What recomputing a step gave.
-
-    Attributes:
-        damage: empty if every leaf has the bits that were saved.
-        rounded: leaf paths that differ, but come out of sums on devices that are not here.
-        problem: why the step cannot be recomputed on this machine, whatever its files are; or None.
-    """
-
-    damage: tuple[Damage, ...] = ()
-    rounded: tuple[str, ...] = ()
-    problem: str | None = None
-
-
-def check_structure(item_directory: Path) -> None:
-    """Checks that a step has all that a restore on this machine needs, as far as that is cheap.
+def check(item_directory: Path, *, read_data: bool, verifier: Verifier | None = None) -> None:
+    """Checks that a step has all that a restore on this machine needs.
 
     Manifests and what they say of each other, the update program, the databases, and for every
-    chunk of an array that it is there. No array is read.
+    chunk of an array that it is there.
 
     Args:
         item_directory: the step's item directory.
-
-    Raises:
-        AdaCheckError: names the file.
-    """
-    lineage = lineages.resolve(item_directory)
-    _raise_first(Verifier().structure(lineage), lineage)
-
-
-def check_data(item_directory: Path) -> None:
-    """As :func:`check_structure`, and reads every byte of the step and of those it builds on.
-
-    Args:
-        item_directory: the step's item directory.
+        read_data: also read every byte of the step and of those that it builds on.
+        verifier: remembers what was checked of other steps.
 
     Raises:
         AdaCheckError: names the file and, where one is damaged, the leaf.
     """
     lineage = lineages.resolve(item_directory)
-    verifier = Verifier()
-    _raise_first(verifier.structure(lineage), lineage)
-    _raise_first(verifier.data(lineage), lineage)
-
-
-def _raise_first(damage: Sequence[Damage], lineage: Lineage) -> None:
+    verifier = verifier or Verifier()
     platform = replay.platform() if restorer.replayed_count(lineage) else None
-    for each in damage:
-        if each.hinders in (None, platform):
-            raise each.error
+    for look in (verifier.structure, verifier.data) if read_data else (verifier.structure,):
+        for each in look(lineage):
+            if each.hinders in (None, platform):
+                raise each.error
 
 
 def damage_of(error: Exception, where: Path) -> Damage:
@@ -143,20 +108,30 @@ def identity(directory: Path, skipped: Path | None = None) -> str:
     return hashlib.sha256(repr(sorted(found)).encode()).hexdigest() if found else ""
 
 
-def _identity(entry: Entry) -> str:
+def unreadable_file(directory: Path) -> OSError | None:
+    """Why a file that is there cannot be read: then nothing is known of it, least of all damage."""
+    problems: list[OSError] = []
+    for path, _, files in os.walk(directory, onerror=problems.append):
+        for name in files:
+            try:
+                with open(Path(path, name), "rb") as file:
+                    file.read(1)
+            except OSError as error:
+                problems.append(error)
+    return next((each for each in problems if not isinstance(each, FileNotFoundError)), None)
+
+
+def identity_of(entry: Entry) -> str:
+    """As :func:`identity`, of one step of a lineage without its links to those before."""
     return identity(entry.directory, entry.directory / lineages.LINEAGE)
 
 
 class Verifier:
-    """Checks steps, and remembers what it found of files that several of them share.
-
-    Give it the steps of one item in ascending order: then each update is replayed once.
-    """
+    """Checks steps, and remembers what it found of files that several of them share."""
 
     def __init__(self) -> None:
         self._stock = StockCheckpoints()
         self._known: dict[tuple[str, str], list[Damage]] = {}
-        self._fold = _Fold(self._stock)
 
     def structure(self, lineage: Lineage) -> list[Damage]:
         """What a step lacks, as far as can be told without reading its arrays."""
@@ -169,16 +144,12 @@ class Verifier:
         """What is damaged among the stored bytes of a step and of those that it builds on."""
         return self._each(lineage, "data", self._data)
 
-    def replay(self, lineage: Lineage) -> Replayed:
-        """Recomputes a step on one device, and compares every leaf with its fingerprint."""
-        return self._fold.replay(lineage)
-
     def _each(
         self, lineage: Lineage, what: str, check: Callable[[Entry, BaseManifest], list[Damage]]
     ) -> list[Damage]:
         found = []
         for entry in lineage.entries:
-            key = (what, _identity(entry))
+            key = (what, identity_of(entry))
             if key not in self._known:
                 damage = check(entry, lineage.base)
                 # Kept by the place within the step: its next link lies elsewhere.
@@ -189,7 +160,8 @@ class Verifier:
     def _structure(self, entry: Entry, base: BaseManifest) -> list[Damage]:
         if not isinstance(entry.manifest, BaseManifest):
             return _delta_structure(entry, base)
-        return [*_programs(entry, base.update), *_lost_parts(entry), *self._base_arrays(entry)]
+        parts = [*damaged_programs(entry, base.update), *_descriptions(entry, base)]
+        return parts + self._base_arrays(entry)
 
     def _base_arrays(self, entry: Entry) -> list[Damage]:
         try:
@@ -211,7 +183,6 @@ class Verifier:
                 message = f"expected an array of {expected}, found {(other.shape, other.dtype)}"
                 found.append(Damage(str(entry.directory), path, message))
         names = {leaf.name: path for path, leaf in known.items() if path in specs}
-        found += _wrong_descriptions(entry, names)
         try:
             lost = volumes.lost_chunks(entry.directory, list(names))
         except (ValueError, OSError) as error:
@@ -240,7 +211,7 @@ class Verifier:
                     for box, block in reader.pieces()
                 ]
             except (ValueError, OSError) as error:
-                message = f"the stored bytes are damaged ({_first_line(error)})"
+                message = f"the stored bytes are damaged ({first_line(error)})"
                 found.append(Damage(str(entry.directory), leaf.path, message))
                 continue
             if fingerprint.combine(parts) != base.fingerprints[index]:
@@ -251,7 +222,8 @@ class Verifier:
 _OTHER_BITS = "the bits are not those that were saved, by their fingerprint"
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """As much of an error as fits into another message."""
     return str(error).split("\n", maxsplit=1)[0][:300]
 
 
@@ -267,7 +239,7 @@ def _stored_leaves(manifest: Any) -> list[manifests.Leaf]:
     return [leaf for leaf in manifest.leaves if leaf.nbytes]
 
 
-def _programs(entry: Entry, update: Update | None) -> list[Damage]:
+def damaged_programs(entry: Entry, update: Update | None) -> list[Damage]:
     """The update programs that are missing, or not those that were written."""
     found = []
     for platform, digest in ({} if update is None else update.programs).items():
@@ -286,39 +258,23 @@ def _programs(entry: Entry, update: Update | None) -> list[Damage]:
 
 def _without_program(lineage: Lineage) -> list[Damage]:
     update = lineage.base.update
-    if update is not None and len(_programs(lineage.entries[0], update)) < len(update.programs):
-        return []
+    if update is not None:
+        damaged = damaged_programs(lineage.entries[0], update)
+        if len(damaged) < len(update.programs):
+            return []
     message = "expected the update that a delta replays, found no program that is whole"
     return [Damage(str(lineage.base_directory / manifests.FILE), None, message)]
 
 
-def _lost_parts(entry: Entry) -> list[Damage]:
-    """What Orbax keeps beside the arrays: JSON that is there and can be read."""
-    found = []
-    for name, hinders in _PARTS.items():
-        path = entry.directory / name
-        try:
-            json.loads(path.read_bytes())
-        except (OSError, ValueError) as error:
-            message = f"expected JSON that Orbax wrote, found none ({error})"
-            found.append(Damage(str(path), None, message, hinders))
-    return found
-
-
-def _wrong_descriptions(entry: Entry, names: Mapping[str, str]) -> list[Damage]:
-    """Orbax reads this file only when it restores, and then stumbles over it."""
-    path = entry.directory / "array_metadatas/process_0"
-    fields = {"param_name", "write_shape", "chunk_shape", "ext_metadata"}
-    try:
-        each = [one["array_metadata"] for one in json.loads(path.read_bytes())["array_metadatas"]]
-        if all(one.keys() == fields and one["param_name"] in names for one in each):
-            return []
-    except (OSError, ValueError):
-        return []  # told already
-    except (LookupError, TypeError, AttributeError):
-        pass
-    message = "expected Orbax's descriptions of the base's arrays, found something else"
-    return [Damage(str(path), None, message)]
+def _descriptions(entry: Entry, base: BaseManifest) -> list[Damage]:
+    """What Orbax reads beside the arrays and is not what it was."""
+    return [
+        dataclasses.replace(
+            damage_of(error, entry.directory),
+            hinders=PLACEMENT if name == manifests.SHARDINGS else None,
+        )
+        for name, error in damaged_descriptions(entry.directory, base).items()
+    ]
 
 
 def _delta_structure(entry: Entry, base: BaseManifest) -> list[Damage]:
@@ -358,147 +314,3 @@ def _delta_data(entry: Entry, base: BaseManifest) -> list[Damage]:
         if whole and fingerprint.combine(parts) != manifest.fingerprints[index]:
             found.append(Damage(str(entry.directory / lineages.DELTA), path, _OTHER_BITS))
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Compared:
-    """The leaves of one step that do not have the bits that were saved, by index; or an error."""
-
-    differing: tuple[int, ...] = ()
-    error: Damage | None = None
-
-
-class _Fold:
-    """One lineage, folded on one device a step at a time."""
-
-    def __init__(self, stock: StockCheckpoints) -> None:
-        self._stock = stock
-        self._chain: tuple[str, ...] = ()
-        self._leaves: list[Any] = []
-        self._compiled: dict[str, replay.UpdateFunction] = {}
-        self._compared: dict[tuple[str, ...], _Compared] = {}
-
-    def replay(self, lineage: Lineage) -> Replayed:
-        problem = cannot_replay_here(lineage)
-        if problem is not None:
-            return Replayed(problem=problem)
-        chain = tuple(map(_identity, lineage.entries))
-        with _wide_integers(lineage.base):
-            result = self._advanced(lineage, chain)
-        if result.error is not None:
-            return Replayed((result.error,))
-        where, specs = str(lineage.entries[-1].directory), lineage.base.leaves
-        bound = restorer.bound_to_mesh(lineage)
-        wrong = [i for i in result.differing if i not in bound]
-        rounded = tuple(specs[i].path for i in result.differing if i in bound)
-        message = "recomputed, it does not have the bits that were saved"
-        return Replayed(tuple(Damage(where, specs[i].path, message) for i in wrong), rounded)
-
-    def _advanced(self, lineage: Lineage, chain: tuple[str, ...]) -> _Compared:
-        if self._chain != chain[: len(self._chain)]:  # another lineage, or files of other content
-            self._chain, self._leaves = (), []
-        for depth in range(1, len(chain) + 1):
-            known = self._compared.get(chain[:depth])
-            if known is not None and known.error is not None:
-                return known
-            if depth > len(self._chain):
-                self._step(lineage, chain[:depth])
-        return self._compared[chain]
-
-    def _step(self, lineage: Lineage, chain: tuple[str, ...]) -> None:
-        """Goes on to the next step of a lineage, and compares it."""
-        first, entry = lineage.entries[0], lineage.entries[len(chain) - 1]
-        try:
-            if len(chain) == 1:
-                self._leaves = self._base(lineage)
-            else:
-                leaves, self._leaves = self._leaves, []  # they are donated
-                one = Lineage((first, entry))
-                self._leaves = restorer.replay_onto(leaves, one, None, None, self._compiled)
-        except AdaCheckError as error:
-            self._chain, self._leaves = (), []
-            self._compared[chain] = _Compared(error=damage_of(error, entry.directory))
-            return
-        self._chain = chain
-        found = fingerprint.of_leaves({i: staging.raw(x) for i, x in enumerate(self._leaves)})
-        saved = entry.manifest.fingerprints
-        differing = tuple(i for i, value in found.items() if value != saved[i])
-        self._compared[chain] = _Compared(differing)
-
-    def _base(self, lineage: Lineage) -> list[Any]:
-        base, directory = lineage.base, lineage.base_directory
-        device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        on_device = _touched(base)
-        wanted = {
-            leaf.path: device if leaf.key_type or i in on_device else np.ndarray
-            for i, leaf in enumerate(base.leaves)
-            if leaf.nbytes
-        }
-        specs = {leaf.path: leaf for leaf in base.leaves}
-        read = self._stock.read(directory, wanted, specs)
-        for i, leaf in enumerate(base.leaves):
-            if not leaf.nbytes:
-                empty = np.empty(leaf.shape, jnp.dtype(leaf.dtype))
-                read[leaf.path] = jax.device_put(empty, device) if i in on_device else empty
-        return [read[leaf.path] for leaf in base.leaves]
-
-
-def _touched(base: BaseManifest) -> frozenset[int]:
-    return frozenset() if base.update is None else base.update.explained | {*base.update.consumed}
-
-
-@contextlib.contextmanager
-def _wide_integers(base: BaseManifest) -> Iterator[None]:
-    """Lets JAX have elements of 64 bits where the update has: Orbax reads on threads of its own."""
-    wide = ("int64", "uint64", "float64", "complex128")
-    before = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
-    is_wide = any(base.leaves[i].dtype in wide for i in _touched(base))
-    jax.config.update("jax_enable_x64", before or is_wide)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_x64", before)
-
-
-def cannot_replay_here(lineage: Lineage) -> str | None:
-    """Why no update of an undamaged lineage can be replayed on this machine; None if it can."""
-    update = lineage.base.update
-    if update is None or not update.programs or not restorer.replayed_count(lineage):
-        return None
-    here = replay.platform()
-    if here not in update.programs:
-        known = ", ".join(update.programs)
-        return f"the update was exported for {known}, and this machine's platform is {here}"
-    path = lineage.base_directory / manifests.update_file(here)
-    try:
-        replay.load(path.read_bytes(), update, str(path))
-    except FormatError as error:
-        return " ".join(str(error).split())
-    except (AdaCheckError, OSError):
-        return None  # damaged, as replaying it will tell
-    return None
-
-
-def try_to_restore(lineage: Lineage) -> tuple[bool | None, str]:
-    """Whether a step that is damaged can be restored all the same, by doing it.
-
-    Returns:
-        True or False, or None where this machine cannot tell; and why.
-    """
-    problem = cannot_replay_here(lineage)
-    if problem is not None:
-        return None, problem
-    here = replay.platform()
-    update = lineage.base.update
-    if update is not None and restorer.replayed_count(lineage):
-        bad = {each.hinders for each in _programs(lineage.entries[0], update)}
-        if here in bad and bad != update.programs.keys():
-            whole = ", ".join(sorted(update.programs.keys() - bad))
-            return None, f"the update for {here} is damaged, the one for {whole} is not"
-    try:
-        damage = Verifier().replay(lineage).damage
-    except (MemoryError, jax.errors.JaxRuntimeError) as error:
-        return None, f"it could not be tried: {_first_line(error)}"
-    if not damage:
-        return True, "it can be restored all the same"
-    return False, f"{damage[0].leaf or damage[0].file}: {damage[0].message}"

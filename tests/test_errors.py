@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -89,6 +90,11 @@ class TestAbstractState:
         assert_same_bits(restored["params"], jax.tree.leaves(expected["params"]))
 
 
+def forget_descriptions(item):
+    """Writes a base's manifest anew, as somebody would who has changed the files beside it."""
+    manifest.write(item, dataclasses.replace(manifest.read(item), described={}))
+
+
 class TestDamage:
     """A missing, truncated or altered file."""
 
@@ -168,6 +174,9 @@ class TestDamage:
         shutil.copytree(target / manifest.DIRECTORY, forged / manifest.DIRECTORY)
         shutil.rmtree(target)
         forged.rename(target)
+        with pytest.raises(adacheck.IntegrityError, match="_METADATA: expected the file that was"):
+            restore(root, 1, abstract(run.state))
+        forget_descriptions(target)
         with pytest.raises(adacheck.IntegrityError, match=r"1 of .* leaves.*params/in/kernel"):
             restore(root, 1, abstract(run.state))
 
@@ -177,7 +186,11 @@ class TestDamage:
         state = {"key": jax.random.key(3), "x": jnp.ones(3)}
         with manager_of(tmp_path, adacheck.AdaCheckHandler()) as manager:
             manager.save(1, args=adacheck.SaveArgs(state))
-        shutil.rmtree(tmp_path / "1" / "default" / "array_metadatas")
+        item = tmp_path / "1" / "default"
+        shutil.rmtree(item / "array_metadatas")
+        with pytest.raises(adacheck.IntegrityError, match=r"array_metadatas.*found none"):
+            restore(tmp_path, 1, abstract(state) if asks else None)
+        forget_descriptions(item)
         with pytest.raises(adacheck.IntegrityError, match=r"key: expected key<fry>"):
             restore(tmp_path, 1, abstract(state) if asks else None)
 
@@ -188,7 +201,7 @@ class TestDamage:
         body["format"] = 99
         path.unlink()
         path.write_text(json.dumps(body))
-        with pytest.raises(adacheck.FormatError, match="expected format version 3, found 99"):
+        with pytest.raises(adacheck.FormatError, match="expected format version 4, found 99"):
             restore(root, 3, abstract(run.state))
 
     def test_other_steps_stay_restorable(self, copy, saved_run):
@@ -325,7 +338,7 @@ def test_a_failed_save_is_raised_once_and_the_next_one_is_a_base(tmp_path, monke
 
             patch.setattr("adacheck_jax.arrays.write_pack", full)
             manager.save(3, args=adacheck.SaveArgs(run.advance()))
-            with pytest.raises(OSError, match="No space left"):
+            with pytest.raises(adacheck.StorageError, match=r"/3/default: .*No space left"):
                 manager.wait_until_finished()
         manager.reload()
         saved |= save_steps(manager, run, 2)

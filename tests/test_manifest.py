@@ -225,7 +225,7 @@ def test_a_changed_value_is_told_apart_from_another_format():
 
 def test_an_unknown_format_version_names_both_versions():
     body = body_of(A_BASE)
-    with pytest.raises(FormatError, match="expected format version 3, found 99"):
+    with pytest.raises(FormatError, match="expected format version 4, found 99"):
         decode(encode_body({**body, "format": 99}))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import shutil
 import tempfile
@@ -163,7 +164,9 @@ class Retention(RuleBasedStateMachine):
         if not self.has_links:
             refused = mock.patch.object(lineage, "can_link", return_value=False)
             self.stack.enter_context(refused)
-            self.stack.enter_context(mock.patch("os.link", side_effect=PermissionError))
+            self.stack.enter_context(
+                mock.patch("os.link", side_effect=PermissionError(errno.EPERM, "no links"))
+            )
         name = self.stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
         self.root, self.outside = Path(name) / "run", Path(name) / "outside"
         self.state, self.updates = START, 0
@@ -313,9 +316,9 @@ class Retention(RuleBasedStateMachine):
         """Nothing is closed; the next life may find what was half written."""
         self.settle()
         if leaves_more:
-            half = self.root / f"{(self.manager.latest_step() or 0) + 1}{lineage.TMP_SUFFIX}-17"
+            half = self.root / f"{(self.manager.latest_step() or 0) + 1}{lineage.TMP_SUFFIX}"
             shutil.rmtree(half, ignore_errors=True)
-            item = half / f"default{lineage.TMP_SUFFIX}-17"
+            item = half / f"default{lineage.TMP_SUFFIX}"
             if self.disk:
                 shutil.copytree(self.root / str(max(self.disk)) / "default", item)
                 (item / manifest.FILE).unlink()

@@ -17,7 +17,17 @@ import pytest
 from typer.testing import CliRunner
 
 import adacheck_jax as adacheck
-from adacheck_jax import arrays, audit, deltas, inspection, lineage, manifest, repair, verification
+from adacheck_jax import (
+    arrays,
+    audit,
+    deltas,
+    inspection,
+    lineage,
+    manifest,
+    recompute,
+    repair,
+    verification,
+)
 from adacheck_jax.audit import Thoroughness
 from adacheck_jax.cli import app
 from tests import support
@@ -134,8 +144,7 @@ class TestClean:
             assert step.checked == ("structure", "data", "replay")
         assert report.leftovers == ()
         for step in saved:
-            verification.check_structure(item(root, step))
-            verification.check_data(item(root, step))
+            verification.check(item(root, step), read_data=True)
 
     def test_the_bits_root_has_what_it_is_meant_to_have(self, bits):
         kinds = [inspection.describe_step(bits[0], step).kind for step in range(1, 5)]
@@ -156,7 +165,7 @@ class TestClean:
         paths = {leaf.path for leaf in base.leaves if leaf.path.startswith("params")}
         bound = frozenset(i for i, leaf in enumerate(base.leaves) if leaf.path in paths)
         monkeypatch.setattr(
-            verification.restorer, "bound_to_mesh", lambda of: bound if of.deltas else frozenset()
+            recompute.restorer, "bound_to_mesh", lambda of: bound if of.deltas else frozenset()
         )
         report = audit.verify_root(copy, 2, thoroughness=REPLAY)
         assert set(report.steps[0].rounded) <= paths
@@ -166,12 +175,12 @@ class TestClean:
 
     def test_shared_files_are_read_once_and_updates_replayed_once(self, replayed, monkeypatch):
         read, folded = [], []
-        opened, replay_onto = verification.volumes.ArrayReader, verification.restorer.replay_onto
+        opened, replay_onto = verification.volumes.ArrayReader, recompute.restorer.replay_onto
         monkeypatch.setattr(
             verification.volumes, "ArrayReader", lambda d, n: read.append(n) or opened(d, n)
         )
         monkeypatch.setattr(
-            verification.restorer, "replay_onto", lambda *a: folded.append(1) or replay_onto(*a)
+            recompute.restorer, "replay_onto", lambda *a: folded.append(1) or replay_onto(*a)
         )
         assert not any(damaged(replayed[0], ALL).values())
         leaves = manifest.read(item(replayed[0], 1)).leaves
@@ -256,8 +265,8 @@ class TestDamage:
         assert not any(damaged(copy, Thoroughness()).values())
         assert all(damaged(copy).values())
         with pytest.raises(adacheck.IntegrityError, match=str(item(copy, 3))):
-            verification.check_data(item(copy, 3))
-        verification.check_structure(item(copy, 3))
+            verification.check(item(copy, 3), read_data=True)
+        verification.check(item(copy, 3), read_data=False)
 
     @pytest.mark.parametrize(
         "what", [manifest.FILE, lineage.DELTA, f"{lineage.DELTA}/0/manifest.ocdbt", "."]
@@ -306,14 +315,14 @@ class TestDamage:
         place = item(copy, 3) / lineage.LINEAGE / "1"
         (place / manifest.update_file("tpu")).unlink()
         assert damaged(copy, Thoroughness())[3]
-        verification.check_structure(item(copy, 3))
+        verification.check(item(copy, 3), read_data=False)
         (place / manifest.update_file("cpu")).unlink()
         with pytest.raises(adacheck.IntegrityError, match=r"update\.cpu\.stablehlo"):
-            verification.check_structure(item(copy, 3))
+            verification.check(item(copy, 3), read_data=False)
 
     def test_a_lost_program_does_not_hinder_its_base(self, copy):
         (item(copy, 1) / manifest.update_file("cpu")).unlink()
-        verification.check_structure(item(copy, 1))
+        verification.check(item(copy, 1), read_data=False)
 
 
 class TestChanging:
@@ -506,7 +515,8 @@ class TestRepair:
 
     def test_a_file_that_cannot_be_opened_proves_nothing(self, copy, monkeypatch):
         spoil(copy, 3)
-        monkeypatch.setattr(repair, "_unreadable", lambda directory: "[Errno 13] Permission denied")
+        refused = PermissionError(13, "Permission denied")
+        monkeypatch.setattr(repair, "unreadable_file", lambda directory: refused)
         report = repair.repair(copy)
         assert report.removals == ()
         assert "Permission denied" in report.kept[0].why
