@@ -307,7 +307,8 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         rounded = restorer.verify(leaves, lineage, path, rounded=bound if there is None else ())
         self.restored = self._tell(lineage, rounded, path, args.exact)
         if not rounded:
-            self._saver_of(lineages.place_of(path)).follow(lineage, leaves)
+            place = lineages.place_of(path)
+            self._saver_of(place).follow(lineage, place.step, leaves)
         named = {spec.path: leaf for spec, leaf in zip(lineage.base.leaves, leaves, strict=True)}
         if there:
             target.move({each: placements[each] for each in there}, named)

@@ -95,17 +95,19 @@ class Saver:
         self._heads: tuple[Path, ...] = ()
         self._saved: tuple[Path, ...] = ()
         self._known: dict[Path, Lineage] = {}
+        self._numbers: dict[Path, int | None] = {}
         self._links: dict[Path, bool] = {}
         self._whole: dict[Path, frozenset[str]] = {}
         self._base: EarlierBase | None = None
         self._compression: Compression = compression
         self._choices: dict[int, Encoding] = {}
 
-    def follow(self, restored: Lineage, leaves: Sequence[Any]) -> None:
+    def follow(self, restored: Lineage, number: int | None, leaves: Sequence[Any]) -> None:
         """Makes a restored step the parent of the next save.
 
         Args:
             restored: the step's lineage.
+            number: in the name of the step's directory, None if there is none.
             leaves: its leaves, with which the next state is compared; None for one left out.
         """
         update = restored.base.update
@@ -117,6 +119,8 @@ class Saver:
         self._heads = tuple(dict.fromkeys((head, *self._saved)))
         self._known = {each: known for each, known in self._known.items() if each in self._heads}
         self._known[head] = restored
+        self._numbers = {each: n for each, n in self._numbers.items() if each in self._heads}
+        self._numbers[head] = number
         if head not in self._whole:
             self._whole[head] = lineage.files_of(head, restored.manifest.step)
         if self._recorder is not None or self._delta == "bits":
@@ -227,6 +231,7 @@ class Saver:
         # Until the save is committed this directory does not exist, and if it fails it never will:
         # the next save looks at the disk, finds no parent, and writes a base.
         self._heads, self._saved, self._whole = (final_directory,), (final_directory,), whole
+        self._numbers = {final_directory: destination.step}
         after = HostCopies({i: staged[i] for i in kept}, is_due, sites if is_due else {})
         if decision.kind == "replay" and not decision.update_count:  # nothing was updated since
             after = HostCopies(after.blocks, before.is_proof_due, before.sites)
@@ -284,7 +289,7 @@ class Saver:
         return range(len(structure.leaves))
 
     def _note_parent(self, destination: Destination, parent: Lineage) -> None:
-        number = lineage.place_of(parent.entries[-1].directory).step
+        number = self._number_of(parent)
         if self._keep_lineage is not None and destination.step is not None and number is not None:
             self._keep_lineage.note(destination.step, number)
 
@@ -330,9 +335,13 @@ class Saver:
 
     def _is_let_go(self, known: Lineage) -> bool:
         """Whether the policy wants a step deleted, which a manager may do later."""
-        number = lineage.place_of(known.entries[-1].directory).step
+        number = self._number_of(known)
         keep = self._keep_lineage
         return keep is not None and number is not None and keep.lets_go(number)
+
+    def _number_of(self, known: Lineage) -> int | None:
+        """The manager's number of a head; its directory, which may be going, does not tell."""
+        return self._numbers.get(known.entries[-1].directory)
 
     def _lineage_of(self, head: Path) -> Lineage | None:
         previous = [known for known in self._known.values() if known is not None]

@@ -541,6 +541,32 @@ def test_nothing_builds_on_a_step_that_waits_to_be_deleted(tmp_path, monkeypatch
         support.assert_same_bits(found, support.host_copy(state))
 
 
+def test_nothing_builds_on_a_step_that_is_half_deleted(tmp_path, monkeypatch):
+    """Of a directory that is being deleted, what tells Orbax that it is a step may go first."""
+    monkeypatch.setattr(lineage, "can_link", lambda _: False)
+    keep = adacheck.KeepLineage(EveryNSteps(2))
+    handler = adacheck.AdaCheckHandler(RECORDER, keep_lineage=keep)
+    state = START
+    with support.manager_of(tmp_path, handler, preservation_policy=keep) as manager:
+        deleter = manager._checkpoint_deleter
+
+        def half(step):
+            (tmp_path / str(step) / "_CHECKPOINT_METADATA").unlink()
+
+        with monkeypatch.context() as patched:
+            patched.setattr(deleter, "delete", half)
+            state = train_step(state, gradients(1))
+            manager.save(1, args=adacheck.SaveArgs(state))
+            manager.wait_until_finished()
+        state = train_step(state, gradients(2))
+        manager.save(2, args=adacheck.SaveArgs(state))
+        manager.wait_until_finished()
+    shutil.rmtree(tmp_path / "1")
+    with support.manager_of(tmp_path, adacheck.AdaCheckHandler()) as manager:
+        found = manager.restore(2, args=adacheck.RestoreArgs(support.abstract(START)))
+        support.assert_same_bits(found, support.host_copy(state))
+
+
 @pytest.mark.parametrize("lost", ["all", "part"])
 @pytest.mark.parametrize("resumes", [False, True])
 def test_a_step_that_is_deleted_while_it_is_linked_is_missed(tmp_path, monkeypatch, lost, resumes):
