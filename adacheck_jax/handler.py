@@ -279,6 +279,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
 
     def _restore(self, path: Path, args: RestoreArgs) -> PyTree:
         lineage = self._resolve(path)
+        restorer.begin(lineage)
         if misplaced := lineages.misplaced(path, lineage.manifest):
             _log.warning("%s: %s; it was moved there.", path, misplaced)
         damage = stock.damaged_descriptions(lineage.base_directory, lineage.base)

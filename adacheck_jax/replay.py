@@ -19,7 +19,7 @@ import jax
 import jax.export
 import optax
 
-from adacheck_jax import purity, staging, trees
+from adacheck_jax import purity, staging, trees, vetting
 from adacheck_jax.errors import FormatError, IntegrityError, RecorderError
 from adacheck_jax.manifest import Update
 from adacheck_jax.recorder import Recorder, RecorderNode, UpdateSignature, find_node
@@ -279,6 +279,7 @@ def export(
                 _log.info("The update cannot be exported for %s: %s", each, error)
                 continue
             programs[each] = bytes(exported.serialize())
+            vetting.trust(programs[each])
     return programs
 
 
@@ -299,13 +300,19 @@ def _no_tracebacks() -> Iterator[None]:
         jax.config.update(name, limit)
 
 
+def begin(data: bytes, update: Update) -> None:
+    """Starts in the background what :func:`load` will wait for."""
+    if hashlib.sha256(data).hexdigest() == update.programs.get(platform()):
+        vetting.begin(data)
+
+
 def load(data: bytes, update: Update, where: str) -> UpdateFunction:
     """Reads an exported update program, and refuses one that does more than compute.
 
     Raises:
         IntegrityError: the bytes are not those that were written.
-        FormatError: this jax cannot read it, or it is not pure. What is returned raises it where
-            the program does not take the leaves that it is called with.
+        FormatError: this jax cannot read it, or it is not pure, or it ends whoever parses it. What
+            is returned raises it where the program does not take the leaves that it is called with.
     """
     if hashlib.sha256(data).hexdigest() != update.programs.get(platform()):
         raise IntegrityError(
@@ -313,6 +320,7 @@ def load(data: bytes, update: Update, where: str) -> UpdateFunction:
             f"(found {len(data)} bytes). The file was changed after it was written; restore a "
             "base step, or give AdaCheckHandler the recorder and remove nothing."
         )
+    vetting.check(data, where)
     try:
         exported = jax.export.deserialize(bytearray(data))
         purity.check(exported, where)

@@ -6,6 +6,7 @@ update explains are put back, and every leaf is compared with its fingerprint.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +39,15 @@ class _Inputs:
 
     record: list[jax.Array]
     extra: list[jax.Array]
+
+
+def begin(lineage: Lineage) -> None:
+    """Starts in the background what a replay will wait for, while the base is read."""
+    update = lineage.base.update
+    if update is not None and replayed_count(lineage):
+        with contextlib.suppress(OSError):  # whoever needs the file will say so
+            path = lineage.base_directory / manifests.update_file(replay.platform())
+            replay.begin(path.read_bytes(), update)
 
 
 def replay_onto(
