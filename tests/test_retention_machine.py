@@ -316,7 +316,7 @@ class Retention(RuleBasedStateMachine):
         """Nothing is closed; the next life may find what was half written."""
         self.settle()
         if leaves_more:
-            half = self.root / f"{(self.manager.latest_step() or 0) + 1}{lineage.TMP_SUFFIX}"
+            half = self.root / f"{max(self.used, default=0) + 1}{lineage.TMP_SUFFIX}"
             shutil.rmtree(half, ignore_errors=True)
             item = half / f"default{lineage.TMP_SUFFIX}"
             if self.disk:
