@@ -43,6 +43,7 @@ from jax.sharding import NamedSharding
 import adacheck_jax as adacheck
 from adacheck_jax import lineage, trees
 from adacheck_jax import manifest as manifests
+from benchmarks.common import environment
 
 WIDTH = 64
 DEVICES = 8
@@ -315,6 +316,7 @@ class Tally:
         committed: steps that the manager reported.
         lost: committed steps that were not listed afterwards, though no retention deletes them.
         wrong: restored steps with other bits than the reference's.
+        crashed: processes that ended by another signal, or did not begin in time.
         half_deleted: listed steps that retention was deleting at a kill, and that are refused.
         failures: anything else.
     """
@@ -327,8 +329,13 @@ class Tally:
     runs: int = 0
     lost: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+    crashed: list[str] = field(default_factory=list)
     half_deleted: int = 0
     failures: list[str] = field(default_factory=list)
+
+    def problems(self) -> list[str]:
+        """All that must not be."""
+        return [*self.lost, *self.wrong, *self.crashed, *self.failures]
 
 
 class Killer:
@@ -372,7 +379,7 @@ class Killer:
             if sum("began" in line for line in first.lines) >= steps and first.lines:
                 break
         if not first.lines:
-            tally.failures.append(f"{self._root}: did not begin; see {self._directory}/log.0")
+            tally.crashed.append(f"{self._root}: did not begin; see {self._directory}/log.0")
         stop_s = time.monotonic() + self._rng.choice(PAUSES_S) * self._rng.random()
         while (left_s := stop_s - time.monotonic()) > 0 and children[0].read(left_s):
             pass
@@ -408,8 +415,12 @@ class Killer:
                 elif word == "committed" and index == 0:
                     tally.committed += 1
                     self._newest = max(self._newest, int(values[0]))
-        if any(os.WIFEXITED(s) and os.WEXITSTATUS(s) for s in statuses) and self._count == 1:
-            tally.failures.append(f"{self._root}: a process failed; see {self._directory}/log.0")
+        if self._count == 1:  # of several, those that are left may end as they like
+            where = f"{self._root}: see {self._directory}/log.0"
+            if os.WIFSIGNALED(statuses[0]) and os.WTERMSIG(statuses[0]) != signal.SIGKILL:
+                tally.crashed.append(f"{where}: signal {os.WTERMSIG(statuses[0])}")
+            if os.WIFEXITED(statuses[0]) and os.WEXITSTATUS(statuses[0]):
+                tally.failures.append(f"{where}: a process failed")
         if any("over" in child.lines for child in children):
             tally.runs += 1
             shutil.rmtree(self._root)
@@ -445,6 +456,7 @@ def show(tally: Tally, process_count: int, total_s: float) -> None:
         ("committed steps lost", len(tally.lost)),
         ("restored steps with wrong bits", len(tally.wrong)),
         ("half-deleted old steps, refused", tally.half_deleted),
+        ("crashed or hanging processes", len(tally.crashed)),
         ("other failures", len(tally.failures)),
         ("whole runs of " + str(REFERENCE_STEPS) + " steps", tally.runs),
         ("minutes", f"{total_s / 60:.1f}"),
@@ -452,7 +464,7 @@ def show(tally: Tally, process_count: int, total_s: float) -> None:
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         print(f"{name:<{width}}  {value}")
-    for problem in [*tally.lost, *tally.wrong, *tally.failures]:
+    for problem in tally.problems():
         print(f"FAILED: {problem}")
 
 
@@ -464,6 +476,7 @@ def main(arguments: list[str] | None = None) -> Tally:
     parser.add_argument("--seed", type=int, default=0, help="of the moments (default 0)")
     parser.add_argument("--minutes", type=float, default=1e6, help="stop after so many")
     parser.add_argument("--directory", type=Path, help="to work in; kept if something fails")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     args = parser.parse_args(arguments)
     directory = args.directory or Path(tempfile.mkdtemp(prefix="crashes-"))
     start_s = time.monotonic()
@@ -471,14 +484,18 @@ def main(arguments: list[str] | None = None) -> Tally:
     killer.prepare()
     while killer.tally.kills < args.kills and time.monotonic() - start_s < args.minutes * 60:
         killer.kill_once()
-        if killer.tally.kills % 50 == 0:
-            print(f"{killer.tally.kills} kills, {time.monotonic() - start_s:.0f} s", flush=True)
-    show(killer.tally, args.processes, time.monotonic() - start_s)
-    if not (killer.tally.lost or killer.tally.wrong or killer.tally.failures):
+        if killer.tally.kills % 10 == 0:
+            seconds = time.monotonic() - start_s
+            print(f"{killer.tally.kills} kills, {seconds:.0f} s", file=sys.stderr, flush=True)
+    if args.json:
+        found = {"processes": args.processes, "seed": args.seed, **vars(killer.tally)}
+        print(json.dumps({**environment(), **found}, indent=1))
+    else:
+        show(killer.tally, args.processes, time.monotonic() - start_s)
+    if not killer.tally.problems():
         shutil.rmtree(directory, ignore_errors=True)
     return killer.tally
 
 
 if __name__ == "__main__":
-    found = main()
-    sys.exit(bool(found.lost or found.wrong or found.failures))
+    sys.exit(bool(main().problems()))

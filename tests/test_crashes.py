@@ -4,54 +4,57 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePath
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 
 import adacheck_jax as adacheck
 from adacheck_jax import commit, lineage
-from benchmarks import crashes
+from benchmarks import crashes, shim
 from tests import support
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
 
-pytestmark = pytest.mark.campaign
-
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parent.parent
 WORKER_TIMEOUT_S = 280
 
 
 @pytest.fixture(scope="session")
-def shim(tmp_path_factory) -> Path:
-    """The library that stands between a process and its disk."""
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None or not sys.platform.startswith("linux"):
+def library(tmp_path_factory) -> Path:
+    """What stands between a process and its disk."""
+    library = shim.build(tmp_path_factory.mktemp("shim"))
+    if library is None:
         pytest.skip("needs Linux and a C compiler")
-    library = tmp_path_factory.mktemp("shim") / "disk_shim.so"
-    command = [compiler, "-O1", "-shared", "-fPIC", "-o", library, HERE / "disk_shim.c"]
-    subprocess.run([*command, "-ldl", "-lpthread"], check=True)
     return library
 
 
-def work(shim: Path | None, *arguments: Any) -> dict[str, Any]:
-    loaded = {"LD_PRELOAD": str(shim), "DISK_SHIM": str(shim)} if shim else {}
+def printed_by(*arguments: Any, variables: Mapping[str, str] = MappingProxyType({})) -> str:
+    """What a program prints."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.crash_worker", *map(str, arguments)],
-        env=os.environ | loaded,
-        cwd=HERE.parent,
+        [sys.executable, *map(str, arguments)],
+        env={**os.environ, **variables},
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=WORKER_TIMEOUT_S,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-5000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+    return done.stdout
+
+
+def operations(library: Path | None, *arguments: Any) -> dict[str, Any]:
+    """What each mode of the campaign found."""
+    variables = shim.loading(library) if library else {}
+    printed = printed_by("-m", "benchmarks.operations", *arguments, variables=variables)
+    return json.loads(printed.splitlines()[-1])["modes"]
 
 
 def volatile(log: Path, renamed: PurePath) -> list[str]:
@@ -83,55 +86,61 @@ def volatile(log: Path, renamed: PurePath) -> list[str]:
     raise AssertionError(f"{renamed} is not renamed")
 
 
-@pytest.mark.parametrize(("step", "kind"), [(4, "delta"), (5, "base")])
-def test_all_of_an_item_is_durable_before_it_is_committed(shim, tmp_path, step, kind):
-    found = work(shim, "log", step, tmp_path, "auto")
-    assert found["kind"] == kind
+def check_durable(found: dict[str, Any], save: str, directory: Path) -> None:
+    """All of an item was synced before the rename that commits it."""
+    assert found["kind"] == save
     suffix = ".orbax-checkpoint-tmp"
-    item = tmp_path / "root" / f"{step}{suffix}" / f"default{suffix}"
-    left = volatile(tmp_path / "log" / "log", item)
+    step = {"delta": 4, "base": 5}[save]
+    item = directory / "root" / f"{step}{suffix}" / f"default{suffix}"
+    left = volatile(directory / "log" / "log", item)
     # Orbax's own, and written last; what it holds does not matter.
     assert set(left) <= {str(item), str(item / "commit_success.txt")}
 
 
-def check_failures(found: dict[str, Any], minimum: int) -> None:
+def check_failures(found: dict[str, Any], save: str, minimum: int) -> None:
     assert found["problems"] == []
+    assert found["kind"] == save
+    assert found["is_whole"]
     assert found["tried"] >= minimum
     assert found["raised"] >= 0.8 * found["tried"]  # a link that fails is a copy, and no error
 
 
-# A few of all calls here; every one of them takes minutes: leave the last number out.
-@pytest.mark.parametrize("step", [4, 5])
-def test_a_crash_at_any_call_leaves_the_step_before_or_the_step(shim, tmp_path, step):
-    found = work(shim, "copies", step, tmp_path, "auto", 40)
-    assert found["problems"] == []
-    assert found["tried"] >= 4
-    assert 0 < found["had_step"] < found["tried"]
+# A few of all operations here; `python -m benchmarks.faults` tries every one of them.
+@pytest.mark.parametrize(("save", "failure"), [("base", "full"), ("delta", "once")])
+def test_a_save_that_is_stopped_or_fails_at_any_call_harms_nothing(
+    library, tmp_path, save, failure
+):
+    options = ("--save", save, "--directory", tmp_path, "--stride", 83)
+    found = operations(library, "log", "stopped", failure, *options)
+    check_durable(found["log"], save, tmp_path)
+    stopped = found["stopped"]
+    assert stopped["problems"] == []
+    assert stopped["kind"] == save
+    assert stopped["tried"] >= 4
+    assert 0 < stopped["had_step"] < stopped["tried"]
+    check_failures(found[failure], save, 2)
 
 
-@pytest.mark.parametrize("step", [4, 5])
-def test_a_call_that_fails_fails_the_save_alone(shim, tmp_path, step):
-    check_failures(work(shim, "fail", step, tmp_path, "auto", 61), 4)
+@pytest.mark.parametrize(
+    ("save", "failure"),
+    [("base", "once"), pytest.param("delta", "full", marks=pytest.mark.campaign)],
+)
+def test_an_operation_that_fails_fails_the_save_alone(tmp_path, save, failure):
+    options = ("--save", save, "--directory", tmp_path, "--stride", 53)
+    check_failures(operations(None, failure, *options)[failure], save, 2)
 
 
-@pytest.mark.parametrize("step", [4, 5])
-def test_an_operation_that_fails_fails_the_save_alone(tmp_path, step):
-    check_failures(work(None, "fail", step, tmp_path, "auto", 41), 2)
-
-
-def test_killed_processes_lose_nothing(tmp_path):
+@pytest.mark.parametrize(
+    ("processes", "kills"), [(1, 3), pytest.param(2, 4, marks=pytest.mark.campaign)]
+)
+def test_killed_processes_lose_nothing(tmp_path, processes, kills):
     # In a process of its own, which has started no JAX: it forks.
-    command = [sys.executable, "-m", "benchmarks.crashes", "--directory", tmp_path / "run"]
-    done = subprocess.run(
-        [*command, "--kills", "5"],
-        cwd=HERE.parent,
-        capture_output=True,
-        text=True,
-        timeout=WORKER_TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-5000:]
-    assert "committed steps lost                      0" in done.stdout
+    options = ("--json", "--processes", processes, "--kills", kills)
+    printed = printed_by("-m", "benchmarks.crashes", "--directory", tmp_path / "run", *options)
+    found = json.loads(printed)
+    assert found["kills"] == kills
+    assert not any(found[name] for name in ("lost", "wrong", "crashed", "failures"))
+    assert found["checked"] > 0
 
 
 class Interrupted(BaseException):
@@ -204,7 +213,7 @@ def test_saves_from_other_threads(tmp_path):
     assert kinds == ["B", "D", "D", "D"]
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.05])
+@pytest.mark.parametrize("seconds", [0.0, pytest.param(0.05, marks=pytest.mark.campaign)])
 def test_a_process_that_exits_without_a_word_leaves_whole_steps(tmp_path, seconds):
     """Neither close nor wait: the interpreter ends with a save in flight."""
     script = (
@@ -215,18 +224,11 @@ def test_a_process_that_exits_without_a_word_leaves_whole_steps(tmp_path, second
         "    print(step, digest(state), flush=True)\n"
         "time.sleep(float(sys.argv[2]))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, tmp_path, str(seconds)],
-        cwd=HERE.parent,
-        capture_output=True,
-        text=True,
-        timeout=WORKER_TIMEOUT_S,
-        check=False,
-    )
-    digests = {int(s): d for s, d in (line.split() for line in done.stdout.splitlines())}
-    assert len(digests) == 3, done.stderr[-5000:]
-    run = crashes.Run()
-    with run.open_manager(tmp_path) as manager:
+    printed = printed_by("-c", script, tmp_path, seconds)
+    digests = {int(s): d for s, d in (line.split() for line in printed.splitlines())}
+    assert len(digests) == 3
+    of_crashes = crashes.Run()
+    with of_crashes.open_manager(tmp_path) as manager:
         assert manager.latest_step() in (2, 3)
         for step in manager.all_steps():
-            assert crashes.digest(run.restore(manager, step)) == digests[step]
+            assert crashes.digest(of_crashes.restore(manager, step)) == digests[step]
