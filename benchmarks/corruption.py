@@ -370,13 +370,14 @@ def read_lines(child: Child) -> Iterator[dict[str, Any]]:
                     yield json.loads(line[1:])
 
 
-def run(count: int, stock_count: int, seed: int, root: Path) -> dict[str, Any]:
+def run(
+    count: int, stock_count: int, seed: int, root: Path, cases: Sequence[Case]
+) -> dict[str, Any]:
     found: list[dict[str, Any]] = []
-    ours = [case for case in CASES if not case.stock]
-    stock = [case for case in CASES if case.stock]
-    shares = [(c, count // len(ours)) for c in ours] + [
-        (c, stock_count // len(stock)) for c in stock
-    ]
+    shares = []
+    for total, is_stock in ((count, False), (stock_count, True)):
+        group = [case for case in cases if case.stock == is_stock]
+        shares += [(case, total // len(group)) for case in group]
     started_s = time.monotonic()
     with open(root / "log", "w+") as log:
         for case, share in shares:
@@ -402,6 +403,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=2000, help="damages to roots of ours")
     parser.add_argument("--stock-count", type=int, help="to stock Orbax's; as many by default")
+    parser.add_argument("--cases", nargs="+", choices=[c.name for c in CASES], metavar="NAME")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print JSON instead of Markdown")
     parser.add_argument("--work", help=argparse.SUPPRESS)
@@ -415,7 +417,8 @@ def main() -> None:
         return
     stock_count = arguments.count if arguments.stock_count is None else arguments.stock_count
     with tempfile.TemporaryDirectory() as root:
-        result = run(arguments.count, stock_count, arguments.seed, Path(root))
+        cases = [c for c in CASES if c.name in (arguments.cases or [c.name for c in CASES])]
+        result = run(arguments.count, stock_count, arguments.seed, Path(root), cases)
     if arguments.json:
         print(json.dumps(result, indent=1))
         return

@@ -28,14 +28,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+from orbax.checkpoint._src.multihost import multihost
 
 import adacheck_jax as adacheck
 from benchmarks.common import environment
+
+multihost._DEFAULT_BARRIER_TIMEOUT = 5
+"""Seconds for which Orbax waits for directories that cannot be made; 300 otherwise."""
 
 WIDTH = 256
 SIZE_BYTES = 96 * 2**20
 INODES = 4000
 _LOST = "the next step was not saved"
+_GONE, _OTHER_BITS = "committed, and gone", "other bits"
 
 
 class Run:
@@ -74,7 +79,8 @@ class Disk:
     def __init__(self, path: Path) -> None:
         self.path = path
         options = f"size={SIZE_BYTES},nr_inodes={INODES}"
-        subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(path)], check=True)
+        command = ["mount", "-t", "tmpfs", "-o", options, "none", str(path)]
+        subprocess.run(command, check=True, capture_output=True)
         self._ballast = path / "ballast"
         self._files = path / "files"
 
@@ -112,22 +118,38 @@ class Disk:
         subprocess.run(["umount", str(self.path)], check=True)
 
 
+def can_mount() -> bool:
+    """Whether this process may mount a file system."""
+    with tempfile.TemporaryDirectory() as place:
+        try:
+            Disk(Path(place)).close()
+        except (OSError, subprocess.CalledProcessError):
+            return False
+    return True
+
+
 def manager_of(root: Path, recorder: Any, max_deltas: int) -> ocp.CheckpointManager:
     handler = adacheck.AdaCheckHandler(recorder, max_deltas=max_deltas)
     options = ocp.CheckpointManagerOptions(max_to_keep=3)
     return ocp.CheckpointManager(root, item_handlers=handler, options=options)
 
 
-def harmed(root: Path, run: Run) -> list[str]:
-    """What is wrong with the steps that a new manager lists."""
+def harmed(root: Path, run: Run, newest: int) -> list[str]:
+    """What is wrong with the steps that a new manager lists.
+
+    Args:
+        root: of the steps.
+        run: what was saved.
+        newest: the last step that was committed, which has to be there.
+    """
     wrong = []
     target = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), run.state
     )
     with ocp.CheckpointManager(root, item_handlers=adacheck.AdaCheckHandler()) as manager:
         steps = manager.all_steps()
-        if not steps:
-            wrong.append("no step is left")
+        if newest not in steps:
+            wrong.append(f"step {newest}: {_GONE}")
         for step in steps:
             try:
                 found = manager.restore(step, args=adacheck.RestoreArgs(target))
@@ -136,7 +158,7 @@ def harmed(root: Path, run: Run) -> list[str]:
                 continue
             pairs = zip(jax.tree.leaves(found), run.saved[step], strict=True)
             if any(np.asarray(a).tobytes() != b.tobytes() for a, b in pairs):
-                wrong.append(f"step {step}: other bits")
+                wrong.append(f"step {step}: {_OTHER_BITS}")
     return wrong
 
 
@@ -168,6 +190,7 @@ def campaign(kind: str, what: str, points: int) -> list[dict[str, Any]]:
             save(manager, run)
             before = disk.free()
             save(manager, run)
+            newest = run.step
             needs = [a - b for a, b in zip(before, disk.free(), strict=True)]
             for point in range(points):
                 if what == "bytes":
@@ -181,14 +204,18 @@ def campaign(kind: str, what: str, points: int) -> list[dict[str, Any]]:
                 if what == "read-only":
                     disk.remount("rw")
                 disk.give_back()
-                for left in root.glob("*.orbax-checkpoint-tmp*"):  # what Orbax leaves of a failure
-                    shutil.rmtree(left)
                 committed = (root / str(run.step)).exists()
-                wrong = harmed(root, run)
+                newest = run.step if committed else newest
+                wrong = harmed(root, run, newest)
                 after = save(manager, run)
-                wrong += harmed(root, run)
-                if not (root / str(run.step)).exists():
+                if (root / str(run.step)).exists():
+                    newest = run.step
+                else:
                     wrong.append(_LOST)
+                wrong += harmed(root, run, newest)
+                # What Orbax leaves of a failure. Not before: one of its threads may still write it.
+                for left in root.glob("*.orbax-checkpoint-tmp*"):
+                    shutil.rmtree(left)
                 results.append(
                     {
                         "kind": kind,
@@ -206,6 +233,17 @@ def campaign(kind: str, what: str, points: int) -> list[dict[str, Any]]:
         finally:
             disk.close()
     return results
+
+
+def kinds_of(result: dict[str, Any]) -> set[str]:
+    """What is wrong at one point: a step is ``lost`` or ``wrong``, or something ``other``."""
+    found = set()
+    for what in result["wrong"]:
+        is_next = what == _LOST
+        found.add("other" if is_next else "wrong" if what.endswith(_OTHER_BITS) else "lost")
+    if not result["committed"] and len(result["raised"]) != 1:
+        found.add("other")  # it is to be told, and once
+    return found
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
@@ -240,6 +278,10 @@ def main() -> None:
     parser.add_argument("--take", nargs="+", default=["bytes", "inodes", "read-only"])
     parser.add_argument("--json", action="store_true", help="print JSON instead of Markdown")
     arguments = parser.parse_args()
+    if not can_mount():
+        why = "a tmpfs cannot be mounted here"
+        print(json.dumps({**environment(), "not_tried": why}) if arguments.json else why)
+        return
     results = []
     for what in arguments.take:
         points = arguments.points if what != "read-only" else 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 import shutil
@@ -19,8 +20,6 @@ import adacheck_jax as adacheck
 from adacheck_jax import lineage, manifest
 from tests import support
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
-
-pytestmark = pytest.mark.campaign
 
 
 @contextlib.contextmanager
@@ -102,7 +101,7 @@ def test_writes_that_fail_at_many_points(tmp_path, max_deltas):
     failed = 0
     with manager_of(tmp_path, handler) as manager:
         saved = save_steps(manager, run, 2)
-        for count in (900, 1_500, 3_000, 9_000, 20_000, 40_000):  # Orbax's own notes fit
+        for count in (900, 3_000, 9_000, 40_000):  # Orbax's own notes fit
             with files_of_at_most(count):
                 errors = attempt(manager, run)
             assert len(errors) <= 1
@@ -175,7 +174,16 @@ def test_a_root_that_vanishes_while_a_save_is_in_flight(tmp_path, monkeypatch, t
     assert_unharmed(root, run, saved)
 
 
-@pytest.mark.parametrize("number", [5, 122, 107])  # EIO, EDQUOT, ENOTCONN
+@pytest.mark.parametrize(
+    "number",
+    [
+        errno.EIO,
+        *(
+            pytest.param(each, marks=pytest.mark.campaign)
+            for each in (errno.EDQUOT, errno.ENOTCONN)
+        ),
+    ],
+)
 def test_an_error_of_the_disk_is_raised_once(tmp_path, monkeypatch, number):
     run = support.dict_run(mesh_of((2, 2)))
     with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
@@ -237,8 +245,9 @@ def test_two_managers_on_one_root_never_make_a_mixture(tmp_path):
         assert parent.step == step - 2
 
 
+@pytest.mark.parametrize("steps", [8, pytest.param(50, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("copies", [False, True])
-def test_a_reader_beside_a_trainer_that_deletes(tmp_path, copies):
+def test_a_reader_beside_a_trainer_that_deletes(tmp_path, copies, steps):
     """An evaluator gets a step bit for bit, or an error: never other bits."""
     run, root = support.dict_run(mesh_of((2, 2))), tmp_path / "root"
     saved, outcomes, done = {}, [], threading.Event()
@@ -272,12 +281,14 @@ def test_a_reader_beside_a_trainer_that_deletes(tmp_path, copies):
         saved |= save_steps(manager, run, 1)
         reader = threading.Thread(target=guarded)
         reader.start()
-        for _ in range(25):
+        for _ in range(steps):
             run.advance()
             saved[run.count] = host_copy(run.state)
             manager.save(run.count, args=adacheck.SaveArgs(run.state))
         manager.wait_until_finished()
-        time.sleep(1)
+        deadline_s = time.monotonic() + 60
+        while None not in outcomes and time.monotonic() < deadline_s:  # nothing is deleted now
+            time.sleep(0.01)
         done.set()
         reader.join(60)
     assert not [each for each in outcomes if isinstance(each, AssertionError)]
