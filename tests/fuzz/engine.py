@@ -9,6 +9,7 @@ memory than ``MEMORY_BYTES`` above what the process had at the start.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import resource
 import signal
@@ -29,6 +30,7 @@ MEMORY_BYTES = 1 << 30
 TRACED_BYTES = 32 << 20
 """What Python objects of one input may take at most, looked at where lines are traced."""
 _TRACED_ONE_IN = 32
+_PROGRESS_EVERY = 10_000
 _PACKAGE = str(Path(adacheck_jax.__file__).parent)
 
 
@@ -74,6 +76,8 @@ def run(target: Target, count: int, seed: int, *, keep: Path | None = None) -> d
     try:
         seeds = len(population)
         for number in range(count + seeds):
+            if number and number % _PROGRESS_EVERY == 0:
+                print(f"{number} of {count + seeds} inputs", file=sys.stderr, flush=True)
             is_seed = number < seeds
             case = population[number] if is_seed else target.mutate(rng, population)
             is_traced = is_seed or number % _TRACED_ONE_IN == 0
@@ -94,6 +98,7 @@ def run(target: Target, count: int, seed: int, *, keep: Path | None = None) -> d
     seconds, cpu_seconds = time.monotonic() - start_s, time.process_time() - start_cpu_s
     return {
         "inputs": sum(outcomes.values()),
+        "seconds": round(seconds, 1),
         "per_second": round(sum(outcomes.values()) / seconds),
         "per_cpu_second": round(sum(outcomes.values()) / cpu_seconds),
         "population": len(population),
@@ -163,6 +168,7 @@ def options_of(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--keep", type=Path, help="folder for inputs that fail")
     return parser.parse_args(arguments)
 
@@ -171,6 +177,9 @@ def main(target: Target) -> None:
     """The command line of a fuzz target."""
     options = options_of(sys.argv[1:])
     result = run(target, options.count, options.seed, keep=options.keep)
+    if options.json:
+        print(json.dumps(result))
+        sys.exit(bool(result["failures"]))
     failures = result.pop("failures")
     for key, value in result.items():
         print(f"{key}: {value}")

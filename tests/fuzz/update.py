@@ -8,8 +8,11 @@ of this library (see SECURITY.md).
 
 from __future__ import annotations
 
+import collections
 import hashlib
+import json
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -30,8 +33,8 @@ LEAVES = [[jax.ShapeDtypeStruct((4, 2), "float32")]] * 3 + [[]]
 class Updates:
     """The target."""
 
-    def __init__(self) -> None:
-        self._last = Path(tempfile.gettempdir()) / "adacheck-fuzz-last.stablehlo"
+    def __init__(self, directory: Path) -> None:
+        self._directory, self._count = directory, 0
 
     def seeds(self) -> list[Any]:
         """The committed corpus."""
@@ -66,38 +69,77 @@ class Updates:
 
     def run(self, case: Any) -> None:
         """Loads and traces."""
-        self._last.write_bytes(case)  # for the post-mortem of a process that ends
+        self._count += 1  # for the post-mortem of a process that ends
+        (self._directory / "count").write_text(str(self._count))
+        (self._directory / "last.stablehlo").write_bytes(case)
         digest = hashlib.sha256(case).hexdigest()
         update = Update((), (), (), (), 0, (), (), "", "", {"cpu": digest}, "0.10.2")
         function = replay.load(case, update, "update")
         jax.eval_shape(function, *LEAVES)
 
 
-_BATCH = 500
+_BATCH = 200
+_BATCH_SECONDS = 600.0
+"""Native code is not interrupted by the alarm of one input."""
+
+
+def _run_batch(count: int, seed: int, keep: Path | None) -> dict[str, Any]:
+    """Runs inputs in a process of their own.
+
+    Returns:
+        What it found; or ``ended``, why the process ended without a word, and at which input.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        command = [sys.executable, "-m", "tests.fuzz.update", "--alone", directory, "--json"]
+        command += ["--count", str(count), "--seed", str(seed)]
+        if keep is not None:
+            command += ["--keep", str(keep)]
+        try:
+            done = subprocess.run(command, capture_output=True, check=False, timeout=_BATCH_SECONDS)
+        except subprocess.TimeoutExpired:
+            why = "hang"
+        else:
+            if done.stdout:
+                return json.loads(done.stdout)
+            why = f"signal {-done.returncode}"
+        place = Path(directory) / "count"
+        if why == "signal -1" or not place.exists():  # an exception of the fuzzer's own
+            raise SystemExit(f"seed {seed}: {why}: {done.stderr.decode(errors='replace')[-3000:]}")
+        if keep is not None:
+            keep.mkdir(parents=True, exist_ok=True)
+            shutil.copy(Path(directory) / "last.stablehlo", keep / f"ended-{seed}.stablehlo")
+        return {"inputs": int(place.read_text()), "ended": why}
 
 
 def main() -> None:
     """Runs batches in processes of their own; with ``--alone`` one in this process."""
-    if "--alone" in sys.argv:
-        sys.argv.remove("--alone")
-        engine.main(Updates())
+    if sys.argv[1:2] == ["--alone"]:
+        directory = Path(sys.argv.pop(2))
+        del sys.argv[1]
+        engine.main(Updates(directory))
     options = engine.options_of(sys.argv[1:])
-    ended, failed = 0, False
-    for number in range(0, options.count, _BATCH):
-        count = min(_BATCH, options.count - number)
-        arguments = ["--count", str(count), "--seed", str(options.seed + number)]
-        if options.keep is not None:
-            arguments += ["--keep", str(options.keep)]
-        command = [sys.executable, "-m", "tests.fuzz.update", "--alone", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode < 0:
-            ended += 1
-            print(f"seed {options.seed + number}: ended by signal {-done.returncode}")
-            continue
-        print(done.stdout)
-        failed = failed or done.returncode != 0
-    print(f"batches ended by the parser: {ended}")
-    sys.exit(failed)
+    outcomes: collections.Counter[str] = collections.Counter()
+    failures: dict[str, str] = {}
+    ended: list[dict[str, Any]] = []
+    tried, seed = 0, options.seed * options.count  # other inputs for another seed
+    while tried < options.count:
+        found = _run_batch(min(_BATCH, options.count - tried), seed, options.keep)
+        tried += found["inputs"]
+        if "ended" in found:
+            ended.append({"seed": seed, **found})
+        else:
+            outcomes.update(found["outcomes"])
+            failures.update(found["failures"])
+        print(f"{tried} of {options.count} inputs", file=sys.stderr, flush=True)
+        seed += 1
+    result = {"inputs": tried, "outcomes": outcomes, "failures": failures, "ended": ended}
+    if options.json:
+        print(json.dumps(result))
+    else:
+        for key in ("inputs", "outcomes", "ended"):
+            print(f"{key}: {result[key]}")
+        print(*failures.values(), sep="\n")
+    sys.exit(bool(failures))
 
 
 if __name__ == "__main__":
