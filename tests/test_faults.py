@@ -128,13 +128,18 @@ def test_corruption_is_told_by_kind_with_stock_orbax_beside_it():
         assert "1 refused, 2 harmless | 1 wrong, 0 crash or hang, of 2 |" in line
 
 
-def test_the_parser_may_end_a_process_and_nothing_else_may():
-    found = {"inputs": 50, "outcomes": {"FormatError": 48}, "failures": {}}
-    parser = {**found, "ended": [{"seed": 0, "inputs": 2, "ended": "signal 11"}]}
-    (row,) = faults.update_rows(named("fuzz-updates"), parser)
-    assert (row.tried, row.crashed, row.other, row.is_good) == (50, 1, 0, True)
-    hung = {**found, "ended": [{"seed": 0, "inputs": 2, "ended": "hang"}]}
-    assert not faults.update_rows(named("fuzz-updates"), hung)[0].is_good
+def test_no_program_may_end_the_process_that_loads_it():
+    outcomes = {"FormatError": 40, "ParserEnded": 8}
+    found = {"inputs": 50, "outcomes": outcomes, "failures": {}, "ended": []}
+    (row,) = faults.update_rows(named("fuzz-updates"), found)
+    assert (row.tried, row.crashed, row.other, row.is_good) == (50, 0, 0, True)
+    assert "8 ended the process that parses" in row.note
+    found["ended"] = [{"seed": 0, "inputs": 2, "ended": "signal 11"}]
+    (row,) = faults.update_rows(named("fuzz-updates"), found)
+    assert (row.crashed, row.is_good) == (1, False)
+
+
+def test_what_is_raised_or_hangs_is_not_what_was_promised():
     outcomes = {"FormatError": 40, "KeyError at x.py:1": 3, "Hang at y.py:2": 2}
     failures = dict.fromkeys(list(outcomes)[1:], "")
     (row,) = faults.fuzz_rows(

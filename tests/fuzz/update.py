@@ -1,9 +1,9 @@
 """Fuzzes the loader of exported updates: ``python -m tests.fuzz.update --count 10000``.
 
 An input is a program whose bytes were changed, with the digest that fits. It is loaded, and if that
-is allowed traced with the leaves that it was made for. What parses it is native code, which some
-inputs end: each batch has a process of its own, and those that were ended are counted, not failures
-of this library (see SECURITY.md).
+is allowed traced with the leaves that it was made for. What native code parses it first lies in a
+process of its own, as for a restore, but one for many inputs; if the loading process ends all the
+same, or hangs, that is a failure. Each batch has a process of its own, so that it is told of.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ from __future__ import annotations
 import collections
 import hashlib
 import json
+import os
 import random
+import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,13 +24,18 @@ from typing import Any
 
 import jax
 
-from adacheck_jax import replay
+from adacheck_jax import replay, vetting
+from adacheck_jax.errors import FormatError
 from adacheck_jax.manifest import Update
 from tests.fuzz import engine
 
 CORPUS = Path(__file__).parent / "corpus" / "update"
 LEAVES = [[jax.ShapeDtypeStruct((4, 2), "float32")]] * 3 + [[]]
 """What the programs of the corpus take: params, optimizer state, record and nothing else."""
+
+
+class ParserEnded(FormatError):
+    """The process that parses first was ended, or did not come to an end."""
 
 
 class Updates:
@@ -73,12 +81,49 @@ class Updates:
         (self._directory / "count").write_text(str(self._count))
         (self._directory / "last.stablehlo").write_bytes(case)
         digest = hashlib.sha256(case).hexdigest()
+        vetting._verdicts.clear()
+        signal.setitimer(signal.ITIMER_REAL, 0)  # a parser that hangs is this library's to end
+        vetting.begin(case)
+        why = vetting._verdicts[digest].result()
+        signal.setitimer(signal.ITIMER_REAL, engine.SECONDS)
         update = Update((), (), (), (), 0, (), (), "", "", {"cpu": digest}, "0.10.2")
-        function = replay.load(case, update, "update")
+        try:
+            function = replay.load(case, update, "update")
+        except FormatError as error:
+            raise ParserEnded if why else error from error
         jax.eval_shape(function, *LEAVES)
 
 
-_BATCH = 200
+class Parser:
+    """Does what :mod:`adacheck_jax.vetting` does, in one process for as long as that lives."""
+
+    def __init__(self) -> None:
+        self._process: Any = None
+
+    def tried(self, data: bytes) -> str:
+        """Takes the place of ``vetting._tried``."""
+        if self._process is None:
+            command = [sys.executable, "-m", "tests.fuzz.parser"]
+            pipe = subprocess.PIPE
+            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe)
+            assert self._process.stdout.read(1)  # it is there
+        self._process.stdin.write(len(data).to_bytes(4, "little") + data)
+        self._process.stdin.flush()
+        if not select.select([self._process.stdout], [], [], _PARSE_SECONDS)[0]:
+            self._process.kill()
+            return self._end("takes the parser too long")
+        if os.read(self._process.stdout.fileno(), 1):
+            return ""
+        return self._end(f"ends the parser by signal {-self._process.wait()}")
+
+    def _end(self, why: str) -> str:
+        self._process.wait()
+        self._process = None
+        return why
+
+
+_PARSE_SECONDS = 5.0
+_BATCH = 2000
 _BATCH_SECONDS = 600.0
 """Native code is not interrupted by the alarm of one input."""
 
@@ -116,6 +161,7 @@ def main() -> None:
     if sys.argv[1:2] == ["--alone"]:
         directory = Path(sys.argv.pop(2))
         del sys.argv[1]
+        vetting._tried = Parser().tried
         engine.main(Updates(directory))
     options = engine.options_of(sys.argv[1:])
     outcomes: collections.Counter[str] = collections.Counter()
