@@ -166,13 +166,14 @@ def disk_rows(campaign: Campaign, found: Found) -> list[Row]:
         kinds = collections.Counter(each for point in points for each in kinds_of(point))
         counts = {name: kinds[name] for name in ("lost", "wrong", "other")}
         saved = sum(point["committed"] for point in points)
+        late = sum(point["late"] for point in points)
         rows.append(
             campaign.row(
                 fault=f"{campaign.fault}: {kind}",
                 tried=len(points),
                 crashed=0,
                 **counts,
-                note=f"{saved} saved all the same",
+                note=f"{saved} saved all the same, {late} told by Orbax twice",
             )
         )
     return rows
@@ -204,7 +205,7 @@ def machine_rows(campaign: Campaign, found: Found) -> list[Row]:
 
 
 _EXACT = "every committed step is there, exact; training goes on"
-_ONE_ERROR = "one error, or saved; other steps exact; the next save works"
+_ONE_ERROR = "one error, or saved; other steps exact; the next save that Orbax begins works"
 _REFUSED = "refused by name, or harmless"
 _CHEAP = "refused cheaply, or accepted and consistent"
 

@@ -94,12 +94,12 @@ def test_each_kind_of_problem_has_its_column():
 
 
 def test_a_full_disk_that_harms_has_its_column():
-    fine = {"kind": "base", "committed": False, "raised": ["OSError"], "wrong": []}
+    fine = {"kind": "base", "committed": False, "raised": ["OSError"], "wrong": [], "late": False}
     points = [
         fine,
         {**fine, "raised": []},
         {**fine, "wrong": ["step 3: other bits", "step 2: committed, and gone"]},
-        {**fine, "committed": True, "raised": [], "wrong": ["the next step was not saved"]},
+        {**fine, "committed": True, "raised": [], "wrong": ["no further step was saved"]},
         {**fine, "kind": "delta"},
     ]
     base, delta = faults.disk_rows(named("disk-bytes"), {"points": points})
