@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
+import shutil
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,6 +65,24 @@ class Proof:
 
 
 @dataclass(slots=True)
+class Attempt:
+    """One attempt to save a step.
+
+    Orbax gives up on a step as soon as one of its items fails, while others are still being
+    written; and the step may be saved again at once, into a directory of the same name.
+
+    Attributes:
+        turn: held by the save of a line of steps that writes: one at a time.
+        is_first: whether nothing of an earlier attempt can be in the directory.
+        is_over: whether the step is being saved again.
+    """
+
+    turn: threading.Lock
+    is_first: bool = True
+    is_over: bool = False
+
+
+@dataclass(slots=True)
 class Save:
     """A save that has been decided and staged, and is to be written and committed.
 
@@ -74,6 +94,7 @@ class Save:
         proof: None where this save proves nothing.
         local: all of each leaf that every process has for itself, as this one has it.
         parent_files: what belongs to the parent; empty if this process does not know.
+        attempt: whose turn it is to write.
         whole: where the process that commits notes the files of the step, for the next one.
         parts: what every process told of its share, once that is known.
         sums: what this process contributes to each leaf's fingerprint, once that is known.
@@ -99,6 +120,7 @@ class Save:
     replicas: Check
     parent_files: frozenset[str]
     whole: dict[Path, frozenset[str]]
+    attempt: Attempt
     parts: list[parts.Part] = field(default_factory=list)
     sums: dict[int, int] = field(default_factory=dict)
     described: dict[str, str] = field(default_factory=dict)
@@ -112,22 +134,27 @@ class Save:
         """Writes this process's share; the directory is the item's temporary one.
 
         Raises:
-            AdaCheckError: another process failed, or they did not decide alike.
+            AdaCheckError: another process failed, or they did not decide alike; or the step is
+                being saved again.
             MismatchError: what each process has for itself is not equal.
             ReplicaError: replicas differ, and the handler was told to refuse such steps.
             StorageError: the disk is full, gone, or cannot be written.
         """
         process, count = jax.process_index(), jax.process_count()
         try:
-            with storage_named(self.final_directory):
+            with self.attempt.turn, storage_named(self.final_directory):
+                if self.attempt.is_over:
+                    raise AdaCheckError(f"step {self.step}: given up, it is being saved again")
+                if not self.attempt.is_first:
+                    _clear(directory, process)
                 self.parts = [self._write(directory, process)]
         except Exception as error:
-            if count > 1:
+            if count > 1 and not self.attempt.is_over:
                 parts.fail(directory, process, error)
             raise
         finally:  # a save that failed is kept until the next one, its copies of the state are not
             self.base, self.delta, self.proof, self.local = None, None, None, {}
-        if count > 1:
+        if count > 1 and not self.attempt.is_over:
             parts.write(directory, process, self.parts[0])
             self.parts = parts.gather(directory, count)
         self._judge(self.parts)
@@ -310,6 +337,16 @@ class Save:
             custom_metadata=self.custom_metadata,
             directory_step=self.directory_step,
         )
+
+
+def _clear(item_directory: Path, process: int) -> None:
+    """Removes what an earlier attempt of this process wrote after Orbax had made room."""
+    own = [f"{lineage.DELTA}/{process}"]
+    own += [f"{lineage.BASE}/{process}{rest}" for rest in ("", ".*")]
+    own += [f"{lineage.KEPT}/*.{process}{rest}" for rest in ("", ".*")]
+    for pattern in [*own, lineage.LINEAGE] if process == 0 else own:
+        for path in item_directory.glob(pattern):
+            shutil.rmtree(path)
 
 
 def _digest(blocks: Blocks) -> str:

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import logging
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,6 +143,8 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             check_replicas=check_replicas,
         )
         self.restored: RestoreInfo | None = None
+        # Managers, or one manager's saves and restores, may call from several threads.
+        self._lock = threading.Lock()
         self._savers: dict[tuple[Path, str | None], Saver] = {}
         self._stock = StockCheckpoints()
         self._begun: dict[Path, _Begun] = {}
@@ -192,10 +195,13 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
                 cast=cast,
                 custom_metadata=custom_metadata,
             )
-        # Several at once: items of one step, or of several managers. One that was never committed
-        # here (it failed, or another process commits) is dropped when its line goes on.
-        self._begun = {p: each for p, each in self._begun.items() if each.line != place.line}
-        begun = self._begun[final] = _Begun(place.line, save)
+        begun = _Begun(place.line, save)
+        with self._lock:
+            # Several at once: items of one step, or of several managers. One that was never
+            # committed here (it failed, or another process commits) is dropped when its line goes
+            # on.
+            self._begun = {p: each for p, each in self._begun.items() if each.line != place.line}
+            self._begun[final] = begun
         futures: list[ocp.Future] = []
         if save.is_base:
             futures, begun.entries = await self._stock.write(
@@ -219,7 +225,8 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
     def finalize(self, directory: epath.Path) -> None:
         """Commits: Orbax calls this on one process, after every process's futures."""
         path = Path(directory)
-        begun = self._begun.pop(lineages.committed_path(path), None)
+        with self._lock:
+            begun = self._begun.pop(lineages.committed_path(path), None)
         if begun is None:
             raise AdaCheckError(
                 f"{directory}: expected to commit a save that this handler began, found none. "
@@ -355,10 +362,11 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
 
     def _saver_of(self, place: Place) -> Saver:
         """The saver of one line of steps; a handler may serve several items and managers."""
-        if place.line not in self._savers:
-            self._savers[place.line] = self._new_saver()
-            self._learn_parents(*place.line)
-        return self._savers[place.line]
+        with self._lock:
+            if place.line not in self._savers:
+                self._savers[place.line] = self._new_saver()
+                self._learn_parents(*place.line)
+            return self._savers[place.line]
 
     def _resolve(self, path: Path) -> Lineage:
         try:

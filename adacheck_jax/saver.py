@@ -7,6 +7,7 @@ returns, the state may be donated; :mod:`~adacheck_jax.commit` does the rest.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any, Literal
 
 from adacheck_jax import copies, fingerprint, lineage, policy, replicas
 from adacheck_jax.base_share import BaseShare, EarlierBase
-from adacheck_jax.commit import Proof, Save
+from adacheck_jax.commit import Attempt, Proof, Save
 from adacheck_jax.copies import HostCopies
 from adacheck_jax.decisions import Decisions
 from adacheck_jax.delta_share import DeltaShare
@@ -45,6 +46,26 @@ class Destination:
 
     directory: Path
     step: int | None
+
+
+@dataclass(slots=True)
+class _Head:
+    """A step that the next one may build on: the one saved last, or restored last.
+
+    Attributes:
+        directory: its item directory; it is not there before its save is committed.
+        number: in the name of the step's directory, None if there is none. A directory that is
+            being deleted does not tell it any more.
+        copies: what the next save compares with.
+        files: by its directory, its files while it was whole; empty if this process does not know.
+        known: its lineage as it was found on disk last; before that its parent's, if it has one.
+    """
+
+    directory: Path
+    number: int | None
+    copies: HostCopies
+    files: dict[Path, frozenset[str]]
+    known: Lineage | None
 
 
 class Saver:
@@ -91,13 +112,12 @@ class Saver:
             keeps_lineage=keep_lineage is not None,
             delta=delta,
         )
-        self._copies: dict[Path, HostCopies] = {}
-        self._heads: tuple[Path, ...] = ()
-        self._saved: tuple[Path, ...] = ()
-        self._known: dict[Path, Lineage] = {}
-        self._numbers: dict[Path, int | None] = {}
+        # A step may be restored, to look at it, while another thread saves the next one.
+        self._lock = threading.Lock()
+        self._attempt = Attempt(threading.Lock())
+        self._heads: tuple[_Head, ...] = ()
+        self._saved: _Head | None = None
         self._links: dict[Path, bool] = {}
-        self._whole: dict[Path, frozenset[str]] = {}
         self._base: EarlierBase | None = None
         self._compression: Compression = compression
         self._choices: dict[int, Encoding] = {}
@@ -114,23 +134,21 @@ class Saver:
         needed = range(len(leaves)) if update is None else (*update.explained, *update.consumed)
         if any(leaves[i] is None for i in needed):
             return  # what was left out will be made anew, and no update leads there
-        head = restored.entries[-1].directory
-        # The step saved last stays a candidate: an older one may be restored for a look.
-        self._heads = tuple(dict.fromkeys((head, *self._saved)))
-        self._known = {each: known for each, known in self._known.items() if each in self._heads}
-        self._known[head] = restored
-        self._numbers = {each: n for each, n in self._numbers.items() if each in self._heads}
-        self._numbers[head] = number
-        if head not in self._whole:
-            self._whole[head] = lineage.files_of(head, restored.manifest.step)
+        directory, held = restored.entries[-1].directory, copies.NOTHING
+        files = {directory: lineage.files_of(directory, restored.manifest.step)}
         if self._recorder is not None or self._delta == "bits":
-            self._copies[head] = copies.of_restored(
+            held = copies.of_restored(
                 restored,
                 leaves,
                 replays=self._delta != "bits" and not restored.problem,
                 proves=self._prove != "never",
             )
-        self._copies = {each: held for each, held in self._copies.items() if each in self._heads}
+        head = _Head(directory, number, held, files, restored)
+        with self._lock:
+            # The step saved last stays a candidate: an older one may be restored for a look.
+            saved = self._saved
+            others = (saved,) if saved is not None and saved.directory != directory else ()
+            self._heads = (head, *others)
 
     def begin(
         self,
@@ -153,15 +171,24 @@ class Saver:
         Returns:
             What is left to do.
         """
+        with self._lock:
+            return self._begin(destination, state, step, cast, custom_metadata)
+
+    def _begin(
+        self,
+        destination: Destination,
+        state: PyTree,
+        step: int | None,
+        cast: frozenset[str],
+        custom_metadata: Any,
+    ) -> Save:
         snapshot = self._snapshots.take(state)
         structure, final_directory = snapshot.structure, destination.directory
         numbers = (step, destination.step, snapshot.count, 0)
         step = next(number for number in numbers if number is not None)
         replayable = not cast & _bound_paths(structure.binding)
-        parent = self._parent(final_directory, snapshot.count)
-        before = copies.NOTHING
-        if parent is not None:
-            before = self._copies.get(parent.entries[-1].directory, copies.NOTHING)
+        head = self._parent(final_directory, snapshot.count)
+        parent, before = (head.known, head.copies) if head else (None, copies.NOTHING)
         decision = self._decisions.decide(
             snapshot,
             parent,
@@ -175,9 +202,8 @@ class Saver:
         if decision.is_base:
             if parent is not None and self._has_links(final_directory):
                 earlier = self._earlier(parent)
-            parent, before = None, copies.NOTHING
-        if parent is not None:
-            self._note_parent(destination, parent)
+            head, parent, before = None, None, copies.NOTHING
+        self._note_parent(destination, head)
         # Here, and not in the background, where the caller's jax settings would not hold.
         program = self._programs.of(structure)
         proves = decision.update_count == 1 and before.is_proof_due
@@ -201,7 +227,10 @@ class Saver:
             previous = copies.comparable(before.blocks, structure, decision)
             compresses = self._compression != "none"
             delta = DeltaShare(leaves, blocks, stored, previous, compresses, self._choices)
-        whole: dict[Path, frozenset[str]] = {}
+        files: dict[Path, frozenset[str]] = {}
+        is_first = self._saved is None or self._saved.directory != final_directory
+        self._attempt.is_over = not is_first
+        self._attempt = Attempt(self._attempt.turn, is_first)
         save = Save(
             programs=self._programs,
             links=parent is not None and self._has_links(final_directory),
@@ -222,28 +251,23 @@ class Saver:
                 {i: snapshot.arrays[i] for i in structure.local_picks}, structure.local_picks
             ),
             replicas=replicas.Check(self._check_replicas, tuple(structure.index), snapshot.arrays),
-            parent_files=self._files_of(parent),
-            whole=whole,
+            parent_files=head.files.get(head.directory, frozenset()) if head else frozenset(),
+            whole=files,
+            attempt=self._attempt,
         )
         if decision.is_base:
             self._base = EarlierBase(final_directory, step, structure.leaves, save.sums)
             self._choices = {}
-        # Until the save is committed this directory does not exist, and if it fails it never will:
-        # the next save looks at the disk, finds no parent, and writes a base.
-        self._heads, self._saved, self._whole = (final_directory,), (final_directory,), whole
-        self._numbers = {final_directory: destination.step}
         after = HostCopies({i: staged[i] for i in kept}, is_due, sites if is_due else {})
         if decision.kind == "replay" and not decision.update_count:  # nothing was updated since
             after = HostCopies(after.blocks, before.is_proof_due, before.sites)
-        self._copies = {final_directory: after}
+        # Until the save is committed this directory does not exist, and if it fails it never will:
+        # the next save looks at the disk, finds no parent, and writes a base.
+        self._saved = _Head(final_directory, destination.step, after, files, parent)
+        self._heads = (self._saved,)
         if self._replays(program, replayable):
             self._decisions.remember(snapshot, final_directory)
         return save
-
-    def _files_of(self, parent: Lineage | None) -> frozenset[str]:
-        """The files of a step while it was whole, as far as they are known here."""
-        directory = parent and parent.entries[-1].directory
-        return self._whole.get(directory, frozenset()) if directory else frozenset()
 
     def _earlier(self, parent: Lineage) -> EarlierBase:
         """What is known of the base that a new one follows."""
@@ -288,10 +312,10 @@ class Saver:
             return ()
         return range(len(structure.leaves))
 
-    def _note_parent(self, destination: Destination, parent: Lineage) -> None:
-        number = self._number_of(parent)
-        if self._keep_lineage is not None and destination.step is not None and number is not None:
-            self._keep_lineage.note(destination.step, number)
+    def _note_parent(self, destination: Destination, head: _Head | None) -> None:
+        keep = self._keep_lineage
+        if keep is not None and head and head.number is not None and destination.step is not None:
+            keep.note(destination.step, head.number)
 
     def _blocks(
         self, snapshot: Snapshot, parts: fingerprint.Parts, wanted: Collection[int]
@@ -313,43 +337,36 @@ class Saver:
         taken = before.sites | stage(arrays, structure.proof_picks)
         return Proof(taken, after, shardings, x64_enabled())
 
-    def _parent(self, final_directory: Path, count: int | None) -> Lineage | None:
-        """The lineage that a delta would follow, as it is on disk now.
+    def _parent(self, final_directory: Path, count: int | None) -> _Head | None:
+        """The head that a delta would follow, with its lineage as it is on disk now.
 
         Of the step restored last and the step saved last, the first that the counter follows.
         """
-        found = [known for head in self._heads if (known := self._lineage_of(head))]
-        self._known = {known.entries[-1].directory: known for known in found}
-        found = [
-            known
-            for known in found
-            if known.exists()
-            and not self._is_let_go(known)
-            and lineage.reference(final_directory, known.entries[-1].directory) is not None
-        ]
-        for known in found:
-            before = known.manifest.count
+        found = []
+        known = [head.known for head in self._heads if head.known is not None]
+        for head in self._heads:
+            try:
+                head.known = lineage.follow(known, head.directory)
+            except AdaCheckError as error:
+                _log.warning("The last step cannot be built on: %s", error)
+                continue
+            if (
+                head.known.exists()
+                and not self._is_let_go(head)
+                and lineage.reference(final_directory, head.directory) is not None
+            ):
+                found.append(head)
+        for head in found:
+            assert head.known is not None
+            before = head.known.manifest.count
             if before is not None and count is not None and count - before in (0, 1):
-                return known
+                return head
         return found[0] if found else None
 
-    def _is_let_go(self, known: Lineage) -> bool:
+    def _is_let_go(self, head: _Head) -> bool:
         """Whether the policy wants a step deleted, which a manager may do later."""
-        number = self._number_of(known)
         keep = self._keep_lineage
-        return keep is not None and number is not None and keep.lets_go(number)
-
-    def _number_of(self, known: Lineage) -> int | None:
-        """The manager's number of a head; its directory, which may be going, does not tell."""
-        return self._numbers.get(known.entries[-1].directory)
-
-    def _lineage_of(self, head: Path) -> Lineage | None:
-        previous = [known for known in self._known.values() if known is not None]
-        try:
-            return lineage.follow(previous, head)
-        except AdaCheckError as error:
-            _log.warning("The last step cannot be built on: %s", error)
-            return None
+        return keep is not None and head.number is not None and keep.lets_go(head.number)
 
     def _has_links(self, final_directory: Path) -> bool:
         """Whether steps beside this one can be hard-linked; probed once a root."""

@@ -49,14 +49,22 @@ class Entry:
 class _Noted(ocp.type_handlers.TypeHandler):
     """Notes the arrays that Orbax would write, by leaf path, and leaves the writing to us."""
 
-    entries: Mapping[str, Entry] = {}
+    def __init__(self) -> None:
+        super().__init__()
+        self._entries: dict[Path, dict[str, Entry]] = {}
+
+    def take(self, directory: Path) -> dict[str, Entry]:
+        """What was noted of the save into a directory; it is forgotten."""
+        return self._entries.pop(directory, {})
 
     async def serialize(
         self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
     ) -> Sequence[ocp.Future]:
         """Called by Orbax on the caller's thread, once a save."""
         pairs = zip(values, infos, args or [None] * len(values), strict=True)
-        self.entries = {trees.leaf_path(info.keypath): _entry(v, info, a) for v, info, a in pairs}
+        noted = {trees.leaf_path(info.keypath): _entry(v, info, a) for v, info, a in pairs}
+        # Orbax saves the items of a step at once, and a handler may have several of them.
+        self._entries[Path(infos[0].parent_dir)] = noted
         return []
 
 
@@ -117,10 +125,12 @@ class StockCheckpoints:
             save_args = jax.tree.map(lambda x, a: None if _is_empty(x) else a, state, save_args)
         state = jax.tree.map(lambda x: None if _is_empty(x) else _storable(x), state)
         args = ocp.args.PyTreeSave(state, save_args, custom_metadata=custom_metadata)
-        for handler in self._noted:
-            handler.entries = {}
-        futures = list(await self._writer.async_save(directory, args=args) or [])
-        entries = {**self._noted[0].entries, **self._noted[1].entries}
+        entries: dict[str, Entry] = {}
+        try:
+            futures = list(await self._writer.async_save(directory, args=args) or [])
+        finally:
+            for handler in self._noted:
+                entries |= handler.take(Path(directory))
         names: dict[str, str] = {}
         for path, entry in entries.items():
             other = names.setdefault(entry.name, path)

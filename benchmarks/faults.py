@@ -1,7 +1,7 @@
 """Everything that is done to checkpoints on purpose, what is promised then, and what was found.
 
-    python -m benchmarks.faults --size small                       # a few minutes on two cores
-    python -m benchmarks.faults --size full --directory FAULTS     # about two hours
+    python -m benchmarks.faults --size small                       # minutes on two cores
+    python -m benchmarks.faults --size full --directory FAULTS     # two to three hours
     python -m benchmarks.faults --size full --directory FAULTS --only kills-one-process
     python -m benchmarks.faults --directory FAULTS --table
 
@@ -293,7 +293,7 @@ def _fuzz(
 
 CAMPAIGNS: tuple[Campaign, ...] = (
     _kills("kills-one-process", 1, 8, 500),
-    _kills("kills-two-processes", 2, 4, 500),
+    _kills("kills-two-processes", 2, 4, 250),
     *_operations(),
     Campaign(
         "any-order",

@@ -15,13 +15,13 @@ from adacheck_jax import lineage, manifest
 WORKER = "tests.multiprocess_worker"
 
 
-def launch(
+def start(
     mode: str, processes: int, root: Path, out: Path, devices: int, worker: str = WORKER
-) -> None:
+) -> list[subprocess.Popen[str]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    children = [
+    return [
         subprocess.Popen(
             [sys.executable, "-m", worker, mode]
             + [str(value) for value in (index, processes, port, root, out, devices)],
@@ -32,6 +32,9 @@ def launch(
         )
         for index in range(processes)
     ]
+
+
+def finish(children: list[subprocess.Popen[str]]) -> None:
     try:
         outputs = [child.communicate(timeout=200)[0] for child in children]
     finally:
@@ -39,6 +42,12 @@ def launch(
             child.kill()
     for child, output in zip(children, outputs, strict=True):
         assert child.returncode == 0, output
+
+
+def launch(
+    mode: str, processes: int, root: Path, out: Path, devices: int, worker: str = WORKER
+) -> None:
+    finish(start(mode, processes, root, out, devices, worker))
 
 
 def leaves(path: Path) -> list[bytes]:

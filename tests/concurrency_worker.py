@@ -1,0 +1,145 @@
+"""One process of a run that is preempted, or in which one process cannot write.
+
+Usage: concurrency_worker.py MODE PROCESS PROCESSES PORT ROOT OUT DEVICES
+
+MODE is preempted: trains until it is told to leave, and holds up the save of step 3 until OUT-go-on
+exists; last: restores the last step; or failing: saves of which one process cannot write its share.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+mode, process, processes, port, root, out, devices = sys.argv[1:]
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+
+import jax  # noqa: E402
+
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+if int(processes) > 1:
+    jax.distributed.initialize(f"127.0.0.1:{port}", int(processes), int(process))
+
+import numpy as np  # noqa: E402
+from jax.experimental import multihost_utils  # noqa: E402
+
+import adacheck_jax as adacheck  # noqa: E402
+from adacheck_jax import base_share, commit, delta_share  # noqa: E402
+from tests import support  # noqa: E402
+
+HELD_STEP, LAST_STEP = 3, 2000
+
+
+def save(manager: Any) -> None:
+    manager.save(run.count, args=adacheck.SaveArgs(run.state))
+
+
+def write(state: Any, name: str) -> None:
+    """The whole state as this process can gather it."""
+    whole = multihost_utils.process_allgather(state, tiled=True)
+    if jax.process_index() == 0:
+        np.savez(f"{out}-{name}.npz", *map(np.asarray, jax.tree.leaves(whole)))
+
+
+def hold(step: int) -> None:
+    """Lets the save of a step wait for the test."""
+    write_share = commit.Save.write
+
+    def held(self: commit.Save, directory: Path) -> None:
+        if self.step == step:
+            Path(f"{out}-held{process}").touch()
+            while not Path(f"{out}-go-on").exists():
+                time.sleep(0.01)
+        write_share(self, directory)
+
+    commit.Save.write = held
+
+
+def train_until_preempted() -> dict[str, Any]:
+    hold(HELD_STEP)
+    with support.manager_of(root, handler) as manager:
+        while run.count < LAST_STEP:
+            run.advance()
+            save(manager)
+            if manager.reached_preemption(run.count):
+                break
+        manager.wait_until_finished()
+        write(run.state, "saved")
+        return {"step": run.count, "latest": manager.latest_step()}
+
+
+def restore_last() -> dict[str, Any]:
+    with support.manager_of(root, handler) as manager:
+        step = manager.latest_step()
+        target = adacheck.RestoreArgs(support.abstract(run.state))
+        write(manager.restore(step, args=target), "restored")
+    return {"step": step}
+
+
+def fail_next() -> None:
+    """Lets this process fail to write its next share."""
+    todo = [OSError(28, "No space left on device")]
+    for share in (base_share.BaseShare, delta_share.DeltaShare):
+
+        def write_share(*args: Any, inner: Any = share.write) -> Any:
+            if todo:
+                raise todo.pop()
+            return inner(*args)
+
+        share.write = write_share
+
+
+def error_of(task: Callable[..., Any], *args: Any) -> str:
+    try:
+        task(*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def blocks(state: Any) -> list[bytes]:
+    """What lies on this process's devices."""
+    leaves = jax.tree.leaves(state)
+    return [np.asarray(s.data).tobytes() for leaf in leaves for s in leaf.addressable_shards]
+
+
+def save_while_one_fails() -> dict[str, Any]:
+    """Process 1 cannot write step 3, a delta, nor process 0 step 4, the base that follows."""
+    target, states = adacheck.RestoreArgs(support.abstract(run.state)), {}
+    with support.manager_of(root, handler) as manager:
+        for step in (1, 2, 3):
+            states[step] = blocks(run.advance())
+            manager.wait_until_finished()
+            if step == 3 and process == "1":
+                fail_next()
+            save(manager)
+        states[4] = blocks(run.advance())
+        errors = [error_of(save, manager)]
+        if process == "0":
+            fail_next()
+        save(manager)
+        errors.append(error_of(manager.wait_until_finished))
+        save(manager)
+        states[5] = blocks(run.advance())
+        save(manager)
+        manager.wait_until_finished()
+        listed = list(manager.all_steps(read=True))
+        exact = [s for s in (2, 5) if blocks(manager.restore(s, args=target)) == states[s]]
+    return {"errors": errors, "listed": listed, "exact": exact}
+
+
+mesh = support.mesh_of((jax.device_count() // 2, 2))
+run = support.dict_run(mesh)
+handler = adacheck.AdaCheckHandler(run.recorder)
+modes = {
+    "preempted": train_until_preempted,
+    "last": restore_last,
+    "failing": save_while_one_fails,
+}
+summary = modes[mode]()
+Path(f"{out}-{process}.json").write_text(json.dumps(summary))
