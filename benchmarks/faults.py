@@ -253,14 +253,14 @@ def _operations() -> Iterable[Campaign]:
                 )
 
 
-def _corruption(name: str, option: str, other: str, rows: Any) -> Campaign:
+def _corruption(name: str, option: str, other: str, rows: Any, full: int) -> Campaign:
     common = f"--json --seed {{seed}} {other} 0"
     return Campaign(
         name,
         "a file damaged at random",
         _REFUSED,
         "benchmarks.corruption",
-        {"small": f"{common} {option} 40", "full": f"{common} {option} 2000"},
+        {"small": f"{common} {option} 40", "full": f"{common} {option} {full}"},
         rows,
     )
 
@@ -272,7 +272,7 @@ def _disk(what: str, words: str) -> Campaign:
         words,
         _ONE_ERROR,
         "benchmarks.disk",
-        {"small": f"{common} 3", "full": f"{common} 50"},
+        {"small": f"{common} 2", "full": f"{common} 25"},
         disk_rows,
     )
 
@@ -309,8 +309,8 @@ CAMPAIGNS: tuple[Campaign, ...] = (
     _disk("bytes", "a disk that has no more bytes"),
     _disk("inodes", "a disk that has no more inodes"),
     _disk("read-only", "a disk that is read-only"),
-    _corruption("corruption", "--count", "--stock-count", corruption_rows),
-    _corruption("corruption-stock", "--stock-count", "--count", stock_corruption_rows),
+    _corruption("corruption", "--count", "--stock-count", corruption_rows, 2000),
+    _corruption("corruption-stock", "--stock-count", "--count", stock_corruption_rows, 700),
     _fuzz("fuzz-manifests", "a manifest that nobody wrote", 20_000, 1_000_000),
     _fuzz(
         "fuzz-updates",

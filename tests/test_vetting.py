@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.export
 import pytest
 
 import adacheck_jax as adacheck
@@ -56,6 +57,14 @@ def test_a_program_that_keeps_its_parser_busy_is_refused(monkeypatch):
     monkeypatch.setattr(vetting, "_TIMEOUT_S", 5.0)
     with pytest.raises(FormatError, match="takes the parser more than 5 seconds"):
         load((ENDED / "loop.stablehlo").read_bytes())
+
+
+def test_a_good_program_gets_through_the_parser():
+    """Refused there and taken here, it would not have been looked at."""
+    module = jax.export.deserialize(bytearray(GOOD.read_bytes())).mlir_module_serialized
+    command = [sys.executable, "-P", str(vetting._SCRIPT)]
+    done = subprocess.run(command, input=module, capture_output=True, check=True)
+    assert done.stdout.split() == [b"parsed"]
 
 
 def test_a_good_program_is_parsed_elsewhere_once(processes):
