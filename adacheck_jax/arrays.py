@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from adacheck_jax.errors import FormatError, IntegrityError, unreadable
+from adacheck_jax.errors import FormatError, IntegrityError, first_line, unreadable
 
 Blocks = Sequence[tuple[int, np.ndarray]]
 """Offsets in bytes, and the elements that go there, row-major. They do not overlap."""
@@ -199,7 +199,7 @@ class PackReader:
                 raise refused from error
             raise FormatError(
                 f"{directory}: expected a pack of {expected_bytes} bytes, found none that can be "
-                f"opened ({_first_line(error)}). The step is damaged; restore another one."
+                f"opened ({first_line(error)}). The step is damaged; restore another one."
             ) from error
         found = (tuple(self._store.shape), self._store.dtype.name)
         if found != ((expected_bytes,), "uint8"):
@@ -242,7 +242,7 @@ class PackReader:
                 raise refused from error
             raise IntegrityError(
                 f"{self._directory}: the stored bytes of {what} are damaged "
-                f"({_first_line(error)}). Restore another step."
+                f"({first_line(error)}). Restore another step."
             ) from error
         return [self._filled(*span, data) for span, data in zip(spans, read, strict=True)]
 
@@ -255,7 +255,3 @@ class PackReader:
             result[a - start : b - start] = stored[position : position + b - a]
             position += b - a
         return result
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).split("\n", maxsplit=1)[0][:300]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import os
@@ -17,9 +18,10 @@ from adacheck_jax.errors import AdaCheckError, StorageError, unreadable
 from adacheck_jax.inspection import InputError
 from adacheck_jax.lineage import TMP_SUFFIX, Step
 from adacheck_jax.manifest import BaseManifest
-from adacheck_jax.recompute import Recomputation
+from adacheck_jax.recompute import RECOMPUTED, Recomputation
 from adacheck_jax.verification import (
     NUMBER,
+    OTHER_BITS,
     Damage,
     Verifier,
     check,
@@ -30,6 +32,8 @@ from adacheck_jax.verification import (
 
 _log = logging.getLogger(__name__)
 
+_OF_ONE_LEAF = {OTHER_BITS, RECOMPUTED}
+"""What is told of a leaf, and not of the file that it lies in."""
 _LOOK_COUNT = 20
 _LOOK_AGAIN_S = 0.1
 
@@ -138,6 +142,7 @@ def verify_root(
         InputError: there is no such root, step or item.
     """
     wanted = thoroughness or Thoroughness()
+    root = root.absolute()  # Orbax takes no other
     try:
         steps = _selected(root, inspection.steps_under(root), number, item)
     except InputError:
@@ -307,9 +312,24 @@ class _Audit:
 
 
 def _new(known: Sequence[Damage], found: Sequence[Damage]) -> list[Damage]:
-    """What is not known yet: a leaf that is damaged once is damaged in every way."""
+    """What is not known yet, and of what several leaves suffer from the same way one.
+
+    A leaf that is damaged once is damaged in every way.
+    """
     leaves = {each.leaf for each in known if each.leaf is not None}
-    return [each for each in found if each.leaf is None or each.leaf not in leaves]
+    said = {(each.file, each.message) for each in known}
+    new: list[Damage] = []
+    places: dict[tuple[str, str], int] = {}
+    for each in found:
+        key = (each.file, each.message)
+        if key in said or (each.leaf is not None and each.leaf in leaves):
+            continue
+        place = places.setdefault(key, len(new))
+        if place == len(new) or each.message in _OF_ONE_LEAF:
+            new.append(each)
+        else:
+            new[place] = dataclasses.replace(new[place], leaf=None)
+    return new
 
 
 def leftovers(root: Path) -> list[Leftover]:

@@ -90,6 +90,12 @@ def unreadable(where: object, error: BaseException) -> StorageError | None:
     )
 
 
+def first_line(error: BaseException) -> str:
+    """As much of another library's error as fits into a message of ours."""
+    text = str(error).split("\n", maxsplit=1)[0]
+    return text.split(" [tensorstore_spec=", maxsplit=1)[0][:300]
+
+
 @contextlib.contextmanager
 def storage_named(where: object) -> Iterator[None]:
     """Tells what the operating system refused while a step was written as a StorageError.
@@ -106,7 +112,7 @@ def storage_named(where: object) -> Iterator[None]:
         system = system_error(error)
         if system is None:
             raise
-        detail = str(error).split("\n", maxsplit=1)[0][:300]
+        detail = first_line(error)
         raise StorageError(
             f"{where}: expected to write it, found: {system.strerror or error} ({detail}). This "
             "step is not saved, earlier ones are as they were. Make room or mend the disk; "

@@ -17,7 +17,7 @@ import numpy as np
 
 from adacheck_jax import fingerprint, replay, restorer, staging
 from adacheck_jax import manifest as manifests
-from adacheck_jax.errors import AdaCheckError, FormatError
+from adacheck_jax.errors import AdaCheckError, FormatError, first_line
 from adacheck_jax.lineage import Lineage
 from adacheck_jax.manifest import BaseManifest
 from adacheck_jax.stock import StockCheckpoints
@@ -25,9 +25,10 @@ from adacheck_jax.verification import (
     Damage,
     damage_of,
     damaged_programs,
-    first_line,
     identity_of,
 )
+
+RECOMPUTED = "recomputed, it does not have the bits that were saved"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,21 +81,21 @@ class Recomputation:
         bound = restorer.bound_to_mesh(lineage)
         wrong = [i for i in result.differing if i not in bound]
         rounded = tuple(specs[i].path for i in result.differing if i in bound)
-        message = "recomputed, it does not have the bits that were saved"
-        return Replayed(tuple(Damage(where, specs[i].path, message) for i in wrong), rounded)
+        damage = tuple(Damage(where, specs[i].path, RECOMPUTED) for i in wrong)
+        return Replayed(damage, rounded)
 
     def _advanced(self, lineage: Lineage, chain: tuple[str, ...]) -> _Compared:
         if self._chain != chain[: len(self._chain)]:  # another lineage, or files of other content
             self._chain, self._leaves = (), []
         for depth in range(1, len(chain) + 1):
             known = self._compared.get(chain[:depth])
+            if (known is None or known.error is None) and depth > len(self._chain):
+                known = self._compared[chain[:depth]] = self._step(lineage, chain[:depth])
             if known is not None and known.error is not None:
-                return known
-            if depth > len(self._chain):
-                self._step(lineage, chain[:depth])
+                return known  # nothing can be built on it
         return self._compared[chain]
 
-    def _step(self, lineage: Lineage, chain: tuple[str, ...]) -> None:
+    def _step(self, lineage: Lineage, chain: tuple[str, ...]) -> _Compared:
         """Goes on to the next step of a lineage, and compares it."""
         first, entry = lineage.entries[0], lineage.entries[len(chain) - 1]
         try:
@@ -106,13 +107,11 @@ class Recomputation:
                 self._leaves = restorer.replay_onto(leaves, one, None, None, self._compiled)
         except AdaCheckError as error:
             self._chain, self._leaves = (), []
-            self._compared[chain] = _Compared(error=damage_of(error, entry.directory))
-            return
+            return _Compared(error=damage_of(error, entry.directory))
         self._chain = chain
         found = fingerprint.of_leaves({i: staging.raw(x) for i, x in enumerate(self._leaves)})
         saved = entry.manifest.fingerprints
-        differing = tuple(i for i, value in found.items() if value != saved[i])
-        self._compared[chain] = _Compared(differing)
+        return _Compared(tuple(i for i, value in found.items() if value != saved[i]))
 
     def _base(self, lineage: Lineage) -> list[Any]:
         base, directory = lineage.base, lineage.base_directory

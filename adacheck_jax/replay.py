@@ -20,7 +20,7 @@ import jax.export
 import optax
 
 from adacheck_jax import purity, staging, trees, vetting
-from adacheck_jax.errors import FormatError, IntegrityError, RecorderError
+from adacheck_jax.errors import FormatError, IntegrityError, RecorderError, first_line
 from adacheck_jax.manifest import Update
 from adacheck_jax.recorder import Recorder, RecorderNode, UpdateSignature, find_node
 
@@ -329,7 +329,7 @@ def load(data: bytes, update: Update, where: str) -> UpdateFunction:
     except Exception as error:
         raise FormatError(
             f"{where}: the update was exported by jax {update.jax_version}, and jax "
-            f"{jax.__version__} cannot read it ({_first_line(error)}). Install that jax, or give "
+            f"{jax.__version__} cannot read it ({first_line(error)}). Install that jax, or give "
             "AdaCheckHandler the Recorder that the optimizer was built with."
         ) from error
     function = _caller(exported)
@@ -342,7 +342,7 @@ def load(data: bytes, update: Update, where: str) -> UpdateFunction:
         except (TypeError, ValueError) as error:
             raise FormatError(
                 f"{where}: the exported update cannot be called with the leaves that the manifest "
-                f"gives it ({_first_line(error)}). Restore a base step, or give AdaCheckHandler "
+                f"gives it ({first_line(error)}). Restore a base step, or give AdaCheckHandler "
                 "the Recorder that the optimizer was built with."
             ) from error
         if _described(new_params, new_inner) != _described(params, inner):
@@ -358,10 +358,6 @@ def load(data: bytes, update: Update, where: str) -> UpdateFunction:
 
 def _described(*lists: Leaves) -> list[list[tuple[Any, Any]]]:
     return [[(leaf.shape, leaf.dtype) for leaf in leaves] for leaves in lists]
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).split("\n", maxsplit=1)[0][:300]
 
 
 def from_bytes(data: bytes) -> UpdateFunction:

@@ -24,7 +24,7 @@ from etils import epath
 
 from adacheck_jax import durable, sharding, staging, trees
 from adacheck_jax import manifest as manifests
-from adacheck_jax.errors import AdaCheckError, IntegrityError, MismatchError, unreadable
+from adacheck_jax.errors import AdaCheckError, IntegrityError, MismatchError, first_line, unreadable
 from adacheck_jax.manifest import BaseManifest, Leaf
 from adacheck_jax.trees import PyTree
 
@@ -368,7 +368,7 @@ def _damage_named(directory: Path) -> Iterator[None]:
     except Exception as error:
         if refused := unreadable(directory, error):
             raise refused from error
-        reason = str(error).split("\n", maxsplit=1)[0][:300]
+        reason = first_line(error)
         raise IntegrityError(
             f"{directory}: Orbax cannot read the base ({type(error).__name__}: {reason}). The step "
             "is damaged; restore another one."

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import hashlib
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from adacheck_jax import fingerprint, replay, restorer, trees, volumes
 from adacheck_jax import lineage as lineages
 from adacheck_jax import manifest as manifests
 from adacheck_jax.deltas import DeltaReader
-from adacheck_jax.errors import AdaCheckError, IntegrityError
+from adacheck_jax.errors import AdaCheckError, IntegrityError, first_line
 from adacheck_jax.lineage import Entry, Lineage
 from adacheck_jax.manifest import BaseManifest, Update
 from adacheck_jax.stock import StockCheckpoints, damaged_descriptions, stored_dtype
@@ -80,11 +81,15 @@ def check(item_directory: Path, *, read_data: bool, verifier: Verifier | None = 
 
 def damage_of(error: Exception, where: Path) -> Damage:
     """An error as damage: most of ours begin with the file that they are about."""
-    message = " ".join(str(error).split())
+    message = _ADVICE.sub("", " ".join(str(error).split())).rstrip(".")
     file, colon, rest = message.partition(": ")
     if colon and file.startswith("/"):
-        return Damage(file, None, rest.rstrip("."))
-    return Damage(str(where), None, message.rstrip("."))
+        return Damage(file, None, rest)
+    return Damage(str(where), None, message)
+
+
+_ADVICE = re.compile(r"( The step is damaged;)? [Rr]estore another (step|one)\.$")
+"""What an error of a restore ends with, and a row of a table need not."""
 
 
 def identity(directory: Path, skipped: Path | None = None) -> str:
@@ -215,16 +220,11 @@ class Verifier:
                 found.append(Damage(str(entry.directory), leaf.path, message))
                 continue
             if fingerprint.combine(parts) != base.fingerprints[index]:
-                found.append(Damage(str(entry.directory), leaf.path, _OTHER_BITS))
+                found.append(Damage(str(entry.directory), leaf.path, OTHER_BITS))
         return found
 
 
-_OTHER_BITS = "the bits are not those that were saved, by their fingerprint"
-
-
-def first_line(error: Exception) -> str:
-    """As much of an error as fits into another message."""
-    return str(error).split("\n", maxsplit=1)[0][:300]
+OTHER_BITS = "the bits are not those that were saved, by their fingerprint"
 
 
 def _moved(damage: Damage, source: Path, target: Path) -> Damage:
@@ -312,5 +312,5 @@ def _delta_data(entry: Entry, base: BaseManifest) -> list[Damage]:
             continue
         whole = reader.holds_all_of(index)
         if whole and fingerprint.combine(parts) != manifest.fingerprints[index]:
-            found.append(Damage(str(entry.directory / lineages.DELTA), path, _OTHER_BITS))
+            found.append(Damage(str(entry.directory / lineages.DELTA), path, OTHER_BITS))
     return found

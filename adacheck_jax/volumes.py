@@ -22,6 +22,7 @@ import tensorstore as ts
 
 from adacheck_jax import equality
 from adacheck_jax.boxes import Box
+from adacheck_jax.errors import first_line
 
 _TRANSACTION_BYTES = 1 << 28
 """A transaction holds what it writes in memory until it is committed."""
@@ -395,7 +396,7 @@ def lost_chunks(directory: Path, names: Sequence[str]) -> dict[str, str]:
         try:
             keys = [f"{name}/{key}" for key in ArrayReader(directory, name).chunk_keys()]
         except (ValueError, OSError) as error:
-            found[name] = _first_line(error)
+            found[name] = first_line(error)
             continue
         missing = [key for key in keys if key.encode() not in known]
         if missing:
@@ -410,13 +411,9 @@ def lost_chunks(directory: Path, names: Sequence[str]) -> dict[str, str]:
                 for each in ends:
                     each.result()
             except (ValueError, OSError) as error:
-                found[name] = _first_line(error)
+                found[name] = first_line(error)
                 break
     return found
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).split("\n", maxsplit=1)[0][:300]
 
 
 def _database(directory: Path, path: str = "") -> dict[str, Any]:

@@ -141,6 +141,17 @@ def item(root: Path, step: int) -> Path:
 
 
 class TestClean:
+    def test_a_root_is_told_by_any_path(self, copy, monkeypatch):
+        monkeypatch.chdir(copy.parent)
+        for command in (
+            ["verify", copy.name, "--replay"],
+            ["verify", f"./{copy.name}/../{copy.name}"],
+        ):
+            done = CliRunner().invoke(app, command)
+            assert done.exit_code == 0, done.output
+            assert "3 steps verified" in done.output
+        assert adacheck.latest_restorable(copy.name) == 3
+
     @pytest.mark.parametrize("kind", ["replayed", "bits"])
     def test_whatever_was_saved_verifies(self, kind, request):
         root, saved, _ = request.getfixturevalue(kind)
@@ -208,6 +219,31 @@ class TestClean:
         assert [step.damage for step in report.steps] == [()] * 3
         assert [step.not_checked is None for step in report.steps] == [True, False, False]
         assert CliRunner().invoke(app, ["verify", str(copy), "--replay"]).exit_code == 2
+
+
+def truncate_packs(root: Path, step: int) -> None:
+    for path in (item(root, step) / lineage.DELTA).rglob("*"):
+        if path.is_file() and path.parent.name == "d":
+            path.write_bytes(path.read_bytes()[:-7])  # in place: links to it are damaged too
+
+
+def test_what_builds_on_a_damaged_delta_is_recomputed_no_further(copy):
+    truncate_packs(copy, 2)
+    shutil.rmtree(copy / "1")
+    shutil.rmtree(copy / "2")
+    (reports,) = audit.verify_root(copy, thoroughness=REPLAY).steps
+    assert reports.damage
+    found = repair.repair(copy, read_data=True)
+    assert [each.path for each in found.removals] == ["3"]
+
+
+def test_a_file_that_many_leaves_lie_in_is_told_of_once(copy):
+    truncate_packs(copy, 3)
+    (report,) = audit.verify_root(copy, 3, thoroughness=DATA).steps
+    assert len({(each.file, each.message) for each in report.damage}) == len(report.damage)
+    assert len(report.damage) < 4
+    assert "tensorstore_spec" not in str(report)
+    assert "another" not in str(report)
 
 
 def other_record(root: Path, step: int, change=lambda x: x + np.float32(1)) -> str:
