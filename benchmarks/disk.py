@@ -37,7 +37,7 @@ multihost._DEFAULT_BARRIER_TIMEOUT = 5
 """Seconds for which Orbax waits for directories that cannot be made; 300 otherwise."""
 
 WIDTH = 256
-SIZE_BYTES = 96 * 2**20
+SIZE_BYTES = 256 * 2**20  # what was to be deleted at a failed save stays until a manager is opened
 INODES = 4000
 _LOST = "no further step was saved"
 _GONE, _OTHER_BITS = "committed, and gone", "other bits"

@@ -94,11 +94,11 @@ class Manifests:
         if rng.random() < 0.5:
             text = rng.choice(population)
         case = json.loads(text)
-        for _ in range(min(1 + int(rng.expovariate(0.7)), 8)):
-            _change(rng, case, population)
-        if rng.random() < 0.2:
-            _mend(rng, case)
         try:
+            for _ in range(min(1 + int(rng.expovariate(0.7)), 8)):
+                _change(rng, case, population)
+            if rng.random() < 0.2:
+                _mend(rng, case)
             return json.dumps(case)
         except (RecursionError, ValueError):
             return text
