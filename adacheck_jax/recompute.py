@@ -17,7 +17,7 @@ import numpy as np
 
 from adacheck_jax import fingerprint, replay, restorer, staging
 from adacheck_jax import manifest as manifests
-from adacheck_jax.errors import AdaCheckError, FormatError, first_line
+from adacheck_jax.errors import AdaCheckError, FormatError, StorageError, first_line
 from adacheck_jax.lineage import Lineage
 from adacheck_jax.manifest import BaseManifest
 from adacheck_jax.stock import StockCheckpoints
@@ -73,8 +73,12 @@ class Recomputation:
         if problem is not None:
             return Replayed(problem=problem)
         chain = tuple(map(identity_of, lineage.entries))
-        with _wide_integers(lineage.base):
-            result = self._advanced(lineage, chain)
+        try:
+            with _wide_integers(lineage.base):
+                result = self._advanced(lineage, chain)
+        except StorageError as error:  # it may be whole: nobody is to remove it for this
+            self._chain, self._leaves = (), []
+            return Replayed(problem=" ".join(str(error).split()))
         if result.error is not None:
             return Replayed((result.error,))
         where, specs = str(lineage.entries[-1].directory), lineage.base.leaves
@@ -105,6 +109,8 @@ class Recomputation:
                 leaves, self._leaves = self._leaves, []  # they are donated
                 one = Lineage((first, entry))
                 self._leaves = restorer.replay_onto(leaves, one, None, None, self._compiled)
+        except StorageError:
+            raise
         except AdaCheckError as error:
             self._chain, self._leaves = (), []
             return _Compared(error=damage_of(error, entry.directory))
@@ -184,9 +190,12 @@ def try_to_restore(lineage: Lineage) -> tuple[bool | None, str]:
             whole = ", ".join(sorted(update.programs.keys() - bad))
             return None, f"the update for {here} is damaged, the one for {whole} is not"
     try:
-        damage = Recomputation().replay(lineage).damage
+        replayed = Recomputation().replay(lineage)
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
         return None, f"it could not be tried: {first_line(error)}"
+    if replayed.problem is not None:
+        return None, replayed.problem
+    damage = replayed.damage
     if not damage:
         return True, "it can be restored all the same"
     return False, f"{damage[0].leaf or damage[0].file}: {damage[0].message}"

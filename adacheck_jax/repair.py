@@ -19,7 +19,7 @@ from adacheck_jax import audit
 from adacheck_jax import lineage as lineages
 from adacheck_jax import manifest as manifests
 from adacheck_jax.audit import Leftover, Progress, StepReport, Thoroughness
-from adacheck_jax.errors import AdaCheckError
+from adacheck_jax.errors import AdaCheckError, StorageError
 from adacheck_jax.inspection import InputError
 from adacheck_jax.lineage import LINEAGE, TMP_SUFFIX
 from adacheck_jax.recompute import try_to_restore
@@ -192,6 +192,8 @@ def _judge(root: Path, step: StepReport) -> tuple[bool, str]:
     first = step.damage[0]
     try:
         lineage = lineages.resolve(directory)
+    except StorageError as error:
+        return False, f"it cannot be judged: {error}"
     except AdaCheckError:
         return True, f"{first.file}: {first.message}"
     can, why = try_to_restore(lineage)

@@ -86,9 +86,7 @@ def _tried(module: bytes) -> str:
         )
     except subprocess.TimeoutExpired:
         return f"takes the parser more than {_TIMEOUT_S:.0f} seconds"
-    except (
-        OSError
-    ) as error:  # no interpreter, or no further process: as it is with every other file
+    except OSError as error:  # no interpreter, or no further process
         _log.warning("An update program is parsed without a process of its own: %s", error)
         return ""
     if done.returncode > 0:

@@ -246,6 +246,27 @@ def test_a_file_that_many_leaves_lie_in_is_told_of_once(copy):
     assert "another" not in str(report)
 
 
+@pytest.mark.parametrize("what", ["manifest", "pack"])
+def test_what_cannot_be_read_now_is_never_removed(copy, monkeypatch, what):
+    """Damage was seen, and then no file could be opened any more: nothing is known of it."""
+    truncate_packs(copy, 3)
+    report = audit.verify_root(copy, thoroughness=DATA)
+    monkeypatch.setattr(repair.audit, "verify_root", lambda *_args, **_options: report)
+
+    def refuse(*_args, **_options):
+        raise adacheck.StorageError("too many open files")
+
+    if what == "manifest":
+        monkeypatch.setattr(repair.lineages, "resolve", refuse)
+    else:
+        monkeypatch.setattr(deltas.DeltaReader, "read", refuse)
+        monkeypatch.setattr(deltas.DeltaReader, "blocks", refuse)
+    found = repair.repair(copy, read_data=True)
+    assert found.removals == ()
+    assert [each.path for each in found.kept] == ["3/default"]
+    assert (copy / "3").is_dir()
+
+
 def other_record(root: Path, step: int, change=lambda x: x + np.float32(1)) -> str:
     """Writes a pack of a delta again, with right checksums and one leaf changed; names the leaf."""
     directory = item(root, step)
