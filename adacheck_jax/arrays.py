@@ -19,8 +19,6 @@ import tensorstore as ts
 
 from adacheck_jax.errors import FormatError, IntegrityError, first_line, unreadable
 
-Blocks = Sequence[tuple[int, np.ndarray]]
-"""Offsets in bytes, and the elements that go there, row-major. They do not overlap."""
 Ranges = tuple[tuple[int, int], ...]
 """Ascending half-open ranges."""
 
@@ -66,12 +64,13 @@ def _chunk_bytes(size_bytes: int, kind: Kind) -> int:
     return math.ceil(size_bytes / math.ceil(size_bytes / kind.max_chunk_bytes))
 
 
-def write_pack(directory: Path, contents: Sequence[tuple[Kind, int, Blocks]]) -> list[Ranges]:
+def write_pack(directory: Path, contents: Sequence[tuple[Kind, np.ndarray]]) -> list[Ranges]:
     """Writes one pack durably, in one transaction.
 
     Args:
         directory: where the OCDBT database goes; made if absent.
-        contents: for each array its kind, its length in bytes (0 writes nothing) and its blocks.
+        contents: for each array its kind and its bytes (of none nothing is written), which may be
+            changed again when this returns.
 
     Returns:
         For each array the ranges of blocks that were left out because they are all zero.
@@ -79,14 +78,11 @@ def write_pack(directory: Path, contents: Sequence[tuple[Kind, int, Blocks]]) ->
     directory.mkdir(parents=True, exist_ok=True)
     zeros: list[Ranges] = []
     with ts.Transaction(atomic=False) as transaction:
-        for kind, size_bytes, blocks in contents:
-            pack = np.zeros(size_bytes, np.uint8)
-            for offset_bytes, block in blocks:
-                target = pack[offset_bytes : offset_bytes + block.nbytes]
-                np.copyto(target.view(block.dtype).reshape(block.shape), block)
+        for kind, whole in contents:
+            pack = whole
             zeros.append(_zero_blocks(pack, kind.block_bytes))
-            runs = _Runs(size_bytes, zeros[-1], kind)
-            if runs.stored_bytes < size_bytes:
+            runs = _Runs(pack.size, zeros[-1], kind)
+            if runs.stored_bytes < pack.size:
                 pack = np.concatenate([np.empty(0, np.uint8), *(pack[a:b] for a, b in runs.kept())])
             if not pack.size:
                 continue
@@ -100,7 +96,7 @@ def write_pack(directory: Path, contents: Sequence[tuple[Kind, int, Blocks]]) ->
             }
             spec = {**_spec(directory, kind), "metadata": metadata}
             store = ts.open(spec, create=True, transaction=transaction).result()
-            # The pack is ours and never changes again, so tensorstore need not copy it.
+            # It does not change before the transaction is committed, so tensorstore need not copy.
             store.write(pack, can_reference_source_data_indefinitely=True).result()
     return zeros
 

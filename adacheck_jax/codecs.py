@@ -21,6 +21,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from adacheck_jax import kernels
 from adacheck_jax.manifest import Encoding
 
 _SMALL_BYTES = 1024
@@ -64,7 +65,7 @@ def choose_difference(pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> Encodin
     if sum(a.nbytes for a, _ in changed) <= _SMALL_BYTES:
         return Encoding.RAW
     new, old = _sample(new), _sample(old)
-    bits = {each: sum(_entropies(_difference(each, new, old))) for each in _DIFFERENCES}
+    bits = {each: sum(_entropies(_planes(each, new, old))) for each in _DIFFERENCES}
     best = min(bits, key=lambda each: bits[each])
     whole, whole_bits = _best_whole(new)
     return best if bits[best] < _WORTHWHILE * whole_bits else whole
@@ -75,7 +76,7 @@ _DIFFERENCES = (Encoding.XOR, Encoding.SUBTRACT)
 
 def _best_whole(words: np.ndarray) -> tuple[Encoding, float]:
     """How some words are best stored by themselves, and how many bits a word that may take."""
-    *rest, highest = _entropies(_rotated(words))
+    *rest, highest = _entropies(_planes(Encoding.PLANES, words))
     if rest and sum(rest) < 8 * _WORTHWHILE * len(rest):
         return Encoding.PLANES, sum(rest) + highest
     if highest < 8 * _WORTHWHILE:
@@ -83,51 +84,51 @@ def _best_whole(words: np.ndarray) -> tuple[Encoding, float]:
     return Encoding.RAW, 8 * words.itemsize
 
 
-def encode(encoding: Encoding, new: np.ndarray, old: np.ndarray | None = None) -> np.ndarray:
-    """The planes of some elements: uint8 of shape (word bytes, words).
+def encode(
+    encoding: Encoding,
+    new: np.ndarray,
+    old: np.ndarray | None,
+    low: np.ndarray,
+    high: np.ndarray,
+) -> None:
+    """Turns some elements into planes.
 
     Args:
         encoding: any but ``RAW`` and ``SAME``.
         new: the elements.
         old: those of the parent step, for a difference.
+        low: where the first planes go, uint8 of shape (planes, words).
+        high: where the others go.
     """
-    if encoding.is_difference:
-        assert old is not None
-        return _planes(_difference(encoding, _words(new), _words(old)))
-    return _planes(_rotated(_words(new)))
+    before = None if old is None else _words(old)
+    kernels.split(_words(new), before, _WAYS[encoding], low, high)
 
 
-def apply(encoding: Encoding, block: np.ndarray, planes: np.ndarray) -> None:
+def decode(encoding: Encoding, block: np.ndarray, low: np.ndarray, high: np.ndarray) -> None:
     """Turns old elements into new ones, in place.
 
     Args:
         encoding: as for :func:`encode`.
         block: a contiguous array that can be written; what it holds matters to differences only.
-        planes: of the same elements, as :func:`encode` gave them.
+        low: the first planes of the same elements, as :func:`encode` gave them.
+        high: the others.
     """
     words = block.reshape(-1).view(np.dtype(f"u{word_bytes(block.dtype)}"))
-    stored = np.ascontiguousarray(planes.T).reshape(-1).view(words.dtype)
-    if encoding is Encoding.XOR:
-        words ^= stored
-    elif encoding is Encoding.SUBTRACT:
-        words += (stored >> 1) ^ -(stored & 1)
-    else:
-        words[:] = (stored >> 1) | (stored << (8 * words.itemsize - 1))
+    kernels.join(words, _WAYS[encoding], low, high)
 
 
-def _rotated(words: np.ndarray) -> np.ndarray:
-    return (words << 1) | (words >> (8 * words.itemsize - 1))
+_WAYS = {
+    Encoding.EXPONENTS: kernels.ROTATE,
+    Encoding.PLANES: kernels.ROTATE,
+    Encoding.XOR: kernels.XOR,
+    Encoding.SUBTRACT: kernels.SUBTRACT,
+}
 
 
-def _difference(encoding: Encoding, new: np.ndarray, old: np.ndarray) -> np.ndarray:
-    if encoding is Encoding.XOR:
-        return new ^ old
-    step = (new - old).view(np.dtype(f"i{new.itemsize}"))
-    return ((step << 1) ^ (step >> (8 * step.itemsize - 1))).view(new.dtype)
-
-
-def _planes(words: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(words.view(np.uint8).reshape(-1, words.itemsize).T)
+def _planes(encoding: Encoding, new: np.ndarray, old: np.ndarray | None = None) -> np.ndarray:
+    planes = np.empty((new.itemsize, new.size), np.uint8)
+    encode(encoding, new, old, planes, planes[:0])
+    return planes
 
 
 def _equal(a: np.ndarray, b: np.ndarray) -> bool:
@@ -142,10 +143,10 @@ def _sample(words: np.ndarray) -> np.ndarray:
     return np.concatenate([words[start : start + _RUN_WORDS] for start in starts])
 
 
-def _entropies(words: np.ndarray) -> list[float]:
+def _entropies(planes: np.ndarray) -> list[float]:
     """For each plane the bits a byte that an order-0 coder would need."""
     entropies = []
-    for plane in _planes(words):
+    for plane in planes:
         counts = np.bincount(plane, minlength=256)
         shares = counts[counts > 0] / plane.size
         entropies.append(-float((shares * np.log2(shares)).sum()))

@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from adacheck_jax import arrays, codecs, equality, redundancy
+from adacheck_jax.buffers import Buffers
 from adacheck_jax.manifest import Encoding, Leaf
-from adacheck_jax.redundancy import Extent
+from adacheck_jax.redundancy import Extent, WritePlan
 from adacheck_jax.staging import Blocks
+
+
+@dataclass(slots=True)
+class Habits:
+    """What the deltas of one lineage have in common, so that it is found once.
+
+    Attributes:
+        choices: how leaves were chosen to be stored by themselves.
+        letters: how all stored leaves were encoded last.
+        plan: of the packs, for these letters and no aliases.
+    """
+
+    choices: dict[int, Encoding] = field(default_factory=dict)
+    letters: tuple[tuple[int, Encoding], ...] | None = None
+    plan: WritePlan | None = None
 
 
 @dataclass(slots=True)
@@ -25,16 +41,17 @@ class DeltaShare:
         candidates: the leaves that are stored unless they are what they would be without it.
         previous: the same boxes of the parent, of the leaves that may be stored as differences.
         compresses: whether what pays is compressed.
-        choices: how leaves were chosen to be stored by themselves at earlier saves of the lineage;
-            changed.
+        habits: of the lineage's deltas; changed.
+        buffers: where the pack is put together.
     """
 
     leaves: tuple[Leaf, ...]
-    blocks: dict[int, Blocks]
+    blocks: Mapping[int, Blocks]
     candidates: tuple[int, ...]
     previous: Mapping[int, Blocks]
     compresses: bool
-    choices: dict[int, Encoding]
+    habits: Habits
+    buffers: Buffers
 
     def write(
         self, directory: Path, process: int, process_count: int, wrong: Sequence[int]
@@ -59,34 +76,51 @@ class DeltaShare:
         own = "".join(letters.values())
         others = Encoding.SAME * len(own)
         encodings = [own if each == process else others for each in range(process_count)]
-        leaves, stored = self.leaves, tuple(letters)
-        nobody = [()] * process_count
-        extents = redundancy.plan_delta(leaves, stored, encodings, nobody).extents
-        own_aliases = self._aliases(extents)
-        aliases = [own_aliases if each == process else () for each in range(process_count)]
-        plan = redundancy.plan_delta(leaves, stored, encodings, aliases)
-        raw: list[tuple[int, np.ndarray]] = []
-        compressed: list[tuple[int, np.ndarray]] = []
-        skipped = {first for first, _ in own_aliases}
-        for extent in (x for i, x in enumerate(plan.extents) if i not in skipped):
-            block = self.blocks[extent.leaf][extent.box]
-            if extent.encoding is Encoding.RAW:
-                raw.append((extent.raw_start, block))
-                continue
-            old = self.previous[extent.leaf][extent.box] if extent.encoding.is_difference else None
-            planes = codecs.encode(extent.encoding, block, old)
-            low = extent.planes - extent.compressed
-            if low:
-                raw.append((extent.raw_start, planes[:low]))
-            compressed.append((extent.compressed_start, planes[low:]))
-        sizes = plan.raw_bytes[process], plan.compressed_bytes[process]
-        contents = [(arrays.RAW, sizes[0], raw), (arrays.COMPRESSED, sizes[1], compressed)]
+
+        def plan_with(own_aliases: Sequence[tuple[int, int]]) -> WritePlan:
+            aliases = [own_aliases if each == process else () for each in range(process_count)]
+            return redundancy.plan_delta(self.leaves, tuple(letters), encodings, aliases)
+
+        if self.habits.plan is None or self.habits.letters != tuple(letters.items()):
+            self.habits.letters, self.habits.plan = tuple(letters.items()), plan_with(())
+        plan = self.habits.plan
+        aliases = self._aliases(plan.extents)
+        if aliases:
+            plan = plan_with(aliases)
+        sizes_bytes = plan.raw_bytes[process], plan.compressed_bytes[process]
+        raw, compressed = packs = [self.buffers.take(size_bytes) for size_bytes in sizes_bytes]
+        skipped = {first for first, _ in aliases}
+        self._fill(raw, compressed, [x for i, x in enumerate(plan.extents) if i not in skipped])
+        zeros = arrays.write_pack(directory, [(arrays.RAW, raw), (arrays.COMPRESSED, compressed)])
+        for pack in packs:
+            self.buffers.give_back(pack)
         return {
             "letters": list(letters.items()),
-            "aliases": own_aliases,
-            "sizes_bytes": sizes,
-            "zeros": arrays.write_pack(directory, contents),
+            "aliases": aliases,
+            "sizes_bytes": sizes_bytes,
+            "zeros": zeros,
         }
+
+    def _fill(self, raw: np.ndarray, compressed: np.ndarray, extents: Sequence[Extent]) -> None:
+        """Puts the stored boxes where the plan has them; gaps are filled with zeros."""
+        end = 0
+        for extent in sorted(extents, key=lambda x: x.raw_start):
+            block = self.blocks[extent.leaf][extent.box]
+            low = raw[extent.raw_start :][: extent.raw_bytes]
+            if low.size:
+                raw[end : extent.raw_start] = 0
+                end = extent.raw_start + low.size
+            if extent.encoding is Encoding.RAW:
+                np.copyto(low.view(block.dtype).reshape(block.shape), block)
+                continue
+            high = compressed[extent.compressed_start :][: extent.compressed_bytes]
+            old = self.previous[extent.leaf][extent.box] if extent.encoding.is_difference else None
+            shapes = extent.planes - extent.compressed, extent.compressed
+            low, high = (
+                x.reshape(count, x.size // count if count else 0)
+                for x, count in zip((low, high), shapes, strict=True)
+            )
+            codecs.encode(extent.encoding, block, old, low, high)
 
     def _aliases(self, extents: Sequence[Extent]) -> list[tuple[int, int]]:
         """Pairs of extents of this process: the first has the bytes of the second."""
@@ -122,11 +156,11 @@ class DeltaShare:
         """How this process stores its boxes of one leaf by themselves."""
         if not self.compresses:
             return Encoding.RAW
-        if index in self.choices:
-            return self.choices[index]
+        if index in self.habits.choices:
+            return self.habits.choices[index]
         chosen = codecs.choose_whole(self.blocks[index].values())
         if chosen is not Encoding.PLANES:  # zeros may be a matter of this step alone
-            self.choices[index] = chosen
+            self.habits.choices[index] = chosen
         return chosen
 
 

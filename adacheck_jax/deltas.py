@@ -141,22 +141,28 @@ class DeltaReader:
             inside = (*common.relative_to(rows.start).slices, ...)
             target = block[(*common.relative_to(box.start).slices, ...)]
             raw, compressed = _spans(extent, rows)
-            read = [
-                *(self._pack(extent.process, arrays.RAW).read(raw, what=leaf.path) if raw else ()),
-                *(
-                    self._pack(extent.process, arrays.COMPRESSED).read(compressed, what=leaf.path)
-                    if compressed
-                    else ()
-                ),
-            ]
+            low = self._planes(extent.process, arrays.RAW, raw, leaf.path)
             if extent.encoding is Encoding.RAW:
-                target[...] = read[0].view(block.dtype).reshape(rows.shape)[inside]
+                target[...] = low.view(block.dtype).reshape(rows.shape)[inside]
                 continue
-            planes = np.stack(read)
+            high = self._planes(extent.process, arrays.COMPRESSED, compressed, leaf.path)
+            if rows == common and target.flags.c_contiguous:
+                codecs.decode(extent.encoding, target, low, high)
+                continue
             whole = np.zeros(rows.shape, block.dtype)
             whole[inside] = target
-            codecs.apply(extent.encoding, whole, planes)
+            codecs.decode(extent.encoding, whole, low, high)
             target[...] = whole[inside]
+
+    def _planes(self, process: int, kind: arrays.Kind, spans: Spans, path: str) -> np.ndarray:
+        """Reads spans of one length; one a row."""
+        if not spans:
+            return np.empty((0, 0), np.uint8)
+        count, length = len(spans), spans[0][1] - spans[0][0]
+        if spans[-1][1] - spans[0][0] == count * length:  # they lie side by side
+            spans = [(spans[0][0], spans[-1][1])]
+        read = self._pack(process, kind).read(spans, what=path)
+        return (read[0] if len(read) == 1 else np.concatenate(read)).reshape(count, length)
 
     def _pack(self, process: int, kind: arrays.Kind) -> PackReader:
         if (process, kind) not in self._packs:

@@ -13,9 +13,10 @@ low bits are missed with a probability of about 2**-64 and the worst pattern, a 
 bits, with about 2**-20; a modulus of 2**32 would miss every even number of flipped sign bits.
 The weights are fixed by the format: this guards against accidents, not against an adversary.
 
-Two engines give the same value: numpy on host memory (and on CPU devices, where XLA does not
-vectorize integer reductions), XLA on accelerators. Both give one partial sum a *shard*: the leaf's
-fingerprint takes one replica of each box, and the sums of the others are there to be compared.
+Two engines give the same value: compiled loops on host memory (and on CPU devices, where XLA does
+not vectorize integer reductions), XLA on accelerators. Both give one partial sum a *shard*: the
+leaf's fingerprint takes one replica of each box, and the sums of the others are there to be
+compared.
 
 Reference: D. Lemire, O. Kaser, "Strongly universal string hashing is fast", 2014 (multilinear
 hashing); the weights come from SplitMix64 (Steele, Lea, Flood, OOPSLA 2014).
@@ -24,6 +25,7 @@ hashing); the weights come from SplitMix64 (Steele, Lea, Flood, OOPSLA 2014).
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -34,7 +36,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from adacheck_jax import staging
+from adacheck_jax import kernels, staging
 from adacheck_jax.boxes import Box, grid
 from adacheck_jax.sharding import Holder, has_replicas, holders_of, is_local, layout_of_array
 
@@ -42,8 +44,6 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
 _RUN = 1024
 """A weight is a product: one factor for the position within its run of 1024, one for the run."""
-_WIDE = 256
-"""Rows at least this long are contracted as they are; shorter ones a whole run at a time."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -101,32 +101,63 @@ def of_block(block: np.ndarray, start: Sequence[int] | None = None) -> int:
     words = words_of(block)
     if words.size == 0:
         return 0
-    offsets = list(start or (0,) * block.ndim) + [0] * (words.ndim - block.ndim)
-    total: np.ndarray = words.reshape(-1)
-    for axis, (offset, length) in enumerate(zip(offsets, words.shape, strict=True)):
-        total = _contract(total.reshape(length, -1), axis, offset)
-    return int(total[0])
-
-
-def _contract(rows: np.ndarray, axis: int, offset: int) -> np.ndarray:
-    """Sums rows times their weights, modulo 2**64: shape (length, rest) to (rest,)."""
-    length, rest = rows.shape
-    head = -offset % _RUN
-    run_count = (length - head) // _RUN
-    if rest >= _WIDE or run_count < 2:
-        return _weighted_sum(_weights(axis, offset, offset + length), rows)
-    tail = head + run_count * _RUN
-    first = (offset + head) // _RUN
-    runs = _factors(axis, 1, first + run_count)[first:]
-    body = _weighted_sum(runs, rows[head:tail].reshape(run_count, _RUN * rest))
-    total = _weighted_sum(_factors(axis, 0, _RUN), body.reshape(_RUN, rest))
+    if words.ndim == 0:
+        return int(words)
+    starts = (*(start or (0,) * block.ndim), *(0,) * (words.ndim - block.ndim))
+    # Rows of at least some length: short last axes are taken together with the one before.
+    axis, width = words.ndim - 1, 1
+    while axis and words.shape[axis] * width < _MIN_COLUMNS:
+        width *= words.shape[axis]
+        axis -= 1
+    rows = _row_weights(0, starts[:axis], words.shape[:axis])
+    within = _within(axis, starts[axis + 1 :], words.shape[axis + 1 :])
+    offset, length = starts[axis] * width, words.shape[axis] * width
+    runs = _factors(axis, 1, -(-(offset + length) // within.size))
+    words = np.ascontiguousarray(words).reshape(rows.size, length)
+    if rows.size >= _STREAMS or length < _STREAMS * within.size:
+        return kernels.weighted_sum(words, rows, offset, within, runs)
+    # Few long rows: their whole runs as rows of their own.
+    head = -offset % within.size
+    count = (length - head) // within.size
+    tail = head + count * within.size
+    total = 0
     for a, b in ((0, head), (tail, length)):
-        total += _weighted_sum(_weights(axis, offset + a, offset + b), rows[a:b])
-    return total
+        end = np.ascontiguousarray(words[:, a:b])
+        total += kernels.weighted_sum(end, rows, offset + a, within, runs)
+    own = np.ascontiguousarray(runs[(offset + head) // within.size :][:count])
+    for row, weight in zip(words, rows, strict=True):
+        body = row[head:tail].reshape(count, within.size)
+        total += int(weight) * kernels.weighted_sum(body, own, 0, within, np.ones(1, np.uint64))
+    return total & _MASK
 
 
-def _weighted_sum(weights: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    return np.einsum("i,ij->j", weights, rows, dtype=np.uint64)
+_STREAMS = 4
+"""Rows that the kernel reads at once."""
+_MIN_COLUMNS = 64
+
+
+@functools.lru_cache(maxsize=256)
+def _within(axis: int, starts: tuple[int, ...], lengths: tuple[int, ...]) -> np.ndarray:
+    """Weights within a run of an axis, each times those of the short axes after it."""
+    weights = np.multiply.outer(_factors(axis, 0, _RUN), _row_weights(axis + 1, starts, lengths))
+    return weights.reshape(-1)
+
+
+def _row_weights(axis: int, starts: tuple[int, ...], lengths: tuple[int, ...]) -> np.ndarray:
+    """The products of the weights of some successive axes, from one on; row-major."""
+    few = math.prod(lengths) <= _KEPT_ROWS
+    return (_kept_row_weights if few else _kept_row_weights.__wrapped__)(axis, starts, lengths)
+
+
+_KEPT_ROWS = 1 << 13
+
+
+@functools.lru_cache(maxsize=512)
+def _kept_row_weights(first: int, starts: tuple[int, ...], lengths: tuple[int, ...]) -> np.ndarray:
+    weights = np.ones(1, np.uint64)
+    for axis, (start, length) in enumerate(zip(starts, lengths, strict=True), first):
+        weights = np.multiply.outer(weights, _weights(axis, start, start + length)).reshape(-1)
+    return weights
 
 
 def combine(parts: Sequence[int]) -> int:

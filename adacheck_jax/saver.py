@@ -15,13 +15,13 @@ from typing import Any, Literal
 
 from adacheck_jax import copies, fingerprint, lineage, policy, replicas
 from adacheck_jax.base_share import BaseShare, EarlierBase
+from adacheck_jax.buffers import Buffers
 from adacheck_jax.commit import Attempt, Proof, Save
 from adacheck_jax.copies import HostCopies
 from adacheck_jax.decisions import Decisions
-from adacheck_jax.delta_share import DeltaShare
+from adacheck_jax.delta_share import DeltaShare, Habits
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.lineage import KeepLineage, Lineage
-from adacheck_jax.manifest import Encoding
 from adacheck_jax.programs import Program, Programs
 from adacheck_jax.recorder import Recorder
 from adacheck_jax.replay import Binding
@@ -33,6 +33,9 @@ _log = logging.getLogger(__name__)
 
 Prove = Literal["first", "every", "never"]
 Compression = Literal["auto", "none"]
+
+_KEPT_BYTES = 1 << 30
+"""Host memory that is kept from one save to the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +123,8 @@ class Saver:
         self._links: dict[Path, bool] = {}
         self._base: EarlierBase | None = None
         self._compression: Compression = compression
-        self._choices: dict[int, Encoding] = {}
+        self._habits = Habits()
+        self._buffers = Buffers(_KEPT_BYTES)
 
     def follow(self, restored: Lineage, number: int | None, leaves: Sequence[Any]) -> None:
         """Makes a restored step the parent of the next save.
@@ -226,7 +230,9 @@ class Saver:
         else:
             previous = copies.comparable(before.blocks, structure, decision)
             compresses = self._compression != "none"
-            delta = DeltaShare(leaves, blocks, stored, previous, compresses, self._choices)
+            delta = DeltaShare(
+                leaves, blocks, stored, previous, compresses, self._habits, self._buffers
+            )
         files: dict[Path, frozenset[str]] = {}
         is_first = self._saved is None or self._saved.directory != final_directory
         self._attempt.is_over = not is_first
@@ -257,7 +263,7 @@ class Saver:
         )
         if decision.is_base:
             self._base = EarlierBase(final_directory, step, structure.leaves, save.sums)
-            self._choices = {}
+            self._habits = Habits()
         after = HostCopies({i: staged[i] for i in kept}, is_due, sites if is_due else {})
         if decision.kind == "replay" and not decision.update_count:  # nothing was updated since
             after = HostCopies(after.blocks, before.is_proof_due, before.sites)

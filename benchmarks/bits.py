@@ -142,32 +142,31 @@ class Saved:
         """CPU seconds of the library's own functions on one step."""
         start = time.process_time()
         chosen = {path: codecs.choose_difference([(new[path], old[path])]) for path in new}
-        planes = {
-            path: codecs.encode(encoding, new[path], old[path])
-            for path, encoding in chosen.items()
-            if encoding not in (Encoding.RAW, Encoding.SAME)
-        }
-        encoded = time.process_time()
         # Of each leaf so many planes, the lowest, lie beside those that are stored as they are.
-        low = {path: len(planes[path]) - 1 for path in planes}
-        low |= {path: 0 for path in planes if chosen[path] is not Encoding.EXPONENTS}
-        raw = [planes[path][: low[path]] for path in planes]
-        raw += [new[path] for path, encoding in chosen.items() if encoding is Encoding.RAW]
-        blocks = [_consecutive(raw), _consecutive([planes[path][low[path] :] for path in planes])]
-        sizes = [sum(block.nbytes for _, block in each) for each in blocks]
-        kinds = arrays.RAW, arrays.COMPRESSED
-        zeros = arrays.write_pack(directory, list(zip(kinds, sizes, blocks, strict=True)))
+        counts: dict[str, tuple[int, int]] = {}
+        for path, encoding in chosen.items():
+            if encoding not in (Encoding.RAW, Encoding.SAME):
+                planes = codecs.word_bytes(new[path].dtype)
+                counts[path] = (planes - 1, 1) if encoding is Encoding.EXPONENTS else (0, planes)
+        packs = [_pack(new, counts, place) for place in (0, 1)]
+        for path in counts:
+            low, high = (pack[path] for _, pack in packs)
+            codecs.encode(chosen[path], new[path], old[path], low, high)
+        whole = [new[path] for path, encoding in chosen.items() if encoding is Encoding.RAW]
+        raw = np.concatenate([packs[0][0], *(each.reshape(-1).view(np.uint8) for each in whole)])
+        encoded = time.process_time()
+        contents = [(arrays.RAW, raw), (arrays.COMPRESSED, packs[1][0])]
+        zeros = arrays.write_pack(directory, contents)
         written = time.process_time()
-        targets = {path: np.array(old[path]) for path in planes}
+        targets = {path: np.array(old[path]) for path in counts}
         decoding = time.process_time()
-        parts: list[list[np.ndarray]] = []
-        for kind, size, each, left_out in zip(kinds, sizes, blocks, zeros, strict=True):
-            reader = arrays.PackReader(directory, kind, size, left_out)
-            spans = [(offset, offset + block.nbytes) for offset, block in each[: len(planes)]]
-            parts.append(reader.read(spans, what="the benchmark"))
-        for (path, each), lowest, highest in zip(planes.items(), *parts, strict=True):
-            found = np.concatenate([lowest, highest]).reshape(each.shape)
-            codecs.apply(chosen[path], targets[path], found)
+        read = []
+        for (kind, pack), left_out in zip(contents, zeros, strict=True):
+            reader = arrays.PackReader(directory, kind, pack.size, left_out)
+            read += reader.read([(0, pack.size)], what="the benchmark")
+        found = [_views(data, new, counts, place) for place, data in enumerate(read)]
+        for path in counts:
+            codecs.decode(chosen[path], targets[path], found[0][path], found[1][path])
         decoded = time.process_time()
         for path, target in targets.items():
             assert target.tobytes() == new[path].tobytes(), path
@@ -224,10 +223,25 @@ class Saved:
         return min(seconds)
 
 
-def _consecutive(blocks: Sequence[np.ndarray]) -> list[tuple[int, np.ndarray]]:
-    """Blocks with their offsets, one after the other."""
-    offsets = np.cumsum([0, *(block.nbytes for block in blocks)])
-    return [(int(offset), block) for offset, block in zip(offsets, blocks, strict=False)]
+Counts = dict[str, tuple[int, int]]
+"""By leaf path how many planes lie in the one array, and in the other."""
+Planes = dict[str, np.ndarray]
+
+
+def _pack(leaves: Planes, counts: Counts, place: int) -> tuple[np.ndarray, Planes]:
+    """Room for the planes of some leaves in one array, and where each leaf's lie."""
+    sizes = [leaves[path].nbytes // sum(each) * each[place] for path, each in counts.items()]
+    data = np.empty(sum(sizes), np.uint8)
+    return data, _views(data, leaves, counts, place)
+
+
+def _views(data: np.ndarray, leaves: Planes, counts: Counts, place: int) -> Planes:
+    views, start = {}, 0
+    for path, each in counts.items():
+        length = leaves[path].nbytes // sum(each)
+        stop = start + length * each[place]
+        views[path], start = data[start:stop].reshape(each[place], length), stop
+    return views
 
 
 def trained(

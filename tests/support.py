@@ -16,6 +16,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import adacheck_jax as adacheck
+from adacheck_jax import codecs
 
 WIDTH = (
     64  # every shard stays at least 16 wide: narrower ones XLA:CPU of jax 0.12 compiles otherwise
@@ -196,3 +197,24 @@ def save_steps(manager: Any, run: Run, steps: int) -> dict[int, list[np.ndarray]
         manager.save(run.count, args=adacheck.SaveArgs(run.state))
     manager.wait_until_finished()
     return saved
+
+
+def filled(size_bytes, blocks):
+    """The bytes of an array: of blocks where they start, and zeros between them."""
+    data = np.zeros(size_bytes, np.uint8)
+    for start, block in blocks:
+        data[start : start + block.nbytes] = np.frombuffer(block.tobytes(), np.uint8)
+    return data
+
+
+def planes_of(encoding, new, old=None):
+    """The planes of some elements, the lowest first."""
+    width_bytes = codecs.word_bytes(new.dtype)
+    planes = np.empty((width_bytes, new.nbytes // width_bytes), np.uint8)
+    codecs.encode(encoding, new, old, planes, planes[:0])
+    return planes
+
+
+def without_planes(encoding, block, planes):
+    """Undoes :func:`planes_of`, in place."""
+    codecs.decode(encoding, block, planes, planes[:0])

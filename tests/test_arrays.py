@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from adacheck_jax.arrays import COMPRESSED, RAW, PackReader, _Runs, write_pack
 from adacheck_jax.errors import FormatError, IntegrityError
+from tests import support
 from tests.strategies import DTYPES, any_bits
 
 DAMAGE = (FormatError, IntegrityError)
@@ -38,8 +39,12 @@ def small(kind, chunk_bytes, block_bytes=8):
     return dataclasses.replace(kind, max_chunk_bytes=chunk_bytes, block_bytes=block_bytes)
 
 
+def arrays_of(contents):
+    return [(kind, support.filled(size_bytes, blocks)) for kind, size_bytes, blocks in contents]
+
+
 def write_one(directory, kind, data):
-    (zeros,) = write_pack(directory, [(kind, data.size, [(0, data)])])
+    (zeros,) = write_pack(directory, [(kind, data)])
     return zeros
 
 
@@ -49,7 +54,7 @@ def test_every_block_is_read_back_bit_for_bit(raw, compressed, chunk_bytes, tmp_
     kinds = [small(kind, chunk_bytes) for kind in (RAW, COMPRESSED)]
     contents = [(kind, *pack) for kind, pack in zip(kinds, (raw, compressed), strict=True)]
     for (kind, size_bytes, blocks), zeros in zip(
-        contents, write_pack(directory, contents), strict=True
+        contents, write_pack(directory, arrays_of(contents)), strict=True
     ):
         spans = [(offset, offset + block.nbytes) for offset, block in blocks]
         found = PackReader(directory, kind, size_bytes, zeros).read(spans, what="leaf")
@@ -58,7 +63,7 @@ def test_every_block_is_read_back_bit_for_bit(raw, compressed, chunk_bytes, tmp_
 
 @pytest.mark.parametrize("contents", [[], [(RAW, 0, []), (COMPRESSED, 0, [])]], ids=["no", "empty"])
 def test_an_empty_pack_declares_nothing_and_takes_no_room(contents, tmp_path):
-    assert write_pack(tmp_path / "0", contents) == [()] * len(contents)
+    assert write_pack(tmp_path / "0", arrays_of(contents)) == [()] * len(contents)
     assert not data_files(tmp_path)
     for kind, size_bytes, _ in contents:
         (found,) = PackReader(tmp_path / "0", kind, size_bytes).read([(0, 0)], what="leaf")
@@ -306,7 +311,7 @@ PLANES_ZEROS = ((3, 5),)
 
 @pytest.fixture
 def pack(tmp_path):
-    contents = [(RAW, 300, [(0, CONTENT)]), (SMALL, 300, [(0, PLANES)])]
+    contents = [(RAW, CONTENT), (SMALL, PLANES)]
     assert write_pack(tmp_path, contents) == [(), PLANES_ZEROS]
     return tmp_path
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from adacheck_jax import codecs
 from adacheck_jax.manifest import Encoding
+from tests import support
 from tests.strategies import DTYPES, any_bits
 
 DIFFERENCES = (Encoding.XOR, Encoding.SUBTRACT)
@@ -70,13 +71,13 @@ def pairs(draw):
 def test_apply_undoes_encode_bit_for_bit(encoding, pair):
     new, old = pair
     before = new.tobytes(), old.tobytes()
-    planes = codecs.encode(encoding, new, old)
+    planes = support.planes_of(encoding, new, old)
     assert (new.tobytes(), old.tobytes()) == before
     width_bytes = codecs.word_bytes(new.dtype)
     assert planes.dtype == np.uint8
     assert planes.shape == (width_bytes, new.nbytes // width_bytes)
     block = old.copy()
-    codecs.apply(encoding, block, planes)
+    support.without_planes(encoding, block, planes)
     assert block.dtype == new.dtype
     assert block.shape == new.shape
     assert block.tobytes() == new.tobytes()
@@ -94,7 +95,7 @@ def test_every_extreme_of_a_type_can_follow_every_other(encoding, dtype):
     words = np.array(sorted(extremes), f"u{width // 8}")
     new, old = (each.ravel().view(dtype) for each in np.meshgrid(words, words))
     block = old.copy()
-    codecs.apply(encoding, block, codecs.encode(encoding, new, old))
+    support.without_planes(encoding, block, support.planes_of(encoding, new, old))
     assert block.tobytes() == new.tobytes()
 
 
@@ -104,7 +105,7 @@ def test_every_byte_can_follow_every_other(encoding, dtype):
     every = np.arange(256, dtype=np.uint8)
     new, old = (each.ravel().view(jnp.dtype(dtype)) for each in np.meshgrid(every, every))
     block = old.copy()
-    codecs.apply(encoding, block, codecs.encode(encoding, new, old))
+    support.without_planes(encoding, block, support.planes_of(encoding, new, old))
     assert block.tobytes() == new.tobytes()
 
 
@@ -114,7 +115,7 @@ def test_nan_payloads_and_signs_of_zero_are_kept(encoding):
     bits = np.array([0x80000000, 0, 0x7FC00001, 0xFFA00000, 0x7F800001, 0xFF800000], np.uint32)
     new = bits.view(np.float32)
     block = old.copy()
-    codecs.apply(encoding, block, codecs.encode(encoding, new, old))
+    support.without_planes(encoding, block, support.planes_of(encoding, new, old))
     assert (block.view(np.uint32) == bits).all()
 
 
@@ -122,9 +123,9 @@ def test_nan_payloads_and_signs_of_zero_are_kept(encoding):
 @given(pair=pairs())
 def test_the_difference_of_equal_bits_is_zero_and_of_others_is_not(encoding, pair):
     new, old = pair
-    assert not codecs.encode(encoding, new, new.copy()).any()
+    assert not support.planes_of(encoding, new, new.copy()).any()
     differ = new.tobytes() != old.tobytes()
-    assert codecs.encode(encoding, new, old).any() == differ
+    assert support.planes_of(encoding, new, old).any() == differ
 
 
 @EACH_DIFFERENCE
@@ -132,7 +133,7 @@ def test_the_difference_of_equal_bits_is_zero_and_of_others_is_not(encoding, pai
 def test_zero_planes_change_nothing(encoding, pair):
     new, _ = pair
     block = new.copy()
-    codecs.apply(encoding, block, np.zeros_like(codecs.encode(encoding, new, new)))
+    support.without_planes(encoding, block, np.zeros_like(support.planes_of(encoding, new, new)))
     assert block.tobytes() == new.tobytes()
 
 
@@ -140,17 +141,17 @@ def test_zero_planes_change_nothing(encoding, pair):
 @given(pair=pairs())
 def test_elements_by_themselves_need_no_old_ones(encoding, pair):
     new, old = pair
-    planes = codecs.encode(encoding, new)
-    assert planes.tobytes() == codecs.encode(encoding, new, old).tobytes()
+    planes = support.planes_of(encoding, new)
+    assert planes.tobytes() == support.planes_of(encoding, new, old).tobytes()
     for before in (old, new):
         block = before.copy()
-        codecs.apply(encoding, block, planes)
+        support.without_planes(encoding, block, planes)
         assert block.tobytes() == new.tobytes()
 
 
 @given(pair=pairs())
 def test_both_ways_of_storing_elements_by_themselves_make_the_same_planes(pair):
-    planes = [codecs.encode(encoding, pair[0]) for encoding in WHOLE]
+    planes = [support.planes_of(encoding, pair[0]) for encoding in WHOLE]
     assert planes[0].tobytes() == planes[1].tobytes()
 
 
@@ -158,9 +159,9 @@ def test_both_ways_of_storing_elements_by_themselves_make_the_same_planes(pair):
 def test_the_highest_plane_has_the_exponent_and_the_lowest_bit_has_the_sign(dtype):
     dtype = jnp.dtype(dtype)
     values = np.array([1.0, -1.0, 1.5, -1.5, 2.0, 0.0, -0.0]).astype(dtype)
-    planes = codecs.encode(Encoding.EXPONENTS, values)
+    planes = support.planes_of(Encoding.EXPONENTS, values)
     assert (planes[0] & 1).tolist() == [0, 1, 0, 1, 0, 0, 1]
-    without_sign = codecs.encode(Encoding.EXPONENTS, np.abs(values))
+    without_sign = support.planes_of(Encoding.EXPONENTS, np.abs(values))
     assert (planes[-1] == without_sign[-1]).all()
     bits = np.abs(values).view(f"u{dtype.itemsize}")
     assert (planes[-1] == (bits << 1) >> (8 * dtype.itemsize - 8)).all()
@@ -169,7 +170,7 @@ def test_the_highest_plane_has_the_exponent_and_the_lowest_bit_has_the_sign(dtyp
 @given(pair=pairs())
 def test_the_first_plane_has_the_lowest_byte_of_every_word(pair):
     new, old = pair
-    planes = codecs.encode(Encoding.XOR, new, old)
+    planes = support.planes_of(Encoding.XOR, new, old)
     changed = words_of(new) ^ words_of(old)
     for place, plane in enumerate(planes):
         assert (plane == (changed >> (8 * place)) & 0xFF).all()
@@ -179,7 +180,7 @@ def test_the_first_plane_has_the_lowest_byte_of_every_word(pair):
 def test_small_steps_up_and_down_become_small_words(width_bytes):
     steps = [0, -1, 1, -2, 2, -64, 63]
     old = np.full(len(steps), 1 << (8 * width_bytes - 1), f"u{width_bytes}")
-    planes = codecs.encode(Encoding.SUBTRACT, old + np.array(steps).astype(old.dtype), old)
+    planes = support.planes_of(Encoding.SUBTRACT, old + np.array(steps).astype(old.dtype), old)
     assert planes[0].tolist() == [0, 1, 2, 3, 4, 127, 126]
     assert not planes[1:].any()
 
@@ -189,7 +190,7 @@ def test_the_parts_of_a_complex_number_are_words_of_their_own(dtype):
     old = np.array([1 + 2j, 3 + 4j], dtype)
     new = old.copy()
     new.imag[0] = np.nextafter(old.imag[0], old.imag.dtype.type(9))
-    planes = codecs.encode(Encoding.SUBTRACT, new, old)
+    planes = support.planes_of(Encoding.SUBTRACT, new, old)
     assert codecs.word_bytes(old.dtype) == old.itemsize // 2
     assert planes[0].tolist() == [0, 2, 0, 0]
     assert not planes[1:].any()
@@ -200,10 +201,10 @@ def test_read_only_elements_can_be_encoded(encoding):
     new, old = np.arange(6.0), np.ones(6)
     for array in (new, old):
         array.flags.writeable = False
-    planes = codecs.encode(encoding, new, old)
+    planes = support.planes_of(encoding, new, old)
     planes.flags.writeable = False
     block = old.copy()
-    codecs.apply(encoding, block, planes)
+    support.without_planes(encoding, block, planes)
     assert (block == new).all()
 
 
@@ -296,7 +297,7 @@ def test_bfloat16_weights_at_a_low_learning_rate_are_a_difference_of_few_bytes()
 
 
 def stored_bytes(encoding, new, old):
-    return len(zlib.compress(codecs.encode(encoding, new, old), 1))
+    return len(zlib.compress(support.planes_of(encoding, new, old), 1))
 
 
 POWERS = 2.0 ** np.random.default_rng(1).integers(-9, 9, 50_000)
@@ -368,7 +369,7 @@ def test_the_choice_does_not_depend_on_the_order_in_memory():
 def test_only_the_exponents_of_noise_are_compressed(dtype, scale):
     noise = np.random.default_rng(0).normal(scale=scale, size=50_000).astype(jnp.dtype(dtype))
     assert codecs.choose_whole([noise]) is Encoding.EXPONENTS
-    planes = codecs.encode(Encoding.EXPONENTS, noise)
+    planes = support.planes_of(Encoding.EXPONENTS, noise)
     highest_bytes = len(zlib.compress(planes[-1], 1))
     assert highest_bytes < 0.6 * noise.size
     assert len(zlib.compress(planes[:-1], 1)) > 0.99 * planes[:-1].nbytes  # noise, indeed
@@ -399,7 +400,7 @@ PREDICTABLE = {
 def test_every_plane_of_sparse_and_integer_like_elements_is_compressed(name):
     values = PREDICTABLE[name]
     assert codecs.choose_whole([values]) is Encoding.PLANES
-    planes = codecs.encode(Encoding.PLANES, values)
+    planes = support.planes_of(Encoding.PLANES, values)
     low_bytes = len(zlib.compress(planes[:-1], 1))
     assert low_bytes < 0.95 * planes[:-1].nbytes
 
@@ -415,7 +416,7 @@ def test_random_bits_by_themselves_are_stored_as_they_are(dtype):
 def test_elements_of_one_byte_are_compressed_as_their_own_highest_plane(dtype):
     few = np.random.default_rng(0).integers(0, 2, 20_000).astype(jnp.dtype(dtype))
     assert codecs.choose_whole([few]) is Encoding.EXPONENTS
-    assert codecs.encode(Encoding.EXPONENTS, few).shape == (1, few.size)
+    assert support.planes_of(Encoding.EXPONENTS, few).shape == (1, few.size)
 
 
 def test_a_leaf_of_at_most_a_kibibyte_is_stored_as_it_is():

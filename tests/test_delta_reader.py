@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adacheck_jax import arrays, codecs, redundancy
+from adacheck_jax import arrays, redundancy
 from adacheck_jax.boxes import Box
 from adacheck_jax.deltas import DeltaReader
 from adacheck_jax.errors import FormatError, IntegrityError
 from adacheck_jax.lineage import DELTA
 from adacheck_jax.manifest import BaseManifest, DeltaManifest, Encoding, Leaf, Link, Pack
+from tests import support
 from tests.strategies import DTYPES, any_bits, boxes_in, cuts, shape_of
 
 LINK = Link(0, "../0", "0" * 64)
@@ -55,14 +56,14 @@ class Step:
             if extent.encoding is Encoding.RAW:
                 raw.append((extent.raw_start, new))
                 continue
-            planes = codecs.encode(extent.encoding, new, old)
+            planes = support.planes_of(extent.encoding, new, old)
             low = extent.planes - extent.compressed
             raw.append((extent.raw_start, planes[:low]))
             compressed.append((extent.compressed_start, planes[low:]))
         sizes_bytes = plan.raw_bytes[process], plan.compressed_bytes[process]
         kinds = arrays.RAW, arrays.COMPRESSED
         contents = [
-            (kind, size, [block for block in blocks if block[1].nbytes])
+            (kind, support.filled(size, blocks))
             for kind, size, blocks in zip(kinds, sizes_bytes, (raw, compressed), strict=True)
         ]
         zeros = arrays.write_pack(directory / DELTA / str(process), contents)
@@ -337,7 +338,7 @@ def test_only_the_rows_that_are_needed_are_read_and_their_damage_names_the_leaf(
     step.write(tmp_path)
     row = Box((5, 0), (6, 256))
     new, old = (each[0][row.slices] for each in (step.new, step.old))
-    damage(tmp_path, new if encoding is Encoding.RAW else codecs.encode(encoding, new, old))
+    damage(tmp_path, new if encoding is Encoding.RAW else support.planes_of(encoding, new, old))
 
     reader = step.reader(tmp_path)
     for box in [Box((0, 0), (5, 256)), Box((6, 1), (8, 3)), Box((2, 9), (5, 10))]:

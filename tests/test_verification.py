@@ -286,7 +286,7 @@ def other_record(root: Path, step: int, change=lambda x: x + np.float32(1)) -> s
             extent = next(e for e in extents if e.leaf == index)
             spot = data[extent.compressed_start :][: extent.compressed_bytes]
             spot[spot.nonzero()[0][:7]] ^= 3
-        contents.append((kind, size, [(0, data)]))
+        contents.append((kind, data))
     place = directory / lineage.DELTA / "0"
     shutil.rmtree(place)
     zeros = arrays.write_pack(place, contents)

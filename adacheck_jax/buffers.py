@@ -1,0 +1,46 @@
+"""Host memory that is used again by the next save.
+
+Fresh memory costs a page fault for every 4 KiB that is first touched, which takes longer than what
+is copied into it.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+
+_GRAIN_BYTES = 1 << 20
+
+
+class Buffers:
+    """Keeps buffers that were given back, up to some bytes of them.
+
+    Args:
+        kept_bytes: how much is kept at most; what is in use does not count.
+    """
+
+    def __init__(self, kept_bytes: int) -> None:
+        self._kept_bytes = kept_bytes
+        self._lock = threading.Lock()
+        self._free: list[np.ndarray] = []
+
+    def take(self, size_bytes: int) -> np.ndarray:
+        """Gives a buffer to write into: uint8 of that size, of unknown content."""
+        with self._lock:
+            fitting = [each for each in self._free if each.nbytes >= size_bytes]
+            if fitting:
+                found = min(fitting, key=lambda each: each.nbytes)
+                self._free = [each for each in self._free if each is not found]
+                return found[:size_bytes]
+        rounded_bytes = -(-size_bytes // _GRAIN_BYTES) * _GRAIN_BYTES
+        return np.empty(rounded_bytes, np.uint8)[:size_bytes]
+
+    def give_back(self, buffer: np.ndarray) -> None:
+        """Takes back a buffer that nobody reads any more."""
+        whole = buffer.base if isinstance(buffer.base, np.ndarray) else buffer
+        with self._lock:
+            self._free.append(whole)
+            self._free.sort(key=lambda each: -each.nbytes)
+            while sum(each.nbytes for each in self._free) > self._kept_bytes:
+                self._free.pop()
