@@ -59,7 +59,7 @@ class BaseShare:
     """
 
     leaves: tuple[Leaf, ...]
-    blocks: dict[int, Blocks]
+    blocks: Mapping[int, Blocks]
     earlier: EarlierBase | None
     still: frozenset[int]
     names: Mapping[str, Name]

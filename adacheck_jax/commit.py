@@ -12,7 +12,7 @@ import hashlib
 import importlib.metadata
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,8 +58,8 @@ class Proof:
         x64: whether the train step ran with 64-bit types enabled.
     """
 
-    before: dict[int, Blocks]
-    after: dict[int, Blocks]
+    before: Mapping[int, Blocks]
+    after: Mapping[int, Blocks]
     shardings: dict[int, Any]
     x64: bool
 
@@ -99,6 +99,11 @@ class Save:
         parts: what every process told of its share, once that is known.
         sums: what this process contributes to each leaf's fingerprint, once that is known.
         described: digests of the files that describe a base's arrays; from whoever wrote them.
+        settle: makes sure that the save is what it was expected to be, where that was not known
+            when it began: sets decision, count, and what of the delta depends on them.
+        unchanged: the leaves that must have the parent's bits.
+        manifest: that was written, by the process that committed.
+        stamp: of its file.
     """
 
     programs: Programs
@@ -116,7 +121,7 @@ class Save:
     base: BaseShare | None
     delta: DeltaShare | None
     proof: Proof | None
-    local: dict[int, Blocks]
+    local: Mapping[int, Blocks]
     replicas: Check
     parent_files: frozenset[str]
     whole: dict[Path, frozenset[str]]
@@ -124,6 +129,10 @@ class Save:
     parts: list[parts.Part] = field(default_factory=list)
     sums: dict[int, int] = field(default_factory=dict)
     described: dict[str, str] = field(default_factory=dict)
+    settle: Callable[[], None] | None = None
+    unchanged: tuple[int, ...] = ()
+    manifest: manifests.Manifest | None = None
+    stamp: tuple[int, int, int] | None = None
 
     @property
     def is_base(self) -> bool:
@@ -154,13 +163,18 @@ class Save:
             raise
         finally:  # a save that failed is kept until the next one, its copies of the state are not
             self.base, self.delta, self.proof, self.local = None, None, None, {}
+            self.settle = None
         if count > 1 and not self.attempt.is_over:
             parts.write(directory, process, self.parts[0])
             self.parts = parts.gather(directory, count)
         self._judge(self.parts)
 
     def _write(self, directory: Path, process: int) -> parts.Part:
+        # This waits for the devices first, and so lets go of the interpreter: the caller is still
+        # on its way out of the manager's save.
         self.sums |= self.fingerprints.sums()
+        if self.settle is not None:
+            self.settle()
         part: parts.Part = {
             "replicas": self.replicas.part(self.fingerprints.replicas),
             "is_base": self.is_base,
@@ -233,7 +247,21 @@ class Save:
                     f"{self.step} is not saved. Make it one global array "
                     "(jax.make_array_from_process_local_data), or leave it out of the state."
                 )
+        self._judge_unchanged(told)
         self.replicas.settle(self.step, [part["replicas"] for part in told])
+
+    def _judge_unchanged(self, told: Sequence[parts.Part]) -> None:
+        if not self.unchanged or self.parent is None:
+            return
+        found, before = _fingerprints(told), self.parent.manifest.fingerprints
+        changed = next((i for i in self.unchanged if found[i] != before[i]), None)
+        if changed is not None:
+            raise AdaCheckError(
+                f"{self.final_directory}: expected the state of step {self.parent.manifest.step}, "
+                f"since the update counter is the same; but {self.structure.leaves[changed].path} "
+                "changed without an update. Step "
+                f"{self.step} is not saved; the next one will be a base."
+            )
 
     def commit(self, directory: Path) -> None:
         """Writes the manifest, on one process.
@@ -250,8 +278,7 @@ class Save:
     def _commit(self, directory: Path) -> None:
         if len(self.parts) > 1:
             parts.remove(directory)
-        columns = zip(*(part["fingerprints"] for part in self.parts), strict=True)
-        fingerprints = tuple(fingerprint.combine(column) for column in columns)
+        fingerprints = _fingerprints(self.parts)
         if self.parent is None:
             contents: dict[str, Sequence[str] | None] = {}
             for part in self.parts:
@@ -263,7 +290,8 @@ class Save:
         # The manifest makes the step exist: all else is durable before it, and nothing is written
         # after it. Orbax's rename comes next.
         durable.sync_directories(directory)
-        manifests.write(directory, manifest)
+        self.manifest = manifests.write(directory, manifest)
+        self.stamp = manifests.stamp(directory)
         self.whole[self.final_directory] = lineage.files_of(directory, self.step)
 
     def _base_manifest(self, fingerprints: tuple[int, ...]) -> BaseManifest:
@@ -337,6 +365,12 @@ class Save:
             custom_metadata=self.custom_metadata,
             directory_step=self.directory_step,
         )
+
+
+def _fingerprints(told: Sequence[parts.Part]) -> tuple[int, ...]:
+    """Of all leaves, from what each process contributes to them."""
+    columns = zip(*(part["fingerprints"] for part in told), strict=True)
+    return tuple(fingerprint.combine(column) for column in columns)
 
 
 def _clear(item_directory: Path, process: int) -> None:

@@ -27,9 +27,9 @@ class HostCopies:
         sites: the proof sites of what the update computes, if this process can prove it.
     """
 
-    blocks: dict[int, Blocks]
+    blocks: Mapping[int, Blocks]
     is_proof_due: bool
-    sites: dict[int, Blocks]
+    sites: Mapping[int, Blocks]
 
 
 NOTHING = HostCopies({}, False, {})
@@ -62,7 +62,7 @@ def of_restored(
     return HostCopies(blocks, replays and proves, found if len(found) == len(sites) else {})
 
 
-def sites_of(snapshot: Snapshot) -> dict[int, Blocks]:
+def sites_of(snapshot: Snapshot) -> Mapping[int, Blocks]:
     """Host copies of the proof sites of what the update computes; none if not held here."""
     picks = snapshot.structure.proof_picks
     if not picks:
@@ -84,8 +84,8 @@ def candidates(structure: Structure, decision: Decision, program: Program) -> tu
 
 
 def comparable(
-    blocks: dict[int, Blocks], structure: Structure, decision: Decision
-) -> dict[int, Blocks]:
+    blocks: Mapping[int, Blocks], structure: Structure, decision: Decision
+) -> Mapping[int, Blocks]:
     """The parent's leaves from which differences may be stored: a record is read by itself."""
     if decision.kind == "bits":
         return blocks
@@ -101,7 +101,7 @@ def _not_computed(
     return [i for i in every if i not in skipped]
 
 
-def _held(arrays: Mapping[int, Any], boxes: Mapping[int, Sequence[Box]]) -> dict[int, Blocks]:
+def _held(arrays: Mapping[int, Any], boxes: Mapping[int, Sequence[Box]]) -> Mapping[int, Blocks]:
     """Host copies of boxes of some leaves; leaves that are not held here in full are left out."""
     picks = {i: staging.picks_of(arrays[i], wanted) for i, wanted in boxes.items() if i in arrays}
     picks = {i: found for i, found in picks.items() if len(found) == len(boxes[i])}

@@ -7,7 +7,7 @@ the parent's structure and update, and whether something else than the update ha
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from adacheck_jax import fingerprint, policy, replay
 from adacheck_jax.copies import candidates
+from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.lineage import Lineage
 from adacheck_jax.manifest import BaseManifest
 from adacheck_jax.policy import Decision, Delta
@@ -62,6 +63,7 @@ class Decisions:
         held: Collection[int],
         *,
         step: int,
+        count: int | None,
         has_links: Callable[[], bool],
         replayable: bool,
     ) -> Decision:
@@ -72,6 +74,7 @@ class Decisions:
             parent: the lineage that a delta would follow; None where there is none.
             held: the leaves of the parent that are in host memory.
             step: the step's number.
+            count: the recorder's update counter.
             has_links: tells whether the file system has hard links.
             replayable: whether every leaf of the update is stored as it is trained.
         """
@@ -83,7 +86,7 @@ class Decisions:
             parent.manifest if parent else None,
             problem=parent.problem if parent else "",
             step=step,
-            count=snapshot.count,
+            count=count,
             max_deltas=self._max_deltas,
             delta=self._delta,
         )
@@ -101,7 +104,7 @@ class Decisions:
             )
         if decision.kind == "bits":
             return self._check_bits(decision, snapshot, parent, program, held)
-        return self._check_replay(decision, snapshot, parent, program)
+        return self._check_replay(decision, snapshot, count, parent, program)
 
     def _learn_problem(self, parent: Lineage | None) -> None:
         """What disproved a lineage, in this process or another, speaks against its program."""
@@ -129,6 +132,7 @@ class Decisions:
         self,
         decision: Decision,
         snapshot: Snapshot,
+        count: int | None,
         parent: Lineage,
         program: Program,
     ) -> Decision:
@@ -141,23 +145,98 @@ class Decisions:
             # Cut alike, but added up in another order: a restore replays where the base lay.
             return Decision("base", "the mesh changed, and the update adds up elements")
         if decision.update_count:
-            changed = self._set_by_hand(snapshot, parent, program)
+            values = self.values_of(snapshot.structure, snapshot.arrays)
+            changed = self._set_by_hand(snapshot.structure, values, count, parent, program)
             by = "was changed by something else than the update"
         else:
             changed = _changed(snapshot, parent, candidates(snapshot.structure, decision, program))
             by = "changed without an update"
         return Decision("base", f"{changed} {by}") if changed else decision
 
-    def _set_by_hand(self, snapshot: Snapshot, parent: Lineage, program: Program) -> str:
+    def settle(
+        self,
+        structure: Structure,
+        values: Mapping[int, np.ndarray],
+        parent: Lineage,
+        program: Program,
+        directory: Path,
+    ) -> tuple[Decision, int]:
+        """Decides, when the state may be gone, what was expected to be a delta of an update.
+
+        Args:
+            structure: of the state.
+            values: of its small leaves, as :meth:`small` chose them.
+            parent: the lineage that it follows.
+            program: the update.
+            directory: where the step will be.
+
+        Returns:
+            A delta of one update or of none, and the update counter.
+
+        Raises:
+            AdaCheckError: it can be no such delta.
+        """
+        binding = structure.binding
+        assert binding is not None
+        count, before = int(values[structure.index[binding.count]]), parent.manifest.count
+        assert before is not None
+        wrong = ""
+        if count - before == 1:
+            changed = self._set_by_hand(structure, values, count, parent, program)
+            wrong = f"{changed} was changed by something else than the update" if changed else ""
+        elif count != before:
+            wrong = f"the update counter went from {before} to {count}: not one update"
+        if wrong:
+            raise AdaCheckError(
+                f"{directory}: expected one update since step {parent.manifest.step}, as between "
+                f"the steps before; but {wrong}. A save does not wait for a step that is still "
+                "computed, and so this was found when a full state could not be had any more. "
+                "The step is not saved; the next one will be a base."
+            )
+        self.remember(structure, values, directory)
+        advanced = count - before
+        return Decision("replay", "one update" if advanced else "no update", advanced), count
+
+    def small(self, structure: Structure) -> tuple[int, ...]:
+        """The leaves by whose values a delta of an update is told from anything else."""
+        binding = structure.binding
+        assert binding is not None
+        chosen = (structure.index[binding.count], *structure.positions(binding.extra))
+        if not self._forecasts:
+            return chosen[:1]
+        inner = structure.positions(binding.inner)
+        return (*chosen, *(inner[i] for i in self._programs.forecast(structure).inner))
+
+    def values_of(
+        self, structure: Structure, arrays: Sequence[Any] | Mapping[int, Any]
+    ) -> dict[int, np.ndarray]:
+        """The values of the small leaves; waits for them.
+
+        Args:
+            structure: of the state.
+            arrays: plain arrays by leaf index.
+        """
+        if not all(_readable(arrays[i]) for i in self.small(structure)):
+            self._forecasts = False
+        return {i: np.array(arrays[i]) for i in self.small(structure)}
+
+    def _set_by_hand(
+        self,
+        structure: Structure,
+        values: Mapping[int, np.ndarray],
+        count: int | None,
+        parent: Lineage,
+        program: Program,
+    ) -> str:
         """Names a small leaf of the optimizer's state that the update cannot have set."""
-        structure, binding = snapshot.structure, snapshot.structure.binding
+        binding = structure.binding
         before = self._small.get(parent.entries[-1].directory)
         if binding is None or before is None or not self._forecasts:
             return ""
-        extra = [np.asarray(snapshot.arrays[i]) for i in structure.positions(binding.extra)]
         forecast = self._programs.forecast(structure)
+        extra = [values[i] for i in structure.positions(binding.extra)]
         expected = forecast.run(before, extra)
-        pairs = zip(forecast.inner, expected, self._small_of(snapshot), strict=True)
+        pairs = zip(forecast.inner, expected, self._small_of(structure, values), strict=True)
         changed = [i for i, old, new in pairs if np.asarray(old).tobytes() != new.tobytes()]
         # What the update passes through is what it took, whoever set it: a delta stores it.
         inner = structure.arguments[1]
@@ -166,28 +245,24 @@ class Decisions:
             return ""
         # Twice in a row is no hand: the step computes it otherwise, and the proof is left to tell.
         self._forecasts = self._surprised_at != parent.manifest.count
-        self._surprised_at = snapshot.count
+        self._surprised_at = count
         return binding.inner[changed[0]] if self._forecasts else ""
 
-    def remember(self, snapshot: Snapshot, directory: Path) -> None:
+    def remember(
+        self, structure: Structure, values: Mapping[int, np.ndarray], directory: Path
+    ) -> None:
         """Keeps what the next save is compared with, if updates may be replayed onto this one.
 
         Args:
-            snapshot: the state that is being saved.
+            structure: of the state that is being saved.
+            values: of its small leaves.
             directory: where it will be.
         """
-        self._small = {directory: self._small_of(snapshot)}
+        self._small = {directory: self._small_of(structure, values)} if self._forecasts else {}
 
-    def _small_of(self, snapshot: Snapshot) -> list[np.ndarray]:
-        binding = snapshot.structure.binding
-        assert binding is not None
-        positions = snapshot.structure.positions(binding.inner)
-        forecast = self._programs.forecast(snapshot.structure)
-        arrays = [snapshot.arrays[positions[i]] for i in forecast.inner]
-        if not all(map(_readable, arrays)):
-            self._forecasts = False
-            return []
-        return [np.array(array) for array in arrays]
+    def _small_of(self, structure: Structure, values: Mapping[int, np.ndarray]) -> list[np.ndarray]:
+        inner = structure.arguments[1]
+        return [values[inner[i]] for i in self._programs.forecast(structure).inner]
 
     def _say(self, problem: str) -> None:
         what = "bit-pattern deltas" if self._delta == "auto" else "bases only"

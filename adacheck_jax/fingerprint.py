@@ -13,7 +13,7 @@ low bits are missed with a probability of about 2**-64 and the worst pattern, a 
 bits, with about 2**-20; a modulus of 2**32 would miss every even number of flipped sign bits.
 The weights are fixed by the format: this guards against accidents, not against an adversary.
 
-Two engines give the same value: compiled loops on host memory (and on CPU devices, where XLA does
+Two engines give the same value: compiled loops on host memory and on CPU devices (where XLA does
 not vectorize integer reductions), XLA on accelerators. Both give one partial sum a *shard*: the
 leaf's fingerprint takes one replica of each box, and the sums of the others are there to be
 compared.
@@ -25,8 +25,7 @@ hashing); the weights come from SplitMix64 (Steele, Lea, Flood, OOPSLA 2014).
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -36,36 +35,21 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from adacheck_jax import kernels, staging
+from adacheck_jax import cpu_call, kernels, staging
 from adacheck_jax.boxes import Box, grid
 from adacheck_jax.sharding import Holder, has_replicas, holders_of, is_local, layout_of_array
 
-_GOLDEN = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
-_RUN = 1024
-"""A weight is a product: one factor for the position within its run of 1024, one for the run."""
 
 
-@functools.lru_cache(maxsize=256)
-def _factors(axis: int, level: int, count: int) -> np.ndarray:
-    """Odd 64-bit factors 0 to ``count`` of an axis: level 0 within a run, level 1 of the runs."""
-    with np.errstate(over="ignore"):
-        return _mix(np.arange(count, dtype=np.uint64), axis, level, np.uint64)
-
-
-def _mix(position: Any, axis: int, level: int, u64: Any) -> Any:
-    """SplitMix64 of each position, made odd; the same code serves numpy and jax.numpy."""
-    z = position * u64(_GOLDEN) + u64((2 * axis + level + 1) * 0xD1342543DE82EF95 & _MASK)
+def _factor(position: jax.Array, axis: int, level: int) -> jax.Array:
+    """:func:`kernels.factor` of many positions, as XLA computes it."""
+    u64 = jnp.uint64
+    z = position * u64(0x9E3779B97F4A7C15)
+    z = z + u64((2 * axis + level + 1) * 0xD1342543DE82EF95 & _MASK)
     z = (z ^ (z >> u64(30))) * u64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> u64(27))) * u64(0x94D049BB133111EB)
     return (z ^ (z >> u64(31))) | u64(1)
-
-
-def _weights(axis: int, start: int, stop: int) -> np.ndarray:
-    """The weights of positions ``start`` to ``stop`` along an axis."""
-    position = np.arange(start, stop)
-    within, runs = _factors(axis, 0, _RUN), _factors(axis, 1, -(-stop // _RUN))
-    return within[position % _RUN] * runs[position // _RUN]
 
 
 def words_of(array: np.ndarray) -> np.ndarray:
@@ -104,60 +88,7 @@ def of_block(block: np.ndarray, start: Sequence[int] | None = None) -> int:
     if words.ndim == 0:
         return int(words)
     starts = (*(start or (0,) * block.ndim), *(0,) * (words.ndim - block.ndim))
-    # Rows of at least some length: short last axes are taken together with the one before.
-    axis, width = words.ndim - 1, 1
-    while axis and words.shape[axis] * width < _MIN_COLUMNS:
-        width *= words.shape[axis]
-        axis -= 1
-    rows = _row_weights(0, starts[:axis], words.shape[:axis])
-    within = _within(axis, starts[axis + 1 :], words.shape[axis + 1 :])
-    offset, length = starts[axis] * width, words.shape[axis] * width
-    runs = _factors(axis, 1, -(-(offset + length) // within.size))
-    words = np.ascontiguousarray(words).reshape(rows.size, length)
-    if rows.size >= _STREAMS or length < _STREAMS * within.size:
-        return kernels.weighted_sum(words, rows, offset, within, runs)
-    # Few long rows: their whole runs as rows of their own.
-    head = -offset % within.size
-    count = (length - head) // within.size
-    tail = head + count * within.size
-    total = 0
-    for a, b in ((0, head), (tail, length)):
-        end = np.ascontiguousarray(words[:, a:b])
-        total += kernels.weighted_sum(end, rows, offset + a, within, runs)
-    own = np.ascontiguousarray(runs[(offset + head) // within.size :][:count])
-    for row, weight in zip(words, rows, strict=True):
-        body = row[head:tail].reshape(count, within.size)
-        total += int(weight) * kernels.weighted_sum(body, own, 0, within, np.ones(1, np.uint64))
-    return total & _MASK
-
-
-_STREAMS = 4
-"""Rows that the kernel reads at once."""
-_MIN_COLUMNS = 64
-
-
-@functools.lru_cache(maxsize=256)
-def _within(axis: int, starts: tuple[int, ...], lengths: tuple[int, ...]) -> np.ndarray:
-    """Weights within a run of an axis, each times those of the short axes after it."""
-    weights = np.multiply.outer(_factors(axis, 0, _RUN), _row_weights(axis + 1, starts, lengths))
-    return weights.reshape(-1)
-
-
-def _row_weights(axis: int, starts: tuple[int, ...], lengths: tuple[int, ...]) -> np.ndarray:
-    """The products of the weights of some successive axes, from one on; row-major."""
-    few = math.prod(lengths) <= _KEPT_ROWS
-    return (_kept_row_weights if few else _kept_row_weights.__wrapped__)(axis, starts, lengths)
-
-
-_KEPT_ROWS = 1 << 13
-
-
-@functools.lru_cache(maxsize=512)
-def _kept_row_weights(first: int, starts: tuple[int, ...], lengths: tuple[int, ...]) -> np.ndarray:
-    weights = np.ones(1, np.uint64)
-    for axis, (start, length) in enumerate(zip(starts, lengths, strict=True), first):
-        weights = np.multiply.outer(weights, _weights(axis, start, start + length)).reshape(-1)
-    return weights
+    return kernels.multilinear(np.ascontiguousarray(words), starts)
 
 
 def combine(parts: Sequence[int]) -> int:
@@ -176,54 +107,121 @@ def to_words(sums: Sequence[int]) -> np.ndarray:
     return np.array(words, np.uint32).reshape(len(sums), 2)
 
 
-class DeviceSums:
-    """The partial sum of every shard of some arrays, computed where the shard lies.
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Arrays whose shards one program sums up.
+
+    Attributes:
+        indices: of the leaves.
+        positions: of the shard of each of them, None where the array is one; none at all for
+            arrays over a whole mesh.
+        program: from the list of arrays, or of shards, to uint32 of shape (devices, arrays, 2).
+    """
+
+    indices: tuple[int, ...]
+    positions: tuple[int | None, ...] | None
+    program: Callable[[Sequence[jax.Array]], jax.Array]
+
+
+class Summing:
+    """How the partial sum of every shard of some arrays is computed where the shard lies.
 
     One program for all arrays on one mesh, without communication: each device sums up its own
-    shards, replicas included. Dispatched when this is created: the arrays may be donated at once.
+    shards, replicas included. Made once for all arrays of these shapes and shardings.
 
     Args:
         arrays: plain arrays by leaf index, on devices; in a multi-process program every process
-            passes the same ones.
+            passes alike ones.
+
+    Attributes:
+        indices: of these arrays.
+        placed: sharding and shape of each.
     """
 
     def __init__(self, arrays: Mapping[int, jax.Array]) -> None:
+        self.indices = tuple(arrays)
+        self.placed = {i: (array.sharding, array.shape) for i, array in arrays.items()}
         on_mesh: dict[Mesh, list[int]] = {}
-        on_device: dict[Any, list[tuple[int, jax.Array, np.ndarray]]] = {}
+        on_device: dict[Any, list[tuple[int, int | None, Box, int]]] = {}
         for i, array in arrays.items():
             if isinstance(array.sharding, NamedSharding):
                 on_mesh.setdefault(cast(Mesh, array.sharding.mesh), []).append(i)
                 continue
             # Any other sharding: its shards need not be of one shape, so each goes by itself.
-            for shard in array.addressable_shards:
-                start = Box.from_slices(shard.index or (), array.shape).start
-                entry = (i, shard.data, np.array(start, np.uint64))
+            is_whole = array.is_fully_addressable and len(array.sharding.device_set) == 1
+            for position, shard in enumerate(array.addressable_shards):
+                box = Box.from_slices(shard.index or (), array.shape)
+                entry = (i, None if is_whole else position, box, array.dtype.itemsize)
                 on_device.setdefault(shard.device, []).append(entry)
-        self._words: list[tuple[Sequence[int], jax.Array]] = []
-        # The caller may have set a mesh, which need not be the one that an array lies on.
+        self._groups: list[_Group] = []
         for mesh, group in on_mesh.items():
-            placed = [arrays[i] for i in group]
-            specs = tuple(cast(NamedSharding, each.sharding).spec for each in placed)
-            with jax.enable_x64(True), jax.set_mesh(mesh):
-                self._words.append((group, _mesh_program(mesh, specs)(placed)))
+            kinds = tuple(
+                (
+                    cast(NamedSharding, arrays[i].sharding).spec,
+                    arrays[i].shape,
+                    arrays[i].dtype.itemsize,
+                )
+                for i in group
+            )
+            program = _mesh_program(mesh, kinds, _calls_loops(mesh.devices.flat[0]))
+            self._groups.append(_Group(tuple(group), None, program))
         for device, entries in on_device.items():
-            group, shards, starts = zip(*entries, strict=True)
-            with jax.enable_x64(True), jax.set_mesh(Mesh(np.array([device]), ("d",))):
-                self._words.append((group, _of_shards(shards, starts)))
+            group, positions, boxes, widths = zip(*entries, strict=True)
+            program = _device_program(device, boxes, widths)
+            self._groups.append(_Group(group, positions, program))
+
+    def dispatch(self, arrays: Mapping[int, jax.Array]) -> DeviceSums:
+        """Starts to sum up; the arrays may be donated at once."""
+        words = []
+        for group in self._groups:
+            given = [arrays[i] for i in group.indices]
+            if group.positions is not None:
+                given = [
+                    x if n is None else x.addressable_shards[n].data
+                    for x, n in zip(given, group.positions, strict=True)
+                ]
+            words.append((group.indices, group.program(given)))
+        return DeviceSums(words)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSums:
+    """Partial sums that devices compute: for each group of leaves the words of every shard."""
+
+    words: Sequence[tuple[Sequence[int], jax.Array]]
 
     def sums(self) -> dict[int, dict[int, int]]:
         """Partial sums modulo 2**64 of the addressable shards: leaf index to device id to sum."""
         result: dict[int, dict[int, int]] = {}
-        for group, words in self._words:
+        for group, words in self.words:
             for shard in words.addressable_shards:  # shape (1, len(group), 2)
                 for i, total in zip(group, from_words(np.asarray(shard.data)[0]), strict=True):
                     result.setdefault(i, {})[shard.device.id] = total
         return result
 
 
+_Kinds = tuple[tuple[PartitionSpec, tuple[int, ...], int], ...]
+"""For each array its spec, its shape, and the width of its elements in bytes."""
+
+
 @functools.lru_cache(maxsize=64)
-def _mesh_program(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> Any:
-    """Arrays on one mesh, one a spec, to uint32 of shape (devices, arrays, 2), cut by device."""
+def _mesh_program(
+    mesh: Mesh, kinds: _Kinds, calls_loops: bool
+) -> Callable[[Sequence[jax.Array]], jax.Array]:
+    """Sums up arrays on one mesh; what comes out is cut by device."""
+    rows = PartitionSpec(mesh.axis_names)
+    specs = [spec for spec, _, _ in kinds]
+    # What differs on replicas is the very thing that is looked for, so nothing is declared equal.
+    mapped = functools.partial(jax.shard_map, mesh=mesh, out_specs=rows, check_vma=False)
+    if calls_loops:
+        sharding = NamedSharding(mesh, rows)
+        table = _mesh_table(sharding, kinds)
+
+        def call(shards: Sequence[jax.Array], own: jax.Array) -> jax.Array:
+            return cpu_call.sums(shards, own[0])[None]
+
+        jitted: Any = jax.jit(mapped(call, in_specs=(specs, rows)))
+        return lambda arrays: jitted(arrays, table)
 
     def local(shards: Sequence[jax.Array]) -> jax.Array:
         starts = [
@@ -232,11 +230,65 @@ def _mesh_program(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> Any:
         ]
         return _stack_sums(shards, starts)[None]
 
-    rows = PartitionSpec(mesh.axis_names)
-    # What differs on replicas is the very thing that is looked for, so nothing is declared equal.
-    return jax.jit(
-        jax.shard_map(local, mesh=mesh, in_specs=(list(specs),), out_specs=rows, check_vma=False)
+    return _on(mesh, jax.jit(mapped(local, in_specs=(specs,))))
+
+
+def _on(mesh: Mesh, program: Any) -> Callable[[Sequence[jax.Array]], jax.Array]:
+    """Runs a program with 64-bit types, on a mesh that need not be the one that the caller set."""
+
+    def run(arrays: Sequence[jax.Array]) -> jax.Array:
+        with jax.enable_x64(True), jax.set_mesh(mesh):
+            return program(arrays)
+
+    return run
+
+
+def _mesh_table(sharding: NamedSharding, kinds: _Kinds) -> jax.Array:
+    """What the loops have to know of the shards on each device of a mesh."""
+    widths = [width for _, _, width in kinds]
+    boxes: dict[Any, list[Box]] = {}
+    for spec, shape, _ in kinds:
+        indices = NamedSharding(cast(Mesh, sharding.mesh), spec).devices_indices_map(shape)
+        for device, index in indices.items():
+            boxes.setdefault(device, []).append(Box.from_slices(index or (), shape))
+    devices: list[Any] = list(cast(Mesh, sharding.mesh).devices.flat)
+    tables = {
+        device: cpu_call.table_of([box.start for box in boxes[device]], widths)
+        for device in devices
+        if device.process_index == jax.process_index()
+    }
+    one = next(iter(tables.values()))
+    return jax.make_array_from_callback(
+        (len(devices), *one.shape),
+        sharding,
+        lambda index: tables[devices[_start_of(index)]][None],
     )
+
+
+def _start_of(index: Any) -> int:
+    return index[0].start or 0
+
+
+def _device_program(
+    device: Any, boxes: Sequence[Box], widths: Sequence[int]
+) -> Callable[[Sequence[jax.Array]], jax.Array]:
+    """Sums up shards on one device, each of its own box."""
+    starts = [box.start for box in boxes]
+    if _calls_loops(device):
+        table = jax.device_put(cpu_call.table_of(starts, widths), device)
+        return lambda shards: _call_of_shards(shards, table)
+    with jax.enable_x64(True):
+        placed = [jax.device_put(np.array(start, np.uint64), device) for start in starts]
+    return _on(Mesh(np.array([device]), ("d",)), lambda shards: _of_shards(shards, placed))
+
+
+@jax.jit
+def _call_of_shards(shards: Sequence[jax.Array], table: jax.Array) -> jax.Array:
+    return cpu_call.sums(shards, table)[None]
+
+
+def _calls_loops(device: Any) -> bool:
+    return device.platform == "cpu" and cpu_call.is_ready()
 
 
 def _first_index(names: Any, length: int) -> Any:
@@ -266,8 +318,8 @@ def _of_shard(shard: jax.Array, start: Sequence[Any]) -> jax.Array:
         position = jax.lax.iota(jnp.uint64, length)
         if axis < len(start):
             position = position + start[axis]
-        within = _mix(position % jnp.uint64(_RUN), axis, 0, jnp.uint64)
-        weight = within * _mix(position // jnp.uint64(_RUN), axis, 1, jnp.uint64)
+        run = jnp.uint64(kernels.RUN)
+        weight = _factor(position % run, axis, 0) * _factor(position // run, axis, 1)
         total = total * weight.reshape(-1, *[1] * (words.ndim - axis - 1))
     return jnp.sum(total, dtype=jnp.uint64)
 
@@ -297,8 +349,8 @@ class Parts:
     """This process's part of the fingerprints of some arrays.
 
     Created where the arrays are alive; :meth:`sums` may be called when they are not. Arrays on
-    accelerators are fingerprinted there, by programs dispatched here; all others on the host,
-    from the picked boxes, when ``sums`` is called.
+    devices are fingerprinted there, by programs dispatched here; all others on the host, from
+    their staged boxes, when ``sums`` is called.
 
     Args:
         arrays: plain arrays by leaf index; in a multi-process program every process passes the
@@ -308,9 +360,13 @@ class Parts:
             whole shards: a box of ``picks`` may be a piece of one.
         every_replica: also fingerprint the replicas that are not picked. Free on accelerators; on
             the host it costs a pass over each.
+        staged: the picked boxes of arrays that are fingerprinted on the host, as far as somebody
+            else has staged them.
+        owned: whether nobody donates the arrays, so that nothing is waited for here.
+        summing: of the arrays that are fingerprinted on devices, if it is known from others like
+            them.
 
     Attributes:
-        blocks: the staged boxes of the arrays that are fingerprinted on the host.
         replicas: what ``sums`` found of each addressable shard of arrays that have replicas; empty
             before, and where ``every_replica`` was not asked for.
     """
@@ -322,26 +378,38 @@ class Parts:
         whole_picks: Mapping[int, Sequence[staging.Pick]] | None = None,
         *,
         every_replica: bool = False,
+        staged: Mapping[int, staging.Blocks] | None = None,
+        owned: bool = False,
+        summing: Summing | None = None,
     ) -> None:
-        on_device = {i: array for i, array in arrays.items() if hashes_on_device(array)}
-        on_host = {i: array for i, array in arrays.items() if i not in on_device}
-        self._device = DeviceSums(on_device)
-        self._placed = {i: (array.sharding, array.shape) for i, array in on_device.items()}
+        summing = summing or Summing({i: x for i, x in arrays.items() if hashes_on_device(x)})
+        self._device, self._placed = summing.dispatch(arrays), summing.placed
         whole_picks = whole_picks or picks
-        self._picked = {i: [position for _, position, _ in whole_picks[i]] for i in on_device}
-        self.blocks = staging.stage(on_host, picks)
+        self._picked = {i: whole_picks[i] for i in self._placed}
+        on_host = {i: array for i, array in arrays.items() if i not in self._placed}
+        self._elsewhere = {i: staged for i in on_host if staged is not None and i in staged}
+        rest = {i: array for i, array in on_host.items() if i not in self._elsewhere}
+        self._staged = staging.Staged(rest, picks)
         self._host: list[_HostShard] = []
         self._every_replica = every_replica
         self.replicas: ReplicaSums = {}
         if every_replica:
             self._host = _host_shards(on_host, picks)
+        if not owned:
+            self._staged.wait()
+            for shard in self._host:
+                shard.wait()
 
     def sums(self) -> dict[int, int]:
         """Partial sums modulo 2**64 by leaf index; lets go of the blocks as it goes."""
         result = {}
         picked: dict[int, dict[Box, int]] = {}
-        while self.blocks:
-            index, blocks = self.blocks.popitem()
+        while self._staged or self._elsewhere:
+            if self._staged:
+                index, blocks = self._staged.popitem()
+            else:
+                index, staged = self._elsewhere.popitem()
+                blocks = staged[index]
             picked[index] = {box: of_block(block, box.start) for box, block in blocks.items()}
             result[index] = combine(list(picked[index].values()))
         while self._host:
@@ -349,14 +417,15 @@ class Parts:
             if shard.data is None:  # a pick: its sum is known
                 total = picked[shard.leaf][shard.box]
             else:
-                total = of_block(shard.data, shard.box.start)
+                total = of_block(shard.wait(), shard.box.start)
             boxes = self.replicas.setdefault(shard.leaf, {})
             boxes.setdefault(shard.box, {})[shard.holder] = total
         for i, by_device in self._device.sums().items():
             sharding, shape = self._placed[i]
             devices = list(sharding.addressable_devices_indices_map(shape))  # as shards are ordered
             # Of replicas the very one that is staged and written: they may differ.
-            result[i] = combine([by_device[devices[position].id] for position in self._picked[i]])
+            positions = [position or 0 for _, position, _ in self._picked[i]]
+            result[i] = combine([by_device[devices[position].id] for position in positions])
             if self._every_replica and has_replicas(sharding, shape):
                 for box, holders in holders_of(sharding, shape).items():
                     here = {h: by_device[h.device] for h in holders if h.device in by_device}
@@ -365,20 +434,35 @@ class Parts:
 
 
 def hashes_on_device(array: Any) -> bool:
-    """Whether an array is fingerprinted where it lies: in the memory of an accelerator."""
-    if not staging.on_accelerator(array):
+    """Whether an array is fingerprinted where it lies: in the memory of a device."""
+    if not isinstance(array, jax.Array):
         return False
-    return array.sharding.memory_kind in (None, "device")  # else offloaded to the host already
+    if staging.on_accelerator(array):
+        return array.sharding.memory_kind in (None, "device")  # else offloaded to the host already
+    return cpu_call.is_ready() and array.ndim < kernels.MAX_RANK and not _is_narrow(array.dtype)
 
 
-@dataclass(frozen=True, slots=True)
+@functools.cache
+def _is_narrow(dtype: Any) -> bool:
+    """Whether elements have less than a byte."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).bits < 8
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 8
+
+
+@dataclass(slots=True)
 class _HostShard:
     """A shard to fingerprint on the host; ``data`` is None where its box is picked from it."""
 
     leaf: int
     box: Box
     holder: Holder
-    data: np.ndarray | None
+    data: Any
+
+    def wait(self) -> Any:
+        """Waits for the data; on CPU devices a view, which makes XLA leave the buffer alone."""
+        self.data = None if self.data is None else np.asarray(self.data)
+        return self.data
 
 
 def _host_shards(
@@ -398,15 +482,11 @@ def _host_shards(
         for position, shard in enumerate(array.addressable_shards):
             box, holder = places[shard.device.id]
             is_picked = whole.get(position) == box
-            found.append((i, box, holder, None if is_picked else shard.data))
-    for _, _, _, data in found:
-        if data is not None and staging.on_accelerator(data):
-            data.copy_to_host_async()
-    # On CPU devices a view, which makes XLA leave the buffer alone if the caller donates it.
-    return [
-        _HostShard(i, box, holder, None if data is None else np.asarray(data))
-        for i, box, holder, data in found
-    ]
+            found.append(_HostShard(i, box, holder, None if is_picked else shard.data))
+    for each in found:
+        if each.data is not None and staging.on_accelerator(each.data):
+            each.data.copy_to_host_async()
+    return found
 
 
 def of_leaves(arrays: Mapping[int, Any]) -> dict[int, int]:

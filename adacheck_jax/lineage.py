@@ -80,7 +80,11 @@ class Lineage:
 
     def exists(self) -> bool:
         """Whether every step is still on disk."""
-        return all((entry.directory / manifests.FILE).is_file() for entry in self.entries)
+        first, last = self.entries[0], self.entries[-1]
+        # What is linked below the last one goes with it: two looks tell as much as one at each.
+        linked = first.directory.is_relative_to(last.directory)
+        chosen = (first, last) if linked else self.entries
+        return all((entry.directory / manifests.FILE).is_file() for entry in chosen)
 
     def followed_by(self, manifest: DeltaManifest, directory: Path, *, linked: bool) -> Lineage:
         """The lineage of the next delta, whose directory may hold links to all of this one."""

@@ -305,13 +305,20 @@ Manifest = BaseManifest | DeltaManifest
 
 def encode(manifest: Manifest) -> bytes:
     """Turns a manifest into the bytes of its file, checksum included."""
-    body = dataclasses.asdict(manifest)
+    return _encoded(manifest)[0]
+
+
+def _encoded(manifest: Manifest) -> tuple[bytes, str]:
+    """The bytes of a manifest's file, and its checksum."""
+    # Without the fingerprints, of which asdict would copy each.
+    body = dataclasses.asdict(dataclasses.replace(manifest, fingerprints=()))
     del body["checksum"]
     body["fingerprints"] = [f"{value:016x}" for value in manifest.fingerprints]
     kind = "base" if isinstance(manifest, BaseManifest) else "delta"
     # Through JSON once, so that the checksum is of what a reader will see ({1: ...} has text keys).
     body = json.loads(json.dumps({"format": FORMAT_VERSION, "kind": kind, **body}))
-    return _json_bytes({**body, "checksum": checksum_of(body)})
+    checksum = checksum_of(body)
+    return _json_bytes({**body, "checksum": checksum}), checksum
 
 
 def checksum_of(body: Mapping[str, Any]) -> str:
@@ -638,6 +645,16 @@ def read(item_directory: Path) -> Manifest:
     return decode(data, where=str(path))
 
 
+def stamp(item_directory: Path) -> tuple[int, int, int]:
+    """What tells, without reading it, that a manifest is the file that it was.
+
+    Raises:
+        OSError: there is none.
+    """
+    found = os.stat(item_directory / FILE, follow_symlinks=False)
+    return (found.st_ino, found.st_size, found.st_mtime_ns)
+
+
 def _read_file(path: Path) -> bytes:
     """The bytes of a manifest, which is a plain file in a plain folder, and not too large."""
     if path.parent.is_symlink():
@@ -669,14 +686,18 @@ def not_plain(path: Path, found: str) -> FormatError:
     )
 
 
-def write(item_directory: Path, manifest: Manifest) -> None:
+def write(item_directory: Path, manifest: Manifest) -> Manifest:
     """Writes the manifest; whatever it speaks of must be durable already.
+
+    Returns:
+        The manifest, with its checksum.
 
     Raises:
         FormatError: it is so large that no reader would take it.
     """
-    data = encode(manifest)
+    data, checksum = _encoded(manifest)
     _check_counts(data, str(item_directory / FILE))
     path = item_directory / FILE
     durable.write(path, data)
     durable.sync(path.parent)
+    return dataclasses.replace(manifest, checksum=checksum)

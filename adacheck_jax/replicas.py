@@ -170,6 +170,25 @@ def _replicated(
     return tuple((box, holders) for box, holders in held if box.size and len(holders) > 1)
 
 
+Place = tuple[int, str, jax.sharding.Sharding, tuple[int, ...]]
+"""Index, path, sharding and shape of a leaf that has replicas."""
+
+
+def places(paths: Sequence[str], arrays: Sequence[Any]) -> tuple[Place, ...]:
+    """The leaves that have replicas; what is no jax array has none.
+
+    Args:
+        paths: leaf paths.
+        arrays: plain arrays, one a path.
+    """
+    found = (
+        (i, path, array.sharding, tuple(array.shape))
+        for i, (path, array) in enumerate(zip(paths, arrays, strict=True))
+        if isinstance(array, jax.Array)
+    )
+    return tuple(each for each in found if _replicated(*each[2:]))
+
+
 class Check:
     """Compares the replicas of one state that is being saved.
 
@@ -178,17 +197,12 @@ class Check:
 
     Args:
         mode: what to do about replicas that differ.
-        paths: leaf paths.
-        arrays: plain arrays, one a path.
+        where: the leaves that have replicas.
     """
 
-    def __init__(self, mode: Mode, paths: Sequence[str], arrays: Sequence[Any]) -> None:
+    def __init__(self, mode: Mode, where: Sequence[Place]) -> None:
         self.mode: Mode = mode
-        self._places = [
-            (i, path, array.sharding, tuple(array.shape))
-            for i, (path, array) in enumerate(zip(paths, arrays, strict=True))
-            if mode != "off" and isinstance(array, jax.Array)
-        ]
+        self._places = where if mode != "off" else ()
 
     def sites(self) -> Iterator[Site]:
         """The boxes that several devices hold, by leaf and box.
@@ -305,7 +319,7 @@ def replica_report(state: trees.PyTree) -> ReplicaReport:
     arrays: list[Any] = [
         staging.raw(leaf) if isinstance(leaf, jax.Array) else None for leaf in named.values()
     ]
-    sites = tuple(Check("raise", tuple(named), arrays).sites())
+    sites = tuple(Check("raise", places(tuple(named), arrays)).sites())
     watched = {site.leaf: arrays[site.leaf] for site in sites}
     parts = fingerprint.Parts(watched, dict.fromkeys(watched, ()), every_replica=True)
     parts.sums()

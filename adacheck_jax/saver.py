@@ -6,6 +6,7 @@ returns, the state may be donated; :mod:`~adacheck_jax.commit` does the rest.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Collection, Mapping, Sequence
@@ -13,7 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from adacheck_jax import copies, fingerprint, lineage, policy, replicas
+import jax
+import numpy as np
+
+from adacheck_jax import copies, cpu_call, fingerprint, lineage, policy, replicas, staging
+from adacheck_jax import manifest as manifests
 from adacheck_jax.base_share import BaseShare, EarlierBase
 from adacheck_jax.buffers import Buffers
 from adacheck_jax.commit import Attempt, Proof, Save
@@ -22,11 +27,12 @@ from adacheck_jax.decisions import Decisions
 from adacheck_jax.delta_share import DeltaShare, Habits
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.lineage import KeepLineage, Lineage
+from adacheck_jax.manifest import DeltaManifest
 from adacheck_jax.programs import Program, Programs
 from adacheck_jax.recorder import Recorder
 from adacheck_jax.replay import Binding
 from adacheck_jax.snapshot import Snapshot, Snapshots, Structure
-from adacheck_jax.staging import Blocks, stage, x64_enabled
+from adacheck_jax.staging import Blocks, Staged, stage, x64_enabled
 from adacheck_jax.trees import PyTree
 
 _log = logging.getLogger(__name__)
@@ -62,6 +68,7 @@ class _Head:
         copies: what the next save compares with.
         files: by its directory, its files while it was whole; empty if this process does not know.
         known: its lineage as it was found on disk last; before that its parent's, if it has one.
+        save: that saved it, None if it was restored.
     """
 
     directory: Path
@@ -69,6 +76,43 @@ class _Head:
     copies: HostCopies
     files: dict[Path, frozenset[str]]
     known: Lineage | None
+    save: Save | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Course:
+    """How a state is to be saved.
+
+    Attributes:
+        step: its number.
+        count: the update counter; None without a recorder, and where it has not been read.
+        decision: base or delta.
+        head: the step that a delta follows.
+        is_expected: whether the decision was taken without a look at the state's values.
+    """
+
+    step: int
+    count: int | None
+    decision: policy.Decision
+    head: _Head | None
+    is_expected: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What a save has got hold of.
+
+    Attributes:
+        staged: this process's boxes of what it needs on the host.
+        kept: those of them that the next save will compare with.
+        parts: the fingerprints.
+        values: the small leaves that tell whether the state is what was expected.
+    """
+
+    staged: Mapping[int, Blocks]
+    kept: Mapping[int, Blocks]
+    parts: fingerprint.Parts
+    values: Mapping[int, Any]
 
 
 class Saver:
@@ -115,6 +159,7 @@ class Saver:
             keeps_lineage=keep_lineage is not None,
             delta=delta,
         )
+        cpu_call.begin()
         # A step may be restored, to look at it, while another thread saves the next one.
         self._lock = threading.Lock()
         self._attempt = Attempt(threading.Lock())
@@ -187,26 +232,18 @@ class Saver:
         custom_metadata: Any,
     ) -> Save:
         snapshot = self._snapshots.take(state)
-        structure, final_directory = snapshot.structure, destination.directory
-        numbers = (step, destination.step, snapshot.count, 0)
-        step = next(number for number in numbers if number is not None)
+        structure, directory = snapshot.structure, destination.directory
         replayable = not cast & _bound_paths(structure.binding)
-        head = self._parent(final_directory, snapshot.count)
-        parent, before = (head.known, head.copies) if head else (None, copies.NOTHING)
-        decision = self._decisions.decide(
-            snapshot,
-            parent,
-            before.blocks,
-            step=step,
-            has_links=lambda: self._has_links(final_directory),
-            replayable=replayable,
-        )
-        _log.info("step %d: %s (%s)", step, decision.kind, decision.reason)
+        course = self._expected(snapshot, destination, step, replayable)
+        course = course or self._decided(snapshot, destination, step, replayable)
+        decision, head = course.decision, course.head
+        _log.info("step %d: %s (%s)", course.step, decision.kind, decision.reason)
         earlier = None
         if decision.is_base:
-            if parent is not None and self._has_links(final_directory):
-                earlier = self._earlier(parent)
-            head, parent, before = None, None, copies.NOTHING
+            if head is not None and head.known is not None and self._has_links(directory):
+                earlier = self._earlier(head.known)
+            head = None
+        parent, before = (head.known, head.copies) if head else (None, copies.NOTHING)
         self._note_parent(destination, head)
         # Here, and not in the background, where the caller's jax settings would not hold.
         program = self._programs.of(structure)
@@ -214,66 +251,140 @@ class Saver:
         stored = copies.candidates(structure, decision, program)
         kept = self._kept(structure, program, replayable, proves)
         computed = structure.arguments[0] + structure.arguments[1] if proves else ()
-        parts = fingerprint.Parts(
-            dict(enumerate(snapshot.arrays)),
-            structure.picks,
-            structure.whole_picks,
-            every_replica=self._check_replicas != "off",
-        )
-        staged = self._blocks(snapshot, parts, {*stored, *kept, *computed})
+        held = self._hold(snapshot, {*stored, *computed}, kept, waits=not course.is_expected)
         is_due = self._is_proof_due(decision, parent, program, replayable, proves)
         sites = copies.sites_of(snapshot) if proves or is_due else {}
-        leaves, blocks = structure.leaves, {i: staged[i] for i in (*stored, *computed)}
         base = delta = None
         if decision.is_base:
-            base = BaseShare(leaves, blocks, earlier, _still(structure), names={})
+            base = BaseShare(structure.leaves, held.staged, earlier, _still(structure), names={})
         else:
             previous = copies.comparable(before.blocks, structure, decision)
             compresses = self._compression != "none"
             delta = DeltaShare(
-                leaves, blocks, stored, previous, compresses, self._habits, self._buffers
+                structure.leaves,
+                held.staged,
+                stored,
+                previous,
+                compresses,
+                self._habits,
+                self._buffers,
             )
         files: dict[Path, frozenset[str]] = {}
-        is_first = self._saved is None or self._saved.directory != final_directory
+        is_first = self._saved is None or self._saved.directory != directory
         self._attempt.is_over = not is_first
         self._attempt = Attempt(self._attempt.turn, is_first)
+        local = {i: snapshot.arrays[i] for i in structure.local_picks}
         save = Save(
             programs=self._programs,
-            links=parent is not None and self._has_links(final_directory),
-            step=step,
-            count=snapshot.count,
+            links=parent is not None and self._has_links(directory),
+            step=course.step,
+            count=course.count,
             structure=structure,
             parent=parent,
             decision=decision,
-            final_directory=final_directory,
+            final_directory=directory,
             directory_step=destination.step,
             replayable=replayable,
-            fingerprints=parts,
+            fingerprints=held.parts,
             custom_metadata=custom_metadata,
             base=base,
             delta=delta,
             proof=self._proof(snapshot, before, sites) if proves else None,
-            local=stage(
-                {i: snapshot.arrays[i] for i in structure.local_picks}, structure.local_picks
-            ),
-            replicas=replicas.Check(self._check_replicas, tuple(structure.index), snapshot.arrays),
+            local=stage(local, structure.local_picks),
+            replicas=replicas.Check(self._check_replicas, structure.replicated),
             parent_files=head.files.get(head.directory, frozenset()) if head else frozenset(),
             whole=files,
             attempt=self._attempt,
         )
         if decision.is_base:
-            self._base = EarlierBase(final_directory, step, structure.leaves, save.sums)
+            self._base = EarlierBase(directory, course.step, structure.leaves, save.sums)
             self._habits = Habits()
-        after = HostCopies({i: staged[i] for i in kept}, is_due, sites if is_due else {})
+        after = HostCopies(held.kept, is_due, sites if is_due else {})
         if decision.kind == "replay" and not decision.update_count:  # nothing was updated since
             after = HostCopies(after.blocks, before.is_proof_due, before.sites)
         # Until the save is committed this directory does not exist, and if it fails it never will:
         # the next save looks at the disk, finds no parent, and writes a base.
-        self._saved = _Head(final_directory, destination.step, after, files, parent)
+        self._saved = _Head(directory, destination.step, after, files, parent, save)
         self._heads = (self._saved,)
-        if self._replays(program, replayable):
-            self._decisions.remember(snapshot, final_directory)
+        if course.is_expected and course.count is None:
+            assert parent is not None
+            save.settle = functools.partial(
+                self._settle, save, parent, program, held.values, stored
+            )
+        elif not course.is_expected and self._replays(program, replayable):
+            values = self._decisions.values_of(structure, snapshot.arrays)
+            self._decisions.remember(structure, values, directory)
         return save
+
+    def _decided(
+        self, snapshot: Snapshot, destination: Destination, step: int | None, replayable: bool
+    ) -> _Course:
+        """Decides from the state's values; waits for the running step."""
+        count = snapshot.count()
+        numbers = (step, destination.step, count, 0)
+        step = next(number for number in numbers if number is not None)
+        head = self._parent(destination.directory, count)
+        decision = self._decisions.decide(
+            snapshot,
+            head.known if head else None,
+            head.copies.blocks if head else (),
+            step=step,
+            count=count,
+            has_links=lambda: self._has_links(destination.directory),
+            replayable=replayable,
+        )
+        return _Course(step, count, decision, head)
+
+    def _expected(
+        self, snapshot: Snapshot, destination: Destination, step: int | None, replayable: bool
+    ) -> _Course | None:
+        """A delta of one update, if all that can be known without the state's values speaks for it.
+
+        Saves that are as far apart as the last two were lie one update apart, or none, if those
+        did. Where the step is still computing, whether they do is found in the background
+        (:meth:`Decisions.settle`).
+        """
+        step = destination.step if step is None else step
+        head, structure = self._saved, snapshot.structure
+        if step is None or head is None or self._heads != (head,) or head.save is None:
+            return None
+        last, parent = head.save, head.save.parent
+        if (
+            not replayable
+            or last.structure is not structure
+            or last.decision.kind != "replay"
+            or head.copies.is_proof_due
+            or parent is None
+            or step - last.step != last.step - parent.manifest.step
+        ):
+            return None
+        known = self._committed(head)
+        if (
+            known is None
+            or known.problem
+            or len(known.entries) > self._max_deltas
+            or not self._programs.of(structure).files
+            or not known.exists()
+            or self._is_let_go(head)
+            or lineage.reference(destination.directory, head.directory) is None
+        ):
+            return None
+        decision, count = policy.Decision("replay", "as the step before", 1), None
+        small = {i: snapshot.arrays[i] for i in self._decisions.small(structure)}
+        if all(map(staging.is_ready, small.values())):  # then there is no need to guess
+            try:
+                decision, count = self._decisions.settle(
+                    structure,
+                    self._decisions.values_of(structure, snapshot.arrays),
+                    known,
+                    self._programs.of(structure),
+                    destination.directory,
+                )
+            except AdaCheckError:
+                return None
+            if not decision.update_count:
+                return None
+        return _Course(step, count, decision, head, is_expected=True)
 
     def _earlier(self, parent: Lineage) -> EarlierBase:
         """What is known of the base that a new one follows."""
@@ -323,16 +434,90 @@ class Saver:
         if keep is not None and head and head.number is not None and destination.step is not None:
             keep.note(destination.step, head.number)
 
-    def _blocks(
-        self, snapshot: Snapshot, parts: fingerprint.Parts, wanted: Collection[int]
-    ) -> dict[int, Blocks]:
-        """Host copies of some leaves; those that are fingerprinted on the host are there."""
-        staged = {i: parts.blocks[i] for i in wanted if i in parts.blocks}
-        rest = {i: snapshot.arrays[i] for i in wanted if i not in staged}
-        return staged | stage(rest, snapshot.structure.picks)
+    def _hold(
+        self, snapshot: Snapshot, wanted: Collection[int], kept: Collection[int], *, waits: bool
+    ) -> _Held:
+        """Gets hold of all that the save will need of the state, which may be donated then.
+
+        Args:
+            snapshot: the state.
+            wanted: the leaves that this save needs on the host.
+            kept: those that the next one will compare with.
+            waits: whether this may wait for the running step. If not, what is still being computed
+                or lies on an accelerator is copied there first.
+        """
+        structure, arrays = snapshot.structure, dict(enumerate(snapshot.arrays))
+        summing = structure.summing(snapshot.arrays)
+        small = () if waits else self._decisions.small(structure)
+        # One program makes the copies of all processes; on CPU devices each would make its own.
+        owned = not waits and (
+            jax.process_count() == 1 or any(map(staging.on_accelerator, snapshot.arrays))
+        )
+        if owned:
+            copied = {*wanted, *kept, *small}
+            copied |= {i for i in arrays if i not in summing.placed}
+            arrays |= staging.copies({i: arrays[i] for i in copied})
+        groups = [tuple(kept), tuple(i for i in wanted if i not in kept)]
+        staged = [Staged({i: arrays[i] for i in each}, structure.picks) for each in groups]
+        if not owned:  # all transfers are started before the first is awaited
+            for each in staged:
+                each.begin()
+        joined = staging.Joined(*staged)
+        parts = fingerprint.Parts(
+            arrays,
+            structure.picks,
+            structure.whole_picks,
+            every_replica=self._check_replicas != "off",
+            staged=joined,
+            owned=owned,
+            summing=summing,
+        )
+        if not owned:
+            for each in staged:
+                each.wait()
+        values = {i: arrays[i] if owned else np.array(arrays[i]) for i in small}
+        return _Held(joined, staged[0], parts, values)
+
+    def _settle(
+        self,
+        save: Save,
+        parent: Lineage,
+        program: Program,
+        values: Mapping[int, Any],
+        stored: Collection[int],
+    ) -> None:
+        """Makes sure, in the background, that a save is what it was expected to be."""
+        structure = save.structure
+        read = {i: np.asarray(value) for i, value in values.items()}
+        save.decision, save.count = self._decisions.settle(
+            structure, read, parent, program, save.final_directory
+        )
+        if not save.decision.update_count:
+            assert save.delta is not None
+            save.delta.candidates = copies.candidates(structure, save.decision, program)
+            save.unchanged = tuple(
+                i for i in range(len(structure.leaves)) if i not in save.delta.candidates
+            )
+
+    def _committed(self, head: _Head) -> Lineage | None:
+        """The lineage of a step that was saved here, if it is on disk as it was committed."""
+        save = head.save
+        assert save is not None
+        try:
+            if save.manifest is None:  # another process committed it
+                head.known = lineage.follow([save.parent] if save.parent else [], head.directory)
+            elif save.stamp != manifests.stamp(head.directory):
+                return None
+            elif isinstance(save.manifest, DeltaManifest) and save.parent is not None:
+                head.known = save.parent.followed_by(
+                    save.manifest, head.directory, linked=save.links
+                )
+        except (AdaCheckError, OSError):  # the disk is looked at again by whoever decides
+            return None
+        return head.known
 
     def _proof(
-        self, snapshot: Snapshot, before: HostCopies, after: dict[int, Blocks]
+        self, snapshot: Snapshot, before: HostCopies, after: Mapping[int, Blocks]
     ) -> Proof | None:
         if not before.sites or not after:
             return None
@@ -340,7 +525,7 @@ class Saver:
         consumed = structure.arguments[2] + structure.arguments[3]
         arrays = {i: snapshot.arrays[i] for i in consumed}
         shardings = {i: getattr(x, "sharding", None) for i, x in enumerate(snapshot.arrays)}
-        taken = before.sites | stage(arrays, structure.proof_picks)
+        taken = {**before.sites, **stage(arrays, structure.proof_picks)}
         return Proof(taken, after, shardings, x64_enabled())
 
     def _parent(self, final_directory: Path, count: int | None) -> _Head | None:

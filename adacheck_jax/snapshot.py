@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +12,19 @@ from typing import Any
 import jax
 import numpy as np
 
-from adacheck_jax import fingerprint, proof, redundancy, replay, sharding, staging, trees
+from adacheck_jax import (
+    cpu_call,
+    fingerprint,
+    proof,
+    redundancy,
+    replay,
+    replicas,
+    sharding,
+    staging,
+    trees,
+)
 from adacheck_jax.errors import FormatError
+from adacheck_jax.fingerprint import Summing
 from adacheck_jax.manifest import Leaf
 from adacheck_jax.recorder import Recorder
 from adacheck_jax.replay import Binding
@@ -21,7 +33,7 @@ from adacheck_jax.trees import PyTree
 _CACHED_STRUCTURES = 8
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Structure:
     """What two saves of the same train state have in common.
 
@@ -35,6 +47,7 @@ class Structure:
         proof_picks: what it takes of each leaf of the update to prove it; empty if it does not hold
             all of that, or there is no update.
         local_picks: all of each leaf that every process of several has for itself.
+        replicated: which leaves lie on several devices in copies that are declared equal.
     """
 
     leaves: tuple[Leaf, ...]
@@ -45,14 +58,27 @@ class Structure:
     placement: str
     proof_picks: dict[int, tuple[staging.Pick, ...]]
     local_picks: dict[int, tuple[staging.Pick, ...]]
+    replicated: tuple[replicas.Place, ...]
 
-    @property
+    @functools.cached_property
     def arguments(self) -> tuple[tuple[int, ...], ...]:
         """Positions of the update's params, inner state, record and extra arguments."""
         binding = self.binding
         assert binding is not None
         lists = (binding.params, binding.inner, binding.record, binding.extra)
         return tuple(self.positions(paths) for paths in lists)
+
+    def summing(self, arrays: Sequence[Any]) -> Summing:
+        """How the arrays of a state are fingerprinted on devices."""
+        key = cpu_call.is_ready()
+        if key not in self._summings:
+            chosen = {i: x for i, x in enumerate(arrays) if fingerprint.hashes_on_device(x)}
+            self._summings[key] = Summing(chosen)
+        return self._summings[key]
+
+    @functools.cached_property
+    def _summings(self) -> dict[bool, Summing]:
+        return {}
 
     def positions(self, paths: Sequence[str]) -> tuple[int, ...]:
         """Positions of several leaf paths."""
@@ -66,12 +92,41 @@ class Snapshot:
     Attributes:
         structure: of the state.
         arrays: plain arrays (:func:`staging.raw`), one a leaf.
-        count: the recorder's update counter; None without a recorder.
     """
 
     structure: Structure
     arrays: tuple[Any, ...]
-    count: int | None
+
+    def count(self) -> int | None:
+        """The recorder's update counter, None without a recorder; waits for the running step."""
+        binding = self.structure.binding
+        return None if binding is None else int(self.arrays[self.structure.index[binding.count]])
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A state as it was taken apart last: what the next one is compared with, one look a leaf.
+
+    Attributes:
+        treedef: of the state.
+        kinds: for each leaf its abstract value and its sharding; the objects themselves.
+        structure: what they make together.
+    """
+
+    treedef: Any
+    kinds: tuple[tuple[Any, Any], ...]
+    structure: Structure
+
+    def fits(self, leaves: Sequence[Any], treedef: Any) -> bool:
+        """Whether a state has the same structure; of some that have it this is not seen."""
+        return (
+            len(leaves) == len(self.kinds)
+            and all(
+                isinstance(leaf, jax.Array) and leaf.aval is aval and leaf.sharding is sharding
+                for leaf, (aval, sharding) in zip(leaves, self.kinds, strict=True)
+            )
+            and treedef == self.treedef
+        )
 
 
 class Snapshots:
@@ -86,9 +141,10 @@ class Snapshots:
         self._recorder = recorder
         self._params_path = params_path
         self._structures: dict[Any, Structure] = {}
+        self._seen: _Seen | None = None
 
     def take(self, state: PyTree) -> Snapshot:
-        """Takes a state apart. Waits for the update counter, and so for the running step.
+        """Takes a state apart, without a look at what is in it.
 
         Raises:
             RecorderError: the recorder cannot be tied to the state.
@@ -96,6 +152,9 @@ class Snapshots:
             FormatError: a leaf has a type that cannot be stored.
         """
         leaves, treedef = jax.tree.flatten(state)
+        seen = self._seen
+        if seen is not None and seen.fits(leaves, treedef):
+            return Snapshot(seen.structure, tuple(leaves))
         arrays = tuple(staging.raw(leaf) for leaf in leaves)
         key = (treedef, tuple(map(_signature, leaves, arrays)))
         if key not in self._structures:
@@ -103,9 +162,13 @@ class Snapshots:
                 self._structures.clear()
             self._structures[key] = self._describe(state, arrays)
         structure = self._structures[key]
-        binding = structure.binding
-        count = None if binding is None else int(arrays[structure.index[binding.count]])
-        return Snapshot(structure, arrays, count)
+        if all(
+            leaf is array and isinstance(leaf, jax.Array)
+            for leaf, array in zip(leaves, arrays, strict=True)
+        ):
+            kinds = tuple((array.aval, array.sharding) for array in arrays)
+            self._seen = _Seen(treedef, kinds, structure)
+        return Snapshot(structure, arrays)
 
     def _describe(self, state: PyTree, arrays: tuple[Any, ...]) -> Structure:
         named, _ = trees.flatten(state)
@@ -147,7 +210,10 @@ class Snapshots:
             else staging.picks_of(array, fingerprint.accounted(array, process))
             for i, array in enumerate(arrays)
         }
-        structure = Structure(leaves, binding, index, picks, whole_picks, "", {}, local_picks)
+        replicated = replicas.places(tuple(named), arrays)
+        structure = Structure(
+            leaves, binding, index, picks, whole_picks, "", {}, local_picks, replicated
+        )
         if binding is None:
             return structure
         touched = [i for indices in structure.arguments for i in indices]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -42,8 +41,10 @@ def on_accelerator(array: Any) -> bool:
     return next(iter(array.sharding.device_set)).platform != "cpu"
 
 
-Pick = tuple[Box, int, tuple[slice, ...]]
-"""A box, which of an array's addressable shards to take it from, and where it lies there."""
+Pick = tuple[Box, int | None, tuple[slice, ...]]
+"""A box, which of an array's addressable shards to take it from, and where it lies there.
+
+No shard: the array lies on one device, and is its own."""
 
 
 def picks_of(
@@ -57,8 +58,10 @@ def picks_of(
         loads_bytes: by device what is taken from it already: of replicas the one is chosen that has
             least, and what it gets is added. Without it the first.
     """
-    if not isinstance(array, jax.Array):
-        return tuple((box, 0, box.slices) for box in wanted)
+    if not isinstance(array, jax.Array) or (
+        len(array.sharding.device_set) == 1 and array.is_fully_addressable
+    ):
+        return tuple((box, None, box.slices) for box in wanted)
     loads_bytes = {} if loads_bytes is None else loads_bytes
     held: dict[Box, list[tuple[int, int]]] = {}
     for position, shard in enumerate(array.addressable_shards):
@@ -75,11 +78,92 @@ def picks_of(
     return tuple(picks)
 
 
-def stage(arrays: Mapping[int, Any], picks: Mapping[int, Sequence[Pick]]) -> dict[int, Blocks]:
-    """Brings boxes of several arrays to the host.
+class Staged(Mapping[int, Blocks]):
+    """Boxes of some arrays on their way to the host; the first look at an array waits for its own.
 
-    All transfers are started before the first is awaited. When this returns, the arrays may be
-    donated: what is staged is either a copy, or a view that makes XLA leave the buffer alone.
+    Args:
+        arrays: jax or numpy arrays by leaf index (see :func:`raw`).
+        picks: what to take of each.
+    """
+
+    def __init__(self, arrays: Mapping[int, Any], picks: Mapping[int, Sequence[Pick]]) -> None:
+        self._arrays = {**arrays}
+        self._picks = picks
+        self._taken: dict[int, list[tuple[Box, Any, tuple[slice, ...]]]] = {}
+        self._blocks: dict[int, Blocks] = {}
+
+    def begin(self) -> Staged:
+        """Starts all transfers, before the first is awaited."""
+        for index, array in self._arrays.items():
+            if index not in self._taken and index not in self._blocks:
+                taken = [(pick[0], *_taken(array, pick)) for pick in self._picks[index]]
+                for _, data, _ in taken:
+                    if isinstance(data, jax.Array) and on_accelerator(data):
+                        data.copy_to_host_async()
+                self._taken[index] = taken
+        return self
+
+    def wait(self) -> Staged:
+        """Waits until all of it is on the host: then the arrays may be donated.
+
+        What is on the host is either a copy, or a view that makes XLA leave the buffer alone.
+        """
+        self.begin()
+        for index in self:
+            _ = self[index]
+        return self
+
+    def __getitem__(self, index: int) -> Blocks:
+        if index not in self._blocks:
+            if index not in self._arrays:
+                raise KeyError(index)
+            self.begin()
+            self._blocks[index] = {
+                box: block if block.shape == box.shape else block[(*at, ...)]
+                for box, data, at in self._taken.pop(index)
+                for block in (np.asarray(data),)
+            }
+            self._arrays[index] = None
+        return self._blocks[index]
+
+    def __contains__(self, index: object) -> bool:
+        return index in self._arrays
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([*self._arrays])
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def popitem(self) -> tuple[int, Blocks]:
+        """Takes out the blocks of one array, which are not kept here any more."""
+        index = next(iter(self))
+        blocks = self[index]
+        del self._arrays[index], self._blocks[index]
+        return index, blocks
+
+
+class Joined(Mapping[int, Blocks]):
+    """Boxes of arrays that are staged in several groups."""
+
+    def __init__(self, *groups: Staged) -> None:
+        self._group = {index: group for group in groups for index in group}
+
+    def __getitem__(self, index: int) -> Blocks:
+        return self._group[index][index]
+
+    def __contains__(self, index: object) -> bool:
+        return index in self._group
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._group)
+
+    def __len__(self) -> int:
+        return len(self._group)
+
+
+def stage(arrays: Mapping[int, Any], picks: Mapping[int, Sequence[Pick]]) -> Staged:
+    """Brings boxes of several arrays to the host; the arrays may be donated when this returns.
 
     Args:
         arrays: jax or numpy arrays by leaf index (see :func:`raw`).
@@ -88,17 +172,7 @@ def stage(arrays: Mapping[int, Any], picks: Mapping[int, Sequence[Pick]]) -> dic
     Returns:
         The blocks of each array.
     """
-    taken = {
-        index: [(pick[0], *_taken(array, pick)) for pick in picks[index]]
-        for index, array in arrays.items()
-    }
-    for _, data, _ in itertools.chain.from_iterable(taken.values()):
-        if isinstance(data, jax.Array) and on_accelerator(data):
-            data.copy_to_host_async()
-    return {
-        index: {box: np.asarray(data)[(*at, ...)] for box, data, at in each}
-        for index, each in taken.items()
-    }
+    return Staged(arrays, picks).wait()
 
 
 def _taken(array: Any, pick: Pick) -> tuple[Any, tuple[slice, ...]]:
@@ -107,11 +181,58 @@ def _taken(array: Any, pick: Pick) -> tuple[Any, tuple[slice, ...]]:
     if not isinstance(array, jax.Array):
         return np.array(array), at  # the caller may change it in place
     # Of a replicated array addressable_data gives the first shard, whichever is asked for.
-    data = array.addressable_shards[position].data if position else array.addressable_data(0)
+    data = array
+    if position is not None:
+        data = array.addressable_shards[position].data if position else array.addressable_data(0)
     if data.shape == box.shape or not on_accelerator(array):
         return data, at
     # Cut there, so that no more crosses to the host than is wanted.
     return _cut(data, [each.start for each in at], box.shape), Box.full(box.shape).slices
+
+
+def is_ready(array: Any) -> bool:
+    """Whether an array has been computed."""
+    on_device: Any = array
+    return not isinstance(array, jax.Array) or on_device.is_ready()
+
+
+def copies(arrays: Mapping[int, Any]) -> dict[int, Any]:
+    """Copies arrays on their devices, without waiting for them or for the copies.
+
+    The arrays may be donated at once: their devices make the copies first.
+
+    Args:
+        arrays: jax or numpy arrays; of one process, or on accelerators alone.
+    """
+    groups: dict[Any, list[int]] = {}
+    result: dict[int, Any] = {}
+    for index, array in arrays.items():
+        if isinstance(array, jax.Array):
+            groups.setdefault(_devices(array.sharding), []).append(index)
+        else:
+            result[index] = np.array(array)
+    for group in groups.values():
+        of_group = [arrays[index] for index in group]
+        copied, _ = _copier(tuple(array.sharding for array in of_group))(of_group, _EFFORT)
+        result |= dict(zip(group, copied, strict=True))
+    return result
+
+
+@functools.lru_cache(maxsize=1024)
+def _devices(sharding: jax.sharding.Sharding) -> frozenset[int]:
+    return frozenset(device.id for device in sharding.device_set)
+
+
+@functools.lru_cache(maxsize=64)
+def _copier(shardings: tuple[jax.sharding.Sharding, ...]) -> Any:
+    def copy(arrays: Sequence[jax.Array], effort: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+        return [jnp.copy(x) for x in arrays], effort @ effort
+
+    return jax.jit(copy, out_shardings=([*shardings], None))
+
+
+_EFFORT = np.ones((16, 16), np.float32)
+"""XLA:CPU runs in the calling thread what has few floating-point operations, and waits for it."""
 
 
 @functools.partial(jax.jit, static_argnums=2)

@@ -66,9 +66,13 @@ def of_parts(array, boxes):
     return fingerprint.combine([fingerprint.of_block(array[b.slices], b.start) for b in boxes])
 
 
+def device_sums(arrays):
+    return fingerprint.Summing(arrays).dispatch(arrays)
+
+
 def of_arrays(arrays):
     """Whole fingerprints by the device engine, whatever the devices: one replica of each box."""
-    found = fingerprint.DeviceSums(dict(enumerate(arrays))).sums()
+    found = device_sums(dict(enumerate(arrays))).sums()
     totals = []
     for i, array in enumerate(arrays):
         held = sharding.holders_of(array.sharding, array.shape)
@@ -220,7 +224,7 @@ def test_the_value_is_the_same_under_every_sharding(mesh_shape, specs, dtype, ax
 def test_arrays_may_be_donated_as_soon_as_they_are_fingerprinted():
     array = jnp.arange(1 << 20, dtype=jnp.float32)
     expected = fingerprint.of_block(np.asarray(array))
-    sums = fingerprint.DeviceSums({0: array})
+    sums = device_sums({0: array})
     array.delete()
     assert sums.sums() == {0: {jax.devices()[0].id: expected}}
 
@@ -267,8 +271,14 @@ def test_shards_of_unequal_shapes_are_fingerprinted_one_by_one():
         for (a, b), device in zip([(0, 1), (1, 5), (5, 16)], jax.devices(), strict=False)
         for data in [jax.device_put(array[a:b], device)]
     ]
-    uneven = SimpleNamespace(shape=array.shape, sharding=None, addressable_shards=shards)
-    sums = fingerprint.DeviceSums({5: uneven}).sums()[5]
+    uneven = SimpleNamespace(
+        shape=array.shape,
+        dtype=array.dtype,
+        sharding=None,
+        is_fully_addressable=False,
+        addressable_shards=shards,
+    )
+    sums = device_sums({5: uneven}).sums()[5]
     assert fingerprint.combine(list(sums.values())) == fingerprint.of_block(array)
     assert list(sums) == [0, 1, 2]
 
