@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
+from adacheck_jax import durable
 from adacheck_jax.errors import FormatError, IntegrityError, first_line, unreadable
 
 Ranges = tuple[tuple[int, int], ...]
@@ -77,6 +78,7 @@ def write_pack(directory: Path, contents: Sequence[tuple[Kind, np.ndarray]]) -> 
     """
     directory.mkdir(parents=True, exist_ok=True)
     zeros: list[Ranges] = []
+    context = ts.Context({"file_io_sync": False})  # each file by itself would wait for the disk
     with ts.Transaction(atomic=False) as transaction:
         for kind, whole in contents:
             pack = whole
@@ -95,9 +97,10 @@ def write_pack(directory: Path, contents: Sequence[tuple[Kind, np.ndarray]]) -> 
                 "codecs": [_codec(name) for name in kind.codecs],
             }
             spec = {**_spec(directory, kind), "metadata": metadata}
-            store = ts.open(spec, create=True, transaction=transaction).result()
+            store = ts.open(spec, create=True, transaction=transaction, context=context).result()
             # It does not change before the transaction is committed, so tensorstore need not copy.
             store.write(pack, can_reference_source_data_indefinitely=True).result()
+    durable.sync_tree(directory, with_files=True)
     return zeros
 
 

@@ -287,10 +287,11 @@ class Save:
             manifest: manifests.Manifest = self._base_manifest(fingerprints)
         else:
             manifest = self._delta_manifest(self.parent, fingerprints)
-        # The manifest makes the step exist: all else is durable before it, and nothing is written
-        # after it. Orbax's rename comes next.
-        durable.sync_directories(directory)
+        # The manifest makes the step exist, and nothing is written after it. All that is not
+        # durable yet becomes so at once, which the journal of a file system takes as one. Orbax's
+        # rename comes next.
         self.manifest = manifests.write(directory, manifest)
+        durable.sync_tree(directory, directory / manifests.FILE)
         self.stamp = manifests.stamp(directory)
         self.whole[self.final_directory] = lineage.files_of(directory, self.step)
 

@@ -14,18 +14,28 @@ _THREADS = 8
 def write(path: Path, data: bytes) -> None:
     """Writes a small file so that after a crash it is whole or absent.
 
-    The names of new directories above it are left to :func:`sync_directories`.
+    The names of new directories above it are left to :func:`sync_tree`.
     """
+    _replace(path, data, syncs=True)
+
+
+def place(path: Path, data: bytes) -> None:
+    """Writes a small file so that whoever opens it finds all of it; nothing is made durable."""
+    _replace(path, data, syncs=False)
+
+
+def _replace(path: Path, data: bytes, *, syncs: bool) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     with open(temporary, "wb") as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+        if syncs:
+            file.flush()
+            os.fsync(file.fileno())
     os.replace(temporary, path)
 
 
-def sync(path: Path) -> None:
+def sync(path: Path | str) -> None:
     """Makes a file's bytes, or a directory's names, durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -34,23 +44,30 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def sync_directories(top: Path) -> None:
+def sync_tree(top: Path, *files: Path, with_files: bool = False) -> None:
     """Makes the names of all files, hard links and directories below one durable.
 
     Args:
         top: a directory; its own name is not included.
+        files: whose bytes are to be made durable too.
+        with_files: makes the bytes of all files below it durable.
 
     Raises:
         OSError: from the file system.
     """
     with ThreadPoolExecutor(_THREADS) as threads:
-        for _ in threads.map(sync, _directories(top)):
+        for _ in threads.map(sync, [*files, *_below(os.fspath(top), with_files)]):
             pass
 
 
-def _directories(top: Path) -> Iterator[Path]:
+def _below(top: str, with_files: bool) -> Iterator[str]:
     yield top
+    directories = []
     with os.scandir(top) as found:
-        below = [Path(each.path) for each in found if each.is_dir(follow_symlinks=False)]
-    for each in below:
-        yield from _directories(each)
+        for each in found:
+            if each.is_dir(follow_symlinks=False):
+                directories.append(each.path)
+            elif with_files:
+                yield each.path
+    for each in directories:
+        yield from _below(each, with_files)

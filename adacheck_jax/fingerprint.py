@@ -221,7 +221,7 @@ def _mesh_program(
             return cpu_call.sums(shards, own[0])[None]
 
         jitted: Any = jax.jit(mapped(call, in_specs=(specs, rows)))
-        return lambda arrays: jitted(arrays, table)
+        return _on(mesh, lambda arrays: jitted(arrays, table))
 
     def local(shards: Sequence[jax.Array]) -> jax.Array:
         starts = [
@@ -276,7 +276,7 @@ def _device_program(
     starts = [box.start for box in boxes]
     if _calls_loops(device):
         table = jax.device_put(cpu_call.table_of(starts, widths), device)
-        return lambda shards: _call_of_shards(shards, table)
+        return _on(Mesh(np.array([device]), ("d",)), lambda shards: _call_of_shards(shards, table))
     with jax.enable_x64(True):
         placed = [jax.device_put(np.array(start, np.uint64), device) for start in starts]
     return _on(Mesh(np.array([device]), ("d",)), lambda shards: _of_shards(shards, placed))

@@ -8,6 +8,7 @@ refers to its parent by a relative path and :class:`KeepLineage` keeps that pare
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import tempfile
@@ -262,11 +263,18 @@ def files_of(item_directory: Path, step: int) -> frozenset[str]:
         step: its number.
     """
     found = []
-    for folder, _, names in os.walk(item_directory):
-        relative = os.path.relpath(folder, item_directory / LINEAGE)
-        if relative.startswith(os.pardir):
-            relative = os.path.join(str(step), os.path.relpath(folder, item_directory))
-        found += [os.path.normpath(os.path.join(relative, name)) for name in names]
+    waiting = [(os.fspath(item_directory), str(step))]
+    linked = os.fspath(item_directory / LINEAGE)
+    while waiting:
+        directory, name = waiting.pop()
+        # What is being deleted meanwhile is not there: whoever needs it will say so.
+        with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
+            for each in entries:
+                own = f"{name}/{each.name}" if name else each.name
+                if not each.is_dir(follow_symlinks=False):
+                    found.append(own)
+                else:
+                    waiting.append((each.path, "" if each.path == linked else own))
     return frozenset(found)
 
 
@@ -286,11 +294,13 @@ def link_ancestors(
     """
     links = item_directory / LINEAGE
     try:
+        links.mkdir(parents=True)
+        made: set[str] = set()
         for entry in lineage.entries:
-            target = links / str(entry.manifest.step)
-            _link_tree(entry.directory, target, skip=entry.directory / LINEAGE)
+            source, skip = os.fspath(entry.directory), os.fspath(entry.directory / LINEAGE)
+            _link_tree(source, os.fspath(links), str(entry.manifest.step), skip, made)
         # Whoever deletes a step may have begun before, and not be done yet.
-        lost = next((path for path in sorted(expected) if not (links / path).exists()), None)
+        lost = min(expected - made, default=None)
     except FileNotFoundError as error:
         lost = error.filename
     if lost is not None:
@@ -303,17 +313,25 @@ def link_ancestors(
         )
 
 
-def _link_tree(source: Path, target: Path, skip: Path) -> None:
-    target.mkdir(parents=True)
+def _link_tree(source: str, top: str, name: str, skip: str, made: set[str]) -> None:
+    """Links a directory's files into a new one.
+
+    Args:
+        source: the directory.
+        top: where the new one goes.
+        name: of the new one, below that.
+        skip: a directory that is left out.
+        made: the names of the links below ``top``; added to.
+    """
+    os.mkdir(f"{top}/{name}")
     with os.scandir(source) as found:
         for each in found:
-            path = Path(each.path)
-            if path == skip:
-                continue
-            if each.is_dir(follow_symlinks=False):
-                _link_tree(path, target / each.name, skip)
-            else:
-                os.link(path, target / each.name, follow_symlinks=False)
+            own = f"{name}/{each.name}"
+            if not each.is_dir(follow_symlinks=False):
+                os.link(each.path, f"{top}/{own}", follow_symlinks=False)
+                made.add(own)
+            elif each.path != skip:
+                _link_tree(each.path, top, own, skip, made)
 
 
 @dataclass(frozen=True, slots=True)

@@ -687,7 +687,7 @@ def not_plain(path: Path, found: str) -> FormatError:
 
 
 def write(item_directory: Path, manifest: Manifest) -> Manifest:
-    """Writes the manifest; whatever it speaks of must be durable already.
+    """Writes the manifest; to make it durable is left to the caller.
 
     Returns:
         The manifest, with its checksum.
@@ -698,6 +698,5 @@ def write(item_directory: Path, manifest: Manifest) -> Manifest:
     data, checksum = _encoded(manifest)
     _check_counts(data, str(item_directory / FILE))
     path = item_directory / FILE
-    durable.write(path, data)
-    durable.sync(path.parent)
+    durable.place(path, data)
     return dataclasses.replace(manifest, checksum=checksum)

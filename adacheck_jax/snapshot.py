@@ -72,7 +72,14 @@ class Structure:
         """How the arrays of a state are fingerprinted on devices."""
         key = cpu_call.is_ready()
         if key not in self._summings:
-            chosen = {i: x for i, x in enumerate(arrays) if fingerprint.hashes_on_device(x)}
+            # On CPU devices both engines may sum up one leaf, at one save and the next: what this
+            # process contributes must be the same then, so no whole shards of which it owns a part.
+            chosen = {
+                i: x
+                for i, x in enumerate(arrays)
+                if fingerprint.hashes_on_device(x)
+                and (staging.on_accelerator(x) or self.whole_picks[i] == self.picks[i])
+            }
             self._summings[key] = Summing(chosen)
         return self._summings[key]
 
