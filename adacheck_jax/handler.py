@@ -91,8 +91,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             which every save looks for by their fingerprints: ``"warn"`` logs which and saves the
             step as one of them has it; ``"raise"`` refuses
             it with a :class:`ReplicaError`, at the next save or wait where saves are asynchronous;
-            ``"off"`` does not look. Free on accelerators; on CPU devices every replica is read
-            once, in the background.
+            ``"off"`` does not look. Each device reads what it holds once, as for any fingerprint.
 
     Attributes:
         restored: what the last restore gave; None before it.
