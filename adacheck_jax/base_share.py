@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from adacheck_jax import lineage, redundancy, volumes
+from adacheck_jax.compression import Storage
 from adacheck_jax.manifest import Leaf
 from adacheck_jax.staging import Blocks
 
@@ -56,6 +58,7 @@ class BaseShare:
         earlier: the base before this one, where its files can be linked; else None.
         still: the leaves that may well be the same at the next base.
         names: of the arrays, by leaf path; what is not among them (a number) Orbax writes.
+        storage: where it goes; told how fast it was.
     """
 
     leaves: tuple[Leaf, ...]
@@ -63,6 +66,7 @@ class BaseShare:
     earlier: EarlierBase | None
     still: frozenset[int]
     names: Mapping[str, Name]
+    storage: Storage
 
     def write(self, directory: Path, process: int, sums: Mapping[int, int]) -> dict[str, Any]:
         """Writes the share durably.
@@ -106,7 +110,10 @@ class BaseShare:
         ):
             if chosen:
                 path = f"{lineage.BASE}/{process}{suffix}"
+                start_s = time.perf_counter()
                 shared = volumes.write(directory / path, chosen)
+                written_bytes = sum(part.nbytes for part in chosen)
+                self.storage.note(written_bytes, time.perf_counter() - start_s)
                 aliases += [(index[name], index[other]) for name, other in shared.items()]
                 contents[path] = None
         return {

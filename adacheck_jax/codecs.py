@@ -104,6 +104,11 @@ def encode(
     kernels.split(_words(new), before, _WAYS[encoding], low, high)
 
 
+def exponents(block: np.ndarray) -> np.ndarray:
+    """The highest plane of some of the elements of a block, as many as a choice is made from."""
+    return _planes(Encoding.EXPONENTS, _sample(_words(block)))[-1]
+
+
 def decode(encoding: Encoding, block: np.ndarray, low: np.ndarray, high: np.ndarray) -> None:
     """Turns old elements into new ones, in place.
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from adacheck_jax import arrays, codecs, equality, redundancy
+from adacheck_jax import arrays, codecs, compression, equality, redundancy
+from adacheck_jax.arrays import FAST, SMALL, Kind
 from adacheck_jax.buffers import Buffers
+from adacheck_jax.compression import Compression, Storage
 from adacheck_jax.manifest import Encoding, Leaf
 from adacheck_jax.redundancy import Extent, WritePlan
 from adacheck_jax.staging import Blocks
@@ -22,11 +24,13 @@ class Habits:
 
     Attributes:
         choices: how leaves were chosen to be stored by themselves.
+        codec: of what is compressed, None where nothing is; unknown before the first delta.
         letters: how all stored leaves were encoded last.
         plan: of the packs, for these letters and no aliases.
     """
 
     choices: dict[int, Encoding] = field(default_factory=dict)
+    codec: Kind | Literal["unknown"] | None = "unknown"
     letters: tuple[tuple[int, Encoding], ...] | None = None
     plan: WritePlan | None = None
 
@@ -40,7 +44,8 @@ class DeltaShare:
         blocks: this process's boxes of the candidates, and of whatever a proof may find wrong.
         candidates: the leaves that are stored unless they are what they would be without it.
         previous: the same boxes of the parent, of the leaves that may be stored as differences.
-        compresses: whether what pays is compressed.
+        compression: what is compressed, and how.
+        storage: where it goes.
         habits: of the lineage's deltas; changed.
         buffers: where the pack is put together.
     """
@@ -49,7 +54,8 @@ class DeltaShare:
     blocks: Mapping[int, Blocks]
     candidates: tuple[int, ...]
     previous: Mapping[int, Blocks]
-    compresses: bool
+    compression: Compression
+    storage: Storage
     habits: Habits
     buffers: Buffers
 
@@ -91,7 +97,8 @@ class DeltaShare:
         raw, compressed = packs = [self.buffers.take(size_bytes) for size_bytes in sizes_bytes]
         skipped = {first for first, _ in aliases}
         self._fill(raw, compressed, [x for i, x in enumerate(plan.extents) if i not in skipped])
-        zeros = arrays.write_pack(directory, [(arrays.RAW, raw), (arrays.COMPRESSED, compressed)])
+        codec = self._codec() or SMALL
+        zeros = arrays.write_pack(directory, [(arrays.RAW, raw), (codec, compressed)])
         for pack in packs:
             self.buffers.give_back(pack)
         return {
@@ -147,21 +154,38 @@ class DeltaShare:
         if previous is None:
             return self._whole(index)
         pairs = ((block, previous[box]) for box, block in blocks.items())
-        if not self.compresses:
+        if self.compression == "none":
             same = all(equality.same_bits(block, old) for block, old in pairs)
             return Encoding.SAME if same else Encoding.RAW
         return codecs.choose_difference(pairs)
 
     def _whole(self, index: int) -> Encoding:
         """How this process stores its boxes of one leaf by themselves."""
-        if not self.compresses:
+        if self.compression == "none":
             return Encoding.RAW
         if index in self.habits.choices:
             return self.habits.choices[index]
         chosen = codecs.choose_whole(self.blocks[index].values())
+        if chosen is Encoding.EXPONENTS and self._codec() is None:
+            chosen = Encoding.RAW
         if chosen is not Encoding.PLANES:  # zeros may be a matter of this step alone
             self.habits.choices[index] = chosen
         return chosen
+
+    def _codec(self) -> Kind | None:
+        """Of what is compressed in this lineage; None where exponents had better not be."""
+        if self.compression != "auto":
+            return {"none": None, "fast": FAST, "small": SMALL}[self.compression]
+        if self.habits.codec == "unknown":
+            # The record is most of what a delta stores.
+            blocks = (x for i in self.candidates for x in self.blocks[i].values() if x.size)
+            largest = max(blocks, key=lambda block: block.nbytes, default=None)
+            storage_bytes_s = self.storage.bytes_s if largest is not None else None
+            speeds = {}
+            if largest is not None and storage_bytes_s is not None:
+                speeds = compression.measured(codecs.exponents(largest))
+            self.habits.codec = compression.choose(storage_bytes_s, speeds)
+        return self.habits.codec
 
 
 _MIN_ALIAS_BYTES = 256

@@ -22,6 +22,7 @@ from adacheck_jax import manifest as manifests
 from adacheck_jax.base_share import BaseShare, EarlierBase
 from adacheck_jax.buffers import Buffers
 from adacheck_jax.commit import Attempt, Proof, Save
+from adacheck_jax.compression import Compression, Storage
 from adacheck_jax.copies import HostCopies
 from adacheck_jax.decisions import Decisions
 from adacheck_jax.delta_share import DeltaShare, Habits
@@ -38,8 +39,6 @@ from adacheck_jax.trees import PyTree
 _log = logging.getLogger(__name__)
 
 Prove = Literal["first", "every", "never"]
-Compression = Literal["auto", "none"]
-
 _KEPT_BYTES = 1 << 30
 """Host memory that is kept from one save to the next."""
 
@@ -127,7 +126,7 @@ class Saver:
         prove: which deltas are replayed at save time: the ``"first"`` after a base or a restore,
             ``"every"`` one, or ``"never"``.
         prove_bytes: device memory that a proof may take.
-        compression: whether deltas are compressed where that pays.
+        compression: what of deltas is compressed, and how.
         check_replicas: what to do about replicas that differ.
     """
 
@@ -170,6 +169,7 @@ class Saver:
         self._compression: Compression = compression
         self._habits = Habits()
         self._buffers = Buffers(_KEPT_BYTES)
+        self._storage = Storage()
 
     def follow(self, restored: Lineage, number: int | None, leaves: Sequence[Any]) -> None:
         """Makes a restored step the parent of the next save.
@@ -256,16 +256,23 @@ class Saver:
         sites = copies.sites_of(snapshot) if proves or is_due else {}
         base = delta = None
         if decision.is_base:
-            base = BaseShare(structure.leaves, held.staged, earlier, _still(structure), names={})
+            base = BaseShare(
+                structure.leaves,
+                held.staged,
+                earlier,
+                _still(structure),
+                names={},
+                storage=self._storage,
+            )
         else:
             previous = copies.comparable(before.blocks, structure, decision)
-            compresses = self._compression != "none"
             delta = DeltaShare(
                 structure.leaves,
                 held.staged,
                 stored,
                 previous,
-                compresses,
+                self._compression,
+                self._storage,
                 self._habits,
                 self._buffers,
             )
