@@ -14,7 +14,7 @@ from adacheck_jax.lineage import Lineage
 from adacheck_jax.policy import Decision
 from adacheck_jax.programs import Program
 from adacheck_jax.snapshot import Snapshot, Structure
-from adacheck_jax.staging import Blocks
+from adacheck_jax.staging import Blocks, Joined, Staged
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +62,24 @@ def of_restored(
     return HostCopies(blocks, replays and proves, found if len(found) == len(sites) else {})
 
 
-def sites_of(snapshot: Snapshot) -> Mapping[int, Blocks]:
-    """Host copies of the proof sites of what the update computes; none if not held here."""
-    picks = snapshot.structure.proof_picks
-    if not picks:
-        return {}
-    computed = snapshot.structure.arguments[0] + snapshot.structure.arguments[1]
-    return staging.stage({i: snapshot.arrays[i] for i in computed}, picks)
+def sites_of(
+    snapshot: Snapshot, staged: Mapping[int, Blocks]
+) -> tuple[Mapping[int, Blocks], Staged]:
+    """The proof sites of what the update computes; none if they are not held here.
+
+    Args:
+        snapshot: the state.
+        staged: what is staged of it already; used where it is the same boxes.
+
+    Returns:
+        The sites, and those of them that were not staged already.
+    """
+    structure = snapshot.structure
+    picks = structure.proof_picks
+    computed = structure.arguments[0] + structure.arguments[1] if picks else ()
+    again = [i for i in computed if i not in staged or structure.picks[i] != picks[i]]
+    rest = Staged({i: snapshot.arrays[i] for i in again}, picks).begin()
+    return Joined({i: rest if i in rest else staged for i in computed}), rest
 
 
 def candidates(structure: Structure, decision: Decision, program: Program) -> tuple[int, ...]:

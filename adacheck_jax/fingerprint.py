@@ -396,9 +396,13 @@ class Parts:
         if every_replica:
             self._host = _host_shards(on_host, picks)
         if not owned:
-            self._staged.wait()
-            for shard in self._host:
-                shard.wait()
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits until the arrays may be donated."""
+        self._staged.wait()
+        for shard in [*self._host]:
+            shard.wait()
 
     def sums(self) -> dict[int, int]:
         """Partial sums modulo 2**64 by leaf index; lets go of the blocks as it goes."""

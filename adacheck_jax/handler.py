@@ -95,6 +95,10 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             step as one of them has it; ``"raise"`` refuses
             it with a :class:`ReplicaError`, at the next save or wait where saves are asynchronous;
             ``"off"`` does not look. Each device reads what it holds once, as for any fingerprint.
+        returns_early: a base's save returns while the state is still on its way to the host, so
+            that this overlaps the next step's forward and backward pass. The training loop then has
+            to call :meth:`wait_until_staged` before the update that donates the state, or changes
+            it in place. Otherwise ``save`` returns when that is safe.
 
     Attributes:
         restored: what the last restore gave; None before it.
@@ -116,6 +120,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         prove_bytes: int = 64 * 2**20,
         compression: Compression = "auto",
         check_replicas: replicas.Mode = "warn",
+        returns_early: bool = False,
     ) -> None:
         for name, value in (("max_deltas", max_deltas), ("prove_bytes", prove_bytes)):
             if value < 0:
@@ -143,6 +148,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             prove_bytes=prove_bytes,
             compression=compression,
             check_replicas=check_replicas,
+            returns_early=returns_early,
         )
         self.restored: RestoreInfo | None = None
         # Managers, or one manager's saves and restores, may call from several threads.
@@ -218,6 +224,20 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         written = _written(save, Path(directory))
         futures.append(CommitFutureAwaitingContractedSignals(written, name="adacheck_write"))
         return futures
+
+    def wait_until_staged(self) -> None:
+        """Waits until every state that was saved may be donated, or changed in place.
+
+        Needed with ``returns_early`` alone, and then before each update that donates::
+
+            gradients = gradients_of(state, batch)  # while the last save is still reading the state
+            handler.wait_until_staged()
+            state = update(state, gradients)  # donates it
+        """
+        with self._lock:
+            savers = [*self._savers.values()]
+        for saver in savers:
+            saver.wait_until_staged()
 
     def save(self, directory: epath.Path, args: SaveArgs) -> None:
         """Saves synchronously; see :meth:`async_save`."""

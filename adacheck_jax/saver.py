@@ -106,12 +106,20 @@ class _Held:
         kept: those of them that the next save will compare with.
         parts: the fingerprints.
         values: the small leaves that tell whether the state is what was expected.
+        waiting: what has to be on the host before the state may be donated.
     """
 
     staged: Mapping[int, Blocks]
     kept: Mapping[int, Blocks]
     parts: fingerprint.Parts
     values: Mapping[int, Any]
+    waiting: list[Staged | fingerprint.Parts]
+
+    def wait(self) -> None:
+        """Waits until the state may be donated."""
+        while self.waiting:
+            self.waiting[-1].wait()
+            self.waiting.pop()
 
 
 class Saver:
@@ -128,6 +136,7 @@ class Saver:
         prove_bytes: device memory that a proof may take.
         compression: what of deltas is compressed, and how.
         check_replicas: what to do about replicas that differ.
+        returns_early: whether a base's state is donated only after :meth:`wait_until_staged`.
     """
 
     def __init__(
@@ -142,6 +151,7 @@ class Saver:
         prove_bytes: int,
         compression: Compression,
         check_replicas: replicas.Mode,
+        returns_early: bool,
     ) -> None:
         self._recorder = recorder
         self._max_deltas = max_deltas
@@ -170,6 +180,8 @@ class Saver:
         self._habits = Habits()
         self._buffers = Buffers(_KEPT_BYTES)
         self._storage = Storage()
+        self._returns_early = returns_early
+        self._waiting: _Held | None = None
 
     def follow(self, restored: Lineage, number: int | None, leaves: Sequence[Any]) -> None:
         """Makes a restored step the parent of the next save.
@@ -223,6 +235,12 @@ class Saver:
         with self._lock:
             return self._begin(destination, state, step, cast, custom_metadata)
 
+    def wait_until_staged(self) -> None:
+        """Waits until the state that was saved last may be donated."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            waiting.wait()
+
     def _begin(
         self,
         destination: Destination,
@@ -238,11 +256,8 @@ class Saver:
         course = course or self._decided(snapshot, destination, step, replayable)
         decision, head = course.decision, course.head
         _log.info("step %d: %s (%s)", course.step, decision.kind, decision.reason)
-        earlier = None
-        if decision.is_base:
-            if head is not None and head.known is not None and self._has_links(directory):
-                earlier = self._earlier(head.known)
-            head = None
+        earlier = self._earlier(head, directory) if decision.is_base else None
+        head = None if decision.is_base else head
         parent, before = (head.known, head.copies) if head else (None, copies.NOTHING)
         self._note_parent(destination, head)
         # Here, and not in the background, where the caller's jax settings would not hold.
@@ -251,35 +266,20 @@ class Saver:
         stored = copies.candidates(structure, decision, program)
         kept = self._kept(structure, program, replayable, proves)
         computed = structure.arguments[0] + structure.arguments[1] if proves else ()
-        held = self._hold(snapshot, {*stored, *computed}, kept, waits=not course.is_expected)
+        defers = self._returns_early and decision.is_base
+        held = self._hold(
+            snapshot, {*stored, *computed}, kept, waits=not course.is_expected, defers=defers
+        )
         is_due = self._is_proof_due(decision, parent, program, replayable, proves)
-        sites = copies.sites_of(snapshot) if proves or is_due else {}
-        base = delta = None
-        if decision.is_base:
-            base = BaseShare(
-                structure.leaves,
-                held.staged,
-                earlier,
-                _still(structure),
-                names={},
-                storage=self._storage,
-            )
-        else:
-            previous = copies.comparable(before.blocks, structure, decision)
-            delta = DeltaShare(
-                structure.leaves,
-                held.staged,
-                stored,
-                previous,
-                self._compression,
-                self._storage,
-                self._habits,
-                self._buffers,
-            )
+        sites: Mapping[int, Blocks] = {}
+        if proves or is_due:
+            sites, own = copies.sites_of(snapshot, held.staged)
+            held.waiting.append(own)
+        self._waiting = held
+        if not defers:
+            self.wait_until_staged()
         files: dict[Path, frozenset[str]] = {}
-        is_first = self._saved is None or self._saved.directory != directory
-        self._attempt.is_over = not is_first
-        self._attempt = Attempt(self._attempt.turn, is_first)
+        self._next_attempt(directory)
         local = {i: snapshot.arrays[i] for i in structure.local_picks}
         save = Save(
             programs=self._programs,
@@ -294,8 +294,10 @@ class Saver:
             replayable=replayable,
             fingerprints=held.parts,
             custom_metadata=custom_metadata,
-            base=base,
-            delta=delta,
+            base=self._base_share(structure, held, earlier) if decision.is_base else None,
+            delta=None
+            if decision.is_base
+            else self._delta_share(structure, held, stored, before, decision),
             proof=self._proof(snapshot, before, sites) if proves else None,
             local=stage(local, structure.local_picks),
             replicas=replicas.Check(self._check_replicas, structure.replicated),
@@ -322,6 +324,42 @@ class Saver:
             values = self._decisions.values_of(structure, snapshot.arrays)
             self._decisions.remember(structure, values, directory)
         return save
+
+    def _next_attempt(self, directory: Path) -> None:
+        is_first = self._saved is None or self._saved.directory != directory
+        self._attempt.is_over = not is_first
+        self._attempt = Attempt(self._attempt.turn, is_first)
+
+    def _base_share(
+        self, structure: Structure, held: _Held, earlier: EarlierBase | None
+    ) -> BaseShare:
+        return BaseShare(
+            structure.leaves,
+            held.staged,
+            earlier,
+            _still(structure),
+            names={},
+            storage=self._storage,
+        )
+
+    def _delta_share(
+        self,
+        structure: Structure,
+        held: _Held,
+        stored: tuple[int, ...],
+        before: HostCopies,
+        decision: policy.Decision,
+    ) -> DeltaShare:
+        return DeltaShare(
+            structure.leaves,
+            held.staged,
+            stored,
+            copies.comparable(before.blocks, structure, decision),
+            self._compression,
+            self._storage,
+            self._habits,
+            self._buffers,
+        )
 
     def _decided(
         self, snapshot: Snapshot, destination: Destination, step: int | None, replayable: bool
@@ -393,8 +431,11 @@ class Saver:
                 return None
         return _Course(step, count, decision, head, is_expected=True)
 
-    def _earlier(self, parent: Lineage) -> EarlierBase:
-        """What is known of the base that a new one follows."""
+    def _earlier(self, head: _Head | None, directory: Path) -> EarlierBase | None:
+        """What is known of the base that a new one follows, where its files can be linked."""
+        if head is None or head.known is None or not self._has_links(directory):
+            return None
+        parent = head.known
         base, last = parent.base, self._base
         sums: Mapping[int, int] = {}
         if last is not None and (last.step, last.leaves) == (base.step, base.leaves):
@@ -442,7 +483,13 @@ class Saver:
             keep.note(destination.step, head.number)
 
     def _hold(
-        self, snapshot: Snapshot, wanted: Collection[int], kept: Collection[int], *, waits: bool
+        self,
+        snapshot: Snapshot,
+        wanted: Collection[int],
+        kept: Collection[int],
+        *,
+        waits: bool,
+        defers: bool,
     ) -> _Held:
         """Gets hold of all that the save will need of the state, which may be donated then.
 
@@ -452,6 +499,7 @@ class Saver:
             kept: those that the next one will compare with.
             waits: whether this may wait for the running step. If not, what is still being computed
                 or lies on an accelerator is copied there first.
+            defers: whether the state stays as it is until :meth:`wait_until_staged` is called.
         """
         structure, arrays = snapshot.structure, dict(enumerate(snapshot.arrays))
         summing = structure.summing(snapshot.arrays)
@@ -469,21 +517,18 @@ class Saver:
         if not owned:  # all transfers are started before the first is awaited
             for each in staged:
                 each.begin()
-        joined = staging.Joined(*staged)
+        joined = staging.Joined({i: group for group in staged for i in group})
         parts = fingerprint.Parts(
             arrays,
             structure.picks,
             structure.whole_picks,
             every_replica=self._check_replicas != "off",
             staged=joined,
-            owned=owned,
+            owned=owned or defers,
             summing=summing,
         )
-        if not owned:
-            for each in staged:
-                each.wait()
         values = {i: arrays[i] if owned else np.array(arrays[i]) for i in small}
-        return _Held(joined, staged[0], parts, values)
+        return _Held(joined, staged[0], parts, values, [] if owned else [*staged, parts])
 
     def _settle(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -91,16 +92,19 @@ class Staged(Mapping[int, Blocks]):
         self._picks = picks
         self._taken: dict[int, list[tuple[Box, Any, tuple[slice, ...]]]] = {}
         self._blocks: dict[int, Blocks] = {}
+        # The thread that writes and one that waits until the arrays may be donated may meet here.
+        self._lock = threading.RLock()
 
     def begin(self) -> Staged:
         """Starts all transfers, before the first is awaited."""
-        for index, array in self._arrays.items():
-            if index not in self._taken and index not in self._blocks:
-                taken = [(pick[0], *_taken(array, pick)) for pick in self._picks[index]]
-                for _, data, _ in taken:
-                    if isinstance(data, jax.Array) and on_accelerator(data):
-                        data.copy_to_host_async()
-                self._taken[index] = taken
+        with self._lock:
+            for index, array in self._arrays.items():
+                if index not in self._taken and index not in self._blocks:
+                    taken = [(pick[0], *_taken(array, pick)) for pick in self._picks[index]]
+                    for _, data, _ in taken:
+                        if isinstance(data, jax.Array) and on_accelerator(data):
+                            data.copy_to_host_async()
+                    self._taken[index] = taken
         return self
 
     def wait(self) -> Staged:
@@ -110,21 +114,24 @@ class Staged(Mapping[int, Blocks]):
         """
         self.begin()
         for index in self:
-            _ = self[index]
+            with self._lock:
+                if index in self._arrays:  # else it was taken out meanwhile
+                    _ = self[index]
         return self
 
     def __getitem__(self, index: int) -> Blocks:
-        if index not in self._blocks:
-            if index not in self._arrays:
-                raise KeyError(index)
-            self.begin()
-            self._blocks[index] = {
-                box: block if block.shape == box.shape else block[(*at, ...)]
-                for box, data, at in self._taken.pop(index)
-                for block in (np.asarray(data),)
-            }
-            self._arrays[index] = None
-        return self._blocks[index]
+        with self._lock:
+            if index not in self._blocks:
+                if index not in self._arrays:
+                    raise KeyError(index)
+                self.begin()
+                self._blocks[index] = {
+                    box: block if block.shape == box.shape else block[(*at, ...)]
+                    for box, data, at in self._taken.pop(index)
+                    for block in (np.asarray(data),)
+                }
+                self._arrays[index] = None
+            return self._blocks[index]
 
     def __contains__(self, index: object) -> bool:
         return index in self._arrays
@@ -137,17 +144,22 @@ class Staged(Mapping[int, Blocks]):
 
     def popitem(self) -> tuple[int, Blocks]:
         """Takes out the blocks of one array, which are not kept here any more."""
-        index = next(iter(self))
-        blocks = self[index]
-        del self._arrays[index], self._blocks[index]
-        return index, blocks
+        with self._lock:
+            index = next(iter(self))
+            blocks = self[index]
+            del self._arrays[index], self._blocks[index]
+            return index, blocks
 
 
 class Joined(Mapping[int, Blocks]):
-    """Boxes of arrays that are staged in several groups."""
+    """Boxes of arrays that are staged in several groups.
 
-    def __init__(self, *groups: Staged) -> None:
-        self._group = {index: group for group in groups for index in group}
+    Args:
+        groups: for each array the group that has it.
+    """
+
+    def __init__(self, groups: Mapping[int, Mapping[int, Blocks]]) -> None:
+        self._group = {**groups}
 
     def __getitem__(self, index: int) -> Blocks:
         return self._group[index][index]
