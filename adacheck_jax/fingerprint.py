@@ -163,11 +163,13 @@ class Summing:
                 )
                 for i in group
             )
-            program = _mesh_program(mesh, kinds, _calls_loops(mesh.devices.flat[0]))
+            calls_loops = _calls_loops(mesh.devices.flat[0], [arrays[i].dtype for i in group])
+            program = _mesh_program(mesh, kinds, calls_loops)
             self._groups.append(_Group(tuple(group), None, program))
         for device, entries in on_device.items():
             group, positions, boxes, widths = zip(*entries, strict=True)
-            program = _device_program(device, boxes, widths)
+            calls_loops = _calls_loops(device, [arrays[i].dtype for i in group])
+            program = _device_program(device, boxes, widths, calls_loops)
             self._groups.append(_Group(group, positions, program))
 
     def dispatch(self, arrays: Mapping[int, jax.Array]) -> DeviceSums:
@@ -270,11 +272,11 @@ def _start_of(index: Any) -> int:
 
 
 def _device_program(
-    device: Any, boxes: Sequence[Box], widths: Sequence[int]
+    device: Any, boxes: Sequence[Box], widths: Sequence[int], calls_loops: bool
 ) -> Callable[[Sequence[jax.Array]], jax.Array]:
     """Sums up shards on one device, each of its own box."""
     starts = [box.start for box in boxes]
-    if _calls_loops(device):
+    if calls_loops:
         table = jax.device_put(cpu_call.table_of(starts, widths), device)
         return _on(Mesh(np.array([device]), ("d",)), lambda shards: _call_of_shards(shards, table))
     with jax.enable_x64(True):
@@ -287,8 +289,8 @@ def _call_of_shards(shards: Sequence[jax.Array], table: jax.Array) -> jax.Array:
     return cpu_call.sums(shards, table)[None]
 
 
-def _calls_loops(device: Any) -> bool:
-    return device.platform == "cpu" and cpu_call.is_ready()
+def _calls_loops(device: Any, dtypes: Sequence[Any]) -> bool:
+    return device.platform == "cpu" and cpu_call.is_ready() and not any(map(_is_narrow, dtypes))
 
 
 def _first_index(names: Any, length: int) -> Any:
