@@ -246,10 +246,11 @@ class PackReader:
         metadata = self._store.spec().to_json()["metadata"]
         (chunk_bytes,) = metadata["chunk_grid"]["configuration"]["chunk_shape"]
         names = tuple(codec["name"] for codec in metadata["codecs"])
-        if chunk_bytes > kind.max_chunk_bytes or names not in _CHAINS[kind.name]:
+        known = {kind.codecs, *_CHAINS[kind.name]}
+        if chunk_bytes > kind.max_chunk_bytes or names not in known:
             raise FormatError(
                 f"{directory}: expected chunks of at most {kind.max_chunk_bytes} bytes in the "
-                f"codecs {sorted(_CHAINS[kind.name])}, found {chunk_bytes} in {names}. The step is "
+                f"codecs {sorted(known)}, found {chunk_bytes} in {names}. The step is "
                 "damaged; restore another one."
             )
 

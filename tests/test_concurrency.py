@@ -230,6 +230,7 @@ def test_several_threads_restore_at_once(tmp_path, restless):
         prove_bytes=0,
         compression="none",
         check_replicas="warn",
+        returns_early=False,
     )
 
     restored = [lineage.resolve(tmp_path / str(step) / "default") for step in range(4)]
