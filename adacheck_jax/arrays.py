@@ -83,7 +83,8 @@ def write_pack(directory: Path, contents: Sequence[tuple[Kind, np.ndarray]]) -> 
     directory.mkdir(parents=True, exist_ok=True)
     zeros: list[Ranges] = []
     context = ts.Context({"file_io_sync": False})  # each file by itself would wait for the disk
-    with ts.Transaction(atomic=False) as transaction:
+    # Atomic: one generation of the database, so that no file is written that nothing refers to.
+    with ts.Transaction(atomic=True) as transaction:
         for kind, whole in contents:
             pack = whole
             zeros.append(_zero_blocks(pack, kind.block_bytes))
