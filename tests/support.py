@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -218,3 +219,16 @@ def planes_of(encoding, new, old=None):
 def without_planes(encoding, block, planes):
     """Undoes :func:`planes_of`, in place."""
     codecs.decode(encoding, block, planes, planes[:0])
+
+
+def with_flipped_data(content: bytes) -> bytes:
+    """The content of a database's file with one bit changed in the data of an array.
+
+    The metadata of arrays lies between their data, wherever the writing threads put it.
+    """
+    texts = [(each.start(), each.end()) for each in re.finditer(rb'{"[ -~]{40,}}', content)]
+    starts, stops = [0, *(end for _, end in texts)], [*(start for start, _ in texts), len(content)]
+    start, stop = max(zip(starts, stops, strict=True), key=lambda gap: gap[1] - gap[0])
+    data = bytearray(content)
+    data[(start + stop) // 2] ^= 1
+    return bytes(data)

@@ -124,8 +124,7 @@ class TestDamage:
         root, run = copy
         files = (root / "3" / "default" / lineage.DELTA / "0" / "d").iterdir()
         path = max(files, key=lambda path: path.stat().st_size)
-        data = bytearray(path.read_bytes())
-        data[len(data) // 2] ^= 4
+        data = support.with_flipped_data(path.read_bytes())
         path.unlink()
         path.write_bytes(data)
         with pytest.raises(adacheck.IntegrityError, match="adacheck_record"):

@@ -34,8 +34,7 @@ def damage_base(root, step):
     largest = max(
         (item(root, step) / lineage.BASE).rglob("*"), key=lambda p: p.is_file() and p.stat().st_size
     )
-    data = bytearray(largest.read_bytes())
-    data[len(data) // 2] ^= 1
+    data = support.with_flipped_data(largest.read_bytes())
     largest.write_bytes(data)  # in place: the deltas that link it are damaged too
 
 

@@ -254,9 +254,7 @@ def test_a_damaged_base_is_not_relied_on(tmp_path):
         manager.save(0, args=adacheck.SaveArgs(state))
         manager.wait_until_finished()
         largest = max((tmp_path / "0").rglob("*"), key=lambda p: p.is_file() and p.stat().st_size)
-        damaged = bytearray(largest.read_bytes())
-        damaged[len(damaged) // 2] ^= 1
-        largest.write_bytes(damaged)
+        largest.write_bytes(support.with_flipped_data(largest.read_bytes()))
         for step in (1, 2):
             manager.save(step, args=adacheck.SaveArgs(state))
         manager.wait_until_finished()

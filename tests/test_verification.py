@@ -339,7 +339,7 @@ class TestDamage:
 
     def test_a_file_that_rots_damages_every_step_that_shares_it(self, copy):
         path = max((item(copy, 1) / lineage.BASE).rglob("*"), key=lambda p: p.stat().st_size)
-        data = flipped(path.read_bytes(), 0.4)
+        data = support.with_flipped_data(path.read_bytes())
         with open(path, "r+b") as file:  # in place: all links show it
             file.write(data)
         assert not any(damaged(copy, Thoroughness()).values())
@@ -464,7 +464,7 @@ class TestRepair:
     def test_only_what_cannot_be_restored_goes(self, copy, replayed, step):
         where = lineage.BASE if step == 1 else lineage.DELTA
         path = max((item(copy, step) / where).rglob("*"), key=lambda p: p.stat().st_size)
-        rewrite(path, flipped(path.read_bytes(), 0.4))
+        rewrite(path, support.with_flipped_data(path.read_bytes()))
         leave(copy / "7.orbax-checkpoint-tmp-12")
         before = inspection.disk_bytes(copy)
         plan = repair.repair(copy, read_data=True, dry_run=True)
