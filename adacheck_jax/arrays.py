@@ -8,6 +8,7 @@ and declared. Every chunk has a crc32c.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,8 +18,9 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from adacheck_jax import durable
+from adacheck_jax import durable, zarr
 from adacheck_jax.errors import FormatError, IntegrityError, first_line, unreadable
+from adacheck_jax.zarr import Codec
 
 Ranges = tuple[tuple[int, int], ...]
 """Ascending half-open ranges."""
@@ -32,23 +34,19 @@ class Kind:
         name: of the array in its database.
         max_chunk_bytes: size of its largest chunk.
         block_bytes: unit in which runs of zeros are left out.
-        codecs: zarr3 codecs, crc32c last: the stored bytes are what is checked.
+        codecs: one of which its chunks are compressed with.
     """
 
     name: str
     max_chunk_bytes: int
     block_bytes: int
-    codecs: tuple[str, ...]
+    codecs: tuple[Codec | None, ...]
 
 
-RAW = Kind("pack", 1 << 20, 1 << 10, ("bytes", "crc32c"))
+RAW = Kind("pack", 1 << 20, 1 << 10, (None,))
 # Smaller chunks, so that compression spreads over threads. Only long runs are left out: the others
 # compress to less than it takes to declare them.
-SMALL = Kind("compressed", 1 << 18, 1 << 16, ("bytes", "zstd", "crc32c"))
-FAST = Kind("compressed", 1 << 18, 1 << 16, ("bytes", "blosc", "crc32c"))
-COMPRESSED = SMALL
-"""Either of them, for a reader."""
-_CHAINS = {RAW.name: {RAW.codecs}, COMPRESSED.name: {SMALL.codecs, FAST.codecs}}
+COMPRESSED = Kind("compressed", 1 << 18, 1 << 16, ("zstd", "lz4"))
 
 
 def _spec(directory: Path, kind: Kind) -> dict[str, Any]:
@@ -69,13 +67,16 @@ def _chunk_bytes(size_bytes: int, kind: Kind) -> int:
     return math.ceil(size_bytes / math.ceil(size_bytes / kind.max_chunk_bytes))
 
 
-def write_pack(directory: Path, contents: Sequence[tuple[Kind, np.ndarray]]) -> list[Ranges]:
+def write_pack(
+    directory: Path, contents: Sequence[tuple[Kind, np.ndarray]], codec: Codec = "zstd"
+) -> list[Ranges]:
     """Writes one pack durably, in one transaction.
 
     Args:
         directory: where the OCDBT database goes; made if absent.
         contents: for each array its kind and its bytes (of none nothing is written), which may be
             changed again when this returns.
+        codec: of what is compressed.
 
     Returns:
         For each array the ranges of blocks that were left out because they are all zero.
@@ -93,14 +94,9 @@ def write_pack(directory: Path, contents: Sequence[tuple[Kind, np.ndarray]]) -> 
                 pack = np.concatenate([np.empty(0, np.uint8), *(pack[a:b] for a, b in runs.kept())])
             if not pack.size:
                 continue
-            chunks = {"chunk_shape": [_chunk_bytes(pack.size, kind)]}
-            metadata = {
-                "data_type": "uint8",
-                "shape": [pack.size],
-                "chunk_grid": {"name": "regular", "configuration": chunks},
-                "fill_value": 0,
-                "codecs": [_codec(name) for name in kind.codecs],
-            }
+            codecs = zarr.chain(codec if codec in kind.codecs else None)
+            chunk_shape = [_chunk_bytes(pack.size, kind)]
+            metadata = zarr.metadata("uint8", pack.shape, chunk_shape, codecs)
             spec = {**_spec(directory, kind), "metadata": metadata}
             store = ts.open(spec, create=True, transaction=transaction, context=context).result()
             # It does not change before the transaction is committed, so tensorstore need not copy.
@@ -109,37 +105,16 @@ def write_pack(directory: Path, contents: Sequence[tuple[Kind, np.ndarray]]) -> 
     return zeros
 
 
-def _codec(name: str) -> dict[str, Any]:
-    if name not in _CONFIGURATIONS:
-        return {"name": name}
-    return {"name": name, "configuration": _CONFIGURATIONS[name]}
-
-
-_CONFIGURATIONS: dict[str, dict[str, Any]] = {
-    "zstd": {"level": 1},
-    # Of exponents some bits hardly ever change: LZ4 finds that once equal bits lie side by side.
-    "blosc": {"cname": "lz4", "clevel": 1, "shuffle": "bitshuffle", "typesize": 1, "blocksize": 0},
-}
-
-
-def compressed_bytes(kind: Kind, data: np.ndarray) -> int:
-    """What some bytes take when they are compressed, as one chunk."""
-    metadata = {
-        "data_type": "uint8",
-        "shape": [data.size],
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [data.size]}},
-        "fill_value": 0,
-        "codecs": [_codec(name) for name in kind.codecs],
-    }
+def stored_bytes(data: np.ndarray, codecs: list[dict[str, Any]]) -> int:
+    """What some uint8 take when they are stored as one chunk."""
     context = ts.Context()  # of its own: memory that is gone with it
     spec = {
         "driver": "zarr3",
         "kvstore": {"driver": "memory", "path": "sample/"},
-        "metadata": metadata,
+        "metadata": zarr.metadata("uint8", data.shape, data.shape, codecs),
         "store_data_equal_to_fill_value": True,
     }
-    store = ts.open(spec, create=True, context=context).result()
-    store.write(data).result()
+    ts.open(spec, create=True, context=context).result().write(data).result()
     memory = ts.KvStore.open({"driver": "memory", "path": "sample/"}, context=context).result()
     return len(memory.read("c/0").result().value)
 
@@ -218,6 +193,7 @@ class PackReader:
 
     def __init__(self, directory: Path, kind: Kind, size_bytes: int, zeros: Ranges = ()) -> None:
         self._directory = directory
+        self._held: list[tuple[int, int, np.ndarray]] = []
         if zeros and zeros[-1][1] * kind.block_bytes > size_bytes:
             raise FormatError(
                 f"{directory}: expected blocks of {size_bytes} bytes, found that number "
@@ -246,17 +222,37 @@ class PackReader:
         # codecs may make much out of little.
         metadata = self._store.spec().to_json()["metadata"]
         (chunk_bytes,) = metadata["chunk_grid"]["configuration"]["chunk_shape"]
-        names = tuple(codec["name"] for codec in metadata["codecs"])
-        known = {kind.codecs, *_CHAINS[kind.name]}
+        names = [codec["name"] for codec in metadata["codecs"]]
+        known = [[codec["name"] for codec in zarr.chain(each)] for each in kind.codecs]
         if chunk_bytes > kind.max_chunk_bytes or names not in known:
             raise FormatError(
                 f"{directory}: expected chunks of at most {kind.max_chunk_bytes} bytes in the "
-                f"codecs {sorted(known)}, found {chunk_bytes} in {names}. The step is "
+                f"codecs {known}, found {chunk_bytes} in {names}. The step is "
                 "damaged; restore another one."
             )
 
+    def hold(self, spans: Sequence[tuple[int, int]], *, what: str) -> None:
+        """Reads byte ranges, those side by side as one, and keeps them for :meth:`read`.
+
+        Args:
+            spans: half-open byte ranges of the array; none lets go of what is kept.
+            what: for error messages.
+
+        Raises:
+            IntegrityError, StorageError: as from :meth:`read`.
+        """
+        merged: list[tuple[int, int]] = []
+        for start, stop in sorted(spans):
+            if merged and start <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+            else:
+                merged.append((start, stop))
+        self._held = []
+        read = self.read(merged, what=what)
+        self._held = [(*span, data) for span, data in zip(merged, read, strict=True)]
+
     def read(self, spans: Sequence[tuple[int, int]], *, what: str) -> list[np.ndarray]:
-        """Reads byte ranges in parallel, checking every chunk's crc32c.
+        """Gives byte ranges: what is not held is read in parallel, checking every chunk's crc32c.
 
         Args:
             spans: half-open byte ranges of the array.
@@ -269,6 +265,9 @@ class PackReader:
             IntegrityError: a chunk is missing, truncated, or its checksum does not match.
             StorageError: it cannot be read now.
         """
+        held = [data for data in map(self._of_held, spans) if data is not None]
+        if len(held) == len(spans):
+            return held
         stored = [tuple(map(self._runs.stored, span)) for span in spans]
         try:
             futures = [self._store[a:b].read() if a < b else None for a, b in stored]
@@ -281,6 +280,14 @@ class PackReader:
                 f"({first_line(error)}). Restore another step."
             ) from error
         return [self._filled(*span, data) for span, data in zip(spans, read, strict=True)]
+
+    def _of_held(self, span: tuple[int, int]) -> np.ndarray | None:
+        """The bytes of a span, if they are held."""
+        position = bisect.bisect_right(self._held, span[0], key=lambda each: each[0]) - 1
+        if position < 0:
+            return None
+        start, stop, data = self._held[position]
+        return data[span[0] - start : span[1] - start] if span[1] <= stop else None
 
     def _filled(self, start: int, stop: int, stored: np.ndarray) -> np.ndarray:
         """The bytes of a span, with the zeros that were left out."""

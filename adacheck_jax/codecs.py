@@ -109,6 +109,11 @@ def exponents(block: np.ndarray) -> np.ndarray:
     return _planes(Encoding.EXPONENTS, _sample(_words(block)))[-1]
 
 
+def sample(block: np.ndarray) -> np.ndarray:
+    """Some of the words of a block, as many as a choice is made from."""
+    return _sample(_words(block))
+
+
 def decode(encoding: Encoding, block: np.ndarray, low: np.ndarray, high: np.ndarray) -> None:
     """Turns old elements into new ones, in place.
 

@@ -1,4 +1,4 @@
-"""Which codec the compressible bytes of deltas get, if any.
+"""Which codec bytes get, if any.
 
 Compressed bytes take a core's time and spare the storage's. Which codec, if any, has them stored
 soonest depends on the bytes, the core and the storage; all three are measured.
@@ -13,11 +13,14 @@ from typing import Literal
 
 import numpy as np
 
-from adacheck_jax import arrays
-from adacheck_jax.arrays import FAST, SMALL, Kind
+from adacheck_jax import arrays, zarr
+from adacheck_jax.zarr import Codec
 
 Compression = Literal["auto", "none", "fast", "small"]
-"""What is stored soonest, nothing compressed, LZ4 over shuffled bits, or zstd."""
+"""What is stored soonest, nothing compressed, LZ4, or zstd."""
+
+_CODECS: tuple[Codec, ...] = ("lz4", "zstd")
+_NAMED: dict[Compression, Codec] = {"fast": "lz4", "small": "zstd"}
 
 _MIN_STORED_BYTES = 1 << 22
 """Writing less tells more of the storage's delays than of its speed."""
@@ -52,37 +55,37 @@ class Storage:
             self.bytes_s = written_bytes / elapsed_s
 
 
-def choose(storage_bytes_s: float | None, speeds: Mapping[Kind, Speed]) -> Kind | None:
+def named(compression: Compression) -> Codec | None:
+    """The codec of every choice but ``"auto"``."""
+    return _NAMED.get(compression)
+
+
+def choose(storage_bytes_s: float, speeds: Mapping[Codec, Speed]) -> Codec | None:
     """The codec with which bytes are compressed and stored soonest.
 
     Args:
-        storage_bytes_s: what the storage takes in a second; None where that is not known.
+        storage_bytes_s: what the storage takes in a second.
         speeds: of the codecs on bytes like these.
 
     Returns:
-        The codec, the smaller one where nothing is known; None if the bytes are stored soonest as
-        they are.
+        The codec; None if the bytes are stored soonest as they are.
     """
-    if storage_bytes_s is None:
-        return SMALL
-    needed_s = {
-        kind: 1 / speed.bytes_s + 1 / (speed.ratio * storage_bytes_s)
-        for kind, speed in speeds.items()
+    needed_s: dict[Codec, float] = {
+        codec: 1 / speed.bytes_s + 1 / (speed.ratio * storage_bytes_s)
+        for codec, speed in speeds.items()
     }
-    best = min(needed_s, key=lambda kind: needed_s[kind])
+    best = min(needed_s, key=lambda codec: needed_s[codec])
     return best if needed_s[best] <= 1 / storage_bytes_s else None
 
 
-def measured(sample: np.ndarray) -> dict[Kind, Speed]:
-    """Tries the codecs on some bytes.
-
-    Args:
-        sample: uint8, at least one.
-    """
+def measured(sample: np.ndarray) -> dict[Codec, Speed]:
+    """Tries the codecs on some elements, at least one."""
+    data = np.ascontiguousarray(sample).reshape(-1).view(np.uint8)
     speeds = {}
-    for kind in (FAST, SMALL):
+    for codec in _CODECS:
+        codecs = zarr.chain(codec, sample.itemsize)
         start_s = time.perf_counter()
-        stored_bytes = arrays.compressed_bytes(kind, sample)
+        stored_bytes = arrays.stored_bytes(data, codecs)
         elapsed_s = time.perf_counter() - start_s
-        speeds[kind] = Speed(sample.size / stored_bytes, sample.size / elapsed_s)
+        speeds[codec] = Speed(data.size / stored_bytes, data.size / elapsed_s)
     return speeds

@@ -10,12 +10,12 @@ from typing import Any, Literal
 import numpy as np
 
 from adacheck_jax import arrays, codecs, compression, equality, redundancy
-from adacheck_jax.arrays import FAST, SMALL, Kind
 from adacheck_jax.buffers import Buffers
 from adacheck_jax.compression import Compression, Storage
 from adacheck_jax.manifest import Encoding, Leaf
 from adacheck_jax.redundancy import Extent, WritePlan
 from adacheck_jax.staging import Blocks
+from adacheck_jax.zarr import Codec
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class Habits:
     """
 
     choices: dict[int, Encoding] = field(default_factory=dict)
-    codec: Kind | Literal["unknown"] | None = "unknown"
+    codec: Codec | Literal["unknown"] | None = "unknown"
     letters: tuple[tuple[int, Encoding], ...] | None = None
     plan: WritePlan | None = None
 
@@ -97,8 +97,8 @@ class DeltaShare:
         raw, compressed = packs = [self.buffers.take(size_bytes) for size_bytes in sizes_bytes]
         skipped = {first for first, _ in aliases}
         self._fill(raw, compressed, [x for i, x in enumerate(plan.extents) if i not in skipped])
-        codec = self._codec() or SMALL
-        zeros = arrays.write_pack(directory, [(arrays.RAW, raw), (codec, compressed)])
+        contents = [(arrays.RAW, raw), (arrays.COMPRESSED, compressed)]
+        zeros = arrays.write_pack(directory, contents, self._codec() or "zstd")
         for pack in packs:
             self.buffers.give_back(pack)
         return {
@@ -172,19 +172,18 @@ class DeltaShare:
             self.habits.choices[index] = chosen
         return chosen
 
-    def _codec(self) -> Kind | None:
+    def _codec(self) -> Codec | None:
         """Of what is compressed in this lineage; None where exponents had better not be."""
         if self.compression != "auto":
-            return {"none": None, "fast": FAST, "small": SMALL}[self.compression]
+            return compression.named(self.compression)
         if self.habits.codec == "unknown":
             # The record is most of what a delta stores.
             blocks = (x for i in self.candidates for x in self.blocks[i].values() if x.size)
             largest = max(blocks, key=lambda block: block.nbytes, default=None)
-            storage_bytes_s = self.storage.bytes_s if largest is not None else None
-            speeds = {}
-            if largest is not None and storage_bytes_s is not None:
+            self.habits.codec = "zstd"  # where nothing is known of the storage
+            if largest is not None and self.storage.bytes_s is not None:
                 speeds = compression.measured(codecs.exponents(largest))
-            self.habits.codec = compression.choose(storage_bytes_s, speeds)
+                self.habits.codec = compression.choose(self.storage.bytes_s, speeds)
         return self.habits.codec
 
 

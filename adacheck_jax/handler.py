@@ -86,10 +86,10 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         prove_bytes: device memory that a proof may take, about. Updates that leave every element in
             its place are proved in pieces of that size. Any other takes its params, optimizer state
             and record at once, and is proved only if they fit, and in a single process.
-        compression: of deltas, lossless. A sample of each leaf tells what of it compresses: of
-            gradients the exponents. ``"small"`` compresses that with zstd, ``"fast"`` with LZ4, in
-            less than a third of the time and a little larger; ``"none"`` stores it as it is, and
-            ``"auto"`` does what has it stored soonest, by what a sample and the last base took.
+        compression: lossless. Of a delta's leaves a sample tells what compresses: of gradients the
+            exponents. ``"small"`` compresses with zstd, ``"fast"`` with LZ4, in less than a third
+            of the time and a little larger; ``"none"`` stores all as it is, and ``"auto"`` does
+            what has it stored soonest, by what a sample and the last base took.
         check_replicas: what to do when devices that are declared to hold the same bits do not,
             which every save looks for by their fingerprints: ``"warn"`` logs which and saves the
             step as one of them has it; ``"raise"`` refuses

@@ -134,7 +134,7 @@ class Saver:
         prove: which deltas are replayed at save time: the ``"first"`` after a base or a restore,
             ``"every"`` one, or ``"never"``.
         prove_bytes: device memory that a proof may take.
-        compression: what of deltas is compressed, and how.
+        compression: what is compressed, and how.
         check_replicas: what to do about replicas that differ.
         returns_early: whether a base's state is donated only after :meth:`wait_until_staged`.
     """
@@ -339,6 +339,7 @@ class Saver:
             earlier,
             _still(structure),
             names={},
+            compression=self._compression,
             storage=self._storage,
         )
 

@@ -20,9 +20,10 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from adacheck_jax import equality
+from adacheck_jax import equality, zarr
 from adacheck_jax.boxes import Box
 from adacheck_jax.errors import first_line
+from adacheck_jax.zarr import Codec
 
 _TRANSACTION_BYTES = 1 << 28
 """A transaction holds what it writes in memory until it is committed."""
@@ -48,12 +49,14 @@ class Part:
         shape: global.
         chunk_shape: of its zarr chunks; each box of ``blocks`` consists of whole ones.
         blocks: elements by box.
+        codec: that its chunks are compressed with.
     """
 
     name: str
     shape: tuple[int, ...]
     chunk_shape: tuple[int, ...]
     blocks: Mapping[Box, np.ndarray]
+    codec: Codec | None = None
 
     @property
     def nbytes(self) -> int:
@@ -65,14 +68,8 @@ class Part:
         """The array's zarr3 metadata."""
         dtype = next(iter(self.blocks.values())).dtype
         zero: Any = {"b": False, "c": [0, 0]}.get(dtype.kind, 0)
-        chunks = {"name": "regular", "configuration": {"chunk_shape": list(self.chunk_shape)}}
-        return {
-            "data_type": dtype.name,
-            "shape": list(self.shape),
-            "chunk_grid": chunks,
-            "fill_value": zero,
-            "codecs": [{"name": "bytes"}, {"name": "crc32c"}],
-        }
+        codecs = zarr.chain(self.codec, dtype.itemsize)
+        return zarr.metadata(dtype.name, self.shape, self.chunk_shape, codecs, zero)
 
 
 @dataclass(slots=True)
@@ -156,10 +153,11 @@ def _kind(chunk: _Chunk) -> Any:
     """What chunks must have in common besides their elements to be stored as the same bytes."""
     if chunk.data.nbytes < _MIN_SHARED_BYTES:
         return (chunk.part.name, chunk.key)
+    stored_as = chunk.data.dtype.name, chunk.part.codec
     if chunk.data.shape == chunk.part.chunk_shape:
-        return (chunk.data.dtype.name, None)
+        return (stored_as, None)
     # At the array's edge; what is stored is a whole chunk, filled up in a way that depends on both.
-    return (chunk.data.dtype.name, (chunk.data.shape, chunk.part.chunk_shape))
+    return (stored_as, (chunk.data.shape, chunk.part.chunk_shape))
 
 
 def _batches(chunks: Sequence[Sequence[_Chunk]]) -> Iterator[list[Sequence[_Chunk]]]:

@@ -439,3 +439,35 @@ def test_a_pack_in_the_place_of_another_is_read_afresh(tmp_path):
             (found,) = PackReader(tmp_path / "other", kind, 300).read([(0, 300)], what="leaf")
             assert found.tobytes() == content.tobytes()
             shutil.rmtree(tmp_path / "other")
+
+
+# What is held.
+
+
+@given(drawn=sparse(), data=st.data())
+def test_what_is_held_is_what_was_read(drawn, data, tmp_path_factory):
+    content, kind = drawn
+    directory = tmp_path_factory.mktemp("pack")
+    reader = PackReader(directory, kind, content.size, write_one(directory, kind, content))
+    reader.hold(data.draw(spans_in(content.size)), what="step")
+    for start, stop in data.draw(spans_in(content.size)):
+        (found,) = reader.read([(start, stop)], what="leaf")
+        assert found.tobytes() == content[start:stop].tobytes()
+
+
+@KINDS
+def test_what_is_held_is_not_read_again_until_it_is_let_go_of(kind, tmp_path):
+    data = np.random.default_rng(0).integers(1, 256, 3000, dtype=np.uint8)
+    write_one(tmp_path, kind, data)
+    reader = PackReader(tmp_path, small(kind, 1 << 18), data.size)
+    reader.hold([(500, 700), (100, 500), (900, 900), (1000, 2000)], what="step")
+    for path in data_files(tmp_path):
+        path.write_bytes(b"")
+    spans = [(100, 700), (450, 550), (1000, 1000), (1999, 2000)]
+    found = reader.read(spans, what="leaf")
+    assert [each.tobytes() for each in found] == [data[a:b].tobytes() for a, b in spans]
+    with pytest.raises(DAMAGE):
+        reader.read([(699, 701)], what="leaf")
+    reader.hold([], what="nothing")
+    with pytest.raises(DAMAGE):
+        reader.read(spans, what="leaf")
