@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import contextlib
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from adacheck_jax.errors import IntegrityError
 from adacheck_jax.lineage import DELTA
 from adacheck_jax.manifest import BaseManifest, DeltaManifest, Encoding, Leaf
 
+Plans = dict[Hashable, redundancy.WritePlan]
+
 
 class DeltaReader:
     """Reads boxes of the leaves that one delta stores.
@@ -25,12 +28,19 @@ class DeltaReader:
         base: the manifest that describes the leaves.
         delta: the delta's manifest.
         directory: the delta's item directory.
+        plans: where the deltas of a lineage share their plans, which mostly are the same one.
 
     Raises:
         IntegrityError: the manifest does not fit the base's.
     """
 
-    def __init__(self, base: BaseManifest, delta: DeltaManifest, directory: Path) -> None:
+    def __init__(
+        self,
+        base: BaseManifest,
+        delta: DeltaManifest,
+        directory: Path,
+        plans: Plans | None = None,
+    ) -> None:
         self._leaves = base.leaves
         self._directory = directory
         self._delta = delta
@@ -43,12 +53,17 @@ class DeltaReader:
             )
         try:
             aliases = [pack.aliases for pack in delta.packs]
-            plan = redundancy.plan_delta(base.leaves, delta.stored, encodings, aliases)
+            plans = {} if plans is None else plans
+            key = (delta.stored, *encodings, *aliases)
+            plan = plans.get(key)
+            if plan is None:
+                plan = redundancy.plan_delta(base.leaves, delta.stored, encodings, aliases)
         except (ValueError, IndexError) as error:
             raise IntegrityError(
                 f"{directory}: the manifest calls parts equal that cannot be ({error}). Restore "
                 "another step."
             ) from error
+        plans[key] = plan
         planned = tuple(zip(plan.raw_bytes, plan.compressed_bytes, strict=True))
         found = tuple((pack.raw_bytes, pack.compressed_bytes) for pack in delta.packs)
         if planned != found:
@@ -119,6 +134,33 @@ class DeltaReader:
         block = np.empty(box.shape, jnp.dtype(self._leaves[index].dtype))
         self.patch(index, box, block)
         return block
+
+    @contextlib.contextmanager
+    def holding(self, wanted: Mapping[int, Sequence[Box]]) -> Iterator[None]:
+        """Reads all that some boxes need in as few pieces as possible, and holds it meanwhile.
+
+        Args:
+            wanted: boxes by leaf index.
+
+        Raises:
+            FormatError: as from :meth:`read`; of what is damaged that one tells.
+        """
+        needed: dict[tuple[int, arrays.Kind], Spans] = {}
+        for index, boxes in wanted.items():
+            for extent in self._extents.get(index, ()):
+                for common in filter(None, (box.intersect(extent.box) for box in boxes)):
+                    raw, compressed = _spans(extent, _rows_of(extent.box, common))
+                    for kind, spans in ((arrays.RAW, raw), (arrays.COMPRESSED, compressed)):
+                        needed.setdefault((extent.process, kind), []).extend(spans)
+        packs = [(self._pack(*each), spans) for each, spans in needed.items() if spans]
+        try:
+            for pack, spans in packs:
+                with contextlib.suppress(IntegrityError):  # to be told of the leaf that it is in
+                    pack.hold(spans, what="the leaves that the update consumed")
+            yield
+        finally:
+            for pack, _ in packs:
+                pack.hold([], what="nothing")
 
     def patch(self, index: int, box: Box, block: np.ndarray) -> None:
         """Brings one box of a leaf from the parent's bits to those of this delta, in place.

@@ -18,9 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from adacheck_jax import fingerprint, replay, staging
+from adacheck_jax import fingerprint, progress, replay, staging
 from adacheck_jax import manifest as manifests
-from adacheck_jax.deltas import DeltaReader, Patches, like_host
+from adacheck_jax.boxes import Box
+from adacheck_jax.deltas import DeltaReader, Patches, Plans, like_host
 from adacheck_jax.errors import FormatError, IntegrityError, unreadable
 from adacheck_jax.lineage import Lineage
 from adacheck_jax.manifest import BaseManifest, Leaf, Update
@@ -74,7 +75,10 @@ def replay_onto(
     Raises:
         IntegrityError, FormatError: the stored data is damaged or cannot be read.
     """
-    readers = [DeltaReader(lineage.base, delta, directory) for delta, directory in lineage.deltas]
+    plans: Plans = {}
+    readers = [
+        DeltaReader(lineage.base, delta, directory, plans) for delta, directory in lineage.deltas
+    ]
     leaves = list(leaves)
     patches = Patches(leaves, lineage.base)
     if any(reader.has_update for reader in readers):
@@ -139,9 +143,12 @@ def _fold(
     computed = update.explained - passed
     inputs = _read_ahead(base.leaves, update, [r for r in readers if r.has_update], working)
     params, inner = working.take(update.params), working.take(update.inner)
-    for reader in readers:
+    for reader in progress.track(readers, "Replaying updates"):
         if reader.has_update:
             consumed = next(inputs)
+            # What is dispatched holds its inputs: never more than this update's, and those read
+            # ahead, are in memory.
+            jax.block_until_ready((params, inner))
             # What is passed through is put in place before the update that takes it.
             if patches.touches(update.explained) or not passed.isdisjoint(reader.stored):
                 working.put(update.params, params)
@@ -173,7 +180,8 @@ def _read_ahead(
             sharding = working.sharding(index)
             return staging.place(specs[index].shape, sharding, lambda box: reader.read(index, box))
 
-        with jax.enable_x64(x64):
+        needed = {i: _boxes_here(specs[i].shape, working.sharding(i)) for i in update.consumed}
+        with reader.holding(needed), jax.enable_x64(x64):
             return _Inputs([place(i) for i in update.record], [place(i) for i in update.extra])
 
     with ThreadPoolExecutor(1, thread_name_prefix="adacheck_read_ahead") as pool:
@@ -182,6 +190,12 @@ def _read_ahead(
             yield waiting.pop(0).result()
             if following is not None:
                 waiting.append(pool.submit(load, following))
+
+
+def _boxes_here(shape: Sequence[int], sharding: jax.sharding.Sharding) -> list[Box]:
+    """The distinct boxes of an array that this process's devices hold."""
+    indices = sharding.addressable_devices_indices_map(tuple(shape)).values()
+    return sorted({Box.from_slices(index or (), shape) for index in indices})
 
 
 class _WorkingSet:
