@@ -324,16 +324,18 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         bound = restorer.bound_to_mesh(lineage)
         there = target.saved_placements(lineage) if bound else {}
         wanted = placements | (there or {})
+        folds = restorer.Folds(self._recorder, self._params_path)
+        folds.begin(lineage, wanted)
         empty = {
             leaf.path: target.empty(leaf, wanted.pop(leaf.path))
             for leaf in lineage.base.leaves
             if not leaf.nbytes
         }
         specs = {leaf.path: leaf for leaf in lineage.base.leaves}
-        read = self._stock.read(lineage.base_directory, wanted, specs) | empty
+        read = self._stock.read(lineage.base_directory, wanted, specs, saved_tree) | empty
         leaves = [read[leaf.path] for leaf in lineage.base.leaves]
         restorer.check_kinds(leaves, lineage.base, lineage.base_directory)
-        leaves = restorer.replay_onto(leaves, lineage, self._recorder, self._params_path)
+        leaves = restorer.replay_onto(leaves, lineage, folds)
         rounded = restorer.verify(leaves, lineage, path, rounded=bound if there is None else ())
         self.restored = self._tell(lineage, rounded, path, args.exact)
         if not rounded:

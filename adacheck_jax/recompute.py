@@ -64,7 +64,7 @@ class Recomputation:
         self._stock = StockCheckpoints()
         self._chain: tuple[str, ...] = ()
         self._leaves: list[Any] = []
-        self._compiled: dict[str, replay.UpdateFunction] = {}
+        self._folds = restorer.Folds()
         self._compared: dict[tuple[str, ...], _Compared] = {}
 
     def replay(self, lineage: Lineage) -> Replayed:
@@ -108,7 +108,7 @@ class Recomputation:
             else:
                 leaves, self._leaves = self._leaves, []  # they are donated
                 one = Lineage((first, entry))
-                self._leaves = restorer.replay_onto(leaves, one, None, None, self._compiled)
+                self._leaves = restorer.replay_onto(leaves, one, self._folds)
         except StorageError:
             raise
         except AdaCheckError as error:
@@ -129,7 +129,7 @@ class Recomputation:
             if leaf.nbytes
         }
         specs = {leaf.path: leaf for leaf in base.leaves}
-        read = self._stock.read(directory, wanted, specs)
+        read = self._stock.read(directory, wanted, specs, self._stock.metadata(directory).tree)
         for i, leaf in enumerate(base.leaves):
             if not leaf.nbytes:
                 empty = np.empty(leaf.shape, jnp.dtype(leaf.dtype))

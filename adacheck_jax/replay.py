@@ -389,9 +389,12 @@ def compile_fold(
     """
     params = list(params)
     kept = common_shardings([*params, *inner])
-    shardings = (kept[: len(params)], kept[len(params) :])
-    fold: Any = jax.jit(function, out_shardings=shardings, donate_argnums=(0, 1))
-    return fold
+    return fold(function, kept[: len(params)], kept[len(params) :])
+
+
+def fold(function: UpdateFunction, params: Sequence[Any], inner: Sequence[Any]) -> Any:
+    """As :func:`compile_fold`, given the shardings of ``params`` and ``inner`` themselves."""
+    return jax.jit(function, out_shardings=([*params], [*inner]), donate_argnums=(0, 1))
 
 
 def common_shardings(arrays: Sequence[Any]) -> list[jax.sharding.Sharding | None]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ class _Inputs:
 
 
 def begin(lineage: Lineage) -> None:
-    """Starts in the background what a replay will wait for, while the base is read."""
+    """Starts in the background what a replay will wait for, while the base is looked at."""
     update = lineage.base.update
     if update is not None and replayed_count(lineage):
         with contextlib.suppress(OSError):  # whoever needs the file will say so
@@ -51,23 +52,91 @@ def begin(lineage: Lineage) -> None:
             replay.begin(path.read_bytes(), update)
 
 
-def replay_onto(
-    leaves: list[Any],
-    lineage: Lineage,
-    recorder: Recorder | None,
-    params_path: str | None,
-    compiled: dict[str, replay.UpdateFunction] | None = None,
-) -> list[Any]:
+class Folds:
+    """The programs that apply updates in place, by base and by where its leaves lie.
+
+    Args:
+        recorder: used when this jax cannot read the exported update.
+        params_path: as given to the handler.
+    """
+
+    def __init__(self, recorder: Recorder | None = None, params_path: str | None = None) -> None:
+        self._recorder = recorder
+        self._params_path = params_path
+        self._folds: dict[Hashable, Future[replay.UpdateFunction]] = {}
+
+    def begin(self, lineage: Lineage, placements: Mapping[str, Any]) -> None:
+        """Compiles in the background, while the base is read.
+
+        Args:
+            lineage: of the step.
+            placements: by leaf path the sharding that the leaf is read onto.
+        """
+        update, specs = lineage.base.update, lineage.base.leaves
+        if update is None or not update.programs or not replayed_count(lineage):
+            return
+        if any(specs[i].key_type for i in (*update.inner, *update.extra)):
+            return  # what their data lies on is known once they are read
+        leaves = [_abstract(spec, placements[spec.path]) for spec in specs]
+        working = _WorkingSet(leaves, update)
+        future = self._folds[self._key(lineage, update, working)] = Future()
+        x64 = staging.x64_enabled()
+
+        def compile_it() -> None:
+            try:
+                with jax.enable_x64(x64):
+                    fold = self._made(lineage, update, working)
+                    lists = update.params, update.inner, update.record, update.extra
+                    abstract = [
+                        [_abstract(specs[i], working.sharding(i)) for i in each] for each in lists
+                    ]
+                    fold.lower(*abstract).compile()  # the call itself finds it again
+                future.set_result(fold)
+            except BaseException as error:
+                future.set_exception(error)
+
+        # A daemon: a restore that fails meanwhile need not wait for it.
+        threading.Thread(target=compile_it, daemon=True, name="adacheck_compile").start()
+
+    def of(self, lineage: Lineage, update: Update, working: _WorkingSet) -> replay.UpdateFunction:
+        """The program for leaves that lie where they do.
+
+        Raises:
+            FormatError: there is no update that can be read here.
+            IntegrityError: it is not the one that was written.
+        """
+        key = self._key(lineage, update, working)
+        if key not in self._folds:
+            self._folds[key] = Future()
+            self._folds[key].set_result(self._made(lineage, update, working))
+        return self._folds[key].result()
+
+    def _key(self, lineage: Lineage, update: Update, working: _WorkingSet) -> Hashable:
+        indices = (*update.params, *update.inner, *update.consumed)
+        return lineage.base.checksum, *(working.sharding(i) for i in indices)
+
+    def _made(self, lineage: Lineage, update: Update, working: _WorkingSet) -> Any:
+        function = _update_function(lineage, update, self._recorder, self._params_path)
+        shardings = [[working.sharding(i) for i in each] for each in (update.params, update.inner)]
+        return replay.fold(function, *shardings)
+
+
+def _abstract(spec: Leaf, sharding: Any) -> jax.ShapeDtypeStruct:
+    """A leaf that is to be: on devices if a sharding says where, else on the host."""
+    on_devices = isinstance(sharding, jax.sharding.Sharding)
+    return jax.ShapeDtypeStruct(
+        spec.shape, jnp.dtype(spec.dtype), sharding=sharding if on_devices else None
+    )
+
+
+def replay_onto(leaves: list[Any], lineage: Lineage, folds: Folds) -> list[Any]:
     """Brings the leaves of a base to the step that ends its lineage.
 
     Args:
         leaves: the base's leaves as they were read onto their target shardings. Those that the
             update computes are donated.
         lineage: the base and the deltas to replay.
-        recorder: used when this jax cannot read the exported update.
-        params_path: as given to the handler.
-        compiled: programs by their base's checksum, for callers that replay a lineage part by part
-            onto leaves of the same shardings; what is compiled here is added.
+        folds: programs that may be compiled already; what is compiled here is added.
 
     Returns:
         The leaves of the step, with the shardings and types of the given ones.
@@ -88,12 +157,7 @@ def replay_onto(
                 f"{lineage.base_directory}: expected the base of a delta to hold an update "
                 "program, found none. Restore a base step."
             )
-        compiled = {} if compiled is None else compiled
-        fold = compiled.get(lineage.base.checksum)
-        function = fold or _update_function(lineage, update, recorder, params_path)
-        compiled[lineage.base.checksum] = _fold(
-            leaves, lineage.base, update, function, fold, readers, patches
-        )
+        _fold(leaves, lineage, update, folds, readers, patches)
     else:
         for reader in readers:
             patches.add(reader)
@@ -130,18 +194,19 @@ def check_kinds(leaves: Sequence[Any], base: BaseManifest, where: Path) -> None:
 
 def _fold(
     leaves: list[Any],
-    base: BaseManifest,
+    lineage: Lineage,
     update: Update,
-    function: replay.UpdateFunction,
-    fold: replay.UpdateFunction | None,
+    folds: Folds,
     readers: Sequence[DeltaReader],
     patches: Patches,
-) -> replay.UpdateFunction:
+) -> None:
     """Replays updates in place: read-ahead on a thread, one compiled program for all deltas."""
     working = _WorkingSet(leaves, update)
     passed = frozenset(update.passed)
     computed = update.explained - passed
-    inputs = _read_ahead(base.leaves, update, [r for r in readers if r.has_update], working)
+    updating = [reader for reader in readers if reader.has_update]
+    inputs = _read_ahead(lineage.base.leaves, update, updating, working)
+    fold = folds.of(lineage, update, working)
     params, inner = working.take(update.params), working.take(update.inner)
     for reader in progress.track(readers, "Replaying updates"):
         if reader.has_update:
@@ -159,14 +224,11 @@ def _fold(
                 params, inner = working.take(update.params), working.take(update.inner)
             else:
                 patches.add(reader)
-            fold = fold or replay.compile_fold(function, params, inner)
             params, inner = fold(params, inner, consumed.record, consumed.extra)
         else:
             patches.add(reader)
     working.put(update.params, params)
     working.put(update.inner, inner)
-    assert fold is not None  # some reader has an update
-    return fold
 
 
 def _read_ahead(
@@ -211,18 +273,20 @@ class _WorkingSet:
         self._wanted: dict[int, Any] = {}
         self._key_impls: dict[int, Any] = {}
         touched = [*update.params, *update.inner, *update.consumed]
-        on_devices = [staging.raw(leaves[i]) for i in touched if isinstance(leaves[i], jax.Array)]
+        on_devices = [
+            (len(sharding.device_set), leaves[i].size, i)
+            for i in touched
+            if (sharding := _sharding_of(leaves[i])) is not None
+        ]
         if on_devices:
-            main = max(on_devices, key=lambda array: (len(array.sharding.device_set), array.size))
-            self._main = main.sharding
+            self._main: Any = _sharding_of(leaves[max(on_devices)[-1]])
         else:
             self._main = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
     def sharding(self, index: int) -> jax.sharding.Sharding:
         """Where a leaf lies while updates are replayed."""
         known = index in self._wanted
-        wanted = self._wanted[index] if known else staging.raw(self._leaves[index])
-        own = getattr(wanted, "sharding", None)
+        own = _sharding_of(self._wanted[index] if known else self._leaves[index])
         if own is not None and own.device_set == self._main.device_set:
             return own
         return replicated(self._main)
@@ -258,6 +322,11 @@ class _WorkingSet:
             if index in self._key_impls:
                 impl = self._key_impls[index]
                 self._leaves[index] = jax.random.wrap_key_data(self._leaves[index], impl=impl)
+
+
+def _sharding_of(leaf: Any) -> jax.sharding.Sharding | None:
+    """Where the elements of a leaf lie; None for one that is no array on devices."""
+    return getattr(staging.raw(leaf) if staging.is_key(leaf) else leaf, "sharding", None)
 
 
 def replicated(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:

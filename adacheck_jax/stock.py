@@ -196,7 +196,11 @@ class StockCheckpoints:
             return self._reader.metadata(epath.Path(directory))
 
     def read(
-        self, directory: Path, wanted: Mapping[str, Any], leaves: Mapping[str, Leaf]
+        self,
+        directory: Path,
+        wanted: Mapping[str, Any],
+        leaves: Mapping[str, Leaf],
+        metadata_tree: PyTree,
     ) -> dict[str, Any]:
         """Reads a state, each process only the boxes that its devices need.
 
@@ -206,6 +210,7 @@ class StockCheckpoints:
                 Python scalars come back as such whatever is asked for. Arrays without elements are
                 not among them.
             leaves: what the manifest says of every leaf.
+            metadata_tree: what Orbax says of them (see :meth:`metadata`).
 
         Returns:
             Leaves by leaf path; None for those left out.
@@ -215,7 +220,6 @@ class StockCheckpoints:
                 another shape or type; before anything is allocated for them.
             StorageError: it cannot be read now.
         """
-        metadata_tree = self.metadata(directory).tree
         found, _ = trees.flatten(metadata_tree)
         if found.keys() != wanted.keys():
             raise IntegrityError(

@@ -1,0 +1,70 @@
+"""What a restore does at a time: one program, compiled while the base is read."""
+
+import contextlib
+import sys
+
+import jax
+import pytest
+from rich.console import Console
+
+import adacheck_jax as adacheck
+from adacheck_jax import deltas, progress
+from tests import support
+
+
+@pytest.fixture
+def saved(tmp_path):
+    run = support.dict_run(support.mesh_of((2, 2)))
+    with support.manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
+        states = support.save_steps(manager, run, 6)
+    return tmp_path, run, states
+
+
+def restore(root, run, step):
+    with support.manager_of(root, adacheck.AdaCheckHandler()) as manager:
+        return manager.restore(step, args=adacheck.RestoreArgs(support.abstract(run.state)))
+
+
+def test_the_update_is_compiled_once_however_many_deltas(saved):
+    root, run, states = saved
+    compiled = []
+
+    def note(event, _, **about):
+        if event.endswith("backend_compile_duration"):
+            compiled.append(about.get("fun_name"))
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        support.assert_same_bits(restore(root, run, 6), states[6])
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert compiled.count("jit(run)") == 1
+
+
+def test_records_are_let_go_of_once_they_are_on_the_devices(saved, monkeypatch):
+    """Of a long lineage a replay holds what it reads ahead, not all records."""
+    root, run, states = saved
+    held, most = [0], [0]
+    holding = deltas.DeltaReader.holding
+
+    @contextlib.contextmanager
+    def noted(reader, wanted):
+        held[0] += 1
+        most[0] = max(most[0], held[0])
+        with holding(reader, wanted):
+            yield
+        held[0] -= 1
+
+    monkeypatch.setattr(deltas.DeltaReader, "holding", noted)
+    support.assert_same_bits(restore(root, run, 6), states[6])
+    assert (held[0], most[0]) == (0, 1)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_bar_is_shown_on_a_terminal_alone(is_terminal, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(
+        progress, "Console", lambda stderr: Console(file=sys.stderr, force_terminal=is_terminal)
+    )
+    assert list(progress.track(range(5), "Replaying updates")) == [*range(5)]
+    assert ("Replaying updates" in capsys.readouterr().err) == is_terminal
