@@ -37,6 +37,7 @@ class Program:
         reducing: indices of the leaves that depend on the order of a sum.
         passed: indices of the leaves that the update returns as it took them.
         piecewise: whether the update can be computed a piece of each leaf at a time.
+        function: what proves it; one object, so that it is compiled once and not for every proof.
     """
 
     files: Mapping[str, bytes]
@@ -45,6 +46,7 @@ class Program:
     reducing: tuple[int, ...] = ()
     passed: tuple[int, ...] = ()
     piecewise: bool = False
+    function: replay.UpdateFunction | None = None
 
     @property
     def digest(self) -> str:
@@ -145,17 +147,14 @@ class Programs:
         Returns:
             Indices of the leaves that came out differently.
         """
-        recorder, binding = self._recorder, structure.binding
-        assert recorder is not None
-        assert binding is not None
-        function = replay.update_function(recorder, binding.signature)
         leaves, arguments = structure.leaves, structure.arguments
         try:
             with jax.enable_x64(x64):
                 program = self.of(structure)
+                assert program.function is not None
                 if program.piecewise:
                     return proof.in_pieces(
-                        function, leaves, arguments, before, after, self._prove_bytes
+                        program.function, leaves, arguments, before, after, self._prove_bytes
                     )
                 if jax.process_count() > 1:
                     return self._unproved("it would take a program over several processes")
@@ -165,9 +164,7 @@ class Programs:
                         f"the update can only be computed whole, which takes {needed_bytes} bytes "
                         f"of device memory, and prove_bytes is {self._prove_bytes}"
                     )
-                # What a restore will run, and not what it was exported from.
-                exported = replay.from_bytes(program.files[replay.platform()])
-                return proof.whole(exported, arguments, before, after, shardings)
+                return proof.whole(program.function, arguments, before, after, shardings)
         except Exception as error:  # a proof is no part of a save: it may not fail it
             return self._unproved(f"{type(error).__name__}: {error}")
 
@@ -197,14 +194,19 @@ def _export(recorder: Recorder, structure: Structure, specs: list[list[Any]]) ->
         if reducing and not recorder.separate:
             problem = _not_exact([structure.leaves[i].path for i in reducing], found.primitives)
         files = {} if problem else replay.export(function, specs)
+        piecewise = all(level is Level.ELEMENT for _, level in pairs) and _same_in_pieces(
+            function, specs
+        )
+        if files and not piecewise:  # what a restore will run, and not what it was exported from
+            function = replay.from_bytes(files[replay.platform()])
         return Program(
             files,
             {platform: hashlib.sha256(data).hexdigest() for platform, data in files.items()},
             problem,
             reducing,
             tuple(i for n, i in enumerate(explained) if found.origins[n] == n),
-            piecewise=all(level is Level.ELEMENT for _, level in pairs)
-            and _same_in_pieces(function, specs),
+            piecewise,
+            function,
         )
     except Exception as error:
         return Program({}, {}, f"the update cannot be exported: {error}")
