@@ -120,7 +120,7 @@ class DeltaReader:
             yield extent.box, block
 
     def read(self, index: int, box: Box) -> np.ndarray:
-        """Reads one box of a leaf that is stored by itself.
+        """Reads one box of a leaf that is stored by itself; the elements must not be changed.
 
         Raises:
             IntegrityError: stored bytes are damaged, or the leaf is not stored by itself.
@@ -131,7 +131,14 @@ class DeltaReader:
                 f"{self._directory}: expected {self._leaves[index].path}, which the update "
                 "consumed, stored by itself; found it otherwise. Restore another step."
             )
-        block = np.empty(box.shape, jnp.dtype(self._leaves[index].dtype))
+        leaf, extents = self._leaves[index], self._extents[index]
+        dtype = jnp.dtype(leaf.dtype)
+        if len(extents) == 1 and extents[0].box == box and extents[0].encoding is Encoding.RAW:
+            data = self._planes(
+                extents[0].process, arrays.RAW, _spans(extents[0], box)[0], leaf.path
+            )
+            return data.view(dtype).reshape(box.shape)  # as it was read, without a copy
+        block = np.empty(box.shape, dtype)
         self.patch(index, box, block)
         return block
 

@@ -315,7 +315,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         shardings_damage = damage.pop(manifests.SHARDINGS, None)
         for error in damage.values():
             raise error
-        saved_tree = self._stock.metadata(lineage.base_directory).tree
+        saved_tree = self._stock.described(lineage.base_directory)
         wishes = Wishes(
             args.abstract_state, args.strict, args.support_layout, args.fallback_sharding
         )

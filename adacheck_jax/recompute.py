@@ -129,7 +129,7 @@ class Recomputation:
             if leaf.nbytes
         }
         specs = {leaf.path: leaf for leaf in base.leaves}
-        read = self._stock.read(directory, wanted, specs, self._stock.metadata(directory).tree)
+        read = self._stock.read(directory, wanted, specs, self._stock.described(directory))
         for i, leaf in enumerate(base.leaves):
             if not leaf.nbytes:
                 empty = np.empty(leaf.shape, jnp.dtype(leaf.dtype))

@@ -237,14 +237,14 @@ def _read_ahead(
     """Yields the inputs of each update, reading the next ones meanwhile."""
     x64 = staging.x64_enabled()
 
-    def load(reader: DeltaReader) -> _Inputs:
-        def place(index: int) -> jax.Array:
-            sharding = working.sharding(index)
-            return staging.place(specs[index].shape, sharding, lambda box: reader.read(index, box))
+    wanted = [(specs[i].shape, working.sharding(i)) for i in update.consumed]
+    boxes = {i: _boxes_here(*each) for i, each in zip(update.consumed, wanted, strict=True)}
+    record_count = len(update.record)
 
-        needed = {i: _boxes_here(specs[i].shape, working.sharding(i)) for i in update.consumed}
-        with reader.holding(needed), jax.enable_x64(x64):
-            return _Inputs([place(i) for i in update.record], [place(i) for i in update.extra])
+    def load(reader: DeltaReader) -> _Inputs:
+        with reader.holding(boxes), jax.enable_x64(x64):
+            placed = staging.place_all(wanted, lambda n, box: reader.read(update.consumed[n], box))
+            return _Inputs(placed[:record_count], placed[record_count:])
 
     with ThreadPoolExecutor(1, thread_name_prefix="adacheck_read_ahead") as pool:
         waiting = [pool.submit(load, reader) for reader in readers[:_READ_AHEAD]]

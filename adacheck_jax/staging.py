@@ -252,6 +252,29 @@ def _cut(data: jax.Array, start: Sequence[int], shape: tuple[int, ...]) -> jax.A
     return jax.lax.dynamic_slice(data, start, shape)
 
 
+def place_all(
+    wanted: Sequence[tuple[Sequence[int], jax.sharding.Sharding]],
+    read: Callable[[int, Box], np.ndarray],
+) -> list[jax.Array]:
+    """Builds global arrays as :func:`place` does; those of one device each at once.
+
+    Args:
+        wanted: global shapes and target shardings.
+        read: gives the elements of a box of one of them, by its position; they are not changed
+            afterwards: an array may use the memory that they lie in.
+    """
+    result: list[Any] = [None] * len(wanted)
+    alone = [i for i, (_, sharding) in enumerate(wanted) if len(sharding.device_set) == 1]
+    blocks = [read(i, Box.full(wanted[i][0])) for i in alone]
+    placed = jax.device_put(blocks, [wanted[i][1] for i in alone])
+    for i, array in zip(alone, placed, strict=True):
+        result[i] = array
+    for i, (shape, sharding) in enumerate(wanted):
+        if result[i] is None:
+            result[i] = place(shape, sharding, functools.partial(read, i))
+    return result
+
+
 def place(
     shape: Sequence[int],
     sharding: jax.sharding.Sharding,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from adacheck_jax import durable, sharding, staging, trees
+from adacheck_jax import durable, sharding, staging, trees, volumes
 from adacheck_jax import manifest as manifests
 from adacheck_jax.errors import AdaCheckError, IntegrityError, MismatchError, first_line, unreadable
 from adacheck_jax.manifest import BaseManifest, Leaf
@@ -76,6 +77,52 @@ class _NotedNumpy(_Noted, ocp.type_handlers.NumpyHandler):
     pass
 
 
+class _DescribedArrays(ocp.type_handlers.ArrayHandler):
+    """Describes our arrays at once; Orbax opens each, and for each the file of shardings too."""
+
+    async def metadata(self, infos: Sequence[Any]) -> Sequence[ocp.metadata.ArrayMetadata]:
+        """Called by Orbax for all arrays of a checkpoint."""
+        if not infos[0].use_zarr3:  # not one of ours
+            return await super().metadata(infos)
+        directory = Path(infos[0].parent_dir)
+        shardings: dict[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError):  # its digest is held against the manifest
+            shardings = json.loads((directory / manifests.SHARDINGS).read_bytes())
+        found = volumes.described(directory, [info.name for info in infos])
+        return [
+            ocp.metadata.ArrayMetadata(
+                name=info.name,
+                directory=info.parent_dir,
+                shape=shape,
+                dtype=jnp.dtype(dtype),
+                sharding=_deserialized(shardings.get(_sharding_key(info.name))),
+                storage=ocp.metadata.StorageMetadata(chunk_shape=chunk_shape),
+            )
+            for info, (shape, dtype, chunk_shape) in zip(infos, found, strict=True)
+        ]
+
+
+def _sharding_key(name: str) -> str:
+    """Under which Orbax keeps an array's sharding."""
+    return base64.urlsafe_b64encode(name.encode()).decode()
+
+
+_KNOWN_SHARDINGS = {
+    "NamedSharding": ocp.metadata.NamedShardingMetadata,
+    "SingleDeviceSharding": ocp.metadata.SingleDeviceShardingMetadata,
+}
+
+
+@functools.lru_cache(maxsize=1024)
+def _deserialized(text: str | None) -> Any:
+    """A sharding as :func:`_serialized` wrote it; None for one that was not written."""
+    try:
+        body = json.loads(text or "{}")
+        return _KNOWN_SHARDINGS[body["sharding_type"]].from_deserialized_dict(body)
+    except (LookupError, TypeError, ValueError, AttributeError):
+        return None
+
+
 def _entry(value: Any, info: Any, arg: Any) -> Entry:
     return Entry(
         name=info.name,
@@ -106,6 +153,10 @@ class StockCheckpoints:
         registry = types.create_type_handler_registry(*scalars, *arrays)
         self._writer = ocp.PyTreeCheckpointHandler(use_zarr3=True, type_handler_registry=registry)
         self._reader = ocp.PyTreeCheckpointHandler()
+        described = (jax.Array, _DescribedArrays()), (np.ndarray, types.NumpyHandler())
+        self._describer = ocp.PyTreeCheckpointHandler(
+            type_handler_registry=types.create_type_handler_registry(*scalars, *described)
+        )
 
     async def write(
         self, directory: epath.Path, state: PyTree, save_args: PyTree, custom_metadata: Any
@@ -162,7 +213,7 @@ class StockCheckpoints:
         ):  # else there is nothing of its own to merge
             self._writer.finalize(directory)
         shardings = {
-            base64.urlsafe_b64encode(entry.name.encode()).decode(): entry.sharding
+            _sharding_key(entry.name): entry.sharding
             for entry in entries.values()
             if entry.sharding is not None
         }
@@ -195,6 +246,16 @@ class StockCheckpoints:
         with _damage_named(directory):
             return self._reader.metadata(epath.Path(directory))
 
+    def described(self, directory: Path) -> PyTree:
+        """The tree of :meth:`metadata`, of a base of ours, with less about each array.
+
+        Raises:
+            IntegrityError: it cannot be read.
+            StorageError: it cannot be read now.
+        """
+        with _damage_named(directory):
+            return self._describer.metadata(epath.Path(directory)).tree
+
     def read(
         self,
         directory: Path,
@@ -210,7 +271,7 @@ class StockCheckpoints:
                 Python scalars come back as such whatever is asked for. Arrays without elements are
                 not among them.
             leaves: what the manifest says of every leaf.
-            metadata_tree: what Orbax says of them (see :meth:`metadata`).
+            metadata_tree: what Orbax says of them (see :meth:`described`).
 
         Returns:
             Leaves by leaf path; None for those left out.
@@ -252,6 +313,7 @@ class StockCheckpoints:
         """Releases what the handlers hold."""
         self._writer.close()
         self._reader.close()
+        self._describer.close()
 
 
 def damaged_descriptions(directory: Path, base: BaseManifest) -> dict[str, AdaCheckError]:

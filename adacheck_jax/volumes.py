@@ -9,6 +9,7 @@ the volume that holds them is hard-linked, and referred to. Every chunk has a cr
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import os
 import shutil
@@ -372,6 +373,32 @@ class ArrayReader:
                 yield first, np.asarray(data.result())
         for first, data in waiting:
             yield first, np.asarray(data.result())
+
+
+def described(directory: Path, names: Sequence[str]) -> list[tuple[tuple[int, ...], str, Any]]:
+    """What the database says of some arrays, without opening each.
+
+    Args:
+        directory: where the database lies.
+        names: of arrays.
+
+    Returns:
+        Of each its shape, the name of its elements' type, and the shape of its chunks.
+
+    Raises:
+        ValueError: the database cannot be read, or does not describe one of them.
+    """
+    database = ts.KvStore.open(_database(directory), context=ts.Context()).result()
+    reads = [database.read(f"{name}/zarr.json") for name in names]
+    found = []
+    for name, read in zip(names, reads, strict=True):
+        try:
+            body = json.loads(read.result().value)
+            chunks = body["chunk_grid"]["configuration"]["chunk_shape"]
+            found.append((tuple(body["shape"]), body["data_type"], tuple(chunks)))
+        except (LookupError, TypeError) as error:
+            raise ValueError(f"{directory}: no description of array {name} ({error!r})") from error
+    return found
 
 
 def lost_chunks(directory: Path, names: Sequence[str]) -> dict[str, str]:
