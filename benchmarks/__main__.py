@@ -1,0 +1,127 @@
+"""How fast saving and restoring are, beside stock Orbax and the storage itself, in one run.
+
+    python -m benchmarks                                  # 2.5 minutes on two cores
+    python -m benchmarks --size full --output RESULTS     # with 2 GB, 10,000 arrays and 50 deltas
+    python -m benchmarks --only restores --only training
+
+Prints Markdown tables. With ``--output`` a folder gets them, all figures as JSON, and plots (where
+matplotlib is installed). PyTorch's DCP is measured where torch is. States are float32 params under
+AdamW with a bfloat16 record, on CPU devices unless JAX finds others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.common import environment
+from benchmarks.speed import child, report
+from benchmarks.speed.ways import BASE, DELTA, DELTA_FILE, FLOOR, STATE_FILE, STOCK
+
+SIZES = ("small", "full")
+
+
+def saves(is_full: bool) -> Any:
+    """100 MB in 301 arrays."""
+    rounds = 5 if is_full else 1
+    return child.measure("saves", params=8_300_000, leaves=100, rounds=rounds, saves=3)
+
+
+def large_saves(is_full: bool) -> Any:
+    """2 GB in 301 arrays."""
+    if not is_full:
+        return None
+    only = [DELTA, f"{DELTA}, compression none", BASE, STOCK, STATE_FILE, DELTA_FILE, FLOOR]
+    return child.measure("saves", params=167_000_000, leaves=100, rounds=2, saves=3, only=only)
+
+
+def restores(is_full: bool) -> Any:
+    """100 MB in 301 arrays, and some deltas."""
+    deltas = [0, 1, 10, 50] if is_full else [0, 1, 10]
+    repeats = 5 if is_full else 2
+    return child.measure("restores", params=8_300_000, leaves=100, deltas=deltas, repeats=repeats)
+
+
+def training(is_full: bool) -> Any:
+    """A small language model."""
+    rounds = 4 if is_full else 1
+    return child.measure(
+        "training", params=1_000_000, batch=16, steps=20, rounds=rounds, max_deltas=20
+    )
+
+
+def growth(is_full: bool) -> list[dict[str, Any]]:
+    """Saves at several sizes, one thing grown at a time."""
+    rows: list[dict[str, Any]] = []
+
+    def add(of: str, at: int, **arguments: Any) -> None:
+        small = {"params": 1_000_000, "leaves": 20, "rounds": 1, "saves": 5 if is_full else 3}
+        chosen = {**small, "only": [DELTA, STOCK], **arguments}
+        rows.append({"of": of, "at": at, "costs": child.measure("saves", **chosen)["costs"]})
+
+    for size in [1, 10, 100, 1000] if is_full else [1, 30]:
+        add("MB of state", size, params=size * 1_000_000 // 12)
+    for leaves in [10, 100, 1000, 10_000] if is_full else [100]:
+        add("arrays of params", leaves, leaves=leaves, only=[DELTA, STOCK, FLOOR])
+    for devices in [1, 2, 4, 8] if is_full else [4]:
+        add("devices", devices, devices=devices)
+    for processes in [1, 2, 4] if is_full else []:
+        add("processes", processes, processes=processes)
+    depth = 200 if is_full else 20
+    found = child.measure("lineages", params=1_000_000, leaves=20, depth=depth, pieces=3)
+    rows += [
+        {"of": "deltas before it", "at": row.pop("depth"), "costs": {DELTA: row}}
+        for row in found["rows"]
+    ]
+    return rows
+
+
+MEASUREMENTS = {
+    "saves": saves,
+    "large saves": large_saves,
+    "restores": restores,
+    "training": training,
+    "growth": growth,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--only", action="append", choices=[*MEASUREMENTS], help="may be repeated")
+    parser.add_argument("--output", type=Path, help="folder for results.json, results.md and plots")
+    arguments = parser.parse_args()
+    command = " ".join(["python -m benchmarks", *map(_quoted, sys.argv[1:])])
+    results: dict[str, Any] = {"about": {**environment(), "command": command}}
+    console = Console(stderr=True)
+    for name in arguments.only or MEASUREMENTS:
+        with console.status(f"Measuring {name}"):
+            found = MEASUREMENTS[name](arguments.size == "full")
+        if found is not None:
+            results[name] = found
+    text = report.markdown(results)
+    print(text)
+    if arguments.output is not None:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        (arguments.output / "results.json").write_text(json.dumps(results, indent=1))
+        (arguments.output / "results.md").write_text(text)
+        with contextlib.suppress(ImportError):
+            report.plots(results, arguments.output)
+
+
+def _quoted(word: str) -> str:
+    return f"'{word}'" if " " in word else word
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""How much saving and restoring cost, beside other ways of doing it."""

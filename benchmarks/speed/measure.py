@@ -1,0 +1,99 @@
+"""What one save costs the process that makes it."""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks.speed.ways import Way
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one save, or medians over several.
+
+    Attributes:
+        blocking_s: until ``save`` returned.
+        durable_s: until the save was finished.
+        cpu_s: of all threads of the process, until then.
+        new_bytes: that it wrote; a hard link counts once.
+        peak_bytes: of host memory, beyond what was in use before.
+    """
+
+    blocking_s: float
+    durable_s: float
+    cpu_s: float
+    new_bytes: float
+    peak_bytes: float
+
+
+def median(costs: Sequence[Cost]) -> Cost:
+    rows = [asdict(cost) for cost in costs]
+    return Cost(**{key: statistics.median(row[key] for row in rows) for key in rows[0]})
+
+
+def memory_bytes(name: str) -> int:
+    """One of the lines of ``/proc/self/status``."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise LookupError(f"/proc/self/status: expected a line {name}, found none")
+
+
+def forget_peak() -> None:
+    """Gives back what is free, and lets the peak of resident memory start again from the rest."""
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def one_save(way: Way, number: int, state: Any) -> Cost:
+    """Saves and waits."""
+    forget_peak()
+    before_bytes = memory_bytes("VmRSS")
+    cpu_s, start_s = time.process_time(), time.perf_counter()
+    way.save(number, state)
+    blocking_s = time.perf_counter() - start_s
+    way.wait()
+    durable_s, cpu_s = time.perf_counter() - start_s, time.process_time() - cpu_s
+    peak_bytes = memory_bytes("VmHWM") - before_bytes
+    return Cost(blocking_s, durable_s, cpu_s, way.new_bytes(number), peak_bytes)
+
+
+def side_by_side(
+    ways: Mapping[str, Callable[[], Way]],
+    state: Any,
+    step: Callable[[Any], Any],
+    *,
+    rounds: int,
+    saves: int,
+) -> dict[str, Cost]:
+    """Medians of several saves of each way, in turns, after a step each and a save to warm up.
+
+    Args:
+        ways: by name.
+        state: to begin with; donated.
+        step: that trains it.
+        rounds: how often it is each way's turn.
+        saves: that are measured in each turn.
+    """
+    costs: dict[str, list[Cost]] = {name: [] for name in ways}
+    open_ways = {name: begin() for name, begin in ways.items()}
+    number = 0
+    for _ in range(rounds):
+        for name, way in open_ways.items():
+            for position in range(saves + 2):  # a base, where it is one, and a first delta
+                state = jax.block_until_ready(step(state))
+                cost = one_save(way, number, state)
+                number += 1
+                if position >= 2:
+                    costs[name].append(cost)
+    for way in open_ways.values():
+        way.close()
+    return {name: median(each) for name, each in costs.items()}

@@ -1,0 +1,218 @@
+"""The ways of saving that are compared: each saves a state, and tells its bytes once it is durable.
+
+Stock Orbax and others save the state without the record, which they have no use for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import orbax.checkpoint.experimental.v1 as ocp_v1
+import tensorstore as ts
+
+import adacheck_jax as adacheck
+from benchmarks.common import new_bytes
+from benchmarks.speed.states import without_record
+
+
+class Way(Protocol):
+    """One way of saving."""
+
+    def save(self, step: int, state: Any) -> None:
+        """Saves; returns when the state may be donated."""
+        ...
+
+    def wait(self) -> None:
+        """Returns when the save is durable, as far as this way makes it so."""
+        ...
+
+    def new_bytes(self, step: int) -> int:
+        """Bytes that the save wrote."""
+        ...
+
+    def close(self) -> None:
+        """Ends."""
+        ...
+
+
+class Managed:
+    """A handler in an Orbax manager."""
+
+    def __init__(self, root: Path, handler: Any, args_of: Callable[[Any], Any]) -> None:
+        options = ocp.CheckpointManagerOptions(max_to_keep=2)
+        self._root = root
+        self._manager = ocp.CheckpointManager(root, item_handlers=handler, options=options)
+        self._args_of = args_of
+
+    def save(self, step: int, state: Any) -> None:
+        self._manager.save(step, args=self._args_of(state))
+
+    def wait(self) -> None:
+        self._manager.wait_until_finished()
+
+    def new_bytes(self, step: int) -> int:
+        return new_bytes(self._root / str(step))
+
+    def close(self) -> None:
+        self._manager.close()
+
+
+class VersionOne:
+    """Orbax's new API."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        keep = ocp_v1.training.preservation_policies.LatestN(2)
+        self._checkpointer = ocp_v1.training.Checkpointer(root, preservation_policy=keep)
+        self._response: Any = None
+
+    def save(self, step: int, state: Any) -> None:
+        self._response = self._checkpointer.save_pytree_async(step, without_record(state))
+
+    def wait(self) -> None:
+        self._response.result()
+
+    def new_bytes(self, step: int) -> int:
+        return new_bytes(self._root / str(step))
+
+    def close(self) -> None:
+        self._checkpointer.close()
+
+
+class _Files:
+    """Files that are written by hand, a folder a step; the one before the last is deleted."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def _directory(self, step: int) -> Path:
+        shutil.rmtree(self._root / str(step - 2), ignore_errors=True)
+        directory = self._root / str(step)
+        directory.mkdir(parents=True)
+        return directory
+
+    def wait(self) -> None:
+        pass
+
+    def new_bytes(self, step: int) -> int:
+        return new_bytes(self._root / str(step))
+
+    def close(self) -> None:
+        pass
+
+
+class OneFile(_Files):
+    """The bytes one after the other into one file, and fsync: what the storage can do."""
+
+    def __init__(self, root: Path, part_of: Callable[[Any], Any]) -> None:
+        super().__init__(root)
+        self._part_of = part_of
+
+    def save(self, step: int, state: Any) -> None:
+        with open(self._directory(step) / "bytes", "wb") as file:
+            for leaf in jax.tree.leaves(self._part_of(state)):
+                file.write(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8))
+            file.flush()
+            os.fsync(file.fileno())
+
+
+class RawTensorStore(_Files):
+    """One uncompressed zarr3 array a leaf, with tensorstore alone; durable when it returns."""
+
+    def save(self, step: int, state: Any) -> None:
+        directory, writes = self._directory(step), []
+        for number, leaf in enumerate(jax.tree.leaves(without_record(state))):
+            array = np.asarray(leaf)
+            spec = {
+                "driver": "zarr3",
+                "kvstore": {"driver": "file", "path": f"{directory}/{number}/"},
+                "metadata": {"shape": array.shape, "data_type": array.dtype.name},
+            }
+            writes.append(ts.open(spec, create=True).result().write(array))
+        for write in writes:
+            write.result()
+
+
+class TorchDCP(_Files):
+    """PyTorch's ``async_save`` of the same tensors."""
+
+    def __init__(self, root: Path) -> None:
+        import torch.distributed as dist
+
+        super().__init__(root)
+        if not dist.is_initialized():
+            dist.init_process_group(
+                "cpu:gloo", init_method=f"file://{root}.rendezvous", rank=0, world_size=1
+            )
+        self._future: Any = None
+
+    def save(self, step: int, state: Any) -> None:
+        import torch
+        import torch.distributed.checkpoint as dcp
+
+        leaves = jax.tree.leaves(without_record(state))
+        tensors = {str(i): torch.utils.dlpack.from_dlpack(leaf) for i, leaf in enumerate(leaves)}
+        directory = self._directory(step)
+        self._future = dcp.async_save(tensors, checkpoint_id=directory)
+
+    def wait(self) -> None:
+        self._future.result()
+
+
+DELTA, BASE, STOCK, FLOOR = "delta", "base", "stock Orbax", "manager's floor (JSON)"
+STATE_FILE, DELTA_FILE = "write + fsync of the state", "write + fsync of a delta's bytes"
+
+
+def all_ways(root: Path, recorder: adacheck.Recorder, saves: int) -> dict[str, Callable[[], Way]]:
+    """Each way by its name, to be begun in a folder of its own.
+
+    Args:
+        root: where they save.
+        recorder: of the run.
+        saves: longest lineage that is needed.
+    """
+
+    def ours(name: str, **options: Any) -> Callable[[], Way]:
+        return lambda: Managed(
+            root / name.replace(" ", "_"),
+            adacheck.AdaCheckHandler(recorder, **options),
+            adacheck.SaveArgs,
+        )
+
+    def stock(name: str, handler: Callable[[], Any], args: Any) -> Callable[[], Way]:
+        return lambda: Managed(root / name, handler(), lambda s: args(without_record(s)))
+
+    def record_of(state: Any) -> Any:
+        return state["opt_state"].adacheck_record
+
+    ways: dict[str, Callable[[], Way]] = {
+        DELTA: ours(DELTA, max_deltas=saves),
+        "delta, compression none": ours("delta_none", max_deltas=saves, compression="none"),
+        "delta, compression small": ours("delta_small", max_deltas=saves, compression="small"),
+        BASE: ours(BASE, max_deltas=0),
+        "base, compression fast": ours("base_fast", max_deltas=0, compression="fast"),
+        STOCK: stock("stock", ocp.StandardCheckpointHandler, ocp.args.StandardSave),
+        "stock Orbax, uncompressed": stock(
+            "plain", lambda: ocp.PyTreeCheckpointHandler(use_compression=False), ocp.args.PyTreeSave
+        ),
+        "stock Orbax v1": lambda: VersionOne(root / "v1"),
+        "raw tensorstore": lambda: RawTensorStore(root / "tensorstore"),
+        STATE_FILE: lambda: OneFile(root / "state_file", without_record),
+        DELTA_FILE: lambda: OneFile(root / "delta_file", record_of),
+        FLOOR: lambda: Managed(
+            root / "floor", ocp.JsonCheckpointHandler(), lambda _: ocp.args.JsonSave({})
+        ),
+    }
+    with contextlib.suppress(ImportError):
+        import torch  # noqa: F401
+
+        ways["PyTorch DCP"] = lambda: TorchDCP(root / "dcp")
+    return ways

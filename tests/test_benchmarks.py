@@ -1,0 +1,67 @@
+"""The benchmarks run, and say what they measured; nothing here looks at how long anything took."""
+
+import json
+
+import pytest
+
+from benchmarks.speed import child, report, ways
+
+ABOUT = {"command": "python -m benchmarks", "cores": 2, "machine": "x", "versions": {"jax": "1"}}
+COST = {
+    "blocking_s": 0.01,
+    "durable_s": 0.2,
+    "cpu_s": 0.1,
+    "new_bytes": 2e6,
+    "peak_bytes": 1e6,
+}
+COMPARED = [ways.DELTA, ways.BASE, ways.STOCK, ways.STATE_FILE, ways.DELTA_FILE, ways.FLOOR]
+
+
+@pytest.fixture(scope="module")
+def saves():
+    """A tiny state, saved in every way that the report tells of."""
+    return child.measure("saves", params=20_000, leaves=2, rounds=1, saves=1, only=COMPARED)
+
+
+def test_every_way_saves(saves):
+    assert [*saves["costs"]] == COMPARED
+    assert all(cost["durable_s"] >= cost["blocking_s"] > 0 for cost in saves["costs"].values())
+    new_bytes = {name: cost["new_bytes"] for name, cost in saves["costs"].items()}
+    assert new_bytes[ways.DELTA_FILE] == saves["record_bytes"]
+    assert new_bytes[ways.STATE_FILE] == saves["state_bytes"]
+    assert 0 < new_bytes[ways.DELTA] < new_bytes[ways.BASE]
+
+
+def test_a_measurement_that_fails_says_why():
+    with pytest.raises(RuntimeError, match="unexpected keyword argument 'parms'"):
+        child.measure("saves", parms=1)
+
+
+def test_a_report_tells_everything_that_was_measured(saves, tmp_path):
+    restores = [
+        {"deltas": n, "restore_s": 1.2, "stock_s": 0.5, "read_s": 0.1, "updates_s": 0.4}
+        | {"peak_bytes": 5e6}
+        for n in (0, 10)
+    ]
+    step = {"step_s": 0.1, "longest_s": 0.15}
+    results = {
+        "about": ABOUT,
+        "saves": saves,
+        "restores": {"state_bytes": 1e6, "rows": restores},
+        "training": {
+            "state_bytes": 1e6,
+            "rows": {"nothing saved": step, "every step": {**step, "step_s": 0.125}},
+        },
+        "growth": [{"of": "devices", "at": n, "costs": {ways.DELTA: COST}} for n in (1, 4)],
+    }
+    text = report.markdown(json.loads(json.dumps(results)))
+    assert f"`{ABOUT['command']}`: 2 cores (x), jax 1; seed 0." in text
+    assert "| 10 | 1,200 | 1,000 = 500 + 100 + 400 | 1.20 | 5.00 |" in text
+    assert "| every step | 125 | 25 % | 150 |" in text
+    assert "| devices | 4 | delta | 10.0 | 200 | 100 | 2.00 |" in text
+    for name in COMPARED:
+        assert f"| {name} |" in text
+    pytest.importorskip("matplotlib")
+    drawn = report.plots(results, tmp_path)
+    assert {path.name for path in drawn} == {"saves.png", "restores.png", "growth.png"}
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
