@@ -279,12 +279,30 @@ class Patches:
 
     def apply(self, indices: Collection[int]) -> None:
         """Puts in place what waits for these leaves."""
+        alone: dict[DeltaReader, list[int]] = {}
         for index in self._waiting.keys() & frozenset(indices):
-            readers = self._waiting.pop(index)
-            if self._leaves[index] is not None:
-                self._leaves[index] = _patched(
-                    self._leaves[index], self._specs[index], index, readers
-                )
+            readers = self._waiting[index]
+            if self._leaves[index] is None:
+                del self._waiting[index]
+            elif len(readers) == 1:  # the record of the last delta: read at once
+                alone.setdefault(readers[0], []).append(index)
+            else:
+                self._patch(index)
+        for reader, own in alone.items():
+            with reader.holding({i: _boxes_of(self._leaves[i], self._specs[i]) for i in own}):
+                for index in own:
+                    self._patch(index)
+
+    def _patch(self, index: int) -> None:
+        readers = self._waiting.pop(index)
+        self._leaves[index] = _patched(self._leaves[index], self._specs[index], index, readers)
+
+
+def _boxes_of(leaf: Any, spec: Leaf) -> list[Box]:
+    plain = staging.raw(leaf)
+    if isinstance(plain, jax.Array):
+        return staging.boxes_here(spec.shape, plain.sharding)
+    return [Box.full(spec.shape)]
 
 
 def _patched(example: Any, spec: Leaf, index: int, readers: Sequence[DeltaReader]) -> Any:

@@ -21,7 +21,6 @@ import numpy as np
 
 from adacheck_jax import fingerprint, progress, replay, staging
 from adacheck_jax import manifest as manifests
-from adacheck_jax.boxes import Box
 from adacheck_jax.deltas import DeltaReader, Patches, Plans, like_host
 from adacheck_jax.errors import FormatError, IntegrityError, unreadable
 from adacheck_jax.lineage import Lineage
@@ -238,7 +237,7 @@ def _read_ahead(
     x64 = staging.x64_enabled()
 
     wanted = [(specs[i].shape, working.sharding(i)) for i in update.consumed]
-    boxes = {i: _boxes_here(*each) for i, each in zip(update.consumed, wanted, strict=True)}
+    boxes = {i: staging.boxes_here(*each) for i, each in zip(update.consumed, wanted, strict=True)}
     record_count = len(update.record)
 
     def load(reader: DeltaReader) -> _Inputs:
@@ -246,18 +245,12 @@ def _read_ahead(
             placed = staging.place_all(wanted, lambda n, box: reader.read(update.consumed[n], box))
             return _Inputs(placed[:record_count], placed[record_count:])
 
-    with ThreadPoolExecutor(1, thread_name_prefix="adacheck_read_ahead") as pool:
+    with ThreadPoolExecutor(_READ_AHEAD, thread_name_prefix="adacheck_read_ahead") as pool:
         waiting = [pool.submit(load, reader) for reader in readers[:_READ_AHEAD]]
         for following in [*readers[_READ_AHEAD:], *[None] * len(waiting)]:
             yield waiting.pop(0).result()
             if following is not None:
                 waiting.append(pool.submit(load, following))
-
-
-def _boxes_here(shape: Sequence[int], sharding: jax.sharding.Sharding) -> list[Box]:
-    """The distinct boxes of an array that this process's devices hold."""
-    indices = sharding.addressable_devices_indices_map(tuple(shape)).values()
-    return sorted({Box.from_slices(index or (), shape) for index in indices})
 
 
 class _WorkingSet:

@@ -252,6 +252,12 @@ def _cut(data: jax.Array, start: Sequence[int], shape: tuple[int, ...]) -> jax.A
     return jax.lax.dynamic_slice(data, start, shape)
 
 
+def boxes_here(shape: Sequence[int], sharding: jax.sharding.Sharding) -> list[Box]:
+    """The distinct boxes of an array that this process's devices hold."""
+    indices = sharding.addressable_devices_indices_map(tuple(shape)).values()
+    return sorted({Box.from_slices(index or (), shape) for index in indices})
+
+
 def place_all(
     wanted: Sequence[tuple[Sequence[int], jax.sharding.Sharding]],
     read: Callable[[int, Box], np.ndarray],
