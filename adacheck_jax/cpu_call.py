@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -158,29 +157,10 @@ def sums(shards: Sequence[jax.Array], table: jax.Array) -> jax.Array:
     # these calls. Hence some, of which it cannot know that they change nothing.
     some = table[:, :, 0].astype(jnp.float32)
     table = table + (jnp.sum(some.T @ some) < 0).astype(jnp.uint32)
-    found, start = [], 0
-    for count in _shares([shard.size * shard.dtype.itemsize for shard in shards]):
-        result = jax.ShapeDtypeStruct((count, 2), jnp.uint32)
-        call = jax.ffi.ffi_call(_TARGET, result)
-        found.append(call(table[start : start + count], *shards[start : start + count]))
-        start += count
-    return jnp.concatenate(found) if found else jnp.zeros((0, 2), jnp.uint32)
-
-
-def _shares(sizes_bytes: Sequence[int]) -> list[int]:
-    """Cuts a list into a few runs of about as many bytes, which run beside each other."""
-    wanted_bytes = max(sum(sizes_bytes) / (2 * (os.cpu_count() or 1)), _MIN_SHARE_BYTES)
-    counts, share_bytes = [], wanted_bytes
-    for size_bytes in sizes_bytes:
-        if share_bytes >= wanted_bytes:
-            counts.append(0)
-            share_bytes = 0
-        counts[-1] += 1
-        share_bytes += size_bytes
-    return counts
-
-
-_MIN_SHARE_BYTES = 1 << 22
+    if not shards:
+        return jnp.zeros((0, 2), jnp.uint32)
+    result = jax.ShapeDtypeStruct((len(shards), 2), jnp.uint32)
+    return jax.ffi.ffi_call(_TARGET, result)(table, *shards)
 
 
 def begin() -> None:

@@ -317,9 +317,7 @@ class Saver:
         self._heads = (self._saved,)
         if course.is_expected and course.count is None:
             assert parent is not None
-            save.settle = functools.partial(
-                self._settle, save, parent, program, held.values, stored
-            )
+            save.settle = functools.partial(self._settle, save, parent, program, held.values)
         elif not course.is_expected and self._replays(program, replayable):
             values = self._decisions.values_of(structure, snapshot.arrays)
             self._decisions.remember(structure, values, directory)
@@ -537,7 +535,6 @@ class Saver:
         parent: Lineage,
         program: Program,
         values: Mapping[int, Any],
-        stored: Collection[int],
     ) -> None:
         """Makes sure, in the background, that a save is what it was expected to be."""
         structure = save.structure
