@@ -284,7 +284,9 @@ class Patches:
             readers = self._waiting[index]
             if self._leaves[index] is None:
                 del self._waiting[index]
-            elif len(readers) == 1:  # the record of the last delta: read at once
+            elif len(readers) == 1 and readers[0].holds_all_of(index):
+                # Mostly the record of the last delta: read at once. Differences may be as large as
+                # the state, and are read a leaf at a time.
                 alone.setdefault(readers[0], []).append(index)
             else:
                 self._patch(index)

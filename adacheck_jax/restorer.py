@@ -94,8 +94,8 @@ class Folds:
             except BaseException as error:
                 future.set_exception(error)
 
-        # A daemon: a restore that fails meanwhile need not wait for it.
-        threading.Thread(target=compile_it, daemon=True, name="adacheck_compile").start()
+        # No daemon: a process must not end while XLA compiles.
+        threading.Thread(target=compile_it, name="adacheck_compile").start()
 
     def of(self, lineage: Lineage, update: Update, working: _WorkingSet) -> replay.UpdateFunction:
         """The program for leaves that lie where they do.
