@@ -131,13 +131,12 @@ class DeltaReader:
                 f"{self._directory}: expected {self._leaves[index].path}, which the update "
                 "consumed, stored by itself; found it otherwise. Restore another step."
             )
-        leaf, extents = self._leaves[index], self._extents[index]
-        dtype = jnp.dtype(leaf.dtype)
-        if len(extents) == 1 and extents[0].box == box and extents[0].encoding is Encoding.RAW:
-            data = self._planes(
-                extents[0].process, arrays.RAW, _spans(extents[0], box)[0], leaf.path
-            )
-            return data.view(dtype).reshape(box.shape)  # as it was read, without a copy
+        leaf, dtype = self._leaves[index], jnp.dtype(self._leaves[index].dtype)
+        for extent in self._extents.get(index, ()):
+            if extent.box == box and box.size and extent.encoding is Encoding.RAW:
+                spans, _ = _spans(extent, box)
+                data = self._planes(extent.process, arrays.RAW, spans, leaf.path)
+                return data.view(dtype).reshape(box.shape)  # as it was read, without a copy
         block = np.empty(box.shape, dtype)
         self.patch(index, box, block)
         return block

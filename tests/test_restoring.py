@@ -5,6 +5,8 @@ import sys
 import threading
 
 import jax
+import jax.numpy as jnp
+import optax
 import pytest
 from rich.console import Console
 
@@ -72,3 +74,27 @@ def test_a_bar_is_shown_on_a_terminal_alone(is_terminal, monkeypatch, capsys):
     )
     assert list(progress.track(range(5), "Replaying updates")) == [*range(5)]
     assert ("Replaying updates" in capsys.readouterr().err) == is_terminal
+
+
+def test_an_update_of_leaves_without_elements_is_replayed(tmp_path):
+    recorder = adacheck.Recorder(optax.adam(1e-2))
+    params = {"empty": jnp.zeros((0, 3)), "some": jnp.ones((4, 3)), "none": jnp.zeros((3, 0))}
+    state = {"params": params, "opt_state": recorder.init(params)}
+
+    @jax.jit
+    def step(state):
+        updates, opt_state = recorder.update(state["params"], state["opt_state"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}
+
+    saved = {}
+    with support.manager_of(tmp_path, adacheck.AdaCheckHandler(recorder)) as manager:
+        for number in range(3):
+            saved[number] = support.host_copy(state)
+            manager.save(number, args=adacheck.SaveArgs(state))
+            state = step(state)
+    handler = adacheck.AdaCheckHandler()
+    with support.manager_of(tmp_path, handler) as manager:
+        for number, expected in saved.items():
+            args = adacheck.RestoreArgs(support.abstract(state))
+            support.assert_same_bits(manager.restore(number, args=args), expected)
+            assert handler.restored.replayed_count == number
