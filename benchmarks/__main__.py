@@ -101,6 +101,11 @@ def main() -> None:
     parser.add_argument("--only", action="append", choices=[*MEASUREMENTS], help="may be repeated")
     parser.add_argument("--output", type=Path, help="folder for results.json, results.md and plots")
     arguments = parser.parse_args()
+    if arguments.output is not None:  # now, and not when all is measured
+        try:
+            arguments.output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"--output: expected a folder that can be made ({error})")
     command = " ".join(["python -m benchmarks", *map(_quoted, sys.argv[1:])])
     results: dict[str, Any] = {"about": {**environment(), "command": command}}
     console = Console(stderr=True)
@@ -112,7 +117,6 @@ def main() -> None:
     text = report.markdown(results)
     print(text)
     if arguments.output is not None:
-        arguments.output.mkdir(parents=True, exist_ok=True)
         (arguments.output / "results.json").write_text(json.dumps(results, indent=1))
         (arguments.output / "results.md").write_text(text)
         with contextlib.suppress(ImportError):
