@@ -199,7 +199,7 @@ def _fold(
     readers: Sequence[DeltaReader],
     patches: Patches,
 ) -> None:
-    """Replays updates in place: read-ahead on a thread, one compiled program for all deltas."""
+    """Replays updates in place: records read ahead, one compiled program for all deltas."""
     working = _WorkingSet(leaves, update)
     passed = frozenset(update.passed)
     computed = update.explained - passed

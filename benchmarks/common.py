@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import platform
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,13 @@ def new_bytes(step_directory: Path) -> int:
         for path in step_directory.rglob("*")
         if path.is_file() and not any(folder in str(path) for folder in _LINKS)
     )
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def environment() -> dict[str, Any]:

@@ -24,7 +24,6 @@ import random
 import select
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -43,7 +42,7 @@ from jax.sharding import NamedSharding
 import adacheck_jax as adacheck
 from adacheck_jax import lineage, trees
 from adacheck_jax import manifest as manifests
-from benchmarks.common import environment
+from benchmarks.common import environment, free_port
 
 WIDTH = 64
 DEVICES = 8
@@ -288,9 +287,7 @@ def forked(
     task: Callable[[Callable[[str], None]], None], process_count: int, directory: Path
 ) -> list[Child]:
     """As many processes as are wanted, which together have all devices."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
 
     def begin(index: int, tell: Callable[[str], None]) -> None:
         compile_once(directory / "compiled")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -232,3 +233,19 @@ def with_flipped_data(content: bytes) -> bytes:
     data = bytearray(content)
     data[(start + stop) // 2] ^= 1
     return bytes(data)
+
+
+@contextlib.contextmanager
+def compiled_programs() -> Iterator[list[str]]:
+    """The names of the programs that XLA compiles meanwhile."""
+    names: list[str] = []
+
+    def note(event: str, _: float, **about: Any) -> None:
+        if event.endswith("backend_compile_duration"):
+            names.append(about["fun_name"])
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        yield names
+    finally:
+        jax.monitoring.clear_event_listeners()

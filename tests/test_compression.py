@@ -1,6 +1,5 @@
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
@@ -85,13 +84,7 @@ def test_steps_restore_whatever_the_codec(chosen, codec, tmp_path):
         manager.wait_until_finished()
         for step, expected in saved.items():
             restored = manager.restore(step, args=adacheck.RestoreArgs(run.state))
-            assert jax.tree.all(
-                jax.tree.map(
-                    lambda a, b: np.asarray(a).tobytes() == np.asarray(b).tobytes(),
-                    support.host_copy(restored),
-                    expected,
-                )
-            )
+            support.assert_same_bits(restored, expected)
     assert (Encoding.EXPONENTS in encodings(tmp_path, 3)) == (codec is not None)
     packs = tmp_path / "3/default/adacheck/delta"
     text = b"".join(path.read_bytes() for path in packs.rglob("*") if path.is_file())
@@ -138,10 +131,7 @@ def test_stock_orbax_reads_bases_whatever_the_codec(chosen, tmp_path):
         manager.save(0, args=adacheck.SaveArgs(state))
     with ocp.CheckpointManager(tmp_path, item_handlers=ocp.StandardCheckpointHandler()) as stock:
         found = stock.restore(0, args=ocp.args.StandardRestore(state))
-    same = jax.tree.map(
-        lambda a, b: np.asarray(a).tobytes() == np.asarray(b).tobytes(), found, state
-    )
-    assert jax.tree.all(same)
+    support.assert_same_bits(found, support.host_copy(state))
 
 
 def test_compressed_bases_are_smaller(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 
 from adacheck_jax import lineage, manifest
+from benchmarks.common import free_port
 
 WORKER = "tests.multiprocess_worker"
 
@@ -18,9 +18,7 @@ WORKER = "tests.multiprocess_worker"
 def start(
     mode: str, processes: int, root: Path, out: Path, devices: int, worker: str = WORKER
 ) -> list[subprocess.Popen[str]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     return [
         subprocess.Popen(
             [sys.executable, "-m", worker, mode]

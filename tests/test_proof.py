@@ -139,19 +139,10 @@ def test_a_proof_compiles_nothing_that_the_one_before_it_did(is_whole, tmp_path)
     tx = by_size() if is_whole else None
     run = support.dict_run(mesh_of((1, 1)), tx=tx)
     handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=1)
-    compiled = []
     with manager_of(tmp_path, handler) as manager:
         save_steps(manager, run, 4)  # two lineages, and thus two proofs at least
-
-        def note(event, _, **about):
-            if event.endswith("backend_compile_duration"):
-                compiled.append(about.get("fun_name"))
-
-        jax.monitoring.register_event_duration_secs_listener(note)
-        try:
+        with support.compiled_programs() as compiled:
             save_steps(manager, run, 4)
-        finally:
-            jax.monitoring.clear_event_listeners()
     assert compiled == []
 
 

@@ -1,6 +1,5 @@
 """What a restore does at a time: one program, compiled while the base is read."""
 
-import contextlib
 import sys
 import threading
 
@@ -11,7 +10,7 @@ import pytest
 from rich.console import Console
 
 import adacheck_jax as adacheck
-from adacheck_jax import deltas, progress
+from adacheck_jax import arrays, progress
 from tests import support
 
 
@@ -30,40 +29,28 @@ def restore(root, run, step):
 
 def test_the_update_is_compiled_once_however_many_deltas(saved):
     root, run, states = saved
-    compiled = []
-
-    def note(event, _, **about):
-        if event.endswith("backend_compile_duration"):
-            compiled.append(about.get("fun_name"))
-
-    jax.monitoring.register_event_duration_secs_listener(note)
-    try:
+    with support.compiled_programs() as compiled:
         support.assert_same_bits(restore(root, run, 6), states[6])
-    finally:
-        jax.monitoring.clear_event_listeners()
     assert compiled.count("jit(run)") == 1
 
 
 def test_records_are_let_go_of_once_they_are_on_the_devices(saved, monkeypatch):
     """Of a long lineage a replay holds what it reads ahead, not all records."""
     root, run, states = saved
-    held, most, lock = set(), [0], threading.Lock()
-    holding = deltas.DeltaReader.holding
+    packs, most, lock = [], [0], threading.Lock()
+    hold = arrays.PackReader.hold
 
-    @contextlib.contextmanager
-    def noted(reader, wanted):
+    def noted(pack, spans, *, what):
+        hold(pack, spans, what=what)
         with lock:
-            held.add(reader)
-            most[0] = max(most[0], len(held))
-        with holding(reader, wanted):
-            yield
-        with lock:
-            held.remove(reader)
+            packs.append(pack)
+            most[0] = max(most[0], len({id(each) for each in packs if each._held}))
 
-    monkeypatch.setattr(deltas.DeltaReader, "holding", noted)
+    monkeypatch.setattr(arrays.PackReader, "hold", noted)
     support.assert_same_bits(restore(root, run, 6), states[6])
-    assert not held
-    assert most[0] in (1, 2)
+    assert len({id(each) for each in packs}) >= 5
+    assert 1 <= most[0] <= 4  # two arrays a pack, of two deltas at once
+    assert not any(each._held for each in packs)
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

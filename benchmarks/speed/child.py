@@ -8,12 +8,13 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
 from typing import Any
+
+from benchmarks.common import free_port
 
 _TIMEOUT_S = 3600
 
@@ -30,14 +31,12 @@ def measure(module: str, *, devices: int = 1, processes: int = 1, **arguments: A
     Raises:
         RuntimeError: it failed; with the end of what it printed.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="adacheck-benchmark-") as root:
-        return _run(module, devices, processes, port, {"root": root, **arguments})
+        return _run(module, devices, processes, {"root": root, **arguments})
 
 
-def _run(module: str, devices: int, processes: int, port: int, arguments: Mapping[str, Any]) -> Any:
+def _run(module: str, devices: int, processes: int, arguments: Mapping[str, Any]) -> Any:
+    port = free_port()
     flags = f"--xla_force_host_platform_device_count={devices}"
     running = [
         subprocess.Popen(

@@ -43,12 +43,22 @@ class Way(Protocol):
         ...
 
 
-class Managed:
+class _Rooted:
+    """Saves a folder a step."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def new_bytes(self, step: int) -> int:
+        return new_bytes(self._root / str(step))
+
+
+class Managed(_Rooted):
     """A handler in an Orbax manager."""
 
     def __init__(self, root: Path, handler: Any, args_of: Callable[[Any], Any]) -> None:
+        super().__init__(root)
         options = ocp.CheckpointManagerOptions(max_to_keep=2)
-        self._root = root
         self._manager = ocp.CheckpointManager(root, item_handlers=handler, options=options)
         self._args_of = args_of
 
@@ -58,18 +68,15 @@ class Managed:
     def wait(self) -> None:
         self._manager.wait_until_finished()
 
-    def new_bytes(self, step: int) -> int:
-        return new_bytes(self._root / str(step))
-
     def close(self) -> None:
         self._manager.close()
 
 
-class VersionOne:
+class VersionOne(_Rooted):
     """Orbax's new API."""
 
     def __init__(self, root: Path) -> None:
-        self._root = root
+        super().__init__(root)
         keep = ocp_v1.training.preservation_policies.LatestN(2)
         self._checkpointer = ocp_v1.training.Checkpointer(root, preservation_policy=keep)
         self._response: Any = None
@@ -80,18 +87,12 @@ class VersionOne:
     def wait(self) -> None:
         self._response.result()
 
-    def new_bytes(self, step: int) -> int:
-        return new_bytes(self._root / str(step))
-
     def close(self) -> None:
         self._checkpointer.close()
 
 
-class _Files:
-    """Files that are written by hand, a folder a step; the one before the last is deleted."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
+class _Files(_Rooted):
+    """Files that are written by hand; the step before the last is deleted."""
 
     def _directory(self, step: int) -> Path:
         shutil.rmtree(self._root / str(step - 2), ignore_errors=True)
@@ -101,9 +102,6 @@ class _Files:
 
     def wait(self) -> None:
         pass
-
-    def new_bytes(self, step: int) -> int:
-        return new_bytes(self._root / str(step))
 
     def close(self) -> None:
         pass
