@@ -1,0 +1,61 @@
+"""How fast what is stored is split into planes and compressed, and to how much.
+
+    python -m benchmarks.codecs
+
+One core, float32 noise: its exponents as a delta stores them, and whole elements as a base does;
+the fastest of several passes over one chunk. Compression is tensorstore's, with its own overhead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import numpy as np
+
+from adacheck_jax import arrays, codecs, zarr
+from adacheck_jax.manifest import Encoding
+from benchmarks.common import environment
+from benchmarks.fingerprints import rate_of
+
+
+def compressed(data: np.ndarray, chain: list[dict[str, object]], repeats: int) -> dict[str, float]:
+    """GB/s and ratio of one chain of codecs on one chunk."""
+    ratio = data.size / arrays.stored_bytes(data, chain)
+    rate = rate_of(lambda: arrays.stored_bytes(data, chain), data.size, repeats)
+    return {"GB/s": round(rate, 2), "ratio": round(ratio, 3)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mb", type=int, default=4, help="size of the chunk")
+    parser.add_argument("--repeats", type=int, default=9)
+    arguments = parser.parse_args()
+    count, repeats = (arguments.mb << 20) // 4, arguments.repeats
+    noise = (np.random.default_rng(0).standard_normal(count) * 0.02).astype(np.float32)
+    planes = np.empty((4, count), np.uint8)
+    low, high = planes[:3], planes[3:]
+    rate = rate_of(
+        lambda: codecs.encode(Encoding.EXPONENTS, noise, None, low, high), noise.nbytes, repeats
+    )
+    whole = noise.view(np.uint8)
+    result = {
+        **environment(),
+        "planes GB/s": round(rate, 2),
+        "exponents": {
+            str(codec): compressed(high[0], zarr.chain(codec), repeats)
+            for codec in (None, "lz4", "zstd")
+        },
+        "elements": {
+            **{
+                str(codec): compressed(whole, zarr.chain(codec, 4), repeats)
+                for codec in (None, "lz4", "zstd")
+            },
+            "zstd of unshuffled bytes": compressed(whole, zarr.chain("zstd"), repeats),
+        },
+    }
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
