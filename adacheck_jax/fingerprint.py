@@ -25,6 +25,7 @@ hashing); the weights come from SplitMix64 (Steele, Lea, Flood, OOPSLA 2014).
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -393,6 +394,7 @@ class Parts:
         rest = {i: array for i, array in on_host.items() if i not in self._elsewhere}
         self._staged = staging.Staged(rest, picks)
         self._host: list[_HostShard] = []
+        self._lock = threading.Lock()
         self._every_replica = every_replica
         self.replicas: ReplicaSums = {}
         if every_replica:
@@ -403,8 +405,9 @@ class Parts:
     def wait(self) -> None:
         """Waits until the arrays may be donated."""
         self._staged.wait()
-        for shard in [*self._host]:
-            shard.wait()
+        with self._lock:
+            for shard in self._host:
+                shard.wait()
 
     def sums(self) -> dict[int, int]:
         """Partial sums modulo 2**64 by leaf index; lets go of the blocks as it goes."""
@@ -419,11 +422,12 @@ class Parts:
             picked[index] = {box: of_block(block, box.start) for box, block in blocks.items()}
             result[index] = combine(list(picked[index].values()))
         while self._host:
-            shard = self._host.pop()
-            if shard.data is None:  # a pick: its sum is known
+            with self._lock:  # it is on the host before nobody waits for it any more
+                data, shard = self._host[-1].wait(), self._host.pop()
+            if data is None:  # a pick: its sum is known
                 total = picked[shard.leaf][shard.box]
             else:
-                total = of_block(shard.wait(), shard.box.start)
+                total = of_block(data, shard.box.start)
             boxes = self.replicas.setdefault(shard.leaf, {})
             boxes.setdefault(shard.box, {})[shard.holder] = total
         for i, by_device in self._device.sums().items():

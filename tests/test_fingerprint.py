@@ -1,3 +1,4 @@
+import threading
 from types import SimpleNamespace
 
 import jax
@@ -11,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from adacheck_jax import cpu_call, fingerprint, sharding, staging
 from adacheck_jax.boxes import Box, grid
+from tests import support
 from tests.strategies import cuts, shape_of
 
 SIGNED = ["int2", "int4", "int8", "int16", "int32", "int64"]
@@ -359,3 +361,35 @@ def test_no_replica_is_hashed_twice(monkeypatch):
         calls.clear()
         fingerprint.Parts({0: array}, picks, every_replica=every_replica).sums()
         assert len(calls) == count
+
+
+def test_the_guard_waits_for_a_replica_that_is_just_being_taken(monkeypatch):
+    """Else the caller donates what the thread that sums up is about to read."""
+    mesh = support.mesh_of((4, 2))
+    whole = NamedSharding(mesh, P())
+    array = jax.device_put(np.arange(128, dtype=np.float32), whole)
+    pick = (Box.full((128,)), 0, (slice(0, 128),))
+    parts = fingerprint.Parts(
+        {0: array}, {0: [pick]}, every_replica=True, owned=True, summing=fingerprint.Summing({})
+    )
+    taking, go_on, take = threading.Event(), threading.Event(), fingerprint._HostShard.wait
+
+    def slowly(shard):
+        if threading.current_thread().name == "sums":
+            taking.set()
+            assert go_on.wait(60)
+        return take(shard)
+
+    monkeypatch.setattr(fingerprint._HostShard, "wait", slowly)
+    sums = threading.Thread(target=parts.sums, name="sums")
+    sums.start()
+    assert taking.wait(60)
+    guard = threading.Thread(target=parts.wait)
+    guard.start()
+    guard.join(0.2)
+    assert guard.is_alive()
+    go_on.set()
+    guard.join(60)
+    sums.join(60)
+    assert not guard.is_alive()
+    assert len(parts.replicas[0][pick[0]]) == 8
