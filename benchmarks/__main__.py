@@ -56,6 +56,16 @@ def training(is_full: bool) -> Any:
     )
 
 
+def recording(is_full: bool) -> list[Any]:
+    """Short steps, of which each is kept."""
+    sizes = [1_000_000, 10_000_000] if is_full else [1_000_000]
+    rounds = 5 if is_full else 2
+    return [
+        child.measure("recording", params=size // 12, leaves=20, steps=40, rounds=rounds, every=20)
+        for size in sizes
+    ]
+
+
 def growth(is_full: bool) -> list[dict[str, Any]]:
     """Saves at several sizes, one thing grown at a time."""
     rows: list[dict[str, Any]] = []
@@ -87,6 +97,7 @@ MEASUREMENTS = {
     "large saves": large_saves,
     "restores": restores,
     "training": training,
+    "recording": recording,
     "growth": growth,
 }
 

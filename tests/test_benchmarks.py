@@ -14,6 +14,7 @@ COST = {
     "new_bytes": 2e6,
     "peak_bytes": 1e6,
 }
+KEPT = {"blocking_s": 0.0015, "median_blocking_s": 0.001, "step_s": 0.02, "cpu_s": 0.008}
 COMPARED = [ways.DELTA, ways.BASE, ways.STOCK, ways.STATE_FILE, ways.DELTA_FILE, ways.FLOOR]
 
 
@@ -30,6 +31,13 @@ def test_every_way_saves(saves):
     assert new_bytes[ways.DELTA_FILE] == saves["record_bytes"]
     assert new_bytes[ways.STATE_FILE] == saves["state_bytes"]
     assert 0 < new_bytes[ways.DELTA] < new_bytes[ways.BASE]
+
+
+def test_every_way_keeps_every_step():
+    found = child.measure("recording", params=2000, leaves=2, steps=8, rounds=1, every=4)
+    assert found["every"] == 4
+    assert len(found["rows"]) == 5
+    assert all(row["step_s"] > row["blocking_s"] > 0 for row in found["rows"].values())
 
 
 def test_a_measurement_that_fails_says_why():
@@ -52,12 +60,14 @@ def test_a_report_tells_everything_that_was_measured(saves, tmp_path):
             "state_bytes": 1e6,
             "rows": {"nothing saved": step, "every step": {**step, "step_s": 0.125}},
         },
+        "recording": [{"state_bytes": 1e6, "every": 20, "rows": {"recorded": KEPT}}],
         "growth": [{"of": "devices", "at": n, "costs": {ways.DELTA: COST}} for n in (1, 4)],
     }
     text = report.markdown(json.loads(json.dumps(results)))
     assert f"`{ABOUT['command']}`: 2 cores (x), jax 1; seed 0." in text
     assert "| 10 | 1,200 | 1,000 = 500 + 100 + 400 | 1.20 | 5.00 |" in text
     assert "| every step | 125 | 25 % | 150 |" in text
+    assert "| 1.00 MB | recorded | 1.5 | 1.0 | 20.0 | 8.0 |" in text
     assert "| devices | 4 | delta | 10.0 | 200 | 100 | 2.00 |" in text
     for name in COMPARED:
         assert f"| {name} |" in text

@@ -108,6 +108,20 @@ def _training(result: Mapping[str, Any]) -> str:
     return f"{_mb(result['state_bytes'])} MB of state.\n\n" + _table(head, cells)
 
 
+def _recording(results: Sequence[Mapping[str, Any]]) -> str:
+    cells = []
+    for result in results:
+        for name, row in result["rows"].items():
+            times = ("blocking_s", "median_blocking_s", "step_s", "cpu_s")
+            cells.append(
+                [f"{_mb(result['state_bytes'])} MB", name, *(_ms(row[key]) for key in times)]
+            )
+    head = ["state", "kept, every step", "blocking ms (mean)", "blocking ms (median)"]
+    head += ["ms a step", "CPU ms a step"]
+    every = results[0]["every"]
+    return f"{every} recorded steps are saved at once.\n\n" + _table(head, cells)
+
+
 _GROWN = ("blocking_s", "durable_s", "cpu_s")
 
 
@@ -126,6 +140,7 @@ _TABLES: dict[str, tuple[str, Any]] = {
     "large saves": ("One save of a large state", _saves),
     "restores": ("A restore", _restores),
     "training": ("Training", _training),
+    "recording": ("Short steps, each kept", _recording),
     "growth": ("How the cost of a save grows", _growth),
 }
 
