@@ -1,14 +1,16 @@
 """Packs: what a process writes for a delta, as zarr3 byte arrays in one OCDBT database.
 
 A delta writes the boxes that a process owns as two arrays, since tensorstore's cost (and stock
-Orbax's) is per array, not per byte: one of bytes as they are, and one that is compressed. Runs of
-zeros (experts that got no token, rows of an embedding that saw no gradient) are left out of both,
-and declared. Every chunk has a crc32c.
+Orbax's) is per array, not per byte: one of bytes as they are, and one that is compressed. The
+deltas of steps that were recorded and saved at once lie one after another in them, each in a
+*section* of its own. Runs of zeros (experts that got no token, rows of an embedding that saw no
+gradient) are left out, and declared. Every chunk has a crc32c.
 """
 
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -68,30 +70,30 @@ def _chunk_bytes(size_bytes: int, kind: Kind) -> int:
 
 
 def write_pack(
-    directory: Path, contents: Sequence[tuple[Kind, np.ndarray]], codec: Codec = "zstd"
-) -> list[Ranges]:
+    directory: Path,
+    contents: Sequence[tuple[Kind, Sequence[np.ndarray]]],
+    codec: Codec = "zstd",
+) -> list[list[Ranges]]:
     """Writes one pack durably, in one transaction.
 
     Args:
         directory: where the OCDBT database goes; made if absent.
-        contents: for each array its kind and its bytes (of none nothing is written), which may be
-            changed again when this returns.
+        contents: for each array its kind and the bytes of its sections (of none nothing is
+            written), which may be changed again when this returns.
         codec: of what is compressed.
 
     Returns:
-        For each array the ranges of blocks that were left out because they are all zero.
+        For each array and section the ranges of blocks that were left out because they are all
+        zero.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    zeros: list[Ranges] = []
+    zeros: list[list[Ranges]] = []
     context = ts.Context({"file_io_sync": False})  # each file by itself would wait for the disk
     # Atomic: one generation of the database, so that no file is written that nothing refers to.
     with ts.Transaction(atomic=True) as transaction:
-        for kind, whole in contents:
-            pack = whole
-            zeros.append(_zero_blocks(pack, kind.block_bytes))
-            runs = _Runs(pack.size, zeros[-1], kind)
-            if runs.stored_bytes < pack.size:
-                pack = np.concatenate([np.empty(0, np.uint8), *(pack[a:b] for a, b in runs.kept())])
+        for kind, sections in contents:
+            zeros.append([_zero_blocks(each, kind.block_bytes) for each in sections])
+            pack = _joined(sections, zeros[-1], kind)
             if not pack.size:
                 continue
             codecs = zarr.chain(codec if codec in kind.codecs else None)
@@ -103,6 +105,40 @@ def write_pack(
             store.write(pack, can_reference_source_data_indefinitely=True).result()
     durable.sync_tree(directory, with_files=True)
     return zeros
+
+
+def _joined(sections: Sequence[np.ndarray], zeros: Sequence[Ranges], kind: Kind) -> np.ndarray:
+    """The bytes of an array: of all sections what is stored; a single whole one is not copied."""
+    kept = [
+        section[a:b]
+        for section, left_out in zip(sections, zeros, strict=True)
+        for a, b in _Runs(section.size, left_out, kind).kept()
+    ]
+    return kept[0] if len(kept) == 1 else np.concatenate([np.empty(0, np.uint8), *kept])
+
+
+def laid_out(
+    directory: Path, kind: Kind, sections: Sequence[tuple[int, Ranges]]
+) -> tuple[list[int], int]:
+    """Where the sections of an array begin in what is stored of it, and how long that is.
+
+    Args:
+        directory: of the database, for error messages.
+        kind: of the array.
+        sections: of each the length in bytes, zeros included, and the blocks that were left out.
+
+    Raises:
+        FormatError: blocks were left out that a section does not have.
+    """
+    for size_bytes, zeros in sections:
+        if zeros and zeros[-1][1] * kind.block_bytes > size_bytes:
+            raise FormatError(
+                f"{directory}: expected blocks of {size_bytes} bytes, found that number "
+                f"{zeros[-1][1] - 1} was left out. The step is damaged; restore another one."
+            )
+    sizes = [_Runs(size_bytes, zeros, kind).stored_bytes for size_bytes, zeros in sections]
+    ends = list(itertools.accumulate(sizes, initial=0))
+    return ends[:-1], ends[-1]
 
 
 def stored_bytes(data: np.ndarray, codecs: list[dict[str, Any]]) -> int:
@@ -174,33 +210,23 @@ class _Runs:
         return position + inside - int(self._left_out[run])
 
 
-class PackReader:
-    """Reads extents of one array of a process's pack.
+class PackArray:
+    """One array of a process's pack, opened.
 
     Args:
         directory: where the OCDBT database is.
         kind: of the array.
-        size_bytes: length that the manifest gives for it.
-        zeros: ranges of blocks that the manifest declares to be zero and left out.
-
-    Attributes:
-        stored_bytes: of the array without them; of none nothing is there to be opened.
+        stored_bytes: its length, by the manifest; of none nothing is there to be opened.
 
     Raises:
         FormatError: there is no such array, or one of another length.
         StorageError: it cannot be read now.
     """
 
-    def __init__(self, directory: Path, kind: Kind, size_bytes: int, zeros: Ranges = ()) -> None:
-        self._directory = directory
-        self._held: list[tuple[int, int, np.ndarray]] = []
-        if zeros and zeros[-1][1] * kind.block_bytes > size_bytes:
-            raise FormatError(
-                f"{directory}: expected blocks of {size_bytes} bytes, found that number "
-                f"{zeros[-1][1] - 1} was left out. The step is damaged; restore another one."
-            )
-        self._runs = _Runs(size_bytes, zeros, kind)
-        expected_bytes = self.stored_bytes = self._runs.stored_bytes
+    def __init__(self, directory: Path, kind: Kind, stored_bytes: int) -> None:
+        self.directory = directory
+        self.kind = kind
+        self.stored_bytes = expected_bytes = stored_bytes
         if not expected_bytes:
             return
         try:
@@ -231,11 +257,56 @@ class PackReader:
                 "damaged; restore another one."
             )
 
+    def read(self, spans: Sequence[tuple[int, int]], *, what: str) -> list[np.ndarray]:
+        """Reads ranges of stored bytes in parallel, checking every chunk's crc32c.
+
+        Args:
+            spans: half-open ranges.
+            what: leaf path, for error messages.
+
+        Raises:
+            IntegrityError: a chunk is missing, truncated, or its checksum does not match.
+            StorageError: it cannot be read now.
+        """
+        try:
+            futures = [self._store[a:b].read() if a < b else None for a, b in spans]
+            return [np.empty(0, np.uint8) if f is None else np.asarray(f.result()) for f in futures]
+        except Exception as error:
+            if refused := unreadable(self.directory, error):
+                raise refused from error
+            raise IntegrityError(
+                f"{self.directory}: the stored bytes of {what} are damaged "
+                f"({first_line(error)}). Restore another step."
+            ) from error
+
+
+class PackReader:
+    """Reads extents of one section of an array, as they were before zeros were left out.
+
+    Args:
+        array: that it is in.
+        size_bytes: length that the manifest gives for the section.
+        zeros: ranges of blocks that the manifest declares to be zero and left out.
+        start: where the section begins in what is stored.
+
+    Attributes:
+        stored_bytes: of the section, without the zeros.
+    """
+
+    def __init__(
+        self, array: PackArray, size_bytes: int, zeros: Ranges = (), start: int = 0
+    ) -> None:
+        self._array = array
+        self._start = start
+        self._held: list[tuple[int, int, np.ndarray]] = []
+        self._runs = _Runs(size_bytes, zeros, array.kind)
+        self.stored_bytes = self._runs.stored_bytes
+
     def hold(self, spans: Sequence[tuple[int, int]], *, what: str) -> None:
         """Reads byte ranges, those side by side as one, and keeps them for :meth:`read`.
 
         Args:
-            spans: half-open byte ranges of the array; none lets go of what is kept.
+            spans: half-open byte ranges of the section; none lets go of what is kept.
             what: for error messages.
 
         Raises:
@@ -255,7 +326,7 @@ class PackReader:
         """Gives byte ranges: what is not held is read in parallel, checking every chunk's crc32c.
 
         Args:
-            spans: half-open byte ranges of the array.
+            spans: half-open byte ranges of the section.
             what: leaf path, for error messages.
 
         Returns:
@@ -268,17 +339,8 @@ class PackReader:
         held = [data for data in map(self._of_held, spans) if data is not None]
         if len(held) == len(spans):
             return held
-        stored = [tuple(map(self._runs.stored, span)) for span in spans]
-        try:
-            futures = [self._store[a:b].read() if a < b else None for a, b in stored]
-            read = [np.empty(0, np.uint8) if f is None else np.asarray(f.result()) for f in futures]
-        except Exception as error:
-            if refused := unreadable(self._directory, error):
-                raise refused from error
-            raise IntegrityError(
-                f"{self._directory}: the stored bytes of {what} are damaged "
-                f"({first_line(error)}). Restore another step."
-            ) from error
+        places = [(self._runs.stored(a), self._runs.stored(b)) for a, b in spans]
+        read = self._array.read([(self._start + a, self._start + b) for a, b in places], what=what)
         return [self._filled(*span, data) for span, data in zip(spans, read, strict=True)]
 
     def _of_held(self, span: tuple[int, int]) -> np.ndarray | None:

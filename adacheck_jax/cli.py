@@ -25,6 +25,7 @@ from adacheck_jax import audit, callables, inspection
 from adacheck_jax import repair as repairs
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.inspection import InputError, RootSummary, StepDetails
+from adacheck_jax.lineage import shown_steps
 from adacheck_jax.recorder import Recorder
 from adacheck_jax.report import Balance, RedundancyReport, redundancy_report
 
@@ -285,7 +286,9 @@ def _add_row(table: Table, *cells: object) -> None:
 def _show_root(summary: RootSummary) -> None:
     numbers = ("step", "updates", "depth", "new bytes")
     several = len({Path(step.item).name for step in summary.steps}) > 1
+    is_recorded = any(step.recorded for step in summary.steps)
     names = ("step", *(("item",) if several else ()), "kind", "updates", "parent", "depth")
+    names = (*names, *(("recorded",) if is_recorded else ()))
     table = _table(*names, "new bytes", "status", right=numbers)
     for step in summary.steps:
         number = "?" if step.step is None else step.step
@@ -297,6 +300,7 @@ def _show_root(summary: RootSummary) -> None:
             step.update_count,
             parent,
             step.depth,
+            *((shown_steps(step.recorded) if step.recorded else None,) if is_recorded else ()),
             decimal(step.new_bytes),
             "ok" if step.error is None else _first_sentence(step.error),
         )
@@ -318,6 +322,8 @@ def _show_step(details: StepDetails) -> None:
     _add_row(facts, "directory", details.directory)
     if details.parent is not None:
         _add_row(facts, "builds on", f"step {details.parent}, delta {details.depth} of its lineage")
+        if details.recorded:
+            _add_row(facts, "recorded with it", f"steps {shown_steps(details.recorded)}")
         counts = (("delta", details.depth), ("update", details.replayed_count))
         deltas, updates = (f"{n} {what}{'' if n == 1 else 's'}" for what, n in counts)
         _add_row(facts, "restore reads", f"base {details.base} and {deltas}; replays {updates}")

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 
 from adacheck_jax import (
+    delta_share,
     durable,
     equality,
     fingerprint,
@@ -35,6 +36,7 @@ from adacheck_jax.errors import AdaCheckError, MismatchError, storage_named
 from adacheck_jax.lineage import Lineage
 from adacheck_jax.manifest import (
     BaseManifest,
+    Delta,
     DeltaManifest,
     Encoding,
     Link,
@@ -83,61 +85,109 @@ class Attempt:
 
 
 @dataclass(slots=True)
+class StepShare:
+    """What this process holds of one step that is to be saved.
+
+    Attributes:
+        step: its number.
+        decision: base or delta.
+        fingerprints: of its state.
+        delta: what is written of a delta.
+        local: all of each leaf that every process has for itself, as this one has it.
+        count: the update counter; None without a recorder, and before it is settled.
+        settle: makes sure that the step is what it was expected to be, where that was not known
+            when its state was there: sets decision, count, and what of the delta depends on them.
+        unchanged: the leaves that must have the bits of the step before.
+        sums: what this process contributes to each leaf's fingerprint, once that is known.
+    """
+
+    step: int
+    decision: policy.Decision
+    fingerprints: fingerprint.Parts
+    delta: DeltaShare | None
+    local: Mapping[int, Blocks]
+    count: int | None = None
+    settle: Callable[[], None] | None = None
+    unchanged: tuple[int, ...] = ()
+    sums: dict[int, int] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def drain(self) -> None:
+        """Brings what is held to the host, and sums up the fingerprints; waits for the devices."""
+        with self.lock:
+            if not self.sums:
+                self.sums |= self.fingerprints.sums()
+            if self.delta is not None:
+                for index in self.delta.blocks:
+                    _ = self.delta.blocks[index]
+
+    def release(self) -> None:
+        """Lets go of all that is held of the state."""
+        self.delta, self.local, self.settle = None, {}, None
+
+
+@dataclass(slots=True)
 class Save:
     """A save that has been decided and staged, and is to be written and committed.
 
     Attributes:
+        steps: the recorded steps that are saved with it, oldest first, and the step itself.
         final_directory: the item's directory once it is committed.
         directory_step: the number in the name of the step's directory, None if there is none.
         base: what this process writes of a base.
-        delta: what it writes of a delta.
-        proof: None where this save proves nothing.
-        local: all of each leaf that every process has for itself, as this one has it.
+        before: the step that the saved one followed, recorded or saved; itself if there is none.
+        proves: whether its update is proved.
+        proof: what that takes; None where this process cannot.
         parent_files: what belongs to the parent; empty if this process does not know.
         attempt: whose turn it is to write.
         whole: where the process that commits notes the files of the step, for the next one.
         parts: what every process told of its share, once that is known.
-        sums: what this process contributes to each leaf's fingerprint, once that is known.
         described: digests of the files that describe a base's arrays; from whoever wrote them.
-        settle: makes sure that the save is what it was expected to be, where that was not known
-            when it began: sets decision, count, and what of the delta depends on them.
-        unchanged: the leaves that must have the parent's bits.
         manifest: that was written, by the process that committed.
         stamp: of its file.
     """
 
     programs: Programs
     links: bool
-    step: int
-    count: int | None
+    steps: Sequence[StepShare]
     structure: Structure
     parent: Lineage | None
-    decision: policy.Decision
     final_directory: Path
     directory_step: int | None
     replayable: bool
-    fingerprints: fingerprint.Parts
     custom_metadata: Any
     base: BaseShare | None
-    delta: DeltaShare | None
+    before: int
+    proves: bool
     proof: Proof | None
-    local: Mapping[int, Blocks]
     replicas: Check
     parent_files: frozenset[str]
     whole: dict[Path, frozenset[str]]
     attempt: Attempt
     parts: list[parts.Part] = field(default_factory=list)
-    sums: dict[int, int] = field(default_factory=dict)
     described: dict[str, str] = field(default_factory=dict)
-    settle: Callable[[], None] | None = None
-    unchanged: tuple[int, ...] = ()
     manifest: manifests.Manifest | None = None
     stamp: tuple[int, int, int] | None = None
 
     @property
+    def own(self) -> StepShare:
+        """The saved step itself."""
+        return self.steps[-1]
+
+    @property
+    def step(self) -> int:
+        """Its number."""
+        return self.own.step
+
+    @property
+    def depth(self) -> int:
+        """Number of deltas between the base and the saved step, its own included."""
+        return self.parent.manifest.depth + len(self.steps) if self.parent else 0
+
+    @property
     def is_base(self) -> bool:
         """Whether the caller has to write a stock checkpoint of the full state."""
-        return self.decision.is_base
+        return self.own.decision.is_base
 
     def write(self, directory: Path) -> None:
         """Writes this process's share; the directory is the item's temporary one.
@@ -162,8 +212,9 @@ class Save:
                 parts.fail(directory, process, error)
             raise
         finally:  # a save that failed is kept until the next one, its copies of the state are not
-            self.base, self.delta, self.proof, self.local = None, None, None, {}
-            self.settle = None
+            self.base, self.proof = None, None
+            for each in self.steps:
+                each.release()
         if count > 1 and not self.attempt.is_over:
             parts.write(directory, process, self.parts[0])
             self.parts = parts.gather(directory, count)
@@ -172,22 +223,30 @@ class Save:
     def _write(self, directory: Path, process: int) -> parts.Part:
         # This waits for the devices first, and so lets go of the interpreter: the caller is still
         # on its way out of the manager's save.
-        self.sums |= self.fingerprints.sums()
-        if self.settle is not None:
-            self.settle()
+        for each in self.steps:
+            each.drain()
+            if each.settle is not None:
+                each.settle()
+        steps: list[dict[str, Any]] = [
+            {
+                "replicas": self.replicas.part(each.fingerprints.replicas),
+                "fingerprints": [value for _, value in sorted(each.sums.items())],
+                "local": [(i, _digest(blocks)) for i, blocks in sorted(each.local.items())],
+            }
+            for each in self.steps
+        ]
         part: parts.Part = {
-            "replicas": self.replicas.part(self.fingerprints.replicas),
             "is_base": self.is_base,
             "parent": self.parent.manifest.checksum if self.parent else None,
-            "fingerprints": [value for _, value in sorted(self.sums.items())],
-            "local": [(i, _digest(blocks)) for i, blocks in sorted(self.local.items())],
+            "numbers": [each.step for each in self.steps],
+            "steps": steps,
         }
         if self.is_base:
             if process == 0:
                 for platform, data in self._program().files.items():
                     durable.write(directory / manifests.update_file(platform), data)
             assert self.base is not None
-            part |= self.base.write(directory, process, self.sums)
+            part |= self.base.write(directory, process, self.own.sums)
         else:
             if process == 0 and self.parent and self.links:
                 # First of all: what is linked can no longer be deleted under this step.
@@ -196,10 +255,22 @@ class Save:
             # assumption, and the saver replays nothing onto this one.
             wrong = self._prove()
             part["problem"] = self._problem(wrong)
-            assert self.delta is not None
-            path = directory / lineage.DELTA / str(process)
-            part |= self.delta.write(path, process, jax.process_count(), wrong)
+            deltas = self._write_deltas(directory, process, wrong)
+            part["steps"] = [told | own for told, own in zip(steps, deltas, strict=True)]
         return part
+
+    def _write_deltas(
+        self, directory: Path, process: int, wrong: Sequence[int]
+    ) -> list[dict[str, Any]]:
+        assert self.own.delta is not None
+        buffers, codec = self.own.delta.buffers, self.own.delta.codec
+        packed = []
+        for each in self.steps:
+            assert each.delta is not None
+            own = wrong if each is self.own else ()
+            packed.append(each.delta.packed(process, jax.process_count(), own))
+            each.delta = None  # a run is as large as memory allows: let go of it as it is packed
+        return delta_share.write(packed, directory / lineage.DELTA / str(process), codec, buffers)
 
     def _prove(self) -> list[int]:
         """The leaves that replaying this delta does not reproduce; none where it is not proved."""
@@ -230,13 +301,22 @@ class Save:
 
     def _judge(self, told: Sequence[parts.Part]) -> None:
         """Whether the step may be committed, as every process finds alike."""
-        decisions = {(part["is_base"], part["parent"]) for part in told}
+        decisions = {(part["is_base"], part["parent"], *part["numbers"]) for part in told}
         if len(decisions) != 1:
             raise AdaCheckError(
                 f"step {self.step}: the {len(told)} processes did not decide alike: {decisions}. "
                 "Expected all of them to see the same root; check that it is a shared file system. "
                 "The step is not saved; the next one will be a base."
             )
+        before = self.parent.end.fingerprints if self.parent else ()
+        for each, own in zip(self.steps, _by_step(told), strict=True):
+            self._judge_local(each.step, own)
+            found = _fingerprints(own)
+            self._judge_unchanged(each, before, found)
+            self.replicas.settle(each.step, [part["replicas"] for part in own])
+            before = found
+
+    def _judge_local(self, step: int, told: Sequence[parts.Part]) -> None:
         for i, expected in told[0]["local"]:
             other = [p for p, part in enumerate(told) if dict(part["local"])[i] != expected]
             if other:
@@ -244,22 +324,19 @@ class Save:
                     f"leaf {self.structure.leaves[i].path}: it lies on every process by itself, so "
                     f"it is expected to be equal on all {len(told)}; processes "
                     f"{', '.join(map(str, other[:10]))} hold other bits than process 0. Step "
-                    f"{self.step} is not saved. Make it one global array "
+                    f"{step} is not saved. Make it one global array "
                     "(jax.make_array_from_process_local_data), or leave it out of the state."
                 )
-        self._judge_unchanged(told)
-        self.replicas.settle(self.step, [part["replicas"] for part in told])
 
-    def _judge_unchanged(self, told: Sequence[parts.Part]) -> None:
-        if not self.unchanged or self.parent is None:
-            return
-        found, before = _fingerprints(told), self.parent.manifest.fingerprints
-        changed = next((i for i in self.unchanged if found[i] != before[i]), None)
+    def _judge_unchanged(
+        self, share: StepShare, before: Sequence[int], found: Sequence[int]
+    ) -> None:
+        changed = next((i for i in share.unchanged if found[i] != before[i]), None)
         if changed is not None:
             raise AdaCheckError(
-                f"{self.final_directory}: expected the state of step {self.parent.manifest.step}, "
-                f"since the update counter is the same; but {self.structure.leaves[changed].path} "
-                "changed without an update. Step "
+                f"{self.final_directory}: expected at step {share.step} the state of the step "
+                "before, since the update counter is the same; but "
+                f"{self.structure.leaves[changed].path} changed without an update. Step "
                 f"{self.step} is not saved; the next one will be a base."
             )
 
@@ -278,15 +355,14 @@ class Save:
     def _commit(self, directory: Path) -> None:
         if len(self.parts) > 1:
             parts.remove(directory)
-        fingerprints = _fingerprints(self.parts)
         if self.parent is None:
             contents: dict[str, Sequence[str] | None] = {}
             for part in self.parts:
                 contents |= part["volumes"]
             volumes.merge(directory, contents)
-            manifest: manifests.Manifest = self._base_manifest(fingerprints)
+            manifest: manifests.Manifest = self._base_manifest()
         else:
-            manifest = self._delta_manifest(self.parent, fingerprints)
+            manifest = self._delta_manifest(self.parent)
         # The manifest makes the step exist, and nothing is written after it. All that is not
         # durable yet becomes so at once, which the journal of a file system takes as one. Orbax's
         # rename comes next.
@@ -295,7 +371,7 @@ class Save:
         self.stamp = manifests.stamp(directory)
         self.whole[self.final_directory] = lineage.files_of(directory, self.step)
 
-    def _base_manifest(self, fingerprints: tuple[int, ...]) -> BaseManifest:
+    def _base_manifest(self) -> BaseManifest:
         structure, program, update = self.structure, self._program(), None
         if structure.binding is not None and self.replayable:
             params, inner, record, extra = structure.arguments
@@ -314,11 +390,11 @@ class Save:
             )
         return BaseManifest(
             step=self.step,
-            count=self.count,
+            count=self.own.count,
             leaves=self.structure.leaves,
-            fingerprints=fingerprints,
+            fingerprints=_fingerprints(_by_step(self.parts)[-1]),
             update=update,
-            reason=self.decision.reason,
+            reason=self.own.decision.reason,
             aliases=self._agreed("aliases"),
             kept=self._agreed("kept"),
             process_count=jax.process_count(),
@@ -337,35 +413,55 @@ class Save:
                 pairs.append((i, values.pop()))
         return tuple(pairs)
 
-    def _delta_manifest(self, parent: Lineage, fingerprints: tuple[int, ...]) -> DeltaManifest:
+    def _delta_manifest(self, parent: Lineage) -> DeltaManifest:
         reference = lineage.reference(self.final_directory, parent.entries[-1].directory)
         assert reference is not None
-        letters: list[dict[int, str]] = [dict(part["letters"]) for part in self.parts]
-        stored = tuple(sorted(set().union(*letters)))
-        packs = tuple(
-            Pack(
-                encodings="".join(own.get(i, Encoding.SAME) for i in stored),
-                aliases=_pairs(part["aliases"]),
-                raw_bytes=part["sizes_bytes"][0],
-                compressed_bytes=part["sizes_bytes"][1],
-                raw_zeros=_pairs(part["zeros"][0]),
-                compressed_zeros=_pairs(part["zeros"][1]),
-            )
-            for own, part in zip(letters, self.parts, strict=True)
-        )
+        pairs = zip(self.steps, _by_step(self.parts), strict=True)
+        *recorded, own = [_delta(each, told) for each, told in pairs]
         return DeltaManifest(
-            step=self.step,
-            count=self.count,
-            has_update=self.decision.update_count == 1,
+            step=own.step,
+            count=own.count,
+            has_update=own.has_update,
             parent=Link(parent.manifest.step, reference, parent.manifest.checksum),
-            depth=len(parent.entries),
-            stored=stored,
-            packs=packs,
-            fingerprints=fingerprints,
+            depth=self.depth,
+            stored=own.stored,
+            packs=own.packs,
+            fingerprints=own.fingerprints,
             problem=next((part["problem"] for part in self.parts if part["problem"]), ""),
             custom_metadata=self.custom_metadata,
             directory_step=self.directory_step,
+            recorded=tuple(recorded),
         )
+
+
+def _delta(share: StepShare, told: Sequence[parts.Part]) -> Delta:
+    """The delta of a step, from what each process told of it."""
+    letters: list[dict[int, str]] = [dict(part["letters"]) for part in told]
+    stored = tuple(sorted(set().union(*letters)))
+    packs = tuple(
+        Pack(
+            encodings="".join(own.get(i, Encoding.SAME) for i in stored),
+            aliases=_pairs(part["aliases"]),
+            raw_bytes=part["sizes_bytes"][0],
+            compressed_bytes=part["sizes_bytes"][1],
+            raw_zeros=_pairs(part["zeros"][0]),
+            compressed_zeros=_pairs(part["zeros"][1]),
+        )
+        for own, part in zip(letters, told, strict=True)
+    )
+    return Delta(
+        step=share.step,
+        count=share.count,
+        has_update=share.decision.update_count == 1,
+        stored=stored,
+        packs=packs,
+        fingerprints=_fingerprints(told),
+    )
+
+
+def _by_step(told: Sequence[parts.Part]) -> list[tuple[parts.Part, ...]]:
+    """For each step what every process told of it."""
+    return [*zip(*(part["steps"] for part in told), strict=True)]
 
 
 def _fingerprints(told: Sequence[parts.Part]) -> tuple[int, ...]:

@@ -101,7 +101,7 @@ def comparable(
     if decision.kind == "bits":
         return blocks
     consumed = frozenset(structure.arguments[2] + structure.arguments[3] if blocks else ())
-    return {i: held for i, held in blocks.items() if i not in consumed}
+    return Joined({i: blocks for i in blocks if i not in consumed})  # they may not be here yet
 
 
 def _not_computed(

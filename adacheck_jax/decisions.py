@@ -7,8 +7,7 @@ the parent's structure and update, and whether something else than the update ha
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,11 +18,17 @@ from adacheck_jax.copies import candidates
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.lineage import Lineage
 from adacheck_jax.manifest import BaseManifest
-from adacheck_jax.policy import Decision, Delta
+from adacheck_jax.policy import Decision, Delta, Tip
 from adacheck_jax.programs import Program, Programs
 from adacheck_jax.snapshot import Snapshot, Structure
 
 _log = logging.getLogger(__name__)
+
+
+def tip_of(parent: Lineage) -> Tip:
+    """The saved step at the end of a lineage."""
+    saved = parent.manifest
+    return Tip(saved.step, saved.count, saved.depth, parent.entries[-1].directory)
 
 
 class Decisions:
@@ -51,7 +56,7 @@ class Decisions:
         self._max_deltas = max_deltas
         self._keeps_lineage = keeps_lineage
         self._delta: Delta = delta
-        self._small: dict[Path, list[np.ndarray]] = {}
+        self._small: dict[Hashable, list[np.ndarray]] = {}
         self._forecasts = True
         self._surprised_at: int | None = None
         self._said: set[str] = set()
@@ -60,6 +65,7 @@ class Decisions:
         self,
         snapshot: Snapshot,
         parent: Lineage | None,
+        tip: Tip | None,
         held: Collection[int],
         *,
         step: int,
@@ -72,7 +78,8 @@ class Decisions:
         Args:
             snapshot: the state.
             parent: the lineage that a delta would follow; None where there is none.
-            held: the leaves of the parent that are in host memory.
+            tip: its last step, or the last of those that were recorded since.
+            held: the leaves of that step that are in host memory.
             step: the step's number.
             count: the recorder's update counter.
             has_links: tells whether the file system has hard links.
@@ -83,7 +90,7 @@ class Decisions:
         self._learn_problem(parent)
         decision = policy.decide(
             parent.base if parent else None,
-            parent.manifest if parent else None,
+            tip,
             problem=parent.problem if parent else "",
             step=step,
             count=count,
@@ -93,7 +100,7 @@ class Decisions:
         program = self._programs.of(snapshot.structure)
         if program.problem and self._has_recorder and self._delta != "bits":
             self._say(program.problem)
-        if decision.is_base or parent is None:
+        if decision.is_base or parent is None or tip is None:
             return decision
         if parent.base.leaves != snapshot.structure.leaves:
             return Decision("base", _first_difference(parent.base, snapshot.structure))
@@ -104,7 +111,7 @@ class Decisions:
             )
         if decision.kind == "bits":
             return self._check_bits(decision, snapshot, parent, program, held)
-        return self._check_replay(decision, snapshot, count, parent, program)
+        return self._check_replay(decision, snapshot, count, parent, tip, program)
 
     def _learn_problem(self, parent: Lineage | None) -> None:
         """What disproved a lineage, in this process or another, speaks against its program."""
@@ -134,6 +141,7 @@ class Decisions:
         snapshot: Snapshot,
         count: int | None,
         parent: Lineage,
+        tip: Tip,
         program: Program,
     ) -> Decision:
         if not program.files:
@@ -146,8 +154,10 @@ class Decisions:
             return Decision("base", "the mesh changed, and the update adds up elements")
         if decision.update_count:
             values = self.values_of(snapshot.structure, snapshot.arrays)
-            changed = self._set_by_hand(snapshot.structure, values, count, parent, program)
+            changed = self._set_by_hand(snapshot.structure, values, count, tip, program)
             by = "was changed by something else than the update"
+        elif tip.step != parent.manifest.step:  # recorded: whoever writes knows its fingerprints
+            changed, by = "", ""
         else:
             changed = _changed(snapshot, parent, candidates(snapshot.structure, decision, program))
             by = "changed without an update"
@@ -157,18 +167,18 @@ class Decisions:
         self,
         structure: Structure,
         values: Mapping[int, np.ndarray],
-        parent: Lineage,
+        tip: Tip,
         program: Program,
-        directory: Path,
+        where: Hashable,
     ) -> tuple[Decision, int]:
         """Decides, when the state may be gone, what was expected to be a delta of an update.
 
         Args:
             structure: of the state.
             values: of its small leaves, as :meth:`small` chose them.
-            parent: the lineage that it follows.
+            tip: the step that it follows.
             program: the update.
-            directory: where the step will be.
+            where: under which its small values are remembered.
 
         Returns:
             A delta of one update or of none, and the update counter.
@@ -178,22 +188,22 @@ class Decisions:
         """
         binding = structure.binding
         assert binding is not None
-        count, before = int(values[structure.index[binding.count]]), parent.manifest.count
+        count, before = int(values[structure.index[binding.count]]), tip.count
         assert before is not None
         wrong = ""
         if count - before == 1:
-            changed = self._set_by_hand(structure, values, count, parent, program)
+            changed = self._set_by_hand(structure, values, count, tip, program)
             wrong = f"{changed} was changed by something else than the update" if changed else ""
         elif count != before:
             wrong = f"the update counter went from {before} to {count}: not one update"
         if wrong:
             raise AdaCheckError(
-                f"{directory}: expected one update since step {parent.manifest.step}, as between "
-                f"the steps before; but {wrong}. A save does not wait for a step that is still "
-                "computed, and so this was found when a full state could not be had any more. "
-                "The step is not saved; the next one will be a base."
+                f"expected one update since step {tip.step}, as between the steps before; but "
+                f"{wrong}. A save does not wait for a step that is still computed, and so this was "
+                "found when a full state could not be had any more. The step is not saved; the "
+                "next one will be a base."
             )
-        self.remember(structure, values, directory)
+        self.remember(structure, values, where)
         advanced = count - before
         return Decision("replay", "one update" if advanced else "no update", advanced), count
 
@@ -225,12 +235,12 @@ class Decisions:
         structure: Structure,
         values: Mapping[int, np.ndarray],
         count: int | None,
-        parent: Lineage,
+        tip: Tip,
         program: Program,
     ) -> str:
         """Names a small leaf of the optimizer's state that the update cannot have set."""
         binding = structure.binding
-        before = self._small.get(parent.entries[-1].directory)
+        before = self._small.get(tip.where)
         if binding is None or before is None or not self._forecasts:
             return ""
         forecast = self._programs.forecast(structure)
@@ -244,21 +254,21 @@ class Decisions:
         if not changed:
             return ""
         # Twice in a row is no hand: the step computes it otherwise, and the proof is left to tell.
-        self._forecasts = self._surprised_at != parent.manifest.count
+        self._forecasts = self._surprised_at != tip.count
         self._surprised_at = count
         return binding.inner[changed[0]] if self._forecasts else ""
 
     def remember(
-        self, structure: Structure, values: Mapping[int, np.ndarray], directory: Path
+        self, structure: Structure, values: Mapping[int, np.ndarray], where: Hashable
     ) -> None:
         """Keeps what the next save is compared with, if updates may be replayed onto this one.
 
         Args:
             structure: of the state that is being saved.
             values: of its small leaves.
-            directory: where it will be.
+            where: under which; others are forgotten.
         """
-        self._small = {directory: self._small_of(structure, values)} if self._forecasts else {}
+        self._small = {where: self._small_of(structure, values)} if self._forecasts else {}
 
     def _small_of(self, structure: Structure, values: Mapping[int, np.ndarray]) -> list[np.ndarray]:
         inner = structure.arguments[1]

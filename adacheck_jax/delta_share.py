@@ -1,4 +1,4 @@
-"""This process's share of a delta: its pack, and how each leaf lies in it."""
+"""This process's share of deltas: its pack, and how each leaf lies in it."""
 
 from __future__ import annotations
 
@@ -35,6 +35,31 @@ class Habits:
     plan: WritePlan | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """What one process has to write of a delta, as it will lie in the pack.
+
+    Attributes:
+        raw, compressed: its sections of the two arrays.
+        letters: how the leaves are stored that this process holds something of.
+        aliases: as in :class:`~adacheck_jax.manifest.Pack`.
+    """
+
+    raw: np.ndarray
+    compressed: np.ndarray
+    letters: list[tuple[int, Encoding]]
+    aliases: list[tuple[int, int]]
+
+    def told(self, raw_zeros: arrays.Ranges, compressed_zeros: arrays.Ranges) -> dict[str, Any]:
+        """What the others, and the manifest, have to know of it."""
+        return {
+            "letters": self.letters,
+            "aliases": self.aliases,
+            "sizes_bytes": (self.raw.size, self.compressed.size),
+            "zeros": (raw_zeros, compressed_zeros),
+        }
+
+
 @dataclass(slots=True)
 class DeltaShare:
     """What one process has to write of a delta.
@@ -59,22 +84,13 @@ class DeltaShare:
     habits: Habits
     buffers: Buffers
 
-    def write(
-        self, directory: Path, process: int, process_count: int, wrong: Sequence[int]
-    ) -> dict[str, Any]:
-        """Writes the share durably.
+    def packed(self, process: int, process_count: int, wrong: Sequence[int] = ()) -> Packed:
+        """Decides how each leaf is stored, and puts the pack together.
 
         Args:
-            directory: of this process's pack.
             process: index of this process.
             process_count: how many there are.
             wrong: leaves that are stored by themselves, whatever else would do.
-
-        Returns:
-            For the part, what the manifest says of the pack (:class:`~adacheck_jax.manifest.Pack`).
-
-        Raises:
-            OSError: from the file system.
         """
         letters = {i: self._encoding(i) for i in self.candidates}
         letters |= {i: self._whole(i) for i in wrong if self.blocks.get(i)}
@@ -93,20 +109,11 @@ class DeltaShare:
         aliases = self._aliases(plan.extents)
         if aliases:
             plan = plan_with(aliases)
-        sizes_bytes = plan.raw_bytes[process], plan.compressed_bytes[process]
-        raw, compressed = packs = [self.buffers.take(size_bytes) for size_bytes in sizes_bytes]
+        raw = self.buffers.take(plan.raw_bytes[process])
+        compressed = self.buffers.take(plan.compressed_bytes[process])
         skipped = {first for first, _ in aliases}
         self._fill(raw, compressed, [x for i, x in enumerate(plan.extents) if i not in skipped])
-        contents = [(arrays.RAW, raw), (arrays.COMPRESSED, compressed)]
-        zeros = arrays.write_pack(directory, contents, self._codec() or "zstd")
-        for pack in packs:
-            self.buffers.give_back(pack)
-        return {
-            "letters": list(letters.items()),
-            "aliases": aliases,
-            "sizes_bytes": sizes_bytes,
-            "zeros": zeros,
-        }
+        return Packed(raw, compressed, [*letters.items()], aliases)
 
     def _fill(self, raw: np.ndarray, compressed: np.ndarray, extents: Sequence[Extent]) -> None:
         """Puts the stored boxes where the plan has them; gaps are filled with zeros."""
@@ -172,6 +179,11 @@ class DeltaShare:
             self.habits.choices[index] = chosen
         return chosen
 
+    @property
+    def codec(self) -> Codec:
+        """Of what is compressed."""
+        return self._codec() or "zstd"
+
     def _codec(self) -> Codec | None:
         """Of what is compressed in this lineage; None where exponents had better not be."""
         if self.compression != "auto":
@@ -185,6 +197,31 @@ class DeltaShare:
                 speeds = compression.measured(codecs.exponents(largest))
                 self.habits.codec = compression.choose(self.storage.bytes_s, speeds)
         return self.habits.codec
+
+
+def write(
+    packed: Sequence[Packed], directory: Path, codec: Codec, buffers: Buffers
+) -> list[dict[str, Any]]:
+    """Writes what one process has of successive deltas, durably and at once.
+
+    Args:
+        packed: of each delta.
+        directory: of this process's pack.
+        codec: of what is compressed.
+        buffers: that the sections lie in; they are given back.
+
+    Returns:
+        For the part, what is told of each delta (:meth:`Packed.told`).
+
+    Raises:
+        OSError: from the file system.
+    """
+    sections = [each.raw for each in packed], [each.compressed for each in packed]
+    contents = list(zip((arrays.RAW, arrays.COMPRESSED), sections, strict=True))
+    zeros = arrays.write_pack(directory, contents, codec)
+    for section in (*sections[0], *sections[1]):
+        buffers.give_back(section)
+    return [each.told(*left_out) for each, *left_out in zip(packed, *zeros, strict=True)]
 
 
 _MIN_ALIAS_BYTES = 256

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from adacheck_jax import arrays, codecs, redundancy, staging
-from adacheck_jax.arrays import PackReader
+from adacheck_jax.arrays import PackArray, PackReader
 from adacheck_jax.boxes import Box
 from adacheck_jax.errors import IntegrityError
-from adacheck_jax.lineage import DELTA
-from adacheck_jax.manifest import BaseManifest, DeltaManifest, Encoding, Leaf
+from adacheck_jax.lineage import DELTA, Lineage
+from adacheck_jax.manifest import BaseManifest, DeltaManifest, Encoding, Leaf, Pack
 
-Plans = dict[Hashable, redundancy.WritePlan]
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What the deltas of a lineage have in common.
+
+    Attributes:
+        plans: how packs are laid out, which mostly is the same.
+        opened: the arrays in which the deltas of a save lie one after another.
+    """
+
+    plans: dict[Hashable, redundancy.WritePlan] = field(default_factory=dict)
+    opened: dict[tuple[Path, arrays.Kind], PackArray] = field(default_factory=dict)
 
 
 class DeltaReader:
@@ -26,9 +38,10 @@ class DeltaReader:
 
     Args:
         base: the manifest that describes the leaves.
-        delta: the delta's manifest.
-        directory: the delta's item directory.
-        plans: where the deltas of a lineage share their plans, which mostly are the same one.
+        manifest: of the save that the delta belongs to.
+        directory: its item directory.
+        number: which of its deltas; the last one is that of the saved step itself.
+        shared: with other readers.
 
     Raises:
         IntegrityError: the manifest does not fit the base's.
@@ -37,13 +50,17 @@ class DeltaReader:
     def __init__(
         self,
         base: BaseManifest,
-        delta: DeltaManifest,
+        manifest: DeltaManifest,
         directory: Path,
-        plans: Plans | None = None,
+        number: int = -1,
+        shared: Shared | None = None,
     ) -> None:
         self._leaves = base.leaves
         self._directory = directory
-        self._delta = delta
+        self._manifest = manifest
+        self._number = number % len(manifest.deltas)
+        self._delta = delta = manifest.deltas[number]
+        self._shared = shared = shared or Shared()
         encodings = [pack.encodings for pack in delta.packs]
         if len(encodings) != base.process_count or any(i >= len(base.leaves) for i in delta.stored):
             raise IntegrityError(
@@ -53,9 +70,8 @@ class DeltaReader:
             )
         try:
             aliases = [pack.aliases for pack in delta.packs]
-            plans = {} if plans is None else plans
             key = (delta.stored, *encodings, *aliases)
-            plan = plans.get(key)
+            plan = shared.plans.get(key)
             if plan is None:
                 plan = redundancy.plan_delta(base.leaves, delta.stored, encodings, aliases)
         except (ValueError, IndexError) as error:
@@ -63,7 +79,7 @@ class DeltaReader:
                 f"{directory}: the manifest calls parts equal that cannot be ({error}). Restore "
                 "another step."
             ) from error
-        plans[key] = plan
+        shared.plans[key] = plan
         planned = tuple(zip(plan.raw_bytes, plan.compressed_bytes, strict=True))
         found = tuple((pack.raw_bytes, pack.compressed_bytes) for pack in delta.packs)
         if planned != found:
@@ -214,13 +230,38 @@ class DeltaReader:
 
     def _pack(self, process: int, kind: arrays.Kind) -> PackReader:
         if (process, kind) not in self._packs:
-            pack = self._delta.packs[process]
-            size_bytes, zeros = pack.compressed_bytes, pack.compressed_zeros
-            if kind is arrays.RAW:
-                size_bytes, zeros = pack.raw_bytes, pack.raw_zeros
             directory = self._directory / DELTA / str(process)
-            self._packs[process, kind] = PackReader(directory, kind, size_bytes, zeros)
+            sections = [_section(delta.packs[process], kind) for delta in self._manifest.deltas]
+            starts, length_bytes = arrays.laid_out(directory, kind, sections)
+            opened = self._shared.opened
+            if (directory, kind) not in opened:
+                opened[directory, kind] = PackArray(directory, kind, length_bytes)
+            self._packs[process, kind] = PackReader(
+                opened[directory, kind], *sections[self._number], starts[self._number]
+            )
         return self._packs[process, kind]
+
+
+def _section(pack: Pack, kind: arrays.Kind) -> tuple[int, arrays.Ranges]:
+    """The length of what a pack has in an array, and the blocks that were left out of it."""
+    if kind is arrays.RAW:
+        return pack.raw_bytes, pack.raw_zeros
+    return pack.compressed_bytes, pack.compressed_zeros
+
+
+def readers(lineage: Lineage) -> list[DeltaReader]:
+    """A reader for every delta of a lineage, oldest first.
+
+    Raises:
+        IntegrityError: a manifest does not fit the base's.
+    """
+    shared = Shared()
+    every = [
+        DeltaReader(lineage.base, manifest, directory, number, shared)
+        for manifest, directory in lineage.saves
+        for number in range(len(manifest.deltas))
+    ]
+    return every[: len(every) - lineage.left_out]
 
 
 def _rows_of(stored: Box, part: Box) -> Box:

@@ -99,13 +99,16 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             that this overlaps the next step's forward and backward pass. The training loop then has
             to call :meth:`wait_until_staged` before the update that donates the state, or changes
             it in place. Otherwise ``save`` returns when that is safe.
+        run_bytes: host memory that each process may take, about, for steps that were recorded
+            (:meth:`record_step`). While they are written it takes as much again, and what is
+            recorded meanwhile.
 
     Attributes:
         restored: what the last restore gave; None before it.
 
     Raises:
-        ValueError: ``max_deltas`` or ``prove_bytes`` is negative, or ``delta``, ``prove`` or
-            ``compression`` or ``check_replicas`` is none of these.
+        ValueError: ``max_deltas``, ``prove_bytes`` or ``run_bytes`` is negative, or ``delta``,
+            ``prove``, ``compression`` or ``check_replicas`` is none of these.
     """
 
     def __init__(
@@ -121,8 +124,13 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         compression: Compression = "auto",
         check_replicas: replicas.Mode = "warn",
         returns_early: bool = False,
+        run_bytes: int = 256 * 2**20,
     ) -> None:
-        for name, value in (("max_deltas", max_deltas), ("prove_bytes", prove_bytes)):
+        for name, value in (
+            ("max_deltas", max_deltas),
+            ("prove_bytes", prove_bytes),
+            ("run_bytes", run_bytes),
+        ):
             if value < 0:
                 raise ValueError(f"expected {name} >= 0, found {value}")
         for name, choice, known in (
@@ -149,6 +157,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             compression=compression,
             check_replicas=check_replicas,
             returns_early=returns_early,
+            run_bytes=run_bytes,
         )
         self.restored: RestoreInfo | None = None
         # Managers, or one manager's saves and restores, may call from several threads.
@@ -225,6 +234,46 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         futures.append(CommitFutureAwaitingContractedSignals(written, name="adacheck_write"))
         return futures
 
+    def record_step(self, state: PyTree, step: int | None = None) -> bool:
+        """Takes hold of a step that the next save writes together with its own.
+
+        For training steps that are shorter than a save through the manager takes::
+
+            for step, batch in enumerate(batches):
+                state = train_step(state, batch)
+                if not handler.record_step(state, step):
+                    manager.save(step, args=adacheck.SaveArgs(state))
+
+        The state may be donated when this returns; nothing is written, and no running step waited
+        for. Recorded steps are restored by their numbers, from the step that was saved next:
+        ``manager.restore(saved, args=RestoreArgs(abstract_state, step=recorded))``. They are lost
+        where the process ends before that save, or it fails.
+
+        Args:
+            state: the whole train state, as it would be saved.
+            step: its number; None is the one after the last step, recorded or saved. A step that
+                was recorded may be recorded or saved again.
+
+        Returns:
+            Whether it was recorded. If not, save this step: there is nothing yet that it could
+            build on (no base; an update that is yet to be proved; a step that was just restored;
+            another tree or other shardings), it has to be stored in full, or the recorded
+            steps take up ``run_bytes`` or, with it, ``max_deltas``. With several processes all
+            get the same answer.
+
+        Raises:
+            ValueError: the step comes before the last one, or the handler saves several lines of
+                steps.
+        """
+        with self._lock:
+            savers = [saver for saver in self._savers.values() if saver.has_saved]
+        if len(savers) > 1:
+            raise ValueError(
+                f"expected a handler that saves one line of steps, found {len(savers)}: it is not "
+                "known which of them this step belongs to. Use one handler for each."
+            )
+        return bool(savers) and savers[0].record(state, step)
+
     def wait_until_staged(self) -> None:
         """Waits until every state that was saved may be donated, or changed in place.
 
@@ -294,23 +343,30 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         """Restores the newest step before a bad one that can be."""
         number = lineages.place_of(path).step
         older = [s for s in lineages.siblings(path) if number is not None and s.step < number]
+        places: list[tuple[Path, int | None]] = [(s.directory, None) for s in reversed(older)]
+        if (recorded := _recorded_before_damage(path, args.step)) is not None:
+            places.insert(0, (path, recorded))
         bad: AdaCheckError = error
-        for step in reversed(older):
+        for directory, step in places:
             _log.warning("Skipping a step that cannot be restored: %s", bad)
             try:
-                state = self._restore(step.directory, args)
+                state = self._restore(directory, dataclasses.replace(args, step=step))
             except (FormatError, IntegrityError, LineageError) as another:
                 bad = another
                 continue
-            _log.warning("Restored step %d instead of step %s.", step.step, number)
+            assert self.restored is not None
+            wanted = number if args.step is None else args.step
+            _log.warning("Restored step %d instead of step %s.", self.restored.step, wanted)
             return state
         raise error
 
     def _restore(self, path: Path, args: RestoreArgs) -> PyTree:
         lineage = self._resolve(path)
-        restorer.begin(lineage)
         if misplaced := lineages.misplaced(path, lineage.manifest):
             _log.warning("%s: %s; it was moved there.", path, misplaced)
+        if args.step is not None:
+            lineage = self._earlier(lineage, args.step, path)
+        restorer.begin(lineage)
         damage = stock.damaged_descriptions(lineage.base_directory, lineage.base)
         shardings_damage = damage.pop(manifests.SHARDINGS, None)
         for error in damage.values():
@@ -340,7 +396,11 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         self.restored = self._tell(lineage, rounded, path, args.exact)
         if not rounded:
             place = lineages.place_of(path)
-            self._saver_of(place).follow(lineage, place.step, leaves)
+            saver = self._saver_of(place)
+            if lineage.entries[-1].directory == path and not lineage.left_out:
+                saver.follow(lineage, place.step, leaves)
+            else:
+                saver.forget()
         named = {spec.path: leaf for spec, leaf in zip(lineage.base.leaves, leaves, strict=True)}
         if there:
             target.move({each: placements[each] for each in there}, named)
@@ -352,7 +412,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         count = restorer.replayed_count(lineage)
         paths = tuple(lineage.base.leaves[i].path for i in rounded)
         tolerance = restorer.tolerance(lineage, rounded) if rounded else 0.0
-        info = RestoreInfo(lineage.manifest.step, count, paths, tolerance)
+        info = RestoreInfo(lineage.end.step, count, paths, tolerance)
         if not paths:
             return info
         shown = ", ".join(paths[:5]) + (", ..." if len(paths) > 5 else "")
@@ -382,6 +442,10 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
 
     def close(self) -> None:
         """Releases what Orbax's handlers hold; called by the manager."""
+        with self._lock:
+            savers = [*self._savers.values()]
+        for saver in savers:
+            saver.close()
         self._stock.close()
 
     def _saver_of(self, place: Place) -> Saver:
@@ -399,6 +463,17 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             steps = [s.step for s in lineages.siblings(path) if s.error is None]
             hint = ", ".join(map(str, steps[-10:])) or "none"
             raise LineageError(f"{error} Steps that can be restored: {hint}.") from error
+
+    def _earlier(self, lineage: Lineage, step: int, path: Path) -> Lineage:
+        """The part of a lineage that an earlier step is restored from."""
+        try:
+            return lineage.to(step)
+        except LineageError as error:
+            for saved in lineages.siblings(path):
+                recorded = getattr(saved.manifest, "recorded", ())
+                if saved.error is None and step in (saved.step, *(each.step for each in recorded)):
+                    raise LineageError(f"{error} Restore it from step {saved.step}.") from error
+            raise
 
     def _learn_parents(self, root: Path, item: str | None) -> None:
         """Tells the preservation policy about the steps that are on disk already."""
@@ -457,6 +532,9 @@ class RestoreArgs(ocp.args.CheckpointArgs):
         fallback: where the step is damaged, restore the newest older one that is not, and log what
             was skipped and why; ``handler.restored.step`` tells which it was. Otherwise a bad step
             is an error: training should not restart from an older step unasked.
+        step: an earlier step, of those that the restored directory holds: one that was recorded
+            (:meth:`AdaCheckHandler.record_step`) and saved with it, or one that it builds on. The
+            next save is a base then.
         exact: refuse a step of which some bits can only be had to rounding here: the update adds up
             elements, and the devices that it was saved from do not exist.
     """
@@ -466,6 +544,7 @@ class RestoreArgs(ocp.args.CheckpointArgs):
     support_layout: bool = False
     fallback_sharding: jax.sharding.Sharding | None = None
     fallback: bool = False
+    step: int | None = None
     exact: bool = False
 
 
@@ -491,6 +570,16 @@ class RestoreInfo:
     def exact(self) -> bool:
         """Whether every bit is the one that was saved."""
         return not self.rounded
+
+
+def _recorded_before_damage(path: Path, step: int | None) -> int | None:
+    """The last recorded step of a damaged save up to which its bytes can be read."""
+    try:
+        lineage = lineages.resolve(path)
+        rest = restorer.readable(lineage if step is None else lineage.to(step))
+    except AdaCheckError:
+        return None
+    return None if rest is None else rest.end.step
 
 
 async def _nothing() -> None:

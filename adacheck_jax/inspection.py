@@ -44,6 +44,7 @@ class StepSummary:
         update_count: the recorder's update counter, None without a recorder or manifest.
         parent: for a delta the step that it builds on, else None.
         depth: number of deltas since the base, 0 for a base, None without a manifest.
+        recorded: the recorded steps that were saved with it, which can be restored from it.
         new_bytes: bytes that this step added: its files without the links to earlier steps.
         error: why the step cannot be restored, None if base and deltas are all there. The array
             data itself is verified by a restore, not here.
@@ -55,6 +56,7 @@ class StepSummary:
     update_count: int | None
     parent: int | None
     depth: int | None
+    recorded: tuple[int, ...]
     new_bytes: int
     error: str | None
 
@@ -131,6 +133,7 @@ class StepDetails:
         parent: for a delta the step that it builds on, else None.
         base: the step of the base that a restore starts from.
         depth: number of deltas since the base, 0 for a base.
+        recorded: the recorded steps that were saved with it.
         replayed_count: how many updates a restore replays.
         problem: why no further updates are replayed onto this step; None where they are.
         new_bytes: bytes that this step added.
@@ -147,6 +150,7 @@ class StepDetails:
     parent: int | None
     base: int
     depth: int
+    recorded: tuple[int, ...]
     replayed_count: int
     problem: str | None
     new_bytes: int
@@ -212,7 +216,8 @@ def describe_step(root: Path, number: int | None = None, item: str | None = None
         parent=_parent(manifest),
         base=base.step,
         depth=len(lineage.deltas),
-        replayed_count=sum(delta.has_update for delta, _ in lineage.deltas),
+        recorded=_recorded(manifest),
+        replayed_count=sum(delta.has_update for delta in lineage.deltas),
         problem=lineage.problem or (None if base.update else "the base holds no update program"),
         new_bytes=new_bytes(step.directory),
         versions=dict(base.versions),
@@ -336,7 +341,8 @@ def _summarize(step: Step, root: Path) -> StepSummary:
         kind=_kind(manifest) if manifest else None,
         update_count=manifest.count if manifest else None,
         parent=_parent(manifest) if manifest else None,
-        depth=_depth(manifest) if manifest else None,
+        depth=manifest.depth if manifest else None,
+        recorded=_recorded(manifest) if manifest else (),
         new_bytes=new_bytes(step.directory),
         error=None if step.error is None else _one_line(step.error),
     )
@@ -354,8 +360,10 @@ def _parent(manifest: Manifest) -> int | None:
     return manifest.parent.step if isinstance(manifest, DeltaManifest) else None
 
 
-def _depth(manifest: Manifest) -> int:
-    return manifest.depth if isinstance(manifest, DeltaManifest) else 0
+def _recorded(manifest: Manifest) -> tuple[int, ...]:
+    if isinstance(manifest, BaseManifest):
+        return ()
+    return tuple(delta.step for delta in manifest.recorded)
 
 
 def _reason(manifest: Manifest) -> str:
@@ -406,7 +414,7 @@ def _sources(lineage: Lineage) -> list[str]:
     for index, step in base.kept:
         stored[index] = f"kept from {step}"
     sources: list[dict[str, None]] = [{} for _ in base.leaves]
-    for delta, _ in lineage.deltas:
+    for delta in lineage.deltas:
         if update is not None and delta.has_update:
             for index in update.explained.difference(update.passed):
                 sources[index]["replayed"] = None

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from adacheck_jax import manifest as manifests
 from adacheck_jax.errors import AdaCheckError, IntegrityError, LineageError
-from adacheck_jax.manifest import BaseManifest, DeltaManifest, Manifest
+from adacheck_jax.manifest import BaseManifest, Delta, DeltaManifest, Manifest
 
 LINEAGE = f"{manifests.DIRECTORY}/lineage"
 DELTA = f"{manifests.DIRECTORY}/delta"
@@ -42,9 +42,16 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """What one step is restored from: the base first, the step itself last."""
+    """What one step is restored from: the base first, the step itself last.
+
+    Attributes:
+        entries: the saved steps.
+        left_out: how many deltas at the end of the last one are not part of it: a lineage may end
+            at a recorded step (:meth:`to`).
+    """
 
     entries: tuple[Entry, ...]
+    left_out: int = 0
 
     @property
     def base(self) -> BaseManifest:
@@ -59,8 +66,8 @@ class Lineage:
         return self.entries[0].directory
 
     @property
-    def deltas(self) -> list[tuple[DeltaManifest, Path]]:
-        """The deltas after the base, oldest first."""
+    def saves(self) -> list[tuple[DeltaManifest, Path]]:
+        """The saved steps after the base, oldest first."""
         return [
             (entry.manifest, entry.directory)
             for entry in self.entries
@@ -68,16 +75,51 @@ class Lineage:
         ]
 
     @property
+    def deltas(self) -> list[Delta]:
+        """The deltas after the base, of recorded steps too, oldest first."""
+        every = [delta for manifest, _ in self.saves for delta in manifest.deltas]
+        return every[: len(every) - self.left_out]
+
+    @property
     def manifest(self) -> Manifest:
-        """The manifest of the step itself."""
+        """The manifest of the saved step at the end."""
         return self.entries[-1].manifest
+
+    @property
+    def end(self) -> BaseManifest | Delta:
+        """The step itself, which may be a recorded one."""
+        deltas = self.deltas
+        return deltas[-1] if deltas else self.base
 
     @property
     def problem(self) -> str:
         """What speaks against replaying updates onto the step; empty if nothing does."""
         update = self.base.update
-        problems = [update.problem if update else "", *(delta.problem for delta, _ in self.deltas)]
+        problems = [update.problem if update else "", *(saved.problem for saved, _ in self.saves)]
         return next(filter(None, problems), "")
+
+    @property
+    def steps(self) -> list[int]:
+        """The numbers of all steps that can be restored from it, ascending."""
+        return [self.base.step, *(delta.step for delta in self.deltas)]
+
+    def to(self, step: int) -> Lineage:
+        """The part of it that an earlier step is restored from.
+
+        Raises:
+            LineageError: it has no such step.
+        """
+        for count, entry in enumerate(self.entries, start=1):
+            manifest = entry.manifest
+            steps = [manifest.step]
+            if isinstance(manifest, DeltaManifest):
+                steps = [delta.step for delta in manifest.deltas]
+            if step in steps:
+                return Lineage(self.entries[:count], len(steps) - 1 - steps.index(step))
+        raise LineageError(
+            f"{self.entries[-1].directory}: expected step {step} in what was saved there, found "
+            f"the steps {shown_steps(self.steps)}."
+        )
 
     def exists(self) -> bool:
         """Whether every step is still on disk."""
@@ -123,10 +165,10 @@ def resolve(item_directory: Path) -> Lineage:
                 f"{parent.checksum[:12]}. The step was saved again or replaced; restore a base "
                 "step, or a step saved after the replacement."
             )
-        depth = 0 if isinstance(parent, BaseManifest) else parent.depth
-        if child.depth != depth + 1:
+        depth = parent.depth + len(child.deltas)
+        if child.depth != depth:
             raise IntegrityError(
-                f"{entry.directory}: expected delta number {depth + 1} of its lineage, found "
+                f"{entry.directory}: expected delta number {depth} of its lineage, found "
                 f"{child.depth}. Restore another step."
             )
         entry = Entry(parent, directory)
@@ -135,13 +177,25 @@ def resolve(item_directory: Path) -> Lineage:
             # Who holds links holds them to all that he builds on: the first and the last suffice.
             holders[1:] = [directory]
     lineage = Lineage(tuple(reversed(entries)))
-    for manifest, directory in lineage.deltas:
+    for manifest, directory in lineage.saves:
         if len(manifest.fingerprints) != len(lineage.base.leaves):
             raise IntegrityError(
                 f"{directory}: expected a fingerprint for each of {len(lineage.base.leaves)} "
                 f"leaves of the base, found {len(manifest.fingerprints)}. Restore another step."
             )
     return lineage
+
+
+def shown_steps(steps: Sequence[int]) -> str:
+    """Step numbers for a message: runs of them as ranges, and of many runs the last ones."""
+    runs: list[list[int]] = []
+    for step in steps:
+        if runs and step == runs[-1][1] + 1:
+            runs[-1][1] = step
+        else:
+            runs.append([step, step])
+    names = [f"{a} to {b}" if a < b else f"{a}" for a, b in runs]
+    return ", ".join(["...", *names[-10:]] if len(names) > 10 else names) or "none"
 
 
 def _refuse_links(directory: Path) -> None:

@@ -34,7 +34,7 @@ from adacheck_jax import durable
 from adacheck_jax.boxes import Box, Cuts, grid
 from adacheck_jax.errors import FormatError, IntegrityError, unreadable
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 DIRECTORY = "adacheck"
 """Name of our folder inside an item's directory."""
 FILE = f"{DIRECTORY}/manifest.json"
@@ -209,13 +209,13 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """What one process wrote for a delta.
+    """What one process wrote for a delta: its part of the arrays in that process's database.
 
     Attributes:
         encodings: one :class:`Encoding` letter for each stored leaf.
         aliases: pairs of extents, counted in the order of the plan: the first has the bytes of the
             second, an earlier one, and no place of its own.
-        raw_bytes, compressed_bytes: sizes of its two arrays, zero runs included.
+        raw_bytes, compressed_bytes: sizes of its part of either array, zero runs included.
         raw_zeros, compressed_zeros: half-open ranges of blocks that are all zero and were not
             stored. Whatever else is missing is lost.
     """
@@ -264,21 +264,44 @@ class BaseManifest:
     directory_step: int | None = None
     checksum: str = ""
 
+    @property
+    def depth(self) -> int:
+        """Number of deltas between the base and this step: it is the base."""
+        return 0
+
 
 @dataclass(frozen=True, slots=True)
-class DeltaManifest:
+class Delta:
     """What reproduces one step from the step before it.
 
     Attributes:
         step: step number.
         count: the recorder's update counter, None without a recorder.
         has_update: whether one update is to be replayed.
-        parent: the step that this one builds on.
-        depth: number of deltas between the base and this step, this one included.
         stored: indices of the leaves that this delta holds something of, ascending. A leaf that the
             update passes through is put in place before the update, any other one after it.
         packs: what each process wrote.
         fingerprints: one 64-bit digest for every leaf of the state after this step.
+    """
+
+    step: int
+    count: int | None
+    has_update: bool
+    stored: tuple[int, ...]
+    packs: tuple[Pack, ...]
+    fingerprints: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaManifest:
+    """The delta of a saved step, and those of the steps that were recorded before it.
+
+    Attributes:
+        step, count, has_update, stored, packs, fingerprints: as of a :class:`Delta`.
+        parent: the saved step that this one builds on.
+        depth: number of deltas between the base and this step, its own included.
+        recorded: the deltas between the parent and this one, oldest first: of steps that were
+            recorded and not saved by themselves. In the packs they lie one after another.
         problem: what speaks against replaying further updates; empty where nothing does.
         custom_metadata: the caller's own JSON, kept for ``metadata()``.
         directory_step: the number in the name of the directory that it was saved in; None if there
@@ -297,7 +320,16 @@ class DeltaManifest:
     problem: str = ""
     custom_metadata: Any = None
     directory_step: int | None = None
+    recorded: tuple[Delta, ...] = ()
     checksum: str = ""
+
+    @property
+    def deltas(self) -> tuple[Delta, ...]:
+        """All deltas since the parent, oldest first."""
+        own = Delta(
+            self.step, self.count, self.has_update, self.stored, self.packs, self.fingerprints
+        )
+        return (*self.recorded, own)
 
 
 Manifest = BaseManifest | DeltaManifest
@@ -310,15 +342,26 @@ def encode(manifest: Manifest) -> bytes:
 
 def _encoded(manifest: Manifest) -> tuple[bytes, str]:
     """The bytes of a manifest's file, and its checksum."""
-    # Without the fingerprints, of which asdict would copy each.
-    body = dataclasses.asdict(dataclasses.replace(manifest, fingerprints=()))
+    body, kind = _fields(manifest), "base"
     del body["checksum"]
-    body["fingerprints"] = [f"{value:016x}" for value in manifest.fingerprints]
-    kind = "base" if isinstance(manifest, BaseManifest) else "delta"
+    if isinstance(manifest, DeltaManifest):
+        kind = "delta"
+        body["recorded"] = [_fields(each) for each in manifest.recorded]
     # Through JSON once, so that the checksum is of what a reader will see ({1: ...} has text keys).
     body = json.loads(json.dumps({"format": FORMAT_VERSION, "kind": kind, **body}))
     checksum = checksum_of(body)
     return _json_bytes({**body, "checksum": checksum}), checksum
+
+
+def _fields(described: Manifest | Delta) -> dict[str, Any]:
+    """The fields of a manifest or of a recorded delta, but for the deltas in it."""
+    # Without the fingerprints, of which asdict would copy each.
+    bare: dict[str, Any] = {"fingerprints": ()}
+    if isinstance(described, DeltaManifest):
+        bare["recorded"] = ()
+    body = dataclasses.asdict(dataclasses.replace(described, **bare))
+    body["fingerprints"] = [f"{value:016x}" for value in described.fingerprints]
+    return body
 
 
 def checksum_of(body: Mapping[str, Any]) -> str:
@@ -404,8 +447,8 @@ def _shown(value: Any) -> str:
 
 
 def _from_body(body: dict[str, Any], checksum: str) -> Manifest:
-    fingerprints = _tuple_of(_fingerprint, body["fingerprints"])
     if body["kind"] == "base":
+        fingerprints = _tuple_of(_fingerprint, body["fingerprints"])
         leaves = _tuple_of(_leaf, body["leaves"])
         if len(leaves) != len(fingerprints):
             raise ValueError(f"{len(leaves)} leaves but {len(fingerprints)} fingerprints")
@@ -435,23 +478,46 @@ def _from_body(body: dict[str, Any], checksum: str) -> Manifest:
         )
     if body["kind"] != "delta":
         raise ValueError(f"kind {_shown(body['kind'])}")
+    own, recorded = _delta(body), _tuple_of(_delta, body["recorded"])
+    shapes = {(len(each.packs), len(each.fingerprints)) for each in (*recorded, own)}
+    if len(shapes) != 1:
+        raise ValueError(f"deltas with different numbers of packs or fingerprints: {shapes}")
+    steps = [each.step for each in (*recorded, own)]
+    if any(a >= b for a, b in itertools.pairwise(steps)):
+        raise ValueError(f"recorded steps that do not ascend: {_shown(steps)}")
+    depth = _natural(body["depth"])
+    if depth <= len(recorded):
+        raise ValueError(f"delta number {depth} of its lineage with {len(recorded)} before it")
     return DeltaManifest(
-        step=_natural(body["step"]),
-        count=_count(body["count"]),
-        has_update=_truth(body["has_update"]),
+        step=own.step,
+        count=own.count,
+        has_update=own.has_update,
         parent=Link(
             step=_natural(body["parent"]["step"]),
             reference=_text(body["parent"]["reference"]),
             checksum=_text(body["parent"]["checksum"]),
         ),
-        depth=_natural(body["depth"]),
-        stored=(stored := _ascending(body["stored"])),
-        packs=_tuple_of(lambda pack: _pack(pack, len(stored)), body["packs"]),
-        fingerprints=fingerprints,
+        depth=depth,
+        stored=own.stored,
+        packs=own.packs,
+        fingerprints=own.fingerprints,
         problem=_text(body["problem"]),
         custom_metadata=body["custom_metadata"],
         directory_step=_count(body["directory_step"]),
+        recorded=recorded,
         checksum=checksum,
+    )
+
+
+def _delta(body: dict[str, Any]) -> Delta:
+    stored = _ascending(body["stored"])
+    return Delta(
+        step=_natural(body["step"]),
+        count=_count(body["count"]),
+        has_update=_truth(body["has_update"]),
+        stored=stored,
+        packs=_tuple_of(lambda pack: _pack(pack, len(stored)), body["packs"]),
+        fingerprints=_tuple_of(_fingerprint, body["fingerprints"]),
     )
 
 

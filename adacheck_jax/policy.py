@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Literal
 
-from adacheck_jax.manifest import BaseManifest, Manifest
+from adacheck_jax.manifest import BaseManifest
 
 Delta = Literal["auto", "replay", "bits"]
 """Which deltas may be written: replayed updates and, where these are not exact, bit-pattern
@@ -33,9 +34,26 @@ class Decision:
         return self.kind == "base"
 
 
+@dataclass(frozen=True, slots=True)
+class Tip:
+    """The step that a delta would follow: a saved or a recorded one.
+
+    Attributes:
+        step: step number.
+        count: the recorder's update counter; None without a recorder, and while it is not known.
+        depth: number of deltas between the base and this step.
+        where: under which what is known of it was remembered.
+    """
+
+    step: int
+    count: int | None
+    depth: int
+    where: Hashable = None
+
+
 def decide(
     base: BaseManifest | None,
-    parent: Manifest | None,
+    tip: Tip | None,
     *,
     problem: str,
     step: int,
@@ -47,7 +65,7 @@ def decide(
 
     Args:
         base: the base of the current lineage, None when it is missing.
-        parent: the last saved or restored step of that lineage.
+        tip: the last saved, restored or recorded step of that lineage.
         problem: what speaks against replaying updates onto that lineage; empty if nothing does.
         step: the step to save.
         count: the recorder's update counter in the state to save, None without a recorder.
@@ -60,22 +78,21 @@ def decide(
     """
     if delta != "bits" and count is None:
         return Decision("base", "no recorder")
-    if base is None or parent is None:
+    if base is None or tip is None:
         return Decision("base", "no parent step to build on")
-    if step <= parent.step:
-        return Decision("base", f"step {step} does not follow step {parent.step}")
-    depth = 0 if isinstance(parent, BaseManifest) else parent.depth
-    if depth >= max_deltas:
-        return Decision("base", f"the lineage is full ({depth} of max_deltas={max_deltas})")
+    if step <= tip.step:
+        return Decision("base", f"step {step} does not follow step {tip.step}")
+    if tip.depth >= max_deltas:
+        return Decision("base", f"the lineage is full ({tip.depth} of max_deltas={max_deltas})")
     if delta == "bits":
         return Decision("bits", "as the handler was told")
-    if base.update is None or parent.count is None or count is None:
+    if base.update is None or tip.count is None or count is None:
         return Decision("base", "the base has no update program to replay")
     if problem:
         return Decision("bits" if delta == "auto" else "base", problem)
-    advanced = count - parent.count
+    advanced = count - tip.count
     if advanced not in (0, 1):
         return Decision(
-            "base", f"the update counter went from {parent.count} to {count}: not one update"
+            "base", f"the update counter went from {tip.count} to {count}: not one update"
         )
     return Decision("replay", "one update" if advanced else "no update", advanced)

@@ -7,7 +7,7 @@ damage there, since all that is known of it is a fingerprint: it is named, not j
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from adacheck_jax import fingerprint, replay, restorer, staging
+from adacheck_jax import deltas, fingerprint, replay, restorer, staging
 from adacheck_jax import manifest as manifests
 from adacheck_jax.errors import AdaCheckError, FormatError, StorageError, first_line
 from adacheck_jax.lineage import Lineage
@@ -102,22 +102,29 @@ class Recomputation:
     def _step(self, lineage: Lineage, chain: tuple[str, ...]) -> _Compared:
         """Goes on to the next step of a lineage, and compares it."""
         first, entry = lineage.entries[0], lineage.entries[len(chain) - 1]
+        differing: set[int] = set()
         try:
             if len(chain) == 1:
                 self._leaves = self._base(lineage)
+                differing |= self._differing(lineage.base.fingerprints)
             else:
-                leaves, self._leaves = self._leaves, []  # they are donated
                 one = Lineage((first, entry))
-                self._leaves = restorer.replay_onto(leaves, one, self._folds)
+                for reader, delta in zip(deltas.readers(one), one.deltas, strict=True):
+                    leaves, self._leaves = self._leaves, []  # they are donated
+                    self._leaves = restorer.apply(leaves, one, [reader], self._folds)
+                    differing |= self._differing(delta.fingerprints)
         except StorageError:
             raise
         except AdaCheckError as error:
             self._chain, self._leaves = (), []
             return _Compared(error=damage_of(error, entry.directory))
         self._chain = chain
+        return _Compared(tuple(sorted(differing)))
+
+    def _differing(self, saved: Sequence[int]) -> set[int]:
+        """The leaves that do not have the saved fingerprints."""
         found = fingerprint.of_leaves({i: staging.raw(x) for i, x in enumerate(self._leaves)})
-        saved = entry.manifest.fingerprints
-        return _Compared(tuple(i for i, value in found.items() if value != saved[i]))
+        return {i for i, value in found.items() if value != saved[i]}
 
     def _base(self, lineage: Lineage) -> list[Any]:
         base, directory = lineage.base, lineage.base_directory

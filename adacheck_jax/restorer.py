@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from adacheck_jax import fingerprint, progress, replay, staging
+from adacheck_jax import deltas, fingerprint, progress, replay, staging
 from adacheck_jax import manifest as manifests
-from adacheck_jax.deltas import DeltaReader, Patches, Plans, like_host
+from adacheck_jax.deltas import DeltaReader, Patches, like_host
 from adacheck_jax.errors import FormatError, IntegrityError, unreadable
 from adacheck_jax.lineage import Lineage
 from adacheck_jax.manifest import BaseManifest, Leaf, Update
@@ -143,10 +143,13 @@ def replay_onto(leaves: list[Any], lineage: Lineage, folds: Folds) -> list[Any]:
     Raises:
         IntegrityError, FormatError: the stored data is damaged or cannot be read.
     """
-    plans: Plans = {}
-    readers = [
-        DeltaReader(lineage.base, delta, directory, plans) for delta, directory in lineage.deltas
-    ]
+    return apply(leaves, lineage, deltas.readers(lineage), folds)
+
+
+def apply(
+    leaves: list[Any], lineage: Lineage, readers: Sequence[DeltaReader], folds: Folds
+) -> list[Any]:
+    """As :func:`replay_onto`, for some deltas that follow one another in the lineage."""
     leaves = list(leaves)
     patches = Patches(leaves, lineage.base)
     if any(reader.has_update for reader in readers):
@@ -162,6 +165,26 @@ def replay_onto(leaves: list[Any], lineage: Lineage, folds: Folds) -> list[Any]:
             patches.add(reader)
     patches.apply(range(len(leaves)))
     return leaves
+
+
+def readable(lineage: Lineage) -> Lineage | None:
+    """The longest part of a lineage that leaves out a delta at the end of which bytes are damaged.
+
+    Returns:
+        None if it is the whole lineage, or nothing of the last save is left.
+    """
+    if not lineage.saves:
+        return None
+    left_out, (manifest, _) = lineage.left_out, lineage.saves[-1]
+    count = len(manifest.deltas) - left_out
+    for number, reader in enumerate(deltas.readers(lineage)[-count:]):
+        try:
+            for index in reader.stored:
+                for _ in reader.blocks(index):
+                    pass
+        except (IntegrityError, FormatError):
+            return Lineage(lineage.entries, left_out + count - number) if number else None
+    return None
 
 
 def check_kinds(leaves: Sequence[Any], base: BaseManifest, where: Path) -> None:
@@ -391,7 +414,7 @@ def tolerance(lineage: Lineage, rounded: Sequence[int]) -> float:
 
 def replayed_count(lineage: Lineage) -> int:
     """How many updates a restore of a step replays."""
-    return sum(delta.has_update for delta, _ in lineage.deltas)
+    return sum(delta.has_update for delta in lineage.deltas)
 
 
 def verify(
@@ -415,15 +438,15 @@ def verify(
     Raises:
         IntegrityError: names every other leaf whose bits differ.
     """
-    manifest, specs = lineage.manifest, lineage.base.leaves
+    end, specs = lineage.end, lineage.base.leaves
     plain = {i: staging.raw(leaf) for i, leaf in enumerate(leaves) if leaf is not None}
     found = fingerprint.of_leaves(plain)
-    differing = [i for i, value in found.items() if value != manifest.fingerprints[i]]
+    differing = [i for i, value in found.items() if value != end.fingerprints[i]]
     wrong = [specs[i].path for i in differing if i not in rounded]
     if wrong:
         shown = ", ".join(wrong[:20]) + (f", and {len(wrong) - 20} more" if len(wrong) > 20 else "")
         raise IntegrityError(
-            f"{where}: {len(wrong)} of {len(found)} leaves of step {manifest.step} do not have "
+            f"{where}: {len(wrong)} of {len(found)} leaves of step {end.step} do not have "
             f"the bits that were saved: {shown}. The stored data is damaged, or replay of the "
             "update is not exact here. Nothing was returned; restore another step, or a base step."
         )

@@ -6,34 +6,38 @@ returns, the state may be donated; :mod:`~adacheck_jax.commit` does the rest.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import numpy as np
 
-from adacheck_jax import copies, cpu_call, fingerprint, lineage, policy, replicas, staging
-from adacheck_jax import manifest as manifests
+from adacheck_jax import copies, cpu_call, heads, lineage, policy, replicas, staging
+from adacheck_jax import run as run_of
 from adacheck_jax.base_share import BaseShare, EarlierBase
 from adacheck_jax.buffers import Buffers
-from adacheck_jax.commit import Attempt, Proof, Save
+from adacheck_jax.commit import Attempt, Proof, Save, StepShare
 from adacheck_jax.compression import Compression, Storage
 from adacheck_jax.copies import HostCopies
 from adacheck_jax.decisions import Decisions
 from adacheck_jax.delta_share import DeltaShare, Habits
 from adacheck_jax.errors import AdaCheckError
+from adacheck_jax.expectation import Expectation, are_ready, others
+from adacheck_jax.heads import Head, Heads
+from adacheck_jax.holding import Held, hold
 from adacheck_jax.lineage import KeepLineage, Lineage
-from adacheck_jax.manifest import DeltaManifest
+from adacheck_jax.policy import Tip
 from adacheck_jax.programs import Program, Programs
 from adacheck_jax.recorder import Recorder
 from adacheck_jax.replay import Binding
+from adacheck_jax.run import Recorded, Run
 from adacheck_jax.snapshot import Snapshot, Snapshots, Structure
-from adacheck_jax.staging import Blocks, Staged, stage, x64_enabled
+from adacheck_jax.staging import Blocks, stage, x64_enabled
 from adacheck_jax.trees import PyTree
 
 _log = logging.getLogger(__name__)
@@ -56,28 +60,6 @@ class Destination:
     step: int | None
 
 
-@dataclass(slots=True)
-class _Head:
-    """A step that the next one may build on: the one saved last, or restored last.
-
-    Attributes:
-        directory: its item directory; it is not there before its save is committed.
-        number: in the name of the step's directory, None if there is none. A directory that is
-            being deleted does not tell it any more.
-        copies: what the next save compares with.
-        files: by its directory, its files while it was whole; empty if this process does not know.
-        known: its lineage as it was found on disk last; before that its parent's, if it has one.
-        save: that saved it, None if it was restored.
-    """
-
-    directory: Path
-    number: int | None
-    copies: HostCopies
-    files: dict[Path, frozenset[str]]
-    known: Lineage | None
-    save: Save | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class _Course:
     """How a state is to be saved.
@@ -87,39 +69,18 @@ class _Course:
         count: the update counter; None without a recorder, and where it has not been read.
         decision: base or delta.
         head: the step that a delta follows.
+        tip: tells the step before: that one, or the last of those recorded since; None for none.
         is_expected: whether the decision was taken without a look at the state's values.
+        is_whole: whether a delta stores the whole state.
     """
 
     step: int
     count: int | None
     decision: policy.Decision
-    head: _Head | None
+    head: Head | None
+    tip: Callable[[], Tip] | None
     is_expected: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """What a save has got hold of.
-
-    Attributes:
-        staged: this process's boxes of what it needs on the host.
-        kept: those of them that the next save will compare with.
-        parts: the fingerprints.
-        values: the small leaves that tell whether the state is what was expected.
-        waiting: what has to be on the host before the state may be donated.
-    """
-
-    staged: Mapping[int, Blocks]
-    kept: Mapping[int, Blocks]
-    parts: fingerprint.Parts
-    values: Mapping[int, Any]
-    waiting: list[Staged | fingerprint.Parts]
-
-    def wait(self) -> None:
-        """Waits until the state may be donated."""
-        while self.waiting:
-            self.waiting[-1].wait()
-            self.waiting.pop()
+    is_whole: bool = False
 
 
 class Saver:
@@ -137,6 +98,7 @@ class Saver:
         compression: what is compressed, and how.
         check_replicas: what to do about replicas that differ.
         returns_early: whether a base's state is donated only after :meth:`wait_until_staged`.
+        run_bytes: host memory that recorded steps may take.
     """
 
     def __init__(
@@ -152,10 +114,10 @@ class Saver:
         compression: Compression,
         check_replicas: replicas.Mode,
         returns_early: bool,
+        run_bytes: int,
     ) -> None:
         self._recorder = recorder
         self._max_deltas = max_deltas
-        self._keep_lineage = keep_lineage
         self._snapshots = Snapshots(recorder, params_path)
         self._programs = Programs(recorder, prove_bytes)
         self._delta: policy.Delta = delta
@@ -172,16 +134,16 @@ class Saver:
         # A step may be restored, to look at it, while another thread saves the next one.
         self._lock = threading.Lock()
         self._attempt = Attempt(threading.Lock())
-        self._heads: tuple[_Head, ...] = ()
-        self._saved: _Head | None = None
-        self._links: dict[Path, bool] = {}
+        self._heads = Heads(keep_lineage)
+        self._run = Run()
+        self._run_bytes = run_bytes
         self._base: EarlierBase | None = None
         self._compression: Compression = compression
         self._habits = Habits()
         self._buffers = Buffers(_KEPT_BYTES)
         self._storage = Storage()
         self._returns_early = returns_early
-        self._waiting: _Held | None = None
+        self._waiting: Held | None = None
 
     def follow(self, restored: Lineage, number: int | None, leaves: Sequence[Any]) -> None:
         """Makes a restored step the parent of the next save.
@@ -195,8 +157,7 @@ class Saver:
         needed = range(len(leaves)) if update is None else (*update.explained, *update.consumed)
         if any(leaves[i] is None for i in needed):
             return  # what was left out will be made anew, and no update leads there
-        directory, held = restored.entries[-1].directory, copies.NOTHING
-        files = {directory: lineage.files_of(directory, restored.manifest.step)}
+        held = copies.NOTHING
         if self._recorder is not None or self._delta == "bits":
             held = copies.of_restored(
                 restored,
@@ -204,12 +165,19 @@ class Saver:
                 replays=self._delta != "bits" and not restored.problem,
                 proves=self._prove != "never",
             )
-        head = _Head(directory, number, held, files, restored)
+        head = heads.of_restored(restored, number, held)
         with self._lock:
-            # The step saved last stays a candidate: an older one may be restored for a look.
-            saved = self._saved
-            others = (saved,) if saved is not None and saved.directory != directory else ()
-            self._heads = (head, *others)
+            self._heads.follow(head)
+
+    def forget(self) -> None:
+        """Makes the next save a base: what was restored is no step that another can build on."""
+        with self._lock:
+            self._heads.forget()
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether a step was saved here."""
+        return self._heads.saved is not None
 
     def begin(
         self,
@@ -235,11 +203,28 @@ class Saver:
         with self._lock:
             return self._begin(destination, state, step, cast, custom_metadata)
 
+    def record(self, state: PyTree, step: int | None) -> bool:
+        """Takes hold of a step that the next save writes with its own.
+
+        Args:
+            state: the state.
+            step: its number; None is the one after the last.
+
+        Returns:
+            Whether it did; see :meth:`~adacheck_jax.AdaCheckHandler.record_step`.
+        """
+        with self._lock:
+            return self._record(state, step)
+
     def wait_until_staged(self) -> None:
         """Waits until the state that was saved last may be donated."""
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
             waiting.wait()
+
+    def close(self) -> None:
+        """Says what was recorded and is lost now."""
+        self._give_up(0, "the handler is closed")
 
     def _begin(
         self,
@@ -252,14 +237,18 @@ class Saver:
         snapshot = self._snapshots.take(state)
         structure, directory = snapshot.structure, destination.directory
         replayable = not cast & _bound_paths(structure.binding)
+        step = destination.step if step is None else step
+        again = self._superseded(step)
         course = self._expected(snapshot, destination, step, replayable)
         course = course or self._decided(snapshot, destination, step, replayable)
         decision, head = course.decision, course.head
         _log.info("step %d: %s (%s)", course.step, decision.kind, decision.reason)
+        _compare(again, course)
         earlier = self._earlier(head, directory) if decision.is_base else None
         head = None if decision.is_base else head
-        parent, before = (head.known, head.copies) if head else (None, copies.NOTHING)
-        self._note_parent(destination, head)
+        parent, before = (head.known, self._copies(head)) if head else (None, copies.NOTHING)
+        before = copies.NOTHING if course.is_whole else before
+        self._heads.note_parent(destination.step, head)
         # Here, and not in the background, where the caller's jax settings would not hold.
         program = self._programs.of(structure)
         proves = decision.update_count == 1 and before.is_proof_due
@@ -280,56 +269,163 @@ class Saver:
             self.wait_until_staged()
         files: dict[Path, frozenset[str]] = {}
         self._next_attempt(directory)
-        local = {i: snapshot.arrays[i] for i in structure.local_picks}
+        delta = self._delta_share(structure, held, stored, before, decision)
+        share = self._share(
+            snapshot, course.step, decision, held, None if decision.is_base else delta
+        )
+        share.count = course.count
+        if course.count is None and course.is_expected:
+            assert course.tip is not None
+            expectation = Expectation(
+                share, structure, held.values, course.tip, program, directory, again
+            )
+            share.settle = functools.partial(self._settle, expectation, directory)
+        elif decision.kind == "replay" and not decision.update_count:
+            share.unchanged = others(structure, stored)
         save = Save(
             programs=self._programs,
-            links=parent is not None and self._has_links(directory),
-            step=course.step,
-            count=course.count,
+            links=parent is not None and self._heads.has_links(directory),
+            steps=[*self._run.steps, share],
             structure=structure,
             parent=parent,
-            decision=decision,
             final_directory=directory,
             directory_step=destination.step,
             replayable=replayable,
-            fingerprints=held.parts,
             custom_metadata=custom_metadata,
             base=self._base_share(structure, held, earlier) if decision.is_base else None,
-            delta=None
-            if decision.is_base
-            else self._delta_share(structure, held, stored, before, decision),
+            before=course.tip().step if course.tip else course.step,
+            proves=proves,
             proof=self._proof(snapshot, before, sites) if proves else None,
-            local=stage(local, structure.local_picks),
             replicas=replicas.Check(self._check_replicas, structure.replicated),
             parent_files=head.files.get(head.directory, frozenset()) if head else frozenset(),
             whole=files,
             attempt=self._attempt,
         )
-        if decision.is_base:
-            self._base = EarlierBase(directory, course.step, structure.leaves, save.sums)
-            self._habits = Habits()
         after = HostCopies(held.kept, is_due, sites if is_due else {})
         if decision.kind == "replay" and not decision.update_count:  # nothing was updated since
             after = HostCopies(after.blocks, before.is_proof_due, before.sites)
         # Until the save is committed this directory does not exist, and if it fails it never will:
         # the next save looks at the disk, finds no parent, and writes a base.
-        self._saved = _Head(directory, destination.step, after, files, parent, save)
-        self._heads = (self._saved,)
-        if course.is_expected and course.count is None:
-            assert parent is not None
-            save.settle = functools.partial(self._settle, save, parent, program, held.values)
-        elif not course.is_expected and self._replays(program, replayable):
+        self._advance(Head(directory, destination.step, after, files, parent, save))
+        if not course.is_expected and self._replays(program, replayable):
             values = self._decisions.values_of(structure, snapshot.arrays)
             self._decisions.remember(structure, values, directory)
         return save
 
+    def _advance(self, head: Head) -> None:
+        save = head.save
+        assert save is not None
+        if save.is_base:
+            leaves = save.structure.leaves
+            self._base = EarlierBase(head.directory, save.step, leaves, save.own.sums)
+            self._habits = Habits()
+        self._heads.advance(head)
+        self._run.restart(head.directory)
+
+    def _record(self, state: PyTree, step: int | None) -> bool:
+        head, run = self._heads.only, self._run
+        if head is None or head.save is None:
+            return False
+        saved = head.save
+        last = run.steps[-1] if run else saved.own
+        number = last.step + 1 if step is None else step
+        if number < last.step:
+            raise ValueError(
+                f"expected a step after {last.step}, the last one, found {number}. The state was "
+                "not recorded; the steps before are not affected."
+            )
+        if number == saved.step:
+            return True
+        if number == last.step:
+            run.cut(len(run) - 1)
+        snapshot = self._snapshots.take(state)
+        structure = snapshot.structure
+        if structure is not saved.structure or not self._may_record(head, structure):
+            return False
+        program, decision = self._programs.of(structure), policy.Decision("replay", "recorded", 1)
+        stored = copies.candidates(structure, decision, program)
+        if (len(run) + 1) * run_of.bytes_of(structure, stored) > self._run_bytes:
+            return False
+        before, kept = self._copies(head), self._kept(structure, program, saved.replayable, False)
+        held = self._hold(snapshot, stored, kept, waits=False, defers=False)
+        held.wait()
+        delta = self._delta_share(structure, held, stored, before, decision)
+        share = self._share(snapshot, number, decision, held, delta)
+        expectation = Expectation(
+            share, structure, held.values, run.tip(head.tip), program, run.where(number)
+        )
+        share.settle = functools.partial(self._settle, expectation, f"recorded step {number}")
+        drains = any(map(staging.on_accelerator, snapshot.arrays))
+        run.add(Recorded(expectation, HostCopies(held.kept, False, {})), drains=drains)
+        # Several processes would not know it at the same time.
+        if jax.process_count() == 1 and head.tip().count is not None and are_ready(held.values):
+            try:
+                run.settle(self._decisions)
+            except AdaCheckError:
+                self._give_up(run.settled_count, "a save sees the whole state")
+                return False
+        return True
+
+    def _may_record(self, head: Head, structure: Structure) -> bool:
+        """Whether an update of that structure may follow a save that perhaps is not written yet.
+
+        All processes have to answer alike, so that one may look only at what all of them know.
+        """
+        saved = head.save
+        assert saved is not None
+        return (
+            self._replays(self._programs.of(structure), saved.replayable)
+            and saved.own.decision.kind != "bits"
+            and not saved.proves
+            and not head.copies.is_proof_due
+            and saved.depth + len(self._run) + 2 <= self._max_deltas
+            and self._heads.keeps_ancestors(head.directory)
+        )
+
+    def _share(
+        self,
+        snapshot: Snapshot,
+        step: int,
+        decision: policy.Decision,
+        held: Held,
+        delta: DeltaShare | None,
+    ) -> StepShare:
+        picks = snapshot.structure.local_picks
+        local = stage({i: snapshot.arrays[i] for i in picks}, picks)
+        return StepShare(step, decision, held.parts, delta, local)
+
+    def _copies(self, head: Head) -> HostCopies:
+        """What the next step is compared with: of the last recorded step, or the one saved."""
+        return self._run.copies if self._run else head.copies
+
+    def _superseded(self, step: int | None) -> Expectation | None:
+        """Gives up the recorded steps that a save replaces.
+
+        Returns:
+            The step that it saves again, if it was recorded last.
+        """
+        if step is None or not self._run:
+            return None
+        kept = sum(each.step < step for each in self._run.steps)
+        if kept == len(self._run) - 1 and self._run.steps[-1].step == step:
+            return self._run.cut(kept)[0].expectation
+        self._give_up(kept, f"step {step} is saved after them")
+        return None
+
+    def _give_up(self, count: int, why: str) -> None:
+        """Gives up recorded steps but for some, and says so."""
+        if lost := self._run.cut(count):
+            steps = lineage.shown_steps([each.share.step for each in lost])
+            _log.warning("Recorded steps that are not saved: %s; %s.", steps, why)
+
     def _next_attempt(self, directory: Path) -> None:
-        is_first = self._saved is None or self._saved.directory != directory
+        saved = self._heads.saved
+        is_first = saved is None or saved.directory != directory
         self._attempt.is_over = not is_first
         self._attempt = Attempt(self._attempt.turn, is_first)
 
     def _base_share(
-        self, structure: Structure, held: _Held, earlier: EarlierBase | None
+        self, structure: Structure, held: Held, earlier: EarlierBase | None
     ) -> BaseShare:
         return BaseShare(
             structure.leaves,
@@ -344,7 +440,7 @@ class Saver:
     def _delta_share(
         self,
         structure: Structure,
-        held: _Held,
+        held: Held,
         stored: tuple[int, ...],
         before: HostCopies,
         decision: policy.Decision,
@@ -360,24 +456,57 @@ class Saver:
             self._buffers,
         )
 
+    def _hold(
+        self,
+        snapshot: Snapshot,
+        wanted: Collection[int],
+        kept: Collection[int],
+        *,
+        waits: bool,
+        defers: bool,
+    ) -> Held:
+        small = () if waits else self._decisions.small(snapshot.structure)
+        every_replica = self._check_replicas != "off"
+        return hold(
+            snapshot, wanted, kept, small, waits=waits, defers=defers, every_replica=every_replica
+        )
+
     def _decided(
         self, snapshot: Snapshot, destination: Destination, step: int | None, replayable: bool
     ) -> _Course:
         """Decides from the state's values; waits for the running step."""
         count = snapshot.count()
-        numbers = (step, destination.step, count, 0)
+        numbers = (step, count, 0)
         step = next(number for number in numbers if number is not None)
-        head = self._parent(destination.directory, count)
+        head = self._heads.parent(destination.directory, count)
+        if head is None or head is not self._heads.only:
+            self._give_up(0, "the step that they follow is not there, or another was restored")
+        try:
+            self._run.settle(self._decisions)
+        except AdaCheckError as error:
+            self._give_up(self._run.settled_count, str(error))
+        tip = self._run.tip(head.tip) if head else None
         decision = self._decisions.decide(
             snapshot,
             head.known if head else None,
-            head.copies.blocks if head else (),
+            tip() if tip else None,
+            self._copies(head).blocks if head else (),
             step=step,
             count=count,
-            has_links=lambda: self._has_links(destination.directory),
+            has_links=lambda: self._heads.has_links(destination.directory),
             replayable=replayable,
         )
-        return _Course(step, count, decision, head)
+        if not decision.is_base or not self._run:
+            return _Course(step, count, decision, head, tip)
+        assert head is not None
+        assert head.known is not None
+        if head.known.base.leaves == snapshot.structure.leaves:
+            # A base has no room for what was recorded, a delta has room for all of a state.
+            why = f"{decision.reason}, and {len(self._run)} recorded steps are saved with it"
+            whole = policy.Decision("bits", why)
+            return _Course(step, count, whole, head, tip, is_whole=True)
+        self._give_up(0, decision.reason)
+        return _Course(step, count, decision, head, tip)
 
     def _expected(
         self, snapshot: Snapshot, destination: Destination, step: int | None, replayable: bool
@@ -385,54 +514,49 @@ class Saver:
         """A delta of one update, if all that can be known without the state's values speaks for it.
 
         Saves that are as far apart as the last two were lie one update apart, or none, if those
-        did. Where the step is still computing, whether they do is found in the background
-        (:meth:`Decisions.settle`).
+        did; so do a save and a step that was recorded before. Where the step is still computing,
+        whether they do is found in the background (:meth:`Expectation.settle`).
         """
-        step = destination.step if step is None else step
-        head, structure = self._saved, snapshot.structure
-        if step is None or head is None or self._heads != (head,) or head.save is None:
+        head, structure, run = self._heads.only, snapshot.structure, self._run
+        if step is None or head is None or head.save is None or not replayable:
             return None
         last, parent = head.save, head.save.parent
-        if (
-            not replayable
-            or last.structure is not structure
-            or last.decision.kind != "replay"
-            or head.copies.is_proof_due
+        if last.structure is not structure or head.copies.is_proof_due:
+            return None
+        if not run and (
+            last.own.decision.kind != "replay"
             or parent is None
-            or step - last.step != last.step - parent.manifest.step
+            or step - last.step != last.step - last.before
         ):
             return None
-        known = self._committed(head)
+        known = self._heads.committed(head)
+        tip, program = run.tip(head.tip), self._programs.of(structure)
         if (
             known is None
             or known.problem
-            or len(known.entries) > self._max_deltas
-            or not self._programs.of(structure).files
+            or tip().depth >= self._max_deltas
+            or not program.files
             or not known.exists()
-            or self._is_let_go(head)
-            or lineage.reference(destination.directory, head.directory) is None
+            or not self._heads.may_follow(head, destination.directory)
         ):
             return None
-        decision, count = policy.Decision("replay", "as the step before", 1), None
+        course = _Course(step, None, policy.Decision("replay", "one update", 1), head, tip, True)
         small = {i: snapshot.arrays[i] for i in self._decisions.small(structure)}
-        if all(map(staging.is_ready, small.values())):  # then there is no need to guess
-            try:
+        try:
+            if are_ready(small):  # then there is no need to guess
+                run.settle(self._decisions)
+                values = self._decisions.values_of(structure, snapshot.arrays)
                 decision, count = self._decisions.settle(
-                    structure,
-                    self._decisions.values_of(structure, snapshot.arrays),
-                    known,
-                    self._programs.of(structure),
-                    destination.directory,
+                    structure, values, tip(), program, destination.directory
                 )
-            except AdaCheckError:
-                return None
-            if not decision.update_count:
-                return None
-        return _Course(step, count, decision, head, is_expected=True)
+                course = dataclasses.replace(course, decision=decision, count=count)
+        except AdaCheckError:
+            return None
+        return course if course.decision.update_count else None
 
-    def _earlier(self, head: _Head | None, directory: Path) -> EarlierBase | None:
+    def _earlier(self, head: Head | None, directory: Path) -> EarlierBase | None:
         """What is known of the base that a new one follows, where its files can be linked."""
-        if head is None or head.known is None or not self._has_links(directory):
+        if head is None or head.known is None or not self._heads.has_links(directory):
             return None
         parent = head.known
         base, last = parent.base, self._base
@@ -476,95 +600,12 @@ class Saver:
             return ()
         return range(len(structure.leaves))
 
-    def _note_parent(self, destination: Destination, head: _Head | None) -> None:
-        keep = self._keep_lineage
-        if keep is not None and head and head.number is not None and destination.step is not None:
-            keep.note(destination.step, head.number)
-
-    def _hold(
-        self,
-        snapshot: Snapshot,
-        wanted: Collection[int],
-        kept: Collection[int],
-        *,
-        waits: bool,
-        defers: bool,
-    ) -> _Held:
-        """Gets hold of all that the save will need of the state, which may be donated then.
-
-        Args:
-            snapshot: the state.
-            wanted: the leaves that this save needs on the host.
-            kept: those that the next one will compare with.
-            waits: whether this may wait for the running step. If not, what is still being computed
-                or lies on an accelerator is copied there first.
-            defers: whether the state stays as it is until :meth:`wait_until_staged` is called.
-        """
-        structure, arrays = snapshot.structure, dict(enumerate(snapshot.arrays))
-        summing = structure.summing(snapshot.arrays)
-        small = () if waits else self._decisions.small(structure)
-        # One program makes the copies of all processes; on CPU devices each would make its own.
-        owned = not waits and (
-            jax.process_count() == 1 or any(map(staging.on_accelerator, snapshot.arrays))
-        )
-        if owned:
-            copied = {*wanted, *kept, *small}
-            copied |= {i for i in arrays if i not in summing.placed}
-            arrays |= staging.copies({i: arrays[i] for i in copied})
-        groups = [tuple(kept), tuple(i for i in wanted if i not in kept)]
-        staged = [Staged({i: arrays[i] for i in each}, structure.picks) for each in groups]
-        if not owned:  # all transfers are started before the first is awaited
-            for each in staged:
-                each.begin()
-        joined = staging.Joined({i: group for group in staged for i in group})
-        parts = fingerprint.Parts(
-            arrays,
-            structure.picks,
-            structure.whole_picks,
-            every_replica=self._check_replicas != "off",
-            staged=joined,
-            owned=owned or defers,
-            summing=summing,
-        )
-        values = {i: arrays[i] if owned else np.array(arrays[i]) for i in small}
-        return _Held(joined, staged[0], parts, values, [] if owned else [*staged, parts])
-
-    def _settle(
-        self,
-        save: Save,
-        parent: Lineage,
-        program: Program,
-        values: Mapping[int, Any],
-    ) -> None:
-        """Makes sure, in the background, that a save is what it was expected to be."""
-        structure = save.structure
-        read = {i: np.asarray(value) for i, value in values.items()}
-        save.decision, save.count = self._decisions.settle(
-            structure, read, parent, program, save.final_directory
-        )
-        if not save.decision.update_count:
-            assert save.delta is not None
-            save.delta.candidates = copies.candidates(structure, save.decision, program)
-            save.unchanged = tuple(
-                i for i in range(len(structure.leaves)) if i not in save.delta.candidates
-            )
-
-    def _committed(self, head: _Head) -> Lineage | None:
-        """The lineage of a step that was saved here, if it is on disk as it was committed."""
-        save = head.save
-        assert save is not None
+    def _settle(self, expectation: Expectation, what: object) -> None:
+        """Makes sure, in the background, that a step is what it was expected to be."""
         try:
-            if save.manifest is None:  # another process committed it
-                head.known = lineage.follow([save.parent] if save.parent else [], head.directory)
-            elif save.stamp != manifests.stamp(head.directory):
-                return None
-            elif isinstance(save.manifest, DeltaManifest) and save.parent is not None:
-                head.known = save.parent.followed_by(
-                    save.manifest, head.directory, linked=save.links
-                )
-        except (AdaCheckError, OSError):  # the disk is looked at again by whoever decides
-            return None
-        return head.known
+            expectation.settle(self._decisions)
+        except AdaCheckError as error:
+            raise AdaCheckError(f"{what}: {error}") from error
 
     def _proof(
         self, snapshot: Snapshot, before: HostCopies, after: Mapping[int, Blocks]
@@ -578,45 +619,15 @@ class Saver:
         taken = {**before.sites, **stage(arrays, structure.proof_picks)}
         return Proof(taken, after, shardings, x64_enabled())
 
-    def _parent(self, final_directory: Path, count: int | None) -> _Head | None:
-        """The head that a delta would follow, with its lineage as it is on disk now.
 
-        Of the step restored last and the step saved last, the first that the counter follows.
-        """
-        found = []
-        known = [head.known for head in self._heads if head.known is not None]
-        for head in self._heads:
-            try:
-                head.known = lineage.follow(known, head.directory)
-            except AdaCheckError as error:
-                _log.warning("The last step cannot be built on: %s", error)
-                continue
-            if (
-                head.known.exists()
-                and not self._is_let_go(head)
-                and lineage.reference(final_directory, head.directory) is not None
-            ):
-                found.append(head)
-        for head in found:
-            assert head.known is not None
-            before = head.known.manifest.count
-            if before is not None and count is not None and count - before in (0, 1):
-                return head
-        return found[0] if found else None
-
-    def _is_let_go(self, head: _Head) -> bool:
-        """Whether the policy wants a step deleted, which a manager may do later."""
-        keep = self._keep_lineage
-        return keep is not None and head.number is not None and keep.lets_go(head.number)
-
-    def _has_links(self, final_directory: Path) -> bool:
-        """Whether steps beside this one can be hard-linked; probed once a root."""
-        root = final_directory.parent
-        while not root.is_dir():
-            root = root.parent
-        if root not in self._links:
-            self._links[root] = lineage.can_link(root)
-        return self._links[root]
+def _compare(again: Expectation | None, course: _Course) -> None:
+    """Says so where a step is not saved as it was recorded."""
+    if again is not None and course.count is not None and again.count != course.count:
+        _log.warning(
+            "Step %d was recorded with %d updates and is saved with %d: what was recorded is not "
+            "saved. Give record_step the numbers of the steps, as the manager counts them.",
+            *(course.step, again.count, course.count),
+        )
 
 
 _MIN_STILL_BYTES = 1 << 16

@@ -18,10 +18,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from adacheck_jax import fingerprint, replay, restorer, trees, volumes
+from adacheck_jax import deltas, fingerprint, replay, restorer, trees, volumes
 from adacheck_jax import lineage as lineages
 from adacheck_jax import manifest as manifests
-from adacheck_jax.deltas import DeltaReader
 from adacheck_jax.errors import AdaCheckError, IntegrityError, first_line
 from adacheck_jax.lineage import Entry, Lineage
 from adacheck_jax.manifest import BaseManifest, Update
@@ -284,10 +283,13 @@ def _delta_structure(entry: Entry, base: BaseManifest) -> list[Damage]:
         message = f"expected {len(base.leaves)} fingerprints, found {len(manifest.fingerprints)}"
         return [Damage(str(entry.directory / manifests.FILE), None, message)]
     found = []
+    packs: dict[Path, dict[str, None]] = {}
     try:
-        packs = DeltaReader(base, manifest, entry.directory).open_packs()
+        for reader in deltas.readers(Lineage((Entry(base, entry.directory), entry))):
+            for directory, names in reader.open_packs().items():
+                packs.setdefault(directory, {}).update(dict.fromkeys(names))
         for directory, names in packs.items():
-            lost = volumes.lost_chunks(directory, names)
+            lost = volumes.lost_chunks(directory, [*names])
             found += [Damage(str(directory), None, f"{n}: {why}") for n, why in lost.items()]
     except (AdaCheckError, ValueError, OSError) as error:
         found.append(damage_of(error, entry.directory))
@@ -296,21 +298,21 @@ def _delta_structure(entry: Entry, base: BaseManifest) -> list[Damage]:
 
 def _delta_data(entry: Entry, base: BaseManifest) -> list[Damage]:
     """Reads all that a delta stores; what it stores whole is what the leaf is after the step."""
-    manifest = entry.manifest
-    assert isinstance(manifest, manifests.DeltaManifest)
+    found = []
+    lineage = Lineage((Entry(base, entry.directory), entry))
     try:
-        reader = DeltaReader(base, manifest, entry.directory)
+        readers = deltas.readers(lineage)
     except AdaCheckError as error:
         return [damage_of(error, entry.directory)]
-    found = []
-    for index in reader.stored:
-        path = base.leaves[index].path
-        try:
-            parts = [fingerprint.of_block(b, box.start) for box, b in reader.blocks(index)]
-        except AdaCheckError as error:
-            found.append(dataclasses.replace(damage_of(error, entry.directory), leaf=path))
-            continue
-        whole = reader.holds_all_of(index)
-        if whole and fingerprint.combine(parts) != manifest.fingerprints[index]:
-            found.append(Damage(str(entry.directory / lineages.DELTA), path, OTHER_BITS))
+    for reader, delta in zip(readers, lineage.deltas, strict=True):
+        for index in reader.stored:
+            path = base.leaves[index].path
+            try:
+                parts = [fingerprint.of_block(b, box.start) for box, b in reader.blocks(index)]
+            except AdaCheckError as error:
+                found.append(dataclasses.replace(damage_of(error, entry.directory), leaf=path))
+                continue
+            whole = reader.holds_all_of(index)
+            if whole and fingerprint.combine(parts) != delta.fingerprints[index]:
+                found.append(Damage(str(entry.directory / lineages.DELTA), path, OTHER_BITS))
     return found

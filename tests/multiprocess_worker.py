@@ -2,7 +2,8 @@
 
 Usage: multiprocess_worker.py MODE PROCESS PROCESSES PORT ROOT OUT DEVICES
 
-MODE is save, resume or restore; or bits, which saves bit-pattern differences; or projected, which
+MODE is save, resume or restore; or record, which records steps and saves the others, and
+restore-recorded; or bits, which saves bit-pattern differences; or projected, which
 saves a run that changes params after the update; or no-scalars, which saves one without a scalar.
 """
 
@@ -57,7 +58,11 @@ if mode == "no-scalars":  # then most processes own no scalar of the update at a
         forward,
     )
 run = support.dict_run(mesh)
-handler = adacheck.AdaCheckHandler(run.recorder, delta="bits" if mode == "bits" else "auto")
+handler = adacheck.AdaCheckHandler(
+    run.recorder,
+    delta="bits" if mode == "bits" else "auto",
+    prove="never" if mode == "record" else "first",
+)
 if mode == "projected":
     train_step = run.train_step
 
@@ -73,10 +78,21 @@ with support.manager_of(root, handler) as manager:
         for step in (1, STEPS):
             target = adacheck.RestoreArgs(support.abstract(run.state))
             write(manager.restore(step, args=target), f"restored{step}")
+    if mode == "restore-recorded":
+        for saved, step in ((6, 4), (9, 8)):
+            target = adacheck.RestoreArgs(support.abstract(run.state), step=step)
+            write(manager.restore(saved, args=target), f"restored{step}")
+    if mode == "record":
+        while run.count < 9:
+            run.advance()
+            write(run.state, f"saved{run.count}")
+            if not handler.record_step(run.state, run.count) or run.count in (6, 9):
+                manager.save(run.count, args=adacheck.SaveArgs(run.state))
+        manager.wait_until_finished()
     if mode == "resume":
         target = adacheck.RestoreArgs(support.abstract(run.state))
         run.state, run.count = manager.restore(STEPS, args=target), STEPS
-    if mode != "restore":
+    if mode not in ("restore", "restore-recorded", "record"):
         for _ in range(STEPS):
             run.advance()
             write(run.state, f"saved{run.count}")

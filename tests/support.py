@@ -18,7 +18,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import adacheck_jax as adacheck
-from adacheck_jax import codecs
+from adacheck_jax import arrays, codecs
 
 WIDTH = (
     64  # every shard stays at least 16 wide: narrower ones XLA:CPU of jax 0.12 compiles otherwise
@@ -249,3 +249,9 @@ def compiled_programs() -> Iterator[list[str]]:
         yield names
     finally:
         jax.monitoring.clear_event_listeners()
+
+
+def pack_reader(directory, kind, size_bytes, zeros=()):
+    """Reads an array of one section."""
+    _, length_bytes = arrays.laid_out(directory, kind, [(size_bytes, zeros)])
+    return arrays.PackReader(arrays.PackArray(directory, kind, length_bytes), size_bytes, zeros)

@@ -7,12 +7,14 @@ import tensorstore as ts
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adacheck_jax.arrays import COMPRESSED, RAW, PackReader, _Runs, write_pack
+from adacheck_jax.arrays import COMPRESSED, RAW, PackArray, PackReader, _Runs, laid_out, write_pack
 from adacheck_jax.errors import FormatError, IntegrityError
 from tests import support
 from tests.strategies import DTYPES, any_bits
+from tests.support import pack_reader
 
 DAMAGE = (FormatError, IntegrityError)
+KIND = st.sampled_from([RAW, COMPRESSED])
 KINDS = pytest.mark.parametrize("kind", [RAW, COMPRESSED], ids=lambda kind: kind.name)
 
 
@@ -43,8 +45,14 @@ def arrays_of(contents):
     return [(kind, support.filled(size_bytes, blocks)) for kind, size_bytes, blocks in contents]
 
 
+def write_sections(directory, contents):
+    """Writes arrays of one section each."""
+    written = write_pack(directory, [(kind, [data]) for kind, data in contents])
+    return [left_out for (left_out,) in written]
+
+
 def write_one(directory, kind, data):
-    (zeros,) = write_pack(directory, [(kind, data)])
+    (zeros,) = write_sections(directory, [(kind, data)])
     return zeros
 
 
@@ -54,19 +62,37 @@ def test_every_block_is_read_back_bit_for_bit(raw, compressed, chunk_bytes, tmp_
     kinds = [small(kind, chunk_bytes) for kind in (RAW, COMPRESSED)]
     contents = [(kind, *pack) for kind, pack in zip(kinds, (raw, compressed), strict=True)]
     for (kind, size_bytes, blocks), zeros in zip(
-        contents, write_pack(directory, arrays_of(contents)), strict=True
+        contents, write_sections(directory, arrays_of(contents)), strict=True
     ):
         spans = [(offset, offset + block.nbytes) for offset, block in blocks]
-        found = PackReader(directory, kind, size_bytes, zeros).read(spans, what="leaf")
+        found = pack_reader(directory, kind, size_bytes, zeros).read(spans, what="leaf")
         assert [data.tobytes() for data in found] == [block.tobytes() for _, block in blocks]
+
+
+@given(
+    sections=st.lists(packs(), min_size=1, max_size=5), chunk_bytes=st.integers(1, 400), kind=KIND
+)
+def test_sections_lie_one_after_another_in_one_array(sections, chunk_bytes, kind, tmp_path_factory):
+    directory, kind = tmp_path_factory.mktemp("pack") / "0", small(kind, chunk_bytes)
+    data = [support.filled(size_bytes, blocks) for size_bytes, blocks in sections]
+    (zeros,) = write_pack(directory, [(kind, data)])
+    sizes = [(each.size, left_out) for each, left_out in zip(data, zeros, strict=True)]
+    starts, length_bytes = laid_out(directory, kind, sizes)
+    array = PackArray(directory, kind, length_bytes)
+    for each, left_out, start in zip(data, zeros, starts, strict=True):
+        reader = PackReader(array, each.size, left_out, start)
+        half = each.size // 2
+        first, whole = reader.read([(0, half), (0, each.size)], what="leaf")
+        assert whole.tobytes() == each.tobytes()
+        assert first.tobytes() == each[:half].tobytes()
 
 
 @pytest.mark.parametrize("contents", [[], [(RAW, 0, []), (COMPRESSED, 0, [])]], ids=["no", "empty"])
 def test_an_empty_pack_declares_nothing_and_takes_no_room(contents, tmp_path):
-    assert write_pack(tmp_path / "0", arrays_of(contents)) == [()] * len(contents)
+    assert write_sections(tmp_path / "0", arrays_of(contents)) == [()] * len(contents)
     assert not data_files(tmp_path)
     for kind, size_bytes, _ in contents:
-        (found,) = PackReader(tmp_path / "0", kind, size_bytes).read([(0, 0)], what="leaf")
+        (found,) = pack_reader(tmp_path / "0", kind, size_bytes).read([(0, 0)], what="leaf")
         assert found.size == 0
 
 
@@ -77,7 +103,7 @@ def test_spans_across_chunks_are_read_whole(kind, tmp_path):
     assert write_one(tmp_path, kind, data) == ()
     edge = -(-size_bytes // 3)
     spans = [(0, size_bytes), (edge - 3, edge + 5), (edge, edge), (size_bytes - 1, size_bytes)]
-    found = PackReader(tmp_path, kind, size_bytes).read(spans, what="leaf")
+    found = pack_reader(tmp_path, kind, size_bytes).read(spans, what="leaf")
     assert [each.tobytes() for each in found] == [data[a:b].tobytes() for a, b in spans]
 
 
@@ -132,7 +158,7 @@ def test_any_span_across_zeros_and_others_is_read_whole(drawn, data, tmp_path_fa
     places = sorted({0, content.size, *borders})
     spans = [(a, b) for a in places for b in places if a <= b]
     spans += data.draw(spans_in(content.size))
-    found = PackReader(directory, kind, content.size, zeros).read(spans, what="leaf")
+    found = pack_reader(directory, kind, content.size, zeros).read(spans, what="leaf")
     assert [each.tobytes() for each in found] == [content[a:b].tobytes() for a, b in spans]
 
 
@@ -173,7 +199,7 @@ def test_what_is_not_declared_and_nothing_else_is_stored(drawn, tmp_path_factory
     assert np.array_equal(stored.read().result(), kept)
     if zeros:
         with pytest.raises(FormatError, match="expected a pack of"):
-            PackReader(directory, kind, content.size)
+            pack_reader(directory, kind, content.size)
 
 
 @given(drawn=sparse(), data=st.data())
@@ -209,10 +235,10 @@ def test_zeros_take_no_room(kind, more_bytes, tmp_path):
     assert zeros == ((0, 40),)
     assert stored_bytes(tmp_path) < (4096 if more_bytes else 1)
     spans = [(0, size_bytes), (5, 5), (7, 7 + kind.block_bytes), (size_bytes - 1, size_bytes)]
-    found = PackReader(tmp_path, kind, size_bytes, zeros).read(spans, what="leaf")
+    found = pack_reader(tmp_path, kind, size_bytes, zeros).read(spans, what="leaf")
     assert [(each.size, each.any()) for each in found] == [(b - a, False) for a, b in spans]
     with pytest.raises(FormatError, match=rf"a pack of {size_bytes} bytes"):
-        PackReader(tmp_path, kind, size_bytes).read([(0, 1)], what="leaf")
+        pack_reader(tmp_path, kind, size_bytes).read([(0, 1)], what="leaf")
 
 
 @KINDS
@@ -223,7 +249,7 @@ def test_zeros_at_the_end_are_read_back(kind, more_bytes, tmp_path):
     zeros = write_one(tmp_path, kind, content)
     assert zeros == ((3, 5),)
     spans = [(0, content.size), (3 * kind.block_bytes - 1, content.size), (content.size - 1,) * 2]
-    found = PackReader(tmp_path, kind, content.size, zeros).read(spans, what="leaf")
+    found = pack_reader(tmp_path, kind, content.size, zeros).read(spans, what="leaf")
     assert [each.tobytes() for each in found] == [content[a:b].tobytes() for a, b in spans]
 
 
@@ -234,7 +260,7 @@ def test_a_block_with_one_bit_that_is_set_is_stored(kind, tmp_path):
         content[kind.block_bytes + position] = 0x80
         directory = tmp_path / str(position)
         assert write_one(directory, kind, content) == ((0, 1), (2, 3))
-        reader = PackReader(directory, kind, content.size, ((0, 1), (2, 3)))
+        reader = pack_reader(directory, kind, content.size, ((0, 1), (2, 3)))
         assert reader.read([(0, content.size)], what="leaf")[0].tobytes() == content.tobytes()
 
 
@@ -247,13 +273,13 @@ def test_zeros_that_are_declared_and_are_not_or_are_and_are_not_declared_are_an_
     content = np.repeat(np.array([1, 0, 2, 0, 0, 3], np.uint8), 8)
     declared = write_one(tmp_path, kind, content)
     assert declared == ((1, 2), (3, 5))
-    PackReader(tmp_path, kind, content.size, declared)
+    pack_reader(tmp_path, kind, content.size, declared)
     if zeros == ((0, 6),):  # nothing is expected, and nothing is looked at
-        found = PackReader(tmp_path, kind, content.size, zeros).read([(0, 48)], what="leaf")
+        found = pack_reader(tmp_path, kind, content.size, zeros).read([(0, 48)], what="leaf")
         assert not found[0].any()
         return
     with pytest.raises(FormatError, match=r"expected a pack of \d+ bytes.*restore another one"):
-        PackReader(tmp_path, kind, content.size, zeros)
+        pack_reader(tmp_path, kind, content.size, zeros)
 
 
 @KINDS
@@ -262,7 +288,7 @@ def test_zeros_declared_beyond_the_end_are_an_error(kind, zeros, tmp_path):
     kind = small(kind, 16)
     write_one(tmp_path, kind, np.ones(55, np.uint8))  # the last block is not a whole one
     with pytest.raises(FormatError, match=f"number {zeros[-1][1] - 1} was left out"):
-        PackReader(tmp_path, kind, 55, zeros)
+        pack_reader(tmp_path, kind, 55, zeros)
 
 
 def drop_chunk(directory, kind, chunk):
@@ -281,7 +307,7 @@ def test_a_missing_chunk_is_not_taken_for_zeros_and_spoils_only_the_spans_that_m
     zeros = write_one(tmp_path, kind, content)
     assert zeros == ((1, 2), (4, 7))  # chunks: 1 2, 4 3, 5 6
     drop_chunk(tmp_path, kind, 1)
-    reader = PackReader(tmp_path, kind, content.size, zeros)
+    reader = pack_reader(tmp_path, kind, content.size, zeros)
     for a, b in [(0, 24), (64, 80), (8, 16), (32, 56), (33, 33), (20, 24)]:
         assert reader.read([(a, b)], what="leaf")[0].tobytes() == content[a:b].tobytes()
     for span in [(24, 32), (23, 25), (31, 57), (56, 64), (0, 80)]:
@@ -293,11 +319,11 @@ def test_a_missing_chunk_is_not_taken_for_zeros_and_spoils_only_the_spans_that_m
 def test_the_loss_of_a_pack_of_few_zeros_is_noticed(kind, tmp_path):
     zeros = write_one(tmp_path, kind, np.zeros(100, np.uint8))  # less than a block: stored
     assert zeros == ()
-    assert not PackReader(tmp_path, kind, 100).read([(0, 100)], what="leaf")[0].any()
+    assert not pack_reader(tmp_path, kind, 100).read([(0, 100)], what="leaf")[0].any()
     for path in data_files(tmp_path):
         path.unlink()
     with pytest.raises(DAMAGE):
-        PackReader(tmp_path, kind, 100).read([(0, 100)], what="leaf")
+        pack_reader(tmp_path, kind, 100).read([(0, 100)], what="leaf")
 
 
 # Damage.
@@ -312,12 +338,12 @@ PLANES_ZEROS = ((3, 5),)
 @pytest.fixture
 def pack(tmp_path):
     contents = [(RAW, CONTENT), (SMALL, PLANES)]
-    assert write_pack(tmp_path, contents) == [(), PLANES_ZEROS]
+    assert write_sections(tmp_path, contents) == [(), PLANES_ZEROS]
     return tmp_path
 
 
 def read_all(directory):
-    readers = PackReader(directory, RAW, 300), PackReader(directory, SMALL, 300, PLANES_ZEROS)
+    readers = pack_reader(directory, RAW, 300), pack_reader(directory, SMALL, 300, PLANES_ZEROS)
     return [reader.read([(0, 300)], what="params/kernel")[0].tobytes() for reader in readers]
 
 
@@ -405,7 +431,7 @@ def test_damage_in_compressed_bytes_is_an_integrity_error_that_names_the_leaf(tm
         damaged = bytearray(original)
         damaged[position] ^= 0x10
         path.write_bytes(damaged)
-        reader = PackReader(tmp_path, COMPRESSED, content.size)
+        reader = pack_reader(tmp_path, COMPRESSED, content.size)
         with pytest.raises(IntegrityError, match=r"params/kernel.*Restore another step"):
             reader.read([(0, 1)], what="params/kernel")
 
@@ -415,28 +441,28 @@ def test_damage_in_compressed_bytes_is_an_integrity_error_that_names_the_leaf(tm
 def test_a_pack_of_another_size_is_an_error_that_names_both(kind, size_bytes, tmp_path):
     write_one(tmp_path, kind, CONTENT)
     with pytest.raises(FormatError, match=rf"{size_bytes} bytes, found .*\({CONTENT.size},\)"):
-        PackReader(tmp_path, kind, size_bytes)
+        pack_reader(tmp_path, kind, size_bytes)
 
 
 @KINDS
 def test_a_missing_pack_is_an_error(kind, tmp_path):
     with pytest.raises(FormatError, match="found none"):
-        PackReader(tmp_path / "0", kind, 10)
+        pack_reader(tmp_path / "0", kind, 10)
 
 
 @pytest.mark.parametrize(("written", "other"), [(RAW, COMPRESSED), (COMPRESSED, RAW)])
 def test_one_array_of_a_pack_does_not_stand_in_for_the_other(written, other, tmp_path):
     write_one(tmp_path, written, CONTENT)
-    PackReader(tmp_path, written, CONTENT.size)
+    pack_reader(tmp_path, written, CONTENT.size)
     with pytest.raises(FormatError, match="found none"):
-        PackReader(tmp_path, other, CONTENT.size)
+        pack_reader(tmp_path, other, CONTENT.size)
 
 
 def test_a_pack_in_the_place_of_another_is_read_afresh(tmp_path):
     for content in (CONTENT, CONTENT[::-1].copy()):
         for kind in (RAW, COMPRESSED):
             write_one(tmp_path / "other", kind, content)
-            (found,) = PackReader(tmp_path / "other", kind, 300).read([(0, 300)], what="leaf")
+            (found,) = pack_reader(tmp_path / "other", kind, 300).read([(0, 300)], what="leaf")
             assert found.tobytes() == content.tobytes()
             shutil.rmtree(tmp_path / "other")
 
@@ -448,7 +474,7 @@ def test_a_pack_in_the_place_of_another_is_read_afresh(tmp_path):
 def test_what_is_held_is_what_was_read(drawn, data, tmp_path_factory):
     content, kind = drawn
     directory = tmp_path_factory.mktemp("pack")
-    reader = PackReader(directory, kind, content.size, write_one(directory, kind, content))
+    reader = pack_reader(directory, kind, content.size, write_one(directory, kind, content))
     reader.hold(data.draw(spans_in(content.size)), what="step")
     for start, stop in data.draw(spans_in(content.size)):
         (found,) = reader.read([(start, stop)], what="leaf")
@@ -459,7 +485,7 @@ def test_what_is_held_is_what_was_read(drawn, data, tmp_path_factory):
 def test_what_is_held_is_not_read_again_until_it_is_let_go_of(kind, tmp_path):
     data = np.random.default_rng(0).integers(1, 256, 3000, dtype=np.uint8)
     write_one(tmp_path, kind, data)
-    reader = PackReader(tmp_path, small(kind, 1 << 18), data.size)
+    reader = pack_reader(tmp_path, small(kind, 1 << 18), data.size)
     reader.hold([(500, 700), (100, 500), (900, 900), (1000, 2000)], what="step")
     for path in data_files(tmp_path):
         path.write_bytes(b"")

@@ -59,8 +59,8 @@ def test_each_codec_is_measured_by_what_it_makes_of_the_bytes():
 @pytest.mark.parametrize("codec", ["lz4", "zstd"])
 def test_what_a_codec_wrote_is_read_back(codec, tmp_path):
     data = np.concatenate([exponents_of_noise()] * 40)
-    assert arrays.write_pack(tmp_path, [(arrays.COMPRESSED, data)], codec) == [()]
-    (found,) = arrays.PackReader(tmp_path, arrays.COMPRESSED, data.size).read(
+    assert arrays.write_pack(tmp_path, [(arrays.COMPRESSED, [data])], codec) == [[()]]
+    (found,) = support.pack_reader(tmp_path, arrays.COMPRESSED, data.size).read(
         [(0, data.size)], what="leaf"
     )
     assert found.tobytes() == data.tobytes()

@@ -63,10 +63,11 @@ class Step:
         sizes_bytes = plan.raw_bytes[process], plan.compressed_bytes[process]
         kinds = arrays.RAW, arrays.COMPRESSED
         contents = [
-            (kind, support.filled(size, blocks))
+            (kind, [support.filled(size, blocks)])
             for kind, size, blocks in zip(kinds, sizes_bytes, (raw, compressed), strict=True)
         ]
-        zeros = arrays.write_pack(directory / DELTA / str(process), contents)
+        written = arrays.write_pack(directory / DELTA / str(process), contents)
+        zeros = [left_out for (left_out,) in written]
         return Pack(self.encodings[process], own_aliases, *sizes_bytes, *zeros)
 
     @property

@@ -503,7 +503,7 @@ def test_a_delta_holds_the_record_and_what_no_update_explains(tmp_path):
     with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
         save_steps(manager, run, 2)
     found = lineage.resolve(tmp_path / "2" / "default")
-    (delta, directory), leaves = found.deltas[0], found.base.leaves
+    (delta, directory), leaves = found.saves[0], found.base.leaves
     stored = {leaves[i].path for i in delta.stored}
     params = [leaf.path for leaf in leaves if leaf.path.startswith("params/")]
     records = {p.replace("params/", "opt_state/1/adacheck_record/") for p in params}

@@ -239,7 +239,7 @@ def test_a_pack_in_other_chunks_or_codecs_than_are_written_is_refused(changes, t
     }
     ts.open(spec, create=True).result()
     with pytest.raises(FormatError, match="expected chunks of at most"):
-        arrays.PackReader(tmp_path, arrays.RAW, 64)
+        arrays.PackArray(tmp_path, arrays.RAW, 64)
 
 
 def test_a_base_of_another_shape_than_its_manifest_says_is_refused_before_it_is_read(tmp_path):

@@ -8,7 +8,16 @@ from hypothesis import strategies as st
 
 from adacheck_jax import manifest as manifests
 from adacheck_jax.errors import FormatError, IntegrityError
-from adacheck_jax.manifest import BaseManifest, DeltaManifest, Encoding, Leaf, Link, Pack, Update
+from adacheck_jax.manifest import (
+    BaseManifest,
+    Delta,
+    DeltaManifest,
+    Encoding,
+    Leaf,
+    Link,
+    Pack,
+    Update,
+)
 from tests.strategies import cuts, shape_of
 
 natural = st.integers(0, 2**40)
@@ -108,17 +117,41 @@ def packs(stored_count):
 
 
 @st.composite
+def runs(draw):
+    """Successive deltas."""
+    steps = sorted(draw(st.lists(natural, min_size=1, max_size=3, unique=True)))
+    pack_count, leaf_count = draw(st.integers(0, 3)), draw(st.integers(0, 4))
+    run = []
+    for step in steps:
+        stored = draw(naturals.map(lambda indices: tuple(sorted(set(indices)))))
+        own = st.lists(packs(len(stored)), min_size=pack_count, max_size=pack_count)
+        digests = st.lists(fingerprint, min_size=leaf_count, max_size=leaf_count)
+        run.append(
+            Delta(
+                step=step,
+                count=draw(st.none() | natural),
+                has_update=draw(st.booleans()),
+                stored=stored,
+                packs=tuple(draw(own)),
+                fingerprints=tuple(draw(digests)),
+            )
+        )
+    return run
+
+
+@st.composite
 def deltas(draw):
-    stored = draw(naturals.map(lambda indices: tuple(sorted(set(indices)))))
+    *recorded, own = draw(runs())
     return DeltaManifest(
-        step=draw(natural),
-        count=draw(st.none() | natural),
-        has_update=draw(st.booleans()),
+        step=own.step,
+        count=own.count,
+        has_update=own.has_update,
         parent=draw(st.builds(Link, step=natural, reference=st.text(), checksum=digest)),
-        depth=draw(natural),
-        stored=stored,
-        packs=tuple(draw(st.lists(packs(len(stored)), max_size=3))),
-        fingerprints=tuple(draw(st.lists(fingerprint, max_size=4))),
+        depth=draw(st.integers(1 + len(recorded), 2**63 - 1)),
+        stored=own.stored,
+        packs=own.packs,
+        fingerprints=own.fingerprints,
+        recorded=tuple(recorded),
         problem=draw(st.text()),
         custom_metadata=draw(any_json),
     )
@@ -153,7 +186,12 @@ A_DELTA = DeltaManifest(
     problem="replay was not exact",
     custom_metadata={"loss": 0.5, "note": "a"},
 )
-EXAMPLES = pytest.mark.parametrize("manifest", [A_BASE, A_DELTA], ids=["base", "delta"])
+A_RUN = dataclasses.replace(
+    A_DELTA, step=12, count=5, depth=2, recorded=(A_DELTA.deltas[0],), fingerprints=(2, 3)
+)
+EXAMPLES = pytest.mark.parametrize(
+    "manifest", [A_BASE, A_DELTA, A_RUN], ids=["base", "delta", "run"]
+)
 
 
 def decode(data):
@@ -225,7 +263,7 @@ def test_a_changed_value_is_told_apart_from_another_format():
 
 def test_an_unknown_format_version_names_both_versions():
     body = body_of(A_BASE)
-    with pytest.raises(FormatError, match="expected format version 4, found 99"):
+    with pytest.raises(FormatError, match="expected format version 5, found 99"):
         decode(encode_body({**body, "format": 99}))
 
 

@@ -20,8 +20,9 @@ PROBLEM = "the update does not reproduce params/kernel"
 
 
 def decide(base=BASE, parent=BASE, problem="", step=11, count=6, max_deltas=4, delta="auto"):
+    tip = parent and policy.Tip(parent.step, parent.count, parent.depth)
     return policy.decide(
-        base, parent, problem=problem, step=step, count=count, max_deltas=max_deltas, delta=delta
+        base, tip, problem=problem, step=step, count=count, max_deltas=max_deltas, delta=delta
     )
 
 

@@ -194,13 +194,11 @@ class TestClean:
 
     def test_shared_files_are_read_once_and_updates_replayed_once(self, replayed, monkeypatch):
         read, folded = [], []
-        opened, replay_onto = verification.volumes.ArrayReader, recompute.restorer.replay_onto
+        opened, apply = verification.volumes.ArrayReader, recompute.restorer.apply
         monkeypatch.setattr(
             verification.volumes, "ArrayReader", lambda d, n: read.append(n) or opened(d, n)
         )
-        monkeypatch.setattr(
-            recompute.restorer, "replay_onto", lambda *a: folded.append(1) or replay_onto(*a)
-        )
+        monkeypatch.setattr(recompute.restorer, "apply", lambda *a: folded.append(1) or apply(*a))
         assert not any(damaged(replayed[0], ALL).values())
         leaves = manifest.read(item(replayed[0], 1)).leaves
         # A step looks for chunks by one name, and reads by it: twice for one base, not for three.
@@ -271,7 +269,7 @@ def other_record(root: Path, step: int, change=lambda x: x + np.float32(1)) -> s
     """Writes a pack of a delta again, with right checksums and one leaf changed; names the leaf."""
     directory = item(root, step)
     known = lineage.resolve(directory)
-    delta, _ = known.deltas[-1]
+    delta, _ = known.saves[-1]
     reader = deltas.DeltaReader(known.base, delta, directory)
     index = max(reader.stored, key=lambda i: known.base.leaves[i].nbytes)
     extents = [e for each in reader.stored for e in reader._extents[each]]
@@ -286,11 +284,11 @@ def other_record(root: Path, step: int, change=lambda x: x + np.float32(1)) -> s
             extent = next(e for e in extents if e.leaf == index)
             spot = data[extent.compressed_start :][: extent.compressed_bytes]
             spot[spot.nonzero()[0][:7]] ^= 3
-        contents.append((kind, data))
+        contents.append((kind, [data]))
     place = directory / lineage.DELTA / "0"
     shutil.rmtree(place)
     zeros = arrays.write_pack(place, contents)
-    assert zeros == [delta.packs[0].raw_zeros, delta.packs[0].compressed_zeros]
+    assert zeros == [[delta.packs[0].raw_zeros], [delta.packs[0].compressed_zeros]]
     return known.base.leaves[index].path
 
 

@@ -16,8 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from adacheck_jax import lineage, manifest, redundancy
-from adacheck_jax.deltas import DeltaReader
+from adacheck_jax import deltas, lineage, manifest, redundancy
 from tests.fuzz import engine
 
 CORPUS = Path(__file__).parent / "corpus" / "manifest"
@@ -119,9 +118,9 @@ class Manifests:
         for step, data in (("10", base_bytes), ("11", delta_bytes)):
             (self._root / step / manifest.FILE).write_bytes(data)
         found = lineage.resolve(self._root / "11")
-        for manifest_of_step, directory in found.deltas:
-            DeltaReader(found.base, manifest_of_step, directory)
-            _check_plan(found.base, manifest_of_step)
+        for delta, reader in zip(found.deltas, deltas.readers(found), strict=True):
+            assert reader.stored == delta.stored
+            _check_plan(found.base, delta)
 
 
 def _file(body: Any, rng: random.Random) -> bytes:
@@ -143,7 +142,7 @@ def _file(body: Any, rng: random.Random) -> bytes:
     return data
 
 
-def _check_plan(base: manifest.BaseManifest, delta: manifest.DeltaManifest) -> None:
+def _check_plan(base: manifest.BaseManifest, delta: manifest.Delta) -> None:
     """What a reader relies on when it allocates and reads."""
     encodings = [pack.encodings for pack in delta.packs]
     aliases = [pack.aliases for pack in delta.packs]
