@@ -23,7 +23,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from adacheck_jax import durable, sharding, staging, trees, volumes
+from adacheck_jax import base_reader, durable, sharding, staging, trees, volumes
 from adacheck_jax import manifest as manifests
 from adacheck_jax.errors import AdaCheckError, IntegrityError, MismatchError, first_line, unreadable
 from adacheck_jax.manifest import BaseManifest, Leaf
@@ -291,6 +291,37 @@ class StockCheckpoints:
         for path, leaf in found.items():
             _check_described(directory, leaves[path], leaf)
 
+        direct = [
+            path for path, leaf in found.items() if _is_plain(wanted[path], leaves[path], leaf)
+        ]
+        arrays = [
+            base_reader.Wanted(
+                found[path].name,
+                leaves[path].shape,
+                leaves[path].itemsize_bytes,
+                None if wanted[path] is np.ndarray else wanted[path],
+            )
+            for path in direct
+        ]
+        with _damage_named(directory):
+            read = dict(zip(direct, base_reader.read(directory, arrays), strict=True))
+        rest = {path: None if path in read else wanted[path] for path in wanted}
+        if any(each is not None for each in rest.values()):
+            read |= {
+                path: leaf
+                for path, leaf in self._read_by_orbax(directory, rest, metadata_tree).items()
+                if path not in read
+            }
+        return {
+            path: None if read.get(path) is None else _as_saved(read[path], leaves[path].dtype)
+            for path in wanted
+        }
+
+    def _read_by_orbax(
+        self, directory: Path, wanted: Mapping[str, Any], metadata_tree: PyTree
+    ) -> dict[str, Any]:
+        """Reads some leaves, of any type; None for the others."""
+
         def argument(key_path: Any, leaf: Any) -> Any:
             return _restore_args(wanted[trees.leaf_path(key_path)], leaf)
 
@@ -304,10 +335,7 @@ class StockCheckpoints:
         with _damage_named(directory):
             tree = self._reader.restore(epath.Path(directory), args=args)
         read, _ = trees.flatten(tree)
-        return {
-            path: None if leaf is ocp.PLACEHOLDER else _as_saved(leaf, leaves[path].dtype)
-            for path, leaf in read.items()
-        }
+        return {path: None if leaf is ocp.PLACEHOLDER else leaf for path, leaf in read.items()}
 
     def close(self) -> None:
         """Releases what the handlers hold."""
@@ -416,6 +444,12 @@ def _as_saved(leaf: Any, dtype: str) -> Any:
     return leaf.astype(jnp.dtype(dtype)) if dtype in _WIDENED else leaf
 
 
+def _is_plain(wanted: Any, leaf: Leaf, found: Any) -> bool:
+    """Whether what is wanted is an array as it is stored: no Python scalar, and no key."""
+    is_scalar = isinstance(found, ocp.metadata.ScalarMetadata)
+    return wanted is not None and not is_scalar and leaf.key_type is None
+
+
 def _restore_args(wanted: Any, leaf: Any) -> ocp.RestoreArgs:
     if isinstance(leaf, ocp.metadata.ScalarMetadata) or wanted is None:
         return ocp.RestoreArgs()
@@ -426,7 +460,7 @@ def _restore_args(wanted: Any, leaf: Any) -> ocp.RestoreArgs:
 
 @contextlib.contextmanager
 def _damage_named(directory: Path) -> Iterator[None]:
-    """Orbax reports damaged files in many ways, down to a bare ``Exception``; all mean this."""
+    """Damaged files are reported in many ways, down to a bare ``Exception``; all mean this."""
     try:
         yield
     except (MemoryError, jax.errors.JaxRuntimeError):
@@ -436,6 +470,6 @@ def _damage_named(directory: Path) -> Iterator[None]:
             raise refused from error
         reason = first_line(error)
         raise IntegrityError(
-            f"{directory}: Orbax cannot read the base ({type(error).__name__}: {reason}). The step "
-            "is damaged; restore another one."
+            f"{directory}: the base cannot be read ({type(error).__name__}: {reason}). The step is "
+            "damaged; restore another one."
         ) from error

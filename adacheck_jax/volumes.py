@@ -41,6 +41,13 @@ _AT_ONCE = 256
 """How many chunks are looked for at a time: each holds a file open."""
 
 
+_CHAINS = [
+    [codec["name"] for codec in chain]
+    for chain in (zarr.chain(None), zarr.chain("zstd"), zarr.chain("zstd", word_bytes=4))
+]
+"""Names of the codecs that arrays may be stored in."""
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """What one process holds of one array of a base.
@@ -388,17 +395,50 @@ def described(directory: Path, names: Sequence[str]) -> list[tuple[tuple[int, ..
     Raises:
         ValueError: the database cannot be read, or does not describe one of them.
     """
-    database = ts.KvStore.open(_database(directory), context=ts.Context()).result()
-    reads = [database.read(f"{name}/zarr.json") for name in names]
     found = []
-    for name, read in zip(names, reads, strict=True):
+    for name, body in zip(names, _descriptions(directory, names, ts.Context()), strict=True):
         try:
-            body = json.loads(read.result().value)
             chunks = body["chunk_grid"]["configuration"]["chunk_shape"]
             found.append((tuple(body["shape"]), body["data_type"], tuple(chunks)))
         except (LookupError, TypeError) as error:
             raise ValueError(f"{directory}: no description of array {name} ({error!r})") from error
     return found
+
+
+def opened(directory: Path, names: Sequence[str]) -> list[Any]:
+    """Opens some arrays to be read, at once.
+
+    Args:
+        directory: where the database lies.
+        names: of arrays.
+
+    Returns:
+        A tensorstore for each. What is read of it is checked against every chunk's crc32c.
+
+    Raises:
+        ValueError: one is not there, or not in the codecs that arrays are written in.
+    """
+    context = ts.Context()
+    opening = []
+    for name, body in zip(names, _descriptions(directory, names, context), strict=True):
+        codecs = [codec["name"] for codec in body["codecs"]]
+        if codecs not in _CHAINS:
+            raise ValueError(f"expected array {name} in one of {_CHAINS}, found {codecs}")
+        spec = {
+            "driver": "zarr3",
+            "kvstore": _database(directory, f"{name}/"),
+            "metadata": body,
+            "fill_missing_data_reads": False,  # a chunk that is not there is an error
+        }
+        opening.append(ts.open(spec, open=True, read=True, assume_metadata=True, context=context))
+    return [each.result() for each in opening]
+
+
+def _descriptions(directory: Path, names: Sequence[str], context: Any) -> list[Any]:
+    """The zarr3 metadata of some arrays, as it is stored."""
+    database = ts.KvStore.open(_database(directory), context=context).result()
+    reads = [database.read(f"{name}/zarr.json") for name in names]
+    return [json.loads(each.result().value) for each in reads]
 
 
 def lost_chunks(directory: Path, names: Sequence[str]) -> dict[str, str]:

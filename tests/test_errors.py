@@ -175,6 +175,12 @@ class TestDamage:
         forged.rename(target)
         with pytest.raises(adacheck.IntegrityError, match="_METADATA: expected the file that was"):
             restore(root, 1, abstract(run.state))
+        with manager_of(root.parent / "again", adacheck.AdaCheckHandler(run.recorder)) as manager:
+            manager.save(1, args=adacheck.SaveArgs(state))
+        again = root.parent / "again" / "1" / "default"
+        shutil.copy(target / manifest.FILE, again / manifest.FILE)
+        shutil.rmtree(target)
+        again.rename(target)
         forget_descriptions(target)
         with pytest.raises(adacheck.IntegrityError, match=r"1 of .* leaves.*params/in/kernel"):
             restore(root, 1, abstract(run.state))
