@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from adacheck_jax import durable, zarr
+from adacheck_jax import durable, reads, zarr
 from adacheck_jax.errors import FormatError, IntegrityError, first_line, unreadable
 from adacheck_jax.zarr import Codec
 
@@ -269,8 +269,10 @@ class PackArray:
             StorageError: it cannot be read now.
         """
         try:
-            futures = [self._store[a:b].read() if a < b else None for a, b in spans]
-            return [np.empty(0, np.uint8) if f is None else np.asarray(f.result()) for f in futures]
+            begun = [reads.begin(self._store[a:b]) if a < b else None for a, b in spans]
+            for each in filter(None, begun):
+                each[1].result()
+            return [np.empty(0, np.uint8) if each is None else each[0] for each in begun]
         except Exception as error:
             if refused := unreadable(self.directory, error):
                 raise refused from error

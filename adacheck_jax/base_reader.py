@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from adacheck_jax import staging, volumes
+from adacheck_jax import reads, staging, volumes
 from adacheck_jax.boxes import Box
 
 _BATCH_BYTES = 64 << 20
@@ -88,13 +88,13 @@ def _batches(wanted: Sequence[Wanted]) -> Iterator[range]:
         yield range(start, len(wanted))
 
 
-Reads = list[tuple[Box, Any]]
-"""Boxes of an array, and what will be their elements."""
+Reads = list[tuple[Box, np.ndarray, Any]]
+"""Boxes of an array, what will be their elements, and what tells when they are."""
 
 
 def _begin(stores: Sequence[Any], wanted: Sequence[Wanted], batch: range) -> list[Reads]:
     return [
-        [(box, stores[i][(*box.slices, ...)].read()) for box in _joined(wanted[i].boxes)]
+        [(box, *reads.begin(stores[i][(*box.slices, ...)])) for box in _joined(wanted[i].boxes)]
         for i in batch
     ]
 
@@ -110,17 +110,19 @@ def _joined(boxes: list[Box]) -> list[Box]:
 
 
 def _placed(wanted: Sequence[Wanted], reading: Sequence[Reads]) -> list[Any]:
-    blocks = [[(box, np.asarray(future.result())) for box, future in each] for each in reading]
+    for each in reading:
+        for _, _, future in each:
+            future.result()
 
     def block(number: int, box: Box) -> np.ndarray:
-        around, data = next((b, data) for b, data in blocks[number] if b.contains(box))
+        around, data = next((b, data) for b, data, _ in reading[number] if b.contains(box))
         return data[(*box.relative_to(around.start).slices, ...)]
 
     result: list[Any] = [
-        each[0][1] if w.sharding is None else None for w, each in zip(wanted, blocks, strict=True)
+        each[0][1] if w.sharding is None else None for w, each in zip(wanted, reading, strict=True)
     ]
     on_devices = [i for i, each in enumerate(wanted) if each.sharding is not None]
-    targets = [(wanted[i].shape, wanted[i].sharding) for i in on_devices]
+    targets: list[Any] = [(wanted[i].shape, wanted[i].sharding) for i in on_devices]
     placed = staging.place_all(targets, lambda n, box: block(on_devices[n], box))
     for i, array in zip(on_devices, placed, strict=True):
         result[i] = array

@@ -317,6 +317,19 @@ class Patches:
         """Whether something waits for one of these leaves."""
         return not self._waiting.keys().isdisjoint(indices)
 
+    def place(self, index: int, array: jax.Array) -> None:
+        """Takes an array for what waits for a leaf, if it lies where the leaf does.
+
+        Args:
+            index: of the leaf.
+            array: of what was noted last for the leaf.
+        """
+        leaf = self._leaves[index]
+        is_plain = isinstance(leaf, jax.Array) and not staging.is_key(leaf)
+        if is_plain and leaf.sharding == array.sharding:
+            self._leaves[index] = array
+            self._waiting.pop(index, None)
+
     def apply(self, indices: Collection[int]) -> None:
         """Puts in place what waits for these leaves."""
         alone: dict[DeltaReader, list[int]] = {}

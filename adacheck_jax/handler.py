@@ -366,7 +366,8 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             _log.warning("%s: %s; it was moved there.", path, misplaced)
         if args.step is not None:
             lineage = self._earlier(lineage, args.step, path)
-        restorer.begin(lineage)
+        folds = restorer.Folds(self._recorder, self._params_path)
+        folds.begin(lineage)
         damage = stock.damaged_descriptions(lineage.base_directory, lineage.base)
         shardings_damage = damage.pop(manifests.SHARDINGS, None)
         for error in damage.values():
@@ -380,8 +381,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         bound = restorer.bound_to_mesh(lineage)
         there = target.saved_placements(lineage) if bound else {}
         wanted = placements | (there or {})
-        folds = restorer.Folds(self._recorder, self._params_path)
-        folds.begin(lineage, wanted)
+        folds.compile(lineage, wanted)
         empty = {
             leaf.path: target.empty(leaf, wanted.pop(leaf.path))
             for leaf in lineage.base.leaves

@@ -6,10 +6,10 @@ update explains are put back, and every leaf is compared with its fingerprint.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import logging
 import threading
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,14 +41,10 @@ class _Inputs:
     record: list[jax.Array]
     extra: list[jax.Array]
 
-
-def begin(lineage: Lineage) -> None:
-    """Starts in the background what a replay will wait for, while the base is looked at."""
-    update = lineage.base.update
-    if update is not None and replayed_count(lineage):
-        with contextlib.suppress(OSError):  # whoever needs the file will say so
-            path = lineage.base_directory / manifests.update_file(replay.platform())
-            replay.begin(path.read_bytes(), update)
+    @property
+    def all(self) -> list[jax.Array]:
+        """In the order of ``Update.consumed``."""
+        return self.record + self.extra
 
 
 class Folds:
@@ -62,17 +58,32 @@ class Folds:
     def __init__(self, recorder: Recorder | None = None, params_path: str | None = None) -> None:
         self._recorder = recorder
         self._params_path = params_path
+        self._functions: dict[str, Future[replay.UpdateFunction]] = {}
         self._folds: dict[Hashable, Future[replay.UpdateFunction]] = {}
 
-    def begin(self, lineage: Lineage, placements: Mapping[str, Any]) -> None:
-        """Compiles in the background, while the base is read.
+    def begin(self, lineage: Lineage) -> None:
+        """Loads the update in the background, while it is found out where its leaves will lie.
 
         Args:
             lineage: of the step.
+        """
+        update = lineage.base.update
+        if update is not None and update.programs and replayed_count(lineage):
+            future = self._functions[lineage.base.checksum] = Future()
+            load = functools.partial(
+                _update_function, lineage, update, self._recorder, self._params_path
+            )
+            _in_background(load, future)
+
+    def compile(self, lineage: Lineage, placements: Mapping[str, Any]) -> None:
+        """Compiles in the background, while the base is read.
+
+        Args:
+            lineage: of the step; loaded by :meth:`begin`.
             placements: by leaf path the sharding that the leaf is read onto.
         """
         update, specs = lineage.base.update, lineage.base.leaves
-        if update is None or not update.programs or not replayed_count(lineage):
+        if update is None or lineage.base.checksum not in self._functions:
             return
         if any(specs[i].key_type for i in (*update.inner, *update.extra)):
             return  # what their data lies on is known once they are read
@@ -81,21 +92,16 @@ class Folds:
         future = self._folds[self._key(lineage, update, working)] = Future()
         x64 = staging.x64_enabled()
 
-        def compile_it() -> None:
-            try:
-                with jax.enable_x64(x64):
-                    fold = self._made(lineage, update, working)
-                    lists = update.params, update.inner, update.record, update.extra
-                    abstract = [
-                        [_abstract(specs[i], working.sharding(i)) for i in each] for each in lists
-                    ]
-                    fold.lower(*abstract).compile()  # the call itself finds it again
-                future.set_result(fold)
-            except BaseException as error:
-                future.set_exception(error)
+        def compile_it() -> Any:
+            with jax.enable_x64(x64):
+                fold = self._made(lineage, update, working)
+                lists = update.params, update.inner, update.record, update.extra
+                abstract = [
+                    [_abstract(specs[i], working.sharding(i)) for i in each] for each in lists
+                ]
+                return fold.lower(*abstract).compile()
 
-        # No daemon: a process must not end while XLA compiles.
-        threading.Thread(target=compile_it, name="adacheck_compile").start()
+        _in_background(compile_it, future)
 
     def of(self, lineage: Lineage, update: Update, working: _WorkingSet) -> replay.UpdateFunction:
         """The program for leaves that lie where they do.
@@ -115,9 +121,24 @@ class Folds:
         return lineage.base.checksum, *(working.sharding(i) for i in indices)
 
     def _made(self, lineage: Lineage, update: Update, working: _WorkingSet) -> Any:
-        function = _update_function(lineage, update, self._recorder, self._params_path)
+        known = self._functions.get(lineage.base.checksum)
+        if known is None:
+            function = _update_function(lineage, update, self._recorder, self._params_path)
+        else:
+            function = known.result()
         shardings = [[working.sharding(i) for i in each] for each in (update.params, update.inner)]
         return replay.fold(function, *shardings)
+
+
+def _in_background(act: Callable[[], Any], future: Future[Any]) -> None:
+    def run() -> None:
+        try:
+            future.set_result(act())
+        except BaseException as error:
+            future.set_exception(error)
+
+    # No daemon: a process must not end while XLA compiles.
+    threading.Thread(target=run, name="adacheck_compile").start()
 
 
 def _abstract(spec: Leaf, sharding: Any) -> jax.ShapeDtypeStruct:
@@ -234,8 +255,8 @@ def _fold(
         if reader.has_update:
             consumed = next(inputs)
             # What is dispatched holds its inputs: never more than this update's, and those read
-            # ahead, are in memory.
-            jax.block_until_ready((params, inner))
+            # ahead, are in memory. All results of a program are there at once.
+            jax.block_until_ready((params or inner)[0])
             # What is passed through is put in place before the update that takes it.
             if patches.touches(update.explained) or not passed.isdisjoint(reader.stored):
                 working.put(update.params, params)
@@ -247,6 +268,9 @@ def _fold(
             else:
                 patches.add(reader)
             params, inner = fold(params, inner, consumed.record, consumed.extra)
+            if reader is readers[-1]:  # then what it consumed is part of the state
+                for index, array in zip(update.consumed, consumed.all, strict=True):
+                    patches.place(index, array)
         else:
             patches.add(reader)
     working.put(update.params, params)

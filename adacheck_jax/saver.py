@@ -347,6 +347,8 @@ class Saver:
         if (len(run) + 1) * run_of.bytes_of(structure, stored) > self._run_bytes:
             return False
         before, kept = self._copies(head), self._kept(structure, program, saved.replayable, False)
+        small = {i: snapshot.arrays[i] for i in self._decisions.small(structure)}
+        is_known = are_ready(small) and head.tip().count is not None
         held = self._hold(snapshot, stored, kept, waits=False, defers=False)
         held.wait()
         delta = self._delta_share(structure, held, stored, before, decision)
@@ -357,8 +359,7 @@ class Saver:
         share.settle = functools.partial(self._settle, expectation, f"recorded step {number}")
         drains = any(map(staging.on_accelerator, snapshot.arrays))
         run.add(Recorded(expectation, HostCopies(held.kept, False, {})), drains=drains)
-        # Several processes would not know it at the same time.
-        if jax.process_count() == 1 and head.tip().count is not None and are_ready(held.values):
+        if is_known and jax.process_count() == 1:  # several would not know it at the same time
             try:
                 run.settle(self._decisions)
             except AdaCheckError:

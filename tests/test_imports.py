@@ -111,8 +111,9 @@ def test_the_pure_modules_reach_no_outside_package(name):
         waiting.extend(inside - seen)
 
 
-def test_the_table_gives_tensorstore_to_what_writes_packs_and_volumes():
+def test_the_table_gives_tensorstore_to_what_reads_and_writes_arrays():
     assert {name for name, (_, outside) in table().items() if "tensorstore" in outside} == {
         "arrays",
+        "reads",
         "volumes",
     }
