@@ -24,6 +24,7 @@ def run(
         saves: in each turn.
         only: names of ways; all of them without it.
     """
+    measure.touch_memory()
     recorder = states.recorder()
     state = states.train_state(params, leaves, recorder)
     found = {

@@ -18,6 +18,7 @@ from benchmarks.common import LanguageModel, tokens_of, width_for
 from benchmarks.speed import states
 
 NOTHING, OURS, STOCK = "nothing saved", "adacheck_jax, every step", "stock Orbax, every step"
+RECORDED = "adacheck_jax, recorded"
 
 
 def run(root: str, params: int, batch: int, steps: int, rounds: int, max_deltas: int) -> Any:
@@ -48,15 +49,17 @@ def run(root: str, params: int, batch: int, steps: int, rounds: int, max_deltas:
     update = jax.jit(updated, donate_argnums=(0, 1))
     batches = [jnp.asarray(tokens_of(number, batch)) for number in range(steps)]
 
-    def turn(state: Any, save: Callable[[Any], None], before_update: Callable[[], None]) -> Any:
+    def turn(
+        state: Any, save: Callable[[Any, bool], Any], before_update: Callable[[], None]
+    ) -> Any:
         """One turn: the state, seconds a step, and the longest step."""
         start_s = last_s = time.perf_counter()
         longest_s = 0.0
-        for tokens in batches:
+        for number, tokens in enumerate(batches):
             gradients = gradients_of(state, tokens)
             before_update()
             state = jax.block_until_ready(update(state, gradients))
-            save(state)
+            save(state, number == steps - 1)
             now_s = time.perf_counter()
             longest_s, last_s = max(longest_s, now_s - last_s), now_s
         return state, (last_s - start_s) / steps, longest_s
@@ -66,6 +69,7 @@ def run(root: str, params: int, batch: int, steps: int, rounds: int, max_deltas:
         f"{OURS}, bases overlap": adacheck.AdaCheckHandler(
             recorder, max_deltas=max_deltas, returns_early=True
         ),
+        RECORDED: adacheck.AdaCheckHandler(recorder, max_deltas=max_deltas),
     }
     ways: dict[str, tuple[Any, Callable[[Any], Any], Callable[[], None]]] = {
         name: (handler, adacheck.SaveArgs, handler.wait_until_staged)
@@ -85,14 +89,22 @@ def run(root: str, params: int, batch: int, steps: int, rounds: int, max_deltas:
     for position in range(rounds + 1):
         for name, found in times.items():
             if name == NOTHING:
-                state, *measured = turn(state, lambda _: None, lambda: None)
+                state, *measured = turn(state, lambda s, is_last: None, lambda: None)
             else:
-                manager, (_, args_of, before_update) = managers[name], ways[name]
-                state, *measured = turn(
-                    state,
-                    lambda s, m=manager, a=args_of: m.save(int(s["step"]), args=a(s)),
-                    before_update,
-                )
+                manager, (handler, args_of, before_update) = managers[name], ways[name]
+
+                def save(
+                    state: Any,
+                    is_last: bool,
+                    manager: Any = manager,
+                    record: Any = handler.record_step if name == RECORDED else None,
+                    args_of: Any = args_of,
+                ) -> None:
+                    step = int(state["step"])
+                    if record is None or not record(state, step) or is_last:
+                        manager.save(step, args=args_of(state))
+
+                state, *measured = turn(state, save, before_update)
                 manager.wait_until_finished()
             if position:
                 found.append((measured[0], measured[1]))

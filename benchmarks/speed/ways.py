@@ -92,10 +92,13 @@ class VersionOne(_Rooted):
 
 
 class _Files(_Rooted):
-    """Files that are written by hand; the step before the last is deleted."""
+    """Files that are written by hand; the step before the last is deleted, if they are not kept."""
+
+    keeps = False
 
     def _directory(self, step: int) -> Path:
-        shutil.rmtree(self._root / str(step - 2), ignore_errors=True)
+        if not self.keeps:
+            shutil.rmtree(self._root / str(step - 2), ignore_errors=True)
         directory = self._root / str(step)
         directory.mkdir(parents=True)
         return directory
@@ -108,11 +111,19 @@ class _Files(_Rooted):
 
 
 class OneFile(_Files):
-    """The bytes one after the other into one file, and fsync: what the storage can do."""
+    """The bytes one after the other into one file, and fsync: what the storage can do.
 
-    def __init__(self, root: Path, part_of: Callable[[Any], Any]) -> None:
+    Args:
+        root: where the steps go.
+        part_of: what of a state is written.
+        keeps: all files, as a lineage keeps its deltas: the memory of files that were deleted is
+            written to faster than memory that the page cache has to find.
+    """
+
+    def __init__(self, root: Path, part_of: Callable[[Any], Any], *, keeps: bool = False) -> None:
         super().__init__(root)
         self._part_of = part_of
+        self.keeps = keeps
 
     def save(self, step: int, state: Any) -> None:
         with open(self._directory(step) / "bytes", "wb") as file:
@@ -204,7 +215,7 @@ def all_ways(root: Path, recorder: adacheck.Recorder, saves: int) -> dict[str, C
         "stock Orbax v1": lambda: VersionOne(root / "v1"),
         "raw tensorstore": lambda: RawTensorStore(root / "tensorstore"),
         STATE_FILE: lambda: OneFile(root / "state_file", without_record),
-        DELTA_FILE: lambda: OneFile(root / "delta_file", record_of),
+        DELTA_FILE: lambda: OneFile(root / "delta_file", record_of, keeps=True),
         FLOOR: lambda: Managed(
             root / "floor", ocp.JsonCheckpointHandler(), lambda _: ocp.args.JsonSave({})
         ),
