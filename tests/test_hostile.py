@@ -19,7 +19,7 @@ import pytest
 import tensorstore as ts
 
 import adacheck_jax as adacheck
-from adacheck_jax import FormatError, IntegrityError, arrays, lineage, purity, replay
+from adacheck_jax import FormatError, IntegrityError, arrays, lineage, purity, replay, volumes
 from adacheck_jax import manifest as manifests
 from adacheck_jax.deltas import DeltaReader
 from adacheck_jax.manifest import Update
@@ -240,6 +240,18 @@ def test_a_pack_in_other_chunks_or_codecs_than_are_written_is_refused(changes, t
     ts.open(spec, create=True).result()
     with pytest.raises(FormatError, match="expected chunks of at most"):
         arrays.PackArray(tmp_path, arrays.RAW, 64)
+
+
+def test_a_base_in_other_codecs_than_are_written_is_refused(tmp_path):
+    with ocp.CheckpointManager(tmp_path, item_handlers=adacheck.AdaCheckHandler()) as manager:
+        manager.save(0, args=adacheck.SaveArgs({"w": jnp.ones((4, 16))}))
+        manager.wait_until_finished()
+        database = ts.KvStore.open(volumes._database(tmp_path / "0" / "default")).result()
+        body = json.loads(database.read("w/zarr.json").result().value)
+        body["codecs"].insert(1, {"name": "gzip", "configuration": {"level": 1}})
+        database.write("w/zarr.json", json.dumps(body)).result()
+        with pytest.raises(IntegrityError, match=r"array w in one of .* found .*gzip"):
+            manager.restore(0)
 
 
 def test_a_base_of_another_shape_than_its_manifest_says_is_refused_before_it_is_read(tmp_path):

@@ -90,7 +90,7 @@ def _keepers(root: Path, recorder: adacheck.Recorder, every: int) -> dict[str, _
         return ocp.CheckpointManager(root / name, item_handlers=handler, options=options)
 
     keepers = {NOTHING: _Keeper(None, lambda number, state: None)}
-    handler = adacheck.AdaCheckHandler(recorder, max_deltas=10_000, run_bytes=1 << 32)
+    handler = adacheck.AdaCheckHandler(recorder, max_deltas=5 * every)
     recorded = manager("recorded", handler)
 
     def record(number: int, state: Any) -> None:
@@ -98,7 +98,7 @@ def _keepers(root: Path, recorder: adacheck.Recorder, every: int) -> dict[str, _
             recorded.save(number, args=adacheck.SaveArgs(state))
 
     keepers[RECORDED] = _Keeper(recorded, record)
-    every_step = manager("saved", adacheck.AdaCheckHandler(recorder, max_deltas=10_000))
+    every_step = manager("saved", adacheck.AdaCheckHandler(recorder))
     keepers["adacheck_jax, saved"] = _Keeper(
         every_step, lambda n, s: every_step.save(n, args=adacheck.SaveArgs(s))
     )
