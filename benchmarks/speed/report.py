@@ -214,7 +214,14 @@ def _growth_lines(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
                 label = f"{name}, {key.removesuffix('_s')}"
                 at = [row["at"] for row in own]
                 axis.plot(at, values, style, label=label, color=colors[name])
-        axis.set(xlabel=kind, ylabel="ms", xscale="log", ylim=(0, None))
+        at = [row["at"] for row in own]
+        if max(at) > 10 * max(1, min(at)):
+            axis.set(xscale="log", yscale="log")
+        else:
+            axis.set_ylim(0, None)
+        axis.set(xlabel=kind, ylabel="ms")
+        axis.set_xticks(at, [str(each) for each in at])
+        axis.minorticks_off()
         axis.legend(fontsize=7)
     return _saved(figure, path)
 
