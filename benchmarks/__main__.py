@@ -59,7 +59,7 @@ def training(is_full: bool) -> Any:
 def recording(is_full: bool) -> list[Any]:
     """Short steps, of which each is kept."""
     sizes = [1_000_000, 10_000_000] if is_full else [1_000_000]
-    rounds = 5 if is_full else 2
+    rounds = 5 if is_full else 1
     return [
         child.measure("recording", params=size // 12, leaves=20, steps=40, rounds=rounds, every=20)
         for size in sizes
