@@ -93,22 +93,23 @@ class Heads:
             final_directory: of the delta.
             count: the update counter of its state.
         """
-        found = []
-        known = [head.known for head in self._heads if head.known is not None]
-        for head in self._heads:
-            try:
-                head.known = lineage.follow(known, head.directory)
-            except AdaCheckError as error:
-                _log.warning("The last step cannot be built on: %s", error)
-                continue
-            if head.known.exists() and self.may_follow(head, final_directory):
-                found.append(head)
+        found = [head for head in self._heads if self.is_there(head, final_directory)]
         for head in found:
             assert head.known is not None
             before = head.known.manifest.count
             if before is not None and count is not None and count - before in (0, 1):
                 return head
         return found[0] if found else None
+
+    def is_there(self, head: Head, final_directory: Path) -> bool:
+        """Whether a delta can follow a step, by what is on disk now."""
+        known = [each.known for each in (*self._heads, head) if each.known is not None]
+        try:
+            head.known = lineage.follow(known, head.directory)
+        except AdaCheckError as error:
+            _log.warning("The last step cannot be built on: %s", error)
+            return False
+        return head.known.exists() and self.may_follow(head, final_directory)
 
     def committed(self, head: Head) -> Lineage | None:
         """The lineage of a step that was saved here, if it is on disk as it was committed."""

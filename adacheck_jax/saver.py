@@ -223,8 +223,10 @@ class Saver:
             waiting.wait()
 
     def close(self) -> None:
-        """Says what was recorded and is lost now."""
-        self._give_up(0, "the handler is closed")
+        """Says what was recorded and is not saved; another manager may still save it."""
+        if steps := [each.step for each in self._run.steps]:
+            shown = lineage.shown_steps(steps)
+            _log.warning("Recorded steps that are not saved: %s; a manager is closed.", shown)
 
     def _begin(
         self,
@@ -362,8 +364,9 @@ class Saver:
         if is_known and jax.process_count() == 1:  # several would not know it at the same time
             try:
                 run.settle(self._decisions)
-            except AdaCheckError:
-                self._give_up(run.settled_count, "a save sees the whole state")
+            except AdaCheckError as error:
+                run.cut(len(run) - 1)  # this one is left to a save, which sees the whole state
+                self._give_up(run.settled_count, str(error))
                 return False
         return True
 
@@ -479,9 +482,12 @@ class Saver:
         count = snapshot.count()
         numbers = (step, count, 0)
         step = next(number for number in numbers if number is not None)
-        head = self._heads.parent(destination.directory, count)
-        if head is None or head is not self._heads.only:
-            self._give_up(0, "the step that they follow is not there, or another was restored")
+        saved, directory = self._heads.saved, destination.directory
+        if self._run and saved is not None and self._heads.is_there(saved, directory):
+            head = saved
+        else:
+            self._give_up(0, "the step that they follow is not there")
+            head = self._heads.parent(directory, count)
         try:
             self._run.settle(self._decisions)
         except AdaCheckError as error:
@@ -497,6 +503,8 @@ class Saver:
             has_links=lambda: self._heads.has_links(destination.directory),
             replayable=replayable,
         )
+        if self._run and not decision.is_base and self._heads.only is None:
+            decision = policy.Decision("base", "another step was restored meanwhile")
         if not decision.is_base or not self._run:
             return _Course(step, count, decision, head, tip)
         assert head is not None

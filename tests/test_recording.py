@@ -307,6 +307,25 @@ class TestWhatNoUpdateExplains:
         self.assert_saved(tmp_path, run, manager, states)
 
 
+@pytest.mark.parametrize("step", [None, 2])
+def test_a_look_at_an_older_step_loses_nothing(step, tmp_path):
+    """Through a manager of its own, which is closed before the run is saved."""
+    run = support.dict_run(one_device())
+    handler = adacheck.AdaCheckHandler(run.recorder, prove="never")
+    with support.manager_of(tmp_path, handler) as manager:
+        states, saved = train(manager, handler, run, 6, saved_too=(3,))
+        assert saved == [1, 3]
+        with support.manager_of(tmp_path, handler) as another:
+            args = adacheck.RestoreArgs(support.abstract(run.state), step=step)
+            another.restore(3 if step else 1, args=args)
+        states[7] = support.host_copy(run.advance())
+        assert not handler.record_step(run.state, 7)
+        manager.save(7, args=adacheck.SaveArgs(run.state))
+        manager.wait_until_finished()
+    assert recorded_in(tmp_path, 7) == [4, 5, 6]
+    assert_all_restorable(tmp_path, states, [1, 3, 7], support.abstract(run.state))
+
+
 def test_a_step_without_an_update_is_recorded(tmp_path):
     recorder = adacheck.Recorder(optax.sgd(1e-2))
     chain = optax.MultiSteps(recorder, 2)
@@ -471,7 +490,7 @@ def test_a_recorded_step_that_is_not_what_it_was_is_found_by_replay(tmp_path):
 def test_what_is_recorded_and_never_saved_is_told(tmp_path, caplog):
     run = support.dict_run(one_device())
     recording(tmp_path, run, 6, prove="never")
-    assert "Recorded steps that are not saved: 2 to 6; the handler is closed." in caplog.text
+    assert "Recorded steps that are not saved: 2 to 6; a manager is closed." in caplog.text
 
 
 def test_a_save_that_fails_takes_the_recorded_steps_with_it_and_the_next_is_a_base(
