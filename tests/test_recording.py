@@ -398,6 +398,22 @@ class TestWithoutWaiting:
             found = manager.restore(3, args=adacheck.RestoreArgs(run.state))
             assert test_waiting.bits_of(found) == saved[3]
 
+    def test_another_state_of_a_recorded_number_is_an_error(self, tmp_path):
+        run = test_waiting.Run()
+        handler = adacheck.AdaCheckHandler(run.recorder)
+        with ocp.CheckpointManager(tmp_path, item_handlers=handler) as manager:
+            saved = test_waiting.begin(manager, run)
+            run.advance(is_slow=True)
+            assert handler.record_step(run.state, 4)
+            run.advance(is_slow=True)
+            test_waiting.save(manager, 4, run)
+            with pytest.raises(
+                adacheck.AdaCheckError, match="step 4 as it was recorded, with 6 updates; found 7"
+            ):
+                manager.wait_until_finished()
+            found = manager.restore(3, args=adacheck.RestoreArgs(run.state))
+            assert test_waiting.bits_of(found) == saved[3]
+
 
 class TestRestoring:
     def saved(self, root):
