@@ -15,10 +15,10 @@ from adacheck_jax.errors import (
     StorageError,
 )
 from adacheck_jax.handler import AdaCheckHandler, RestoreArgs, RestoreInfo, SaveArgs
-from adacheck_jax.lineage import KeepLineage
 from adacheck_jax.recorder import Recorder, RecorderState
 from adacheck_jax.replicas import Divergence, ReplicaReport, replica_report
 from adacheck_jax.report import RedundancyReport, redundancy_report
+from adacheck_jax.retention import KeepLineage
 from adacheck_jax.separate import SeparateUpdate, separate_update
 
 __all__ = [

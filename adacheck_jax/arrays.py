@@ -10,6 +10,7 @@ gradient) are left out, and declared. Every chunk has a crc32c.
 from __future__ import annotations
 
 import bisect
+import glob
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -51,33 +52,20 @@ RAW = Kind("pack", 1 << 20, 1 << 10, (None,))
 COMPRESSED = Kind("compressed", 1 << 18, 1 << 16, ("zstd", "lz4"))
 
 
-def _spec(directory: Path, kind: Kind) -> dict[str, Any]:
-    return {
-        "driver": "zarr3",
-        "kvstore": {
-            "driver": "ocdbt",
-            "base": {"driver": "file", "path": f"{directory.resolve()}/"},
-            "path": f"{kind.name}/",
-        },
-        "fill_missing_data_reads": False,  # a chunk that is not there is an error
-        "store_data_equal_to_fill_value": True,
-    }
-
-
 def _chunk_bytes(size_bytes: int, kind: Kind) -> int:
     """Chunks are stored whole, so the last one must not stand out: equal ones waste nothing."""
     return math.ceil(size_bytes / math.ceil(size_bytes / kind.max_chunk_bytes))
 
 
 def write_pack(
-    directory: Path,
+    start: Path,
     contents: Sequence[tuple[Kind, Sequence[np.ndarray]]],
     codec: Codec = "zstd",
 ) -> list[list[Ranges]]:
     """Writes one pack durably, in one transaction.
 
     Args:
-        directory: where the OCDBT database goes; made if absent.
+        start: what the paths of its files begin with; their directory is made if absent.
         contents: for each array its kind and the bytes of its sections (of none nothing is
             written), which may be changed again when this returns.
         codec: of what is compressed.
@@ -86,7 +74,8 @@ def write_pack(
         For each array and section the ranges of blocks that were left out because they are all
         zero.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    start.parent.mkdir(parents=True, exist_ok=True)
+    database = zarr.database_at(start)
     zeros: list[list[Ranges]] = []
     context = ts.Context({"file_io_sync": False})  # each file by itself would wait for the disk
     # Atomic: one generation of the database, so that no file is written that nothing refers to.
@@ -99,11 +88,15 @@ def write_pack(
             codecs = zarr.chain(codec if codec in kind.codecs else None)
             chunk_shape = [_chunk_bytes(pack.size, kind)]
             metadata = zarr.metadata("uint8", pack.shape, chunk_shape, codecs)
-            spec = {**_spec(directory, kind), "metadata": metadata}
+            spec = {
+                **zarr.array_in(database, kind.name),
+                "metadata": metadata,
+                "store_data_equal_to_fill_value": True,
+            }
             store = ts.open(spec, create=True, transaction=transaction, context=context).result()
             # It does not change before the transaction is committed, so tensorstore need not copy.
             store.write(pack, can_reference_source_data_indefinitely=True).result()
-    durable.sync_tree(directory, with_files=True)
+    durable.sync_all([*start.parent.glob(f"{glob.escape(start.name)}.*"), start.parent])
     return zeros
 
 
@@ -118,12 +111,12 @@ def _joined(sections: Sequence[np.ndarray], zeros: Sequence[Ranges], kind: Kind)
 
 
 def laid_out(
-    directory: Path, kind: Kind, sections: Sequence[tuple[int, Ranges]]
+    start: Path, kind: Kind, sections: Sequence[tuple[int, Ranges]]
 ) -> tuple[list[int], int]:
     """Where the sections of an array begin in what is stored of it, and how long that is.
 
     Args:
-        directory: of the database, for error messages.
+        start: of the pack's files, for error messages.
         kind: of the array.
         sections: of each the length in bytes, zeros included, and the blocks that were left out.
 
@@ -133,7 +126,7 @@ def laid_out(
     for size_bytes, zeros in sections:
         if zeros and zeros[-1][1] * kind.block_bytes > size_bytes:
             raise FormatError(
-                f"{directory}: expected blocks of {size_bytes} bytes, found that number "
+                f"{start}: expected blocks of {size_bytes} bytes, found that number "
                 f"{zeros[-1][1] - 1} was left out. The step is damaged; restore another one."
             )
     sizes = [_Runs(size_bytes, zeros, kind).stored_bytes for size_bytes, zeros in sections]
@@ -214,7 +207,7 @@ class PackArray:
     """One array of a process's pack, opened.
 
     Args:
-        directory: where the OCDBT database is.
+        start: what the paths of the pack's files begin with.
         kind: of the array.
         stored_bytes: its length, by the manifest; of none nothing is there to be opened.
 
@@ -223,25 +216,26 @@ class PackArray:
         StorageError: it cannot be read now.
     """
 
-    def __init__(self, directory: Path, kind: Kind, stored_bytes: int) -> None:
-        self.directory = directory
+    def __init__(self, start: Path, kind: Kind, stored_bytes: int) -> None:
+        self.start = start
         self.kind = kind
         self.stored_bytes = expected_bytes = stored_bytes
         if not expected_bytes:
             return
+        spec = zarr.array_in(zarr.database_at(start), kind.name)
         try:
-            self._store = ts.open(_spec(directory, kind), open=True, read=True).result()
+            self._store = ts.open(spec, open=True, read=True).result()
         except Exception as error:
-            if refused := unreadable(directory, error):
+            if refused := unreadable(start, error):
                 raise refused from error
             raise FormatError(
-                f"{directory}: expected a pack of {expected_bytes} bytes, found none that can be "
+                f"{start}: expected a pack of {expected_bytes} bytes, found none that can be "
                 f"opened ({first_line(error)}). The step is damaged; restore another one."
             ) from error
         found = (tuple(self._store.shape), self._store.dtype.name)
         if found != ((expected_bytes,), "uint8"):
             raise FormatError(
-                f"{directory}: expected a pack of {expected_bytes} bytes, found an array of shape "
+                f"{start}: expected a pack of {expected_bytes} bytes, found an array of shape "
                 f"{found[0]} and type {found[1]}. The step is damaged; restore another one."
             )
         # A chunk is read whole, so it must not be larger than one that is written, and a chain of
@@ -252,7 +246,7 @@ class PackArray:
         known = [[codec["name"] for codec in zarr.chain(each)] for each in kind.codecs]
         if chunk_bytes > kind.max_chunk_bytes or names not in known:
             raise FormatError(
-                f"{directory}: expected chunks of at most {kind.max_chunk_bytes} bytes in the "
+                f"{start}: expected chunks of at most {kind.max_chunk_bytes} bytes in the "
                 f"codecs {known}, found {chunk_bytes} in {names}. The step is "
                 "damaged; restore another one."
             )
@@ -274,10 +268,10 @@ class PackArray:
                 each[1].result()
             return [np.empty(0, np.uint8) if each is None else each[0] for each in begun]
         except Exception as error:
-            if refused := unreadable(self.directory, error):
+            if refused := unreadable(self.start, error):
                 raise refused from error
             raise IntegrityError(
-                f"{self.directory}: the stored bytes of {what} are damaged "
+                f"{self.start}: the stored bytes of {what} are damaged "
                 f"({first_line(error)}). Restore another step."
             ) from error
 

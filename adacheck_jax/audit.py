@@ -12,13 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from adacheck_jax import inspection
+from adacheck_jax import inspection, roots
 from adacheck_jax import lineage as lineages
 from adacheck_jax.errors import AdaCheckError, StorageError, unreadable
 from adacheck_jax.inspection import InputError
-from adacheck_jax.lineage import TMP_SUFFIX, Step
+from adacheck_jax.links import PROBE_PREFIX
 from adacheck_jax.manifest import BaseManifest
 from adacheck_jax.recompute import RECOMPUTED, Recomputation
+from adacheck_jax.roots import TMP_SUFFIX, Step
 from adacheck_jax.verification import (
     NUMBER,
     OTHER_BITS,
@@ -197,8 +198,8 @@ def latest_restorable(
         StorageError: a step cannot be read now, and may be whole.
     """
     steps: dict[int, list[Path]] = {}
-    for path in lineages.items_of(Path(root).absolute()):
-        number = lineages.place_of(path).step
+    for path in roots.items_of(Path(root).absolute()):
+        number = roots.place_of(path).step
         if number is not None and item in (None, path.name):
             steps.setdefault(number, []).append(path)
     verifier, first = Verifier(), None
@@ -232,9 +233,7 @@ def _selected(
         raise InputError(f"{root}: expected an item {item!r}, found {names}. Give one of these.")
     if number is None:
         return steps
-    chosen = [
-        step for step in steps if number in (step.step, lineages.place_of(step.directory).step)
-    ]
+    chosen = [step for step in steps if number in (step.step, roots.place_of(step.directory).step)]
     if not chosen:
         numbers = ", ".join(str(step.step) for step in steps[-10:])
         earlier = f"{len(steps) - 10} earlier and " if len(steps) > 10 else ""
@@ -289,7 +288,7 @@ class _Audit:
         checked, rounded, problem = ["structure"], (), None
         damage: list[Damage] = []
         if manifest is not None:
-            misplaced = lineages.misplaced(step.directory, manifest)
+            misplaced = roots.misplaced(step.directory, manifest)
             if misplaced:
                 damage.append(Damage(str(step.directory), None, misplaced, NUMBER))
         try:
@@ -335,10 +334,10 @@ def _new(known: Sequence[Damage], found: Sequence[Damage]) -> list[Damage]:
 def leftovers(root: Path) -> list[Leftover]:
     """What lies under a root and in its step directories, and is no step."""
     found = []
-    ours = {path for each in lineages.items_of(root) for path in (each, each.parent)}
+    ours = {path for each in roots.items_of(root) for path in (each, each.parent)}
     for path in _directories(root):
         relative = str(path.relative_to(root))
-        if TMP_SUFFIX in path.name or path.name.startswith(lineages.PROBE_PREFIX):
+        if TMP_SUFFIX in path.name or path.name.startswith(PROBE_PREFIX):
             found.append(Leftover(relative, "left by an interrupted save", True))
         elif path in ours:
             found += [

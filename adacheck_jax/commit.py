@@ -25,6 +25,7 @@ from adacheck_jax import (
     equality,
     fingerprint,
     lineage,
+    links,
     parts,
     policy,
     volumes,
@@ -33,7 +34,7 @@ from adacheck_jax import manifest as manifests
 from adacheck_jax.base_share import BaseShare
 from adacheck_jax.delta_share import DeltaShare
 from adacheck_jax.errors import AdaCheckError, MismatchError, storage_named
-from adacheck_jax.lineage import Lineage
+from adacheck_jax.lineage import Entry, Lineage
 from adacheck_jax.manifest import (
     BaseManifest,
     Delta,
@@ -250,7 +251,7 @@ class Save:
         else:
             if process == 0 and self.parent and self.links:
                 # First of all: what is linked can no longer be deleted under this step.
-                lineage.link_ancestors(self.parent, directory, self.parent_files)
+                links.link_ancestors(self.parent, directory, self.parent_files)
             # A leaf that replay does not reproduce is stored whole: no step is lost to a wrong
             # assumption, and the saver replays nothing onto this one.
             wrong = self._prove()
@@ -270,7 +271,7 @@ class Save:
             own = wrong if each is self.own else ()
             packed.append(each.delta.packed(process, jax.process_count(), own))
             each.delta = None  # a run is as large as memory allows: let go of it as it is packed
-        return delta_share.write(packed, directory / lineage.DELTA / str(process), codec, buffers)
+        return delta_share.write(packed, lineage.pack_in(directory, process), codec, buffers)
 
     def _prove(self) -> list[int]:
         """The leaves that replaying this delta does not reproduce; none where it is not proved."""
@@ -369,7 +370,7 @@ class Save:
         self.manifest = manifests.write(directory, manifest)
         durable.sync_tree(directory, directory / manifests.FILE)
         self.stamp = manifests.stamp(directory)
-        self.whole[self.final_directory] = lineage.files_of(directory, self.step)
+        self.whole[self.final_directory] = links.files_of(Entry(self.manifest, directory))
 
     def _base_manifest(self) -> BaseManifest:
         structure, program, update = self.structure, self._program(), None
@@ -414,7 +415,7 @@ class Save:
         return tuple(pairs)
 
     def _delta_manifest(self, parent: Lineage) -> DeltaManifest:
-        reference = lineage.reference(self.final_directory, parent.entries[-1].directory)
+        reference = lineage.reference(self.final_directory, parent.entries[-1].holder)
         assert reference is not None
         pairs = zip(self.steps, _by_step(self.parts), strict=True)
         *recorded, own = [_delta(each, told) for each, told in pairs]
@@ -472,12 +473,14 @@ def _fingerprints(told: Sequence[parts.Part]) -> tuple[int, ...]:
 
 def _clear(item_directory: Path, process: int) -> None:
     """Removes what an earlier attempt of this process wrote after Orbax had made room."""
-    own = [f"{lineage.DELTA}/{process}"]
-    own += [f"{lineage.BASE}/{process}{rest}" for rest in ("", ".*")]
+    own = [f"{lineage.BASE}/{process}{rest}" for rest in ("", ".*")]
     own += [f"{lineage.KEPT}/*.{process}{rest}" for rest in ("", ".*")]
     for pattern in [*own, lineage.LINEAGE] if process == 0 else own:
         for path in item_directory.glob(pattern):
             shutil.rmtree(path)
+    pack = lineage.pack_in(item_directory, process)
+    for path in pack.parent.glob(f"{pack.name}.*"):
+        path.unlink()
 
 
 def _digest(blocks: Blocks) -> str:

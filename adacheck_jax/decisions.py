@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 def tip_of(parent: Lineage) -> Tip:
     """The saved step at the end of a lineage."""
     saved = parent.manifest
-    return Tip(saved.step, saved.count, saved.depth, parent.entries[-1].directory)
+    return Tip(saved.step, saved.count, saved.depth, parent.entries[-1].holder)
 
 
 class Decisions:

@@ -200,13 +200,13 @@ class DeltaShare:
 
 
 def write(
-    packed: Sequence[Packed], directory: Path, codec: Codec, buffers: Buffers
+    packed: Sequence[Packed], start: Path, codec: Codec, buffers: Buffers
 ) -> list[dict[str, Any]]:
     """Writes what one process has of successive deltas, durably and at once.
 
     Args:
         packed: of each delta.
-        directory: of this process's pack.
+        start: what the paths of the files of this process's pack begin with.
         codec: of what is compressed.
         buffers: that the sections lie in; they are given back.
 
@@ -218,7 +218,7 @@ def write(
     """
     sections = [each.raw for each in packed], [each.compressed for each in packed]
     contents = list(zip((arrays.RAW, arrays.COMPRESSED), sections, strict=True))
-    zeros = arrays.write_pack(directory, contents, codec)
+    zeros = arrays.write_pack(start, contents, codec)
     for section in (*sections[0], *sections[1]):
         buffers.give_back(section)
     return [each.told(*left_out) for each, *left_out in zip(packed, *zeros, strict=True)]

@@ -16,7 +16,7 @@ from adacheck_jax import arrays, codecs, redundancy, staging
 from adacheck_jax.arrays import PackArray, PackReader
 from adacheck_jax.boxes import Box
 from adacheck_jax.errors import IntegrityError
-from adacheck_jax.lineage import DELTA, Lineage
+from adacheck_jax.lineage import Entry, Lineage
 from adacheck_jax.manifest import BaseManifest, DeltaManifest, Encoding, Leaf, Pack
 
 
@@ -38,8 +38,7 @@ class DeltaReader:
 
     Args:
         base: the manifest that describes the leaves.
-        manifest: of the save that the delta belongs to.
-        directory: its item directory.
+        entry: the save that the delta belongs to.
         number: which of its deltas; the last one is that of the saved step itself.
         shared: with other readers.
 
@@ -50,13 +49,14 @@ class DeltaReader:
     def __init__(
         self,
         base: BaseManifest,
-        manifest: DeltaManifest,
-        directory: Path,
+        entry: Entry,
         number: int = -1,
         shared: Shared | None = None,
     ) -> None:
+        manifest = entry.manifest
+        assert isinstance(manifest, DeltaManifest)
         self._leaves = base.leaves
-        self._directory = directory
+        self._entry = entry
         self._manifest = manifest
         self._number = number % len(manifest.deltas)
         self._delta = delta = manifest.deltas[number]
@@ -64,7 +64,7 @@ class DeltaReader:
         encodings = [pack.encodings for pack in delta.packs]
         if len(encodings) != base.process_count or any(i >= len(base.leaves) for i in delta.stored):
             raise IntegrityError(
-                f"{directory}: expected packs of {base.process_count} processes with some of "
+                f"{entry.place}: expected packs of {base.process_count} processes with some of "
                 f"{len(base.leaves)} leaves, found {len(encodings)} packs with leaves up to "
                 f"{max(delta.stored, default=0)}. Restore another step."
             )
@@ -76,7 +76,7 @@ class DeltaReader:
                 plan = redundancy.plan_delta(base.leaves, delta.stored, encodings, aliases)
         except (ValueError, IndexError) as error:
             raise IntegrityError(
-                f"{directory}: the manifest calls parts equal that cannot be ({error}). Restore "
+                f"{entry.place}: the manifest calls parts equal that cannot be ({error}). Restore "
                 "another step."
             ) from error
         shared.plans[key] = plan
@@ -84,7 +84,7 @@ class DeltaReader:
         found = tuple((pack.raw_bytes, pack.compressed_bytes) for pack in delta.packs)
         if planned != found:
             raise IntegrityError(
-                f"{directory}: expected packs of {planned} bytes from the stored leaves, found "
+                f"{entry.place}: expected packs of {planned} bytes from the stored leaves, found "
                 f"{found}. Restore another step."
             )
         self._extents: dict[int, list[redundancy.Extent]] = {}
@@ -112,7 +112,8 @@ class DeltaReader:
         """Opens every pack that the delta has.
 
         Returns:
-            For the database of each process the names of the arrays that it holds.
+            For the pack of each process, by what the paths of its files begin with, the names of
+            the arrays that it has.
 
         Raises:
             FormatError: a pack is missing, or has another length than the manifest says.
@@ -121,7 +122,7 @@ class DeltaReader:
         for process in range(len(self._delta.packs)):
             for kind in (arrays.RAW, arrays.COMPRESSED):
                 if self._pack(process, kind).stored_bytes:
-                    found.setdefault(self._directory / DELTA / str(process), []).append(kind.name)
+                    found.setdefault(self._entry.pack(process), []).append(kind.name)
         return found
 
     def blocks(self, index: int) -> Iterator[tuple[Box, np.ndarray]]:
@@ -144,7 +145,7 @@ class DeltaReader:
         """
         if not self.holds_all_of(index):
             raise IntegrityError(
-                f"{self._directory}: expected {self._leaves[index].path}, which the update "
+                f"{self._entry.place}: expected {self._leaves[index].path}, which the update "
                 "consumed, stored by itself; found it otherwise. Restore another step."
             )
         leaf, dtype = self._leaves[index], jnp.dtype(self._leaves[index].dtype)
@@ -230,14 +231,14 @@ class DeltaReader:
 
     def _pack(self, process: int, kind: arrays.Kind) -> PackReader:
         if (process, kind) not in self._packs:
-            directory = self._directory / DELTA / str(process)
+            start = self._entry.pack(process)
             sections = [_section(delta.packs[process], kind) for delta in self._manifest.deltas]
-            starts, length_bytes = arrays.laid_out(directory, kind, sections)
+            begins, length_bytes = arrays.laid_out(start, kind, sections)
             opened = self._shared.opened
-            if (directory, kind) not in opened:
-                opened[directory, kind] = PackArray(directory, kind, length_bytes)
+            if (start, kind) not in opened:
+                opened[start, kind] = PackArray(start, kind, length_bytes)
             self._packs[process, kind] = PackReader(
-                opened[directory, kind], *sections[self._number], starts[self._number]
+                opened[start, kind], *sections[self._number], begins[self._number]
             )
         return self._packs[process, kind]
 
@@ -257,8 +258,8 @@ def readers(lineage: Lineage) -> list[DeltaReader]:
     """
     shared = Shared()
     every = [
-        DeltaReader(lineage.base, manifest, directory, number, shared)
-        for manifest, directory in lineage.saves
+        DeltaReader(lineage.base, entry, number, shared)
+        for manifest, entry in lineage.saves
         for number in range(len(manifest.deltas))
     ]
     return every[: len(every) - lineage.left_out]

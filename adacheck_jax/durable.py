@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -44,30 +44,33 @@ def sync(path: Path | str) -> None:
         os.close(descriptor)
 
 
-def sync_tree(top: Path, *files: Path, with_files: bool = False) -> None:
-    """Makes the names of all files, hard links and directories below one durable.
-
-    Args:
-        top: a directory; its own name is not included.
-        files: whose bytes are to be made durable too.
-        with_files: makes the bytes of all files below it durable.
+def sync_all(paths: Iterable[Path | str]) -> None:
+    """As :func:`sync`, of many at once.
 
     Raises:
         OSError: from the file system.
     """
     with ThreadPoolExecutor(_THREADS) as threads:
-        for _ in threads.map(sync, [*files, *_below(os.fspath(top), with_files)]):
+        for _ in threads.map(sync, paths):
             pass
 
 
-def _below(top: str, with_files: bool) -> Iterator[str]:
+def sync_tree(top: Path, *files: Path) -> None:
+    """Makes the names of all files, hard links and directories below one durable.
+
+    Args:
+        top: a directory; its own name is not included.
+        files: whose bytes are to be made durable too.
+
+    Raises:
+        OSError: from the file system.
+    """
+    sync_all([*files, *_directories(os.fspath(top))])
+
+
+def _directories(top: str) -> Iterator[str]:
     yield top
-    directories = []
     with os.scandir(top) as found:
-        for each in found:
-            if each.is_dir(follow_symlinks=False):
-                directories.append(each.path)
-            elif with_files:
-                yield each.path
-    for each in directories:
-        yield from _below(each, with_files)
+        inner = [each.path for each in found if each.is_dir(follow_symlinks=False)]
+    for each in inner:
+        yield from _directories(each)

@@ -22,7 +22,7 @@ from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 from adacheck_jax import lineage as lineages
 from adacheck_jax import manifest as manifests
-from adacheck_jax import replicas, restorer, stock, trees
+from adacheck_jax import replicas, restorer, roots, stock, trees
 from adacheck_jax.base_share import Name, chunk_shape
 from adacheck_jax.commit import Save
 from adacheck_jax.compression import Compression
@@ -35,10 +35,12 @@ from adacheck_jax.errors import (
     StorageError,
     storage_named,
 )
-from adacheck_jax.lineage import KeepLineage, Lineage, Place
+from adacheck_jax.lineage import Lineage
 from adacheck_jax.manifest import BaseManifest, DeltaManifest
 from adacheck_jax.policy import Delta
 from adacheck_jax.recorder import Recorder
+from adacheck_jax.retention import KeepLineage
+from adacheck_jax.roots import Place
 from adacheck_jax.saver import Destination, Prove, Saver
 from adacheck_jax.stock import Entry, StockCheckpoints, stored_dtype
 from adacheck_jax.targets import Target, Wishes
@@ -199,10 +201,10 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
                 f"{directory}: expected a path on a mounted file system, found a remote one, which "
                 "this release cannot write. Nothing was saved; mount it, or save to a local root."
             )
-        final = lineages.committed_path(Path(directory))
+        final = roots.committed_path(Path(directory))
         _check_writable(final)
         state, save_args, cast = _cast(args.state, args.save_args)
-        place = lineages.place_of(Path(directory))
+        place = roots.place_of(Path(directory))
         custom_metadata = _json_copy(args.custom_metadata)
         with storage_named(final):
             save = self._saver_of(place).begin(
@@ -297,7 +299,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         """Commits: Orbax calls this on one process, after every process's futures."""
         path = Path(directory)
         with self._lock:
-            begun = self._begun.pop(lineages.committed_path(path), None)
+            begun = self._begun.pop(roots.committed_path(path), None)
         if begun is None:
             raise AdaCheckError(
                 f"{directory}: expected to commit a save that this handler began, found none. "
@@ -341,8 +343,8 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
 
     def _restore_older(self, path: Path, args: RestoreArgs, error: AdaCheckError) -> PyTree:
         """Restores the newest step before a bad one that can be."""
-        number = lineages.place_of(path).step
-        older = [s for s in lineages.siblings(path) if number is not None and s.step < number]
+        number = roots.place_of(path).step
+        older = [s for s in roots.siblings(path) if number is not None and s.step < number]
         places: list[tuple[Path, int | None]] = [(s.directory, None) for s in reversed(older)]
         if (recorded := _recorded_before_damage(path, args.step)) is not None:
             places.insert(0, (path, recorded))
@@ -362,7 +364,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
 
     def _restore(self, path: Path, args: RestoreArgs) -> PyTree:
         lineage = self._resolve(path)
-        if misplaced := lineages.misplaced(path, lineage.manifest):
+        if misplaced := roots.misplaced(path, lineage.manifest):
             _log.warning("%s: %s; it was moved there.", path, misplaced)
         if args.step is not None:
             lineage = self._earlier(lineage, args.step, path)
@@ -395,9 +397,9 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         rounded = restorer.verify(leaves, lineage, path, rounded=bound if there is None else ())
         self.restored = self._tell(lineage, rounded, path, args.exact)
         if not rounded:
-            place = lineages.place_of(path)
+            place = roots.place_of(path)
             saver = self._saver_of(place)
-            if lineage.entries[-1].directory == path and not lineage.left_out:
+            if lineage.entries[-1].holder == path and not lineage.left_out:
                 saver.follow(lineage, place.step, leaves)
             else:
                 saver.forget()
@@ -460,7 +462,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         try:
             return lineages.resolve(path)
         except LineageError as error:
-            steps = [s.step for s in lineages.siblings(path) if s.error is None]
+            steps = [s.step for s in roots.siblings(path) if s.error is None]
             hint = ", ".join(map(str, steps[-10:])) or "none"
             raise LineageError(f"{error} Steps that can be restored: {hint}.") from error
 
@@ -469,7 +471,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         try:
             return lineage.to(step)
         except LineageError as error:
-            for saved in lineages.siblings(path):
+            for saved in roots.siblings(path):
                 recorded = getattr(saved.manifest, "recorded", ())
                 if saved.error is None and step in (saved.step, *(each.step for each in recorded)):
                     raise LineageError(f"{error} Restore it from step {saved.step}.") from error
@@ -479,10 +481,10 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         """Tells the preservation policy about the steps that are on disk already."""
         if self._keep_lineage is None:
             return
-        for step in lineages.steps_of(root, item):
+        for step in roots.steps_of(root, item):
             if isinstance(step.manifest, DeltaManifest):
-                parent = lineages.place_of(step.directory / step.manifest.parent.reference).step
-                number = lineages.place_of(step.directory).step
+                parent = roots.place_of(step.directory / step.manifest.parent.reference).step
+                number = roots.place_of(step.directory).step
                 if number is not None and parent is not None:
                     self._keep_lineage.note(number, parent)
 

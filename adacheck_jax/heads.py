@@ -6,14 +6,15 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from adacheck_jax import decisions, lineage
+from adacheck_jax import decisions, lineage, links
 from adacheck_jax import manifest as manifests
 from adacheck_jax.commit import Save
 from adacheck_jax.copies import HostCopies
 from adacheck_jax.errors import AdaCheckError
-from adacheck_jax.lineage import KeepLineage, Lineage
+from adacheck_jax.lineage import Lineage
 from adacheck_jax.manifest import DeltaManifest
 from adacheck_jax.policy import Tip
+from adacheck_jax.retention import KeepLineage
 
 _log = logging.getLogger(__name__)
 
@@ -151,7 +152,7 @@ class Heads:
         while not root.is_dir():
             root = root.parent
         if root not in self._links:
-            self._links[root] = lineage.can_link(root)
+            self._links[root] = links.can_link(root)
         return self._links[root]
 
     def keeps_ancestors(self, final_directory: Path) -> bool:
@@ -167,6 +168,6 @@ def of_restored(restored: Lineage, number: int | None, copies: HostCopies) -> He
         number: in the name of the step's directory, None if there is none.
         copies: what the next save compares with.
     """
-    directory = restored.entries[-1].directory
-    files = {directory: lineage.files_of(directory, restored.manifest.step)}
+    entry = restored.entries[-1]
+    directory, files = entry.holder, {entry.holder: links.files_of(entry)}
     return Head(directory, number, copies, files, restored)

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adacheck_jax import lineage as lineages
+from adacheck_jax import roots
 from adacheck_jax.errors import AdaCheckError
-from adacheck_jax.lineage import Lineage, Step
+from adacheck_jax.lineage import Lineage
 from adacheck_jax.manifest import (
     DIRECTORY,
     BaseManifest,
@@ -24,6 +25,7 @@ from adacheck_jax.manifest import (
     Manifest,
     Update,
 )
+from adacheck_jax.roots import Step
 
 _LOOK_COUNT = 20
 _LOOK_AGAIN_S = 0.1
@@ -296,7 +298,7 @@ def _settled_steps(root: Path) -> list[Step]:
     before: dict[Path, int] | None = None
     steps: list[Step] = []
     for _ in range(_LOOK_COUNT):
-        found = lineages.steps_of(root)
+        found = roots.steps_of(root)
         suspects = [step.directory for step in found if step.error]
         file_counts = {path: sum(1 for _ in _stats(path)) for path in suspects}
         steps = [step for step in found if file_counts.get(step.directory, 1)]

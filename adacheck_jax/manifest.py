@@ -34,10 +34,11 @@ from adacheck_jax import durable
 from adacheck_jax.boxes import Box, Cuts, grid
 from adacheck_jax.errors import FormatError, IntegrityError, unreadable
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 DIRECTORY = "adacheck"
 """Name of our folder inside an item's directory."""
-FILE = f"{DIRECTORY}/manifest.json"
+NAME = "manifest.json"
+FILE = f"{DIRECTORY}/{NAME}"
 SHARDINGS = "_sharding"
 DESCRIPTIONS = frozenset({"_METADATA", SHARDINGS, "array_metadatas/process_0"})
 """What stock Orbax reads of a base beside the arrays. Nobody changes it after the manifest."""
@@ -697,7 +698,11 @@ def read(item_directory: Path) -> Manifest:
         IntegrityError: it does not match its checksum.
         StorageError: it cannot be read now.
     """
-    path = item_directory / FILE
+    return read_file(item_directory / FILE)
+
+
+def read_file(path: Path) -> Manifest:
+    """As :func:`read`, of the file itself."""
     try:
         data = _read_file(path)
     except OSError as error:

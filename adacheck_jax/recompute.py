@@ -81,7 +81,7 @@ class Recomputation:
             return Replayed(problem=" ".join(str(error).split()))
         if result.error is not None:
             return Replayed((result.error,))
-        where, specs = str(lineage.entries[-1].directory), lineage.base.leaves
+        where, specs = str(lineage.entries[-1].holder), lineage.base.leaves
         bound = restorer.bound_to_mesh(lineage)
         wrong = [i for i in result.differing if i not in bound]
         rounded = tuple(specs[i].path for i in result.differing if i in bound)
@@ -117,7 +117,7 @@ class Recomputation:
             raise
         except AdaCheckError as error:
             self._chain, self._leaves = (), []
-            return _Compared(error=damage_of(error, entry.directory))
+            return _Compared(error=damage_of(error, entry.place))
         self._chain = chain
         return _Compared(tuple(sorted(differing)))
 

@@ -21,8 +21,9 @@ from adacheck_jax import manifest as manifests
 from adacheck_jax.audit import Leftover, Progress, StepReport, Thoroughness
 from adacheck_jax.errors import AdaCheckError, StorageError
 from adacheck_jax.inspection import InputError
-from adacheck_jax.lineage import LINEAGE, TMP_SUFFIX
+from adacheck_jax.lineage import LINEAGE
 from adacheck_jax.recompute import try_to_restore
+from adacheck_jax.roots import TMP_SUFFIX
 from adacheck_jax.verification import identity, unreadable_file
 
 _YOUNG_S = 60.0
@@ -182,8 +183,13 @@ def _judge(root: Path, step: StepReport) -> tuple[bool, str]:
     directory = root / step.item
     if not _is_inside(root, directory):
         return False, "it lies behind a symbolic link, which is not followed"
-    for holder in (directory, *(directory / LINEAGE).glob("*")):
-        found = _format(holder)
+    links = directory / LINEAGE
+    for path in (
+        directory / manifests.FILE,
+        *links.glob(f"*/{manifests.FILE}"),
+        *links.glob(f"*.{manifests.NAME}"),
+    ):
+        found = _format(path)
         if found is not None and found != manifests.FORMAT_VERSION:
             return False, f"its format version is {found}: another release may read it"
     problem = unreadable_file(directory)
@@ -203,10 +209,10 @@ def _judge(root: Path, step: StepReport) -> tuple[bool, str]:
     return False, why if can is not False else "replaying it on this machine is not exact"
 
 
-def _format(item_directory: Path) -> object:
+def _format(path: Path) -> object:
     """The format version that a manifest says it has, None without a manifest that can be read."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        body = json.loads((item_directory / manifests.FILE).read_bytes())
+        body = json.loads(path.read_bytes())
         return body.get("format") if isinstance(body, dict) else None
     return None
 
@@ -220,7 +226,7 @@ def _needed(directories: Iterable[Path]) -> dict[Path, str]:
         except AdaCheckError:
             continue
         for entry in lineage.entries:
-            found.setdefault(entry.directory.resolve(), f"step {lineage.manifest.step}")
+            found.setdefault(entry.holder.resolve(), f"step {lineage.manifest.step}")
     return found
 
 

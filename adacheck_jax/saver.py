@@ -30,11 +30,12 @@ from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.expectation import Expectation, are_ready, others
 from adacheck_jax.heads import Head, Heads
 from adacheck_jax.holding import Held, hold
-from adacheck_jax.lineage import KeepLineage, Lineage
+from adacheck_jax.lineage import Lineage
 from adacheck_jax.policy import Tip
 from adacheck_jax.programs import Program, Programs
 from adacheck_jax.recorder import Recorder
 from adacheck_jax.replay import Binding
+from adacheck_jax.retention import KeepLineage
 from adacheck_jax.run import Recorded, Run
 from adacheck_jax.snapshot import Snapshot, Snapshots, Structure
 from adacheck_jax.staging import Blocks, stage, x64_enabled

@@ -11,14 +11,14 @@ import dataclasses
 import hashlib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 
-from adacheck_jax import deltas, fingerprint, replay, restorer, trees, volumes
+from adacheck_jax import deltas, fingerprint, replay, restorer, trees, volumes, zarr
 from adacheck_jax import lineage as lineages
 from adacheck_jax import manifest as manifests
 from adacheck_jax.errors import AdaCheckError, IntegrityError, first_line
@@ -91,24 +91,22 @@ _ADVICE = re.compile(r"( The step is damaged;)? [Rr]estore another (step|one)\.$
 """What an error of a restore ends with, and a row of a table need not."""
 
 
-def identity(directory: Path, skipped: Path | None = None) -> str:
+def identity(directory: Path) -> str:
     """A digest of which files lie under a directory; empty if there are none.
 
     Hard links to the same files at the same places have the same one, wherever the directory is.
-
-    Args:
-        directory: to look at.
-        skipped: a directory in it to leave out.
     """
+    paths = [os.path.join(path, name) for path, _, files in os.walk(directory) for name in files]
+    return _identity(paths, os.fspath(directory))
+
+
+def _identity(paths: Iterable[str], start: str) -> str:
     found = []
-    for path, names, files in os.walk(directory):
-        if skipped is not None:
-            names[:] = [name for name in names if Path(path, name) != skipped]
-        for name in files:
-            with contextlib.suppress(OSError):
-                stat = os.stat(Path(path, name))
-                place = os.path.relpath(Path(path, name), directory)
-                found.append((place, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns))
+    for path in paths:
+        with contextlib.suppress(OSError):
+            stat = os.stat(path)
+            name = path.removeprefix(start)
+            found.append((name, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns))
     return hashlib.sha256(repr(sorted(found)).encode()).hexdigest() if found else ""
 
 
@@ -127,7 +125,13 @@ def unreadable_file(directory: Path) -> OSError | None:
 
 def identity_of(entry: Entry) -> str:
     """As :func:`identity`, of one step of a lineage without its links to those before."""
-    return identity(entry.directory, entry.directory / lineages.LINEAGE)
+    if isinstance(entry.manifest, BaseManifest):
+        return identity(entry.directory)
+    with contextlib.suppress(OSError), os.scandir(os.path.dirname(entry.start)) as found:
+        own = [each for each in found if each.path.startswith(entry.start)]
+        files = [each.path for each in own if not each.is_dir(follow_symlinks=False)]
+        return _identity(files, entry.start)
+    return ""
 
 
 class Verifier:
@@ -135,7 +139,7 @@ class Verifier:
 
     def __init__(self) -> None:
         self._stock = StockCheckpoints()
-        self._known: dict[tuple[str, str], list[Damage]] = {}
+        self._known: dict[tuple[str, str], tuple[str, list[Damage]]] = {}
 
     def structure(self, lineage: Lineage) -> list[Damage]:
         """What a step lacks, as far as can be told without reading its arrays."""
@@ -155,10 +159,9 @@ class Verifier:
         for entry in lineage.entries:
             key = (what, identity_of(entry))
             if key not in self._known:
-                damage = check(entry, lineage.base)
-                # Kept by the place within the step: its next link lies elsewhere.
-                self._known[key] = [_moved(each, entry.directory, Path()) for each in damage]
-            found += [_moved(each, Path(), entry.directory) for each in self._known[key]]
+                self._known[key] = entry.start, check(entry, lineage.base)
+            start, damage = self._known[key]  # of another link to the same files, perhaps
+            found += [_moved(each, start, entry.start) for each in damage]
         return found
 
     def _structure(self, entry: Entry, base: BaseManifest) -> list[Damage]:
@@ -188,7 +191,7 @@ class Verifier:
                 found.append(Damage(str(entry.directory), path, message))
         names = {leaf.name: path for path, leaf in known.items() if path in specs}
         try:
-            lost = volumes.lost_chunks(entry.directory, list(names))
+            lost = volumes.lost_chunks(zarr.database_in(entry.directory), list(names))
         except (ValueError, OSError) as error:
             return [*found, damage_of(error, entry.directory)]
         return found + [Damage(str(entry.directory), names[n], why) for n, why in lost.items()]
@@ -203,12 +206,12 @@ class Verifier:
             known, _ = trees.flatten(self._stock.metadata(entry.directory).tree)
         except AdaCheckError as error:
             return [damage_of(error, entry.directory)]
-        found = []
+        found, database = [], zarr.database_in(entry.directory)
         for index, leaf in enumerate(base.leaves):
             if not leaf.nbytes or leaf.path not in known:
                 continue
             try:
-                reader = volumes.ArrayReader(entry.directory, known[leaf.path].name)
+                reader = volumes.ArrayReader(database, known[leaf.path].name)
                 dtype = jnp.dtype(leaf.dtype)
                 parts = [
                     fingerprint.of_block(block.astype(dtype, copy=False), box.start)
@@ -226,11 +229,10 @@ class Verifier:
 OTHER_BITS = "the bits are not those that were saved, by their fingerprint"
 
 
-def _moved(damage: Damage, source: Path, target: Path) -> Damage:
-    file = Path(damage.file)
-    if not file.is_relative_to(source):
+def _moved(damage: Damage, source: str, target: str) -> Damage:
+    if not damage.file.startswith(source):
         return damage
-    return dataclasses.replace(damage, file=str(target / file.relative_to(source)))
+    return dataclasses.replace(damage, file=target + damage.file.removeprefix(source))
 
 
 def _stored_leaves(manifest: Any) -> list[manifests.Leaf]:
@@ -281,38 +283,38 @@ def _delta_structure(entry: Entry, base: BaseManifest) -> list[Damage]:
     assert isinstance(manifest, manifests.DeltaManifest)
     if len(manifest.fingerprints) != len(base.leaves):
         message = f"expected {len(base.leaves)} fingerprints, found {len(manifest.fingerprints)}"
-        return [Damage(str(entry.directory / manifests.FILE), None, message)]
+        return [Damage(str(entry.manifest_path), None, message)]
     found = []
     packs: dict[Path, dict[str, None]] = {}
     try:
-        for reader in deltas.readers(Lineage((Entry(base, entry.directory), entry))):
-            for directory, names in reader.open_packs().items():
-                packs.setdefault(directory, {}).update(dict.fromkeys(names))
-        for directory, names in packs.items():
-            lost = volumes.lost_chunks(directory, [*names])
-            found += [Damage(str(directory), None, f"{n}: {why}") for n, why in lost.items()]
+        for reader in deltas.readers(Lineage((Entry(base, entry.holder), entry))):
+            for start, names in reader.open_packs().items():
+                packs.setdefault(start, {}).update(dict.fromkeys(names))
+        for start, names in packs.items():
+            lost = volumes.lost_chunks(zarr.database_at(start), [*names])
+            found += [Damage(str(start), None, f"{n}: {why}") for n, why in lost.items()]
     except (AdaCheckError, ValueError, OSError) as error:
-        found.append(damage_of(error, entry.directory))
+        found.append(damage_of(error, entry.place))
     return found
 
 
 def _delta_data(entry: Entry, base: BaseManifest) -> list[Damage]:
     """Reads all that a delta stores; what it stores whole is what the leaf is after the step."""
     found = []
-    lineage = Lineage((Entry(base, entry.directory), entry))
+    lineage = Lineage((Entry(base, entry.holder), entry))
     try:
         readers = deltas.readers(lineage)
     except AdaCheckError as error:
-        return [damage_of(error, entry.directory)]
+        return [damage_of(error, entry.place)]
     for reader, delta in zip(readers, lineage.deltas, strict=True):
         for index in reader.stored:
             path = base.leaves[index].path
             try:
                 parts = [fingerprint.of_block(b, box.start) for box, b in reader.blocks(index)]
             except AdaCheckError as error:
-                found.append(dataclasses.replace(damage_of(error, entry.directory), leaf=path))
+                found.append(dataclasses.replace(damage_of(error, entry.place), leaf=path))
                 continue
             whole = reader.holds_all_of(index)
             if whole and fingerprint.combine(parts) != delta.fingerprints[index]:
-                found.append(Damage(str(entry.directory / lineages.DELTA), path, OTHER_BITS))
+                found.append(Damage(str(entry.place), path, OTHER_BITS))
     return found

@@ -188,8 +188,7 @@ def _write_part(
 ) -> None:
     part = chunks[0].part
     spec = {
-        "driver": "zarr3",
-        "kvstore": _database(directory, f"{part.name}/"),
+        **zarr.array_in(zarr.database_in(directory), part.name),
         "metadata": part.metadata,
         "store_data_equal_to_fill_value": True,  # stock Orbax takes absence for loss
     }
@@ -207,7 +206,7 @@ def _refer(
     directory: Path, chunks: Sequence[_Chunk], context: ts.Context, transaction: ts.Transaction
 ) -> None:
     """Lets chunks refer to what their sources have written."""
-    database = ts.KvStore.open(_database(directory), context=context).result()
+    database = ts.KvStore.open(zarr.database_in(directory), context=context).result()
     copies = []
     this_key = ts.KvStore.KeyRange("", "\0")  # of c/1, and not of c/10 too
     for chunk in chunks:
@@ -266,7 +265,7 @@ def _names(directory: Path) -> list[str]:
     """Names of the arrays that a volume holds."""
     if not directory.is_dir():
         return []
-    database = ts.KvStore.open(_database(directory)).result()
+    database = ts.KvStore.open(zarr.database_in(directory)).result()
     keys = [key.decode() for key in database.list().result()]
     return [key.removesuffix("/zarr.json") for key in keys if key.endswith("/zarr.json")]
 
@@ -283,11 +282,7 @@ def _link(source: Path, target: Path) -> None:
 
 def _holds(directory: Path, part: Part) -> bool:
     """Whether a volume holds exactly what a part holds, cut into the same chunks."""
-    spec = {
-        "driver": "zarr3",
-        "kvstore": _database(directory, f"{part.name}/"),
-        "fill_missing_data_reads": False,
-    }
+    spec = zarr.array_in(zarr.database_in(directory), part.name)
     store = ts.open(spec, open=True, read=True).result()
     found = store.spec().to_json()["metadata"]
     if any(found.get(key) != value for key, value in _comparable(part.metadata).items()):
@@ -311,11 +306,12 @@ def merge(item_directory: Path, contents: Mapping[str, Sequence[str] | None]) ->
             to take from it; None for all of them.
     """
     context = ts.Context()
-    checkpoint = ts.KvStore.open(_database(item_directory), context=context).result()
+    checkpoint = ts.KvStore.open(zarr.database_in(item_directory), context=context).result()
     copies = []
     with ts.Transaction(atomic=True) as transaction:
         for path, names in contents.items():
-            volume = ts.KvStore.open(_database(item_directory / path), context=context).result()
+            database = zarr.database_in(item_directory / path)
+            volume = ts.KvStore.open(database, context=context).result()
             for prefix in [""] if names is None else [f"{name}/" for name in names]:
                 target = (checkpoint / prefix).with_transaction(transaction)
                 copies.append((volume / prefix).experimental_copy_range_to(target))
@@ -327,7 +323,7 @@ class ArrayReader:
     """Reads one array of a checkpoint's database, piece by piece, checking every chunk's crc32c.
 
     Args:
-        directory: where the database lies.
+        database: that it is in, as :mod:`~adacheck_jax.zarr` tells it.
         name: of the array.
 
     Attributes:
@@ -338,12 +334,8 @@ class ArrayReader:
         ValueError: there is none, or it cannot be opened.
     """
 
-    def __init__(self, directory: Path, name: str) -> None:
-        spec = {
-            "driver": "zarr3",
-            "kvstore": _database(directory, f"{name}/"),
-            "fill_missing_data_reads": False,  # a chunk that is not there is an error
-        }
+    def __init__(self, database: Mapping[str, Any], name: str) -> None:
+        spec = zarr.array_in(database, name)
         self._store = ts.open(spec, open=True, read=True, context=ts.Context()).result()
         self.shape = tuple(self._store.shape)
         self.dtype = self._store.dtype.name
@@ -424,28 +416,23 @@ def opened(directory: Path, names: Sequence[str]) -> list[Any]:
         codecs = [codec["name"] for codec in body["codecs"]]
         if codecs not in _CHAINS:
             raise ValueError(f"expected array {name} in one of {_CHAINS}, found {codecs}")
-        spec = {
-            "driver": "zarr3",
-            "kvstore": _database(directory, f"{name}/"),
-            "metadata": body,
-            "fill_missing_data_reads": False,  # a chunk that is not there is an error
-        }
+        spec = {**zarr.array_in(zarr.database_in(directory), name), "metadata": body}
         opening.append(ts.open(spec, open=True, read=True, assume_metadata=True, context=context))
     return [each.result() for each in opening]
 
 
 def _descriptions(directory: Path, names: Sequence[str], context: Any) -> list[Any]:
     """The zarr3 metadata of some arrays, as it is stored."""
-    database = ts.KvStore.open(_database(directory), context=context).result()
+    database = ts.KvStore.open(zarr.database_in(directory), context=context).result()
     reads = [database.read(f"{name}/zarr.json") for name in names]
     return [json.loads(each.result().value) for each in reads]
 
 
-def lost_chunks(directory: Path, names: Sequence[str]) -> dict[str, str]:
+def lost_chunks(database: Mapping[str, Any], names: Sequence[str]) -> dict[str, str]:
     """Looks whether every chunk of some arrays is where the database says; reads one byte of each.
 
     Args:
-        directory: where the database lies.
+        database: as :mod:`~adacheck_jax.zarr` tells it.
         names: of arrays.
 
     Returns:
@@ -454,12 +441,12 @@ def lost_chunks(directory: Path, names: Sequence[str]) -> dict[str, str]:
     Raises:
         ValueError: the database cannot be opened or listed.
     """
-    database = ts.KvStore.open(_database(directory), context=ts.Context()).result()
-    known = frozenset(database.list().result())
+    store = ts.KvStore.open(dict(database), context=ts.Context()).result()
+    known = frozenset(store.list().result())
     found: dict[str, str] = {}
     for name in names:
         try:
-            keys = [f"{name}/{key}" for key in ArrayReader(directory, name).chunk_keys()]
+            keys = [f"{name}/{key}" for key in ArrayReader(database, name).chunk_keys()]
         except (ValueError, OSError) as error:
             found[name] = first_line(error)
             continue
@@ -469,8 +456,7 @@ def lost_chunks(directory: Path, names: Sequence[str]) -> dict[str, str]:
             continue
         for some in range(0, len(keys), _AT_ONCE):
             ends = [
-                database.read(key, byte_range=slice(-1, None))
-                for key in keys[some : some + _AT_ONCE]
+                store.read(key, byte_range=slice(-1, None)) for key in keys[some : some + _AT_ONCE]
             ]
             try:
                 for each in ends:
@@ -479,8 +465,3 @@ def lost_chunks(directory: Path, names: Sequence[str]) -> dict[str, str]:
                 found[name] = first_line(error)
                 break
     return found
-
-
-def _database(directory: Path, path: str = "") -> dict[str, Any]:
-    base = {"driver": "file", "path": f"{directory.resolve()}/"}
-    return {"driver": "ocdbt", "base": base, "path": path}

@@ -1,13 +1,47 @@
-"""What zarr3 arrays are written as: their metadata, and the chains of codecs of their chunks."""
+"""What zarr3 arrays are written as: databases that they lie in, metadata, and chains of codecs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 Codec = Literal["lz4", "zstd"]
 """Of floating-point numbers some bits hardly ever change. LZ4 finds that once equal bits lie side
 by side; zstd, where bytes are planes already, by its entropy coder."""
+
+
+def database_in(directory: Path) -> dict[str, Any]:
+    """An OCDBT database in a directory of its own."""
+    base = {"driver": "file", "path": f"{directory.resolve()}/"}
+    return {"driver": "ocdbt", "base": base, "path": ""}
+
+
+def database_at(start: Path) -> dict[str, Any]:
+    """An OCDBT database that has no directory of its own: its files lie side by side.
+
+    Args:
+        start: what their paths begin with; then comes a dot.
+    """
+    files = {"driver": "file", "path": f"{start.parent.resolve() / start.name}."}
+    # By itself OCDBT would take what it is given for a directory.
+    return {
+        "driver": "ocdbt",
+        "base": {"driver": "kvstack", "layers": [{"base": files}]},
+        "path": "",
+        "value_data_prefix": "",
+        "btree_node_data_prefix": "",
+        "version_tree_node_data_prefix": "",
+    }
+
+
+def array_in(database: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The zarr3 array of some name in a database; a chunk that is not there is an error."""
+    return {
+        "driver": "zarr3",
+        "kvstore": {**database, "path": f"{name}/"},
+        "fill_missing_data_reads": False,
+    }
 
 
 def chain(codec: Codec | None, word_bytes: int = 1) -> list[dict[str, Any]]:

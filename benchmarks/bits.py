@@ -156,14 +156,14 @@ class Saved:
         raw = np.concatenate([packs[0][0], *(each.reshape(-1).view(np.uint8) for each in whole)])
         encoded = time.process_time()
         contents = [(arrays.RAW, [raw]), (arrays.COMPRESSED, [packs[1][0]])]
-        zeros = arrays.write_pack(directory, contents)
+        zeros = arrays.write_pack(directory / "pack", contents)
         written = time.process_time()
         targets = {path: np.array(old[path]) for path in counts}
         decoding = time.process_time()
         read = []
         for (kind, (pack,)), (left_out,) in zip(contents, zeros, strict=True):
-            _, length_bytes = arrays.laid_out(directory, kind, [(pack.size, left_out)])
-            array = arrays.PackArray(directory, kind, length_bytes)
+            _, length_bytes = arrays.laid_out(directory / "pack", kind, [(pack.size, left_out)])
+            array = arrays.PackArray(directory / "pack", kind, length_bytes)
             reader = arrays.PackReader(array, pack.size, left_out)
             read += reader.read([(0, pack.size)], what="the benchmark")
         found = [_views(data, new, counts, place) for place, data in enumerate(read)]

@@ -40,8 +40,8 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding
 
 import adacheck_jax as adacheck
-from adacheck_jax import lineage, trees
 from adacheck_jax import manifest as manifests
+from adacheck_jax import roots, trees
 from benchmarks.common import environment, free_port
 
 WIDTH = 64
@@ -395,7 +395,7 @@ class Killer:
 
     def _note_moment(self) -> None:
         names = os.listdir(self._root) if self._root.is_dir() else []
-        saving = any(lineage.TMP_SUFFIX in name for name in names)
+        saving = any(roots.TMP_SUFFIX in name for name in names)
         steps = [name for name in names if name.isdecimal()]
         moment = "deleting" if len(steps) > KEPT_STEPS else "saving" if saving else "between saves"
         self.tally.moments[moment] += 1

@@ -18,7 +18,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import adacheck_jax as adacheck
-from adacheck_jax import arrays, codecs
+from adacheck_jax import arrays, codecs, lineage
 
 WIDTH = (
     64  # every shard stays at least 16 wide: narrower ones XLA:CPU of jax 0.12 compiles otherwise
@@ -251,7 +251,20 @@ def compiled_programs() -> Iterator[list[str]]:
         jax.monitoring.clear_event_listeners()
 
 
-def pack_reader(directory, kind, size_bytes, zeros=()):
+def pack_reader(start, kind, size_bytes, zeros=()):
     """Reads an array of one section."""
-    _, length_bytes = arrays.laid_out(directory, kind, [(size_bytes, zeros)])
-    return arrays.PackReader(arrays.PackArray(directory, kind, length_bytes), size_bytes, zeros)
+    _, length_bytes = arrays.laid_out(start, kind, [(size_bytes, zeros)])
+    return arrays.PackReader(arrays.PackArray(start, kind, length_bytes), size_bytes, zeros)
+
+
+def pack_files(item, process=0):
+    """The files of a pack that hold its data."""
+    start = lineage.pack_in(item, process)
+    index = pack_index(item, process)
+    return sorted(path for path in start.parent.glob(f"{start.name}.*") if path != index)
+
+
+def pack_index(item, process=0):
+    """The file of a pack that leads to the others."""
+    start = lineage.pack_in(item, process)
+    return start.with_name(f"{start.name}.manifest.ocdbt")

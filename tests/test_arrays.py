@@ -7,11 +7,11 @@ import tensorstore as ts
 from hypothesis import given
 from hypothesis import strategies as st
 
+from adacheck_jax import zarr
 from adacheck_jax.arrays import COMPRESSED, RAW, PackArray, PackReader, _Runs, laid_out, write_pack
 from adacheck_jax.errors import FormatError, IntegrityError
 from tests import support
 from tests.strategies import DTYPES, any_bits
-from tests.support import pack_reader
 
 DAMAGE = (FormatError, IntegrityError)
 KIND = st.sampled_from([RAW, COMPRESSED])
@@ -47,8 +47,12 @@ def arrays_of(contents):
 
 def write_sections(directory, contents):
     """Writes arrays of one section each."""
-    written = write_pack(directory, [(kind, [data]) for kind, data in contents])
+    written = write_pack(directory / "pack", [(kind, [data]) for kind, data in contents])
     return [left_out for (left_out,) in written]
+
+
+def pack_reader(directory, *of):
+    return support.pack_reader(directory / "pack", *of)
 
 
 def write_one(directory, kind, data):
@@ -75,10 +79,10 @@ def test_every_block_is_read_back_bit_for_bit(raw, compressed, chunk_bytes, tmp_
 def test_sections_lie_one_after_another_in_one_array(sections, chunk_bytes, kind, tmp_path_factory):
     directory, kind = tmp_path_factory.mktemp("pack") / "0", small(kind, chunk_bytes)
     data = [support.filled(size_bytes, blocks) for size_bytes, blocks in sections]
-    (zeros,) = write_pack(directory, [(kind, data)])
+    (zeros,) = write_pack(directory / "pack", [(kind, data)])
     sizes = [(each.size, left_out) for each, left_out in zip(data, zeros, strict=True)]
-    starts, length_bytes = laid_out(directory, kind, sizes)
-    array = PackArray(directory, kind, length_bytes)
+    starts, length_bytes = laid_out(directory / "pack", kind, sizes)
+    array = PackArray(directory / "pack", kind, length_bytes)
     for each, left_out, start in zip(data, zeros, starts, strict=True):
         reader = PackReader(array, each.size, left_out, start)
         half = each.size // 2
@@ -163,7 +167,7 @@ def test_any_span_across_zeros_and_others_is_read_whole(drawn, data, tmp_path_fa
 
 
 def database_of(directory):
-    return {"driver": "ocdbt", "base": f"file://{directory}/"}
+    return zarr.database_at(directory / "pack")
 
 
 def blocks_of(content, block_bytes):

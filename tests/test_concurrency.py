@@ -20,7 +20,7 @@ import pytest
 from etils import epath
 
 import adacheck_jax as adacheck
-from adacheck_jax import arrays, base_share, commit, delta_share, lineage, volumes
+from adacheck_jax import arrays, base_share, commit, delta_share, lineage, roots, volumes
 from adacheck_jax.saver import Destination, Saver
 from tests import support
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
@@ -76,7 +76,7 @@ class Pair:
 
     def kinds(self, root):
         return {
-            name: "".join(type(s.manifest).__name__[0] for s in lineage.steps_of(root, name))
+            name: "".join(type(s.manifest).__name__[0] for s in roots.steps_of(root, name))
             for name in self.runs
         }
 
@@ -268,7 +268,7 @@ def test_older_steps_are_restored_while_another_thread_saves(tmp_path, restless)
             saved |= training.result()
         restore_on(reader, 10, target, saved[10])
     # None of those restores made a save forget the step before it.
-    kinds = [type(each.manifest).__name__[0] for each in lineage.steps_of(tmp_path)]
+    kinds = [type(each.manifest).__name__[0] for each in roots.steps_of(tmp_path)]
     assert "".join(kinds) == "B" + "D" * 9
 
 
@@ -284,7 +284,7 @@ def test_one_handler_serves_the_managers_of_several_threads(tmp_path, restless):
             manager.wait_until_finished()
             for step, state in states.items():
                 restore_on(manager, step, state, host_copy(state))
-        return [type(each.manifest).__name__[0] for each in lineage.steps_of(tmp_path / name)]
+        return [type(each.manifest).__name__[0] for each in roots.steps_of(tmp_path / name)]
 
     with ThreadPoolExecutor(3) as threads:
         for kinds in threads.map(train, ("a", "b", "c"), (3, 5, 7)):
@@ -354,7 +354,7 @@ def test_a_run_of_two_processes_is_preempted_while_it_saves(tmp_path):
         out = tmp_path / f"restored-by-{processes}"
         assert work("last", processes, root, out, devices) == [{"step": step}] * processes
         assert leaves(Path(f"{out}-restored.npz")) == saved
-    assert [each.step for each in lineage.steps_of(root)] == list(range(1, step + 1))
+    assert [each.step for each in roots.steps_of(root)] == list(range(1, step + 1))
 
 
 def test_both_processes_tell_which_one_could_not_write(tmp_path):
@@ -365,5 +365,5 @@ def test_both_processes_tell_which_one_could_not_write(tmp_path):
             assert ("StorageError" if index == failed else f"process {failed} could not") in error
         assert summary["listed"] == [1, 2, 4, 5]
         assert summary["exact"] == [2, 5]
-    kinds = [type(each.manifest).__name__[0] for each in lineage.steps_of(tmp_path / "run")]
+    kinds = [type(each.manifest).__name__[0] for each in roots.steps_of(tmp_path / "run")]
     assert kinds == [*"BDBD"]

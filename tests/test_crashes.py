@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import adacheck_jax as adacheck
-from adacheck_jax import commit, lineage
+from adacheck_jax import commit, roots
 from benchmarks import crashes, shim
 from tests import support
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
@@ -210,7 +210,7 @@ def test_saves_from_other_threads(tmp_path):
         for step, expected in saved.items():
             target = adacheck.RestoreArgs(abstract(run.state))
             assert_same_bits(manager.restore(step, args=target), expected)
-    kinds = [type(each.manifest).__name__[0] for each in lineage.steps_of(tmp_path)]
+    kinds = [type(each.manifest).__name__[0] for each in roots.steps_of(tmp_path)]
     assert kinds == ["B", "D", "D", "D"]
 
 

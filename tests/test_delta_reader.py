@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adacheck_jax import arrays, redundancy
+from adacheck_jax import arrays, lineage, redundancy
 from adacheck_jax.boxes import Box
 from adacheck_jax.deltas import DeltaReader
 from adacheck_jax.errors import FormatError, IntegrityError
-from adacheck_jax.lineage import DELTA
 from adacheck_jax.manifest import BaseManifest, DeltaManifest, Encoding, Leaf, Link, Pack
 from tests import support
 from tests.strategies import DTYPES, any_bits, boxes_in, cuts, shape_of
@@ -66,7 +65,7 @@ class Step:
             (kind, [support.filled(size, blocks)])
             for kind, size, blocks in zip(kinds, sizes_bytes, (raw, compressed), strict=True)
         ]
-        written = arrays.write_pack(directory / DELTA / str(process), contents)
+        written = arrays.write_pack(lineage.pack_in(directory, process), contents)
         zeros = [left_out for (left_out,) in written]
         return Pack(self.encodings[process], own_aliases, *sizes_bytes, *zeros)
 
@@ -77,7 +76,8 @@ class Step:
         )
 
     def reader(self, directory, **changes):
-        return DeltaReader(self.base, dataclasses.replace(self.manifest, **changes), directory)
+        manifest = dataclasses.replace(self.manifest, **changes)
+        return DeltaReader(self.base, lineage.Entry(manifest, directory))
 
 
 def step_of(leaves, stored, encodings, seed=0, is_near=True):
@@ -374,8 +374,8 @@ def simple(tmp_path):
 
 @pytest.mark.parametrize("process", [0, 1])
 def test_a_lost_pack_is_an_error_only_where_it_is_needed(simple, process, tmp_path):
-    for path in sorted((tmp_path / DELTA / str(process)).rglob("*"), reverse=True):
-        path.unlink() if path.is_file() else path.rmdir()
+    for path in (*support.pack_files(tmp_path, process), support.pack_index(tmp_path, process)):
+        path.unlink()
     reader = simple.reader(tmp_path)
     own = Box((2 * process, 0), (2 * process + 2, 6))
     other = Box((2 - 2 * process, 0), (4 - 2 * process, 6))

@@ -9,7 +9,7 @@ import pytest
 from optax import contrib
 
 import adacheck_jax as adacheck
-from adacheck_jax import exactness, lineage, manifest
+from adacheck_jax import exactness, manifest, roots
 from adacheck_jax.exactness import Level
 from tests import support
 from tests.support import abstract, assert_same_bits, manager_of, mesh_of, save_steps
@@ -142,7 +142,7 @@ def test_a_reducing_update_in_the_train_steps_program_is_not_replayed(
             assert_same_bits(manager.restore(4, args=target), saved[4])
             assert handler.restored
             assert handler.restored.exact
-    found = [step.manifest for step in lineage.steps_of(tmp_path)]
+    found = [step.manifest for step in roots.steps_of(tmp_path)]
     assert "".join(type(each).__name__[0] for each in found) == kinds
     assert not any(getattr(each, "has_update", False) for each in found)
     records = [each for each in caplog.records if each.name.startswith("adacheck_jax")]

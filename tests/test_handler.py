@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import adacheck_jax as adacheck
-from adacheck_jax import lineage, manifest
+from adacheck_jax import lineage, manifest, roots
 from tests import support
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
 
@@ -27,7 +27,7 @@ RUNS = {"dict": support.dict_run, "linen": support.linen_run, "nnx": support.nnx
 
 def kinds_of(root: Path) -> dict[int, str]:
     """Step to "base" or "delta", as it lies on disk."""
-    return {s.step: type(s.manifest).__name__[:-8].lower() for s in lineage.steps_of(root)}
+    return {s.step: type(s.manifest).__name__[:-8].lower() for s in roots.steps_of(root)}
 
 
 @pytest.mark.parametrize("form", RUNS)
@@ -503,14 +503,14 @@ def test_a_delta_holds_the_record_and_what_no_update_explains(tmp_path):
     with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
         save_steps(manager, run, 2)
     found = lineage.resolve(tmp_path / "2" / "default")
-    (delta, directory), leaves = found.saves[0], found.base.leaves
+    (delta, entry), leaves = found.saves[0], found.base.leaves
     stored = {leaves[i].path for i in delta.stored}
     params = [leaf.path for leaf in leaves if leaf.path.startswith("params/")]
     records = {p.replace("params/", "opt_state/1/adacheck_record/") for p in params}
     assert stored == records | {"step", "opt_state/1/adacheck_count"}
     record_bytes = sum(leaf.nbytes for leaf in leaves if leaf.path in records)
     assert sum(pack.raw_bytes for pack in delta.packs) <= record_bytes + 64 * len(leaves)
-    body = json.loads((directory / manifest.FILE).read_text())
+    body = json.loads(entry.manifest_path.read_text())
     assert "leaves" not in body
 
 

@@ -19,7 +19,16 @@ import pytest
 import tensorstore as ts
 
 import adacheck_jax as adacheck
-from adacheck_jax import FormatError, IntegrityError, arrays, lineage, purity, replay, volumes
+from adacheck_jax import (
+    FormatError,
+    IntegrityError,
+    arrays,
+    lineage,
+    purity,
+    replay,
+    roots,
+    zarr,
+)
 from adacheck_jax import manifest as manifests
 from adacheck_jax.deltas import DeltaReader
 from adacheck_jax.manifest import Update
@@ -157,7 +166,7 @@ def test_zeros_and_sizes_beyond_what_the_leaves_take_are_refused(tmp_path):
             step = write_steps(tmp_path, packs=(pack, manifests.Pack("==", (), 0, 0, (), ())))
             found = lineage.resolve(step)
             with pytest.raises(IntegrityError, match="expected packs of"):
-                DeltaReader(found.base, found.manifest, step)
+                DeltaReader(found.base, found.entries[-1])
 
 
 def test_a_lineage_of_many_references_takes_linear_time(tmp_path):
@@ -188,7 +197,7 @@ def test_a_link_in_a_step_is_refused_by_name(place, of, tmp_path):
     path.symlink_to(elsewhere)
     with pytest.raises(FormatError, match=rf"{path}: .*symbolic link"):
         lineage.resolve(step)
-    assert [each.step for each in lineage.steps_of(tmp_path) if each.error] == (
+    assert [each.step for each in roots.steps_of(tmp_path) if each.error] == (
         [10, 11] if of == "10" else [11]
     )
 
@@ -226,7 +235,7 @@ def test_a_reference_leads_to_siblings_only(reference, tmp_path):
 
 @pytest.mark.parametrize("changes", [{"chunk": 1 << 30}, {"codec": "gzip"}, {"codec": "blosc"}])
 def test_a_pack_in_other_chunks_or_codecs_than_are_written_is_refused(changes, tmp_path):
-    spec = arrays._spec(tmp_path, arrays.RAW)
+    spec = zarr.array_in(zarr.database_at(tmp_path / "pack"), arrays.RAW.name)
     codecs = [{"name": "bytes"}, {"name": changes.get("codec", "crc32c")}]
     spec["metadata"] = {
         "data_type": "uint8",
@@ -239,14 +248,14 @@ def test_a_pack_in_other_chunks_or_codecs_than_are_written_is_refused(changes, t
     }
     ts.open(spec, create=True).result()
     with pytest.raises(FormatError, match="expected chunks of at most"):
-        arrays.PackArray(tmp_path, arrays.RAW, 64)
+        arrays.PackArray(tmp_path / "pack", arrays.RAW, 64)
 
 
 def test_a_base_in_other_codecs_than_are_written_is_refused(tmp_path):
     with ocp.CheckpointManager(tmp_path, item_handlers=adacheck.AdaCheckHandler()) as manager:
         manager.save(0, args=adacheck.SaveArgs({"w": jnp.ones((4, 16))}))
         manager.wait_until_finished()
-        database = ts.KvStore.open(volumes._database(tmp_path / "0" / "default")).result()
+        database = ts.KvStore.open(zarr.database_in(tmp_path / "0" / "default")).result()
         body = json.loads(database.read("w/zarr.json").result().value)
         body["codecs"].insert(1, {"name": "gzip", "configuration": {"level": 1}})
         database.write("w/zarr.json", json.dumps(body)).result()

@@ -25,7 +25,9 @@ def table():
     names = [[re.findall(r"`([^`]+)`", cell) for cell in row] for row in rows]
     names = [row for row in names if row[0]]  # not the head of the table
     assert all(len(row) == 4 for row in names), "expected: module, purpose, modules, packages"
-    return {module: (set(inside), set(outside)) for (module,), _, inside, outside in names}
+    found = {module: (set(inside), set(outside)) for (module,), _, inside, outside in names}
+    assert len(found) == len(names), "expected one row for each module"
+    return found
 
 
 def modules():

@@ -13,7 +13,7 @@ import pytest
 from etils import epath
 
 import adacheck_jax as adacheck
-from adacheck_jax import lineage, manifest
+from adacheck_jax import lineage, manifest, roots
 from tests import support
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
 
@@ -91,7 +91,7 @@ def test_the_steps_number_is_in_the_steps_own_name(tmp_path):
             path = tmp_path / "run_3" / f"step_{step}"
             checkpointer.save(path, args=adacheck.SaveArgs(run.advance()))
         checkpointer.wait_until_finished()
-    assert [s.step for s in lineage.steps_of(tmp_path / "run_3")] == [0, 1, 2]
+    assert [s.step for s in roots.steps_of(tmp_path / "run_3")] == [0, 1, 2]
     assert is_delta(tmp_path / "run_3" / "step_2")
 
 
@@ -102,7 +102,7 @@ def test_a_managers_own_names_for_steps(tmp_path, options):
         saved = save_steps(manager, run, 3)
         target = adacheck.RestoreArgs(abstract(run.state))
         assert_same_bits(manager.restore(3, args=target), saved[3])
-    assert [s.step for s in lineage.steps_of(tmp_path)] == [1, 2, 3]
+    assert [s.step for s in roots.steps_of(tmp_path)] == [1, 2, 3]
 
 
 def test_an_item_with_a_number_in_its_name(tmp_path):
@@ -112,7 +112,7 @@ def test_an_item_with_a_number_in_its_name(tmp_path):
             args = ocp.args.Composite(state_7=adacheck.SaveArgs(run.advance()))
             manager.save(step, args=args)
         manager.wait_until_finished()
-    assert [s.step for s in lineage.steps_of(tmp_path)] == [1, 2]
+    assert [s.step for s in roots.steps_of(tmp_path)] == [1, 2]
     assert is_delta(tmp_path / "2" / "state_7")
 
 

@@ -263,7 +263,7 @@ def test_a_changed_value_is_told_apart_from_another_format():
 
 def test_an_unknown_format_version_names_both_versions():
     body = body_of(A_BASE)
-    with pytest.raises(FormatError, match="expected format version 5, found 99"):
+    with pytest.raises(FormatError, match="expected format version 6, found 99"):
         decode(encode_body({**body, "format": 99}))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from adacheck_jax import lineage, manifest
+from adacheck_jax import lineage, manifest, roots
 from benchmarks.common import free_port
 
 WORKER = "tests.multiprocess_worker"
@@ -83,7 +83,7 @@ def test_another_number_of_processes_restores_the_same_bits(run_of_two, processe
 
 def test_a_lineage_goes_on_after_a_restart_of_all_processes(run_of_two):
     launch("resume", 2, run_of_two / "run", run_of_two / "resumed", devices=2)
-    kinds = [type(step.manifest) for step in lineage.steps_of(run_of_two / "run")]
+    kinds = [type(step.manifest) for step in roots.steps_of(run_of_two / "run")]
     assert kinds == [manifest.BaseManifest] + [manifest.DeltaManifest] * 5
 
 
@@ -94,7 +94,7 @@ def test_a_lineage_goes_on_after_a_restart_of_all_processes(run_of_two):
 def test_several_processes_save_differences(tmp_path, mode, kinds, has_update):
     """Where they were told to, and where their proof found that replay is wrong."""
     launch(mode, 2, tmp_path / "run", tmp_path / "out", devices=2)
-    found = [step.manifest for step in lineage.steps_of(tmp_path / "run")]
+    found = [step.manifest for step in roots.steps_of(tmp_path / "run")]
     assert "".join(type(each).__name__[0] for each in found) == kinds
     assert [each.has_update for each in found[1:]] == has_update
     last = found[-1]
@@ -115,6 +115,6 @@ def test_several_processes_save_differences(tmp_path, mode, kinds, has_update):
 
 def test_a_process_that_owns_no_scalar_proves_its_share(tmp_path):
     launch("no-scalars", 2, tmp_path / "run", tmp_path / "out", devices=2)
-    found = [step.manifest for step in lineage.steps_of(tmp_path / "run")]
+    found = [step.manifest for step in roots.steps_of(tmp_path / "run")]
     assert "".join(type(each).__name__[0] for each in found) == "BDD"
     assert [each.problem for each in found[1:]] == ["", ""]

@@ -15,14 +15,14 @@ import orbax.checkpoint as ocp
 import pytest
 
 import adacheck_jax as adacheck
-from adacheck_jax import lineage, manifest, programs, proof
+from adacheck_jax import manifest, programs, proof, roots
 from tests import support
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
 
 
 def kinds(root):
     """For each step B for a base, R for a replayed delta, D for differences alone."""
-    found = [step.manifest for step in lineage.steps_of(root)]
+    found = [step.manifest for step in roots.steps_of(root)]
     return [
         "B" if isinstance(each, manifest.BaseManifest) else "R" if each.has_update else "D"
         for each in found

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import adacheck_jax as adacheck
-from adacheck_jax import arrays, deltas, lineage, manifest
+from adacheck_jax import arrays, deltas, lineage, manifest, roots
 from adacheck_jax.cli import app
 from adacheck_jax.errors import IntegrityError, LineageError
 from tests import support, test_waiting
@@ -102,9 +102,12 @@ def test_a_run_is_one_array_of_each_kind_with_the_steps_one_after_another(tmp_pa
     assert found.depth == last - 1
     sizes = [each.packs[0].raw_bytes for each in found.deltas]
     assert sizes == [sizes[0]] * len(sizes)
-    array = arrays.PackArray(item(tmp_path, last) / lineage.DELTA / "0", arrays.RAW, sum(sizes))
+    array = arrays.PackArray(lineage.pack_in(item(tmp_path, last), 0), arrays.RAW, sum(sizes))
     assert array.stored_bytes == len(sizes) * sizes[0] > 0
-    assert not (item(tmp_path, last) / lineage.LINEAGE / str(last - 1)).exists()
+    links = {
+        path.name.partition(".")[0] for path in (item(tmp_path, last) / lineage.LINEAGE).iterdir()
+    }
+    assert links == {*map(str, saved[:-1])}
 
 
 def test_old_steps_may_go(tmp_path):
@@ -465,11 +468,7 @@ def damage_end(directory):
     size_bytes = manifest.read(directory).packs[0].raw_bytes
     pack = deltas.readers(lineage.resolve(directory))[-1]._pack(0, arrays.RAW)
     (end,) = pack.read([(size_bytes - 64, size_bytes)], what="the end")
-    (path,) = (
-        path
-        for path in (directory / lineage.DELTA / "0" / "d").iterdir()
-        if end.tobytes() in path.read_bytes()
-    )
+    (path,) = (path for path in support.pack_files(directory) if end.tobytes() in path.read_bytes())
     content = bytearray(path.read_bytes())
     content[content.index(end.tobytes())] ^= 1
     path.write_bytes(content)
@@ -542,7 +541,7 @@ def test_a_save_that_fails_takes_the_recorded_steps_with_it_and_the_next_is_a_ba
 
 def test_several_processes_record_alike(tmp_path):
     launch("record", 2, tmp_path / "run", tmp_path / "out", devices=2)
-    saved = [step.step for step in lineage.steps_of(tmp_path / "run")]
+    saved = [step.step for step in roots.steps_of(tmp_path / "run")]
     assert saved == [1, 6, 9]
     assert recorded_in(tmp_path / "run", 6) == [2, 3, 4, 5]
     assert len(manifest_of(tmp_path / "run", 6).packs) == 2

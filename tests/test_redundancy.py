@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import adacheck_jax as adacheck
-from adacheck_jax import inspection, lineage, manifest, staging, volumes
+from adacheck_jax import inspection, links, manifest, staging, volumes
 from adacheck_jax.boxes import Box
 from tests import support
 from tests.test_multiprocess import launch
@@ -267,7 +267,7 @@ def test_a_damaged_base_is_not_relied_on(tmp_path):
 
 
 def test_without_hard_links_every_base_is_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(lineage, "can_link", lambda root: False)
+    monkeypatch.setattr(links, "can_link", lambda root: False)
     state = {"frozen": jax.device_put(noise(1, (512, 256)), CUT)}
     save(tmp_path, [state, state])
     assert base_of(tmp_path, 1).kept == ()
@@ -321,8 +321,7 @@ def test_real_gradients_compress(tmp_path):
                 support.assert_same_bits(manager.restore(step, args=target), expected)
         sizes[compression] = sum(
             pack.stat().st_size
-            for pack in (tmp_path / compression / "3/default/adacheck/delta").rglob("*")
-            if pack.is_file()
+            for pack in support.pack_files(tmp_path / compression / "3" / "default")
         )
     assert sizes["auto"] < 0.85 * sizes["none"]
 

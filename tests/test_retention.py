@@ -11,7 +11,7 @@ import pytest
 from orbax.checkpoint.checkpoint_managers import EveryNSteps, LatestN
 
 import adacheck_jax as adacheck
-from adacheck_jax import lineage, manifest
+from adacheck_jax import manifest, roots
 from tests import support
 from tests.support import abstract, assert_same_bits, manager_of, mesh_of, save_steps
 
@@ -102,7 +102,7 @@ class TestReferences:
         with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
             saved = save_steps(manager, run, 4)
         assert all(
-            isinstance(step.manifest, manifest.BaseManifest) for step in lineage.steps_of(tmp_path)
+            isinstance(step.manifest, manifest.BaseManifest) for step in roots.steps_of(tmp_path)
         )
         assert sum("KeepLineage" in record.getMessage() for record in caplog.records) == 1
         assert restore_all(tmp_path, run, saved) == [1, 2, 3, 4]

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +38,7 @@ from orbax.checkpoint.checkpoint_managers import (
 )
 
 import adacheck_jax as adacheck
-from adacheck_jax import lineage, manifest, programs, replay
+from adacheck_jax import lineage, links, manifest, programs, replay, roots
 from adacheck_jax.manifest import DeltaManifest, Link
 from tests import support
 
@@ -175,7 +176,7 @@ class Retention(RuleBasedStateMachine):
         for module, name, function in MEMORY:
             self.stack.enter_context(mock.patch.object(module, name, function))
         if not self.has_links:
-            refused = mock.patch.object(lineage, "can_link", return_value=False)
+            refused = mock.patch.object(links, "can_link", return_value=False)
             self.stack.enter_context(refused)
             self.stack.enter_context(
                 mock.patch("os.link", side_effect=PermissionError(errno.EPERM, "no links"))
@@ -334,19 +335,20 @@ class Retention(RuleBasedStateMachine):
             # another it would stay beside the step, and Orbax would delete it instead of the step.
             half = self.half_written(max(self.used, default=0) + 1)
             shutil.rmtree(half, ignore_errors=True)
-            item = half / f"default{lineage.TMP_SUFFIX}"
+            item = half / f"default{roots.TMP_SUFFIX}"
             if self.disk:
                 shutil.copytree(self.root / str(max(self.disk)) / "default", item)
                 (item / manifest.FILE).unlink()
             else:
-                (item / lineage.DELTA / "0").mkdir(parents=True)
+                support.pack_index(item).parent.mkdir(parents=True)
+                support.pack_index(item).write_bytes(b"half")
         self.start()
         if resumes:
             self.resume()
 
     def half_written(self, step: int) -> Path:
         """Where a save of a step that is under way writes."""
-        return self.root / f"{step}{lineage.TMP_SUFFIX}"
+        return self.root / f"{step}{roots.TMP_SUFFIX}"
 
     @rule()
     def restart(self):
@@ -473,7 +475,7 @@ class Retention(RuleBasedStateMachine):
         if not self.managers:
             return
         self.settle()
-        steps = lineage.steps_of(self.root)
+        steps = roots.steps_of(self.root)
         assert [s.step for s in steps] == sorted(self.disk)
         assert {s.step for s in steps if s.error is None} == {
             s for s in self.disk if self.missing(s, self.disk) is None
@@ -485,19 +487,20 @@ class Retention(RuleBasedStateMachine):
             return
         self.settle()
         names = {path.name for path in self.root.iterdir()}
-        names -= {"trash", *(name for name in names if lineage.TMP_SUFFIX in name)}
+        names -= {"trash", *(name for name in names if roots.TMP_SUFFIX in name)}
         assert names == {str(step) for step in self.disk}
         for step in self.disk:
             found = manifest.read(self.item(step))
             links = self.chain(step, self.disk) if self.has_links else []
             linked = names_in(self.item(step) / lineage.LINEAGE)
-            assert linked == {str(link.step) for link in links}
+            assert {name.split(".")[0] for name in linked} == {str(link.step) for link in links}
             for link in links:
                 saved = self.disk.get(link.step)
                 if saved and saved.checksum == link.checksum:
                     source = self.item(link.step)
-                    copy = self.item(step) / lineage.LINEAGE / str(link.step)
-                    assert inodes(copy) == inodes(source)
+                    place = self.item(step) / lineage.LINEAGE
+                    files = [*place.glob(f"{link.step}/**/*"), *place.glob(f"{link.step}.*")]
+                    assert inodes(files) == inodes(own_files(source))
             kept = {int(name.split(".")[0]) for name in names_in(self.item(step) / lineage.KEPT)}
             assert kept == {s for _, s in getattr(found, "kept", ())}
 
@@ -513,10 +516,14 @@ def names_in(directory: Path) -> set[str]:
     return {path.name for path in directory.iterdir()} if directory.is_dir() else set()
 
 
-def inodes(item: Path) -> set[int]:
-    """Of what an item holds, without its links to the items that it builds on."""
+def own_files(item: Path) -> list[Path]:
+    """What an item holds, without its links to the items that it builds on."""
     skipped = item / lineage.LINEAGE
-    paths = (path for path in item.rglob("*") if not path.is_relative_to(skipped))
+    return [path for path in item.rglob("*") if not path.is_relative_to(skipped)]
+
+
+def inodes(paths: Iterable[Path]) -> set[int]:
+    """Of the files among some paths."""
     return {path.stat().st_ino for path in paths if path.is_file()}
 
 
@@ -559,7 +566,7 @@ class TestRetentionOfReferencesAtLength(RetentionOfReferences.TestCase):
 
 def test_nothing_builds_on_a_step_that_waits_to_be_deleted(tmp_path, monkeypatch):
     """A policy may drop the latest step, and the manager delete it after the next one is saved."""
-    monkeypatch.setattr(lineage, "can_link", lambda _: False)
+    monkeypatch.setattr(links, "can_link", lambda _: False)
     keep = adacheck.KeepLineage(EveryNSteps(2))
     handler = adacheck.AdaCheckHandler(RECORDER, keep_lineage=keep)
     slow = threading.Event()
@@ -582,7 +589,7 @@ def test_nothing_builds_on_a_step_that_waits_to_be_deleted(tmp_path, monkeypatch
 
 def test_nothing_builds_on_a_step_that_is_half_deleted(tmp_path, monkeypatch):
     """Of a directory that is being deleted, what tells Orbax that it is a step may go first."""
-    monkeypatch.setattr(lineage, "can_link", lambda _: False)
+    monkeypatch.setattr(links, "can_link", lambda _: False)
     keep = adacheck.KeepLineage(EveryNSteps(2))
     handler = adacheck.AdaCheckHandler(RECORDER, keep_lineage=keep)
     state = START
@@ -623,7 +630,7 @@ def test_a_step_that_is_deleted_while_it_is_linked_is_missed(tmp_path, monkeypat
         manager.close()
         manager = new_manager()
         manager.restore(2, args=adacheck.RestoreArgs(support.abstract(START)))
-    link = lineage.link_ancestors
+    link = links.link_ancestors
 
     def late(*args):
         step = tmp_path / "2"
@@ -631,7 +638,7 @@ def test_a_step_that_is_deleted_while_it_is_linked_is_missed(tmp_path, monkeypat
         link(*args)
 
     with monkeypatch.context() as patched:
-        patched.setattr(lineage, "link_ancestors", late)
+        patched.setattr(links, "link_ancestors", late)
         manager.save(3, args=adacheck.SaveArgs(states[3]))
         with pytest.raises(adacheck.LineageError, match=r"step 2.* was deleted while"):
             manager.wait_until_finished()

@@ -19,7 +19,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import adacheck_jax as adacheck
-from adacheck_jax import lineage, manifest
+from adacheck_jax import manifest, roots
 from tests import support
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
 
@@ -56,7 +56,7 @@ def separate_run(mesh, tx, dtype=None, **extra_args):
 def replayed(root):
     return [
         isinstance(step.manifest, manifest.DeltaManifest) and step.manifest.has_update
-        for step in lineage.steps_of(root)
+        for step in roots.steps_of(root)
     ]
 
 
@@ -301,7 +301,7 @@ def test_a_damaged_record_of_a_reducing_update_is_never_taken_for_rounding(tmp_p
     run.advance()
     with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
         save_steps(manager, run, 3)
-    packs = (tmp_path / "3" / "default" / "adacheck" / "delta" / "0" / "d").iterdir()
+    packs = support.pack_files(tmp_path / "3" / "default")
     pack = max(packs, key=lambda path: path.stat().st_size)
     data = bytearray(pack.read_bytes())
     data[len(data) // 2] ^= 1

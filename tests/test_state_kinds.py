@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import adacheck_jax as adacheck
-from adacheck_jax import lineage, manifest, trees
+from adacheck_jax import lineage, manifest, roots, trees
 from adacheck_jax.manifest import BaseManifest, DeltaManifest, Encoding
 from tests import support
 from tests.support import Run, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
@@ -39,7 +39,7 @@ def base_of(root: Path, step: int) -> BaseManifest:
 def kinds(root: Path) -> str:
     """A letter a step: Base, Replayed update, No update, or Differences of bits."""
     letters, count = "", None
-    for step in lineage.steps_of(root):
+    for step in roots.steps_of(root):
         found = step.manifest
         if isinstance(found, BaseManifest):
             letters += "B"

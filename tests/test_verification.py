@@ -23,6 +23,7 @@ from adacheck_jax import (
     deltas,
     inspection,
     lineage,
+    links,
     manifest,
     recompute,
     repair,
@@ -220,9 +221,8 @@ class TestClean:
 
 
 def truncate_packs(root: Path, step: int) -> None:
-    for path in (item(root, step) / lineage.DELTA).rglob("*"):
-        if path.is_file() and path.parent.name == "d":
-            path.write_bytes(path.read_bytes()[:-7])  # in place: links to it are damaged too
+    for path in support.pack_files(item(root, step)):
+        path.write_bytes(path.read_bytes()[:-7])  # in place: links to it are damaged too
 
 
 def test_what_builds_on_a_damaged_delta_is_recomputed_no_further(copy):
@@ -269,8 +269,8 @@ def other_record(root: Path, step: int, change=lambda x: x + np.float32(1)) -> s
     """Writes a pack of a delta again, with right checksums and one leaf changed; names the leaf."""
     directory = item(root, step)
     known = lineage.resolve(directory)
-    delta, _ = known.saves[-1]
-    reader = deltas.DeltaReader(known.base, delta, directory)
+    delta, entry = known.saves[-1]
+    reader = deltas.DeltaReader(known.base, entry)
     index = max(reader.stored, key=lambda i: known.base.leaves[i].nbytes)
     extents = [e for each in reader.stored for e in reader._extents[each]]
     assert {each.process for each in extents} == {0}
@@ -285,9 +285,9 @@ def other_record(root: Path, step: int, change=lambda x: x + np.float32(1)) -> s
             spot = data[extent.compressed_start :][: extent.compressed_bytes]
             spot[spot.nonzero()[0][:7]] ^= 3
         contents.append((kind, [data]))
-    place = directory / lineage.DELTA / "0"
-    shutil.rmtree(place)
-    zeros = arrays.write_pack(place, contents)
+    for path in (*support.pack_files(directory), support.pack_index(directory)):
+        path.unlink()
+    zeros = arrays.write_pack(lineage.pack_in(directory, 0), contents)
     assert zeros == [[delta.packs[0].raw_zeros], [delta.packs[0].compressed_zeros]]
     return known.base.leaves[index].path
 
@@ -347,7 +347,7 @@ class TestDamage:
         verification.check(item(copy, 3), read_data=False)
 
     @pytest.mark.parametrize(
-        "what", [manifest.FILE, lineage.DELTA, f"{lineage.DELTA}/0/manifest.ocdbt", "."]
+        "what", [manifest.FILE, "adacheck", "adacheck/delta.0.manifest.ocdbt", "."]
     )
     def test_files_of_two_steps_that_were_swapped_are_found(self, copy, what):
         first, second, aside = item(copy, 2) / what, item(copy, 3) / what, copy.parent / "aside"
@@ -441,8 +441,7 @@ def leave(directory: Path, age_s: float = 3600) -> None:
 
 
 def spoil(root: Path, step: int) -> None:
-    place = item(root, step) / lineage.DELTA / "0" / "manifest.ocdbt"
-    rewrite(place, None)
+    rewrite(support.pack_index(item(root, step)), None)
 
 
 def shape_of(root: Path) -> dict[str, bytes]:
@@ -460,8 +459,9 @@ class TestRepair:
 
     @pytest.mark.parametrize("step", [1, 2, 3])
     def test_only_what_cannot_be_restored_goes(self, copy, replayed, step):
-        where = lineage.BASE if step == 1 else lineage.DELTA
-        path = max((item(copy, step) / where).rglob("*"), key=lambda p: p.stat().st_size)
+        own = item(copy, step)
+        files = (own / lineage.BASE).rglob("*") if step == 1 else support.pack_files(own)
+        path = max(files, key=lambda p: p.stat().st_size)
         rewrite(path, support.with_flipped_data(path.read_bytes()))
         leave(copy / "7.orbax-checkpoint-tmp-12")
         before = inspection.disk_bytes(copy)
@@ -517,7 +517,7 @@ class TestRepair:
         assert "format version is 99" in report.kept[0].why
 
     def test_a_step_that_another_one_refers_to_stays(self, replayed, tmp_path, monkeypatch):
-        monkeypatch.setattr(lineage, "can_link", lambda directory: False)
+        monkeypatch.setattr(links, "can_link", lambda directory: False)
         run = support.dict_run(mesh_of((4, 2)))
         keep = adacheck.KeepLineage(_KeepAll())
         handler = adacheck.AdaCheckHandler(run.recorder, keep_lineage=keep)
@@ -557,10 +557,10 @@ class TestRepair:
         spoil(copy, 3)
         leave(tmp_path / "elsewhere")
         (copy / "8.orbax-checkpoint-tmp-1").symlink_to(tmp_path / "elsewhere")
-        inside = item(copy, 2) / lineage.DELTA / "0"
+        inside = item(copy, 2) / manifest.DIRECTORY
         inside.rename(tmp_path / "pack")
         inside.symlink_to(tmp_path / "pack")
-        (tmp_path / "pack" / "manifest.ocdbt").unlink()
+        (tmp_path / "pack" / "delta.0.manifest.ocdbt").unlink()
         before = shape_of(tmp_path / "pack"), shape_of(outside), shape_of(tmp_path / "elsewhere")
         report = repair.repair(copy, force=True)
         assert [each.path for each in report.removals] == ["2"]
@@ -635,10 +635,10 @@ class TestCommand:
         result = self.run("verify", copy)
         assert result.exit_code == 1
         assert "1 of 3 steps damaged" in result.stdout
-        assert f"2/default/{lineage.DELTA}/0" in result.stdout
+        assert "2/default/adacheck/delta.0" in result.stdout
         result = self.run("verify", copy, "2", "--json")
         (step,) = json.loads(result.stdout)["steps"]
-        assert step["damage"][0]["file"].endswith(f"{lineage.DELTA}/0")
+        assert step["damage"][0]["file"].endswith("adacheck/delta.0")
         assert self.run("verify", copy, "3").exit_code == 0
 
     @pytest.mark.parametrize(

@@ -88,9 +88,9 @@ def _peak_bytes(act: Callable[[], Any]) -> int:
 def _read(root: Path, count: int) -> None:
     """Reads the files of some deltas, one after the other."""
     for number in range(1, count + 1):
-        for path in (root / str(number) / "default" / lineage.DELTA).rglob("*"):
-            if path.is_file():
-                path.read_bytes()
+        start = lineage.pack_in(root / str(number) / "default", 0)
+        for path in start.parent.glob(f"{start.name}.*"):
+            path.read_bytes()
 
 
 def _updates(recorder: adacheck.Recorder, state: Any) -> Callable[[int], Any]:

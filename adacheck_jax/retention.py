@@ -1,0 +1,66 @@
+"""Keeps the steps that others build on, where there are no hard links."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+
+class _Checkpoint(Protocol):
+    step: int
+
+
+class _Policy(Protocol):
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]: ...
+
+
+class KeepLineage:
+    """An Orbax preservation policy that keeps the ancestors of whatever another policy keeps.
+
+    Needed only where the file system has no hard links, so that a delta refers to other steps.
+    Give the same object to the manager and to the handler::
+
+        keep = adacheck.KeepLineage(LatestN(3))
+        handler = adacheck.AdaCheckHandler(recorder, keep_lineage=keep)
+        options = ocp.CheckpointManagerOptions(preservation_policy=keep)
+
+    Args:
+        inner_policy: decides which steps to keep for their own sake.
+    """
+
+    def __init__(self, inner_policy: _Policy) -> None:
+        self._inner = inner_policy
+        self._parents: dict[int, set[int]] = {}
+        self._let_go: set[int] = set()
+
+    def note(self, step: int, parent: int) -> None:
+        """Learns that an item of a step builds on that of another; called by the handler.
+
+        Args:
+            step: the manager's number of a step.
+            parent: the manager's number of the step that it builds on.
+        """
+        self._parents.setdefault(step, set()).add(parent)
+
+    def lets_go(self, step: int) -> bool:
+        """Whether a step is to be deleted, and perhaps still there: nothing may build on it.
+
+        Args:
+            step: the manager's number of a step.
+        """
+        return step in self._let_go
+
+    def should_preserve(
+        self, checkpoints: Sequence[_Checkpoint], *, context: Any
+    ) -> Sequence[bool]:
+        """Keeps what the inner policy keeps, and every step that those build on."""
+        inner = self._inner.should_preserve(checkpoints, context=context)
+        kept = {c.step for c, keep in zip(checkpoints, inner, strict=True) if keep}
+        waiting = list(kept)
+        while waiting:
+            parents = self._parents.get(waiting.pop(), set()) - kept
+            kept |= parents
+            waiting += parents
+        steps = {checkpoint.step for checkpoint in checkpoints}
+        self._let_go = (self._let_go | steps) - kept
+        return [checkpoint.step in kept for checkpoint in checkpoints]
