@@ -2,9 +2,10 @@
 
     python -m benchmarks.corruption --count 2000
 
-Roots of several kinds (replayed deltas, bit-pattern deltas, volumes kept from earlier bases beside
-aliases, steps with two items) are damaged one file at a time; then every step that the damage
-touches is restored by a new handler and compared with what was saved, leaf by leaf and bit by bit:
+Roots of several kinds (replayed deltas, bit-pattern deltas, recorded steps, volumes kept from
+earlier bases beside aliases, steps with two items) are damaged one file at a time; then every step
+that the damage touches, or of recorded ones any in it, is restored by a new handler and compared
+with what was saved, leaf by leaf and bit by bit:
 
 * refused: one of this library's errors, which names a file or a leaf.
 * harmless: every leaf has the saved bits, in the saved tree.
@@ -48,7 +49,7 @@ from benchmarks.common import environment
 from benchmarks.damage import KINDS, Patient
 
 DEVICE_COUNT = 4
-STEPS = (1, 2, 3, 4)
+SAVES = 4
 LIMIT_S = 60.0
 OUTCOMES = ("refused", "harmless", "silently wrong", "unclear", "crash", "hang")
 _DEVICES_FLAG = "--xla_force_host_platform_device_count"
@@ -65,6 +66,7 @@ class Case:
         items: of each step; None for the default one.
         still: whether the state has large leaves that never change, and equal ones.
         stock: whether stock Orbax saves it.
+        every: steps from one save to the next; those between are recorded.
     """
 
     name: str
@@ -73,11 +75,26 @@ class Case:
     items: tuple[str, ...] = ()
     still: bool = False
     stock: bool = False
+    every: int = 1
+
+    @property
+    def saved_steps(self) -> tuple[int, ...]:
+        """The steps in a root."""
+        return tuple(range(1, 1 + SAVES * self.every, self.every))
+
+    def steps_in(self, saved: int) -> range:
+        """The steps that lie in that of a save: it, and those recorded before it."""
+        return range(max(1, saved - self.every + 1), saved + 1)
+
+    def saved_with(self, step: int) -> int:
+        """The save that a step lies in."""
+        return min(saved for saved in self.saved_steps if saved >= step)
 
 
 CASES = (
     Case("replayed deltas"),
     Case("bit-pattern deltas", delta="bits"),
+    Case("recorded steps", every=3),
     Case("kept volumes, aliases", max_deltas=1, still=True),
     Case("two items a step", items=("left", "right")),
     Case("stock Orbax", stock=True),
@@ -85,16 +102,18 @@ CASES = (
 )
 
 
-def mesh() -> jax.sharding.Mesh:
-    devices = jax.devices()[:DEVICE_COUNT]
-    return jax.make_mesh((2, 2), ("data", "model"), devices=devices)
+def mesh(case: Case) -> jax.sharding.Mesh:
+    """Of all devices; of one where steps are recorded, for there AdamW is replayed exactly."""
+    length = 1 if case.every > 1 else 2
+    devices = jax.devices()[: length**2]
+    return jax.make_mesh((length, length), ("data", "model"), devices=devices)
 
 
-def placed(tree: Any) -> Any:
+def placed(case: Case, tree: Any) -> Any:
     spec = PartitionSpec("data", "model")
 
     def sharding(leaf: Any) -> NamedSharding:
-        return NamedSharding(mesh(), spec if getattr(leaf, "ndim", 0) == 2 else PartitionSpec())
+        return NamedSharding(mesh(case), spec if getattr(leaf, "ndim", 0) == 2 else PartitionSpec())
 
     return jax.tree.map(lambda x: jax.device_put(x, sharding(x)), tree)
 
@@ -118,7 +137,7 @@ def states(case: Case) -> Iterator[tuple[adacheck.Recorder, Any]]:
     if case.still:
         state["frozen"] = jax.random.normal(keys[2], (256, 96))
         state["target"] = jax.tree.map(jnp.copy, params)
-    state = placed(state) | {"epoch": 3}
+    state = placed(case, state) | {"epoch": 3}
 
     @jax.jit
     def train_step(state: Any) -> Any:
@@ -128,7 +147,7 @@ def states(case: Case) -> Iterator[tuple[adacheck.Recorder, Any]]:
         more = {"params": params, "opt_state": opt_state, "step": state["step"] + 1}
         return state | more | {"mean": state["mean"] + 0.25}
 
-    for _ in STEPS:
+    for _ in range(case.saved_steps[-1]):
         state = train_step(state) | {"epoch": 3}
         if case.still:
             state["target"] = jax.tree.map(jnp.copy, state["params"])
@@ -144,6 +163,7 @@ def handlers(case: Case, recorder: adacheck.Recorder | None = None) -> Any:
         max_deltas=case.max_deltas,
         delta=case.delta,
         params_path="params",
+        prove="never" if case.every > 1 else "first",
     )
     return {item: new() for item in case.items} if case.items else new()
 
@@ -164,15 +184,20 @@ def kind_of(leaf: Any) -> str:
 
 def build(case: Case, root: Path) -> list[Any]:
     """Saves a run of a kind; returns its states."""
-    manager, kept = None, []
-    for step, (recorder, state) in zip(STEPS, states(case), strict=True):
+    manager, handler, kept = None, None, []
+    for step, (recorder, state) in enumerate(states(case), start=1):
         if manager is None:
-            manager = ocp.CheckpointManager(root, item_handlers=handlers(case, recorder))
+            handler = handlers(case, recorder)
+            manager = ocp.CheckpointManager(root, item_handlers=handler)
+        kept.append(jax.tree.map(lambda x: x, state))
+        if step not in case.saved_steps:
+            if not handler.record_step(state, step):
+                raise RuntimeError(f"{case.name}: step {step} was not recorded")
+            continue
         save: Callable[..., Any] = ocp.args.StandardSave if case.stock else adacheck.SaveArgs
         args = save(state, custom_metadata={"run": "of the campaign", "lr": 0.125})
         manager.save(step, args=as_args(case, args))
         manager.wait_until_finished()
-        kept.append(jax.tree.map(lambda x: x, state))
     assert manager is not None
     manager.close()
     return kept
@@ -189,14 +214,14 @@ class Judge:
 
     def __init__(self, case: Case, root: Path, saved: Sequence[Any]) -> None:
         self._case, self._root = case, root
-        self._saved = dict(zip(STEPS, saved, strict=True))
+        self._saved = dict(enumerate(saved, start=1))
         self._leaves = {
             step: {path: host(leaf) for path, leaf in trees.flatten(state)[0].items()}
             for step, state in self._saved.items()
         }
         self._trees: dict[tuple[int, int], Any] = {}
         self._kinds: dict[tuple[int, int], dict[str, str]] = {}
-        for step in STEPS:
+        for step in self._saved:
             for form in range(3):
                 for tree in self._restore(step, form):
                     leaves, self._trees[step, form] = trees.flatten(tree)
@@ -222,14 +247,17 @@ class Judge:
     def _restore(self, step: int, form: int) -> list[Any]:
         """The items of a step, as a new handler restores them."""
         wanted = self._abstract(step, form)
-        args = (ocp.args.StandardRestore if self._case.stock else adacheck.RestoreArgs)(wanted)
+        args: Any = ocp.args.StandardRestore(wanted)
+        if not self._case.stock:
+            args = adacheck.RestoreArgs(wanted, step=None if self._case.every == 1 else step)
         with self._manager() as manager:
-            found = manager.restore(step, args=as_args(self._case, args))
+            saved = self._case.saved_with(step)
+            found = manager.restore(saved, args=as_args(self._case, args))
         return [found[item] for item in self._case.items] or [found]
 
     def _custom_metadata(self, step: int) -> Any:
         with self._manager() as manager:
-            found: Any = manager.item_metadata(step)
+            found: Any = manager.item_metadata(self._case.saved_with(step))
         each = [found[item] for item in self._case.items] or [found]
         return [getattr(item, "custom_metadata", None) for item in each]
 
@@ -282,10 +310,11 @@ def work(case: Case, root: Path, seed: int, numbers: Sequence[int]) -> None:
     judge = Judge(case, root, saved)
     for number in numbers:
         rng = random.Random(f"{seed} {case.name} {number}")
-        patient = Patient(root, STEPS)
+        patient = Patient(root, case.saved_steps)
         damage = patient.damage(rng)
         tell({"number": number, **asdict(damage)})
-        for step in damage.steps:
+        for saved_step in damage.steps:
+            step = rng.choice(case.steps_in(saved_step)) if case.every > 1 else saved_step
             form = rng.randrange(3)
             outcome, detail = judge.judge(step, form)
             tell({"number": number, "step": step, "form": form, "outcome": outcome, "why": detail})

@@ -6,7 +6,8 @@ trains a tiny model that saves every step through a stock ``CheckpointManager``,
 lineages so short that bases, deltas, links and deletions happen all the time, and sends SIGKILL.
 The next process compares every step that is listed with a run that was never interrupted, resumes,
 and is killed in its turn. ``--processes 2`` does the same to two processes that save together,
-killing one first, or both at once.
+killing one first, or both at once. ``--record`` records most steps and saves the others; then those
+that are listed after a kill, and those in them, are all restored.
 
 A process takes seconds to import JAX, so each is forked from one that has imported it and done
 nothing else: what it knows of the run it has from disk.
@@ -46,7 +47,7 @@ from benchmarks.common import environment, free_port
 
 WIDTH = 64
 DEVICES = 8
-KEPT_STEPS, MAX_DELTAS = 3, 3
+KEPT_STEPS, MAX_DELTAS, MAX_RECORDING_DELTAS = 3, 3, 15
 REFERENCE_STEPS = 300
 """Length of a run; then the next one begins in a new root."""
 PAUSES_S = (0.02, 0.1, 0.5)
@@ -60,15 +61,21 @@ class Run:
 
     Args:
         delta: as for the handler.
+        records: whether steps are recorded; then it has one device.
     """
 
-    def __init__(self, delta: str = "auto") -> None:
+    def __init__(self, delta: str = "auto", *, records: bool = False) -> None:
         self._delta: Any = delta
+        self.records = records
+        self.handler = adacheck.AdaCheckHandler()
         self._recorder = adacheck.Recorder(optax.adamw(1e-2))
         self._chain = optax.chain(optax.clip_by_global_norm(1.0), self._recorder)
-        shape = (jax.device_count() // 2, 2)
+        shape = (1, 1) if records else (jax.device_count() // 2, 2)
         self._mesh = jax.make_mesh(
-            shape, ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2
+            shape,
+            ("data", "model"),
+            axis_types=(jax.sharding.AxisType.Auto,) * 2,
+            devices=jax.devices()[: shape[0] * shape[1]],
         )
         abstract = jax.eval_shape(self._initial)
         self.abstract = jax.tree.map(self._placed, abstract)
@@ -116,15 +123,30 @@ class Run:
 
     def open_manager(self, root: Path, **options: Any) -> ocp.CheckpointManager:
         """A stock manager of a new handler, as a new process would have it."""
-        handler = adacheck.AdaCheckHandler(self._recorder, max_deltas=MAX_DELTAS, delta=self._delta)
+        self.handler = adacheck.AdaCheckHandler(
+            self._recorder,
+            max_deltas=MAX_RECORDING_DELTAS if self.records else MAX_DELTAS,
+            delta=self._delta,
+        )
         options = {"max_to_keep": KEPT_STEPS} | options
         return ocp.CheckpointManager(
-            root, item_handlers=handler, options=ocp.CheckpointManagerOptions(**options)
+            root, item_handlers=self.handler, options=ocp.CheckpointManagerOptions(**options)
         )
 
-    def restore(self, manager: ocp.CheckpointManager, step: int) -> dict[str, Any]:
-        """A step's state."""
-        return manager.restore(step, args=adacheck.RestoreArgs(self.abstract))
+    def steps_in(self, root: Path, saved: int) -> list[int]:
+        """The steps that lie in that of a save, itself included."""
+        if self.records:
+            with contextlib.suppress(adacheck.AdaCheckError):  # a restore will tell of it
+                found = manifests.read(root / str(saved) / "default")
+                if isinstance(found, manifests.DeltaManifest):
+                    return [delta.step for delta in found.deltas]
+        return [saved]
+
+    def restore(
+        self, manager: ocp.CheckpointManager, saved: int, step: int | None = None
+    ) -> dict[str, Any]:
+        """A step's state, or that of one that was recorded before it."""
+        return manager.restore(saved, args=adacheck.RestoreArgs(self.abstract, step=step))
 
 
 def compile_once(directory: Path) -> None:
@@ -145,46 +167,52 @@ def digest(state: Any) -> str:
 
 
 # What a process of the run does. It tells how it gets on by one line a step:
-#   checked STEPS DAMAGED KIND  every listed step, restored and compared; those that cannot be
-#                           read; what the newest is
+#   checked STEPS DAMAGED KIND  every step in those listed, restored and compared; those that
+#                           cannot be read; what the newest is
 #   wrong STEP              it was restored, with other bits than the reference's
 #   began STEP              its save is under way
 #   committed STEP          the manager has reported it
 
 
-def train(root: Path, reference: Path, seed: int, tell: Callable[[str], None]) -> None:
+def train(
+    root: Path, reference: Path, seed: int, records: bool, tell: Callable[[str], None]
+) -> None:
     """Checks all that is listed, resumes and trains until it is killed or the run is over.
 
     Args:
         root: of the checkpoints.
         reference: JSON of each step's digest in this process.
         seed: of when it waits for a save.
+        records: whether it records steps.
         tell: takes lines for the one who kills.
     """
     digests = json.loads(reference.read_text())[str(jax.process_index())]
     rng = random.Random(seed)
-    run = Run()
+    run = Run(records=records)
     with run.open_manager(root) as manager:
-        steps, damaged, state = sorted(manager.all_steps()), [], None
-        for step in steps:
+        listed, damaged, state = sorted(manager.all_steps()), [], None
+        steps = [(saved, step) for saved in listed for step in run.steps_in(root, saved)]
+        for saved, step in steps:
             try:
-                state = run.restore(manager, step)
+                state = run.restore(manager, saved, step if records else None)
             except Exception as error:
                 damaged.append(f"{step}:{type(error).__name__}")
-                if step == steps[-1]:
+                if step == listed[-1]:
                     raise
             else:
                 if digest(state) != digests[step]:
                     tell(f"wrong {step}")
-        step = steps[-1] if steps else 0
+        step = listed[-1] if listed else 0
         newest = root / str(step) / "default"
         kind = type(manifests.read(newest)).__name__ if step else "nothing"
-        listed = ",".join(map(str, steps)) or "0"
-        tell(f"checked {listed} {','.join(damaged) or '-'} {kind}")
+        numbers = ",".join(str(number) for _, number in steps) or "0"
+        tell(f"checked {numbers} {','.join(damaged) or '-'} {kind}")
         state = run.new_state() if state is None else state
         while step < len(digests) - 1:
             step += 1
             state = run.advance(state, step)
+            if records and run.handler.record_step(state, step) and rng.random() < 0.7:
+                continue
             manager.save(step, args=adacheck.SaveArgs(state))
             tell(f"began {step}")
             if rng.random() < 0.5:  # else the next step is computed while this one is written
@@ -194,9 +222,9 @@ def train(root: Path, reference: Path, seed: int, tell: Callable[[str], None]) -
     tell("over")
 
 
-def write_reference(path: Path, process_count: int) -> None:
+def write_reference(path: Path, process_count: int, records: bool) -> None:
     """Trains without saving anything, and writes every step's digest, as each process has it."""
-    run = Run()
+    run = Run(records=records)
     state, digests = run.new_state(), [""]
     for step in range(1, REFERENCE_STEPS + 1):
         state = run.advance(state, step)
@@ -342,10 +370,11 @@ class Killer:
         directory: to work in.
         process_count: processes that save together.
         seed: of the moments.
+        records: whether they record steps.
     """
 
-    def __init__(self, directory: Path, process_count: int, seed: int) -> None:
-        self._directory, self._count = directory, process_count
+    def __init__(self, directory: Path, process_count: int, seed: int, records: bool) -> None:
+        self._directory, self._count, self._records = directory, process_count, records
         self._rng = random.Random(seed)
         self._reference = directory / "reference.json"
         self._root, self._newest = directory / "root-0", 0
@@ -355,7 +384,9 @@ class Killer:
         """Makes the reference."""
         self._directory.mkdir(parents=True, exist_ok=True)
         children = forked(
-            lambda _: write_reference(self._reference, self._count), self._count, self._directory
+            lambda _: write_reference(self._reference, self._count, self._records),
+            self._count,
+            self._directory,
         )
         for child in children:
             if child.end(kill=False):
@@ -365,7 +396,7 @@ class Killer:
         """Starts the processes, and kills one or all of them somewhen."""
         seed, tally = self._rng.random(), self.tally
         children = forked(
-            lambda tell: train(self._root, self._reference, int(seed * 1e9), tell),
+            lambda tell: train(self._root, self._reference, int(seed * 1e9), self._records, tell),
             self._count,
             self._directory,
         )
@@ -470,6 +501,7 @@ def main(arguments: list[str] | None = None) -> Tally:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--kills", type=int, default=500, help="SIGKILLs (default 500)")
     parser.add_argument("--processes", type=int, default=1, help="that save together (default 1)")
+    parser.add_argument("--record", action="store_true", help="record most steps")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (default 0)")
     parser.add_argument("--minutes", type=float, default=1e6, help="stop after so many")
     parser.add_argument("--directory", type=Path, help="to work in; kept if something fails")
@@ -477,7 +509,9 @@ def main(arguments: list[str] | None = None) -> Tally:
     args = parser.parse_args(arguments)
     directory = args.directory or Path(tempfile.mkdtemp(prefix="crashes-"))
     start_s = time.monotonic()
-    killer = Killer(directory, args.processes, args.seed)
+    if args.record and args.processes > 1:
+        parser.error("--record: expected one process")
+    killer = Killer(directory, args.processes, args.seed, args.record)
     killer.prepare()
     while killer.tally.kills < args.kills and time.monotonic() - start_s < args.minutes * 60:
         killer.kill_once()

@@ -210,9 +210,10 @@ _REFUSED = "refused by name, or harmless"
 _CHEAP = "refused cheaply, or accepted and consistent"
 
 
-def _kills(name: str, processes: int, small: int, full: int) -> Campaign:
-    arguments = f"--json --seed {{seed}} --directory {{work}}/run --processes {processes}"
+def _kills(name: str, processes: int, small: int, full: int, more: str = "") -> Campaign:
+    arguments = f"--json --seed {{seed}} --directory {{work}}/run --processes {processes} {more}"
     words = "one process" if processes == 1 else "two processes that save together"
+    words += " that records most steps" if more else ""
     return Campaign(
         name,
         f"SIGKILL at a random moment, {words}",
@@ -293,6 +294,7 @@ def _fuzz(
 
 CAMPAIGNS: tuple[Campaign, ...] = (
     _kills("kills-one-process", 1, 8, 500),
+    _kills("kills-recording", 1, 4, 250, "--record"),
     _kills("kills-two-processes", 2, 4, 250),
     *_operations(),
     Campaign(

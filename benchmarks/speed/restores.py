@@ -37,12 +37,12 @@ def run(root: str, params: int, leaves: int, deltas: list[int], repeats: int) ->
         for number in range(deltas[-1] + 1):
             state = step(state)
             manager.save(number, args=adacheck.SaveArgs(state))
-    abstract, state_bytes = jax.tree.map(_abstract, state), states.size_bytes(state)
+    abstract, state_bytes = states.abstract(state), states.size_bytes(state)
     stock = states.without_record(state)
     with ocp.CheckpointManager(stock_root) as manager:
         manager.save(0, args=ocp.args.StandardSave(stock))
         manager.wait_until_finished()
-        stock_args = ocp.args.StandardRestore(jax.tree.map(_abstract, stock))
+        stock_args = ocp.args.StandardRestore(states.abstract(stock))
         del stock
         stock_s = _median(lambda: manager.restore(0, args=stock_args), repeats)
     updates_of = _updates(recorder, state)
@@ -63,10 +63,6 @@ def run(root: str, params: int, leaves: int, deltas: list[int], repeats: int) ->
                 }
             )
     return {"state_bytes": state_bytes, "rows": rows}
-
-
-def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
 
 
 def _median(act: Callable[[], Any], repeats: int) -> float:

@@ -68,6 +68,13 @@ def size_bytes(tree: Any) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
+def abstract(tree: Any) -> Any:
+    """What to ask a restore for to get such a tree."""
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), tree
+    )
+
+
 def without_record(state: Any) -> Any:
     """What a run without this library has to save."""
     inner = state["opt_state"].adacheck_inner
