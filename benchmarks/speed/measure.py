@@ -83,6 +83,7 @@ def side_by_side(
     *,
     rounds: int,
     saves: int,
+    paired: Mapping[str, str],
 ) -> dict[str, Cost]:
     """Medians of several saves of each way, in turns, after a step each and a save to warm up.
 
@@ -92,18 +93,24 @@ def side_by_side(
         step: that trains it.
         rounds: how often it is each way's turn.
         saves: that are measured in each turn.
+        paired: a way to the one that it has its turns with, save by save: writing takes longer
+            where the page cache has to find memory, and that depends on what was deleted before.
     """
     costs: dict[str, list[Cost]] = {name: [] for name in ways}
     open_ways = {name: begin() for name, begin in ways.items()}
     number = 0
+    turns: dict[str, list[str]] = {}
+    for name in ways:
+        turns.setdefault(paired[name] if paired.get(name) in ways else name, []).append(name)
     for _ in range(rounds):
-        for name, way in open_ways.items():
+        for names in turns.values():
             for position in range(saves + 2):  # a base, where it is one, and a first delta
                 state = jax.block_until_ready(step(state))
-                cost = one_save(way, number, state)
+                for name in names:
+                    cost = one_save(open_ways[name], number, state)
+                    if position >= 2:
+                        costs[name].append(cost)
                 number += 1
-                if position >= 2:
-                    costs[name].append(cost)
     for way in open_ways.values():
         way.close()
     return {name: median(each) for name, each in costs.items()}

@@ -35,5 +35,7 @@ def run(
     known = ways.all_ways(Path(root), recorder, 10_000)
     chosen = {name: each for name, each in known.items() if only is None or name in only}
     step = states.train_step_of(recorder)
-    costs = measure.side_by_side(chosen, state, step, rounds=rounds, saves=saves)
+    costs = measure.side_by_side(
+        chosen, state, step, rounds=rounds, saves=saves, paired=ways.PAIRED
+    )
     return {**found, "costs": {name: asdict(cost) for name, cost in costs.items()}}

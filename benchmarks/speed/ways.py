@@ -178,6 +178,8 @@ class TorchDCP(_Files):
 
 DELTA, BASE, STOCK, FLOOR = "delta", "base", "stock Orbax", "manager's floor (JSON)"
 STATE_FILE, DELTA_FILE = "write + fsync of the state", "write + fsync of a delta's bytes"
+PAIRED = {DELTA_FILE: DELTA, STATE_FILE: BASE}
+"""What is written by hand, to what it is compared with."""
 
 
 def all_ways(root: Path, recorder: adacheck.Recorder, saves: int) -> dict[str, Callable[[], Way]]:
