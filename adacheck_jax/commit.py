@@ -115,12 +115,21 @@ class StepShare:
 
     def drain(self) -> None:
         """Brings what is held to the host, and sums up the fingerprints; waits for the devices."""
+        self.bring()
+        self.sum_up()
+
+    def bring(self) -> None:
+        """Brings what a delta stores to the host."""
         with self.lock:
-            if not self.sums:
-                self.sums |= self.fingerprints.sums()
             if self.delta is not None:
                 for index in self.delta.blocks:
                     _ = self.delta.blocks[index]
+
+    def sum_up(self) -> None:
+        """Sums up the fingerprints."""
+        with self.lock:
+            if not self.sums:
+                self.sums |= self.fingerprints.sums()
 
     def release(self) -> None:
         """Lets go of all that is held of the state."""
@@ -222,27 +231,18 @@ class Save:
         self._judge(self.parts)
 
     def _write(self, directory: Path, process: int) -> parts.Part:
-        # This waits for the devices first, and so lets go of the interpreter: the caller is still
-        # on its way out of the manager's save.
         for each in self.steps:
-            each.drain()
+            each.bring()
             if each.settle is not None:
                 each.settle()
-        steps: list[dict[str, Any]] = [
-            {
-                "replicas": self.replicas.part(each.fingerprints.replicas),
-                "fingerprints": [value for _, value in sorted(each.sums.items())],
-                "local": [(i, _digest(blocks)) for i, blocks in sorted(each.local.items())],
-            }
-            for each in self.steps
-        ]
         part: parts.Part = {
             "is_base": self.is_base,
             "parent": self.parent.manifest.checksum if self.parent else None,
             "numbers": [each.step for each in self.steps],
-            "steps": steps,
         }
+        written: Sequence[dict[str, Any]] = [{}]
         if self.is_base:
+            self.own.sum_up()  # what an earlier base holds is told by them
             if process == 0:
                 for platform, data in self._program().files.items():
                     durable.write(directory / manifests.update_file(platform), data)
@@ -256,9 +256,21 @@ class Save:
             # assumption, and the saver replays nothing onto this one.
             wrong = self._prove()
             part["problem"] = self._problem(wrong)
-            deltas = self._write_deltas(directory, process, wrong)
-            part["steps"] = [told | own for told, own in zip(steps, deltas, strict=True)]
+            written = self._write_deltas(directory, process, wrong)
+        # Fingerprints are computed by the devices, and meanwhile the delta was written.
+        part["steps"] = [
+            self._told(each) | own for each, own in zip(self.steps, written, strict=True)
+        ]
         return part
+
+    def _told(self, share: StepShare) -> dict[str, Any]:
+        """What all processes have to know of a step besides what is written of it."""
+        share.sum_up()
+        return {
+            "replicas": self.replicas.part(share.fingerprints.replicas),
+            "fingerprints": [value for _, value in sorted(share.sums.items())],
+            "local": [(i, _digest(blocks)) for i, blocks in sorted(share.local.items())],
+        }
 
     def _write_deltas(
         self, directory: Path, process: int, wrong: Sequence[int]
