@@ -11,6 +11,11 @@ Codec = Literal["lz4", "zstd"]
 by side; zstd, where bytes are planes already, by its entropy coder."""
 
 
+_FILE_BYTES = 64 << 20
+"""Larger packs become several files, which are written at the same time: one after the other the
+page cache takes what one core copies."""
+
+
 def database_in(directory: Path) -> dict[str, Any]:
     """An OCDBT database in a directory of its own."""
     base = {"driver": "file", "path": f"{directory.resolve()}/"}
@@ -32,6 +37,7 @@ def database_at(start: Path) -> dict[str, Any]:
         "value_data_prefix": "",
         "btree_node_data_prefix": "",
         "version_tree_node_data_prefix": "",
+        "target_data_file_size": _FILE_BYTES,
     }
 
 
