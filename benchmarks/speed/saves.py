@@ -24,7 +24,6 @@ def run(
         saves: in each turn.
         only: names of ways; all of them without it.
     """
-    measure.touch_memory(20 * states.BYTES_A_PARAM * params)
     recorder = states.recorder()
     state = states.train_state(params, leaves, recorder)
     found = {
