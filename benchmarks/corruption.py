@@ -139,13 +139,22 @@ def states(case: Case) -> Iterator[tuple[adacheck.Recorder, Any]]:
         state["target"] = jax.tree.map(jnp.copy, params)
     state = placed(case, state) | {"epoch": 3}
 
-    @jax.jit
-    def train_step(state: Any) -> Any:
-        grads = jax.tree.map(lambda p: jnp.sin(p * 10), state["params"])
+    def gradients(params: Any) -> Any:
+        return jax.tree.map(lambda p: jnp.sin(p * 10), params)
+
+    def updated(state: Any, grads: Any) -> Any:
         updates, opt_state = recorder.update(grads, state["opt_state"], state["params"])
         params = optax.apply_updates(state["params"], updates)
         more = {"params": params, "opt_state": opt_state, "step": state["step"] + 1}
         return state | more | {"mean": state["mean"] + 0.25}
+
+    if case.every > 1:  # two programs: in one these gradients are fused into the update
+        gradients_of, update = jax.jit(gradients), jax.jit(updated)
+
+        def train_step(state: Any) -> Any:
+            return update(state, gradients_of(state["params"]))
+    else:
+        train_step = jax.jit(lambda state: updated(state, gradients(state["params"])))
 
     for _ in range(case.saved_steps[-1]):
         state = train_step(state) | {"epoch": 3}
