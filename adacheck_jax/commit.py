@@ -121,9 +121,9 @@ class StepShare:
     def bring(self) -> None:
         """Brings what a delta stores to the host."""
         with self.lock:
-            if self.delta is not None:
-                for index in self.delta.blocks:
-                    _ = self.delta.blocks[index]
+            if (delta := self.delta) is not None:  # a save may let go of it meanwhile
+                for index in delta.blocks:
+                    _ = delta.blocks[index]
 
     def sum_up(self) -> None:
         """Sums up the fingerprints."""
@@ -233,6 +233,8 @@ class Save:
     def _write(self, directory: Path, process: int) -> parts.Part:
         for each in self.steps:
             each.bring()
+            if each.fingerprints.holds_blocks:
+                each.sum_up()  # else packing could not let go of them
             if each.settle is not None:
                 each.settle()
         part: parts.Part = {

@@ -402,6 +402,11 @@ class Parts:
         if not owned:
             self.wait()
 
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether something is fingerprinted on the host, from blocks that are held for it."""
+        return bool(self._staged or self._elsewhere or self._host)
+
     def wait(self) -> None:
         """Waits until the arrays may be donated."""
         self._staged.wait()

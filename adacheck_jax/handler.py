@@ -399,7 +399,8 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         if not rounded:
             place = roots.place_of(path)
             saver = self._saver_of(place)
-            if lineage.entries[-1].holder == path and not lineage.left_out:
+            end = lineage.entries[-1]
+            if end.holder == path and not (end.is_link or lineage.left_out):
                 saver.follow(lineage, place.step, leaves)
             else:
                 saver.forget()

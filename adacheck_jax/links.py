@@ -120,6 +120,7 @@ def _files_of(entry: Entry) -> Iterator[tuple[str, str]]:
     Raises:
         FileNotFoundError: the step is being deleted.
     """
+    assert not entry.is_link
     item, step = os.fspath(entry.holder), entry.manifest.step
     if isinstance(entry.manifest, BaseManifest):
         yield from _below(item, f"{step}/")

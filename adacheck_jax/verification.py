@@ -35,7 +35,8 @@ class Damage:
     """One thing that is not as it was written.
 
     Attributes:
-        file: the file, or the directory of the database, that is damaged.
+        file: the file that is damaged, the directory of the database, or what the names of a pack's
+            files begin with.
         leaf: leaf path, None where no one leaf is.
         message: what was expected, and what was found.
         hinders: what alone it hinders: a platform's name for replaying there, :data:`PLACEMENT` for

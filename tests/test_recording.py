@@ -1,18 +1,21 @@
 """Steps that are recorded, and written by the next save."""
 
 import dataclasses
+import gc
 import json
 import logging
+import weakref
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
 from typer.testing import CliRunner
 
 import adacheck_jax as adacheck
-from adacheck_jax import arrays, deltas, lineage, manifest, roots
+from adacheck_jax import arrays, commit, delta_share, deltas, lineage, manifest, roots
 from adacheck_jax.cli import app
 from adacheck_jax.errors import IntegrityError, LineageError
 from tests import support, test_waiting
@@ -425,17 +428,20 @@ class TestRestoring:
         assert saved == [1, 7, 10]
         return run, states
 
-    def test_the_next_save_is_a_base(self, tmp_path):
+    @pytest.mark.parametrize("step", [9, 7, 1], ids=["recorded", "saved", "the base"])
+    def test_the_next_save_is_a_base(self, step, tmp_path):
         run, states = self.saved(tmp_path)
         handler = adacheck.AdaCheckHandler(run.recorder)
         with support.manager_of(tmp_path, handler) as manager:
             target = support.abstract(run.state)
-            run.state = manager.restore(10, args=adacheck.RestoreArgs(target, step=9))
-            support.assert_same_bits(run.state, states[9])
+            run.state = manager.restore(10, args=adacheck.RestoreArgs(target, step=step))
+            support.assert_same_bits(run.state, states[step])
             assert not handler.record_step(run.advance(), 11)
+            expected = support.host_copy(run.state)
             manager.save(11, args=adacheck.SaveArgs(run.state))
             manager.wait_until_finished()
         assert isinstance(manifest_of(tmp_path, 11), manifest.BaseManifest)
+        support.assert_same_bits(restored(tmp_path, 11, target)[0], expected)
 
     def test_a_step_that_another_save_holds_is_named_in_the_error(self, tmp_path):
         run, _ = self.saved(tmp_path)
@@ -461,6 +467,42 @@ class TestRestoring:
         assert f"Restored step {told.step} instead of step 10" in caplog.text
         state, told = restored(tmp_path, 10, support.abstract(run.state), fallback=True, step=8)
         support.assert_same_bits(state, states[8])
+
+
+@pytest.mark.parametrize("more", [{}, {"seed": np.arange(4)}], ids=["devices", "and the host"])
+def test_a_step_is_let_go_of_as_it_is_packed(more, tmp_path, monkeypatch):
+    """A run is as large as memory allows: it and all its packs do not fit."""
+    run = support.dict_run(one_device())
+    handler = adacheck.AdaCheckHandler(run.recorder, prove="never")
+    held, alive = [], []
+
+    def written(save, *args, write=commit.Save._write_deltas):
+        for each in save.steps:
+            held.extend(
+                weakref.ref(block)
+                for blocks in each.delta.blocks.values()
+                for block in blocks.values()
+            )
+        return write(save, *args)
+
+    def stored(*args, write=delta_share.write):
+        gc.collect()
+        alive.append(sum(each() is not None for each in held))
+        return write(*args)
+
+    with support.manager_of(tmp_path, handler) as manager:
+        manager.save(1, args=adacheck.SaveArgs({**run.advance(), **more}))
+        for step in range(2, 8):
+            assert handler.record_step({**run.advance(), **more}, step)
+        with monkeypatch.context() as patch:
+            patch.setattr(commit.Save, "_write_deltas", written)
+            patch.setattr(delta_share, "write", stored)
+            manager.save(8, args=adacheck.SaveArgs({**run.advance(), **more}))
+            manager.wait_until_finished()
+    assert len(held) > 7
+    # Those of the last step are what the next one is compared with.
+    assert alive
+    assert alive[0] <= len(held) // 7
 
 
 def damage_end(directory):
