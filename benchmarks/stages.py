@@ -81,7 +81,7 @@ RESTORE = [
     ("      read boxes", deltas.DeltaReader, "read"),
     ("  compare fingerprints", restorer, "verify"),
     ("load the update, on a thread", replay, "load"),
-    ("lower and compile it, on a thread", restorer.Folds, "_made"),
+    ("compile it, on a thread", jax.stages.Lowered, "compile"),
 ]
 Stages = Sequence[tuple[str, Any, str]]
 
@@ -184,37 +184,27 @@ def measure(root: Path, params: int, saves: int, restored_deltas: int) -> dict[s
     step, saving, restoring = states.train_step_of(recorder), Watch(), Watch()
     depth = max(warm + saves, restored_deltas)
     own = adacheck.AdaCheckHandler(recorder, max_deltas=depth)
-    blocking = "manager.save, on the caller's thread"
+    durable, blocking = f"{WHOLE}, until durable", "manager.save, on the caller's thread"
     with ocp.CheckpointManager(root, item_handlers=own) as manager:
         for number in range(depth + 1):
             state = jax.block_until_ready(step(state))
-            watches = warm < number <= warm + saves
             saving.next_round()
-            with contextlib.ExitStack() as stack:
-                if watches:
-                    stack.enter_context(saving.watching(SAVE))
-                    stack.enter_context(saving.timed(f"{WHOLE}, until durable", time.process_time))
+            with saving.watching(SAVE), saving.timed(durable, time.process_time):
                 with saving.timed(blocking):
                     manager.save(number, args=adacheck.SaveArgs(state))
                 manager.wait_until_finished()
-            if not watches:
-                saving.rounds.pop()
+        saving.rounds = saving.rounds[1 + warm : 1 + warm + saves]
     like = states.abstract(state)
     del state
     with ocp.CheckpointManager(root, item_handlers=adacheck.AdaCheckHandler()) as manager:
         for _ in range(4):  # the first one loads libraries
             restoring.next_round()
-            with (
-                restoring.watching(RESTORE),
-                restoring.timed(WHOLE, time.process_time),
-            ):
+            with restoring.watching(RESTORE), restoring.timed(WHOLE, time.process_time):
                 args = adacheck.RestoreArgs(like)
                 jax.block_until_ready(manager.restore(restored_deltas, args=args))
         restoring.rounds.pop(0)
     return {
-        "a delta": saving.medians(
-            [f"{WHOLE}, until durable", blocking, *(label for label, *_ in SAVE)]
-        ),
+        "a delta": saving.medians([durable, blocking, *(label for label, *_ in SAVE)]),
         f"a restore of {restored_deltas} deltas": restoring.medians(
             [WHOLE, *(label for label, *_ in RESTORE)]
         ),
