@@ -17,6 +17,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from adacheck_jax import pinning
+from adacheck_jax.fence import NAME
+from adacheck_jax.flat_jaxpr import called
+
 
 class Level(IntEnum):
     """What one result of an update depends on; each level includes those before it."""
@@ -72,12 +76,16 @@ class _Value:
     origin: int | None = None
 
 
-def of(function: Callable[..., Any], arguments: Sequence[Any]) -> Exactness:
+def of(
+    function: Callable[..., Any], arguments: Sequence[Any], *, pinned: bool = False
+) -> Exactness:
     """Reads how exactly a function can be computed again.
 
     Args:
         function: traced once; its results are counted in flattening order.
         arguments: pytrees of ``jax.ShapeDtypeStruct``, whose leaves are counted likewise.
+        pinned: whether its roundings are (:mod:`adacheck_jax.pinning`). Then an operation that
+            cannot be pinned counts as a sum.
 
     Returns:
         The levels. An operation that is not known counts as a sum.
@@ -85,7 +93,7 @@ def of(function: Callable[..., Any], arguments: Sequence[Any]) -> Exactness:
     closed = jax.make_jaxpr(function)(*arguments)
     found: set[str] = set()
     inputs = [_Value(Level.ELEMENT, i) for i in range(len(closed.jaxpr.invars))]
-    results = _walk(closed.jaxpr, inputs, found)
+    results = _walk(closed.jaxpr, inputs, _Found(found, pinned))
     return Exactness(
         tuple(result.level for result in results),
         tuple(result.origin for result in results),
@@ -105,7 +113,7 @@ def independent_of(
     """
     closed = jax.make_jaxpr(function)(*arguments)
     values = [_Value(Level.ORDER if touched else Level.ELEMENT) for touched in inputs]
-    results = _walk(closed.jaxpr, values, set())
+    results = _walk(closed.jaxpr, values, _Found(set(), pinned=False))
     return tuple(i for i, result in enumerate(results) if result.level < Level.ORDER)
 
 
@@ -119,13 +127,22 @@ def operations_of(function: Callable[..., Any], arguments: Sequence[Any]) -> lis
 
 def _operations(jaxpr: Any) -> Any:
     for equation in jaxpr.eqns:
-        constants = [atom.val for atom in equation.invars if hasattr(atom, "val")]
-        yield f"{equation.primitive.name} {constants}"
+        if called(equation) is None:  # equal leaves may be computed by one function
+            constants = [atom.val for atom in equation.invars if hasattr(atom, "val")]
+            yield f"{equation.primitive.name} {constants}"
         for body in _bodies(equation.params):
             yield from _operations(body)
 
 
-def _walk(jaxpr: Any, inputs: Sequence[_Value], found: set[str]) -> list[_Value]:
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What a walk comes by, and which rules it goes by."""
+
+    primitives: set[str]
+    pinned: bool
+
+
+def _walk(jaxpr: Any, inputs: Sequence[_Value], found: _Found) -> list[_Value]:
     """The values of the outputs, given those of the inputs."""
     values: dict[Any, _Value] = dict(zip(jaxpr.invars, inputs, strict=True))
 
@@ -143,13 +160,17 @@ def _walk(jaxpr: Any, inputs: Sequence[_Value], found: set[str]) -> list[_Value]
 _CONSTANT = _Value(Level.ELEMENT)
 
 
-def _equation(equation: Any, inputs: list[_Value], found: set[str]) -> list[_Value]:
+def _equation(equation: Any, inputs: list[_Value], found: _Found) -> list[_Value]:
     name, count = equation.primitive.name, len(equation.outvars)
     if name == "optimization_barrier":
         return inputs
+    if name == NAME:  # a canonical one changes a NaN
+        return [_Value(inputs[0].level, None if equation.params["canonical"] else inputs[0].origin)]
     if name == "cond":
         return _cond(equation, inputs, found)
     body = _called(equation)
+    if found.pinned and body is not None and not pinning.can_pin(equation):
+        body = None
     if body is not None:
         return _walk(body, inputs, found)
     level = max((value.level for value in inputs), default=Level.ELEMENT)
@@ -162,12 +183,14 @@ def _equation(equation: Any, inputs: list[_Value], found: set[str]) -> list[_Val
         ]
         return [_Value(max([level, Level.PLACE, *inside]))] * count
     own = _level(equation)
+    if found.pinned and not pinning.can_pin(equation):
+        own = Level.ORDER
     if own is Level.ORDER and level < Level.ORDER:
-        found.add(name)
+        found.primitives.add(name)
     return [_Value(max(level, own))] * count
 
 
-def _cond(equation: Any, inputs: list[_Value], found: set[str]) -> list[_Value]:
+def _cond(equation: Any, inputs: list[_Value], found: _Found) -> list[_Value]:
     """A result is what it is in the branches, if the choice between them is exact."""
     choice, operands = inputs[0], inputs[1:]
     branches = [_walk(each.jaxpr, operands, found) for each in equation.params["branches"]]

@@ -16,17 +16,23 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
-from adacheck_jax import replay, staging
+from adacheck_jax import replay, staging, trees
 from adacheck_jax.errors import RecorderError
+from adacheck_jax.fence import zero_of
 from adacheck_jax.recorder import (
     TAKE_ARGUMENT,
     InnerElsewhere,
     Probe,
     Recorder,
     RecorderState,
+    SeparateCall,
     UpdateSignature,
     abstract,
+    passed_key,
+    picked,
+    reference,
 )
 from adacheck_jax.trees import PyTree
 
@@ -42,7 +48,7 @@ class SeparateUpdate:
     def __init__(self, tx: optax.GradientTransformation) -> None:
         self._tx = optax.with_extra_args_support(tx)
         _announce(tx)
-        self._known: dict[Any, tuple[Callable[..., Any], replay.UpdateFunction]] = {}
+        self._known: dict[Any, tuple[Callable[..., Any], replay.UpdateFunction, Recorder]] = {}
 
     def __call__(
         self, grads: PyTree, opt_state: PyTree, params: PyTree, **extra_args: Any
@@ -67,26 +73,43 @@ class SeparateUpdate:
                 "separate_update was called inside a compiled function, so that its update would "
                 "become part of that program. Compile the gradients alone, and call it outside."
             )
-        inner = _node_of(opt_state).adacheck_inner
-        rest = _with_inner(opt_state, InnerElsewhere())
+        given = _node_of(opt_state)
+        is_passed = _is_passed(given)
+        inner = _placed(given.adacheck_inner, is_passed, params)
+        rest = _with(opt_state, given._replace(adacheck_passed={}, adacheck_inner=InnerElsewhere()))
         key = (jax.tree.structure(arguments), *map(_signature, jax.tree.leaves(arguments)))
         if key not in self._known:
-            self._known[key] = self._compile(grads, rest, params, extra_args, inner)
-        take, fold = self._known[key]
-        rest = take(grads, rest, params, extra_args)
+            self._known[key] = self._compile(grads, rest, params, extra_args, inner, is_passed)
+        take, fold, recorder = self._known[key]
+        rest, zero = take(grads, rest, params, extra_args)
         node = _node_of(rest)
-        inputs = _unshared(params, inner)
-        consumed = [jax.tree.leaves(each) for each in (node.adacheck_record, node.adacheck_extra)]
-        after = fold(*inputs, *consumed)
-        new_params, new_inner = (
-            jax.tree.unflatten(jax.tree.structure(tree), leaves)
-            for tree, leaves in zip((params, inner), _keyed(params, inner, after), strict=True)
+        leaves, treedef = jax.tree.flatten(inner)
+        computed = [leaf for leaf, each in zip(leaves, is_passed, strict=True) if not each]
+        taken = tuple(map(reference, [*jax.tree.leaves(params), *computed]))
+        old_params, old_inner = _unshared(jax.tree.leaves(params), computed)
+        record, extra = _consumed(node, inner, is_passed)
+        after = fold(old_params, old_inner, record, extra, zero)
+        new_params = [*map(_keyed, jax.tree.leaves(params), after[0])]
+        new_computed = [*map(_keyed, computed, after[1])]
+        returned = tuple(map(reference, [*new_params, *new_computed]))
+        recorder.last_call = SeparateCall(taken, returned)
+        new = iter(new_computed)
+        new_inner = treedef.unflatten(
+            leaf if each else next(new) for leaf, each in zip(leaves, is_passed, strict=True)
         )
-        return new_params, _with_inner(rest, new_inner)
+        passed = picked(given.adacheck_passed, inner)
+        node = node._replace(adacheck_passed=passed, adacheck_inner=new_inner)
+        return jax.tree.unflatten(jax.tree.structure(params), new_params), _with(rest, node)
 
     def _compile(
-        self, grads: PyTree, rest: PyTree, params: PyTree, extra_args: Any, inner: PyTree
-    ) -> tuple[Callable[..., Any], replay.UpdateFunction]:
+        self,
+        grads: PyTree,
+        rest: PyTree,
+        params: PyTree,
+        extra_args: Any,
+        inner: PyTree,
+        is_passed: list[bool],
+    ) -> tuple[Callable[..., Any], replay.UpdateFunction, Recorder]:
         recorders: list[Recorder] = []
 
         def take(grads: PyTree, rest: PyTree, params: PyTree, extra_args: Any) -> PyTree:
@@ -109,17 +132,28 @@ class SeparateUpdate:
         shardings = jax.tree.unflatten(jax.tree.structure(after), kept)
         recorder = recorders[0]
         recorder.separate = True
-        extra = _node_of(after).adacheck_extra
-        trees = (jax.tree.map(abstract, tree) for tree in (params, inner, extra))
-        function = replay.update_function(recorder, UpdateSignature(*trees))
-        leaves = [jax.tree.leaves(each) for each in (params, inner)]
         node = _node_of(after)
-        consumed = [jax.tree.leaves(each) for each in (node.adacheck_record, node.adacheck_extra)]
-        specs = [list(map(_raw_spec, each)) for each in (*leaves, *consumed)]
+        named = zip(trees.flatten(inner)[0], is_passed, strict=True)
+        paths = tuple(path for path, each in named if each)
+        parts = (params, inner, node.adacheck_record, node.adacheck_extra)
+        shapes = [jax.tree.map(abstract, tree) for tree in parts]
+        signature = UpdateSignature(shapes[0], shapes[1], shapes[2], shapes[3], paths)
+        function = replay.update_function(recorder, signature)
+        computed = [
+            x for x, each in zip(jax.tree.leaves(inner), is_passed, strict=True) if not each
+        ]
+        lists = [jax.tree.leaves(params), computed, *_consumed(node, inner, is_passed)]
+        specs = [list(map(_raw_spec, each)) for each in lists]
         here = replay.platform()
-        exported = replay.from_bytes(replay.export(function, specs, (here,))[here])
-        taking: Any = jax.jit(take, out_shardings=shardings, donate_argnums=1)
-        return taking, replay.compile_fold(exported, *(map(staging.raw, each) for each in leaves))
+        programs = replay.export(function, specs, replay.switches(1), (here,))
+        exported = replay.from_bytes(programs[here])
+
+        def take_with_zero(*arguments: Any) -> tuple[PyTree, Any]:
+            return take(*arguments), zero_of(_node_of(arguments[1]).adacheck_count)
+
+        taking: Any = jax.jit(take_with_zero, out_shardings=(shardings, None), donate_argnums=1)
+        raw = [[*map(staging.raw, each)] for each in lists[:2]]
+        return taking, replay.compile_fold(exported, raw[0], raw[1]), recorder
 
 
 def separate_update(tx: optax.GradientTransformation) -> SeparateUpdate:
@@ -174,11 +208,39 @@ def _node_of(opt_state: PyTree) -> RecorderState:
     return nodes[0]
 
 
-def _with_inner(opt_state: PyTree, inner: PyTree) -> PyTree:
-    def put(each: Any) -> Any:
-        return each._replace(adacheck_inner=inner) if _is_node(each) else each
+def _with(opt_state: PyTree, node: RecorderState) -> PyTree:
+    return jax.tree.map(lambda x: node if _is_node(x) else x, opt_state, is_leaf=_is_node)
 
-    return jax.tree.map(put, opt_state, is_leaf=_is_node)
+
+def _is_passed(node: RecorderState) -> list[bool]:
+    """For each leaf of the inner state whether it is recorded as it was consumed."""
+    keys = node.adacheck_passed
+    return [passed_key(path) in keys for path in trees.flatten(node.adacheck_inner)[0]]
+
+
+def _placed(inner: PyTree, is_passed: list[bool], params: PyTree) -> PyTree:
+    """The inner state, what no program returns on all devices of the params too."""
+    shardings = [x.sharding for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
+    main = max(shardings, key=lambda each: len(each.device_set), default=None)
+    if not isinstance(main, NamedSharding):
+        return inner
+    leaves, treedef = jax.tree.flatten(inner)
+
+    def put(leaf: Any) -> Any:
+        if isinstance(leaf, jax.Array) and leaf.sharding.device_set == main.device_set:
+            return leaf
+        return jax.device_put(leaf, NamedSharding(main.mesh, PartitionSpec()))
+
+    pairs = zip(leaves, is_passed, strict=True)
+    return treedef.unflatten(put(leaf) if each else leaf for leaf, each in pairs)
+
+
+def _consumed(node: RecorderState, inner: PyTree, is_passed: list[bool]) -> list[list[Any]]:
+    """The record, and the extra arguments with what the update passes through."""
+    pairs = zip(jax.tree.leaves(inner), is_passed, strict=True)
+    passed = [staging.raw(leaf) for leaf, each in pairs if each]
+    extra = jax.tree.leaves(node.adacheck_extra)
+    return [jax.tree.leaves(node.adacheck_record), [*extra, *passed]]
 
 
 def _same(a: PyTree, b: PyTree) -> bool:
@@ -197,7 +259,7 @@ def _raw_spec(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.eval_shape(staging.raw, leaf) if staging.is_key(leaf) else abstract(leaf)
 
 
-def _unshared(params: PyTree, inner: PyTree) -> list[list[Any]]:
+def _unshared(*lists: list[Any]) -> list[list[Any]]:
     """Plain leaves that may be donated: a buffer that occurs twice is copied."""
     seen: set[int] = set()
 
@@ -208,18 +270,11 @@ def _unshared(params: PyTree, inner: PyTree) -> list[list[Any]]:
         seen.add(id(leaf))
         return leaf
 
-    return [[own(leaf) for leaf in jax.tree.leaves(tree)] for tree in (params, inner)]
+    return [[own(leaf) for leaf in each] for each in lists]
 
 
-def _keyed(params: PyTree, inner: PyTree, after: Any) -> Any:
-    """The new leaves, typed keys where the former ones were."""
-
-    def like(old: Any, new: Any) -> Any:
-        if not staging.is_key(old):
-            return new
-        return jax.random.wrap_key_data(new, impl=jax.random.key_impl(old))
-
-    return [
-        [like(*pair) for pair in zip(jax.tree.leaves(tree), leaves, strict=True)]
-        for tree, leaves in zip((params, inner), after, strict=True)
-    ]
+def _keyed(old: Any, new: Any) -> Any:
+    """The new leaf, a typed key where the former one was."""
+    if not staging.is_key(old):
+        return new
+    return jax.random.wrap_key_data(new, impl=jax.random.key_impl(old))

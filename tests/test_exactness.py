@@ -166,4 +166,6 @@ def test_the_class_of_each_leaf_is_in_the_manifest(tmp_path):
     assert {"params/in/kernel", "params/scale"} <= set(paths("clip", "reducing"))
     assert not any(path.endswith("count") for path in paths("clip", "reducing"))
     assert paths("hyper", "reducing") == []
-    assert any("learning_rate" in path for path in paths("hyper", "passed"))
+    consumed = [path for path in paths("hyper", "extra") if path.endswith("learning_rate")]
+    assert [path.split("/")[2] for path in consumed] == ["adacheck_passed"]
+    assert not any("learning_rate" in path for path in paths("hyper", "inner"))

@@ -1,0 +1,248 @@
+"""A jaxpr as one list of operations, cut into groups that have only scalars in common.
+
+The leaves of an optimizer's state go through the same operations, each leaf for itself: the groups
+of equal leaves are equal, and whoever evaluates one can use it for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+Ref = Any
+"""What an operation takes: the number of a value, or a literal."""
+
+_CALLS = frozenset({"call", "checkpoint", "closed_call", "core_call", "jit", "pjit", "remat2"})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Op:
+    """One operation.
+
+    Attributes:
+        eqn: of the jaxpr that it comes from.
+        inputs: numbers of values, or literals.
+        outputs: numbers of values.
+    """
+
+    eqn: Any
+    inputs: tuple[Ref, ...]
+    outputs: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """Name of the primitive."""
+        return self.eqn.primitive.name
+
+    @property
+    def avals(self) -> list[Any]:
+        """Abstract values of the results."""
+        return [var.aval for var in self.eqn.outvars]
+
+    @property
+    def shapes(self) -> dict[int, tuple[int, ...]]:
+        """Shapes of the inputs that are numbered values."""
+        pairs = zip(self.inputs, self.eqn.invars, strict=True)
+        return {ref: var.aval.shape for ref, var in pairs if isinstance(ref, int)}
+
+    @property
+    def grows(self) -> bool:
+        """True where the result has more elements than the first input."""
+        return self.avals[0].size > self.eqn.invars[0].aval.size
+
+    @property
+    def has_arrays(self) -> bool:
+        """True where an input or a result is more than a scalar."""
+        return any(var.aval.shape for var in [*self.eqn.invars, *self.eqn.outvars])
+
+    def context(self) -> AbstractContextManager[Any]:
+        """The mesh and the settings that the operation was traced with."""
+        return self.eqn.ctx.manager
+
+    def bind(self, values: Sequence[Any]) -> list[Any]:
+        """Evaluates the operation as it is."""
+        primitive = self.eqn.primitive
+        results = primitive.bind(*values, **primitive.get_bind_params(self.eqn.params))
+        return list(results) if primitive.multiple_results else [results]
+
+    def key(self) -> Any:
+        """Equal for operations that do the same; unhashable where that cannot be told."""
+        context = self.eqn.ctx
+        return (
+            self.name,
+            tuple(sorted(self.eqn.params.items())),
+            context.cur_abstract_mesh,
+            context.compute_type,
+            context.threefry_partitionable,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """The operations of a jaxpr, calls taken apart, without those that nothing comes of.
+
+    Attributes:
+        inputs: numbers of the constants and of the inputs.
+        ops: each after those whose results it takes.
+        outputs: numbers of values, or literals.
+    """
+
+    inputs: tuple[int, ...]
+    ops: tuple[Op, ...]
+    outputs: tuple[Ref, ...]
+
+
+def flatten(jaxpr: Any) -> Flat:
+    """Takes the calls of a jaxpr apart.
+
+    Args:
+        jaxpr: an open one; its constants count as its first inputs.
+    """
+    ops: list[Op] = []
+    numbers = iter(range(1 << 62))
+
+    def walk(inner: Any, refs: Sequence[Ref]) -> list[Ref]:
+        env = dict(zip([*inner.constvars, *inner.invars], refs, strict=True))
+
+        def read(atom: Any) -> Ref:
+            return atom if hasattr(atom, "val") else env[atom]
+
+        for eqn in inner.eqns:
+            inputs = tuple(map(read, eqn.invars))
+            callee = called(eqn)
+            if eqn.primitive.name == "integer_pow" and eqn.params["y"] == 1:
+                results = inputs
+            elif callee is not None:
+                consts = [_Constant(value) for value in getattr(callee, "consts", ())]
+                results = walk(getattr(callee, "jaxpr", callee), [*consts, *inputs])
+            else:
+                results = tuple(next(numbers) for _ in eqn.outvars)
+                ops.append(Op(eqn, inputs, results))
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [read(atom) for atom in inner.outvars]
+
+    inputs = tuple(next(numbers) for _ in [*jaxpr.constvars, *jaxpr.invars])
+    outputs = tuple(walk(jaxpr, inputs))
+    return Flat(inputs, tuple(_living(ops, outputs)), outputs)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Constant:
+    val: Any
+
+
+def called(eqn: Any) -> Any:
+    """The jaxpr of a plain call, else None."""
+    if eqn.primitive.name not in _CALLS:
+        return None
+    shardings = [*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ())]
+    if any(isinstance(each, jax.sharding.Sharding) for each in shardings):
+        return None
+    return eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
+
+
+def _living(ops: Sequence[Op], outputs: Sequence[Ref]) -> list[Op]:
+    wanted = {ref for ref in outputs if isinstance(ref, int)}
+    kept = []
+    for op in reversed(ops):
+        if op.eqn.effects or any(i in wanted for i in op.outputs):
+            kept.append(op)
+            wanted.update(ref for ref in op.inputs if isinstance(ref, int))
+    return kept[::-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Operations that hang together.
+
+    Attributes:
+        ops: in order.
+        inputs: numbers of the values that they take from elsewhere, by first use.
+        outputs: numbers of the values that others take, in order.
+    """
+
+    ops: tuple[Op, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    def is_known(self, names: Collection[str]) -> bool:
+        """True where all operations are among some."""
+        return all(op.name in names for op in self.ops)
+
+    def key(self, rules: Sequence[Any]) -> Any:
+        """Equal for groups that do the same, each operation under its rule."""
+        local: dict[int, int] = {each: i for i, each in enumerate(self.inputs)}
+        keys = []
+        for op, rule in zip(self.ops, rules, strict=True):
+            refs = tuple(local[ref] if isinstance(ref, int) else _literal(ref) for ref in op.inputs)
+            for each in op.outputs:
+                local[each] = len(local)
+            keys.append((op.key(), rule, refs, len(op.outputs)))
+        key = (tuple(keys), tuple(local[each] for each in self.outputs))
+        try:
+            hash(key)
+        except TypeError:
+            return object()
+        return key
+
+
+def _literal(ref: Ref) -> Any:
+    value = ref.val
+    if isinstance(ref, _Constant) or not hasattr(ref, "aval") or ref.aval.shape:
+        return id(value)
+    return (str(ref.aval), np.asarray(value).tobytes())
+
+
+def groups(flat: Flat) -> list[Group]:
+    """Cuts a list of operations where only scalars go from one to the other.
+
+    A scalar that arrays went into (a norm) ends the groups that it came from: what takes it is in
+    later ones.
+    """
+    stages: dict[int, int] = {}
+    parents: dict[Any, Any] = {}
+
+    def root(key: Any) -> Any:
+        while parents.setdefault(key, key) != key:
+            parents[key] = key = parents[parents[key]]
+        return key
+
+    placed = []
+    arrays = {i for op in flat.ops for i, shape in op.shapes.items() if shape}
+    for op in flat.ops:
+        ids = [ref for ref in op.inputs if isinstance(ref, int)]
+        stage = max((stages.get(ref, 0) for ref in ids), default=0)
+        for each, aval in zip(op.outputs, op.avals, strict=True):
+            stages[each] = stage + (op.has_arrays and not aval.shape)
+        own = (stage, "scalars")
+        if op.has_arrays:
+            own = (stage, op.outputs[0] if op.outputs else id(op))
+            for ref in [*ids, *op.outputs]:
+                if ref in arrays:
+                    parents[root((stage, ref))] = root(own)
+        placed.append(own)
+    members: dict[Any, list[Op]] = {}
+    for op, own in zip(flat.ops, placed, strict=True):
+        members.setdefault(root(own), []).append(op)
+    ordered = sorted(members, key=lambda own: (own[0], own[1] != "scalars"))
+    homes = {each: own for own, ops in members.items() for op in ops for each in op.outputs}
+    taken = {ref for ref in flat.outputs if isinstance(ref, int)}
+    for own, ops in members.items():
+        taken.update(
+            ref for op in ops for ref in op.inputs if isinstance(ref, int) and homes.get(ref) != own
+        )
+    return [_group(members[own], taken) for own in ordered]
+
+
+def _group(ops: Sequence[Op], taken: Collection[int]) -> Group:
+    results = [each for op in ops for each in op.outputs]
+    inside = set(results)
+    inputs = dict.fromkeys(
+        ref for op in ops for ref in op.inputs if isinstance(ref, int) and ref not in inside
+    )
+    return Group(tuple(ops), tuple(inputs), tuple(each for each in results if each in taken))
