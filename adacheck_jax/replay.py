@@ -1,4 +1,4 @@
-"""Tie the update to the saved leaves, export it, and fold it over records.
+"""Export the update, load it, and fold it over records.
 
 The update program is ``tx.update`` followed by ``optax.apply_updates``, traced once over flat
 leaves and exported with ``jax.export`` for each platform, so that a process that has never seen
@@ -11,232 +11,167 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
 import jax.export
+import jax.numpy as jnp
+import numpy as np
 import optax
 
 from adacheck_jax import purity, staging, trees, vetting
-from adacheck_jax.errors import FormatError, IntegrityError, RecorderError, first_line
+from adacheck_jax.binding import Binding
+from adacheck_jax.errors import FormatError, IntegrityError, first_line
 from adacheck_jax.manifest import Update
-from adacheck_jax.recorder import Recorder, RecorderNode, UpdateSignature, find_node
+from adacheck_jax.recorder import Recorder, UpdateSignature
 
 _log = logging.getLogger(__name__)
 
 PLATFORMS = ("cpu", "cuda", "tpu")
-_WRAPPER_SUFFIX = "/value"  # nnx.State keeps every array under one more key of this name
+_TREES = ("params", "inner", "record", "extra")
 
 Leaves = Sequence[Any]
-UpdateFunction = Callable[[Leaves, Leaves, Leaves, Leaves], tuple[list[Any], list[Any]]]
-"""``(params, inner, record, extra) -> (params, inner)``, over flat leaves."""
+UpdateFunction = Callable[[Leaves, Leaves, Leaves, Leaves, Any], tuple[list[Any], list[Any]]]
+"""``(params, inner, record, extra, switches) -> (params, inner)``, over flat leaves.
 
-
-@dataclass(frozen=True, slots=True)
-class Binding:
-    """The recorder's update, tied to leaf paths of one saved state.
-
-    Attributes:
-        signature: the trees that the update takes.
-        params, inner, record, extra: leaf paths in the state, in argument order.
-        count: leaf path of the update counter.
-    """
-
-    signature: UpdateSignature
-    params: tuple[str, ...]
-    inner: tuple[str, ...]
-    record: tuple[str, ...]
-    extra: tuple[str, ...]
-    count: str
-
-    @property
-    def explained(self) -> frozenset[str]:
-        """Leaf paths that replay computes."""
-        return frozenset(self.params + self.inner)
-
-    @property
-    def consumed(self) -> tuple[str, ...]:
-        """Leaf paths that the update consumes, and that every delta stores."""
-        return self.record + self.extra
-
-
-def bind(
-    recorder: Recorder, shapes: Mapping[str, tuple[int, ...]], params_path: str | None
-) -> Binding:
-    """Finds the recorder's node, and the params that its updates are applied to, in a state.
-
-    Args:
-        recorder: the one that the optimizer was built with.
-        shapes: shape of every leaf of the state, by leaf path.
-        params_path: leaf path of the params' root, or None to find it.
-
-    Raises:
-        RecorderError: no recorder in the state, several, or no one tree that must be the params.
-    """
-    node = find_node(list(shapes))
-    if node is None:
-        raise RecorderError(
-            "AdaCheckHandler has a recorder, but the saved state holds no Recorder's state. "
-            "Expected the optimizer state of a chain that contains this very Recorder; found the "
-            f"leaves {_few(shapes)}. Save the optimizer state too, or build the handler without "
-            "a recorder."
-        )
-    signature = _signature_of(recorder, node, shapes)
-    relative = {tree: list(trees.flatten(getattr(signature, tree))[0]) for tree in _TREES}
-    root = params_path if params_path is not None else _find_params(node, relative, shapes)
-    return Binding(
-        signature=signature,
-        params=_params_under(root, relative["params"], node, shapes),
-        inner=_pick(relative["inner"], node.inner, "optimizer state"),
-        record=_pick(relative["params"], node.record, "record"),
-        extra=_pick(relative["extra"], node.extra, "extra arguments"),
-        count=node.count,
-    )
-
-
-def recorded_params(
-    node: RecorderNode, shapes: Mapping[str, tuple[int, ...]], params_path: str | None
-) -> tuple[str, ...]:
-    """Leaf paths of the params that a record is of, found without the recorder's object.
-
-    Args:
-        node: where the recorder's state lies.
-        shapes: shape of every leaf of the state, by leaf path.
-        params_path: leaf path of the params' root, or None to find it.
-
-    Raises:
-        RecorderError: there is no one tree that must be the params.
-    """
-    relative = {"params": list(node.record)}
-    root = params_path if params_path is not None else _find_params(node, relative, shapes)
-    return _params_under(root, relative["params"], node, shapes)
-
-
-_TREES = ("params", "inner", "extra")
-
-
-def _signature_of(
-    recorder: Recorder, node: RecorderNode, shapes: Mapping[str, tuple[int, ...]]
-) -> UpdateSignature:
-    for signature in recorder.signatures:
-        leaves, _ = trees.flatten(signature.params)
-        found = _matched(list(leaves), node.record)
-        if len(leaves) == len(node.record) and all(
-            path in found and shapes[found[path]] == leaf.shape for path, leaf in leaves.items()
-        ):
-            return signature
-    raise RecorderError(
-        f"the Recorder given to AdaCheckHandler has not seen the {len(node.record)} params that "
-        f"are recorded at {node.prefix!r}; it has seen {len(recorder.signatures)} other trees. "
-        "Build the optimizer with the same Recorder object that the handler gets, and create or "
-        "abstractly create (jax.eval_shape) its state before saving or restoring."
-    )
-
-
-def _find_params(
-    node: RecorderNode, relative: Mapping[str, list[str]], shapes: Mapping[str, tuple[int, ...]]
-) -> str:
-    """The one subtree outside the recorder that has the record's leaf paths and shapes."""
-    wanted = {path: shapes[node.record[path]] for path in node.record}
-    if not wanted:
-        raise RecorderError(
-            f"the Recorder at {node.prefix!r} records no leaves, so nothing can be replayed."
-        )
-    sample = max(wanted, key=lambda path: path.count("/"))
-    candidates = []
-    inside = _join(node.prefix, "")
-    for path in shapes:
-        if path.startswith(inside) or not _ends_with(path, sample):
-            continue
-        root = path.removesuffix(sample).removesuffix("/")
-        if all(shapes.get(_join(root, p) if p else root) == s for p, s in wanted.items()):
-            candidates.append(root)
-    if len(candidates) == 1:
-        return candidates[0]
-    found = ", ".join(repr(c) for c in sorted(candidates)) or "none"
-    raise RecorderError(
-        f"expected one subtree with the {len(wanted)} leaf paths and shapes that the Recorder at "
-        f"{node.prefix!r} records; found {found}. Say which of them the optimizer updates: "
-        "AdaCheckHandler(recorder, params_path=...)."
-    )
-
-
-def _ends_with(path: str, end: str) -> bool:
-    return not end or path == end or path.endswith(f"/{end}")
-
-
-def _params_under(
-    root: str, relative: Sequence[str], node: RecorderNode, shapes: Mapping[str, tuple[int, ...]]
-) -> tuple[str, ...]:
-    below = _join(root, "")
-    available = {path.removeprefix(below): path for path in shapes if path.startswith(below)}
-    if root in shapes:  # one bare array
-        available[""] = root
-    params = _pick(relative, available, "params")
-    records = _pick(relative, node.record, "record")
-    for path, record in zip(params, records, strict=True):
-        if shapes[path] != shapes[record]:
-            raise RecorderError(
-                f"expected the params under {root!r} to have the shapes that the Recorder records, "
-                f"found {path} of shape {shapes[path]} for a record of shape {shapes[record]}. "
-                "Name the trained params with params_path."
-            )
-    return params
-
-
-def _pick(relative: Sequence[str], available: Mapping[str, str], what: str) -> tuple[str, ...]:
-    matched = _matched(relative, available)
-    missing = [path for path in relative if path not in matched]
-    if missing:
-        raise RecorderError(
-            f"{len(missing)} leaves of the {what} that the update takes are not in the saved "
-            f"state: expected {_few(missing)}; found {_few(available)}. Save the whole train "
-            "state, or name the params with params_path."
-        )
-    return tuple(matched[path] for path in relative)
-
-
-def _matched(relative: Sequence[str], available: Mapping[str, str]) -> dict[str, str]:
-    """Each relative path's place: the same path, or one that differs by nnx's wrapper alone."""
-    plain = {_plain(path): full for path, full in available.items() if path not in relative}
-    matched = {path: available.get(path) or plain.get(_plain(path)) for path in relative}
-    return {path: full for path, full in matched.items() if full is not None}
-
-
-def _plain(path: str) -> str:
-    return path.removesuffix(_WRAPPER_SUFFIX)
-
-
-def _join(root: str, path: str) -> str:
-    return f"{root}/{path}" if root else path
-
-
-def _few(names: Any) -> str:
-    names = list(names)
-    return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
+``inner`` has no part of what is recorded as it was consumed, which follows the declared extra
+arguments in ``extra``. See :func:`switches` for the last argument.
+"""
 
 
 def update_function(recorder: Recorder, signature: UpdateSignature) -> UpdateFunction:
-    """The update over flat leaves, as the train step runs it; typed PRNG keys as their data."""
+    """The update over flat leaves, as the train step runs it; typed PRNG keys as their data.
+
+    Its last argument is the number 0 that fences take: see :func:`switches`.
+    """
     treedefs = {name: jax.tree.structure(getattr(signature, name)) for name in _TREES}
-    specs = jax.tree.leaves(signature.inner)
+    specs, _ = trees.flatten(signature.inner)
+    is_passed = [path in signature.passed for path in specs]
 
     def run(
-        params: Leaves, inner: Leaves, record: Leaves, extra: Leaves
+        params: Leaves, inner: Leaves, record: Leaves, extra: Leaves, zero: Any
     ) -> tuple[list[Any], list[Any]]:
+        declared = extra[: len(extra) - sum(is_passed)]
+        computed, passed = iter(inner), iter(extra[len(declared) :])
+        whole = [next(passed if each else computed) for each in is_passed]
         params_tree = jax.tree.unflatten(treedefs["params"], params)
-        updates, inner_tree = recorder.tx.update(
-            jax.tree.unflatten(treedefs["params"], record),
-            jax.tree.unflatten(treedefs["inner"], map(_keyed, specs, inner)),
-            params_tree,
-            **jax.tree.unflatten(treedefs["extra"], extra),
+        record_tree, extra_tree = recorder.sealed(
+            zero,
+            (
+                jax.tree.unflatten(treedefs["record"], record),
+                jax.tree.unflatten(treedefs["extra"], declared),
+            ),
         )
-        applied = optax.apply_updates(params_tree, updates)
-        return jax.tree.leaves(applied), [*map(staging.raw, jax.tree.leaves(inner_tree))]
+        updates, inner_tree = recorder.apply(
+            zero,
+            record_tree,
+            jax.tree.unflatten(treedefs["inner"], map(_keyed, specs.values(), whole)),
+            params_tree,
+            extra_tree,
+        )
+        applied = apply_updates(params_tree, updates)
+        results = zip(jax.tree.leaves(inner_tree), is_passed, strict=True)
+        return jax.tree.leaves(applied), [staging.raw(leaf) for leaf, each in results if not each]
 
     return run
+
+
+def joint_function(bindings: Sequence[Binding]) -> UpdateFunction:
+    """The updates of all recorders as one function over flat leaves.
+
+    Of several recorders each has a switch, which tells whether it made an update.
+    """
+    functions = [update_function(each.recorder, each.signature) for each in bindings]
+    if len(functions) == 1:
+        return functions[0]
+    sizes = [[len(x) for x in (b.params, b.inner, b.record, b.extra)] for b in bindings]
+
+    def run(
+        params: Leaves, inner: Leaves, record: Leaves, extra: Leaves, switches: Any
+    ) -> tuple[list[Any], list[Any]]:
+        lists: list[Leaves] = [params, inner, record, extra]
+        results: tuple[list[Any], list[Any]] = ([], [])
+        for k, (function, counts) in enumerate(zip(functions, sizes, strict=True)):
+            own = [each[:n] for each, n in zip(lists, counts, strict=True)]
+            lists = [each[n:] for each, n in zip(lists, counts, strict=True)]
+            after = function(own[0], own[1], own[2], own[3], switches[0])
+            is_on = switches[1 + k] != 0
+            for old, new, result in zip(own, after, results, strict=False):
+                result += [jnp.where(is_on, b, a) for a, b in zip(old, new, strict=True)]
+        return results
+
+    return run
+
+
+def switches(
+    recorder_count: int, updates: Sequence[int] = (), shardings: Iterable[Any] = ()
+) -> jax.Array:
+    """The last argument of an update program, made without an implicit transfer.
+
+    Args:
+        recorder_count: how many recorders the program is of.
+        updates: positions of those whose update is to be made.
+        shardings: of what the program is called with, None for what has none: the result lies on
+            all of their devices.
+
+    Returns:
+        Of one recorder the number 0 that its fences take; of several that, and then 1 for each that
+        makes an update and 0 for the others.
+    """
+    value = np.zeros((), np.uint32)
+    if recorder_count > 1:
+        value = np.array([0, *(k in updates for k in range(recorder_count))], np.uint32)
+    known = [each for each in shardings if each is not None]
+    largest = max(known, key=lambda each: len(each.device_set), default=None)
+    if isinstance(largest, jax.sharding.NamedSharding):
+        everywhere = jax.sharding.NamedSharding(largest.mesh, jax.sharding.PartitionSpec())
+        return jax.make_array_from_callback(value.shape, everywhere, lambda at: value[at])
+    return jax.device_put(value)
+
+
+def in_background(act: Callable[[], Any], future: Future[Any]) -> None:
+    """Loads or compiles a program in a thread of its own.
+
+    Args:
+        act: does it.
+        future: gets the program, or the error.
+    """
+
+    def run() -> None:
+        try:
+            future.set_result(act())
+        except BaseException as error:
+            future.set_exception(error)
+
+    # No daemon: a process must not end while XLA compiles.
+    threading.Thread(target=run, name="adacheck_compile").start()
+
+
+def environment() -> dict[str, str]:
+    """Settings of this process that the bits of an update may depend on."""
+    return {
+        "XLA_FLAGS": " ".join(
+            flag
+            for flag in os.environ.get("XLA_FLAGS", "").split()
+            if "host_platform_device_count" not in flag
+        ),
+        "jax_enable_x64": str(staging.x64_enabled()),
+        "jax": jax.__version__,
+    }
+
+
+def apply_updates(params: trees.PyTree, updates: trees.PyTree) -> trees.PyTree:
+    """As ``optax.apply_updates``; a param with None for its update stays as it is (equinox)."""
+    return jax.tree.map(
+        lambda p, u: p if u is None else optax.apply_updates(p, u),
+        params,
+        updates,
+        is_leaf=lambda x: x is None,
+    )
 
 
 def _keyed(spec: jax.ShapeDtypeStruct, leaf: Any) -> Any:
@@ -250,6 +185,7 @@ def _keyed(spec: jax.ShapeDtypeStruct, leaf: Any) -> Any:
 def export(
     function: UpdateFunction,
     arguments: Sequence[Sequence[jax.ShapeDtypeStruct]],
+    switches: Any,
     platforms: Sequence[str] = PLATFORMS,
 ) -> dict[str, bytes]:
     """Exports the update program for each platform, over one device.
@@ -260,6 +196,7 @@ def export(
     Args:
         function: from :func:`update_function`.
         arguments: shapes and data types of the four lists of leaves.
+        switches: like those that it takes.
         platforms: to export for, besides this one.
 
     Returns:
@@ -268,10 +205,10 @@ def export(
     """
     jitted, here = jax.jit(function), platform()
     programs = {}
-    with _no_tracebacks():
+    with _no_tracebacks(), jax.set_mesh(None):  # a mesh in the program would bind it to its devices
         for each in dict.fromkeys((here, *platforms)):
             try:
-                exported = jax.export.export(jitted, platforms=(each,))(*arguments)
+                exported = jax.export.export(jitted, platforms=(each,))(*arguments, switches)
                 purity.check(exported, f"the update for {each}")  # or no restore would run it
             except Exception as error:
                 if each == here:
@@ -324,6 +261,7 @@ def load(data: bytes, update: Update, where: str) -> UpdateFunction:
     try:
         exported = jax.export.deserialize(bytearray(data))
         purity.check(exported, where)
+        function = _caller(exported)
     except FormatError:
         raise
     except Exception as error:
@@ -332,13 +270,12 @@ def load(data: bytes, update: Update, where: str) -> UpdateFunction:
             f"{jax.__version__} cannot read it ({first_line(error)}). Install that jax, or give "
             "AdaCheckHandler the Recorder that the optimizer was built with."
         ) from error
-    function = _caller(exported)
 
     def run(
-        params: Leaves, inner: Leaves, record: Leaves, extra: Leaves
+        params: Leaves, inner: Leaves, record: Leaves, extra: Leaves, switches: Any
     ) -> tuple[list[Any], list[Any]]:
         try:
-            new_params, new_inner = function(params, inner, record, extra)
+            new_params, new_inner = function(params, inner, record, extra, switches)
         except (TypeError, ValueError) as error:
             raise FormatError(
                 f"{where}: the exported update cannot be called with the leaves that the manifest "
@@ -370,10 +307,14 @@ def from_bytes(data: bytes) -> UpdateFunction:
 
 
 def _caller(exported: jax.export.Exported) -> UpdateFunction:
+    positional, _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
+    has_switches = len(positional) == 5  # programs of earlier releases have none
+
     def run(
-        params: Leaves, inner: Leaves, record: Leaves, extra: Leaves
+        params: Leaves, inner: Leaves, record: Leaves, extra: Leaves, switches: Any
     ) -> tuple[list[Any], list[Any]]:
-        result: Any = exported.call(list(params), list(inner), list(record), list(extra))
+        lists = (list(params), list(inner), list(record), list(extra))
+        result: Any = exported.call(*lists, switches) if has_switches else exported.call(*lists)
         return result
 
     return run
@@ -407,3 +348,14 @@ def common_shardings(arrays: Sequence[Any]) -> list[jax.sharding.Sharding | None
     sets = [sharding.device_set for sharding in found if sharding is not None]
     largest = max(sets, key=len, default=None)
     return [s if s is not None and s.device_set == largest else None for s in found]
+
+
+def replicated(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
+    """A sharding over the same devices that gives each the whole array."""
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+    if len(sharding.device_set) == 1:
+        return sharding
+    devices = np.array(sorted(sharding.device_set, key=lambda d: d.id))
+    mesh = jax.sharding.Mesh(devices, ("all",))
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())

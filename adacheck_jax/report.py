@@ -17,10 +17,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from adacheck_jax import redundancy, replay, sharding, staging, trees
+from adacheck_jax import redundancy, sharding, staging, trees
+from adacheck_jax.binding import (
+    RecorderArgument,
+    bind_all,
+    leaf_types,
+    recorded_params,
+    recorders_of,
+)
 from adacheck_jax.boxes import Box, Cuts, cuts_of
 from adacheck_jax.errors import FormatError
-from adacheck_jax.recorder import Recorder, find_node
+from adacheck_jax.recorder import find_nodes
 from adacheck_jax.sharding import Layout
 from adacheck_jax.trees import PyTree
 
@@ -95,9 +102,9 @@ class RedundancyReport:
 
 def redundancy_report(
     abstract_state: PyTree,
-    recorder: Recorder | None = None,
+    recorder: RecorderArgument = None,
     *,
-    params_path: str | None = None,
+    params_path: str | Mapping[str, str] | None = None,
     devices_per_process: int = 8,
     max_deltas: int = 20,
 ) -> RedundancyReport:
@@ -117,9 +124,10 @@ def redundancy_report(
         abstract_state: pytree of ``jax.ShapeDtypeStruct`` with shardings, or of arrays. If no leaf
             has a sharding, all lie on one device. A host value, or a scalar to which JAX gave no
             sharding, is counted once.
-        recorder: the one in the optimizer chain. Without it the Recorder's state is found by the
-            names of its fields.
-        params_path: leaf path of the trained params, None to find it.
+        recorder: the one in the optimizer chain, or several, as for :class:`AdaCheckHandler`.
+            Without it the Recorder's state is found by the names of its fields.
+        params_path: leaf path of the trained params, or a mapping of them by leaf-path prefix of
+            the optimizer state; None to find it.
         devices_per_process: consecutive devices of an ``AbstractMesh`` that belong to one process.
             Real devices tell their process themselves.
         max_deltas: deltas for each base; 20 is the handler's default.
@@ -260,26 +268,33 @@ def _key_bytes(dtype: Any) -> int:
 
 
 def _roles_of(
-    named: Mapping[str, Any], recorder: Recorder | None, params_path: str | None
+    named: Mapping[str, Any],
+    recorder: RecorderArgument,
+    params_path: str | Mapping[str, str] | None,
 ) -> _Roles | None:
     """What the update does with each leaf; None without a Recorder."""
     index = {path: position for position, path in enumerate(named)}
-    shapes = {path: tuple(np.shape(leaf)) for path, leaf in named.items()}
+    types = leaf_types(named)
+    counts, consumed, computed = set[str](), set[str](), set[str]()
     if recorder is not None:
-        binding = replay.bind(recorder, shapes, params_path)
-        count, consumed, computed = binding.count, binding.consumed, binding.explained
+        for binding in bind_all(recorders_of(recorder), types, params_path):
+            counts.add(binding.count)
+            consumed.update(binding.consumed)
+            computed.update(binding.explained)
     else:
-        node = find_node(list(named))
-        if node is None:
+        nodes = find_nodes(list(named))
+        if not nodes:
             return None
-        params = replay.recorded_params(node, shapes, params_path)
-        count, consumed = node.count, (*node.record.values(), *node.extra.values())
-        computed = frozenset(params) | frozenset(node.inner.values())
+        for node in nodes:
+            counts.add(node.count)
+            consumed.update(node.record.values(), node.extra.values())
+            computed.update(node.inner.values())
+        computed.update(recorded_params(nodes, types, params_path))
 
-    def positions(paths: Sequence[str] | frozenset[str]) -> frozenset[int]:
+    def positions(paths: set[str]) -> frozenset[int]:
         return frozenset(index[path] for path in paths)
 
-    return _Roles(positions((count, *consumed)), positions(consumed), positions(computed))
+    return _Roles(positions(counts | consumed), positions(consumed), positions(computed))
 
 
 def _totals(placed: Sequence[_Placed], roles: _Roles | None, max_deltas: int) -> RedundancyReport:

@@ -5,29 +5,27 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 
 from adacheck_jax import (
+    binding,
     cpu_call,
     fingerprint,
-    proof,
     redundancy,
-    replay,
     replicas,
     sharding,
     staging,
     trees,
 )
+from adacheck_jax.binding import Binding, Recorders
 from adacheck_jax.errors import FormatError
 from adacheck_jax.fingerprint import Summing
 from adacheck_jax.manifest import Leaf
-from adacheck_jax.recorder import Recorder
-from adacheck_jax.replay import Binding
+from adacheck_jax.sampling import Sites
 from adacheck_jax.trees import PyTree
 
 _CACHED_STRUCTURES = 8
@@ -39,57 +37,91 @@ class Structure:
 
     Attributes:
         leaves: one description a leaf, in tree order.
-        binding: the recorder's update tied to the leaves; None without a recorder.
+        bindings: the update of each recorder tied to the leaves; none without a recorder.
         index: leaf path to position.
         picks: what this process takes of each leaf: the boxes that it owns.
         whole_picks: whole shards that it accounts for, for fingerprints taken on devices.
         placement: digest of where the leaves of the update lie: devices, mesh, and cuts.
-        proof_picks: what it takes of each leaf of the update to prove it; empty if it does not hold
-            all of that, or there is no update.
+        sites: where this process samples the leaves of the updates; None without a recorder.
         local_picks: all of each leaf that every process of several has for itself.
         replicated: which leaves lie on several devices in copies that are declared equal.
     """
 
     leaves: tuple[Leaf, ...]
-    binding: Binding | None
+    bindings: tuple[Binding, ...]
     index: dict[str, int]
     picks: dict[int, tuple[staging.Pick, ...]]
     whole_picks: dict[int, tuple[staging.Pick, ...]]
     placement: str
-    proof_picks: dict[int, tuple[staging.Pick, ...]]
+    sites: Sites | None
     local_picks: dict[int, tuple[staging.Pick, ...]]
     replicated: tuple[replicas.Place, ...]
 
     @functools.cached_property
     def arguments(self) -> tuple[tuple[int, ...], ...]:
-        """Positions of the update's params, inner state, record and extra arguments."""
-        binding = self.binding
-        assert binding is not None
-        lists = (binding.params, binding.inner, binding.record, binding.extra)
-        return tuple(self.positions(paths) for paths in lists)
+        """Positions of the params, inner state, record and extra arguments of all updates."""
+        lists = [(each.params, each.inner, each.record, each.extra) for each in self.bindings]
+        return tuple(
+            tuple(self.index[path] for paths in each for path in paths)
+            for each in (zip(*lists, strict=True) if lists else [()] * 4)
+        )
+
+    @functools.cached_property
+    def parts(self) -> tuple[tuple[int, int, int, int], ...]:
+        """Numbers of params, inner leaves, records and extra arguments of each update."""
+        return tuple(
+            (len(each.params), len(each.inner), len(each.record), len(each.extra))
+            for each in self.bindings
+        )
+
+    @functools.cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Positions of the update counters."""
+        return tuple(self.index[each.count] for each in self.bindings)
+
+    @functools.cached_property
+    def computed(self) -> frozenset[int]:
+        """Positions of what the updates compute."""
+        return self.computed_by(range(len(self.bindings)))
+
+    @functools.cached_property
+    def consumed(self) -> frozenset[int]:
+        """Positions of what the updates consume."""
+        return self.consumed_by(range(len(self.bindings)))
+
+    def computed_by(self, updates: Iterable[int]) -> frozenset[int]:
+        """Positions of what some of the updates compute."""
+        paths = [path for k in updates for path in self.bindings[k].explained]
+        return frozenset(self.index[path] for path in paths)
+
+    def consumed_by(self, updates: Iterable[int]) -> frozenset[int]:
+        """Positions of what some of the updates consume."""
+        paths = [path for k in updates for path in self.bindings[k].consumed]
+        return frozenset(self.index[path] for path in paths)
 
     def summing(self, arrays: Sequence[Any]) -> Summing:
         """How the arrays of a state are fingerprinted on devices."""
         key = cpu_call.is_ready()
         if key not in self._summings:
-            # On CPU devices both engines may sum up one leaf, at one save and the next: what this
-            # process contributes must be the same then, so no whole shards of which it owns a part.
-            chosen = {
+            self._summings[key] = self.summing_of(dict(enumerate(arrays)))
+        return self._summings[key]
+
+    def summing_of(self, arrays: Mapping[int, Any]) -> Summing:
+        """As :meth:`summing`, of some arrays that lie as the leaves do."""
+        # On CPU devices both engines may sum up one leaf, at one save and the next: what this
+        # process contributes must be the same then, so no whole shards of which it owns a part.
+        return Summing(
+            {
                 i: x
-                for i, x in enumerate(arrays)
+                for i, x in arrays.items()
                 if fingerprint.hashes_on_device(x)
                 and (staging.on_accelerator(x) or self.whole_picks[i] == self.picks[i])
             }
-            self._summings[key] = Summing(chosen)
-        return self._summings[key]
+        )
 
     @functools.cached_property
     def _summings(self) -> dict[bool, Summing]:
         return {}
-
-    def positions(self, paths: Sequence[str]) -> tuple[int, ...]:
-        """Positions of several leaf paths."""
-        return tuple(self.index[path] for path in paths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +136,9 @@ class Snapshot:
     structure: Structure
     arrays: tuple[Any, ...]
 
-    def count(self) -> int | None:
-        """The recorder's update counter, None without a recorder; waits for the running step."""
-        binding = self.structure.binding
-        return None if binding is None else int(self.arrays[self.structure.index[binding.count]])
+    def counts(self) -> tuple[int, ...]:
+        """Each recorder's update counter; waits for the running step."""
+        return tuple(int(self.arrays[i]) for i in self.structure.counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,12 +171,13 @@ class Snapshots:
     """Takes states apart, remembering the structures that it has seen.
 
     Args:
-        recorder: the recorder in the optimizer chain, or None.
-        params_path: leaf path of the trained params, None to find it.
+        recorders: as from :func:`~adacheck_jax.binding.recorders_of`.
+        params_path: leaf path of the trained params, None to find it; for several recorders by the
+            keys of ``recorders``.
     """
 
-    def __init__(self, recorder: Recorder | None, params_path: str | None) -> None:
-        self._recorder = recorder
+    def __init__(self, recorders: Recorders, params_path: str | Mapping[str, str] | None) -> None:
+        self._recorders = recorders
         self._params_path = params_path
         self._structures: dict[Any, Structure] = {}
         self._seen: _Seen | None = None
@@ -179,14 +211,14 @@ class Snapshots:
 
     def _describe(self, state: PyTree, arrays: tuple[Any, ...]) -> Structure:
         named, _ = trees.flatten(state)
-        binding = None
-        if self._recorder is not None:
-            shapes = {path: np.shape(leaf) for path, leaf in named.items()}
-            binding = replay.bind(self._recorder, shapes, self._params_path)
+        bindings: tuple[Binding, ...] = ()
+        if self._recorders:
+            types = binding.leaf_types(named)
+            bindings = binding.bind_all(self._recorders, types, self._params_path)
         layouts = [sharding.layout_of_array(array) for array in arrays]
         itemsizes_bytes = [_itemsize_bytes(path, a) for path, a in zip(named, arrays, strict=True)]
         index = {path: position for position, path in enumerate(named)}
-        consumed = frozenset(index[path] for path in binding.consumed) if binding else frozenset()
+        consumed = frozenset(index[path] for each in bindings for path in each.consumed)
         shares = redundancy.share_out(layouts, itemsizes_bytes, consumed)
         leaves = tuple(
             Leaf(
@@ -219,19 +251,14 @@ class Snapshots:
         }
         replicated = replicas.places(tuple(named), arrays)
         structure = Structure(
-            leaves, binding, index, picks, whole_picks, "", {}, local_picks, replicated
+            leaves, bindings, index, picks, whole_picks, "", None, local_picks, replicated
         )
-        if binding is None:
+        if not bindings:
             return structure
         touched = [i for indices in structure.arguments for i in indices]
         described = "\n".join(sharding.describe(arrays[i]) for i in touched)
         placement = hashlib.sha256(described.encode()).hexdigest()
-        structure = dataclasses.replace(structure, placement=placement)
-        sites = proof.sites(leaves, structure.arguments, process)
-        proof_picks = {i: staging.picks_of(arrays[i], boxes) for i, boxes in sites.items()}
-        if any(len(proof_picks[i]) < len(boxes) for i, boxes in sites.items()):
-            return structure
-        return dataclasses.replace(structure, proof_picks=proof_picks)
+        return dataclasses.replace(structure, placement=placement, sites=Sites(touched, arrays))
 
 
 def _signature(leaf: Any, array: Any) -> Any:

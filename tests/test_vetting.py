@@ -42,7 +42,9 @@ def processes(monkeypatch):
 
 def load(data: bytes):
     digests = {replay.platform(): hashlib.sha256(data).hexdigest()}
-    update = Update((), (), (), (), 0, (), (), "", "", digests, jax.__version__)
+    update = Update(
+        (), (), (), (), (0,), ((0, 0, 0, 0),), (), (), "", "", digests, jax.__version__, True
+    )
     return replay.load(data, update, "update.stablehlo")
 
 
@@ -70,13 +72,17 @@ def test_a_good_program_gets_through_the_parser():
 def test_a_good_program_is_parsed_elsewhere_once(processes):
     data = GOOD.read_bytes()
     for _ in range(2):
-        assert jax.eval_shape(load(data), *[[jax.ShapeDtypeStruct((4, 2), "float32")]] * 3, [])
+        assert jax.eval_shape(
+            load(data), *[[jax.ShapeDtypeStruct((4, 2), "float32")]] * 3, [], None
+        )
     assert len(processes) == 1
 
 
 def test_bytes_that_do_not_match_their_digest_are_not_even_parsed(processes):
     digests = {replay.platform(): hashlib.sha256(b"another").hexdigest()}
-    update = Update((), (), (), (), 0, (), (), "", "", digests, jax.__version__)
+    update = Update(
+        (), (), (), (), (0,), ((0, 0, 0, 0),), (), (), "", "", digests, jax.__version__, True
+    )
     replay.begin(GOOD.read_bytes(), update)
     with pytest.raises(adacheck.IntegrityError, match="digest"):
         replay.load(GOOD.read_bytes(), update, "update.stablehlo")

@@ -32,6 +32,7 @@ from tests.fuzz import engine
 CORPUS = Path(__file__).parent / "corpus" / "update"
 LEAVES = [[jax.ShapeDtypeStruct((4, 2), "float32")]] * 3 + [[]]
 """What the programs of the corpus take: params, optimizer state, record and nothing else."""
+SWITCHES = jax.ShapeDtypeStruct((), "uint32")
 
 
 class ParserEnded(FormatError):
@@ -86,12 +87,14 @@ class Updates:
         vetting.begin(case)
         why = vetting._verdicts[digest].result()
         signal.setitimer(signal.ITIMER_REAL, engine.SECONDS)
-        update = Update((), (), (), (), 0, (), (), "", "", {"cpu": digest}, "0.10.2")
+        update = Update(
+            (), (), (), (), (0,), ((0, 0, 0, 0),), (), (), "", "", {"cpu": digest}, "0.10.2", True
+        )
         try:
             function = replay.load(case, update, "update")
         except FormatError as error:
             raise ParserEnded if why else error from error
-        jax.eval_shape(function, *LEAVES)
+        jax.eval_shape(function, *LEAVES, SWITCHES)
 
 
 class Parser:
