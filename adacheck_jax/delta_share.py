@@ -66,7 +66,7 @@ class DeltaShare:
 
     Attributes:
         leaves: of the state.
-        blocks: this process's boxes of the candidates, and of whatever a proof may find wrong.
+        blocks: this process's boxes of the candidates.
         candidates: the leaves that are stored unless they are what they would be without it.
         previous: the same boxes of the parent, of the leaves that may be stored as differences.
         compression: what is compressed, and how.
@@ -84,16 +84,14 @@ class DeltaShare:
     habits: Habits
     buffers: Buffers
 
-    def packed(self, process: int, process_count: int, wrong: Sequence[int] = ()) -> Packed:
+    def packed(self, process: int, process_count: int) -> Packed:
         """Decides how each leaf is stored, and puts the pack together.
 
         Args:
             process: index of this process.
             process_count: how many there are.
-            wrong: leaves that are stored by themselves, whatever else would do.
         """
         letters = {i: self._encoding(i) for i in self.candidates}
-        letters |= {i: self._whole(i) for i in wrong if self.blocks.get(i)}
         letters = {i: each for i, each in sorted(letters.items()) if each is not Encoding.SAME}
         own = "".join(letters.values())
         others = Encoding.SAME * len(own)

@@ -62,7 +62,9 @@ class DeltaReader:
         self._delta = delta = manifest.deltas[number]
         self._shared = shared = shared or Shared()
         encodings = [pack.encodings for pack in delta.packs]
-        if len(encodings) != base.process_count or any(i >= len(base.leaves) for i in delta.stored):
+        if len(encodings) != base.process_count or any(
+            i >= len(base.leaves) for i in (*delta.stored, *delta.unreplayed)
+        ):
             raise IntegrityError(
                 f"{entry.place}: expected packs of {base.process_count} processes with some of "
                 f"{len(base.leaves)} leaves, found {len(encodings)} packs with leaves up to "
@@ -101,6 +103,16 @@ class DeltaReader:
     def has_update(self) -> bool:
         """Whether the delta replays an update."""
         return self._delta.has_update
+
+    @property
+    def updates(self) -> tuple[int, ...]:
+        """Positions of the recorders whose update is replayed."""
+        return self._delta.updates
+
+    @property
+    def unreplayed(self) -> tuple[int, ...]:
+        """The leaves that are the parent's, changed by what is stored, and not replayed."""
+        return self._delta.unreplayed
 
     def holds_all_of(self, index: int) -> bool:
         """Whether every box of a leaf is stored by itself, so that nothing before it matters."""

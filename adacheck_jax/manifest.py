@@ -24,7 +24,7 @@ import os
 import re
 import reprlib
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -34,7 +34,9 @@ from adacheck_jax import durable
 from adacheck_jax.boxes import Box, Cuts, grid
 from adacheck_jax.errors import FormatError, IntegrityError, unreadable
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
+OLDEST_VERSION = 6
+"""The oldest format version that is read."""
 DIRECTORY = "adacheck"
 """Name of our folder inside an item's directory."""
 NAME = "manifest.json"
@@ -158,8 +160,10 @@ class Update:
     The program maps ``(params, inner, record, extra)`` to ``(params, inner)``.
 
     Attributes:
-        params, inner, record, extra: indices into the base's leaves, in argument order.
-        count: index of the recorder's update counter.
+        params, inner, record, extra: indices into the base's leaves, in argument order; those of
+            several recorders one after another.
+        counts: index of each recorder's update counter.
+        parts: how many leaves of each of the four lists belong to each recorder.
         reducing: indices of the computed leaves whose bits depend on the order of a sum: they are
             exact where the update runs as its own program on the mesh that it was saved on.
         passed: indices of the computed leaves that the update returns as it took them.
@@ -168,19 +172,22 @@ class Update:
         problem: why no update is replayed onto this base; empty where updates are.
         programs: for each platform the digest of its serialized program; none with a problem.
         jax_version: the jax that exported it.
+        pinned: whether every rounding of it is fixed, so that any program computes the same bits.
     """
 
     params: tuple[int, ...]
     inner: tuple[int, ...]
     record: tuple[int, ...]
     extra: tuple[int, ...]
-    count: int
+    counts: tuple[int, ...]
+    parts: tuple[tuple[int, int, int, int], ...]
     reducing: tuple[int, ...]
     passed: tuple[int, ...]
     placement: str
     problem: str
     programs: Mapping[str, str]
     jax_version: str
+    pinned: bool
 
     @property
     def explained(self) -> frozenset[int]:
@@ -191,6 +198,24 @@ class Update:
     def consumed(self) -> tuple[int, ...]:
         """The leaves that a delta stores because the update consumed them."""
         return self.record + self.extra
+
+    def computed_by(self, updates: Collection[int]) -> frozenset[int]:
+        """The leaves that some recorders' updates compute."""
+        return self._of(updates, (0, 1))
+
+    def consumed_by(self, updates: Collection[int]) -> frozenset[int]:
+        """The leaves that some recorders' updates consume."""
+        return self._of(updates, (2, 3))
+
+    def _of(self, updates: Collection[int], which: Sequence[int]) -> frozenset[int]:
+        lists, found = (self.params, self.inner, self.record, self.extra), set[int]()
+        for n in which:
+            start = 0
+            for k, sizes in enumerate(self.parts):
+                if k in updates:
+                    found.update(lists[n][start : start + sizes[n]])
+                start += sizes[n]
+        return frozenset(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,12 +255,36 @@ class Pack:
 
 
 @dataclass(frozen=True, slots=True)
+class Caution:
+    """What checks found in a run so far, so that it is remembered after a restart.
+
+    Attributes:
+        reason: why saves are checked before they return; empty while they need not be.
+        distrusted: indices of the leaves that replay gets wrong in a few elements, so that a check
+            of a sample may miss it: they are stored, and not replayed.
+    """
+
+    reason: str = ""
+    distrusted: tuple[int, ...] = ()
+
+
+NO_CAUTION = Caution()
+CHECKS = frozenset({"full", "sample", "identity", "stored", ""})
+"""How the replay of a delta was compared with the state, before it was saved.
+
+``full``: all of it. ``sample``: small leaves whole, and blocks of the others. ``identity``: the
+arrays that were saved are those that the replayed program had returned. ``stored``: nothing is
+replayed. Empty: not at all, by a release before 0.2.
+"""
+
+
+@dataclass(frozen=True, slots=True)
 class BaseManifest:
     """A full state at one step.
 
     Attributes:
         step: step number.
-        count: the recorder's update counter, None without a recorder.
+        counts: each recorder's update counter; none without a recorder.
         leaves: every leaf of the state, in tree order.
         fingerprints: one 64-bit digest a leaf.
         update: the update program; None without a recorder, and where leaves were cast.
@@ -245,14 +294,16 @@ class BaseManifest:
             holds hard links to it.
         process_count: how many processes wrote it.
         versions: package versions at save time.
+        environment: settings that arithmetic may depend on: compiler flags, 64-bit types.
         described: digests of the files that describe the arrays, by their names.
         directory_step: the number in the name of the directory that it was saved in; None if there
             was none. ``step`` may be another: the caller's.
+        caution: what made the run cautious, of what is said in :class:`Caution`.
         checksum: of this manifest; empty until it is encoded.
     """
 
     step: int
-    count: int | None
+    counts: tuple[int, ...]
     leaves: tuple[Leaf, ...]
     fingerprints: tuple[int, ...]
     update: Update | None
@@ -261,8 +312,10 @@ class BaseManifest:
     kept: tuple[tuple[int, int], ...]
     process_count: int
     versions: Mapping[str, str]
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     described: Mapping[str, str] = dataclasses.field(default_factory=dict)
     directory_step: int | None = None
+    caution: Caution = NO_CAUTION
     checksum: str = ""
 
     @property
@@ -277,20 +330,30 @@ class Delta:
 
     Attributes:
         step: step number.
-        count: the recorder's update counter, None without a recorder.
-        has_update: whether one update is to be replayed.
+        counts: each recorder's update counter; none without a recorder.
+        updates: positions of the recorders whose update is to be replayed.
         stored: indices of the leaves that this delta holds something of, ascending. A leaf that the
             update passes through is put in place before the update, any other one after it.
+        unreplayed: indices of the leaves that the update computes, but not as they were trained:
+            they are the parent's, changed by what is stored of them.
         packs: what each process wrote.
         fingerprints: one 64-bit digest for every leaf of the state after this step.
+        checked: how its replay was compared with the state, one of :data:`CHECKS`.
     """
 
     step: int
-    count: int | None
-    has_update: bool
+    counts: tuple[int, ...]
+    updates: tuple[int, ...]
     stored: tuple[int, ...]
+    unreplayed: tuple[int, ...]
     packs: tuple[Pack, ...]
     fingerprints: tuple[int, ...]
+    checked: str
+
+    @property
+    def has_update(self) -> bool:
+        """Whether an update is to be replayed."""
+        return bool(self.updates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,37 +361,55 @@ class DeltaManifest:
     """The delta of a saved step, and those of the steps that were recorded before it.
 
     Attributes:
-        step, count, has_update, stored, packs, fingerprints: as of a :class:`Delta`.
+        step, counts, updates, stored, unreplayed, packs, fingerprints, checked: as of
+            :class:`Delta`.
         parent: the saved step that this one builds on.
         depth: number of deltas between the base and this step, its own included.
         recorded: the deltas between the parent and this one, oldest first: of steps that were
             recorded and not saved by themselves. In the packs they lie one after another.
-        problem: what speaks against replaying further updates; empty where nothing does.
+        problem: what speaks against replaying further updates: of a release before 0.2, which
+            did not check every delta.
         custom_metadata: the caller's own JSON, kept for ``metadata()``.
         directory_step: the number in the name of the directory that it was saved in; None if there
             was none. ``step`` may be another: the caller's.
+        caution: what checks found so far.
         checksum: of this manifest; empty until it is encoded.
     """
 
     step: int
-    count: int | None
-    has_update: bool
+    counts: tuple[int, ...]
+    updates: tuple[int, ...]
     parent: Link
     depth: int
     stored: tuple[int, ...]
+    unreplayed: tuple[int, ...]
     packs: tuple[Pack, ...]
     fingerprints: tuple[int, ...]
+    checked: str
     problem: str = ""
     custom_metadata: Any = None
     directory_step: int | None = None
     recorded: tuple[Delta, ...] = ()
+    caution: Caution = NO_CAUTION
     checksum: str = ""
+
+    @property
+    def has_update(self) -> bool:
+        """Whether the saved step's own delta replays an update."""
+        return bool(self.updates)
 
     @property
     def deltas(self) -> tuple[Delta, ...]:
         """All deltas since the parent, oldest first."""
         own = Delta(
-            self.step, self.count, self.has_update, self.stored, self.packs, self.fingerprints
+            self.step,
+            self.counts,
+            self.updates,
+            self.stored,
+            self.unreplayed,
+            self.packs,
+            self.fingerprints,
+            self.checked,
         )
         return (*self.recorded, own)
 
@@ -397,10 +478,11 @@ def decode(data: bytes, *, where: str) -> Manifest:
         raise FormatError(
             f"{where}: expected an adacheck manifest, found other JSON. Restore another step."
         )
-    if body["format"] != FORMAT_VERSION:
+    version = body["format"]
+    if type(version) is not int or not OLDEST_VERSION <= version <= FORMAT_VERSION:
         raise FormatError(
-            f"{where}: expected format version {FORMAT_VERSION}, found {_shown(body['format'])}. "
-            "Install the adacheck-jax release that wrote this checkpoint."
+            f"{where}: expected format version {OLDEST_VERSION} to {FORMAT_VERSION}, found "
+            f"{_shown(version)}. Install the adacheck-jax release that wrote this checkpoint."
         )
     checksum = body.pop("checksum", None)
     try:
@@ -415,7 +497,7 @@ def decode(data: bytes, *, where: str) -> Manifest:
             "the file was changed after it was written. Restore another step."
         )
     try:
-        return _from_body(body, expected)
+        return _from_body(_upgraded(body) if version == OLDEST_VERSION else body, expected)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise FormatError(
             f"{where}: a field of the manifest is missing or has the wrong type ({error!r}). "
@@ -447,6 +529,28 @@ def _shown(value: Any) -> str:
     return reprlib.repr(value)
 
 
+def _upgraded(body: dict[str, Any]) -> dict[str, Any]:
+    """The body of a manifest of format version 6, as one of version 7."""
+
+    def counted(own: dict[str, Any]) -> dict[str, Any]:
+        return {**own, "counts": [] if own["count"] is None else [own["count"]]}
+
+    def delta(own: dict[str, Any]) -> dict[str, Any]:
+        updates = [0] if _truth(own["has_update"]) else []
+        return {**counted(own), "updates": updates, "unreplayed": [], "checked": ""}
+
+    caution = {"reason": "", "distrusted": []}
+    if body["kind"] == "base":
+        update = body["update"]
+        if update is not None:
+            sizes = [len(update[each]) for each in ("params", "inner", "record", "extra")]
+            old = {"counts": [update["count"]], "parts": [sizes], "pinned": False}
+            update = {**update, **old}
+        return {**counted(body), "update": update, "environment": {}, "caution": caution}
+    recorded = [delta(each) for each in body["recorded"]]
+    return {**delta(body), "recorded": recorded, "caution": caution}
+
+
 def _from_body(body: dict[str, Any], checksum: str) -> Manifest:
     if body["kind"] == "base":
         fingerprints = _tuple_of(_fingerprint, body["fingerprints"])
@@ -464,7 +568,7 @@ def _from_body(body: dict[str, Any], checksum: str) -> Manifest:
             raise ValueError(f"more than {MAX_STATE_BYTES} bytes of leaves")
         return BaseManifest(
             step=_natural(body["step"]),
-            count=_count(body["count"]),
+            counts=_tuple_of(_natural, body["counts"]),
             leaves=leaves,
             fingerprints=fingerprints,
             update=None if body["update"] is None else _update(body["update"], len(leaves)),
@@ -473,8 +577,10 @@ def _from_body(body: dict[str, Any], checksum: str) -> Manifest:
             kept=_pairs(body["kept"], len(leaves), None),
             process_count=process_count,
             versions={_text(k): _text(v) for k, v in body["versions"].items()},
+            environment={_text(k): _text(v) for k, v in body["environment"].items()},
             described={_description(k): _text(v) for k, v in body["described"].items()},
-            directory_step=_count(body["directory_step"]),
+            directory_step=_optional(body["directory_step"]),
+            caution=_caution(body["caution"], len(leaves)),
             checksum=checksum,
         )
     if body["kind"] != "delta":
@@ -491,8 +597,8 @@ def _from_body(body: dict[str, Any], checksum: str) -> Manifest:
         raise ValueError(f"delta number {depth} of its lineage with {len(recorded)} before it")
     return DeltaManifest(
         step=own.step,
-        count=own.count,
-        has_update=own.has_update,
+        counts=own.counts,
+        updates=own.updates,
         parent=Link(
             step=_natural(body["parent"]["step"]),
             reference=_text(body["parent"]["reference"]),
@@ -500,26 +606,43 @@ def _from_body(body: dict[str, Any], checksum: str) -> Manifest:
         ),
         depth=depth,
         stored=own.stored,
+        unreplayed=own.unreplayed,
         packs=own.packs,
         fingerprints=own.fingerprints,
+        checked=own.checked,
         problem=_text(body["problem"]),
         custom_metadata=body["custom_metadata"],
-        directory_step=_count(body["directory_step"]),
+        directory_step=_optional(body["directory_step"]),
         recorded=recorded,
+        caution=_caution(body["caution"], len(own.fingerprints)),
         checksum=checksum,
     )
 
 
 def _delta(body: dict[str, Any]) -> Delta:
     stored = _ascending(body["stored"])
+    counts, updates = _tuple_of(_natural, body["counts"]), _ascending(body["updates"])
+    if updates and updates[-1] >= len(counts):
+        raise ValueError(f"updates of {len(counts)} recorders: {_shown(updates)}")
+    if body["checked"] not in CHECKS:
+        raise ValueError(f"expected one of {sorted(CHECKS)}, found {_shown(body['checked'])}")
     return Delta(
         step=_natural(body["step"]),
-        count=_count(body["count"]),
-        has_update=_truth(body["has_update"]),
+        counts=counts,
+        updates=updates,
         stored=stored,
+        unreplayed=_ascending(body["unreplayed"]),
         packs=_tuple_of(lambda pack: _pack(pack, len(stored)), body["packs"]),
         fingerprints=_tuple_of(_fingerprint, body["fingerprints"]),
+        checked=body["checked"],
     )
+
+
+def _caution(body: dict[str, Any], leaf_count: int) -> Caution:
+    distrusted = _ascending(body["distrusted"])
+    if distrusted and distrusted[-1] >= leaf_count:
+        raise ValueError(f"leaves that are not there are distrusted: {_shown(distrusted)}")
+    return Caution(_text(body["reason"]), distrusted)
 
 
 def _pack(body: dict[str, Any], stored_count: int) -> Pack:
@@ -573,11 +696,11 @@ def _pairs(body: Any, first_end: int, second_end: int | None) -> tuple[tuple[int
 def _ascending(body: Any) -> tuple[int, ...]:
     values = _tuple_of(_natural, body)
     if list(values) != sorted(set(values)):
-        raise ValueError("the stored leaves do not ascend")
+        raise ValueError(f"numbers that do not ascend: {_shown(values)}")
     return values
 
 
-def _count(value: Any) -> int | None:
+def _optional(value: Any) -> int | None:
     return None if value is None else _natural(value)
 
 
@@ -624,20 +747,31 @@ def _update(body: dict[str, Any], leaf_count: int) -> Update:
         inner=_tuple_of(_natural, body["inner"]),
         record=_tuple_of(_natural, body["record"]),
         extra=_tuple_of(_natural, body["extra"]),
-        count=_natural(body["count"]),
+        counts=_tuple_of(_natural, body["counts"]),
+        parts=_tuple_of(_sizes, body["parts"]),
         reducing=_tuple_of(_natural, body["reducing"]),
         passed=_tuple_of(_natural, body["passed"]),
         placement=_text(body["placement"]),
         problem=_text(body["problem"]),
         programs={_platform(name): _text(digest) for name, digest in body["programs"].items()},
         jax_version=_text(body["jax_version"]),
+        pinned=_truth(body["pinned"]),
     )
-    indices = [*update.params, *update.inner, *update.consumed, update.count]
+    lists = (update.params, update.inner, update.record, update.extra)
+    totals = [sum(each[n] for each in update.parts) for n in range(4)]
+    if totals != [len(each) for each in lists] or len(update.parts) != len(update.counts):
+        raise ValueError(f"parts {_shown(update.parts)} do not make up the update's leaves")
+    indices = [*update.params, *update.inner, *update.consumed, *update.counts]
     if len(set(indices)) != len(indices) or max(indices) >= leaf_count:
         raise ValueError("the update's leaf indices repeat or lie outside the state")
     if not update.explained.issuperset(update.reducing + update.passed):
         raise ValueError("a leaf is reducing or passed through, but not computed by the update")
     return update
+
+
+def _sizes(body: Any) -> tuple[int, int, int, int]:
+    params, inner, record, extra = _tuple_of(_natural, body)
+    return params, inner, record, extra
 
 
 def _tuple_of(read: Callable[[Any], _T], items: Any) -> tuple[_T, ...]:

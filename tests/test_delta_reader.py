@@ -37,7 +37,7 @@ class Step:
     def write(self, directory):
         """Writes each process's pack from its own encodings, as each process does."""
         packs = tuple(self._pack(directory, process) for process in range(len(self.encodings)))
-        self.manifest = DeltaManifest(1, None, False, LINK, 1, self.stored, packs, ())
+        self.manifest = DeltaManifest(1, (), (), LINK, 1, self.stored, (), packs, (), "stored")
         return self.reader(directory)
 
     def _pack(self, directory, process):
@@ -72,7 +72,7 @@ class Step:
     @property
     def base(self):
         return BaseManifest(
-            0, None, tuple(self.leaves), (), None, "", (), (), len(self.encodings), {}
+            0, (), tuple(self.leaves), (), None, "", (), (), len(self.encodings), {}
         )
 
     def reader(self, directory, **changes):

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from adacheck_jax import manifest as manifests
 from adacheck_jax.errors import FormatError, IntegrityError
 from adacheck_jax.manifest import (
+    CHECKS,
     BaseManifest,
+    Caution,
     Delta,
     DeltaManifest,
     Encoding,
@@ -24,6 +26,8 @@ natural = st.integers(0, 2**40)
 digest = st.binary(min_size=32, max_size=32).map(bytes.hex)
 fingerprint = st.integers(0, 2**64 - 1)
 naturals = st.lists(natural, max_size=4).map(tuple)
+ascending = naturals.map(lambda numbers: tuple(sorted(set(numbers))))
+texts = st.dictionaries(st.text(), st.text(), max_size=3)
 any_json = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
@@ -58,14 +62,21 @@ def updates(draw, leaf_count):
         inner=tuple(order[a:b]),
         record=tuple(order[b:c]),
         extra=tuple(order[c:d]),
-        count=order[0],
+        counts=(order[0],),
+        parts=((a - 1, b - a, c - b, d - c),),
         reducing=tuple(draw(computed)),
         passed=tuple(draw(computed)),
         placement=draw(st.text(max_size=8)),
         problem=draw(st.text()),
         programs=draw(st.dictionaries(st.sampled_from(["cpu", "cuda", "tpu"]), digest)),
         jax_version=draw(st.text()),
+        pinned=draw(st.booleans()),
     )
+
+
+def cautions(leaf_count):
+    some = st.sets(st.integers(0, leaf_count - 1)) if leaf_count else st.just(set())
+    return st.builds(Caution, reason=st.text(), distrusted=some.map(lambda own: tuple(sorted(own))))
 
 
 @st.composite
@@ -76,7 +87,7 @@ def bases(draw):
     none = st.just(())
     return BaseManifest(
         step=draw(natural),
-        count=draw(st.none() | natural),
+        counts=draw(naturals),
         leaves=specs,
         fingerprints=tuple(draw(fingerprint) for _ in specs),
         update=draw(st.none() | updates(len(specs))) if specs else None,
@@ -84,7 +95,9 @@ def bases(draw):
         aliases=draw(st.lists(st.tuples(some, some)).map(tuple) if specs else none),
         kept=draw(st.lists(st.tuples(some, natural)).map(tuple) if specs else none),
         process_count=1 + max((p for spec in specs for p in spec.owners), default=0),
-        versions=draw(st.dictionaries(st.text(), st.text(), max_size=3)),
+        versions=draw(texts),
+        environment=draw(texts),
+        caution=draw(cautions(len(specs))),
     )
 
 
@@ -123,17 +136,20 @@ def runs(draw):
     pack_count, leaf_count = draw(st.integers(0, 3)), draw(st.integers(0, 4))
     run = []
     for step in steps:
-        stored = draw(naturals.map(lambda indices: tuple(sorted(set(indices)))))
+        stored, counts = draw(ascending), draw(naturals)
+        updates = st.sets(st.sampled_from(range(len(counts)))) if counts else st.just(set())
         own = st.lists(packs(len(stored)), min_size=pack_count, max_size=pack_count)
         digests = st.lists(fingerprint, min_size=leaf_count, max_size=leaf_count)
         run.append(
             Delta(
                 step=step,
-                count=draw(st.none() | natural),
-                has_update=draw(st.booleans()),
+                counts=counts,
+                updates=tuple(sorted(draw(updates))),
                 stored=stored,
+                unreplayed=draw(ascending),
                 packs=tuple(draw(own)),
                 fingerprints=tuple(draw(digests)),
+                checked=draw(st.sampled_from(sorted(CHECKS))),
             )
         )
     return run
@@ -144,16 +160,19 @@ def deltas(draw):
     *recorded, own = draw(runs())
     return DeltaManifest(
         step=own.step,
-        count=own.count,
-        has_update=own.has_update,
+        counts=own.counts,
+        updates=own.updates,
         parent=draw(st.builds(Link, step=natural, reference=st.text(), checksum=digest)),
         depth=draw(st.integers(1 + len(recorded), 2**63 - 1)),
         stored=own.stored,
+        unreplayed=own.unreplayed,
         packs=own.packs,
         fingerprints=own.fingerprints,
+        checked=own.checked,
         recorded=tuple(recorded),
         problem=draw(st.text()),
         custom_metadata=draw(any_json),
+        caution=draw(cautions(len(own.fingerprints))),
     )
 
 
@@ -161,33 +180,52 @@ A_LEAF = Leaf("params/kernel", (4, 6), "bfloat16", 2, None, ((0, 2, 4), (0, 6)),
 A_COUNT = Leaf("count", (), "int32", 4, None, (), (0,))
 A_BASE = BaseManifest(
     step=10,
-    count=3,
+    counts=(3,),
     leaves=(A_LEAF, A_COUNT),
     fingerprints=(0x0123456789ABCDEF, 7),
-    update=Update((0,), (), (), (), 1, (0,), (0,), "", "", {"cpu": "ab" * 32}, "0.10.2"),
+    update=Update(
+        (0,),
+        (),
+        (),
+        (),
+        (1,),
+        ((1, 0, 0, 0),),
+        (0,),
+        (0,),
+        "",
+        "",
+        {"cpu": "ab" * 32},
+        "0.10.2",
+        True,
+    ),
     reason="first",
     aliases=((1, 0),),
     kept=((0, 5),),
     process_count=2,
     versions={"jax": "0.10.2"},
+    environment={"XLA_FLAGS": "--xla_cpu_enable_fast_math=true"},
+    caution=Caution("step 9: params/kernel", (0,)),
 )
 A_DELTA = DeltaManifest(
     step=11,
-    count=4,
-    has_update=True,
+    counts=(4,),
+    updates=(0,),
     parent=Link(10, "../../10/default", "cd" * 32),
     depth=1,
     stored=(0, 1),
+    unreplayed=(0,),
     packs=(
         Pack("xr", ((1, 0), (3, 2)), 4, 24, ((2, 3),), ((0, 1), (3, 5))),
         Pack("==", (), 0, 0, (), ()),
     ),
     fingerprints=(1, 2**64 - 1),
+    checked="sample",
     problem="replay was not exact",
     custom_metadata={"loss": 0.5, "note": "a"},
+    caution=Caution("step 11: params/kernel", (0, 1)),
 )
 A_RUN = dataclasses.replace(
-    A_DELTA, step=12, count=5, depth=2, recorded=(A_DELTA.deltas[0],), fingerprints=(2, 3)
+    A_DELTA, step=12, counts=(5,), depth=2, recorded=(A_DELTA.deltas[0],), fingerprints=(2, 3)
 )
 EXAMPLES = pytest.mark.parametrize(
     "manifest", [A_BASE, A_DELTA, A_RUN], ids=["base", "delta", "run"]
@@ -263,7 +301,7 @@ def test_a_changed_value_is_told_apart_from_another_format():
 
 def test_an_unknown_format_version_names_both_versions():
     body = body_of(A_BASE)
-    with pytest.raises(FormatError, match="expected format version 6, found 99"):
+    with pytest.raises(FormatError, match="expected format version 6 to 7, found 99"):
         decode(encode_body({**body, "format": 99}))
 
 
@@ -336,7 +374,14 @@ def test_a_leaf_whose_boxes_do_not_fit_it_is_an_error(changes):
         ("fingerprints", "12"),
         ("step", True),
         ("step", 1.0),
-        ("count", -1),
+        ("counts", -1),
+        ("counts", [-1]),
+        ("counts", None),
+        ("environment", {"XLA_FLAGS": 1}),
+        ("caution", None),
+        ("caution", {"reason": "", "distrusted": [2]}),
+        ("caution", {"reason": "", "distrusted": [1, 0]}),
+        ("caution", {"reason": None, "distrusted": []}),
         ("kind", "other"),
     ],
 )
@@ -346,7 +391,9 @@ def test_a_field_that_cannot_be_is_an_error(field, value):
         decode(encode_body({**body, field: value}))
 
 
-@pytest.mark.parametrize("update", [{"params": [1]}, {"params": [2]}, {"count": None}])
+@pytest.mark.parametrize(
+    "update", [{"params": [1]}, {"params": [2]}, {"counts": None}, {"counts": [0]}, {"pinned": 1}]
+)
 def test_an_update_over_leaves_that_are_not_there_or_taken_twice_is_an_error(update):
     body = body_of(A_BASE)
     body["update"].update(update)
@@ -364,7 +411,7 @@ def test_what_the_update_does_with_leaves_that_it_does_not_compute_is_an_error(f
 
 
 def test_a_leaf_that_the_update_consumes_is_neither_reducing_nor_passed_through():
-    update = Update((), (), (0,), (), 1, (), (), "", "", {}, "0.10.2")
+    update = Update((), (), (0,), (), (1,), ((0, 0, 1, 0),), (), (), "", "", {}, "0.10.2", True)
     for field in ("reducing", "passed"):
         body = body_of(dataclasses.replace(A_BASE, update=update))
         assert decode(encode_body(body)).update == update
@@ -503,9 +550,81 @@ def test_a_missing_field_is_an_error(place):
 
 
 def test_a_state_without_recorder_has_no_count():
-    for manifest in (dataclasses.replace(A_BASE, update=None), A_DELTA):
-        found = decode(manifests.encode(dataclasses.replace(manifest, count=None)))
-        assert found.count is None
+    base = dataclasses.replace(A_BASE, update=None, counts=())
+    for manifest in (base, dataclasses.replace(A_DELTA, counts=(), updates=())):
+        assert decode(manifests.encode(manifest)).counts == ()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("updates", [1]),
+        ("updates", [0, 0]),
+        ("updates", [-1]),
+        ("updates", True),
+        ("counts", []),
+        ("unreplayed", [1, 0]),
+        ("unreplayed", [-1]),
+        ("checked", "prove"),
+        ("checked", None),
+        ("caution", {"reason": "", "distrusted": [2]}),
+    ],
+)
+def test_a_delta_of_updates_that_cannot_be_is_an_error(field, value):
+    for manifest in (A_DELTA, A_RUN):
+        body = body_of(manifest)
+        with pytest.raises(FormatError):
+            decode(encode_body({**body, field: value}))
+        if field != "caution" and body["recorded"]:
+            body["recorded"][0][field] = value
+            with pytest.raises(FormatError):
+                decode(encode_body(body))
+
+
+def as_version_6(body):
+    """The body of a manifest as the release before wrote it."""
+
+    def delta(own):
+        own = {**own, "count": own["counts"][0] if own["counts"] else None}
+        own["has_update"] = bool(own["updates"])
+        for field in ("counts", "updates", "unreplayed", "checked"):
+            del own[field]
+        return own
+
+    body = {**body, "format": 6}
+    del body["caution"]
+    if body["kind"] == "delta":
+        return {**delta(body), "recorded": [delta(each) for each in body["recorded"]]}
+    del body["environment"]
+    body["count"] = next(iter(body.pop("counts")), None)
+    if body["update"] is not None:
+        update = {**body["update"], "count": body["update"]["counts"][0]}
+        del update["counts"], update["pinned"]
+        body["update"] = update
+    return body
+
+
+@EXAMPLES
+def test_the_format_version_before_is_read(manifest):
+    found = decode(encode_body(as_version_6(body_of(manifest))))
+    unknown = {"caution": manifests.NO_CAUTION}
+    if isinstance(manifest, BaseManifest):
+        update = dataclasses.replace(manifest.update, pinned=False)
+        unknown |= {"environment": {}, "update": update}
+    else:
+        unknown |= {"checked": "", "unreplayed": ()}
+        unknown["recorded"] = tuple(
+            dataclasses.replace(each, checked="", unreplayed=()) for each in manifest.recorded
+        )
+    assert dataclasses.replace(found, checksum="") == dataclasses.replace(manifest, **unknown)
+
+
+@EXAMPLES
+def test_a_missing_field_of_the_format_version_before_is_an_error(manifest):
+    whole = as_version_6(body_of(manifest))
+    for field in whole:
+        with pytest.raises(FormatError):
+            decode(encode_body({key: whole[key] for key in whole if key != field}))
 
 
 def test_a_missing_manifest_is_an_error_that_names_the_file(tmp_path):
