@@ -13,6 +13,7 @@ import importlib.metadata
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import jax
 
 from adacheck_jax import (
+    claims,
     delta_share,
     durable,
     equality,
@@ -28,6 +30,7 @@ from adacheck_jax import (
     links,
     parts,
     policy,
+    replay,
     volumes,
 )
 from adacheck_jax import manifest as manifests
@@ -37,6 +40,7 @@ from adacheck_jax.errors import AdaCheckError, MismatchError, storage_named
 from adacheck_jax.lineage import Entry, Lineage
 from adacheck_jax.manifest import (
     BaseManifest,
+    Caution,
     Delta,
     DeltaManifest,
     Encoding,
@@ -51,23 +55,6 @@ from adacheck_jax.staging import Blocks
 
 
 @dataclass(slots=True)
-class Proof:
-    """What it takes to replay the update of a delta as it is saved; by proof sites.
-
-    Attributes:
-        before: blocks of everything that the update takes.
-        after: blocks of what it computes, as they were trained.
-        shardings: of every leaf.
-        x64: whether the train step ran with 64-bit types enabled.
-    """
-
-    before: Mapping[int, Blocks]
-    after: Mapping[int, Blocks]
-    shardings: dict[int, Any]
-    x64: bool
-
-
-@dataclass(slots=True)
 class Attempt:
     """One attempt to save a step.
 
@@ -76,12 +63,12 @@ class Attempt:
 
     Attributes:
         turn: held by the save of a line of steps that writes: one at a time.
-        is_first: whether nothing of an earlier attempt can be in the directory.
+        token: of that line, which marks what is written for it.
         is_over: whether the step is being saved again.
     """
 
     turn: threading.Lock
-    is_first: bool = True
+    token: str
     is_over: bool = False
 
 
@@ -95,10 +82,14 @@ class StepShare:
         fingerprints: of its state.
         delta: what is written of a delta.
         local: all of each leaf that every process has for itself, as this one has it.
-        count: the update counter; None without a recorder, and before it is settled.
+        counts: the update counters; none without a recorder, None before they are settled.
         settle: makes sure that the step is what it was expected to be, where that was not known
-            when its state was there: sets decision, count, and what of the delta depends on them.
+            when its state was there: sets decision, counts, and what of the delta depends on them.
+        verify: replays the delta and compares it with the state; None where it was compared.
         unchanged: the leaves that must have the bits of the step before.
+        unreplayed: the computed leaves that are stored, or the parent's, and not replayed.
+        checked: how its replay was compared, once it was.
+        refused: why the step cannot be saved, once that is known.
         sums: what this process contributes to each leaf's fingerprint, once that is known.
     """
 
@@ -107,11 +98,16 @@ class StepShare:
     fingerprints: fingerprint.Parts
     delta: DeltaShare | None
     local: Mapping[int, Blocks]
-    count: int | None = None
+    counts: policy.Counts | None = None
     settle: Callable[[], None] | None = None
+    verify: Callable[[], None] | None = None
     unchanged: tuple[int, ...] = ()
+    unreplayed: frozenset[int] = frozenset()
+    checked: str = ""
+    refused: AdaCheckError | None = None
     sums: dict[int, int] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    verify_lock: threading.RLock = field(default_factory=threading.RLock)
 
     def drain(self) -> None:
         """Brings what is held to the host, and sums up the fingerprints; waits for the devices."""
@@ -131,9 +127,15 @@ class StepShare:
             if not self.sums:
                 self.sums |= self.fingerprints.sums()
 
+    def summed(self) -> Mapping[int, int]:
+        """What this process contributes to each leaf's fingerprint; waits for the devices."""
+        self.sum_up()
+        return self.sums
+
     def release(self) -> None:
         """Lets go of all that is held of the state."""
-        self.delta, self.local, self.settle = None, {}, None
+        self.delta, self.local = None, {}
+        self.settle = self.verify = None
 
 
 @dataclass(slots=True)
@@ -146,10 +148,10 @@ class Save:
         directory_step: the number in the name of the step's directory, None if there is none.
         base: what this process writes of a base.
         before: the step that the saved one followed, recorded or saved; itself if there is none.
-        proves: whether its update is proved.
-        proof: what that takes; None where this process cannot.
+        caution: what checks found before this step.
         parent_files: what belongs to the parent; empty if this process does not know.
         attempt: whose turn it is to write.
+        error: why this process could not write its share.
         whole: where the process that commits notes the files of the step, for the next one.
         parts: what every process told of its share, once that is known.
         described: digests of the files that describe a base's arrays; from whoever wrote them.
@@ -168,8 +170,7 @@ class Save:
     custom_metadata: Any
     base: BaseShare | None
     before: int
-    proves: bool
-    proof: Proof | None
+    caution: Caution
     replicas: Check
     parent_files: frozenset[str]
     whole: dict[Path, frozenset[str]]
@@ -178,6 +179,7 @@ class Save:
     described: dict[str, str] = field(default_factory=dict)
     manifest: manifests.Manifest | None = None
     stamp: tuple[int, int, int] | None = None
+    error: Exception | None = None
 
     @property
     def own(self) -> StepShare:
@@ -195,12 +197,43 @@ class Save:
         return self.parent.manifest.depth + len(self.steps) if self.parent else 0
 
     @property
+    def agreed_caution(self) -> Caution:
+        """What the checks of any process found, as all know it once their shares are written."""
+        told = [part["caution"] for part in self.parts]
+        reasons = [self.caution.reason, *(reason for reason, _ in told)]
+        distrusted = {*self.caution.distrusted, *(i for _, own in told for i in own)}
+        return Caution(next(filter(None, reasons), ""), tuple(sorted(distrusted)))
+
+    @property
     def is_base(self) -> bool:
         """Whether the caller has to write a stock checkpoint of the full state."""
         return self.own.decision.is_base
 
     def write(self, directory: Path) -> None:
         """Writes this process's share; the directory is the item's temporary one.
+
+        Raises:
+            AdaCheckError: names the recorded steps that are lost with this one; of the kinds that
+                :meth:`_write_share` raises, or a ReplayError: replay does not give a state that is
+                gone.
+        """
+        try:
+            self._write_share(directory)
+        except AdaCheckError as error:
+            self.error = error
+            if recorded := [each.step for each in self.steps[:-1]]:
+                shown = lineage.shown_steps(recorded)
+                raise type(error)(
+                    f"{error} Not saved either, as they were to be written with it: the recorded "
+                    f"steps {shown}."
+                ) from error
+            raise
+        except Exception as error:
+            self.error = error
+            raise
+
+    def _write_share(self, directory: Path) -> None:
+        """Writes it, and judges it by what all processes tell.
 
         Raises:
             AdaCheckError: another process failed, or they did not decide alike; or the step is
@@ -214,15 +247,15 @@ class Save:
             with self.attempt.turn, storage_named(self.final_directory):
                 if self.attempt.is_over:
                     raise AdaCheckError(f"step {self.step}: given up, it is being saved again")
-                if not self.attempt.is_first:
+                with claims.writing(directory, process, self.attempt.token):
                     _clear(directory, process)
-                self.parts = [self._write(directory, process)]
+                    self.parts = [self._write(directory, process)]
         except Exception as error:
             if count > 1 and not self.attempt.is_over:
                 parts.fail(directory, process, error)
             raise
         finally:  # a save that failed is kept until the next one, its copies of the state are not
-            self.base, self.proof = None, None
+            self.base = None
             for each in self.steps:
                 each.release()
         if count > 1 and not self.attempt.is_over:
@@ -241,6 +274,7 @@ class Save:
             "is_base": self.is_base,
             "parent": self.parent.manifest.checksum if self.parent else None,
             "numbers": [each.step for each in self.steps],
+            "caution": [self.caution.reason, self.caution.distrusted],
         }
         written: Sequence[dict[str, Any]] = [{}]
         if self.is_base:
@@ -254,15 +288,14 @@ class Save:
             if process == 0 and self.parent and self.links:
                 # First of all: what is linked can no longer be deleted under this step.
                 links.link_ancestors(self.parent, directory, self.parent_files)
-            # A leaf that replay does not reproduce is stored whole: no step is lost to a wrong
-            # assumption, and the saver replays nothing onto this one.
-            wrong = self._prove()
-            part["problem"] = self._problem(wrong)
-            written = self._write_deltas(directory, process, wrong)
+            written = self._write_deltas(directory, process)
         # Fingerprints are computed by the devices, and meanwhile the delta was written.
         part["steps"] = [
             self._told(each) | own for each, own in zip(self.steps, written, strict=True)
         ]
+        for each in self.steps:  # no manifest speaks of a delta whose replay was not compared
+            if each.verify is not None:
+                each.verify()
         return part
 
     def _told(self, share: StepShare) -> dict[str, Any]:
@@ -274,40 +307,15 @@ class Save:
             "local": [(i, _digest(blocks)) for i, blocks in sorted(share.local.items())],
         }
 
-    def _write_deltas(
-        self, directory: Path, process: int, wrong: Sequence[int]
-    ) -> list[dict[str, Any]]:
+    def _write_deltas(self, directory: Path, process: int) -> list[dict[str, Any]]:
         assert self.own.delta is not None
         buffers, codec = self.own.delta.buffers, self.own.delta.codec
         packed = []
         for each in self.steps:
             assert each.delta is not None
-            own = wrong if each is self.own else ()
-            packed.append(each.delta.packed(process, jax.process_count(), own))
+            packed.append(each.delta.packed(process, jax.process_count()))
             each.delta = None  # a run is as large as memory allows: let go of it as it is packed
         return delta_share.write(packed, lineage.pack_in(directory, process), codec, buffers)
-
-    def _prove(self) -> list[int]:
-        """The leaves that replaying this delta does not reproduce; none where it is not proved."""
-        proof, self.proof = self.proof, None
-        if proof is None:
-            return []
-        return self.programs.prove(
-            self.structure, proof.before, proof.after, proof.shardings, proof.x64
-        )
-
-    def _problem(self, wrong: Sequence[int]) -> str:
-        if not wrong:
-            return ""
-        paths = [self.structure.leaves[i].path for i in wrong]
-        return (
-            f"replaying the update did not reproduce {len(wrong)} leaves of step {self.step} "
-            f"({', '.join(paths[:5])}{', ...' if len(paths) > 5 else ''}), which were stored "
-            "whole. The train step does not apply the update as it is replayed: it is not "
-            "compiled as one program (jax.jit), has a transformation after the Recorder, changes "
-            "the params by something else, or the compiler fused the gradient's computation into "
-            "the update; adacheck.separate_update mends the first and the last"
-        )
 
     def _program(self) -> Program:
         if not self.replayable:
@@ -351,9 +359,14 @@ class Save:
             raise AdaCheckError(
                 f"{self.final_directory}: expected at step {share.step} the state of the step "
                 "before, since the update counter is the same; but "
-                f"{self.structure.leaves[changed].path} changed without an update. Step "
-                f"{self.step} is not saved; the next one will be a base."
+                f"{self.structure.leaves[changed].path} changed without an update (edited by hand, "
+                f"or rolled back in memory?). Step {self.step} is not saved; the next one will be "
+                "a base."
             )
+
+    def committing(self, directory: Path) -> AbstractContextManager[None]:
+        """Makes certain that a directory holds this save and no other; see :mod:`claims`."""
+        return claims.committing(directory, jax.process_index(), self.attempt.token)
 
     def commit(self, directory: Path) -> None:
         """Writes the manifest, on one process.
@@ -378,6 +391,7 @@ class Save:
             manifest: manifests.Manifest = self._base_manifest()
         else:
             manifest = self._delta_manifest(self.parent)
+        claims.remove(directory)
         # The manifest makes the step exist, and nothing is written after it. All that is not
         # durable yet becomes so at once, which the journal of a file system takes as one. Orbax's
         # rename comes next.
@@ -388,24 +402,26 @@ class Save:
 
     def _base_manifest(self) -> BaseManifest:
         structure, program, update = self.structure, self._program(), None
-        if structure.binding is not None and self.replayable:
+        if structure.bindings and self.replayable:
             params, inner, record, extra = structure.arguments
             update = Update(
                 params=params,
                 inner=inner,
                 record=record,
                 extra=extra,
-                count=structure.index[structure.binding.count],
+                counts=structure.counts,
+                parts=structure.parts,
                 reducing=program.reducing,
                 passed=program.passed,
                 placement=structure.placement if program.reducing else "",
                 problem=program.problem,
                 programs=program.digests,
                 jax_version=jax.__version__,
+                pinned=program.pinned,
             )
         return BaseManifest(
             step=self.step,
-            count=self.own.count,
+            counts=self.own.counts or (),
             leaves=self.structure.leaves,
             fingerprints=_fingerprints(_by_step(self.parts)[-1]),
             update=update,
@@ -414,8 +430,10 @@ class Save:
             kept=self._agreed("kept"),
             process_count=jax.process_count(),
             versions=versions(),
+            environment=replay.environment(),
             described=self.described,
             directory_step=self.directory_step,
+            caution=self.agreed_caution,
         )
 
     def _agreed(self, key: str) -> tuple[tuple[int, int], ...]:
@@ -435,17 +453,19 @@ class Save:
         *recorded, own = [_delta(each, told) for each, told in pairs]
         return DeltaManifest(
             step=own.step,
-            count=own.count,
-            has_update=own.has_update,
+            counts=own.counts,
+            updates=own.updates,
             parent=Link(parent.manifest.step, reference, parent.manifest.checksum),
             depth=self.depth,
             stored=own.stored,
+            unreplayed=own.unreplayed,
             packs=own.packs,
             fingerprints=own.fingerprints,
-            problem=next((part["problem"] for part in self.parts if part["problem"]), ""),
+            checked=own.checked,
             custom_metadata=self.custom_metadata,
             directory_step=self.directory_step,
             recorded=tuple(recorded),
+            caution=self.agreed_caution,
         )
 
 
@@ -466,11 +486,13 @@ def _delta(share: StepShare, told: Sequence[parts.Part]) -> Delta:
     )
     return Delta(
         step=share.step,
-        count=share.count,
-        has_update=share.decision.update_count == 1,
+        counts=share.counts or (),
+        updates=share.decision.updates,
         stored=stored,
+        unreplayed=tuple(sorted(share.unreplayed)) if share.decision.updates else (),
         packs=packs,
         fingerprints=_fingerprints(told),
+        checked=share.checked if share.decision.updates else "stored",
     )
 
 
@@ -486,14 +508,15 @@ def _fingerprints(told: Sequence[parts.Part]) -> tuple[int, ...]:
 
 
 def _clear(item_directory: Path, process: int) -> None:
-    """Removes what an earlier attempt of this process wrote after Orbax had made room."""
+    """Removes what an earlier attempt, or another handler, wrote after Orbax had made room."""
     own = [f"{lineage.BASE}/{process}{rest}" for rest in ("", ".*")]
     own += [f"{lineage.KEPT}/*.{process}{rest}" for rest in ("", ".*")]
     for pattern in [*own, lineage.LINEAGE] if process == 0 else own:
         for path in item_directory.glob(pattern):
             shutil.rmtree(path)
     pack = lineage.pack_in(item_directory, process)
-    for path in pack.parent.glob(f"{pack.name}.*"):
+    names = [f"{pack.name}.*", "update.*"] if process == 0 else [f"{pack.name}.*"]
+    for path in (each for name in names for each in pack.parent.glob(name)):
         path.unlink()
 
 

@@ -1,24 +1,18 @@
-"""Base, replayed update, or differences: a decision for one state, with its reasons.
+"""Base, replayed updates, or differences: a decision for one state, with its reasons.
 
 :mod:`~adacheck_jax.policy` decides from numbers; here the state itself is looked at: whether it has
-the parent's structure and update, and whether something else than the update has changed it.
+the parent's structure and update. Users hear of bases that they did not plan.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from typing import Any
-
-import jax
-import numpy as np
+from collections.abc import Callable, Collection
 
 from adacheck_jax import fingerprint, policy, replay
-from adacheck_jax.copies import candidates
-from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.lineage import Lineage
 from adacheck_jax.manifest import BaseManifest
-from adacheck_jax.policy import Decision, Delta, Tip
+from adacheck_jax.policy import Counts, Decision, Delta, Tip, unplanned
 from adacheck_jax.programs import Program, Programs
 from adacheck_jax.snapshot import Snapshot, Structure
 
@@ -28,7 +22,7 @@ _log = logging.getLogger(__name__)
 def tip_of(parent: Lineage) -> Tip:
     """The saved step at the end of a lineage."""
     saved = parent.manifest
-    return Tip(saved.step, saved.count, saved.depth, parent.entries[-1].holder)
+    return Tip(saved.step, saved.counts, saved.depth)
 
 
 class Decisions:
@@ -56,9 +50,7 @@ class Decisions:
         self._max_deltas = max_deltas
         self._keeps_lineage = keeps_lineage
         self._delta: Delta = delta
-        self._small: dict[Hashable, list[np.ndarray]] = {}
-        self._forecasts = True
-        self._surprised_at: int | None = None
+        self._unplanned_count = 0
         self._said: set[str] = set()
 
     def decide(
@@ -69,9 +61,10 @@ class Decisions:
         held: Collection[int],
         *,
         step: int,
-        count: int | None,
+        counts: Counts,
         has_links: Callable[[], bool],
         replayable: bool,
+        is_first: bool,
     ) -> Decision:
         """Decides how a state is saved.
 
@@ -81,21 +74,22 @@ class Decisions:
             tip: its last step, or the last of those that were recorded since.
             held: the leaves of that step that are in host memory.
             step: the step's number.
-            count: the recorder's update counter.
+            counts: each recorder's update counter.
             has_links: tells whether the file system has hard links.
-            replayable: whether every leaf of the update is stored as it is trained.
+            replayable: whether every leaf of the updates is stored as it is trained.
+            is_first: whether nothing was saved or restored before.
         """
         if not replayable and self._delta != "bits":
             return self._base_once("save_args cast leaves that the update consumes or computes")
-        self._learn_problem(parent)
         decision = policy.decide(
             parent.base if parent else None,
             tip,
             problem=parent.problem if parent else "",
             step=step,
-            count=count,
+            counts=counts,
             max_deltas=self._max_deltas,
             delta=self._delta,
+            is_first=is_first,
         )
         program = self._programs.of(snapshot.structure)
         if program.problem and self._has_recorder and self._delta != "bits":
@@ -103,7 +97,7 @@ class Decisions:
         if decision.is_base or parent is None or tip is None:
             return decision
         if parent.base.leaves != snapshot.structure.leaves:
-            return Decision("base", _first_difference(parent.base, snapshot.structure))
+            return unplanned(_first_difference(parent.base, snapshot.structure))
         if not has_links() and not self._keeps_lineage:
             return self._base_once(
                 "the file system has no hard links, and the handler has no KeepLineage policy that "
@@ -111,15 +105,7 @@ class Decisions:
             )
         if decision.kind == "bits":
             return self._check_bits(decision, snapshot, parent, program, held)
-        return self._check_replay(decision, snapshot, count, parent, tip, program)
-
-    def _learn_problem(self, parent: Lineage | None) -> None:
-        """What disproved a lineage, in this process or another, speaks against its program."""
-        if parent is None or parent.base.update is None or parent.base.update.problem:
-            return
-        if parent.problem:
-            digest = parent.base.update.programs.get(replay.platform(), "")
-            self._programs.disprove(digest, parent.problem)
+        return self._check_replay(decision, snapshot.structure, parent, program)
 
     def _check_bits(
         self,
@@ -136,172 +122,80 @@ class Decisions:
         return decision
 
     def _check_replay(
-        self,
-        decision: Decision,
-        snapshot: Snapshot,
-        count: int | None,
-        parent: Lineage,
-        tip: Tip,
-        program: Program,
+        self, decision: Decision, structure: Structure, parent: Lineage, program: Program
     ) -> Decision:
         if not program.files:
-            return Decision("base", program.problem)
+            return unplanned(program.problem)
         update = parent.base.update
         if update is None or program.digest != update.programs.get(replay.platform()):
-            return Decision("base", "the update program changed")
-        if update.reducing and update.placement != snapshot.structure.placement:
+            return unplanned("the update program changed")
+        if update.reducing and update.placement != structure.placement:
             # Cut alike, but added up in another order: a restore replays where the base lay.
-            return Decision("base", "the mesh changed, and the update adds up elements")
-        if decision.update_count:
-            values = self.values_of(snapshot.structure, snapshot.arrays)
-            changed = self._set_by_hand(snapshot.structure, values, count, tip, program)
-            by = "was changed by something else than the update"
-        elif tip.step != parent.manifest.step:  # recorded: whoever writes knows its fingerprints
-            changed, by = "", ""
-        else:
-            changed = _changed(snapshot, parent, candidates(snapshot.structure, decision, program))
-            by = "changed without an update"
-        return Decision("base", f"{changed} {by}") if changed else decision
+            return unplanned("the mesh changed, and the update adds up elements")
+        return decision
 
-    def settle(
-        self,
-        structure: Structure,
-        values: Mapping[int, np.ndarray],
-        tip: Tip,
-        program: Program,
-        where: Hashable,
-    ) -> tuple[Decision, int]:
-        """Decides, when the state may be gone, what was expected to be a delta of an update.
+    def note(self, decision: Decision, step: int) -> None:
+        """Warns once where two bases in a row were not planned.
 
         Args:
-            structure: of the state.
-            values: of its small leaves, as :meth:`small` chose them.
-            tip: the step that it follows.
-            program: the update.
-            where: under which its small values are remembered.
-
-        Returns:
-            A delta of one update or of none, and the update counter.
-
-        Raises:
-            AdaCheckError: it can be no such delta.
+            decision: of the step that is being saved.
+            step: its number.
         """
-        binding = structure.binding
-        assert binding is not None
-        count, before = int(values[structure.index[binding.count]]), tip.count
-        assert before is not None
-        wrong = ""
-        if count - before == 1:
-            changed = self._set_by_hand(structure, values, count, tip, program)
-            wrong = f"{changed} was changed by something else than the update" if changed else ""
-        elif count != before:
-            wrong = f"the update counter went from {before} to {count}: not one update"
-        if wrong:
-            raise AdaCheckError(
-                f"expected one update since step {tip.step}, as between the steps before; but "
-                f"{wrong}. A save does not wait for a step that is still computed, and so this was "
-                "found when a full state could not be had any more. The step is not saved; the "
-                "next one will be a base."
+        if decision.is_planned:
+            self._unplanned_count = 0 if not decision.is_base else self._unplanned_count
+            return
+        self._unplanned_count += 1
+        if self._unplanned_count >= 2:
+            remedy = _remedy(decision.reason)
+            self._warn_once(
+                f"Steps are saved as full states, one after another, and not as deltas: at step "
+                f"{step} since {decision.reason}. {remedy}",
+                key=remedy,  # the reason has other numbers at each step
             )
-        self.remember(structure, values, where)
-        advanced = count - before
-        return Decision("replay", "one update" if advanced else "no update", advanced), count
-
-    def small(self, structure: Structure) -> tuple[int, ...]:
-        """The leaves by whose values a delta of an update is told from anything else."""
-        binding = structure.binding
-        assert binding is not None
-        chosen = (structure.index[binding.count], *structure.positions(binding.extra))
-        if not self._forecasts:
-            return chosen[:1]
-        inner = structure.positions(binding.inner)
-        return (*chosen, *(inner[i] for i in self._programs.forecast(structure).inner))
-
-    def values_of(
-        self, structure: Structure, arrays: Sequence[Any] | Mapping[int, Any]
-    ) -> dict[int, np.ndarray]:
-        """The values of the small leaves; waits for them.
-
-        Args:
-            structure: of the state.
-            arrays: plain arrays by leaf index.
-        """
-        if not all(_readable(arrays[i]) for i in self.small(structure)):
-            self._forecasts = False
-        return {i: np.array(arrays[i]) for i in self.small(structure)}
-
-    def _set_by_hand(
-        self,
-        structure: Structure,
-        values: Mapping[int, np.ndarray],
-        count: int | None,
-        tip: Tip,
-        program: Program,
-    ) -> str:
-        """Names a small leaf of the optimizer's state that the update cannot have set."""
-        binding = structure.binding
-        before = self._small.get(tip.where)
-        if binding is None or before is None or not self._forecasts:
-            return ""
-        forecast = self._programs.forecast(structure)
-        extra = [values[i] for i in structure.positions(binding.extra)]
-        expected = forecast.run(before, extra)
-        pairs = zip(forecast.inner, expected, self._small_of(structure, values), strict=True)
-        changed = [i for i, old, new in pairs if np.asarray(old).tobytes() != new.tobytes()]
-        # What the update passes through is what it took, whoever set it: a delta stores it.
-        inner = structure.arguments[1]
-        changed = [i for i in changed if inner[i] not in program.passed]
-        if not changed:
-            return ""
-        # Twice in a row is no hand: the step computes it otherwise, and the proof is left to tell.
-        self._forecasts = self._surprised_at != tip.count
-        self._surprised_at = count
-        return binding.inner[changed[0]] if self._forecasts else ""
-
-    def remember(
-        self, structure: Structure, values: Mapping[int, np.ndarray], where: Hashable
-    ) -> None:
-        """Keeps what the next save is compared with, if updates may be replayed onto this one.
-
-        Args:
-            structure: of the state that is being saved.
-            values: of its small leaves.
-            where: under which; others are forgotten.
-        """
-        self._small = {where: self._small_of(structure, values)} if self._forecasts else {}
-
-    def _small_of(self, structure: Structure, values: Mapping[int, np.ndarray]) -> list[np.ndarray]:
-        inner = structure.arguments[1]
-        return [values[inner[i]] for i in self._programs.forecast(structure).inner]
 
     def _say(self, problem: str) -> None:
-        what = "bit-pattern deltas" if self._delta == "auto" else "bases only"
-        self._warn_once(f"Saving {what}: {problem}.")
+        form = "bit-pattern deltas" if self._delta == "auto" else "bases only"
+        self._warn_once(f"Saving {form}: {problem}.")
 
     def _base_once(self, reason: str) -> Decision:
         self._warn_once(f"Saving bases only: {reason}.")
         return Decision("base", reason)
 
-    def _warn_once(self, message: str) -> None:
-        if message not in self._said:
-            self._said.add(message)
+    def _warn_once(self, message: str, key: str = "") -> None:
+        if (key or message) not in self._said:
+            self._said.add(key or message)
             _log.warning("%s", message)
 
 
-def _readable(array: Any) -> bool:
-    """Whether this process can read a whole array without asking others."""
-    if not isinstance(array, jax.Array):
-        return True
-    return array.is_fully_addressable or array.is_fully_replicated
+_REMEDIES = {
+    "the update counter": "Save or record (record_step) every step that makes an update; of two "
+    "handlers that take turns each sees every second step alone.",
+    "does not follow": "Give steps ascending numbers, and each training run a root and a handler "
+    "of its own.",
+    "no parent step": "Another handler or process writes to this root, or removes steps from it: "
+    "give each training run a root and a handler of its own.",
+    "the tree changed": "Save states of one structure.",
+    "the state has": "Save states of one structure.",
+    "changed from": "Save states of one structure.",
+    "the sharding of": "Keep the shardings of the state: give the train step's jit out_shardings.",
+}
 
 
-def _changed(snapshot: Snapshot, parent: Lineage, stored: Collection[int]) -> str:
-    """Names a leaf that a delta of no update would get wrong; empty if there is none."""
-    structure = snapshot.structure
-    rest = {i: array for i, array in enumerate(snapshot.arrays) if i not in stored}
+def _remedy(reason: str) -> str:
+    return next((text for key, text in _REMEDIES.items() if key in reason), "See the log.")
+
+
+def changed(snapshot: Snapshot, parent: Lineage, indices: Collection[int]) -> list[int]:
+    """Finds the leaves whose bits are not those of the parent; collective across processes.
+
+    Args:
+        snapshot: the state.
+        parent: the lineage that it follows.
+        indices: the leaves to compare.
+    """
     expected = parent.manifest.fingerprints
-    found = fingerprint.of_leaves(rest)
-    return next((structure.leaves[i].path for i, f in found.items() if f != expected[i]), "")
+    found = fingerprint.of_leaves({i: snapshot.arrays[i] for i in indices})
+    return [i for i, value in found.items() if value != expected[i]]
 
 
 def _first_difference(base: BaseManifest, structure: Structure) -> str:

@@ -1,37 +1,40 @@
 """What a step is expected to be before its values are known, and whether it is.
 
-A save does not wait for a step that is still being computed. That one update lies between it and
-the step before is assumed then, and found out when the values are there.
+A save does not wait for a step that is still being computed. That at most one update of each
+recorder lies between it and the step before is assumed then, and found out when the values are
+there; so is whether replaying them gives the state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+import contextlib
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from adacheck_jax import copies, staging
+from adacheck_jax import copies, policy, staging
+from adacheck_jax.checks import Check, Findings
 from adacheck_jax.commit import StepShare
-from adacheck_jax.decisions import Decisions
-from adacheck_jax.errors import AdaCheckError
-from adacheck_jax.policy import Tip
+from adacheck_jax.errors import AdaCheckError, ReplayError
+from adacheck_jax.policy import Counts, Decision, Tip
 from adacheck_jax.programs import Program
 from adacheck_jax.snapshot import Structure
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Expectation:
-    """That one update lies between a step and the one before, or none.
+    """That a step is a delta of the step before.
 
     Attributes:
-        share: of the step; its decision and counter are set, and what depends on them.
+        share: of the step; its decision and counters are set, and what depends on them.
         structure: of the state.
-        values: of its small leaves, as ``Decisions.small`` chose them.
-        tip: tells the step before; its counter may come to be known meanwhile.
+        values: of its counters, by leaf index; perhaps still being computed.
+        tip: tells the step before; its counters may come to be known meanwhile.
         program: the update.
-        where: under which the small values are remembered.
+        check: compares its replay with the state; None where it was compared before.
+        before: of the step before, which is to be compared first; None where it was.
         again: of the same step, if it was recorded before it was saved.
     """
 
@@ -40,45 +43,109 @@ class Expectation:
     values: Mapping[int, Any]
     tip: Callable[[], Tip]
     program: Program
-    where: Hashable
+    check: Check | None
+    before: Expectation | None = None
     again: Expectation | None = None
 
     @property
-    def count(self) -> int:
-        """The update counter; waits for it."""
-        binding = self.structure.binding
-        assert binding is not None
-        return int(self.values[self.structure.index[binding.count]])
+    def counts(self) -> Counts:
+        """The update counters; waits for them."""
+        return tuple(int(np.asarray(self.values[i])) for i in self.structure.counts)
 
-    def settle(self, decisions: Decisions) -> None:
-        """Finds out whether it is so, and sets what depends on it.
+    def settle(self) -> None:
+        """Finds out which updates were made, and sets what depends on it.
 
         Raises:
-            AdaCheckError: it is not.
+            AdaCheckError: some recorder made another number than one or none.
         """
-        if self.share.count is not None:
+        if self.share.counts is not None:
             return
-        if self.again is not None and self.again.count != self.count:
+        share, counts = self.share, self.counts
+        if self.again is not None and self.again.counts != counts:
             raise AdaCheckError(
-                f"expected step {self.share.step} as it was recorded, with {self.again.count} "
-                f"updates; found {self.count}. The step is not saved. Give record_step the numbers "
-                "of the steps, as the manager counts them."
+                f"expected step {share.step} as it was recorded, with "
+                f"{policy.shown(self.again.counts)} updates; found {policy.shown(counts)}. The "
+                "step is not saved. Give record_step the numbers of the steps, as the manager "
+                "counts them."
             )
-        read = {i: np.asarray(value) for i, value in self.values.items()}
-        share, where = self.share, self.where
-        share.decision, count = decisions.settle(
-            self.structure, read, self.tip(), self.program, where
-        )
-        if not share.decision.update_count:
-            assert share.delta is not None
-            share.delta.candidates = copies.candidates(self.structure, share.decision, self.program)
-            share.unchanged = others(self.structure, share.delta.candidates)
-        share.count = count
+        tip = self.tip()
+        assert tip.counts is not None
+        updates = policy.advanced(tip.counts, counts)
+        if updates is None:
+            raise AdaCheckError(
+                f"expected one update since step {tip.step}, as between the steps before; but the "
+                f"update counter went from {policy.shown(tip.counts)} to {policy.shown(counts)}: "
+                "not one update. A save does not wait for a step that is still computed, and so "
+                "this was found when a full state could not be had any more. The step is not "
+                "saved; the next one will be a base."
+            )
+        share.decision = Decision("replay", policy.described(updates), updates)
+        delta = share.delta
+        if delta is None:
+            raise AdaCheckError(f"step {share.step} was given up before it was written")
+        stored = delta.candidates
+        if len(updates) < len(counts):
+            held = frozenset(stored)
+            delta.candidates = stored = tuple(
+                i
+                for i in copies.candidates(
+                    self.structure, share.decision, self.program, share.unreplayed
+                )
+                if i in held
+            )
+        share.unchanged = copies.unchanged(self.structure, stored, updates)
+        share.counts = counts
+
+    def verify(self) -> None:
+        """Replays, and compares with the state; once, and remembers what was found.
+
+        Raises:
+            AdaCheckError: as from :meth:`settle`.
+            ReplayError: replay gives something else, and the state is gone.
+        """
+        share = self.share
+        with share.verify_lock:
+            if self.before is not None:
+                with contextlib.suppress(AdaCheckError):  # its own save is told
+                    self.before.verify()
+                self.before = None
+            try:
+                if share.refused is None:
+                    self._compare()
+            except AdaCheckError as error:
+                share.refused = error
+            if share.refused is not None:
+                raise share.refused
+
+    def _compare(self) -> None:
+        self.settle()
+        share, check, self.check = self.share, self.check, None
+        if check is None:
+            return
+        updates = share.decision.updates
+        found = check.findings(updates)
+        if wrong := {i: each for i, each in found.items() if i not in share.unreplayed}:
+            raise ReplayError(
+                f"step {share.step}: {told(self.structure, wrong)}. This was found after the save "
+                "had returned, when the state could not be had any more: the step is not saved. "
+                f"{CAUSES} From now on each save is checked before it returns, and stores what "
+                "replay does not reproduce."
+            )
+        share.checked = self.program.engine if updates else "stored"
 
 
-def others(structure: Structure, stored: tuple[int, ...]) -> tuple[int, ...]:
-    """The leaves that a delta does not store."""
-    return tuple(sorted(frozenset(range(len(structure.leaves))).difference(stored)))
+CAUSES = (
+    "Look for: params or optimizer state edited by hand, rolled back or swapped between the update "
+    "and the save; a transformation or projection after the Recorder; another optimizer than the "
+    "handler's recorder; arithmetic that is not pinned (pin=False)."
+)
+
+
+def told(structure: Structure, wrong: Collection[int] | Findings) -> str:
+    """Names the leaves that replay gets wrong."""
+    paths = [structure.leaves[i].path for i in wrong]
+    shown = ", ".join(paths[:5]) + (", ..." if len(paths) > 5 else "")
+    return f"replaying the update does not give the state that was trained, in {shown}"
 
 
 def are_ready(values: Mapping[int, Any]) -> bool:

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from adacheck_jax import decisions, lineage, links
 from adacheck_jax import manifest as manifests
+from adacheck_jax.checks import Witness
 from adacheck_jax.commit import Save
-from adacheck_jax.copies import HostCopies
 from adacheck_jax.errors import AdaCheckError
+from adacheck_jax.expectation import Expectation
 from adacheck_jax.lineage import Lineage
 from adacheck_jax.manifest import DeltaManifest
-from adacheck_jax.policy import Tip
+from adacheck_jax.policy import Counts, Tip, advanced
 from adacheck_jax.retention import KeepLineage
+from adacheck_jax.staging import Blocks
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Head:
     """A step that the next one may build on: the one saved last, or restored last.
 
@@ -27,25 +30,29 @@ class Head:
         directory: its item directory; it is not there before its save is committed.
         number: in the name of the step's directory, None if there is none. A directory that is
             being deleted does not tell it any more.
-        copies: what the next save compares with.
+        copies: host copies of leaves that the next delta may store as differences.
         files: by its directory, its files while it was whole; empty if this process does not know.
         known: its lineage as it was found on disk last; before that its parent's, if it has one.
         save: that saved it, None if it was restored.
+        witness: of its state, to check the next step with; None if there is none.
+        expectation: of a save that returned before it was known what it saved.
     """
 
     directory: Path
     number: int | None
-    copies: HostCopies
+    copies: Mapping[int, Blocks]
     files: dict[Path, frozenset[str]]
     known: Lineage | None
     save: Save | None = None
+    witness: Witness = None
+    expectation: Expectation | None = None
 
     def tip(self) -> Tip:
-        """The step itself; its counter is not known before its save is settled."""
+        """The step itself; its counters are not known before its save is settled."""
         if self.save is None:
             assert self.known is not None
             return decisions.tip_of(self.known)
-        return Tip(self.save.step, self.save.own.count, self.save.depth, self.directory)
+        return Tip(self.save.step, self.save.own.counts, self.save.depth)
 
 
 class Heads:
@@ -65,9 +72,14 @@ class Heads:
         self.saved: Head | None = None
 
     @property
+    def is_empty(self) -> bool:
+        """Whether nothing was saved or restored that the next save may build on."""
+        return not self._heads
+
+    @property
     def only(self) -> Head | None:
-        """The step saved last, if nothing was restored since."""
-        return self.saved if self._heads == (self.saved,) else None
+        """The step saved or restored last, if it is the only one to build on."""
+        return self._heads[0] if len(self._heads) == 1 else None
 
     def advance(self, saved: Head) -> None:
         """Notes a step that is being saved."""
@@ -85,20 +97,20 @@ class Heads:
         """Notes that a step was restored that nothing can build on."""
         self._heads = ()
 
-    def parent(self, final_directory: Path, count: int | None) -> Head | None:
+    def parent(self, final_directory: Path, counts: Counts) -> Head | None:
         """The head that a delta would follow, with its lineage as it is on disk now.
 
-        Of the step restored last and the step saved last, the first that the counter follows.
+        Of the step restored last and the step saved last, the first that the counters follow.
 
         Args:
             final_directory: of the delta.
-            count: the update counter of its state.
+            counts: the update counters of its state.
         """
         found = [head for head in self._heads if self.is_there(head, final_directory)]
         for head in found:
             assert head.known is not None
-            before = head.known.manifest.count
-            if before is not None and count is not None and count - before in (0, 1):
+            before = head.known.manifest.counts
+            if counts and len(before) == len(counts) and advanced(before, counts) is not None:
                 return head
         return found[0] if found else None
 
@@ -116,6 +128,8 @@ class Heads:
         """The lineage of a step that was saved here, if it is on disk as it was committed."""
         save = head.save
         assert save is not None
+        if not lineage.is_committed(head.directory):  # Orbax's own part of the save failed
+            return None
         try:
             if save.manifest is None:  # another process committed it
                 head.known = lineage.follow([save.parent] if save.parent else [], head.directory)
@@ -149,7 +163,7 @@ class Heads:
     def has_links(self, final_directory: Path) -> bool:
         """Whether steps beside this one can be hard-linked; probed once a root."""
         root = final_directory.parent
-        while not root.is_dir():
+        while not root.is_dir() or (root / lineage.STEP_METADATA).exists():  # a root, not a step
             root = root.parent
         if root not in self._links:
             self._links[root] = links.can_link(root)
@@ -160,14 +174,17 @@ class Heads:
         return self._keep_lineage is not None or self.has_links(final_directory)
 
 
-def of_restored(restored: Lineage, number: int | None, copies: HostCopies) -> Head:
+def of_restored(
+    restored: Lineage, number: int | None, copies: Mapping[int, Blocks], witness: Witness
+) -> Head:
     """A restored step as a head.
 
     Args:
         restored: the step's lineage.
         number: in the name of the step's directory, None if there is none.
-        copies: what the next save compares with.
+        copies: host copies of leaves that the next delta may store as differences.
+        witness: of its state.
     """
     entry = restored.entries[-1]
     directory, files = entry.holder, {entry.holder: links.files_of(entry)}
-    return Head(directory, number, copies, files, restored)
+    return Head(directory, number, copies, files, restored, witness=witness)

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from adacheck_jax.errors import AdaCheckError
+from adacheck_jax.errors import AdaCheckError, ReplayError
 from adacheck_jax.manifest import DIRECTORY
 
 Part = dict[str, Any]
@@ -38,7 +38,8 @@ def write(item_directory: Path, process: int, part: Part) -> None:
 def fail(item_directory: Path, process: int, error: BaseException) -> None:
     """Tells the others that this process has failed, if it still can."""
     with contextlib.suppress(OSError):
-        write(item_directory, process, {"error": f"{type(error).__name__}: {error}"})
+        text, is_replay = f"{type(error).__name__}: {error}", isinstance(error, ReplayError)
+        write(item_directory, process, {"error": text, "is_replay": is_replay})
 
 
 def gather(item_directory: Path, process_count: int) -> list[Part]:
@@ -46,6 +47,7 @@ def gather(item_directory: Path, process_count: int) -> list[Part]:
 
     Raises:
         AdaCheckError: a process has failed, or its part does not come.
+        ReplayError: a process found that replay does not give its state.
     """
     deadline_s, pause_s = time.monotonic() + TIMEOUT_S, _FIRST_PAUSE_S
     found: list[Part] = []
@@ -64,7 +66,8 @@ def gather(item_directory: Path, process_count: int) -> list[Part]:
             pause_s = min(2 * pause_s, _LAST_PAUSE_S)
             continue
         if "error" in part:
-            raise AdaCheckError(
+            kind = ReplayError if part["is_replay"] else AdaCheckError
+            raise kind(
                 f"process {len(found)} could not write its share ({part['error']}). The step is "
                 "not saved."
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,26 +11,36 @@ Delta = Literal["auto", "replay", "bits"]
 """Which deltas may be written: replayed updates and, where these are not exact, bit-pattern
 differences; replayed updates alone; differences alone."""
 
+Counts = tuple[int, ...]
+"""The update counter of each recorder in a state; none without a recorder."""
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
     """What to write.
 
     Attributes:
-        kind: ``base``: the full state; ``replay``: what ``update_count`` updates consumed;
+        kind: ``base``: the full state; ``replay``: what the updates since the parent consumed;
             ``bits``: differences from the parent's bits.
         reason: why, in words for the log and the manifest.
-        update_count: updates since the parent (0 or 1) that are replayed.
+        updates: positions of the recorders whose update, one since the parent, is replayed.
+        is_planned: whether a user who knows the handler's options expects it.
     """
 
     kind: Literal["base", "replay", "bits"]
     reason: str
-    update_count: int = 0
+    updates: tuple[int, ...] = ()
+    is_planned: bool = True
 
     @property
     def is_base(self) -> bool:
         """Whether the full state is written."""
         return self.kind == "base"
+
+
+def unplanned(reason: str) -> Decision:
+    """A base that is written because no delta can be."""
+    return Decision("base", reason, is_planned=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +49,31 @@ class Tip:
 
     Attributes:
         step: step number.
-        count: the recorder's update counter; None without a recorder, and while it is not known.
+        counts: each recorder's update counter; None while they are not known.
         depth: number of deltas between the base and this step.
-        where: under which what is known of it was remembered.
     """
 
     step: int
-    count: int | None
+    counts: Counts | None
     depth: int
-    where: Hashable = None
+
+
+def advanced(before: Counts, after: Counts) -> tuple[int, ...] | None:
+    """The recorders that made one update between two states; None if one made another number."""
+    steps = [b - a for a, b in zip(before, after, strict=True)]
+    if not {0, 1}.issuperset(steps):
+        return None
+    return tuple(k for k, step in enumerate(steps) if step)
+
+
+def shown(counts: Counts) -> str:
+    """Counters for a message."""
+    return " and ".join(map(str, counts))
+
+
+def described(updates: tuple[int, ...]) -> str:
+    """The reason of a delta that replays updates."""
+    return {0: "no update", 1: "one update"}.get(len(updates), f"{len(updates)} updates")
 
 
 def decide(
@@ -57,42 +82,44 @@ def decide(
     *,
     problem: str,
     step: int,
-    count: int | None,
+    counts: Counts,
     max_deltas: int,
     delta: Delta,
+    is_first: bool,
 ) -> Decision:
-    """Decides between base and delta from step, counter and lineage length.
+    """Decides between base and delta from step, counters and lineage length.
 
     Args:
         base: the base of the current lineage, None when it is missing.
         tip: the last saved, restored or recorded step of that lineage.
         problem: what speaks against replaying updates onto that lineage; empty if nothing does.
         step: the step to save.
-        count: the recorder's update counter in the state to save, None without a recorder.
+        counts: each recorder's update counter in the state to save, none without a recorder.
         max_deltas: longest lineage, in deltas.
         delta: which deltas may be written.
+        is_first: whether nothing was saved or restored before.
 
     Returns:
         The decision. A counter that skipped means that records were missed, so a base is due where
         updates are replayed.
     """
-    if delta != "bits" and count is None:
+    if delta != "bits" and not counts:
         return Decision("base", "no recorder")
     if base is None or tip is None:
-        return Decision("base", "no parent step to build on")
+        return Decision("base", "no parent step to build on", is_planned=is_first)
     if step <= tip.step:
-        return Decision("base", f"step {step} does not follow step {tip.step}")
+        return unplanned(f"step {step} does not follow step {tip.step}")
     if tip.depth >= max_deltas:
         return Decision("base", f"the lineage is full ({tip.depth} of max_deltas={max_deltas})")
     if delta == "bits":
         return Decision("bits", "as the handler was told")
-    if base.update is None or tip.count is None or count is None:
-        return Decision("base", "the base has no update program to replay")
+    if base.update is None or not tip.counts or len(tip.counts) != len(counts):
+        return unplanned("the base has no update program to replay")
     if problem:
         return Decision("bits" if delta == "auto" else "base", problem)
-    advanced = count - tip.count
-    if advanced not in (0, 1):
-        return Decision(
-            "base", f"the update counter went from {tip.count} to {count}: not one update"
+    updates = advanced(tip.counts, counts)
+    if updates is None:
+        return unplanned(
+            f"the update counter went from {shown(tip.counts)} to {shown(counts)}: not one update"
         )
-    return Decision("replay", "one update" if advanced else "no update", advanced)
+    return Decision("replay", described(updates), updates)

@@ -1,43 +1,51 @@
-"""The update program of a training run: exported, classified, and proved."""
+"""The update program of a training run: exported, and classified."""
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from adacheck_jax import exactness, proof, replay
+from adacheck_jax import exactness, replay
 from adacheck_jax.exactness import Level
 from adacheck_jax.manifest import Leaf
+from adacheck_jax.pieces import Pieces, UnevenError, row_of
 from adacheck_jax.recorder import Recorder
 from adacheck_jax.snapshot import Structure
-from adacheck_jax.staging import Blocks
+
+Check = Literal["sample", "full"]
+"""Of a delta's replay, what is compared with the state before the delta is saved."""
+Engine = Literal["sample", "full", "identity"]
+"""How it is compared: see :mod:`~adacheck_jax.checks`."""
 
 _KNOWN_COUNT = 8
-_SMALL_COUNT = 64
-"""Elements of the largest leaf that is forecast."""
+_COPIED_BYTES = 64 * 2**20
+"""The largest state of which a copy is kept unasked, where nothing less tells."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The exported update, and how exactly it can be replayed.
+    """The exported updates of a structure, and how exactly they can be replayed.
 
     Attributes:
         files: the serialized program of each platform; none where there is a problem.
         digests: digest of each of them.
-        problem: why the update cannot be replayed; empty if it can.
+        problem: why no update can be replayed; empty if one can.
         reducing: indices of the leaves that depend on the order of a sum.
         passed: indices of the leaves that the update returns as it took them.
-        piecewise: whether the update can be computed a piece of each leaf at a time.
-        function: what proves it; one object, so that it is compiled once and not for every proof.
+        unreplayed: indices of the computed leaves that a delta stores, since another program may
+            compute other bits of them, or nothing can check it.
+        pinned: whether all that is replayed computes the same bits in any program.
+        engine: how replay is checked.
+        pieces: the updates on samples, for that engine.
+        function: the updates over flat leaves; one object, so that it is compiled once.
     """
 
     files: Mapping[str, bytes]
@@ -45,7 +53,10 @@ class Program:
     problem: str = ""
     reducing: tuple[int, ...] = ()
     passed: tuple[int, ...] = ()
-    piecewise: bool = False
+    unreplayed: frozenset[int] = frozenset()
+    pinned: bool = False
+    engine: Engine = "sample"
+    pieces: Pieces | None = None
     function: replay.UpdateFunction | None = None
 
     @property
@@ -53,210 +64,189 @@ class Program:
         """Digest of this platform's program; empty where there is none."""
         return self.digests.get(replay.platform(), "")
 
-
-@dataclass(frozen=True, slots=True)
-class Forecast:
-    """The small part of the optimizer's state that an update computes from itself alone.
-
-    Counters and hyper-parameters: what they must be after an update can be told at once, so that a
-    value set by hand between two steps is noticed before a delta is written.
-
-    Attributes:
-        inner: positions in the list of inner leaves.
-        run: the next values of those leaves, from their values and those of the extra arguments.
-    """
-
-    inner: tuple[int, ...]
-    run: Callable[[list[Any], list[Any]], list[Any]]
+    @property
+    def stored(self) -> frozenset[int]:
+        """The computed leaves that a delta stores wherever they changed."""
+        return self.unreplayed.union(self.passed)
 
 
 class Programs:
-    """The exported updates of the structures that a recorder is used with.
+    """The exported updates of the structures that are saved.
 
     Args:
-        recorder: the recorder in the optimizer chain, or None.
-        prove_bytes: device memory that a proof may take.
+        check: what the caller wants compared.
     """
 
-    def __init__(self, recorder: Recorder | None, prove_bytes: int) -> None:
-        self._recorder = recorder
-        self._prove_bytes = prove_bytes
+    def __init__(self, check: Check) -> None:
+        self._check: Check = check
         self._known: dict[Any, Program] = {}
         self._last: tuple[Structure, Any, Program] | None = None
-        self._forecasts: dict[int, Forecast] = {}
-        self._disproved: dict[str, str] = {}
+        self._identity_fails = False
         self._said: set[str] = set()
 
     def of(self, structure: Structure) -> Program:
-        """The update of a structure; exported once, since a lineage keeps its update."""
-        recorder, binding = self._recorder, structure.binding
-        if recorder is None or binding is None:
+        """The updates of a structure; exported once, since a lineage keeps its update."""
+        if not structure.bindings:
             return Program({}, {}, "no recorder")
-        how = (recorder.unreplayable, recorder.separate)
+        recorders = [each.recorder for each in structure.bindings]
+        state = (
+            self._identity_fails,
+            *((r.unreplayable, self._runs_apart(r)) for r in recorders),
+        )
         last = self._last
-        if last is None or last[0] is not structure or last[1] != how:
-            last = self._last = (structure, how, self._exported(recorder, structure, how))
-        program = last[2]
-        if disproved := self._disproved.get(program.digest):
-            return dataclasses.replace(program, files={}, digests={}, problem=disproved)
-        return program
+        if last is None or last[0] is not structure or last[1] != state:
+            last = self._last = (structure, state, self._exported(structure, state))
+        return last[2]
 
-    def _exported(self, recorder: Recorder, structure: Structure, how: Any) -> Program:
-        arguments, binding = structure.arguments, structure.binding
+    def _runs_apart(self, recorder: Recorder) -> bool:
+        """Whether the update is run by a ``separate_update``, and does not just have one."""
+        return recorder.separate and not (self._identity_fails and recorder.last_call is None)
+
+    def compare_in_full(self) -> None:
+        """Checks no more by identity: the loop hands on other arrays than it got."""
+        self._identity_fails = True
+
+    def _exported(self, structure: Structure, state: Any) -> Program:
+        arguments = structure.arguments
         specs = [[_abstract(structure.leaves[i]) for i in indices] for indices in arguments]
-        assert binding is not None
-        # The recorder holds its signatures, so the id of one is not used again.
-        key = (id(binding.signature), arguments, tuple(map(tuple, specs)), how)
+        # A binding holds its signature, so the id of one is not used again.
+        signatures = tuple(id(each.signature) for each in structure.bindings)
+        sites = structure.sites
+        sharing = (sites.uncovered, tuple(sites.sizes.items())) if sites else None
+        key = (signatures, arguments, tuple(map(tuple, specs)), sharing, state)
         if key not in self._known:
             if len(self._known) >= _KNOWN_COUNT:  # a state whose tree changes all the time
                 self._known.clear()
-            self._known[key] = _export(recorder, structure, specs)
+            self._known[key] = self._export(structure, specs)
         return self._known[key]
 
-    def forecast(self, structure: Structure) -> Forecast:
-        """What can be told of the next state; computed once a signature."""
-        recorder, binding = self._recorder, structure.binding
-        assert recorder is not None
-        assert binding is not None
-        key = id(binding.signature)
-        if key not in self._forecasts:
-            specs = [
-                [_abstract(structure.leaves[i]) for i in indices] for indices in structure.arguments
-            ]
-            function = replay.update_function(recorder, binding.signature)
-            self._forecasts[key] = _forecast(function, specs)
-        return self._forecasts[key]
-
-    def prove(
-        self,
-        structure: Structure,
-        before: Mapping[int, Blocks],
-        after: Mapping[int, Blocks],
-        shardings: Mapping[int, Any],
-        x64: bool,
-    ) -> list[int]:
-        """Replays one update on host copies.
-
-        Args:
-            structure: of the saved state.
-            before: for everything that the update takes the blocks of its proof sites.
-            after: likewise for what it computes, as it was trained.
-            shardings: of every leaf.
-            x64: whether the train step ran with 64-bit types enabled.
-
-        Returns:
-            Indices of the leaves that came out differently.
-        """
-        leaves, arguments = structure.leaves, structure.arguments
+    def _export(self, structure: Structure, specs: list[list[Any]]) -> Program:
+        recorders = [each.recorder for each in structure.bindings]
+        if reasons := [each.unreplayable for each in recorders if each.unreplayable]:
+            return Program({}, {}, reasons[0])
         try:
-            with jax.enable_x64(x64):
-                program = self.of(structure)
-                assert program.function is not None
-                if program.piecewise:
-                    return proof.in_pieces(
-                        program.function, leaves, arguments, before, after, self._prove_bytes
-                    )
-                if jax.process_count() > 1:
-                    return self._unproved("it would take a program over several processes")
-                needed_bytes = proof.whole_bytes(leaves, arguments, shardings)
-                if needed_bytes > self._prove_bytes:
-                    return self._unproved(
-                        f"the update can only be computed whole, which takes {needed_bytes} bytes "
-                        f"of device memory, and prove_bytes is {self._prove_bytes}"
-                    )
-                return proof.whole(program.function, arguments, before, after, shardings)
-        except Exception as error:  # a proof is no part of a save: it may not fail it
-            return self._unproved(f"{type(error).__name__}: {error}")
-
-    def _unproved(self, why: str) -> list[int]:
-        if why not in self._said:
-            self._said.add(why)
-            _log.warning("Deltas are saved that are not proved as they are saved: %s.", why)
-        return []
-
-    def disprove(self, digest: str, problem: str) -> None:
-        """Remembers that a program does not reproduce what is trained."""
-        self._disproved.setdefault(digest, problem)
-
-
-def _export(recorder: Recorder, structure: Structure, specs: list[list[Any]]) -> Program:
-    binding = structure.binding
-    assert binding is not None
-    if recorder.unreplayable:
-        return Program({}, {}, recorder.unreplayable)
-    try:
-        function = replay.update_function(recorder, binding.signature)
-        found = exactness.of(function, specs)
-        explained = [*structure.arguments[0], *structure.arguments[1]]
-        pairs = list(zip(explained, found.levels, strict=True))
-        reducing = tuple(i for i, level in pairs if level is Level.ORDER)
-        problem = ""
-        if reducing and not recorder.separate:
-            problem = _not_exact([structure.leaves[i].path for i in reducing], found.primitives)
-        files = {} if problem else replay.export(function, specs)
-        piecewise = all(level is Level.ELEMENT for _, level in pairs) and _same_in_pieces(
-            function, specs
-        )
-        if files and not piecewise:  # what a restore will run, and not what it was exported from
+            function = replay.joint_function(structure.bindings)
+            program = self._classify(structure, function, specs)
+            if program.problem:
+                return program
+            files = replay.export(function, specs, replay.switches(len(recorders)))
+        except Exception as error:
+            return Program({}, {}, f"the update cannot be exported: {error}")
+        if program.engine != "sample":  # what a restore will run, and not what it was exported from
             function = replay.from_bytes(files[replay.platform()])
+        digests = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
         return Program(
             files,
-            {platform: hashlib.sha256(data).hexdigest() for platform, data in files.items()},
-            problem,
-            reducing,
-            tuple(i for n, i in enumerate(explained) if found.origins[n] == n),
-            piecewise,
-            function,
+            digests,
+            reducing=program.reducing,
+            passed=program.passed,
+            unreplayed=program.unreplayed,
+            pinned=program.pinned,
+            engine=program.engine,
+            pieces=program.pieces,
+            function=function,
         )
-    except Exception as error:
-        return Program({}, {}, f"the update cannot be exported: {error}")
+
+    def _classify(
+        self, structure: Structure, function: replay.UpdateFunction, specs: list[list[Any]]
+    ) -> Program:
+        """How exactly each leaf can be replayed, and how that is checked."""
+        recorders = [each.recorder for each in structure.bindings]
+        leaves = structure.leaves
+        is_separate = len(recorders) == 1 and self._runs_apart(recorders[0])
+        arguments = [*specs, replay.switches(len(recorders))]
+        found = exactness.of(function, arguments, pinned=all(each.pin for each in recorders))
+        computed = [*structure.arguments[0], *structure.arguments[1]]
+        levels = dict(zip(computed, found.levels, strict=True))
+        passed = tuple(i for n, i in enumerate(computed) if found.origins[n] == n)
+        reducing = tuple(i for i, level in levels.items() if level is Level.ORDER)
+        pinned = all(each.pin for each in recorders)
+        arrays = {i for i in computed if leaves[i].shape and i not in passed}
+        unreplayed: set[int] = set()
+        if reducing and not is_separate:
+            unreplayed.update(reducing)
+            problem = _not_exact([leaves[i].path for i in reducing], found.primitives)
+            if unreplayed.issuperset(arrays):  # replay would leave nothing but counters
+                return Program({}, {}, problem, reducing)
+            self._say(problem)
+        engine: Engine = "full"
+        pieces: Pieces | None = None
+        if is_separate and not self._identity_fails:
+            engine = "identity"
+        elif self._check == "sample":
+            replayed = {i: each for i, each in levels.items() if i not in {*unreplayed, *passed}}
+            pieces = _pieces(structure, function, specs, passed)
+            engine = "full" if pieces is None else "sample"
+            moved = {i for i, each in replayed.items() if each is not Level.ELEMENT}
+            if structure.sites is not None:
+                moved |= structure.sites.uncovered.intersection(replayed)
+            copied_bytes = sum(leaves[i].nbytes for i in computed)
+            if (moved or engine == "full") and copied_bytes <= _COPIED_BYTES:
+                engine = "full"
+            elif engine == "full" or moved:
+                moved = set(replayed) if engine == "full" else moved
+                unreplayed |= moved
+                problem = _not_sampled([leaves[i].path for i in sorted(moved)])
+                if unreplayed.issuperset(arrays):
+                    return Program({}, {}, problem, reducing)
+                self._say(problem)
+        own = tuple(i for i in reducing if i not in unreplayed)
+        return Program(
+            *({}, {}, "", own, passed, frozenset(unreplayed), pinned and not own),
+            *(engine, pieces if engine == "sample" else None, function),
+        )
+
+    def _say(self, problem: str) -> None:
+        if problem not in self._said:
+            self._said.add(problem)
+            _log.warning("Saving these leaves as bit patterns: %s.", problem)
 
 
-def _same_in_pieces(function: replay.UpdateFunction, specs: list[list[Any]]) -> bool:
-    """Whether the update does the same to pieces: it may look at the shapes of what it takes."""
-    pieces = [
-        [
-            jax.ShapeDtypeStruct(shape, leaf.dtype)
-            for shape, leaf in zip(proof.piece_shapes([x.shape for x in each]), each, strict=True)
-        ]
-        for each in specs[:3]
-    ]
+def _pieces(
+    structure: Structure,
+    function: replay.UpdateFunction,
+    specs: list[list[Any]],
+    passed: tuple[int, ...],
+) -> Pieces | None:
+    """The update on samples; None if it does something else to them than to whole leaves."""
+    assert structure.sites is not None
+    switches = replay.switches(len(structure.bindings))
     try:
-        operations = exactness.operations_of(function, [*pieces, specs[3]])
-    except (TypeError, ValueError):
-        return False
-    return operations == exactness.operations_of(function, specs)
-
-
-def _forecast(function: replay.UpdateFunction, arguments: list[list[Any]]) -> Forecast:
-    params, inner, record, _ = arguments
-    large = [leaf.size > _SMALL_COUNT for leaf in inner]
-    touched = [True] * len(params) + large + [True] * len(record) + [False] * len(arguments[3])
-    results = exactness.independent_of(function, arguments, touched)
-    chosen = tuple(i - len(params) for i in results if i >= len(params))
-    chosen = tuple(i for i in chosen if not large[i])
-
-    def run(values: list[Any], extra: list[Any]) -> list[Any]:
-        # Nothing that is returned depends on the zeros, so the compiler drops them.
-        zeros = [[jnp.zeros(leaf.shape, leaf.dtype) for leaf in each] for each in arguments[:3]]
-        for i, value in zip(chosen, values, strict=True):
-            zeros[1][i] = value
-        _, after = function(zeros[0], zeros[1], zeros[2], extra)
-        return [after[i] for i in chosen]
-
-    jitted: Any = jax.jit(run)
-    return Forecast(chosen, jitted)
+        sizes = structure.sites.sizes
+        pieces = Pieces(function, specs, structure.arguments, switches, sizes, passed)
+        # It may look at the shapes of what it takes.
+        rows = [[jax.ShapeDtypeStruct(row_of(x.shape), x.dtype) for x in each] for each in specs]
+        operations = exactness.operations_of(function, [*rows, switches])
+    except (UnevenError, TypeError, ValueError) as error:
+        _log.info("The update cannot be computed on samples: %s", error)
+        return None
+    same = operations == exactness.operations_of(function, [*specs, switches])
+    return pieces if same else None
 
 
 def _not_exact(paths: list[str], primitives: Sequence[str]) -> str:
     """Why an update that was part of the train step's program would not replay exactly."""
     return (
-        f"{len(paths)} leaves ({', '.join(paths[:3])}, ...) come out of {', '.join(primitives)}, "
+        f"{_few(paths)} come out of {', '.join(primitives)}, "
         "whose bits depend on the mesh and on how the train step was compiled, so a replayed "
         "update might differ from what was trained. Put what reduces over elements "
         "(clip_by_global_norm) before the Recorder, or run the update as its own program "
         "(adacheck.separate_update)"
     )
+
+
+def _not_sampled(paths: list[str]) -> str:
+    """Why an update would be replayed without a check."""
+    return (
+        f"{_few(paths)} depend on more than the elements of their own places (noise, a transposed "
+        "leaf, other cuts over processes), so a sample cannot tell whether replay is exact. "
+        'AdaCheckHandler(check="full") compares all of them, for a copy of the state on the devices'
+    )
+
+
+def _few(paths: list[str]) -> str:
+    shown = ", ".join(paths[:3]) + (", ..." if len(paths) > 3 else "")
+    return f"{len(paths)} {'leaf' if len(paths) == 1 else 'leaves'} ({shown})"
 
 
 def _abstract(leaf: Leaf) -> jax.ShapeDtypeStruct:

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from adacheck_jax import fingerprint, staging, trees
+from adacheck_jax import fingerprint, settings, staging, trees
 from adacheck_jax.boxes import Box
 from adacheck_jax.errors import ReplicaError
 from adacheck_jax.fingerprint import ReplicaSums
@@ -294,6 +294,7 @@ class Check:
         )
 
 
+@settings.own()
 def replica_report(state: trees.PyTree) -> ReplicaReport:
     """Compares all replicas of a state, on its devices, bit by bit.
 

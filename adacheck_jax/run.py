@@ -1,24 +1,31 @@
 """Steps that were recorded and not saved yet: a run of deltas, in memory.
 
-On accelerators a record is copied on its device first and drained from there in the background, so
-that no step waits for a transfer. At most :data:`_DRAINING_COUNT` of them take device memory: then
-the next one waits for the oldest.
+Each is replayed and compared with its state in the background. A step that replay gets wrong takes
+those after it along, so at most :data:`_UNCHECKED_COUNT` steps wait for that: then the next one
+waits for the oldest. On accelerators a record is copied on its device first and drained from there
+in the background, so that no step waits for a transfer; :data:`_DRAINING_COUNT` of them at most
+take device memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+from adacheck_jax import settings
+from adacheck_jax.checks import Witness
 from adacheck_jax.commit import StepShare
-from adacheck_jax.copies import HostCopies
-from adacheck_jax.decisions import Decisions
+from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.expectation import Expectation
+from adacheck_jax.heads import Head
 from adacheck_jax.policy import Tip
 from adacheck_jax.snapshot import Structure
+from adacheck_jax.staging import Blocks
 
 _DRAINING_COUNT = 2
+_UNCHECKED_COUNT = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +34,13 @@ class Recorded:
 
     Attributes:
         expectation: of the step.
-        copies: what the next step compares with.
+        copies: host copies of leaves that the next step may be stored as a difference from.
+        witness: of its state, to check the next step with.
     """
 
     expectation: Expectation
-    copies: HostCopies
+    copies: Mapping[int, Blocks]
+    witness: Witness
 
     @property
     def share(self) -> StepShare:
@@ -40,10 +49,14 @@ class Recorded:
 
 
 class Run:
-    """The steps that were recorded since the last save."""
+    """The steps that were recorded since the last save.
+
+    Attributes:
+        follows: the saved or restored step that they follow.
+    """
 
     def __init__(self) -> None:
-        self._head: Hashable = None
+        self.follows: Head | None = None
         self._recorded: list[Recorded] = []
         self._draining: list[Future[None]] = []
         self._pool: ThreadPoolExecutor | None = None
@@ -57,13 +70,9 @@ class Run:
         return [each.share for each in self._recorded]
 
     @property
-    def copies(self) -> HostCopies:
-        """What the next step compares with."""
-        return self._recorded[-1].copies
-
-    def where(self, step: int) -> Hashable:
-        """Under which the small values of a recorded step are remembered."""
-        return self._head, step
+    def last(self) -> Recorded:
+        """The one recorded last."""
+        return self._recorded[-1]
 
     def tip(self, saved: Callable[[], Tip]) -> Callable[[], Tip]:
         """What tells the step that the next one follows.
@@ -74,16 +83,15 @@ class Run:
         if not self._recorded:
             return saved
         last, count = self._recorded[-1].share, len(self)
-        where = self.where(last.step)
-        return lambda: Tip(last.step, last.count, saved().depth + count, where)
+        return lambda: Tip(last.step, last.counts, saved().depth + count)
 
-    def restart(self, head: Hashable) -> None:
-        """Begins anew, after a save.
+    def restart(self, head: Head) -> None:
+        """Begins anew, after a save or a restore.
 
         Args:
-            head: what tells the saved step from any other.
+            head: the step that the next one follows.
         """
-        self._head, self._recorded = head, []
+        self.follows, self._recorded = head, []
 
     def add(self, recorded: Recorded, *, drains: bool) -> None:
         """Adds a step.
@@ -93,33 +101,43 @@ class Run:
             drains: whether it takes device memory until it was brought to the host.
         """
         self._recorded.append(recorded)
-        if not drains:
-            return
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="adacheck_drain")
-        while len(self._draining) >= _DRAINING_COUNT:
+        while len(self._draining) >= (_DRAINING_COUNT if drains else _UNCHECKED_COUNT):
             self._draining.pop(0).result()
-        self._draining.append(self._pool.submit(recorded.share.drain))
+        self._draining.append(self._pool.submit(self._drain, recorded))
+
+    @settings.own()
+    def _drain(self, recorded: Recorded) -> None:
+        recorded.share.drain()
+        with contextlib.suppress(AdaCheckError):  # whoever saves or records the next is told
+            recorded.expectation.verify()
 
     def cut(self, count: int) -> list[Recorded]:
         """Gives up all but some of them, and tells which."""
         given_up, self._recorded = self._recorded[count:], self._recorded[:count]
         return given_up
 
-    def settle(self, decisions: Decisions) -> None:
+    def settle(self) -> None:
         """Settles all of them, in order; waits for those that are still being computed.
 
         Raises:
             AdaCheckError: one is not what it was expected to be.
         """
         for each in self._recorded:
-            each.expectation.settle(decisions)
+            each.expectation.settle()
 
     @property
     def settled_count(self) -> int:
         """How many of them, from the first on, are known to be what they were expected to be."""
-        counts = [each.share.count for each in self._recorded]
+        counts = [each.share.counts for each in self._recorded]
         return next((i for i, count in enumerate(counts) if count is None), len(counts))
+
+    @property
+    def wrong(self) -> tuple[int, AdaCheckError] | None:
+        """The first of them that is known not to be what it was expected to be, and why."""
+        pairs = enumerate(each.share.refused for each in self._recorded)
+        return next(((i, error) for i, error in pairs if error is not None), None)
 
 
 def bytes_of(structure: Structure, stored: Sequence[int]) -> int:

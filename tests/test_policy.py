@@ -5,24 +5,43 @@ import pytest
 from adacheck_jax import policy
 from adacheck_jax.manifest import BaseManifest, DeltaManifest, Link, Update
 
-UPDATE = Update((0,), (1,), (2,), (), 3, (), (), "", "", {"cpu": "0" * 64}, "0.10.2")
-BASE = BaseManifest(10, 5, (), (), UPDATE, "first", (), (), 1, {})
-NO_PROGRAM = BaseManifest(10, 5, (), (), None, "first", (), (), 1, {})
-NO_COUNT = BaseManifest(10, None, (), (), UPDATE, "first", (), (), 1, {})
-NO_RECORDER = BaseManifest(10, None, (), (), None, "first", (), (), 1, {})
-THIRD_DELTA = DeltaManifest(13, 8, True, Link(12, "../12", "0" * 64), 3, (), (), ())
-THIRD_WITHOUT_RECORDER = DeltaManifest(13, None, False, Link(12, "../12", "0" * 64), 3, (), (), ())
+UPDATE = Update(
+    (0,), (1,), (2,), (), (3,), ((1, 1, 1, 0),), (), (), "", "", {"cpu": "0" * 64}, "0.10.2", True
+)
+BASE = BaseManifest(10, (5,), (), (), UPDATE, "first", (), (), 1, {})
+NO_PROGRAM = BaseManifest(10, (5,), (), (), None, "first", (), (), 1, {})
+NO_COUNT = BaseManifest(10, (), (), (), UPDATE, "first", (), (), 1, {})
+NO_RECORDER = BaseManifest(10, (), (), (), None, "first", (), (), 1, {})
+LINK = Link(12, "../12", "0" * 64)
+THIRD_DELTA = DeltaManifest(13, (8,), (0,), LINK, 3, (), (), (), (), "sample")
+THIRD_WITHOUT_RECORDER = DeltaManifest(13, (), (), LINK, 3, (), (), (), (), "stored")
 
-FROM_BASE = {"parent": BASE, "step": 11, "count": 6}
-FROM_THIRD = {"parent": THIRD_DELTA, "step": 14, "count": 9}
-WITHOUT_RECORDER = {"base": NO_RECORDER, "parent": NO_RECORDER, "count": None}
+FROM_BASE = {"parent": BASE, "step": 11, "counts": (6,)}
+FROM_THIRD = {"parent": THIRD_DELTA, "step": 14, "counts": (9,)}
+WITHOUT_RECORDER = {"base": NO_RECORDER, "parent": NO_RECORDER, "counts": ()}
 PROBLEM = "the update does not reproduce params/kernel"
 
 
-def decide(base=BASE, parent=BASE, problem="", step=11, count=6, max_deltas=4, delta="auto"):
-    tip = parent and policy.Tip(parent.step, parent.count, parent.depth)
+def decide(
+    base=BASE,
+    parent=BASE,
+    problem="",
+    step=11,
+    counts=(6,),
+    max_deltas=4,
+    delta="auto",
+    is_first=False,
+):
+    tip = parent and policy.Tip(parent.step, parent.counts, parent.depth)
     return policy.decide(
-        base, tip, problem=problem, step=step, count=count, max_deltas=max_deltas, delta=delta
+        base,
+        tip,
+        problem=problem,
+        step=step,
+        counts=counts,
+        max_deltas=max_deltas,
+        delta=delta,
+        is_first=is_first,
     )
 
 
@@ -45,7 +64,7 @@ def test_a_base_is_due_whatever_the_deltas_and_the_reason_is_told(delta, problem
     decision = decide(**case, problem=problem, delta=delta)
     assert decision.is_base
     assert decision.kind == "base"
-    assert decision.update_count == 0
+    assert decision.updates == ()
     assert reason in decision.reason
 
 
@@ -57,45 +76,48 @@ def test_a_base_is_due_whatever_the_deltas_and_the_reason_is_told(delta, problem
         ({"base": NO_COUNT, "parent": NO_COUNT}, "no update program"),
         ({"base": NO_PROGRAM, "parent": NO_PROGRAM, "problem": PROBLEM}, "no update program"),
         ({"parent": THIRD_WITHOUT_RECORDER, "step": 14}, "no update program"),
-        ({"count": 7}, "from 5 to 7"),
-        ({"count": 4}, "from 5 to 4"),
-        ({**FROM_THIRD, "count": 10}, "from 8 to 10"),
+        ({"counts": (7,)}, "from 5 to 7"),
+        ({"counts": (4,)}, "from 5 to 4"),
+        ({**FROM_THIRD, "counts": (10,)}, "from 8 to 10"),
         (WITHOUT_RECORDER, "no recorder"),
         ({**WITHOUT_RECORDER, "base": None, "parent": None}, "no recorder"),
-        ({"count": None}, "no recorder"),
+        ({"counts": ()}, "no recorder"),
     ],
 )
 def test_a_base_is_due_where_updates_cannot_be_replayed_and_the_reason_is_told(delta, case, reason):
     decision = decide(**case, delta=delta)
     assert decision.kind == "base"
-    assert decision.update_count == 0
+    assert decision.updates == ()
     assert reason in decision.reason
 
 
 @pytest.mark.parametrize("delta", ["auto", "replay"])
 @pytest.mark.parametrize(
-    ("case", "update_count"),
+    ("case", "updates"),
     [
-        (FROM_BASE, 1),
-        ({"count": 5}, 0),
-        ({"step": 500}, 1),
-        ({"max_deltas": 1}, 1),
-        (FROM_THIRD, 1),
-        ({**FROM_THIRD, "count": 8}, 0),
+        (FROM_BASE, (0,)),
+        ({"counts": (5,)}, ()),
+        ({"step": 500}, (0,)),
+        ({"max_deltas": 1}, (0,)),
+        (FROM_THIRD, (0,)),
+        ({**FROM_THIRD, "counts": (8,)}, ()),
     ],
 )
-def test_a_delta_replays_as_many_updates_as_the_counter_advanced(delta, case, update_count):
+def test_a_delta_replays_as_many_updates_as_the_counter_advanced(delta, case, updates):
     decision = decide(**case, delta=delta)
     assert not decision.is_base
     assert decision.kind == "replay"
-    assert decision.update_count == update_count
+    assert decision.updates == updates
+    assert decision.is_planned
 
 
-@pytest.mark.parametrize("case", [FROM_BASE, FROM_THIRD, {"count": 5}, {"count": 7}, {"count": 1}])
+@pytest.mark.parametrize(
+    "case", [FROM_BASE, FROM_THIRD, {"counts": (5,)}, {"counts": (7,)}, {"counts": (1,)}]
+)
 @pytest.mark.parametrize(("delta", "kind"), [("auto", "bits"), ("replay", "base")])
 def test_a_problem_speaks_against_replay_and_is_the_reason(case, delta, kind):
     decision = decide(**case, problem=PROBLEM, delta=delta)
-    assert decision == policy.Decision(kind, PROBLEM, 0)
+    assert decision == policy.Decision(kind, PROBLEM)
 
 
 @pytest.mark.parametrize("problem", ["", PROBLEM])
@@ -104,9 +126,9 @@ def test_a_problem_speaks_against_replay_and_is_the_reason(case, delta, kind):
     [
         FROM_BASE,
         FROM_THIRD,
-        {"count": 5},
-        {"count": 77},
-        {"count": None},
+        {"counts": (5,)},
+        {"counts": (77,)},
+        {"counts": ()},
         {"max_deltas": 1},
         WITHOUT_RECORDER,
         {**WITHOUT_RECORDER, "parent": THIRD_WITHOUT_RECORDER, "step": 14},
@@ -117,7 +139,7 @@ def test_a_problem_speaks_against_replay_and_is_the_reason(case, delta, kind):
 def test_differences_need_neither_recorder_nor_counter_nor_program(problem, case):
     decision = decide(**case, problem=problem, delta="bits")
     assert not decision.is_base
-    assert (decision.kind, decision.update_count) == ("bits", 0)
+    assert (decision.kind, decision.updates) == ("bits", ())
 
 
 CASES = itertools.product(
@@ -125,7 +147,7 @@ CASES = itertools.product(
     [None, BASE, NO_COUNT, THIRD_DELTA, THIRD_WITHOUT_RECORDER],
     ["", PROBLEM],
     [10, 14],
-    [None, 5, 6, 8, 9],
+    [(), (5,), (6,), (8,), (9,)],
     [0, 3, 4],
 )
 
@@ -133,11 +155,53 @@ CASES = itertools.product(
 def test_each_way_of_saving_writes_only_what_it_may():
     may = {"auto": {"base", "replay", "bits"}, "replay": {"base", "replay"}}
     found = {"auto": set(), "replay": set(), "bits": set()}
-    for base, parent, problem, step, count, max_deltas in CASES:
+    for base, parent, problem, step, counts, max_deltas in CASES:
         for delta, kinds in found.items():
-            decision = decide(base, parent, problem, step, count, max_deltas, delta)
+            decision = decide(base, parent, problem, step, counts, max_deltas, delta)
             kinds.add(decision.kind)
             assert decision.reason
-            assert decision.update_count <= (decision.kind == "replay")
+            assert len(decision.updates) <= (decision.kind == "replay")
             assert decision.kind != "replay" or not problem
     assert found == {**may, "bits": {"base", "bits"}}
+
+
+@pytest.mark.parametrize(
+    ("counts", "updates", "reason"),
+    [
+        ((6, 7), (), "no update"),
+        ((7, 7), (0,), "one update"),
+        ((6, 8), (1,), "one update"),
+        ((7, 8), (0, 1), "2 updates"),
+    ],
+)
+def test_of_several_recorders_each_makes_one_update_or_none(counts, updates, reason):
+    base = BaseManifest(10, (6, 7), (), (), UPDATE, "first", (), (), 1, {})
+    decision = decide(base, base, counts=counts)
+    assert (decision.kind, decision.updates, decision.reason) == ("replay", updates, reason)
+
+
+@pytest.mark.parametrize("counts", [(8, 7), (6, 6), (7, 9), (6,), (6, 7, 0)])
+def test_a_recorder_more_or_less_or_one_that_skipped_is_due_a_base(counts):
+    base = BaseManifest(10, (6, 7), (), (), UPDATE, "first", (), (), 1, {})
+    decision = decide(base, base, counts=counts)
+    assert decision.is_base
+    assert not decision.is_planned
+
+
+@pytest.mark.parametrize(
+    ("case", "is_planned"),
+    [
+        ({"base": None, "is_first": True}, True),
+        ({"base": None}, False),
+        ({"step": 10}, False),
+        ({"max_deltas": 0}, True),
+        ({**FROM_THIRD, "max_deltas": 3}, True),
+        ({"counts": (7,)}, False),
+        ({"base": NO_PROGRAM, "parent": NO_PROGRAM}, False),
+        (WITHOUT_RECORDER, True),
+    ],
+)
+def test_a_base_is_planned_where_the_options_say_so(case, is_planned):
+    decision = decide(**case)
+    assert decision.is_base
+    assert decision.is_planned == is_planned

@@ -172,12 +172,13 @@ def test_an_optimizer_that_was_reset_while_it_computes_is_refused(tmp_path):
         run.advance(is_slow=True)
         save(manager, 4, run)
         assert run.is_computing
-        with pytest.raises(adacheck.AdaCheckError, match="something else than the update"):
+        with pytest.raises(adacheck.ReplayError, match="does not give the state that was trained"):
             manager.wait_until_finished()
         run.advance()
         save(manager, 5, run)
         manager.wait_until_finished()
         assert kind_of(tmp_path, 5) is manifest.BaseManifest
+        assert "adacheck_inner" in manifest.read(tmp_path / "5" / "default").caution.reason
 
 
 def test_accumulated_gradients_are_told_from_updates_in_the_background(tmp_path):
