@@ -8,7 +8,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from adacheck_jax import inspection, roots
 from adacheck_jax import lineage as lineages
 from adacheck_jax.errors import AdaCheckError, StorageError, unreadable
 from adacheck_jax.inspection import InputError
+from adacheck_jax.lineage import Lineage
 from adacheck_jax.links import PROBE_PREFIX
 from adacheck_jax.manifest import BaseManifest
 from adacheck_jax.recompute import RECOMPUTED, Recomputation
@@ -27,8 +28,8 @@ from adacheck_jax.verification import (
     Verifier,
     check,
     damage_of,
-    identity,
     unreadable_file,
+    whole_part,
 )
 
 _log = logging.getLogger(__name__)
@@ -71,6 +72,9 @@ class StepReport:
         damage: what is damaged; empty if all that was checked is as it was saved.
         rounded: leaf paths that replay gives to rounding only, on this machine.
         not_checked: why the step could not be recomputed here, else None.
+        unchecked: steps of its lineage whose replay nobody compared with the state, neither when
+            they were saved nor now.
+        replayed_count: how many updates a restore replays.
     """
 
     step: int | None
@@ -80,6 +84,8 @@ class StepReport:
     damage: tuple[Damage, ...]
     rounded: tuple[str, ...] = ()
     not_checked: str | None = None
+    unchecked: tuple[int, ...] = ()
+    replayed_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +115,7 @@ class RootReport:
         subset: the part that was asked for, None for all or none.
         seed: chose which; None without ``subset``.
         damaged_count: of steps.
+        not_looked_at: what damage may be in that this report would not show, for people.
     """
 
     root: str
@@ -118,6 +125,7 @@ class RootReport:
     subset: float | None
     seed: int | None
     damaged_count: int
+    not_looked_at: tuple[str, ...] = ()
 
 
 def verify_root(
@@ -171,17 +179,65 @@ def verify_root(
         subset=wanted.subset if partly else None,
         seed=wanted.seed if partly else None,
         damaged_count=sum(bool(each.damage) for each in reports),
+        not_looked_at=tuple(_not_looked_at(reports)),
     )
+
+
+def _not_looked_at(reports: Sequence[StepReport]) -> Iterator[str]:
+    unread = sum("data" not in each.checked for each in reports)
+    if unread:
+        yield f"the array bytes of {_of(unread, reports)} (--read-data)"
+    replaying = [each for each in reports if each.replayed_count]
+    missing = sum("replay" not in each.checked for each in replaying)
+    if missing:
+        yield f"the replay of {_of(missing, replaying)} with updates (--replay)"
+    unchecked = sorted({step for each in reports for step in each.unchecked})
+    if unchecked:
+        shown = lineages.shown_steps(unchecked)
+        yield f"whether the deltas of steps {shown} are exact, unchecked when saved (--replay)"
+
+
+def _of(count: int, every: Sequence[StepReport]) -> str:
+    steps = f"{len(every)} step{'' if len(every) == 1 else 's'}"
+    return steps if count == len(every) else f"{count} of {steps}"
+
+
+class RestorableStep(int):
+    """The number of a step that verifies, and where it is restored from.
+
+    It may have no directory of its own: it was recorded, or the manager deleted it, and a later
+    step's directory holds it. Restore either with::
+
+        found = adacheck.latest_restorable(root)
+        args = adacheck.RestoreArgs(abstract_state, step=found.step)
+        state = manager.restore(found.saved, args=args)
+
+    Args:
+        saved: number of the step directory to restore from, as the manager lists it.
+        step: for :class:`RestoreArgs`: None for the step that was saved there.
+    """
+
+    saved: int
+    step: int | None
+
+    def __new__(cls, saved: int, step: int | None = None) -> RestorableStep:  # noqa: D102
+        self = super().__new__(cls, saved if step is None else step)
+        self.saved, self.step = saved, step
+        return self
 
 
 def latest_restorable(
     root: str | os.PathLike[str], item: str | None = None, *, read_data: bool = True
-) -> int | None:
+) -> RestorableStep | None:
     """The newest step that verifies, for a script that would rather go on than stop.
 
-    What is newer and does not verify is skipped, and the log says why. Every process may call it,
-    and finds the same where the root is shared. ``RestoreArgs(fallback=True)`` does the same while
-    it restores, and so reads each file once.
+    What is newer and does not verify is skipped, and the log says why. A damaged step's directory
+    may hold earlier ones that verify: see :class:`RestorableStep`. Every process may call it, and
+    finds the same where the root is shared. ``RestoreArgs(fallback=True)`` does the same while it
+    restores, and so reads each file once.
+
+    No update is replayed. Where the delta of a step was not checked when it was saved (an earlier
+    release wrote it), its bytes may be whole and its replay not exact: the log says so.
 
     Args:
         root: the directory given to the checkpoint manager.
@@ -190,7 +246,7 @@ def latest_restorable(
             a second, and a flipped bit is found by the restore.
 
     Returns:
-        The number of the step as the manager lists it; None where no step was ever saved.
+        The number of the step, and what to restore it from; None where no step was ever saved.
 
     Raises:
         AdaCheckError: there are steps, and none of them verifies; it is what is wrong with the
@@ -202,26 +258,69 @@ def latest_restorable(
         number = roots.place_of(path).step
         if number is not None and item in (None, path.name):
             steps.setdefault(number, []).append(path)
-    verifier, first = Verifier(), None
+    verifier, first, inner = Verifier(), None, None
     for number, paths in sorted(steps.items(), reverse=True):
+        if inner is not None and inner > number:
+            break
         try:
-            for path in sorted(paths):
-                check(path, read_data=read_data, verifier=verifier)
+            found = [check(path, read_data=read_data, verifier=verifier) for path in sorted(paths)]
         except StorageError:
             raise
         except AdaCheckError as error:
-            for path in paths:
-                problem = unreadable_file(path)
-                if problem is not None and (refused := unreadable(path, problem)):
-                    raise refused from error
+            _refuse_unreadable(paths, error)
             if all(path.is_dir() for path in paths):  # else it was deleted meanwhile
                 _log.warning("Skipping step %d, which does not verify: %s", number, error)
                 first = first or error
+                another = _newest_within(number, paths, read_data, verifier)
+                inner = max(filter(None, (inner, another)), default=None)
             continue
-        return number
-    if first is not None:
+        _tell_unchecked(number, found)
+        return RestorableStep(number)
+    if inner is None and first is not None:
         raise first
-    return None
+    if inner is not None:
+        told = "Step %d verifies, and is restored from step %d with RestoreArgs(step=%d)."
+        _log.warning(told, inner, inner.saved, inner.step)
+        held = [lineages.held(path) for path in steps[inner.saved]]
+        _tell_unchecked(inner, [each.to(inner) for each in held])
+    return inner
+
+
+def _refuse_unreadable(paths: Sequence[Path], error: AdaCheckError) -> None:
+    """Raises a StorageError in place of an error, where files cannot be read now."""
+    for path in paths:
+        problem = unreadable_file(path)
+        if problem is not None and (refused := unreadable(path, problem)):
+            raise refused from error
+
+
+def _newest_within(
+    number: int, paths: Sequence[Path], read_data: bool, verifier: Verifier
+) -> RestorableStep | None:
+    """The newest step that verifies in every item, of those that a bad step's directory holds."""
+    common: set[int] | None = None
+    for path in paths:
+        try:
+            part = whole_part(lineages.held(path), read_data=read_data, verifier=verifier)
+        except StorageError:
+            raise
+        except AdaCheckError:  # no manifest in it is whole
+            return None
+        steps = set() if part is None else {*part.steps}
+        common = steps if common is None else common & steps
+    return RestorableStep(number, max(common)) if common else None
+
+
+def _tell_unchecked(number: int, found: Sequence[Lineage]) -> None:
+    unchecked = sorted({step for each in found for step in each.unchecked})
+    if unchecked:
+        _log.warning(
+            "Step %d verifies, but nobody compared the deltas of steps %s with the state when they "
+            "were saved: whether their replay is exact only restoring the step tells, or adacheck "
+            "verify --replay.",
+            number,
+            lineages.shown_steps(unchecked),
+        )
 
 
 def _selected(
@@ -266,12 +365,12 @@ class _Audit:
         """
         report = None
         for _ in range(_LOOK_COUNT):
-            before = identity(step.directory)
+            before = lineages.identity(step.directory)
             report = self._report(step)
             if before and not report.damage:
                 return report
             time.sleep(_LOOK_AGAIN_S)
-            after = identity(step.directory)
+            after = lineages.identity(step.directory)
             if not after:
                 return None
             if before == after:
@@ -307,7 +406,11 @@ class _Audit:
                 checked.append("replay")
                 damage += _new(damage, list(replayed.damage))
         found = tuple(dict.fromkeys(damage))
-        return StepReport(number, place, kind, tuple(checked), found, rounded, problem)
+        unchecked = () if "replay" in checked else tuple(lineage.unchecked)
+        count = sum(delta.has_update for delta in lineage.deltas)
+        return StepReport(
+            number, place, kind, tuple(checked), found, rounded, problem, unchecked, count
+        )
 
 
 def _new(known: Sequence[Damage], found: Sequence[Damage]) -> list[Damage]:
@@ -335,9 +438,11 @@ def leftovers(root: Path) -> list[Leftover]:
     """What lies under a root and in its step directories, and is no step."""
     found = []
     ours = {path for each in roots.items_of(root) for path in (each, each.parent)}
+    unfinished = {path for each in roots.uncommitted_of(root) for path in (each, each.parent)}
     for path in _directories(root):
         relative = str(path.relative_to(root))
-        if TMP_SUFFIX in path.name or path.name.startswith(PROBE_PREFIX):
+        is_named_temporary = TMP_SUFFIX in path.name or path.name.startswith(PROBE_PREFIX)
+        if is_named_temporary or path in unfinished:
             found.append(Leftover(relative, "left by an interrupted save", True))
         elif path in ours:
             found += [

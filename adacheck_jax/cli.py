@@ -46,7 +46,7 @@ def ls(root: Root, as_json: Json = False) -> None:
 
     Exit code 1 if a step cannot be restored. Array data is verified by a restore, not here.
     With --json: root, disk_bytes, and steps, each with step, item, kind, update_count, parent,
-    depth, new_bytes and error (null if all is well).
+    depth, recorded, checked, new_bytes and error (null if all is well).
     """
     with _errors():
         summary = inspection.summarize_root(root)
@@ -72,9 +72,11 @@ def inspect(
     A leaf is replayed (computed by the update), recorded (the update consumed it), kept as
     differences of its bits, or stored. What the update computes is exact on every mesh if it is
     element-wise, and on the mesh that it was saved on if it is reducing.
+    Each delta that it builds on was checked when it was saved: in full, by sample, by identity of
+    the arrays that the update returned, or not at all (by an earlier release).
     With --json: step, directory, kind, reason, update_count, parent, base, depth, replayed_count,
-    problem, new_bytes, versions, groups (name, leaf_count, leaf_bytes) and leaves (path,
-    description, group, exactness, source, box_count, leaf_bytes, fingerprint).
+    checks (step, checked), problem, new_bytes, versions, groups (name, leaf_count, leaf_bytes) and
+    leaves (path, description, group, exactness, source, box_count, leaf_bytes, fingerprint).
     """
     with _errors():
         details = inspection.describe_step(root, step, item)
@@ -288,7 +290,7 @@ def _show_root(summary: RootSummary) -> None:
     several = len({Path(step.item).name for step in summary.steps}) > 1
     is_recorded = any(step.recorded for step in summary.steps)
     names = ("step", *(("item",) if several else ()), "kind", "updates", "parent", "depth")
-    names = (*names, *(("recorded",) if is_recorded else ()))
+    names = (*names, *(("recorded",) if is_recorded else ()), "checked")
     table = _table(*names, "new bytes", "status", right=numbers)
     for step in summary.steps:
         number = "?" if step.step is None else step.step
@@ -301,6 +303,7 @@ def _show_root(summary: RootSummary) -> None:
             parent,
             step.depth,
             *((shown_steps(step.recorded) if step.recorded else None,) if is_recorded else ()),
+            step.checked,
             decimal(step.new_bytes),
             "ok" if step.error is None else _first_sentence(step.error),
         )
@@ -327,6 +330,7 @@ def _show_step(details: StepDetails) -> None:
         counts = (("delta", details.depth), ("update", details.replayed_count))
         deltas, updates = (f"{n} {what}{'' if n == 1 else 's'}" for what, n in counts)
         _add_row(facts, "restore reads", f"base {details.base} and {deltas}; replays {updates}")
+        _add_row(facts, "checked when saved", _shown_checks(details))
     _add_row(
         facts,
         "updates so far",
@@ -348,6 +352,26 @@ def _show_step(details: StepDetails) -> None:
     for table in (facts, groups, leaves):
         console.print(table)
         console.print()
+
+
+_CHECKS = {
+    "full": "in full",
+    "sample": "by sample",
+    "identity": "by identity",
+    "stored": "all stored",
+    "": "not checked",
+}
+
+
+def _shown_checks(details: StepDetails) -> str:
+    """How each delta was checked, those that were checked alike together."""
+    kinds: dict[str, list[int]] = {}
+    for each in details.checks:
+        kinds.setdefault(each.checked, []).append(each.step)
+    return ", ".join(
+        f"step{'' if len(steps) == 1 else 's'} {shown_steps(steps)} {_CHECKS.get(kind, kind)}"
+        for kind, steps in kinds.items()
+    )
 
 
 def _show_verification(report: audit.RootReport) -> None:
@@ -378,6 +402,8 @@ def _show_verification(report: audit.RootReport) -> None:
     for each in report.leftovers:
         console.print(Text(f"Note: {each.path}: {each.why}"))
     console.print(_verdict(report), highlight=False)
+    if report.not_looked_at:
+        console.print(Text(f"Not looked at: {', '.join(report.not_looked_at)}."))
 
 
 def _verdict(report: audit.RootReport) -> str:

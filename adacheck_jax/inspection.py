@@ -43,10 +43,13 @@ class StepSummary:
         step: step number, None where neither manifest nor directory name tells it.
         item: path of the item directory, relative to the root.
         kind: ``base`` or ``delta``; None where the manifest cannot be read.
-        update_count: the recorder's update counter, None without a recorder or manifest.
+        update_count: updates so far, of all recorders; None without a recorder or manifest.
         parent: for a delta the step that it builds on, else None.
         depth: number of deltas since the base, 0 for a base, None without a manifest.
         recorded: the recorded steps that were saved with it, which can be restored from it.
+        checked: how its deltas were compared with the state when they were saved: ``full``,
+            ``sample``, ``identity``, ``stored`` or ``not checked``, joined by ``+`` where it was
+            several; None for a base, and without a manifest.
         new_bytes: bytes that this step added: its files without the links to earlier steps.
         error: why the step cannot be restored, None if base and deltas are all there. The array
             data itself is verified by a restore, not here.
@@ -59,6 +62,7 @@ class StepSummary:
     parent: int | None
     depth: int | None
     recorded: tuple[int, ...]
+    checked: str | None
     new_bytes: int
     error: str | None
 
@@ -123,6 +127,21 @@ class LeafSummary:
 
 
 @dataclass(frozen=True, slots=True)
+class StepCheck:
+    """How one delta was compared with the state before it was committed.
+
+    Attributes:
+        step: step number.
+        checked: ``full`` (every element was replayed and compared), ``sample`` (some of every
+            leaf), ``identity`` (the saved arrays are those that the update returned), ``stored``
+            (nothing is replayed), or empty: it was not.
+    """
+
+    step: int
+    checked: str
+
+
+@dataclass(frozen=True, slots=True)
 class StepDetails:
     """What ``adacheck inspect`` shows.
 
@@ -131,12 +150,13 @@ class StepDetails:
         directory: its item directory.
         kind: ``base`` or ``delta``.
         reason: why it is one.
-        update_count: the recorder's update counter, None without a recorder.
+        update_count: updates so far, of all recorders; None without a recorder.
         parent: for a delta the step that it builds on, else None.
         base: the step of the base that a restore starts from.
         depth: number of deltas since the base, 0 for a base.
         recorded: the recorded steps that were saved with it.
         replayed_count: how many updates a restore replays.
+        checks: of each delta that a restore reads, oldest first.
         problem: why no further updates are replayed onto this step; None where they are.
         new_bytes: bytes that this step added.
         versions: package versions that wrote the base.
@@ -154,6 +174,7 @@ class StepDetails:
     depth: int
     recorded: tuple[int, ...]
     replayed_count: int
+    checks: tuple[StepCheck, ...]
     problem: str | None
     new_bytes: int
     versions: dict[str, str]
@@ -214,12 +235,13 @@ def describe_step(root: Path, number: int | None = None, item: str | None = None
         directory=str(step.directory),
         kind=_kind(manifest),
         reason=_reason(manifest),
-        update_count=manifest.count,
+        update_count=sum(manifest.counts) if manifest.counts else None,
         parent=_parent(manifest),
         base=base.step,
         depth=len(lineage.deltas),
         recorded=_recorded(manifest),
         replayed_count=sum(delta.has_update for delta in lineage.deltas),
+        checks=tuple(StepCheck(d.step, lineages.checked_of(d)) for d in lineage.deltas),
         problem=lineage.problem or (None if base.update else "the base holds no update program"),
         new_bytes=new_bytes(step.directory),
         versions=dict(base.versions),
@@ -341,10 +363,11 @@ def _summarize(step: Step, root: Path) -> StepSummary:
         step=None if step.step < 0 else step.step,
         item=str(step.directory.relative_to(root)),
         kind=_kind(manifest) if manifest else None,
-        update_count=manifest.count if manifest else None,
+        update_count=sum(manifest.counts) if manifest and manifest.counts else None,
         parent=_parent(manifest) if manifest else None,
         depth=manifest.depth if manifest else None,
         recorded=_recorded(manifest) if manifest else (),
+        checked=_checked(manifest) if manifest else None,
         new_bytes=new_bytes(step.directory),
         error=None if step.error is None else _one_line(step.error),
     )
@@ -368,10 +391,19 @@ def _recorded(manifest: Manifest) -> tuple[int, ...]:
     return tuple(delta.step for delta in manifest.recorded)
 
 
+def _checked(manifest: Manifest) -> str | None:
+    if isinstance(manifest, BaseManifest):
+        return None
+    kinds = dict.fromkeys(lineages.checked_of(delta) for delta in manifest.deltas)
+    return " + ".join(kind or "not checked" for kind in kinds)
+
+
 def _reason(manifest: Manifest) -> str:
     if isinstance(manifest, BaseManifest):
         return manifest.reason
-    return "one update" if manifest.has_update else "no update replayed"
+    if not manifest.has_update:
+        return "no update replayed"
+    return "one update" if len(manifest.updates) == 1 else f"{len(manifest.updates)} updates"
 
 
 def _groups_of(update: Update | None, leaf_count: int) -> list[str]:
@@ -418,7 +450,8 @@ def _sources(lineage: Lineage) -> list[str]:
     sources: list[dict[str, None]] = [{} for _ in base.leaves]
     for delta in lineage.deltas:
         if update is not None and delta.has_update:
-            for index in update.explained.difference(update.passed):
+            computed = update.computed_by(delta.updates)
+            for index in computed.difference(update.passed, delta.unreplayed):
                 sources[index]["replayed"] = None
         for position, index in enumerate(delta.stored):
             letters = {pack.encodings[position] for pack in delta.packs}

@@ -11,13 +11,21 @@ parent alive.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from adacheck_jax import manifest as manifests
-from adacheck_jax.errors import IntegrityError, LineageError
+from adacheck_jax.errors import (
+    AdaCheckError,
+    FormatError,
+    IntegrityError,
+    LineageError,
+    StorageError,
+)
 from adacheck_jax.manifest import BaseManifest, Delta, DeltaManifest, Manifest
 
 LINEAGE = f"{manifests.DIRECTORY}/lineage"
@@ -27,6 +35,12 @@ BASE = f"{manifests.DIRECTORY}/base"
 """What the processes wrote of a base: a volume or two each."""
 KEPT = f"{manifests.DIRECTORY}/kept"
 """Hard links to volumes of earlier bases that hold what has not changed since."""
+IN_PLACE = f"{manifests.DIRECTORY}/in_place"
+"""Empty; in a step that was written where it lies, and not renamed: it exists once it is marked."""
+STEP_METADATA = "_CHECKPOINT_METADATA"
+"""What Orbax writes into the directory of a step, and not into those of its items."""
+_COMMIT_MARK = "commit_success.txt"
+"""What Orbax writes last, into each item and then into the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +185,24 @@ class Lineage:
             f"the steps {shown_steps(self.steps)}."
         )
 
+    def until(self, step: int) -> Lineage:
+        """The part of it that ends at a step, or at the last one before it.
+
+        Raises:
+            LineageError: it begins after the step.
+        """
+        return self.to(max((each for each in self.steps if each <= step), default=step))
+
+    @property
+    def unchecked(self) -> list[int]:
+        """The numbers of steps whose delta nobody compared with the state when it was saved."""
+        return [delta.step for delta in self.deltas if not checked_of(delta)]
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """An identity of all files that the step is restored from: see :func:`identity_of`."""
+        return (*map(identity_of, self.entries), str(self.left_out))
+
     def exists(self) -> bool:
         """Whether every step is still on disk."""
         first, last = self.entries[0], self.entries[-1]
@@ -195,12 +227,57 @@ def resolve(item_directory: Path) -> Lineage:
     Raises:
         FormatError: a manifest is missing or cannot be read.
         IntegrityError: a manifest does not match its checksum.
-        LineageError: a step that this one builds on is missing, or is not the one it was.
+        LineageError: a step that this one builds on is missing, or is not the one it was; or a
+            save of one of them was interrupted before Orbax committed it.
     """
     refuse_links(item_directory)
-    entry = Entry(manifests.read(item_directory), item_directory)
+    _refuse_uncommitted(item_directory)
+    return _resolved(Entry(manifests.read(item_directory), item_directory))
+
+
+def held(item_directory: Path) -> Lineage:
+    """The longest lineage that a step's directory holds, which may be a damaged step's.
+
+    Args:
+        item_directory: the step's item directory.
+
+    Returns:
+        That of the step itself, if its manifests are whole; else that of the newest of the steps
+        linked into its directory of which they are.
+
+    Raises:
+        AdaCheckError: it holds none; as :func:`resolve` raises it for the step itself.
+    """
+    try:
+        return resolve(item_directory)
+    except StorageError:
+        raise
+    except AdaCheckError as error:
+        refuse_links(item_directory)
+        for entry in _linked(item_directory):
+            with contextlib.suppress(LineageError, IntegrityError, FormatError):
+                return _resolved(entry)
+        raise error
+
+
+def _linked(item_directory: Path) -> Iterator[Entry]:
+    """The steps linked into a directory whose own manifests are whole, newest first."""
+    links, found = item_directory / LINEAGE, {}
+    for path in (*links.glob(f"*/{manifests.FILE}"), *links.glob(f"*.{manifests.NAME}")):
+        name = path.relative_to(links).parts[0].split(".", maxsplit=1)[0]
+        if name.isdecimal():
+            found[int(name)] = path
+    for step, path in sorted(found.items(), reverse=True):
+        with contextlib.suppress(IntegrityError, FormatError):
+            manifest = manifests.read_file(path)
+            if manifest.step == step:
+                yield Entry(manifest, item_directory, is_link=True)
+
+
+def _resolved(entry: Entry) -> Lineage:
+    """Follows a step's parents to its base."""
     entries = [entry]
-    holders = [item_directory]
+    holders = [entry.holder]
     while isinstance(entry.manifest, DeltaManifest):
         child = entry.manifest
         found = _find(child, entry, holders)
@@ -231,6 +308,71 @@ def resolve(item_directory: Path) -> Lineage:
                 f"leaves of the base, found {len(manifest.fingerprints)}. Restore another step."
             )
     return lineage
+
+
+def checked_of(delta: Delta) -> str:
+    """How the replay of a delta was compared with the state before it was committed.
+
+    Returns:
+        ``full``, ``sample``, ``identity`` (of the arrays that the update returned), ``stored``
+        (nothing is replayed), or nothing: it was not compared, as by an earlier release.
+    """
+    return getattr(delta, "checked", "") or ("" if delta.has_update else "stored")
+
+
+def identity(directory: Path) -> str:
+    """A digest of which files lie under a directory; empty if there are none.
+
+    Hard links to the same files at the same places have the same one, wherever the directory is.
+    """
+    paths = [os.path.join(path, name) for path, _, files in os.walk(directory) for name in files]
+    return _identity(paths, os.fspath(directory))
+
+
+def _identity(paths: Iterable[str], start: str) -> str:
+    found = []
+    for path in paths:
+        with contextlib.suppress(OSError):
+            stat = os.stat(path)
+            name = path.removeprefix(start)
+            found.append((name, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns))
+    return hashlib.sha256(repr(sorted(found)).encode()).hexdigest() if found else ""
+
+
+def identity_of(entry: Entry) -> str:
+    """As :func:`identity`, of one step of a lineage without its links to those before."""
+    if isinstance(entry.manifest, BaseManifest):
+        return identity(entry.directory)
+    with contextlib.suppress(OSError), os.scandir(os.path.dirname(entry.start)) as found:
+        own = [each for each in found if each.path.startswith(entry.start)]
+        files = [each.path for each in own if not each.is_dir(follow_symlinks=False)]
+        return _identity(files, entry.start)
+    return ""
+
+
+def is_committed(item_directory: Path) -> bool:
+    """Tells a saved step from one whose save was interrupted, where no name does.
+
+    Orbax renames what it has committed. On object stores, and with ``AtomicityMode.COMMIT_FILE``,
+    it writes where the step will lie, and a mark at the end.
+
+    Args:
+        item_directory: of a step; it has no temporary name.
+    """
+    if not (item_directory / IN_PLACE).exists():
+        return True
+    parent = item_directory.parent
+    is_item = (parent / STEP_METADATA).exists() and not (item_directory / STEP_METADATA).exists()
+    marked = (item_directory, parent) if is_item else (item_directory,)
+    return all((each / _COMMIT_MARK).exists() for each in marked)
+
+
+def _refuse_uncommitted(item_directory: Path) -> None:
+    if not is_committed(item_directory):
+        raise LineageError(
+            f"{item_directory}: expected a step that Orbax has committed ({_COMMIT_MARK} in it), "
+            "found one whose save was interrupted or is under way. Restore another step."
+        )
 
 
 def shown_steps(steps: Sequence[int]) -> str:
@@ -270,6 +412,7 @@ def refuse_links(directory: Path) -> None:
 
 def follow(known: Sequence[Lineage], item_directory: Path) -> Lineage:
     """As :func:`resolve`, reading one manifest where the step or its parent is known already."""
+    _refuse_uncommitted(item_directory)
     manifest = manifests.read(item_directory)
     for each in known:
         if manifest.checksum == each.manifest.checksum:
@@ -299,6 +442,7 @@ def _find(child: DeltaManifest, entry: Entry, holders: Sequence[Path]) -> Entry:
         places.append(entry.holder / parent.reference)
         if _is_reference(parent.reference) and places[-1].is_dir():
             found = _plain_sibling(entry.holder, parent.reference)
+            _refuse_uncommitted(found)
             return Entry(manifests.read(found), found)
     raise LineageError(
         f"{entry.place}: step {child.step} builds on step {parent.step}, expected at "

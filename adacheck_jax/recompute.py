@@ -7,7 +7,7 @@ damage there, since all that is known of it is a fingerprint: it is named, not j
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,17 +15,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from adacheck_jax import deltas, fingerprint, replay, restorer, staging
+from adacheck_jax import deltas, replay, restorer
 from adacheck_jax import manifest as manifests
 from adacheck_jax.errors import AdaCheckError, FormatError, StorageError, first_line
-from adacheck_jax.lineage import Lineage
+from adacheck_jax.lineage import Lineage, identity_of
 from adacheck_jax.manifest import BaseManifest
 from adacheck_jax.stock import StockCheckpoints
 from adacheck_jax.verification import (
     Damage,
     damage_of,
     damaged_programs,
-    identity_of,
 )
 
 RECOMPUTED = "recomputed, it does not have the bits that were saved"
@@ -106,13 +105,13 @@ class Recomputation:
         try:
             if len(chain) == 1:
                 self._leaves = self._base(lineage)
-                differing |= self._differing(lineage.base.fingerprints)
+                differing |= restorer.differing(self._leaves, lineage.base.fingerprints)
             else:
                 one = Lineage((first, entry))
                 for reader, delta in zip(deltas.readers(one), one.deltas, strict=True):
                     leaves, self._leaves = self._leaves, []  # they are donated
                     self._leaves = restorer.apply(leaves, one, [reader], self._folds)
-                    differing |= self._differing(delta.fingerprints)
+                    differing |= restorer.differing(self._leaves, delta.fingerprints)
         except StorageError:
             raise
         except AdaCheckError as error:
@@ -120,11 +119,6 @@ class Recomputation:
             return _Compared(error=damage_of(error, entry.place))
         self._chain = chain
         return _Compared(tuple(sorted(differing)))
-
-    def _differing(self, saved: Sequence[int]) -> set[int]:
-        """The leaves that do not have the saved fingerprints."""
-        found = fingerprint.of_leaves({i: staging.raw(x) for i, x in enumerate(self._leaves)})
-        return {i for i, value in found.items() if value != saved[i]}
 
     def _base(self, lineage: Lineage) -> list[Any]:
         base, directory = lineage.base, lineage.base_directory

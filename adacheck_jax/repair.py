@@ -15,16 +15,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from adacheck_jax import audit
+from adacheck_jax import audit, roots
 from adacheck_jax import lineage as lineages
 from adacheck_jax import manifest as manifests
 from adacheck_jax.audit import Leftover, Progress, StepReport, Thoroughness
 from adacheck_jax.errors import AdaCheckError, StorageError
 from adacheck_jax.inspection import InputError
-from adacheck_jax.lineage import LINEAGE
+from adacheck_jax.lineage import LINEAGE, identity
 from adacheck_jax.recompute import try_to_restore
 from adacheck_jax.roots import TMP_SUFFIX
-from adacheck_jax.verification import identity, unreadable_file
+from adacheck_jax.verification import Verifier, unreadable_file, whole_part
 
 _YOUNG_S = 60.0
 """A temporary directory that changed within this time may belong to a running save."""
@@ -157,7 +157,11 @@ def _plan(
             lost[root / step.item] = why
         else:
             kept.append(Kept(step.item, why))
-    needed = _needed(root / step.item for step in steps if root / step.item not in lost)
+    sound = [root / step.item for step in steps if root / step.item not in lost]
+    for path, why in _alone(sound, lost).items():
+        kept.append(Kept(str(path.relative_to(root)), why))
+        del lost[path]
+    needed = _needed(sound)
     for path in sorted(lost.keys() & needed.keys()):
         kept.append(Kept(str(path.relative_to(root)), f"{needed[path]} builds on it"))
         del lost[path]
@@ -227,6 +231,26 @@ def _needed(directories: Iterable[Path]) -> dict[Path, str]:
             continue
         for entry in lineage.entries:
             found.setdefault(entry.holder.resolve(), f"step {lineage.manifest.step}")
+    return found
+
+
+def _alone(sound: Iterable[Path], lost: Iterable[Path]) -> dict[Path, str]:
+    """The lost steps whose directories hold earlier ones that are nowhere else, and which."""
+    known: dict[tuple[Path, str | None], set[int]] = {}
+    for directory in sound:
+        with contextlib.suppress(AdaCheckError):
+            steps = lineages.resolve(directory).steps
+            known.setdefault(roots.place_of(directory).line, set()).update(steps)
+    found, verifier = {}, Verifier()
+    for directory in lost:
+        with contextlib.suppress(AdaCheckError):
+            part = whole_part(lineages.held(directory), read_data=True, verifier=verifier)
+            others = known.setdefault(roots.place_of(directory).line, set())
+            steps = [] if part is None else [each for each in part.steps if each not in others]
+            if steps:
+                others.update(steps)
+                shown = lineages.shown_steps(steps)
+                found[directory] = f"it alone holds steps {shown}: RestoreArgs(step={steps[-1]})"
     return found
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from adacheck_jax import deltas, fingerprint, progress, replay, staging
+from adacheck_jax import deltas, fingerprint, progress, replay, settings, staging
 from adacheck_jax import manifest as manifests
+from adacheck_jax.binding import LeafType, Recorders, bind_all
+from adacheck_jax.boxes import Box
 from adacheck_jax.deltas import DeltaReader, Patches, like_host
 from adacheck_jax.errors import FormatError, IntegrityError, unreadable
 from adacheck_jax.lineage import Lineage
-from adacheck_jax.manifest import BaseManifest, Leaf, Update
-from adacheck_jax.recorder import Recorder
+from adacheck_jax.manifest import BaseManifest, Delta, Leaf, Update
 
 _log = logging.getLogger(__name__)
 
@@ -51,12 +51,16 @@ class Folds:
     """The programs that apply updates in place, by base and by where its leaves lie.
 
     Args:
-        recorder: used when this jax cannot read the exported update.
+        recorders: used when this jax cannot read the exported update.
         params_path: as given to the handler.
     """
 
-    def __init__(self, recorder: Recorder | None = None, params_path: str | None = None) -> None:
-        self._recorder = recorder
+    def __init__(
+        self,
+        recorders: Recorders | None = None,
+        params_path: str | Mapping[str, str] | None = None,
+    ) -> None:
+        self._recorders = recorders or {}
         self._params_path = params_path
         self._functions: dict[str, Future[replay.UpdateFunction]] = {}
         self._folds: dict[Hashable, Future[replay.UpdateFunction]] = {}
@@ -71,9 +75,9 @@ class Folds:
         if update is not None and update.programs and replayed_count(lineage):
             future = self._functions[lineage.base.checksum] = Future()
             load = functools.partial(
-                _update_function, lineage, update, self._recorder, self._params_path
+                _update_function, lineage, update, self._recorders, self._params_path
             )
-            _in_background(load, future)
+            replay.in_background(load, future)
 
     def compile(self, lineage: Lineage, placements: Mapping[str, Any]) -> None:
         """Compiles in the background, while the base is read.
@@ -93,15 +97,17 @@ class Folds:
         x64 = staging.x64_enabled()
 
         def compile_it() -> Any:
-            with jax.enable_x64(x64):
+            with settings.own(x64):
                 fold = self._made(lineage, update, working)
                 lists = update.params, update.inner, update.record, update.extra
+                shardings = [working.sharding(i) for each in lists for i in each]
                 abstract = [
                     [_abstract(specs[i], working.sharding(i)) for i in each] for each in lists
                 ]
-                return fold.lower(*abstract).compile()
+                switches = replay.switches(len(update.counts), shardings=shardings)
+                return fold.lower(*abstract, switches).compile()
 
-        _in_background(compile_it, future)
+        replay.in_background(compile_it, future)
 
     def of(self, lineage: Lineage, update: Update, working: _WorkingSet) -> replay.UpdateFunction:
         """The program for leaves that lie where they do.
@@ -123,22 +129,11 @@ class Folds:
     def _made(self, lineage: Lineage, update: Update, working: _WorkingSet) -> Any:
         known = self._functions.get(lineage.base.checksum)
         if known is None:
-            function = _update_function(lineage, update, self._recorder, self._params_path)
+            function = _update_function(lineage, update, self._recorders, self._params_path)
         else:
             function = known.result()
         shardings = [[working.sharding(i) for i in each] for each in (update.params, update.inner)]
         return replay.fold(function, *shardings)
-
-
-def _in_background(act: Callable[[], Any], future: Future[Any]) -> None:
-    def run() -> None:
-        try:
-            future.set_result(act())
-        except BaseException as error:
-            future.set_exception(error)
-
-    # No daemon: a process must not end while XLA compiles.
-    threading.Thread(target=run, name="adacheck_compile").start()
 
 
 def _abstract(spec: Leaf, sharding: Any) -> jax.ShapeDtypeStruct:
@@ -188,24 +183,42 @@ def apply(
     return leaves
 
 
-def readable(lineage: Lineage) -> Lineage | None:
-    """The longest part of a lineage that leaves out a delta at the end of which bytes are damaged.
+def newest_exact(
+    leaves: list[Any], lineage: Lineage, folds: Folds, *, rounded: Collection[int] = ()
+) -> Lineage | None:
+    """The newest step of a lineage that has the bits that were saved, by replaying all of it.
+
+    One pass: every delta is applied once, and every step compared with its fingerprints.
+
+    Args:
+        leaves: the base's leaves, as for :func:`replay_onto`.
+        lineage: of a step that cannot be restored.
+        folds: programs that may be compiled already.
+        rounded: indices of the leaves of which a replayed step need only be right to rounding.
 
     Returns:
-        None if it is the whole lineage, or nothing of the last save is left.
+        The part of the lineage that ends at that step; None where not even the base is exact.
     """
-    if not lineage.saves:
-        return None
-    left_out, (manifest, _) = lineage.left_out, lineage.saves[-1]
-    count = len(manifest.deltas) - left_out
-    for number, reader in enumerate(deltas.readers(lineage)[-count:]):
-        try:
-            for index in reader.stored:
-                for _ in reader.blocks(index):
-                    pass
-        except (IntegrityError, FormatError):
-            return Lineage(lineage.entries, left_out + count - number) if number else None
-    return None
+    found = lineage.to(lineage.base.step) if _exact(leaves, lineage.base, ()) else None
+    try:
+        for reader, delta in zip(deltas.readers(lineage), lineage.deltas, strict=True):
+            leaves = apply(leaves, lineage, [reader], folds)
+            if _exact(leaves, delta, rounded):
+                found = lineage.to(delta.step)
+    except (IntegrityError, FormatError) as error:  # nothing can be built on it
+        _log.debug("%s: replayed no further: %s", lineage.base_directory, error)
+    return found
+
+
+def _exact(leaves: Sequence[Any], step: BaseManifest | Delta, rounded: Collection[int]) -> bool:
+    return not differing(leaves, step.fingerprints).difference(rounded)
+
+
+def differing(leaves: Sequence[Any], fingerprints: Sequence[int]) -> set[int]:
+    """The indices of the leaves that do not have these fingerprints; None is left out."""
+    plain = {i: staging.raw(leaf) for i, leaf in enumerate(leaves) if leaf is not None}
+    found = fingerprint.of_leaves(plain)
+    return {i for i, value in found.items() if value != fingerprints[i]}
 
 
 def check_kinds(leaves: Sequence[Any], base: BaseManifest, where: Path) -> None:
@@ -250,29 +263,46 @@ def _fold(
     updating = [reader for reader in readers if reader.has_update]
     inputs = _read_ahead(lineage.base.leaves, update, updating, working)
     fold = folds.of(lineage, update, working)
+    touched = (*update.params, *update.inner, *update.consumed)
+    shardings = [working.sharding(i) for i in touched]
     params, inner = working.take(update.params), working.take(update.inner)
     for reader in progress.track(readers, "Replaying updates"):
-        if reader.has_update:
-            consumed = next(inputs)
-            # What is dispatched holds its inputs: never more than this update's, and those read
-            # ahead, are in memory. All results of a program are there at once.
-            jax.block_until_ready((params or inner)[0])
-            # What is passed through is put in place before the update that takes it.
-            if patches.touches(update.explained) or not passed.isdisjoint(reader.stored):
-                working.put(update.params, params)
-                working.put(update.inner, inner)
-                patches.apply(computed)
-                patches.add(reader)
-                patches.apply(passed)
-                params, inner = working.take(update.params), working.take(update.inner)
-            else:
-                patches.add(reader)
-            params, inner = fold(params, inner, consumed.record, consumed.extra)
-            if reader is readers[-1]:  # then what it consumed is part of the state
-                for index, array in zip(update.consumed, consumed.all, strict=True):
-                    patches.place(index, array)
+        if not reader.has_update:
+            patches.add(reader)
+            continue
+        consumed, kept = next(inputs), {}
+        # What is dispatched holds its inputs: never more than this update's, and those read
+        # ahead, are in memory. All results of a program are there at once.
+        jax.block_until_ready((params or inner)[0])
+        # What is passed through is put in place before the update that takes it; what is not
+        # replayed has to be there as it was before.
+        if (
+            reader.unreplayed
+            or patches.touches(update.explained)
+            or not passed.isdisjoint(reader.stored)
+        ):
+            working.put(update.params, params)
+            working.put(update.inner, inner)
+            patches.apply(computed)
+            patches.add(reader)
+            patches.apply(passed)
+            kept = {i: leaves[i] for i in reader.unreplayed}
+            params = working.take(update.params, copied=kept)
+            inner = working.take(update.inner, copied=kept)
         else:
             patches.add(reader)
+        switches = replay.switches(len(update.counts), reader.updates, shardings)
+        params, inner = fold(params, inner, consumed.record, consumed.extra, switches)
+        if kept:
+            working.put(update.params, params)
+            working.put(update.inner, inner)
+            for index, leaf in kept.items():
+                leaves[index] = leaf
+            params, inner = working.take(update.params), working.take(update.inner)
+        if reader is readers[-1]:  # then what it consumed is part of the state
+            for index, array in zip(update.consumed, consumed.all, strict=True):
+                if index in reader.stored:
+                    patches.place(index, array)
     working.put(update.params, params)
     working.put(update.inner, inner)
 
@@ -288,8 +318,16 @@ def _read_ahead(
     record_count = len(update.record)
 
     def load(reader: DeltaReader) -> _Inputs:
-        with reader.holding(boxes), jax.enable_x64(x64):
-            placed = staging.place_all(wanted, lambda n, box: reader.read(update.consumed[n], box))
+        consumed = update.consumed_by(reader.updates)
+
+        def read(position: int, box: Box) -> np.ndarray:
+            index = update.consumed[position]
+            if index not in consumed:  # of a recorder without an update
+                return np.zeros(box.shape, jnp.dtype(specs[index].dtype))
+            return reader.read(index, box)
+
+        with reader.holding(boxes), settings.own(x64):
+            placed = staging.place_all(wanted, read)
             return _Inputs(placed[:record_count], placed[record_count:])
 
     with ThreadPoolExecutor(_READ_AHEAD, thread_name_prefix="adacheck_read_ahead") as pool:
@@ -329,10 +367,15 @@ class _WorkingSet:
         own = _sharding_of(self._wanted[index] if known else self._leaves[index])
         if own is not None and own.device_set == self._main.device_set:
             return own
-        return replicated(self._main)
+        return replay.replicated(self._main)
 
-    def take(self, indices: Sequence[int]) -> list[jax.Array]:
-        """Takes leaves out of the list, onto the common devices."""
+    def take(self, indices: Sequence[int], copied: Collection[int] = ()) -> list[jax.Array]:
+        """Takes leaves out of the list, onto the common devices.
+
+        Args:
+            indices: of the leaves.
+            copied: of those that may not be donated, and are copied therefore.
+        """
         taken = []
         for index in indices:
             if staging.is_key(self._leaves[index]):
@@ -342,10 +385,11 @@ class _WorkingSet:
                 self._wanted[index] = jax.ShapeDtypeStruct(
                     leaf.shape, leaf.dtype, sharding=sharding
                 )
-                taken.append(leaf)
+                taken.append(jnp.copy(leaf) if index in copied else leaf)
             else:
                 self._wanted[index] = leaf
-                taken.append(jax.device_put(leaf, sharding))
+                placed = jax.device_put(leaf, sharding)
+                taken.append(jnp.copy(placed) if index in copied else placed)
             self._leaves[index] = None
         return taken
 
@@ -369,21 +413,13 @@ def _sharding_of(leaf: Any) -> jax.sharding.Sharding | None:
     return getattr(staging.raw(leaf) if staging.is_key(leaf) else leaf, "sharding", None)
 
 
-def replicated(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
-    """A sharding over the same devices that gives each the whole array."""
-    if isinstance(sharding, jax.sharding.NamedSharding):
-        return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
-    if len(sharding.device_set) == 1:
-        return sharding
-    devices = np.array(sorted(sharding.device_set, key=lambda d: d.id))
-    mesh = jax.sharding.Mesh(devices, ("all",))
-    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-
-
 def _update_function(
-    lineage: Lineage, update: Update, recorder: Recorder | None, params_path: str | None
+    lineage: Lineage,
+    update: Update,
+    recorders: Recorders,
+    params_path: str | Mapping[str, str] | None,
 ) -> replay.UpdateFunction:
-    """The stored update program, or the recorder's where this jax cannot read it."""
+    """The stored update program, or the recorders' where this jax cannot read it."""
     path = lineage.base_directory / manifests.update_file(replay.platform())
     try:
         data = path.read_bytes()
@@ -398,14 +434,16 @@ def _update_function(
     try:
         return replay.load(data, update, str(path))
     except FormatError as error:
-        if recorder is None:
+        if not recorders:
             raise
         _log.warning("Replaying the given recorder's update instead of the file's: %s", error)
-    shapes = {
-        leaf.path: leaf.shape[:-1] if leaf.key_type else leaf.shape for leaf in lineage.base.leaves
+    types = {
+        leaf.path: LeafType(leaf.shape[:-1], leaf.key_type)
+        if leaf.key_type
+        else LeafType(leaf.shape, leaf.dtype)
+        for leaf in lineage.base.leaves
     }
-    binding = replay.bind(recorder, shapes, params_path)
-    return replay.update_function(recorder, binding.signature)
+    return replay.joint_function(bind_all(recorders, types, params_path))
 
 
 def bound_to_mesh(lineage: Lineage) -> frozenset[int]:
@@ -472,6 +510,20 @@ def verify(
         raise IntegrityError(
             f"{where}: {len(wrong)} of {len(found)} leaves of step {end.step} do not have "
             f"the bits that were saved: {shown}. The stored data is damaged, or replay of the "
-            "update is not exact here. Nothing was returned; restore another step, or a base step."
+            f"update is not exact here.{_other_settings(lineage)} Nothing was returned; restore "
+            "another step, or a base step."
         )
     return differing
+
+
+def _other_settings(lineage: Lineage) -> str:
+    """Names the settings that arithmetic may depend on and that are others here."""
+    here, saved = replay.environment(), lineage.base.environment
+    if not replayed_count(lineage):
+        return ""
+    other = [
+        f"{name} was {value or 'not set'} when the base was saved, and is {here[name] or 'not set'}"
+        for name, value in saved.items()
+        if name in here and here[name] != value
+    ]
+    return f" Not the same here: {'; '.join(other)}." if other else ""

@@ -8,7 +8,17 @@ from pathlib import Path
 
 from adacheck_jax import manifest as manifests
 from adacheck_jax.errors import AdaCheckError
-from adacheck_jax.lineage import BASE, DELTA, KEPT, LINEAGE, refuse_links, resolve
+from adacheck_jax.lineage import (
+    BASE,
+    DELTA,
+    IN_PLACE,
+    KEPT,
+    LINEAGE,
+    STEP_METADATA,
+    is_committed,
+    refuse_links,
+    resolve,
+)
 from adacheck_jax.manifest import DeltaManifest, Manifest
 
 TMP_SUFFIX = ".orbax-checkpoint-tmp"
@@ -37,6 +47,15 @@ def items_of(root: Path) -> list[Path]:
 
     A manager may be deleting steps meanwhile: what vanishes is left out.
     """
+    return [path for path in _ours_under(root) if is_committed(path)]
+
+
+def uncommitted_of(root: Path) -> list[Path]:
+    """As :func:`items_of`, those whose save was interrupted or is under way, by name committed."""
+    return [path for path in _ours_under(root) if not is_committed(path)]
+
+
+def _ours_under(root: Path) -> list[Path]:
     found = []
     for step_directory in _directories(root):
         candidates = [step_directory, *_directories(step_directory)]
@@ -47,7 +66,7 @@ def items_of(root: Path) -> list[Path]:
 def _is_ours(path: Path) -> bool:
     """Whether a directory holds our folder; an item may have our folder's name."""
     ours = path / manifests.DIRECTORY
-    traces = (manifests.FILE, LINEAGE, BASE, KEPT)
+    traces = (manifests.FILE, LINEAGE, BASE, KEPT, IN_PLACE)
     return any((path / name).exists() for name in traces) or (
         ours.is_dir() and any(any(ours.glob(f"{name}.*")) for name in ("update", DELTA))
     )
@@ -104,14 +123,27 @@ class Place:
 
 def place_of(item_directory: Path) -> Place:
     """Reads an item directory's place from its path; it may be temporary, or not exist yet."""
-    parent, name = item_directory.parent, _committed(item_directory.name)
-    marker = "_CHECKPOINT_METADATA"  # Orbax writes it into the step's directory
+    parent = item_directory.parent
     is_item = TMP_SUFFIX in parent.name or (
-        (parent / marker).exists() and not (item_directory / marker).exists()
+        (parent / STEP_METADATA).exists() and not (item_directory / STEP_METADATA).exists()
     )
-    if is_item:
-        return Place((parent.parent, name), _number_in(_committed(parent.name)))
-    return Place((parent, None), _number_in(name))
+    return place_in_step(item_directory) if is_item else place_of_step(item_directory)
+
+
+def place_in_step(item_directory: Path) -> Place:
+    """The place of a directory that is known to be one of several items of a step."""
+    step = item_directory.parent
+    return Place((step.parent, _committed(item_directory.name)), _number_in(_committed(step.name)))
+
+
+def place_of_step(directory: Path) -> Place:
+    """The place of a directory that is known to be a step's own."""
+    return Place((directory.parent, None), _number_in(_committed(directory.name)))
+
+
+def is_written_in_place(item_directory: Path) -> bool:
+    """Whether a directory that is being saved into keeps its name when it is committed."""
+    return not any(TMP_SUFFIX in each.name for each in (item_directory, item_directory.parent))
 
 
 def committed_path(directory: Path) -> Path:

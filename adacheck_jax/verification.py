@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from adacheck_jax import deltas, fingerprint, replay, restorer, trees, volumes, zarr
 from adacheck_jax import lineage as lineages
 from adacheck_jax import manifest as manifests
-from adacheck_jax.errors import AdaCheckError, IntegrityError, first_line
+from adacheck_jax.errors import AdaCheckError, FormatError, IntegrityError, first_line
 from adacheck_jax.lineage import Entry, Lineage
 from adacheck_jax.manifest import BaseManifest, Update
 from adacheck_jax.stock import StockCheckpoints, damaged_descriptions, stored_dtype
@@ -56,7 +56,7 @@ class Damage:
         return IntegrityError(f"{self.file}: {leaf}{self.message}. Restore another step.")
 
 
-def check(item_directory: Path, *, read_data: bool, verifier: Verifier | None = None) -> None:
+def check(item_directory: Path, *, read_data: bool, verifier: Verifier | None = None) -> Lineage:
     """Checks that a step has all that a restore on this machine needs.
 
     Manifests and what they say of each other, the update program, the databases, and for every
@@ -67,16 +67,69 @@ def check(item_directory: Path, *, read_data: bool, verifier: Verifier | None = 
         read_data: also read every byte of the step and of those that it builds on.
         verifier: remembers what was checked of other steps.
 
+    Returns:
+        What the step is restored from.
+
     Raises:
         AdaCheckError: names the file and, where one is damaged, the leaf.
     """
     lineage = lineages.resolve(item_directory)
-    verifier = verifier or Verifier()
+    for each in _hindering(lineage, read_data, verifier or Verifier()):
+        raise each.error
+    return lineage
+
+
+def _hindering(lineage: Lineage, read_data: bool, verifier: Verifier) -> Iterator[Damage]:
+    """The damage that hinders a restore on this machine; data is read only if it is asked for."""
     platform = replay.platform() if restorer.replayed_count(lineage) else None
     for look in (verifier.structure, verifier.data) if read_data else (verifier.structure,):
-        for each in look(lineage):
-            if each.hinders in (None, platform):
-                raise each.error
+        yield from (each for each in look(lineage) if each.hinders in (None, platform))
+
+
+def whole_part(lineage: Lineage, *, read_data: bool, verifier: Verifier) -> Lineage | None:
+    """The longest part of a lineage that has all that a restore on this machine needs.
+
+    Args:
+        lineage: of a step that is damaged, perhaps.
+        read_data: also read every byte; only then part of what was saved at once can be had.
+        verifier: remembers what was checked of other steps.
+
+    Returns:
+        What the newest step is restored from that can be; None if not even the base can.
+    """
+    whole, bad = 0, len(lineage.entries) + 1  # what hinders a step hinders all that build on it
+    while bad - whole > 1:
+        count = (whole + bad) // 2
+        part = Lineage(lineage.entries[:count])
+        if next(_hindering(part, read_data, verifier), None) is None:
+            whole = count
+        else:
+            bad = count
+    found = Lineage(lineage.entries[:whole]) if whole else None
+    if found is not None and read_data and whole < len(lineage.entries):
+        return _readable(Lineage(lineage.entries[: whole + 1])) or found
+    return found
+
+
+def _readable(lineage: Lineage) -> Lineage | None:
+    """A lineage without the deltas of its last save that are damaged, and those after them.
+
+    Returns:
+        None where nothing of the last save is left.
+    """
+    programs = damaged_programs(lineage.entries[0], lineage.base.update)
+    if replay.platform() in [each.hinders for each in programs]:
+        return None
+    count = len(lineage.saves[-1][0].deltas)
+    with contextlib.suppress(IntegrityError, FormatError):
+        for number, reader in enumerate(deltas.readers(lineage)[-count:]):
+            try:
+                for index in reader.stored:
+                    for _ in reader.blocks(index):
+                        pass
+            except (IntegrityError, FormatError):
+                return Lineage(lineage.entries, count - number) if number else None
+    return None
 
 
 def damage_of(error: Exception, where: Path) -> Damage:
@@ -88,27 +141,8 @@ def damage_of(error: Exception, where: Path) -> Damage:
     return Damage(str(where), None, message)
 
 
-_ADVICE = re.compile(r"( The step is damaged;)? [Rr]estore another (step|one)\.$")
+_ADVICE = re.compile(r"( The step is damaged)?(;)? [Rr]estore another (step|one)\.$")
 """What an error of a restore ends with, and a row of a table need not."""
-
-
-def identity(directory: Path) -> str:
-    """A digest of which files lie under a directory; empty if there are none.
-
-    Hard links to the same files at the same places have the same one, wherever the directory is.
-    """
-    paths = [os.path.join(path, name) for path, _, files in os.walk(directory) for name in files]
-    return _identity(paths, os.fspath(directory))
-
-
-def _identity(paths: Iterable[str], start: str) -> str:
-    found = []
-    for path in paths:
-        with contextlib.suppress(OSError):
-            stat = os.stat(path)
-            name = path.removeprefix(start)
-            found.append((name, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns))
-    return hashlib.sha256(repr(sorted(found)).encode()).hexdigest() if found else ""
 
 
 def unreadable_file(directory: Path) -> OSError | None:
@@ -122,17 +156,6 @@ def unreadable_file(directory: Path) -> OSError | None:
             except OSError as error:
                 problems.append(error)
     return next((each for each in problems if not isinstance(each, FileNotFoundError)), None)
-
-
-def identity_of(entry: Entry) -> str:
-    """As :func:`identity`, of one step of a lineage without its links to those before."""
-    if isinstance(entry.manifest, BaseManifest):
-        return identity(entry.directory)
-    with contextlib.suppress(OSError), os.scandir(os.path.dirname(entry.start)) as found:
-        own = [each for each in found if each.path.startswith(entry.start)]
-        files = [each.path for each in own if not each.is_dir(follow_symlinks=False)]
-        return _identity(files, entry.start)
-    return ""
 
 
 class Verifier:
@@ -158,7 +181,7 @@ class Verifier:
     ) -> list[Damage]:
         found = []
         for entry in lineage.entries:
-            key = (what, identity_of(entry))
+            key = (what, lineages.identity_of(entry))
             if key not in self._known:
                 self._known[key] = entry.start, check(entry, lineage.base)
             start, damage = self._known[key]  # of another link to the same files, perhaps

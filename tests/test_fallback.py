@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import logging
 import os
+import pickle
 import shutil
 
 import pytest
 
 import adacheck_jax as adacheck
-from adacheck_jax import audit, lineage, manifest
+from adacheck_jax import audit, lineage, manifest, restorer
 from tests import support
 
 STEPS = 6
@@ -38,11 +40,11 @@ def damage_base(root, step):
     largest.write_bytes(data)  # in place: the deltas that link it are damaged too
 
 
-def restore(root, run, step, **options):
+def restore(root, run, number, **options):
     handler = adacheck.AdaCheckHandler(run.recorder)
     with support.manager_of(root, handler) as manager:
         args = adacheck.RestoreArgs(support.abstract(run.state), **options)
-        return manager.restore(step, args=args), handler.restored
+        return manager.restore(number, args=args), handler.restored
 
 
 def test_a_bad_step_is_an_error_unless_an_older_one_is_asked_for(saved):
@@ -112,7 +114,143 @@ def test_training_goes_on_from_an_older_step(saved):
             support.assert_same_bits(manager.restore(step, args=target), states[step])
 
 
+@pytest.fixture
+def alone(tmp_path):
+    """A lineage of six steps of which only the last has a directory, and what each step was."""
+    run = support.dict_run(support.mesh_of((2, 2)))
+    handler = adacheck.AdaCheckHandler(run.recorder)
+    with support.manager_of(tmp_path, handler, max_to_keep=1) as manager:
+        states = support.save_steps(manager, run, STEPS)
+        assert manager.all_steps() == [STEPS]
+    return tmp_path, run, states
+
+
+def damage_own_pack(root, step):
+    path = max(support.pack_files(item(root, step)), key=lambda each: each.stat().st_size)
+    data = path.read_bytes()
+    path.unlink()
+    path.write_bytes(support.with_flipped_data(data))
+
+
+class TestInsideALineage:
+    """Steps that a bad step's directory links can be had, without directories of their own."""
+
+    @pytest.mark.parametrize("what", ["pack", "manifest", "index"])
+    def test_the_step_before_a_damaged_one(self, alone, what, caplog):
+        root, run, states = alone
+        if what == "pack":
+            damage_own_pack(root, 6)
+        elif what == "index":
+            support.pack_index(item(root, 6)).unlink()
+        else:
+            (item(root, 6) / manifest.FILE).unlink()
+        with pytest.raises((adacheck.IntegrityError, adacheck.FormatError)):
+            restore(root, run, 6)
+        with caplog.at_level(logging.WARNING, logger="adacheck_jax"):
+            state, info = restore(root, run, 6, fallback=True)
+        assert info.step == 5
+        support.assert_same_bits(state, states[5])
+        assert caplog.messages[-1] == "Restored step 5 instead of step 6."
+        state, info = restore(root, run, 6, step=4)
+        assert info.step == 4
+        support.assert_same_bits(state, states[4])
+        found = adacheck.latest_restorable(root)
+        assert (found, found.saved, found.step) == (5, 6, 5)
+        state, _ = restore(root, run, found.saved, step=found.step)
+        support.assert_same_bits(state, states[5])
+
+    def test_the_newest_one_that_replay_reproduces(self, alone, caplog):
+        root, run, states = alone
+        support.other_record(lineage.resolve(item(root, 6)).to(4))
+        with pytest.raises(adacheck.IntegrityError, match="do not have the bits"):
+            restore(root, run, 6)
+        with caplog.at_level(logging.WARNING, logger="adacheck_jax"):
+            state, info = restore(root, run, 6, fallback=True)
+        assert info.step == 3
+        support.assert_same_bits(state, states[3])
+        assert sum(m.startswith("Skipping a step") for m in caplog.messages) == 1
+        assert restore(root, run, 6, fallback=True, step=5)[1].step == 3
+        assert restore(root, run, 6, fallback=True, step=2)[1].step == 2
+
+    def test_the_base_where_the_update_is_lost(self, alone):
+        root, run, states = alone
+        (item(root, 6) / lineage.LINEAGE / "1" / manifest.update_file("cpu")).unlink()
+        args = adacheck.RestoreArgs(support.abstract(run.state), fallback=True)
+        handler = adacheck.AdaCheckHandler()  # which has no recorder that could stand in
+        with support.manager_of(root, handler) as manager:
+            support.assert_same_bits(manager.restore(6, args=args), states[1])
+        assert handler.restored.step == 1
+        found = adacheck.latest_restorable(root)
+        assert (found, found.saved, found.step) == (1, 6, 1)
+
+    def test_nothing_is_left_of_a_lineage_whose_base_is_damaged(self, alone):
+        root, run, _ = alone
+        places = (item(root, 6) / lineage.LINEAGE / "1").rglob("*")
+        path = max(places, key=lambda p: p.is_file() and p.stat().st_size)
+        path.write_bytes(support.with_flipped_data(path.read_bytes()))
+        with pytest.raises(adacheck.IntegrityError, match="/6/"):
+            restore(root, run, 6, fallback=True)
+        with pytest.raises(adacheck.IntegrityError, match="/6/"):
+            adacheck.latest_restorable(root)
+
+    def test_files_that_steps_share_are_replayed_once(self, saved, caplog, monkeypatch):
+        root, run, states = saved
+        directories = [item(root, step) for step in (6, 5)]
+        support.other_record(lineage.resolve(directories[0]).to(5))
+        for path in support.pack_files(directories[1]) + [support.pack_index(directories[1])]:
+            path.unlink()
+        place = item(root, 6) / lineage.LINEAGE
+        for path in place.glob("5.delta.*"):
+            os.link(path, directories[1] / manifest.DIRECTORY / path.name.removeprefix("5."))
+        looks, look = [], restorer.newest_exact
+        counted = lambda *a, **k: looks.append(1) or look(*a, **k)  # noqa: E731
+        monkeypatch.setattr(restorer, "newest_exact", counted)
+        with caplog.at_level(logging.WARNING, logger="adacheck_jax"):
+            state, info = restore(root, run, 6, fallback=True)
+        assert (info.step, len(looks)) == (4, 1)
+        support.assert_same_bits(state, states[4])
+        assert "/5/default: it has the files of a bad step" in caplog.text
+
+    def test_a_newer_step_of_another_directory_comes_first(self, alone, tmp_path):
+        root, run, states = alone
+        shutil.copytree(root / "6", root / "5")  # no links: what is damaged in one is not in other
+        own = item(root, 5)
+        shutil.rmtree(own / lineage.LINEAGE / "5", ignore_errors=True)
+        for path in (own / manifest.DIRECTORY).glob("*"):
+            if path.is_file():
+                path.unlink()
+        for path in (own / lineage.LINEAGE).glob("5.*"):
+            path.rename(own / manifest.DIRECTORY / path.name.removeprefix("5."))
+        support.other_record(lineage.resolve(item(root, 6)).to(3))
+        state, info = restore(root, run, 6, fallback=True)
+        assert info.step == 5
+        support.assert_same_bits(state, states[5])
+
+
+def test_a_restorable_step_is_a_number_that_is_copied_whole():
+    found = pickle.loads(pickle.dumps(adacheck.RestorableStep(6, 5)))
+    assert (found, found.saved, found.step, f"{found:03d}") == (5, 6, 5, "005")
+    own = copy.deepcopy(adacheck.RestorableStep(6))
+    assert (own, own.saved, own.step) == (6, 6, None)
+
+
 class TestLatestRestorable:
+    @pytest.fixture(autouse=True)
+    def _checked(self, monkeypatch):
+        monkeypatch.setattr(lineage, "checked_of", lambda delta: "sample")
+
+    def test_a_step_that_nobody_checked_is_not_named_without_saying_so(
+        self, saved, caplog, monkeypatch
+    ):
+        root, _, _ = saved
+        unchecked = lambda delta: "full" if delta.step == 6 else ""  # noqa: E731
+        monkeypatch.setattr(lineage, "checked_of", unchecked)
+        with caplog.at_level(logging.WARNING, logger="adacheck_jax"):
+            assert adacheck.latest_restorable(root) == 6
+        (message,) = caplog.messages
+        assert "nobody compared the deltas of steps 5 with the state" in message
+        assert "adacheck verify --replay" in message
+
     def test_the_newest_step_of_a_whole_root(self, saved, caplog):
         root, _, states = saved
         with caplog.at_level(logging.WARNING, logger="adacheck_jax"):
@@ -134,9 +272,15 @@ class TestLatestRestorable:
         root, run, states = saved
         (item(root, 6) / manifest.FILE).unlink()
         (item(root, 5) / lineage.LINEAGE / "4" / manifest.FILE).unlink()
-        step = adacheck.latest_restorable(root)
-        assert step == 4
-        support.assert_same_bits(restore(root, run, step)[0], states[step])
+        found = adacheck.latest_restorable(root)
+        assert (found, found.saved, found.step) == (5, 6, 5)  # as step 6 links it
+        state, _ = restore(root, run, found.saved, step=found.step)
+        support.assert_same_bits(state, states[found])
+        shutil.rmtree(root / "6")
+        found = adacheck.latest_restorable(root)
+        assert (found, found.saved, found.step) == (4, 4, None)
+        state, _ = restore(root, run, found.saved, step=found.step)
+        support.assert_same_bits(state, states[found])
 
     def test_a_root_without_steps_has_none(self, tmp_path):
         assert adacheck.latest_restorable(tmp_path / "absent") is None

@@ -32,7 +32,15 @@ from adacheck_jax import (
 from adacheck_jax.audit import Thoroughness
 from adacheck_jax.cli import app
 from tests import support
-from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
+from tests.support import (
+    abstract,
+    assert_same_bits,
+    host_copy,
+    manager_of,
+    mesh_of,
+    other_record,
+    save_steps,
+)
 
 DATA = Thoroughness(read_data=True)
 REPLAY = Thoroughness(replay=True)
@@ -180,7 +188,7 @@ class TestClean:
     def test_leaves_of_sums_that_differ_are_to_rounding_and_others_are_damage(
         self, copy, monkeypatch
     ):
-        other_record(copy, 2)
+        other_record(lineage.resolve(item(copy, 2)))
         base = manifest.read(item(copy, 1))
         paths = {leaf.path for leaf in base.leaves if leaf.path.startswith("params")}
         bound = frozenset(i for i, leaf in enumerate(base.leaves) if leaf.path in paths)
@@ -231,8 +239,8 @@ def test_what_builds_on_a_damaged_delta_is_recomputed_no_further(copy):
     shutil.rmtree(copy / "2")
     (reports,) = audit.verify_root(copy, thoroughness=REPLAY).steps
     assert reports.damage
-    found = repair.repair(copy, read_data=True)
-    assert [each.path for each in found.removals] == ["3"]
+    (kept,) = repair.repair(copy, read_data=True).kept
+    assert kept.why == "it alone holds steps 1: RestoreArgs(step=1)"
 
 
 def test_a_file_that_many_leaves_lie_in_is_told_of_once(copy):
@@ -263,33 +271,6 @@ def test_what_cannot_be_read_now_is_never_removed(copy, monkeypatch, what):
     assert found.removals == ()
     assert [each.path for each in found.kept] == ["3/default"]
     assert (copy / "3").is_dir()
-
-
-def other_record(root: Path, step: int, change=lambda x: x + np.float32(1)) -> str:
-    """Writes a pack of a delta again, with right checksums and one leaf changed; names the leaf."""
-    directory = item(root, step)
-    known = lineage.resolve(directory)
-    delta, entry = known.saves[-1]
-    reader = deltas.DeltaReader(known.base, entry)
-    index = max(reader.stored, key=lambda i: known.base.leaves[i].nbytes)
-    extents = [e for each in reader.stored for e in reader._extents[each]]
-    assert {each.process for each in extents} == {0}
-    contents = []
-    for kind in (arrays.RAW, arrays.COMPRESSED):
-        pack = reader._pack(0, kind)
-        is_raw = kind is arrays.RAW
-        size = delta.packs[0].raw_bytes if is_raw else delta.packs[0].compressed_bytes
-        data = pack.read([(0, size)], what="all")[0].copy()
-        if not is_raw:
-            extent = next(e for e in extents if e.leaf == index)
-            spot = data[extent.compressed_start :][: extent.compressed_bytes]
-            spot[spot.nonzero()[0][:7]] ^= 3
-        contents.append((kind, [data]))
-    for path in (*support.pack_files(directory), support.pack_index(directory)):
-        path.unlink()
-    zeros = arrays.write_pack(lineage.pack_in(directory, 0), contents)
-    assert zeros == [[delta.packs[0].raw_zeros], [delta.packs[0].compressed_zeros]]
-    return known.base.leaves[index].path
 
 
 HOW = ("start", "middle", "end", "truncated", "emptied", "missing")
@@ -370,14 +351,14 @@ class TestDamage:
         self, bits, tmp_path
     ):
         root = copied(bits[0], tmp_path / "copy")
-        path = other_record(root, 2)
+        path = other_record(lineage.resolve(item(root, 2)))
         assert not any(damaged(root).values())
         found = damaged(root, REPLAY)
         assert [bool(found[step]) for step in (1, 2, 3, 4)] == [False, True, False, False]
         assert any(f" {path} " in each for each in found[2])
 
     def test_a_wrong_record_with_a_right_checksum_is_found_by_reading_and_by_replay(self, copy):
-        path = other_record(copy, 2)
+        path = other_record(lineage.resolve(item(copy, 2)))
         for wanted in (DATA, REPLAY):
             found = damaged(copy, wanted)
             assert [bool(each) for each in found.values()] == [False, True, False]
@@ -480,6 +461,20 @@ class TestRepair:
             assert_same_bits(restore(copy, each, replayed[2]), replayed[1][each])
         again = repair.repair(copy, read_data=True)
         assert (again.removals, again.kept) == ((), ())
+
+    def test_a_directory_that_alone_holds_earlier_steps_stays(self, copy, replayed):
+        spoil(copy, 3)
+        shutil.rmtree(copy / "2")
+        report = repair.repair(copy, read_data=True)
+        assert report.removals == ()
+        (kept,) = report.kept
+        assert (kept.path, kept.why) == (
+            "3/default",
+            "it alone holds steps 2: RestoreArgs(step=2)",
+        )
+        found = adacheck.latest_restorable(copy)
+        assert found is not None
+        assert (found, found.saved, found.step) == (2, 3, 2)
 
     def test_a_dry_run_changes_nothing(self, copy):
         spoil(copy, 3)
@@ -629,6 +624,38 @@ class TestCommand:
         assert len(chosen) > 1
         result = self.run("verify", replayed[0], "--read-data-subset", "10%")
         assert "of 2 no array was read" in result.stdout
+
+    def test_verify_says_in_one_line_what_it_did_not_look_at(self, replayed, monkeypatch):
+        monkeypatch.setattr(lineage, "checked_of", lambda delta: "" if delta.step == 3 else "full")
+        bytes_, replay = "the array bytes of 3 steps (--read-data)", "the replay of 2 steps"
+        unchecked = "the deltas of steps 3 are exact, unchecked when saved (--replay)"
+        for options, said, not_said in (
+            ((), (bytes_, replay, unchecked), ()),
+            (("--read-data",), (replay, unchecked), (bytes_,)),
+            (("--read-data-subset", "40%"), ("bytes of 1 of 3 steps", replay, unchecked), ()),
+            (("--replay",), (bytes_,), (replay, unchecked)),
+            (("--read-data", "--replay"), (), ("Not looked at",)),
+        ):
+            result = self.run("verify", replayed[0], *options)
+            lines = [each for each in result.stdout.splitlines() if each.startswith("Not looked")]
+            assert len(lines) == bool(said)
+            assert all(each in lines[0] for each in said)
+            assert not any(each in result.stdout for each in not_said)
+            report = json.loads(self.run("verify", replayed[0], *options, "--json").stdout)
+            assert len(report["not_looked_at"]) == len(said)
+            expected = [] if "--replay" in options else [3]
+            assert [s["unchecked"] for s in report["steps"]] == [[], [], expected]
+
+    def test_inspect_and_ls_tell_how_each_delta_was_checked(self, replayed, monkeypatch):
+        monkeypatch.setattr(lineage, "checked_of", lambda delta: "" if delta.step == 3 else "full")
+        result = self.run("inspect", replayed[0], 3)
+        assert "checked when saved" in result.stdout
+        assert "step 2 in full, step 3 not checked" in result.stdout
+        told = json.loads(self.run("inspect", replayed[0], 3, "--json").stdout)
+        assert told["checks"] == [{"step": 2, "checked": "full"}, {"step": 3, "checked": ""}]
+        steps = json.loads(self.run("ls", replayed[0], "--json").stdout)["steps"]
+        assert [each["checked"] for each in steps] == [None, "full", "not checked"]
+        assert "not checked" in self.run("ls", replayed[0]).stdout
 
     def test_verify_tells_of_damage(self, copy):
         spoil(copy, 2)
