@@ -23,7 +23,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from adacheck_jax import base_reader, durable, sharding, staging, trees, volumes
+from adacheck_jax import base_reader, durable, settings, sharding, staging, trees, volumes
 from adacheck_jax import manifest as manifests
 from adacheck_jax.errors import AdaCheckError, IntegrityError, MismatchError, first_line, unreadable
 from adacheck_jax.manifest import BaseManifest, Leaf
@@ -169,12 +169,12 @@ class StockCheckpoints:
             and the manifest alone tells of those.
 
         Raises:
-            ValueError: as from ``StandardSave``, for a state that Orbax does not take.
+            MismatchError: Orbax would store two leaves in one array.
         """
-        _check(state, save_args)
         if save_args is not None:
             save_args = jax.tree.map(lambda x, a: None if _is_empty(x) else a, state, save_args)
-        state = jax.tree.map(lambda x: None if _is_empty(x) else _storable(x), state)
+        with settings.own():
+            state = jax.tree.map(lambda x: None if _is_empty(x) else _storable(x), state)
         args = ocp.args.PyTreeSave(state, save_args, custom_metadata=custom_metadata)
         entries: dict[str, Entry] = {}
         try:
@@ -395,26 +395,6 @@ def _storable(leaf: Any) -> Any:
         leaf = np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
     wide = _WIDENED.get(str(getattr(leaf, "dtype", "")))
     return leaf if wide is None else leaf.astype(wide)
-
-
-def _check(state: PyTree, save_args: PyTree) -> None:
-    """Refuses what ``StandardSave`` refuses."""
-    if state is None or isinstance(state, jax.Array | np.ndarray | int | float):
-        raise ValueError(
-            f"expected a pytree with arrays in it, found {type(state).__name__}. Save a dictionary "
-            "that holds it."
-        )
-    args = [None] * len(jax.tree.leaves(state))
-    if save_args is not None:
-        args = jax.tree.structure(state).flatten_up_to(save_args)
-    for (path, leaf), arg in zip(trees.flatten(state)[0].items(), args, strict=True):
-        if not isinstance(leaf, int | float | np.ndarray | np.generic | jax.Array):
-            raise ValueError(
-                f"leaf {path}: expected an array or a number, found {type(leaf).__name__}. Save it "
-                "as another item beside the state, or leave it out."
-            )
-        if arg is not None and arg.aggregate:
-            raise ValueError(f"leaf {path}: SaveArgs(aggregate=True) is not supported here.")
 
 
 def _check_described(directory: Path, expected: Leaf, found: Any) -> None:

@@ -221,13 +221,12 @@ def test_several_threads_restore_at_once(tmp_path, restless):
         for step, state in enumerate(states):
             manager.save(step, args=adacheck.SaveArgs(state))
     followed = Saver(
-        None,
+        {},
         None,
         max_deltas=20,
         keep_lineage=None,
         delta="bits",
-        prove="first",
-        prove_bytes=0,
+        check="sample",
         compression="none",
         check_replicas="warn",
         returns_early=False,
@@ -241,7 +240,7 @@ def test_several_threads_restore_at_once(tmp_path, restless):
     def follow(step):
         together.wait()
         for _ in range(200):
-            followed.follow(restored[step], step, [states[step]["x"]])
+            followed.follow(restored[step], step, [states[step]["x"]], states[step])
 
     with ThreadPoolExecutor(4) as threads:
         assert list(threads.map(follow, range(4))) == [None] * 4
