@@ -3,7 +3,7 @@
 See README.md for a first use and BUILD.md for the architecture.
 """
 
-from adacheck_jax.audit import latest_restorable
+from adacheck_jax.audit import RestorableStep, latest_restorable
 from adacheck_jax.errors import (
     AdaCheckError,
     FormatError,
@@ -11,6 +11,7 @@ from adacheck_jax.errors import (
     LineageError,
     MismatchError,
     RecorderError,
+    ReplayError,
     ReplicaError,
     StorageError,
 )
@@ -34,8 +35,10 @@ __all__ = [
     "RecorderError",
     "RecorderState",
     "RedundancyReport",
+    "ReplayError",
     "ReplicaError",
     "ReplicaReport",
+    "RestorableStep",
     "RestoreArgs",
     "RestoreInfo",
     "SaveArgs",

@@ -4,10 +4,12 @@
 
     AdaCheckError
     ├── RecorderError    the Recorder is absent, doubled, or cannot tell what its update consumes
-    ├── MismatchError    the state that was asked for is not the state that was saved
+    ├── MismatchError    the state that was asked for is not the state that was saved, or that
+    │                    is to be saved cannot be; also a ValueError
     ├── LineageError     a step, or a step that it builds on, is not there
     ├── IntegrityError   stored bits are not the bits that were saved
     ├── ReplicaError     replicas that are declared equal are not
+    ├── ReplayError      replaying an update does not give the state that was trained
     ├── FormatError      a file is not what this version of the library can read
     └── StorageError     a place cannot be written, or not be read; what is there may be whole
 
@@ -31,8 +33,11 @@ class RecorderError(AdaCheckError):
     """The recorder is absent, appears twice, or its update cannot be tied to the state."""
 
 
-class MismatchError(AdaCheckError):
-    """Abstract state and saved state differ in leaf paths, shapes or kinds of data type."""
+class MismatchError(AdaCheckError, ValueError):
+    """A state is not what can be saved, or not what was saved: other paths, shapes or types.
+
+    A ``ValueError`` too, as stock Orbax raises it.
+    """
 
 
 class LineageError(AdaCheckError):
@@ -45,6 +50,10 @@ class IntegrityError(AdaCheckError):
 
 class ReplicaError(AdaCheckError):
     """Devices that are declared to hold the same bits hold different ones; nothing was saved."""
+
+
+class ReplayError(AdaCheckError):
+    """Replaying an update does not give the state that was trained; the step was not saved."""
 
 
 class FormatError(AdaCheckError):

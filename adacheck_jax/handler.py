@@ -9,7 +9,9 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -20,10 +22,11 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
+from adacheck_jax import durable, inputs, replicas, restorer, roots, settings, stock, trees
 from adacheck_jax import lineage as lineages
 from adacheck_jax import manifest as manifests
-from adacheck_jax import replicas, restorer, roots, stock, trees
 from adacheck_jax.base_share import Name, chunk_shape
+from adacheck_jax.binding import RecorderArgument, recorders_of
 from adacheck_jax.commit import Save
 from adacheck_jax.compression import Compression
 from adacheck_jax.errors import (
@@ -35,13 +38,13 @@ from adacheck_jax.errors import (
     StorageError,
     storage_named,
 )
-from adacheck_jax.lineage import Lineage
+from adacheck_jax.lineage import IN_PLACE, STEP_METADATA, Lineage
 from adacheck_jax.manifest import BaseManifest, DeltaManifest
 from adacheck_jax.policy import Delta
-from adacheck_jax.recorder import Recorder
+from adacheck_jax.programs import Check
 from adacheck_jax.retention import KeepLineage
 from adacheck_jax.roots import Place
-from adacheck_jax.saver import Destination, Prove, Saver
+from adacheck_jax.saver import Destination, Saver
 from adacheck_jax.stock import Entry, StockCheckpoints, stored_dtype
 from adacheck_jax.targets import Target, Wishes
 from adacheck_jax.trees import PyTree
@@ -51,6 +54,8 @@ _log = logging.getLogger(__name__)
 
 _DIRECTORIES_S = 5.0
 """How long a refused save waits for Orbax's directories."""
+_STEP_METADATA_S = 1.0
+"""How long a save waits for a file that Orbax is about to write into the step's directory."""
 
 
 class AdaCheckHandler(ocp.AsyncCheckpointHandler):
@@ -67,8 +72,11 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
     which the next delta builds on.
 
     Args:
-        recorder: the :class:`Recorder` in the optimizer chain. Without one every save is a base,
-            and every restore still works.
+        recorder: the :class:`Recorder` in the optimizer chain, or the chain. Several optimizers in
+            one state (a GAN, an actor and a critic) have one each: give a list of them, or, where
+            they cannot be told apart by the shapes of their params, a dictionary by leaf-path
+            prefix of the optimizer state. Without one every save is a base, and every restore still
+            works.
         max_deltas: longest lineage. A restore replays at most this many updates.
         delta: ``"auto"`` replays updates, and where that is not exact stores the bit-pattern
             difference of every leaf to the step before. ``"replay"`` saves bases there.
@@ -76,18 +84,17 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             where few bits change, as in bfloat16 weights at small learning rates. Differences keep
             a host copy of the last saved state.
         params_path: leaf path of the trained params in the state, such as ``"params"``; needed
-            only where several subtrees have the recorded shapes (an EMA copy).
+            only where several subtrees have the recorded shapes (an EMA copy). With several
+            recorders a dictionary by leaf-path prefix of the optimizer state.
         keep_lineage: the preservation policy given to the manager, where the file system has no
             hard links.
-        prove: which deltas are replayed in the background as they are saved, and compared with the
-            state: the ``"first"`` one after a base or a restore, ``"every"`` one, or ``"never"``:
-            then steps are lost where the train step does anything else than is replayed.
-            Leaves that replay does not reproduce are stored whole, the handler says why, and
-            replays no updates from then on. Costs a host copy of params and optimizer state for
-            one step.
-        prove_bytes: device memory that a proof may take, about. Updates that leave every element in
-            its place are proved in pieces of that size. Any other takes its params, optimizer state
-            and record at once, and is proved only if they fit, and in a single process.
+        check: what of a delta's replay is compared with the state before the delta is saved.
+            ``"sample"``: small leaves whole, and of each large leaf a block at a position that
+            changes from save to save; what touches few elements of a large leaf may be missed.
+            ``"full"``: everything, by a second copy of the state that follows training on the same
+            devices. Leaves that replay does not reproduce are stored. Where a save had returned
+            before its step was computed, the state is gone when that is found: the save fails,
+            and the run becomes cautious: from then on saves are checked before they return.
         compression: lossless. Of a delta's leaves a sample tells what compresses: of gradients the
             exponents. ``"small"`` compresses with zstd, ``"fast"`` with LZ4, in less than a third
             of the time and a little larger; ``"none"`` stores all as it is, and ``"auto"`` does
@@ -109,20 +116,20 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         restored: what the last restore gave; None before it.
 
     Raises:
-        ValueError: ``max_deltas``, ``prove_bytes`` or ``run_bytes`` is negative, or ``delta``,
-            ``prove``, ``compression`` or ``check_replicas`` is none of these.
+        ValueError: ``max_deltas`` or ``run_bytes`` is negative, or ``delta``, ``check``,
+            ``compression`` or ``check_replicas`` is none of these.
+        RecorderError: there is no recorder in what was given as one.
     """
 
     def __init__(
         self,
-        recorder: Recorder | None = None,
+        recorder: RecorderArgument = None,
         *,
         max_deltas: int = 20,
-        params_path: str | None = None,
+        params_path: str | Mapping[str, str] | None = None,
         keep_lineage: KeepLineage | None = None,
         delta: Delta = "auto",
-        prove: Prove = "first",
-        prove_bytes: int = 64 * 2**20,
+        check: Check = "sample",
         compression: Compression = "auto",
         check_replicas: replicas.Mode = "warn",
         returns_early: bool = False,
@@ -130,14 +137,13 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
     ) -> None:
         for name, value in (
             ("max_deltas", max_deltas),
-            ("prove_bytes", prove_bytes),
             ("run_bytes", run_bytes),
         ):
-            if value < 0:
-                raise ValueError(f"expected {name} >= 0, found {value}")
+            if not isinstance(value, int) or value < 0:
+                raise ValueError(f"expected {name} to be an int >= 0, found {value!r}")
         for name, choice, known in (
             ("delta", delta, Delta),
-            ("prove", prove, Prove),
+            ("check", check, Check),
             ("compression", compression, Compression),
             ("check_replicas", check_replicas, replicas.Mode),
         ):
@@ -145,17 +151,16 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
                 raise ValueError(
                     f"expected {name} to be one of {get_args(known)}, found {choice!r}"
                 )
-        self._recorder = recorder
+        self._recorders = recorders_of(recorder)
         self._params_path = params_path
         self._keep_lineage = keep_lineage
         self._new_saver = lambda: Saver(
-            recorder,
+            self._recorders,
             params_path,
             max_deltas=max_deltas,
             keep_lineage=keep_lineage,
             delta=delta,
-            prove=prove,
-            prove_bytes=prove_bytes,
+            check=check,
             compression=compression,
             check_replicas=check_replicas,
             returns_early=returns_early,
@@ -183,34 +188,38 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         Raises:
             StorageError: the root cannot be written.
             RecorderError: the recorder cannot be tied to the state.
-            ValueError: as from ``StandardSave``, for a state that Orbax does not take.
+            MismatchError, FormatError: the state holds what cannot be stored.
+            ValueError: the step is no step number.
         """
-        try:
-            return await self._start(directory, args)
-        except Exception:
-            # Orbax is making directories on threads that wait for each other for ten minutes if
-            # the save is refused meanwhile; let them finish, so that the process can end. Where
-            # the disk is why it is refused they never will, and nobody tells.
-            with contextlib.suppress(TimeoutError):
-                CommitFutureAwaitingContractedSignals(_nothing()).result(_DIRECTORIES_S)
-            raise
+        with _directories_made():
+            begun, stored = self._begin(directory, args)
+            return await self._write(directory, begun, stored)
 
-    async def _start(self, directory: epath.Path, args: SaveArgs) -> list[ocp.Future]:
+    @settings.own()
+    def _begin(self, directory: epath.Path, args: SaveArgs) -> tuple[_Begun, SaveArgs]:
+        """The part of a save that needs the caller's thread, where the caller's jax settings hold.
+
+        Returns:
+            What is left to do, and what is to be stored.
+        """
         if "://" in str(directory):
             raise StorageError(
                 f"{directory}: expected a path on a mounted file system, found a remote one, which "
                 "this release cannot write. Nothing was saved; mount it, or save to a local root."
             )
-        final = roots.committed_path(Path(directory))
+        path = _absolute(directory)
+        final = roots.committed_path(path)
         _check_writable(final)
-        state, save_args, cast = _cast(args.state, args.save_args)
-        place = roots.place_of(Path(directory))
+        state = inputs.checked_state(args.state, args.save_args)
+        step = inputs.step_number(args.step)
+        state, save_args, cast = _cast(state, args.save_args)
+        place = _place_while_saved(path)
         custom_metadata = _json_copy(args.custom_metadata)
         with storage_named(final):
             save = self._saver_of(place).begin(
                 Destination(final, place.step),
                 state,
-                args.step,
+                step,
                 cast=cast,
                 custom_metadata=custom_metadata,
             )
@@ -221,10 +230,16 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             # on.
             self._begun = {p: each for p, each in self._begun.items() if each.line != place.line}
             self._begun[final] = begun
+        return begun, SaveArgs(state, save_args=save_args, custom_metadata=custom_metadata)
+
+    async def _write(
+        self, directory: epath.Path, begun: _Begun, stored: SaveArgs
+    ) -> list[ocp.Future]:
         futures: list[ocp.Future] = []
+        save, path = begun.save, _absolute(directory)
         if save.is_base:
             futures, begun.entries = await self._stock.write(
-                directory, state, save_args, custom_metadata
+                epath.Path(path), stored.state, stored.save_args, stored.custom_metadata
             )
             assert save.base is not None
             save.base.names = {
@@ -232,10 +247,11 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
                 for leaf in save.structure.leaves
                 if (entry := begun.entries.get(leaf.path))
             }
-        written = _written(save, Path(directory))
+        written = _written(save, path)
         futures.append(CommitFutureAwaitingContractedSignals(written, name="adacheck_write"))
         return futures
 
+    @settings.own()
     def record_step(self, state: PyTree, step: int | None = None) -> bool:
         """Takes hold of a step that the next save writes together with its own.
 
@@ -258,17 +274,18 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
 
         Returns:
             Whether it was recorded. If not, save this step: there is nothing yet that it could
-            build on (no base; an update that is yet to be proved; a step that was just restored;
-            another tree or other shardings), it has to be stored in full, or the recorded
-            steps take up ``run_bytes`` or, with it, ``max_deltas``. With several processes all
-            get the same answer.
+            build on (no base; another tree or other shardings), it has to be stored in full, a
+            check found it wrong, or the recorded steps take up ``run_bytes`` or, with it,
+            ``max_deltas``. With several processes all get the same answer.
 
         Raises:
-            ValueError: the step comes before the last one, or the handler saves several lines of
-                steps.
+            ValueError: the step is no step number, or comes before the last one, or the handler
+                saves several lines of steps.
         """
         with self._lock:
-            savers = [saver for saver in self._savers.values() if saver.has_saved]
+            savers = [saver for saver in self._savers.values() if saver.has_steps]
+        state = inputs.checked_state(state)
+        step = inputs.step_number(step)
         if len(savers) > 1:
             raise ValueError(
                 f"expected a handler that saves one line of steps, found {len(savers)}: it is not "
@@ -276,6 +293,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             )
         return bool(savers) and savers[0].record(state, step)
 
+    @settings.own()
     def wait_until_staged(self) -> None:
         """Waits until every state that was saved may be donated, or changed in place.
 
@@ -291,13 +309,17 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             saver.wait_until_staged()
 
     def save(self, directory: epath.Path, args: SaveArgs) -> None:
-        """Saves synchronously; see :meth:`async_save`."""
-        for future in asyncio.run(self.async_save(directory, args)):
+        """Saves synchronously, also where an event loop is running; see :meth:`async_save`."""
+        with _directories_made(), ThreadPoolExecutor(1) as thread:
+            writing = self._write(directory, *self._begin(directory, args))
+            futures = thread.submit(asyncio.run, writing).result()
+        for future in futures:
             future.result()
 
+    @settings.own()
     def finalize(self, directory: epath.Path) -> None:
         """Commits: Orbax calls this on one process, after every process's futures."""
-        path = Path(directory)
+        path = _absolute(directory)
         with self._lock:
             begun = self._begun.pop(roots.committed_path(path), None)
         if begun is None:
@@ -305,14 +327,18 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
                 f"{directory}: expected to commit a save that this handler began, found none. "
                 "Call finalize once, on the handler that saved; nothing was committed."
             )
+        with storage_named(begun.save.final_directory), begun.save.committing(path):
+            self._commit(path, begun)
+
+    def _commit(self, path: Path, begun: _Begun) -> None:
         if begun.save.is_base:
             leaves = {leaf.path: leaf for leaf in begun.save.structure.leaves}
             entries = begun.entries.items()
             chunks = {each: chunk_shape(leaves[each], entry.chunk_bytes) for each, entry in entries}
-            with storage_named(begun.save.final_directory):
-                begun.save.described = self._stock.finalize(directory, begun.entries, chunks)
+            begun.save.described = self._stock.finalize(epath.Path(path), begun.entries, chunks)
         begun.save.commit(path)
 
+    @settings.own()
     def restore(self, directory: epath.Path, args: RestoreArgs | None = None) -> PyTree:
         """Restores a step, bit-exact and verified.
 
@@ -333,7 +359,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         What was restored, and whether every bit is the saved one, is then in ``self.restored``:
         with ``fallback`` it may be an older step.
         """
-        args, path = args or RestoreArgs(), Path(directory)
+        args, path = args or RestoreArgs(), _absolute(directory)
         try:
             return self._restore(path, args)
         except (FormatError, IntegrityError, LineageError) as error:
@@ -342,33 +368,98 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             return self._restore_older(path, args, error)
 
     def _restore_older(self, path: Path, args: RestoreArgs, error: AdaCheckError) -> PyTree:
-        """Restores the newest step before a bad one that can be."""
-        number = roots.place_of(path).step
-        older = [s for s in roots.siblings(path) if number is not None and s.step < number]
-        places: list[tuple[Path, int | None]] = [(s.directory, None) for s in reversed(older)]
-        if (recorded := _recorded_before_damage(path, args.step)) is not None:
-            places.insert(0, (path, recorded))
-        bad: AdaCheckError = error
-        for directory, step in places:
-            _log.warning("Skipping a step that cannot be restored: %s", bad)
+        """Restores the newest step before a bad one that can be: of its lineage, or an older one.
+
+        The bad step's own lineage first: a step of it need not have a directory of its own.
+        """
+        wanted, end = roots.place_of(path).step, args.step
+        older: list[roots.Step] = []
+        if wanted is not None:
+            wanted, stop = (wanted, wanted) if end is None else (end, end + 1)
+            older = [s for s in roots.siblings(path) if s.directory != path and s.step < stop]
+        bad: set[tuple[str, ...]] = set()  # the files of steps that cannot be restored
+        inner, last = self._newest_within(path, args, bad), error
+        plain = dataclasses.replace(args, step=None)
+        while inner is not None or older:
+            _log.warning("Skipping a step that cannot be restored: %s", last)
+            if inner is not None and not (older and older[-1].step >= inner[1].end.step):
+                (place, lineage), inner = inner, None
+            else:
+                place, lineage = older.pop().directory, None
             try:
-                state = self._restore(directory, dataclasses.replace(args, step=step))
+                if lineage is None and self._resolve(place).files in bad:
+                    raise IntegrityError(f"{place}: it has the files of a bad step.")
+                state = self._restore_to(place, lineage or self._resolve(place), args)
             except (FormatError, IntegrityError, LineageError) as another:
-                bad = another
+                last = another
+                if lineage is None:
+                    found = filter(None, (inner, self._newest_within(place, plain, bad)))
+                    inner = max(found, key=lambda each: each[1].end.step, default=None)
                 continue
             assert self.restored is not None
-            wanted = number if args.step is None else args.step
             _log.warning("Restored step %d instead of step %s.", self.restored.step, wanted)
             return state
         raise error
 
+    def _newest_within(
+        self, path: Path, args: RestoreArgs, bad: set[tuple[str, ...]]
+    ) -> tuple[Path, Lineage] | None:
+        """The newest step that is exact, of those that a bad step's directory holds.
+
+        Args:
+            path: the bad step's item directory.
+            args: what to restore.
+            bad: the files of steps that cannot be restored; those found here are added.
+        """
+        try:
+            lineage = lineages.held(path)
+            lineage = lineage if args.step is None else lineage.until(args.step)
+        except (FormatError, IntegrityError, LineageError):  # no manifest in it is whole
+            return None
+        if lineage.files in bad:
+            return None
+        try:
+            read = self._read(path, lineage, args)
+            rounded = frozenset() if args.exact else read.rounded
+            found = restorer.newest_exact(read.leaves, lineage, read.folds, rounded=rounded)
+        except (FormatError, IntegrityError):  # of the base, on which all of them build
+            found = None
+        files, good = lineage.files, [] if found is None else found.steps
+        for part in map(lineage.to, lineage.steps[len(good) :]):
+            bad.add((*files[: len(part.entries)], str(part.left_out)))
+        return None if found is None else (path, found)
+
     def _restore(self, path: Path, args: RestoreArgs) -> PyTree:
-        lineage = self._resolve(path)
-        if misplaced := roots.misplaced(path, lineage.manifest):
+        if args.step is None:
+            return self._restore_to(path, self._resolve(path), args)
+        return self._restore_to(path, self._earlier(path, args.step), args)
+
+    def _restore_to(self, path: Path, lineage: Lineage, args: RestoreArgs) -> PyTree:
+        """Restores the end of a lineage that a step's directory holds."""
+        end = lineage.entries[-1]
+        is_own = end.holder == path and not end.is_link
+        if is_own and (misplaced := roots.misplaced(path, lineage.manifest)):
             _log.warning("%s: %s; it was moved there.", path, misplaced)
-        if args.step is not None:
-            lineage = self._earlier(lineage, args.step, path)
-        folds = restorer.Folds(self._recorder, self._params_path)
+        read = self._read(path, lineage, args)
+        leaves = restorer.replay_onto(read.leaves, lineage, read.folds)
+        rounded = restorer.verify(leaves, lineage, path, rounded=read.rounded)
+        self.restored = self._tell(lineage, rounded, path, args.exact)
+        named = {spec.path: leaf for spec, leaf in zip(lineage.base.leaves, leaves, strict=True)}
+        if read.moved:
+            read.target.move(read.moved, named)
+        state = read.target.finish(named)
+        if not rounded:
+            place = roots.place_of(path)
+            saver = self._saver_of(place)
+            if is_own and not lineage.left_out:
+                saver.follow(lineage, place.step, leaves, state)
+            else:
+                saver.forget()
+        return state
+
+    def _read(self, path: Path, lineage: Lineage, args: RestoreArgs) -> _Read:
+        """Reads the base of a lineage to where its updates are to be replayed."""
+        folds = restorer.Folds(self._recorders, self._params_path)
         folds.begin(lineage)
         damage = stock.damaged_descriptions(lineage.base_directory, lineage.base)
         shardings_damage = damage.pop(manifests.SHARDINGS, None)
@@ -393,21 +484,8 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         read = self._stock.read(lineage.base_directory, wanted, specs, saved_tree) | empty
         leaves = [read[leaf.path] for leaf in lineage.base.leaves]
         restorer.check_kinds(leaves, lineage.base, lineage.base_directory)
-        leaves = restorer.replay_onto(leaves, lineage, folds)
-        rounded = restorer.verify(leaves, lineage, path, rounded=bound if there is None else ())
-        self.restored = self._tell(lineage, rounded, path, args.exact)
-        if not rounded:
-            place = roots.place_of(path)
-            saver = self._saver_of(place)
-            end = lineage.entries[-1]
-            if end.holder == path and not (end.is_link or lineage.left_out):
-                saver.follow(lineage, place.step, leaves)
-            else:
-                saver.forget()
-        named = {spec.path: leaf for spec, leaf in zip(lineage.base.leaves, leaves, strict=True)}
-        if there:
-            target.move({each: placements[each] for each in there}, named)
-        return target.finish(named)
+        moved = {each: placements[each] for each in there or ()}
+        return _Read(target, folds, leaves, bound if there is None else frozenset(), moved)
 
     def _tell(
         self, lineage: Lineage, rounded: Sequence[int], path: Path, wants_exact: bool
@@ -435,7 +513,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
 
     def metadata(self, directory: epath.Path) -> Any:
         """Orbax's tree metadata of a base or delta step."""
-        lineage = self._resolve(Path(directory))
+        lineage = self._resolve(_absolute(directory))
         for error in stock.damaged_descriptions(lineage.base_directory, lineage.base).values():
             raise error
         metadata = self._stock.metadata(lineage.base_directory)
@@ -467,10 +545,10 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             hint = ", ".join(map(str, steps[-10:])) or "none"
             raise LineageError(f"{error} Steps that can be restored: {hint}.") from error
 
-    def _earlier(self, lineage: Lineage, step: int, path: Path) -> Lineage:
-        """The part of a lineage that an earlier step is restored from."""
+    def _earlier(self, path: Path, step: int) -> Lineage:
+        """What an earlier step is restored from, of those that a directory holds."""
         try:
-            return lineage.to(step)
+            return lineages.held(path).to(step)
         except LineageError as error:
             for saved in roots.siblings(path):
                 recorded = getattr(saved.manifest, "recorded", ())
@@ -499,6 +577,25 @@ class _Begun:
     entries: Mapping[str, Entry] = dataclasses.field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A base that was read, and what is needed to replay updates onto it.
+
+    Attributes:
+        target: the caller's wishes.
+        folds: the update, being compiled.
+        leaves: the base's, where its updates are replayed.
+        rounded: indices of the leaves that are replayed to rounding only, on the devices here.
+        moved: the shardings that are wanted of leaves that are replayed elsewhere, by leaf path.
+    """
+
+    target: Target
+    folds: restorer.Folds
+    leaves: list[Any]
+    rounded: frozenset[int]
+    moved: dict[str, Any]
+
+
 @ocp.args.register_with_handler(AdaCheckHandler, for_save=True)
 @dataclass
 class SaveArgs(ocp.args.CheckpointArgs):
@@ -525,21 +622,28 @@ class RestoreArgs(ocp.args.CheckpointArgs):
 
     Attributes:
         abstract_state: tree of ``jax.ShapeDtypeStruct`` with shardings (or of arrays) in the form
-            that is wanted. ``ocp.PLACEHOLDER`` leaves a leaf out. A leaf of another data type of
+            that is wanted. ``ocp.PLACEHOLDER`` leaves a leaf out, and so does None or an empty node
+            in its place (a ``MaskedNode`` of optax). A leaf of another data type of
             the same kind (float32 for bfloat16) is cast, after it was verified. None restores
             everything onto the shardings that it was saved with.
         strict: as for ``StandardRestore``: False truncates or pads leaves whose shape differs.
         support_layout: as for ``StandardRestore``: restore with the layouts in the abstract state.
         fallback_sharding: as for ``StandardRestore``: used where no sharding is given and the one
             that a leaf was saved with does not exist here.
-        fallback: where the step is damaged, restore the newest older one that is not, and log what
-            was skipped and why; ``handler.restored.step`` tells which it was. Otherwise a bad step
-            is an error: training should not restart from an older step unasked.
+        fallback: where the step cannot be restored, restore the newest one before it that can, and
+            log what was skipped and why; ``handler.restored.step`` tells which it was. It may be
+            one that the bad step's directory holds, of those that it builds on, and have no
+            directory any more. Otherwise a bad step is an error: training should not restart from
+            an older step unasked.
         step: an earlier step, of those that the restored directory holds: one that was recorded
-            (:meth:`AdaCheckHandler.record_step`) and saved with it, or one that it builds on. The
-            next save is a base then.
+            (:meth:`AdaCheckHandler.record_step`) and saved with it, or one that it builds on, also
+            where the directory's own step is damaged. The next save is a base then.
         exact: refuse a step of which some bits can only be had to rounding here: the update adds up
             elements, and the devices that it was saved from do not exist.
+        item: ``abstract_state`` by the name that ``StandardRestore`` has for it.
+
+    Raises:
+        ValueError: both ``abstract_state`` and ``item`` are given.
     """
 
     abstract_state: PyTree | None = None
@@ -549,6 +653,14 @@ class RestoreArgs(ocp.args.CheckpointArgs):
     fallback: bool = False
     step: int | None = None
     exact: bool = False
+    item: PyTree | None = None
+
+    def __post_init__(self) -> None:
+        if self.item is None:
+            return
+        if self.abstract_state is not None:
+            raise ValueError("expected abstract_state or item, which are the same, found both.")
+        self.abstract_state, self.item = self.item, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -575,22 +687,55 @@ class RestoreInfo:
         return not self.rounded
 
 
-def _recorded_before_damage(path: Path, step: int | None) -> int | None:
-    """The last recorded step of a damaged save up to which its bytes can be read."""
-    try:
-        lineage = lineages.resolve(path)
-        rest = restorer.readable(lineage if step is None else lineage.to(step))
-    except AdaCheckError:
-        return None
-    return None if rest is None else rest.end.step
+def _absolute(directory: epath.Path) -> Path:
+    """The path as Orbax wants it, for numbers and keys at least."""
+    return Path(directory).absolute()
 
 
 async def _nothing() -> None:
     """Completes when what Orbax has promised for this save (its directories) is there."""
 
 
+def _wait_for_directories() -> None:
+    with contextlib.suppress(TimeoutError):
+        CommitFutureAwaitingContractedSignals(_nothing()).result(_DIRECTORIES_S)
+
+
+@contextlib.contextmanager
+def _directories_made() -> Iterator[None]:
+    """Lets Orbax's threads finish where a save is refused.
+
+    They are making directories, and wait for each other for ten minutes if it is refused meanwhile;
+    then the process cannot end. Where the disk is why it is refused they never will, and nobody
+    tells.
+    """
+    try:
+        yield
+    except Exception:
+        _wait_for_directories()
+        raise
+
+
+def _place_while_saved(directory: Path) -> Place:
+    """Where a step is being saved, also where no temporary name tells an item from a step."""
+    if not roots.is_written_in_place(directory):
+        return roots.place_of(directory)
+    _wait_for_directories()
+    marks = directory / STEP_METADATA, directory.parent / STEP_METADATA
+    until_s = time.monotonic() + _STEP_METADATA_S
+    # Orbax writes it from a thread of its own, just after it has made the directories.
+    while directory.exists() and not any(each.exists() for each in marks):
+        if time.monotonic() > until_s:
+            break
+        time.sleep(0.001)
+    return roots.place_of(directory)
+
+
 async def _written(save: Save, directory: Path) -> None:
-    save.write(directory)
+    if roots.is_written_in_place(directory):
+        durable.write(directory / IN_PLACE, b"")  # before anything else: see is_committed
+    with settings.own():  # nothing is awaited meanwhile
+        save.write(directory)
 
 
 def _json_copy(metadata: Any) -> Any:

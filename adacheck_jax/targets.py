@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from adacheck_jax import restorer, staging, trees
+from adacheck_jax import recorder, replay, staging, trees
 from adacheck_jax.errors import AdaCheckError, MismatchError
 from adacheck_jax.lineage import Lineage
 from adacheck_jax.manifest import BaseManifest, Leaf
@@ -62,9 +62,37 @@ class Target:
             state = state.tree  # what metadata() returns, as StandardRestore takes it
         self._treedef = None
         self._wanted: dict[str, Any] = dict.fromkeys(self._specs)
+        self._paths = tuple(self._wanted)  # of the leaves that are returned
+        self._consumed: dict[str, Any] = {}
         if state is not None:
             self._wanted, self._treedef = trees.flatten(state)
+            self._paths = tuple(self._wanted)
+            self._consumed = {p: self._wanted.pop(p) for p in self._unsaved_copies()}
+            self._wanted |= dict.fromkeys(self._emptied(state), ocp.PLACEHOLDER)
             self._check(where)
+
+    def _emptied(self, state: PyTree) -> list[str]:
+        """Saved leaves in whose place an abstract state has None, or a node without leaves.
+
+        As with ``StandardRestore`` such a leaf is left out (a ``MaskedNode`` of optax).
+        """
+        missing = self._specs.keys() - self._wanted.keys()
+        if not missing:
+            return []
+        pairs, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_empty_node)
+        empty = {trees.leaf_path(keys) for keys, node in pairs if _is_empty_node(node)}
+        return sorted(missing & empty)
+
+    def _unsaved_copies(self) -> list[str]:
+        """Leaves that are wanted as an update consumed them, of a step without such leaves.
+
+        Recorders of format version 6 had none: what they are copies of was saved.
+        """
+        return [
+            path
+            for path in self._paths
+            if path not in self._specs and recorder.consumed_leaf(path) in self._specs
+        ]
 
     def _check(self, where: Path) -> None:
         expected = {path: spec.description for path, spec in self._specs.items()}
@@ -85,6 +113,11 @@ class Target:
             return ""
         if leaf is ocp.PLACEHOLDER:
             return spec.description
+        if not hasattr(leaf, "dtype") and not isinstance(leaf, int | float | complex):
+            raise MismatchError(
+                f"Unsupported type: leaf {spec.path}: expected an array, a ShapeDtypeStruct, a "
+                f"number or ocp.PLACEHOLDER in the abstract state, found {type(leaf).__name__}."
+            )
         dtype = str(trees.dtype_of(leaf))
         shape = tuple(np.shape(leaf))
         saved_dtype = spec.key_type or spec.dtype
@@ -155,9 +188,9 @@ class Target:
             saved = self._saved_sharding(path, fallback)
         except ValueError as error:
             raise MismatchError(
-                f"leaf {path}: it was saved on devices that do not exist here ({error}), and the "
-                "abstract state gives no sharding for it. Pass an abstract state with shardings, "
-                "or RestoreArgs(fallback_sharding=...)."
+                f"Topology mismatch: leaf {path}: it was saved on devices that do not exist here "
+                f"({error}), and the abstract state gives no sharding for it. Pass an abstract "
+                "state with shardings, or RestoreArgs(fallback_sharding=...)."
             ) from error
         return np.ndarray if saved is None else _fitting(saved, spec)
 
@@ -174,7 +207,15 @@ class Target:
                 self._saved_tree,
                 is_leaf=lambda node: node is None,  # or an array without elements
             )
-        finished = (self._finish(leaves[path], leaf) for path, leaf in self._wanted.items())
+        every = {path: leaves[path] for path in self._wanted if path in leaves}
+        for path, wanted in self._consumed.items():
+            value, sharding = (
+                leaves[recorder.consumed_leaf(path)],
+                getattr(wanted, "sharding", None),
+            )
+            every[path] = value if sharding is None else jax.device_put(value, sharding)
+        asked = self._wanted | self._consumed
+        finished = (self._finish(every[path], asked[path]) for path in self._paths)
         return trees.unflatten(self._treedef, finished)
 
     def _finish(self, value: Any, wanted: Any) -> Any:
@@ -194,12 +235,17 @@ class Target:
         return value if layout is None else jax.device_put(value, layout)
 
 
+def _is_empty_node(node: Any) -> bool:
+    """Whether a tree is a node without children: None, or an empty container."""
+    return not jax.tree.leaves(node, is_leaf=lambda each: each is not node)
+
+
 def _on_host(leaf: Any) -> Any:
     """A whole leaf as a host value, also where other processes hold parts of it."""
     if not isinstance(leaf, jax.Array):
         return leaf
     if not leaf.is_fully_addressable:
-        whole = jax.jit(lambda x: x, out_shardings=restorer.replicated(leaf.sharding))(leaf)
+        whole = jax.jit(lambda x: x, out_shardings=replay.replicated(leaf.sharding))(leaf)
         leaf = whole.addressable_data(0)
     return np.asarray(leaf)
 
@@ -219,7 +265,7 @@ def _fitting(sharding: jax.sharding.Sharding, spec: Leaf) -> jax.sharding.Shardi
     try:
         sharding.shard_shape(shape)
     except ValueError:
-        return restorer.replicated(sharding)
+        return replay.replicated(sharding)
     return sharding
 
 

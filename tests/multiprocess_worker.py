@@ -61,7 +61,6 @@ run = support.dict_run(mesh)
 handler = adacheck.AdaCheckHandler(
     run.recorder,
     delta="bits" if mode == "bits" else "auto",
-    prove="never" if mode == "record" else "first",
 )
 if mode == "projected":
     train_step = run.train_step

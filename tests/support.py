@@ -18,7 +18,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import adacheck_jax as adacheck
-from adacheck_jax import arrays, codecs, lineage
+from adacheck_jax import arrays, codecs, deltas, lineage
 
 WIDTH = (
     64  # every shard stays at least 16 wide: narrower ones XLA:CPU of jax 0.12 compiles otherwise
@@ -268,3 +268,29 @@ def pack_index(item, process=0):
     """The file of a pack that leads to the others."""
     start = lineage.pack_in(item, process)
     return start.with_name(f"{start.name}.manifest.ocdbt")
+
+
+def other_record(known: lineage.Lineage) -> str:
+    """Writes the last pack of a lineage again, right checksums and one leaf changed; names it."""
+    delta, entry = known.saves[-1]
+    reader = deltas.readers(known)[-1]
+    index = max(reader.stored, key=lambda i: known.base.leaves[i].nbytes)
+    extents = [e for each in reader.stored for e in reader._extents[each]]
+    assert {each.process for each in extents} == {0}
+    contents = []
+    for kind in (arrays.RAW, arrays.COMPRESSED):
+        pack = reader._pack(0, kind)
+        is_raw = kind is arrays.RAW
+        size = delta.packs[0].raw_bytes if is_raw else delta.packs[0].compressed_bytes
+        data = pack.read([(0, size)], what="all")[0].copy()
+        if not is_raw:
+            extent = next(e for e in extents if e.leaf == index)
+            spot = data[extent.compressed_start :][: extent.compressed_bytes]
+            spot[spot.nonzero()[0][:7]] ^= 3
+        contents.append((kind, [data]))
+    start = entry.pack(0)
+    for path in start.parent.glob(f"{start.name}.*"):
+        path.unlink()
+    zeros = arrays.write_pack(start, contents)
+    assert zeros == [[delta.packs[0].raw_zeros], [delta.packs[0].compressed_zeros]]
+    return known.base.leaves[index].path

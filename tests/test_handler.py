@@ -169,7 +169,7 @@ class TestDecisions:
             restored = manager.restore(7, args=adacheck.RestoreArgs(abstract(state)))
         assert_same_bits(restored, expected)
 
-    def test_params_changed_by_hand_without_an_update_make_a_base(self, tmp_path):
+    def test_params_changed_by_hand_without_an_update_are_stored_in_the_delta(self, tmp_path):
         run = support.dict_run(mesh_of((4, 2)))
         with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
             save_steps(manager, run, 2)
@@ -178,7 +178,11 @@ class TestDecisions:
             manager.save(3, args=adacheck.SaveArgs(state))
             manager.wait_until_finished()
             restored = manager.restore(3, args=adacheck.RestoreArgs(abstract(state)))
-        assert kinds_of(tmp_path)[3] == "base"
+        delta = manifest.read(tmp_path / "3" / "default")
+        paths = [leaf.path for leaf in manifest.read(tmp_path / "1" / "default").leaves]
+        assert not delta.has_update
+        assert [paths[i] for i in delta.stored] == ["params/scale"]
+        assert "params/scale" in delta.caution.reason
         assert_same_bits(restored, host_copy(state))
 
     def test_a_changed_tree_makes_a_base(self, tmp_path):

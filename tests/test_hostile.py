@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import inspect
 import json
 import os
 import subprocess
@@ -128,7 +129,7 @@ def test_a_manifest_that_no_reader_would_take_is_not_written(tmp_path, monkeypat
     assert not (tmp_path / manifests.FILE).exists()
 
 
-@pytest.mark.parametrize(("field", "value"), [("has_update", 1), ("problem", {}), ("problem", 3)])
+@pytest.mark.parametrize(("field", "value"), [("updates", 1), ("problem", {}), ("problem", 3)])
 def test_a_field_of_another_type_is_not_taken_for_it(field, value):
     with pytest.raises(FormatError):
         decode(encode_body({**body_of(A_DELTA), field: value}))
@@ -146,6 +147,7 @@ def write_steps(root, *, count=1, fingerprints=2, **changes):
             parent=link,
             depth=number,
             fingerprints=(0,) * fingerprints,
+            caution=manifests.NO_CAUTION,
             **changes,
         )
         manifests.write(root / str(10 + number), delta)
@@ -283,15 +285,21 @@ def test_a_base_of_another_shape_than_its_manifest_says_is_refused_before_it_is_
 
 
 SPECS = [[jax.ShapeDtypeStruct((4, 4), "float32")]] * 3 + [[]]
+SWITCHES = jax.ShapeDtypeStruct((), "uint32")
 
 
 def exported(function, **options):
-    return jax.export.export(jax.jit(function), platforms=(replay.platform(),), **options)(*SPECS)
+    """As a program of format version 6, or of this one if it takes switches."""
+    arguments = [*SPECS, SWITCHES][: len(inspect.signature(function).parameters)]
+    program = jax.export.export(jax.jit(function), platforms=(replay.platform(),), **options)
+    return program(*arguments)
 
 
 def load(data):
     digests = {replay.platform(): hashlib.sha256(data).hexdigest()}
-    update = Update((), (), (), (), 0, (), (), "", "", digests, jax.__version__)
+    update = Update(
+        (), (), (), (), (0,), ((0, 0, 0, 0),), (), (), "", "", digests, jax.__version__, False
+    )
     return replay.load(data, update, "update.stablehlo")
 
 
@@ -303,7 +311,8 @@ def test_linear_algebra_and_loops_are_pure():
         x += jax.random.normal(jax.random.key(0), x.shape) + jax.scipy.special.erf(r)
         return [x], [vectors * values + jnp.linalg.inv(record[0]) + jnp.sort(x)]
 
-    params, inner = load(bytes(exported(update).serialize()))(*[[jnp.eye(4)] for _ in range(3)], [])
+    lists, switches = [[jnp.eye(4)] for _ in range(3)], replay.switches(1)
+    params, inner = load(bytes(exported(update).serialize()))(*lists, [], switches)
     assert params[0].shape == inner[0].shape == (4, 4)
 
 
@@ -382,20 +391,25 @@ def test_a_program_with_effects_or_without_checks_is_refused():
         lambda params, inner, record, extra: ([params[0][:2]], inner),
         lambda params, inner, record, extra: ([], inner),
         lambda params, inner, record, extra: ([params[0].astype("int32")], inner),
+        lambda params, inner, record, extra, switches: ([params[0][:2]], inner),
+        lambda params, inner, record: (params, inner),
     ],
 )
 def test_a_program_that_returns_something_else_is_refused(function):
     with pytest.raises(FormatError, match="update"):
-        jax.eval_shape(load(bytes(exported(function).serialize())), *SPECS)
+        jax.eval_shape(load(bytes(exported(function).serialize())), *SPECS, SWITCHES)
 
 
-def test_a_program_for_other_leaves_is_refused():
-    function = load(bytes(exported(lambda p, i, r, e: (p, i)).serialize()))
+@pytest.mark.parametrize(
+    "update", [lambda p, i, r, e: (p, i), lambda p, i, r, e, s: (p, i)], ids=["6", "7"]
+)
+def test_a_program_for_other_leaves_is_refused(update):
+    function, switches = load(bytes(exported(update).serialize())), replay.switches(1)
     other = [[np.zeros((3, 3), np.float32)]] * 3
     with pytest.raises(FormatError, match="cannot be called"):
-        function(*other, [])
+        function(*other, [], switches)
     with pytest.raises(FormatError, match="cannot be called"):
-        function([], [], [], [])
+        function([], [], [], [], switches)
 
 
 def fuzz(name, count):
