@@ -1,0 +1,1 @@
+"""Long series of training runs drawn at random, and programs that hunt for bits that differ."""

@@ -1,0 +1,248 @@
+"""Plans of perturbed training runs, drawn at random: everything that a run does, and when.
+
+Drawing needs no JAX, so that whoever starts the runs can group them by the devices that they need.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+MODELS = ("mlp", "wide", "head", "lora", "transformer", "moe")
+OPTIMIZERS = (
+    *("adamw", "adamw", "adamw", "lion", "momentum", "scheduled", "injected", "schedule_free"),
+    *("multisteps", "partly_frozen", "half_moment", "rmsprop", "if_finite", "adabelief"),
+)
+LAYOUTS = {1: ("one",), 8: ("data", "data", "sharded", "sharded_42", "sharded_42", "data_42")}
+KINDS = (
+    "plain",
+    "last batch",
+    "zero layer",
+    "l2",
+    "thawed",
+    "schedule from zero",
+    "edited bias",
+    "edited leaf",
+    "edited element",
+    "edited row",
+    "edited moment",
+    "diverged",
+    "rolled back",
+    "rolled back, counter on",
+    "trained unsaved",
+    "swapped params",
+    "reset optimizer",
+    "projected",
+    "skipped step",
+    "skipped params",
+    "after the recorder",
+    "rate before",
+    "rate after",
+    "rate always",
+    "resumed",
+    "resumed elsewhere",
+    "reopened",
+    "two handlers",
+    "looked back",
+    "went back",
+    "recorded",
+    "interval",
+    "eager",
+    "two programs",
+    "separate",
+    "accumulated outside",
+    "averaged copy",
+    "pmean",
+    "tiny gradients",
+    "not ready",
+)
+"""What may be done to a run; each run has one of them for certain, and others by chance."""
+_EVENTS = {
+    *("edited bias", "edited leaf", "edited element", "edited row", "edited moment"),
+    *("diverged", "rolled back"),
+    *("rolled back, counter on", "trained unsaved", "swapped params", "reset optimizer"),
+    *("rate before", "rate after", "resumed", "resumed elsewhere", "reopened"),
+    *("looked back", "went back"),
+}
+_FUSED = {"projected", "skipped step", "skipped params", "thawed", "averaged copy", "pmean"}
+_RATES = {"rate before", "rate after", "rate always"}
+_NOT_LAST = {"after the recorder", "accumulated outside"}
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that is done to the state once.
+
+    Attributes:
+        step: in which step of the loop.
+        after: after its update and before its save; else before the update.
+        kind: one of :data:`KINDS`.
+        depth: how many steps it goes back, where it does.
+    """
+
+    step: int
+    after: bool
+    kind: str
+    depth: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run.
+
+    Attributes:
+        seed: what it was drawn from; with it alone the run can be repeated.
+        kinds: what is done to it, the first for certain.
+        devices: of the process.
+        model, optimizer, layout, param_dtype, record_dtype: of the training.
+        steps: of the loop.
+        program: ``fused``, ``mapped`` (over data-parallel devices, with pmean), ``eager``, ``two``
+            (gradients, update) or ``separate``.
+        clips: whether gradients are clipped before the recorder.
+        l2: whether the loss has a term of all params.
+        tiny: whether gradients are so small that their squares are denormal.
+        epoch: every so many steps the batch has one example; 0 for never.
+        frozen_until: the step until which the first layers get no gradient.
+        behind: a transformation after the recorder.
+        projects: whether params are projected every fifth step.
+        skips: what is left as it was when a loss is not finite: ``state`` or ``params``.
+        accumulates: whether MultiSteps is around the recorder.
+        averages: whether the state holds a moving average of the params.
+        events: what is done once.
+        records: whether steps are recorded where they can be.
+        ready: whether the values are waited for before a save.
+        max_to_keep, interval, max_deltas, delta: of manager and handler.
+        turn: steps after which the other handler saves; 0 for one handler.
+        elsewhere: whether the steps are restored on another mesh too.
+        knows: whether who restores knows the recorder.
+    """
+
+    seed: int
+    kinds: tuple[str, ...]
+    devices: int
+    model: str
+    optimizer: str
+    layout: str
+    param_dtype: str
+    record_dtype: str | None
+    steps: int
+    program: str
+    clips: bool
+    l2: bool
+    tiny: bool
+    epoch: int
+    frozen_until: int
+    behind: str
+    projects: bool
+    skips: str
+    accumulates: bool
+    averages: bool
+    events: tuple[Event, ...]
+    records: bool
+    ready: bool
+    max_to_keep: int | None
+    interval: int
+    max_deltas: int
+    delta: str
+    turn: int
+    elsewhere: bool
+    knows: bool
+
+    @property
+    def text(self) -> str:
+        """The run in one line."""
+        events = [f"{e.kind}@{e.step}{'+' if e.after else '-'}" for e in self.events]
+        names = ("model", "optimizer", "layout", "program", "param_dtype", "record_dtype")
+        parts = [str(getattr(self, name)) for name in names]
+        return f"{' '.join(parts)} | {', '.join(self.kinds)} | {' '.join(events)}"
+
+
+def devices_of(seed: int) -> int:
+    """The devices of a run, where nobody chooses them."""
+    return (1, 8)[random.Random(f"devices {seed}").randrange(2)]
+
+
+def draw(seed: int, devices: int | None = None) -> Plan:
+    """Draws a run."""
+    rng = random.Random(f"run {seed}")
+    first = KINDS[seed % len(KINDS)]
+    more = (0, 0, 0, 1, 1, 2)[rng.randrange(6)]
+    kinds = tuple(dict.fromkeys((first, *rng.sample(KINDS, more))))
+    count = devices or devices_of(seed)
+    steps = rng.randint(11, 14)
+    events = [
+        Event(rng.randint(4, steps - 2), _is_after(rng, kind), kind, rng.randint(1, 3))
+        for kind in kinds
+        for _ in range(rng.randint(1, 2))
+        if kind in _EVENTS
+    ]
+    if "rate always" in kinds:
+        after = rng.random() < 0.5
+        events += [Event(step, after, "rate always", 0) for step in range(2, steps)]
+    param_dtype = rng.choice(("float32", "float32", "float32", "bfloat16"))
+    program = _program(kinds, count)
+    return Plan(
+        seed=seed,
+        kinds=kinds,
+        devices=count,
+        model=_model(rng, kinds),
+        optimizer=_optimizer(rng, kinds, program),
+        layout="data" if program == "mapped" else rng.choice(LAYOUTS[count]),
+        param_dtype=param_dtype,
+        record_dtype=rng.choice((None, "bfloat16")) if param_dtype == "float32" else None,
+        steps=steps,
+        program=program,
+        clips=rng.random() < 0.5 and "tiny gradients" not in kinds,
+        l2="l2" in kinds,
+        tiny="tiny gradients" in kinds,
+        epoch=rng.randint(3, 5) if "last batch" in kinds else 0,
+        frozen_until=rng.randint(2, 6) if "thawed" in kinds else 0,
+        behind=rng.choice(("scale", "decay")) if "after the recorder" in kinds else "",
+        projects="projected" in kinds,
+        skips="state" if "skipped step" in kinds else "params" * ("skipped params" in kinds),
+        accumulates="accumulated outside" in kinds,
+        averages="averaged copy" in kinds,
+        events=tuple(sorted(events, key=lambda event: (event.step, event.after))),
+        records="recorded" in kinds or rng.random() < 0.25,
+        ready=not ("not ready" in kinds or rng.random() < 0.35),
+        max_to_keep=rng.choice((None, None, None, 3)),
+        interval=rng.randint(2, 3) if "interval" in kinds else 1,
+        max_deltas=rng.choice((20, 20, 20, 5)),
+        delta=rng.choice(("auto",) * 8 + ("replay", "bits")),
+        turn=rng.randint(1, 4) if "two handlers" in kinds else 0,
+        elsewhere=rng.random() < 1 / 3,
+        knows=rng.random() < 0.5,
+    )
+
+
+def _is_after(rng: random.Random, kind: str) -> bool:
+    known = {"rate before": False, "rate after": True}
+    return known.get(kind, rng.random() < 0.5)
+
+
+def _program(kinds: tuple[str, ...], devices: int) -> str:
+    if "pmean" in kinds and devices > 1:
+        return "mapped"
+    if _FUSED.intersection(kinds):
+        return "fused"
+    if "separate" in kinds and not _NOT_LAST.intersection(kinds):  # it would be refused
+        return "separate"
+    return "eager" if "eager" in kinds else "two" if "two programs" in kinds else "fused"
+
+
+def _model(rng: random.Random, kinds: tuple[str, ...]) -> str:
+    if {"edited element", "edited row"}.intersection(kinds):
+        return rng.choice(("wide", "transformer", "moe"))
+    if "zero layer" in kinds:
+        return rng.choice(("head", "lora"))
+    return rng.choice(MODELS)
+
+
+def _optimizer(rng: random.Random, kinds: tuple[str, ...], program: str) -> str:
+    if _RATES.intersection(kinds):
+        return "injected"
+    if "schedule from zero" in kinds:
+        return "scheduled"
+    if program == "separate":
+        return rng.choice(("adafactor", "lamb", "clipped", "adamw", "injected"))
+    return rng.choice(OPTIMIZERS)
