@@ -92,12 +92,27 @@ def growth(is_full: bool) -> list[dict[str, Any]]:
     return rows
 
 
+def pinning(is_full: bool) -> list[Any]:
+    """Updates and train steps, pinned and not, on one device and on eight."""
+    size = {"leaves": 300, "params": 1_000_000, "batch": 16}
+    rounds = {"steps": 20, "rounds": 5} if is_full else {"steps": 10, "rounds": 1}
+    return [child.measure("pinning", devices=devices, **size, **rounds) for devices in (1, 8)]
+
+
+def checks(is_full: bool) -> Any:
+    """100 MB in 301 arrays, checked and not."""
+    rounds = {"rounds": 5, "saves": 6} if is_full else {"rounds": 1, "saves": 4}
+    return child.measure("checks", params=8_300_000, leaves=100, **rounds)
+
+
 MEASUREMENTS = {
     "saves": saves,
     "large saves": large_saves,
     "restores": restores,
     "training": training,
     "recording": recording,
+    "pinning": pinning,
+    "checks": checks,
     "growth": growth,
 }
 

@@ -172,7 +172,6 @@ def handlers(case: Case, recorder: adacheck.Recorder | None = None) -> Any:
         max_deltas=case.max_deltas,
         delta=case.delta,
         params_path="params",
-        prove="never" if case.every > 1 else "first",
     )
     return {item: new() for item in case.items} if case.items else new()
 

@@ -272,7 +272,6 @@ def saved(case: Case, root: Path) -> dict[str, Any]:
     kinds = dict.fromkeys(("bases", "replayed", "bits"), 0)
     delta_bytes: list[int] = []
     classes = dict.fromkeys(("element_wise", "reducing", "passed"), 0)
-    computed: frozenset[int] = frozenset()
     whole: set[int] = set()
     for directory in directories:
         manifest = manifests.read(directory / "default")
@@ -283,13 +282,11 @@ def saved(case: Case, root: Path) -> dict[str, Any]:
             reducing, passed = frozenset(update.reducing), frozenset(update.passed)
             classes["reducing"], classes["passed"] = len(reducing), len(passed)
             classes["element_wise"] = len(update.explained - reducing - passed)
-            computed = update.explained - passed
         else:
             assert isinstance(manifest, DeltaManifest)
             kinds["replayed" if manifest.has_update else "bits"] += 1
             delta_bytes.append(new_bytes(directory))
-            if manifest.has_update:  # what replay would have got wrong
-                whole |= computed & frozenset(manifest.stored)
+            whole |= frozenset(manifest.unreplayed)
     with np.load(root / "live.npz") as live:
         elements = sum(live[path].size for path in live.files)
     return {
@@ -297,7 +294,7 @@ def saved(case: Case, root: Path) -> dict[str, Any]:
         "elements": elements,
         "classes": classes,
         "kinds": kinds,
-        "disproved_leaves": len(whole),
+        "unreplayed_leaves": len(whole),
         "delta_bytes": int(statistics.median(delta_bytes)) if delta_bytes else None,
     }
 
@@ -372,8 +369,8 @@ def table(result: dict[str, Any]) -> str:
         kept = [f"{kinds[kind]} {kind}" for kind in ("replayed", "bits") if kinds[kind]]
         if kinds["bases"] > 1:
             kept.append(f"{kinds['bases'] - 1} more bases")
-        if row["disproved_leaves"]:
-            kept.append(f"{row['disproved_leaves']} leaves disproved")
+        if row["unreplayed_leaves"]:
+            kept.append(f"{row['unreplayed_leaves']} leaves stored")
         found = [row["restored"][name_of(s)] for s in (SAVING_MESH, OTHER_MESH, *CHILD_MESHES)]
         size = "–" if row["delta_bytes"] is None else f"{row['delta_bytes']:,}"
         cells = [

@@ -410,7 +410,7 @@ class Saved:
 
 
 def saved(root: Path, sizes: Mapping[int, int]) -> Saved:
-    """Reads back what each step is; fails where a delta is not one replayed, proved update."""
+    """Reads back what each step is; fails where a delta is not one update, replayed and checked."""
     bases, deltas = [], []
     stored: set[str] = set()
     base = None
@@ -425,8 +425,8 @@ def saved(root: Path, sizes: Mapping[int, int]) -> Saved:
         assert isinstance(manifest, DeltaManifest)
         assert base is not None
         deltas.append(size)
-        if manifest.problem or not manifest.has_update:
-            raise SystemExit(f"{root}, step {step}: not replayed: {manifest.problem}")
+        if manifest.unreplayed or not manifest.has_update or not manifest.checked:
+            raise SystemExit(f"{root}, step {step}: not replayed: {manifest.caution.reason}")
         stored |= {base.leaves[index].path for index in manifest.stored}
     if len(bases) != 2:
         reason = base.reason if base else ""

@@ -32,7 +32,7 @@ def run(root: str, params: int, leaves: int, depth: int, pieces: int) -> Any:
         state = jax.block_until_ready(step(state))
         costs.append(measure.one_save(way, number, state))
     way.close()
-    deltas = costs[2:]  # the base, and the delta that is proved
+    deltas = costs[2:]  # the base, and the delta after which programs are compiled
     length = len(deltas) // pieces
     rows = []
     for piece in range(pieces):

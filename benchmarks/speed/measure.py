@@ -85,6 +85,7 @@ def side_by_side(
     rounds: int,
     saves: int,
     paired: Mapping[str, str],
+    is_computed: bool = True,
 ) -> dict[str, Cost]:
     """Medians of several saves of each way, in turns, after a step each and a save to warm up.
 
@@ -96,6 +97,8 @@ def side_by_side(
         saves: that are measured in each turn.
         paired: a way to the one that it has its turns with, save by save: writing takes longer
             where the page cache has to find memory, and that depends on what was deleted before.
+        is_computed: True to save states that are computed, False those that are computing, so that
+            their step counts until the save is durable.
     """
     costs: dict[str, list[Cost]] = {name: [] for name in ways}
     open_ways = {name: begin() for name, begin in ways.items()}
@@ -106,9 +109,12 @@ def side_by_side(
     for _ in range(rounds):
         for names in turns.values():
             for position in range(saves + 2):  # a base, where it is one, and a first delta
-                state = jax.block_until_ready(step(state))
+                touch_memory(2 * size_bytes(state))
+                state = step(jax.block_until_ready(state))
                 for name in names:
-                    touch_memory(2 * size_bytes(state))  # else the first one does it for the next
+                    if is_computed:
+                        jax.block_until_ready(state)
+                        touch_memory(2 * size_bytes(state))  # else the first does it for the next
                     cost = one_save(open_ways[name], number, state)
                     if position >= 2:
                         costs[name].append(cost)

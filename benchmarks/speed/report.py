@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.speed.checks import UNCHECKED
+from benchmarks.speed.pinning import FREE, STAGES
 from benchmarks.speed.ways import BASE, DELTA, DELTA_FILE, FLOOR, STATE_FILE, STOCK
 
 
@@ -122,6 +124,43 @@ def _recording(results: Sequence[Mapping[str, Any]]) -> str:
     return f"{every} recorded steps are saved at once.\n\n" + _table(head, cells)
 
 
+def _pinning(results: Sequence[Mapping[str, Any]]) -> str:
+    head = ["devices", "update", "trace, CPU s", "lower, CPU s", "compile, CPU s"]
+    head += ["all three, CPU s", "ms a train step"]
+    cells = []
+    for result in results:
+        free = _compiling_s(result["rows"][FREE]), result["rows"][FREE]["step_s"]
+        for name, row in result["rows"].items():
+            ratios = _compiling_s(row) / free[0], row["step_s"] / free[1]
+            cells.append(
+                [
+                    str(result["devices"]),
+                    name,
+                    *(f"{row[stage]:.2f}" for stage in STAGES),
+                    f"{_compiling_s(row):.2f} ({ratios[0]:.2f})",
+                    f"{_ms(row['step_s'])} ({ratios[1]:.3f})",
+                ]
+            )
+    return f"adamw on {results[0]['leaves']} arrays of 8 × 8.\n\n" + _table(head, cells)
+
+
+def _compiling_s(row: Mapping[str, float]) -> float:
+    return sum(row[stage] for stage in STAGES)
+
+
+def _checks(result: Mapping[str, Any]) -> str:
+    head = ["the step that is saved is", "delta", "blocking ms", "durable ms", "CPU ms"]
+    cells = []
+    for kind, costs in result["costs"].items():
+        for name, cost in costs.items():
+            ratios = (cost[key] / costs[UNCHECKED][key] for key in _GROWN)
+            pairs = zip(_GROWN, ratios, strict=True)
+            times = [f"{_ms(cost[key])} ({ratio:.2f})" for key, ratio in pairs]
+            cells.append([kind, name, *times])
+    about = f"{result['leaves']} arrays with the record; {_mb(result['state_bytes'])} MB without it"
+    return f"{about}.\n\n" + _table(head, cells)
+
+
 _GROWN = ("blocking_s", "durable_s", "cpu_s")
 
 
@@ -141,6 +180,8 @@ _TABLES: dict[str, tuple[str, Any]] = {
     "restores": ("A restore", _restores),
     "training": ("Training", _training),
     "recording": ("Short steps, each kept", _recording),
+    "pinning": ("Pinned updates beside unpinned ones", _pinning),
+    "checks": ("Deltas that are checked", _checks),
     "growth": ("How the cost of a save grows", _growth),
 }
 

@@ -1,0 +1,91 @@
+"""Cost of checking deltas: saves that check by sample, in full, and not at all, in turns."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+
+import adacheck_jax as adacheck
+from adacheck_jax import checks
+from benchmarks.speed import measure, states
+from benchmarks.speed.ways import Managed
+
+SAMPLE, FULL, UNCHECKED = "check by sample", "check in full", "no check"
+
+
+def run(root: str, params: int, leaves: int, rounds: int, saves: int) -> Any:
+    """Measures saves of deltas, of steps that are computed and of steps that are computing.
+
+    Args:
+        root: folder for the saves.
+        params: how many.
+        leaves: arrays of params; AdamW and the record make four of each.
+        rounds: how often it is each way's turn.
+        saves: in each turn.
+    """
+    recorder = states.recorder()
+    state = states.train_state(params, leaves, recorder)
+    size_bytes = states.size_bytes(states.without_record(state))
+    step = states.train_step_of(recorder)
+
+    def managed(kind: type[Managed], name: str, **options: Any) -> Managed:
+        handler = adacheck.AdaCheckHandler(recorder, max_deltas=10_000, **options)
+        return kind(Path(root) / name.replace(" ", "_"), handler, adacheck.SaveArgs)
+
+    found = {}
+    for kind in ("computed", "computing"):
+        ways = {
+            UNCHECKED: functools.partial(managed, _Unchecked, f"none {kind}"),
+            SAMPLE: functools.partial(managed, Managed, f"sample {kind}"),
+            FULL: functools.partial(managed, Managed, f"full {kind}", check="full"),
+        }
+        costs = measure.side_by_side(
+            ways,
+            state,
+            step,
+            rounds=rounds,
+            saves=saves,
+            paired={},
+            is_computed=kind == "computed",
+        )
+        found[kind] = {name: asdict(cost) for name, cost in costs.items()}
+        state = states.train_state(params, leaves, recorder)  # the other one was donated
+    return {"leaves": len(jax.tree.leaves(state)), "state_bytes": size_bytes, "costs": found}
+
+
+class _Unchecked(Managed):
+    """Saves deltas without a check, which a handler never does, to compare checks with."""
+
+    def save(self, step: int, state: Any) -> None:
+        with mock.patch.object(checks, "checker_of", return_value=_Nothing()):
+            super().save(step, state)
+
+
+@dataclass(frozen=True)
+class _Nothing:
+    """A checker, and its checks, that look at nothing."""
+
+    engine: checks.Engine = "sample"
+    is_ready: bool = True
+
+    def witness(self, state: checks.State) -> Any:
+        return ()
+
+    def begin(self, before: Any, state: checks.State) -> Any:
+        return _NothingFound()
+
+
+@dataclass(frozen=True)
+class _NothingFound:
+    witness: Any = ()
+
+    def findings(self, updates: Any) -> checks.Findings:
+        return {}
+
+    def renew(self, state: checks.State, wrong: Any) -> None:
+        pass
