@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
@@ -135,17 +136,7 @@ class Programs:
         if program.engine != "sample":  # what a restore will run, and not what it was exported from
             function = replay.from_bytes(files[replay.platform()])
         digests = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
-        return Program(
-            files,
-            digests,
-            reducing=program.reducing,
-            passed=program.passed,
-            unreplayed=program.unreplayed,
-            pinned=program.pinned,
-            engine=program.engine,
-            pieces=program.pieces,
-            function=function,
-        )
+        return dataclasses.replace(program, files=files, digests=digests, function=function)
 
     def _classify(
         self, structure: Structure, function: replay.UpdateFunction, specs: list[list[Any]]
@@ -155,12 +146,12 @@ class Programs:
         leaves = structure.leaves
         is_separate = len(recorders) == 1 and self._runs_apart(recorders[0])
         arguments = [*specs, replay.switches(len(recorders))]
-        found = exactness.of(function, arguments, pinned=all(each.pin for each in recorders))
+        pinned = all(each.pin for each in recorders)
+        found = exactness.of(function, arguments, pinned=pinned)
         computed = [*structure.arguments[0], *structure.arguments[1]]
         levels = dict(zip(computed, found.levels, strict=True))
         passed = tuple(i for n, i in enumerate(computed) if found.origins[n] == n)
         reducing = tuple(i for i, level in levels.items() if level is Level.ORDER)
-        pinned = all(each.pin for each in recorders)
         arrays = {i for i in computed if leaves[i].shape and i not in passed}
         unreplayed: set[int] = set()
         if reducing and not is_separate:

@@ -207,7 +207,7 @@ class Target:
                 self._saved_tree,
                 is_leaf=lambda node: node is None,  # or an array without elements
             )
-        every = {path: leaves[path] for path in self._wanted if path in leaves}
+        every = dict(leaves)
         for path, wanted in self._consumed.items():
             value, sharding = (
                 leaves[recorder.consumed_leaf(path)],

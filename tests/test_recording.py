@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import json
 import logging
+import threading
 import weakref
 
 import jax
@@ -585,8 +586,10 @@ def test_a_save_that_fails_takes_the_recorded_steps_with_it_and_the_next_is_a_ba
 ):
     run = support.dict_run(one_device())
     handler = adacheck.AdaCheckHandler(run.recorder)
+    recorded = threading.Event()
 
     def full(*_):
+        recorded.wait(60)
         raise OSError(28, "No space left on device")
 
     with support.manager_of(tmp_path, handler) as manager:
@@ -594,7 +597,8 @@ def test_a_save_that_fails_takes_the_recorded_steps_with_it_and_the_next_is_a_ba
         with monkeypatch.context() as patch:
             patch.setattr(arrays, "write_pack", full)
             manager.save(5, args=adacheck.SaveArgs(run.advance()))
-            assert handler.record_step(run.advance(), 6)  # it is not known yet
+            assert handler.record_step(run.advance(), 6)  # the failure is not known yet
+            recorded.set()
             with pytest.raises(adacheck.StorageError):
                 manager.wait_until_finished()
         states[7] = support.host_copy(run.advance())
