@@ -3,7 +3,8 @@
 See README.md for a first use and BUILD.md for the architecture.
 """
 
-from adacheck_jax.audit import RestorableStep, latest_restorable
+from adacheck_jax.adapter.handler import AdaCheckHandler, RestoreArgs, RestoreInfo, SaveArgs
+from adacheck_jax.device.replicas import Divergence, ReplicaReport, replica_report
 from adacheck_jax.errors import (
     AdaCheckError,
     FormatError,
@@ -15,12 +16,11 @@ from adacheck_jax.errors import (
     ReplicaError,
     StorageError,
 )
-from adacheck_jax.handler import AdaCheckHandler, RestoreArgs, RestoreInfo, SaveArgs
-from adacheck_jax.recorder import Recorder, RecorderState
-from adacheck_jax.replicas import Divergence, ReplicaReport, replica_report
-from adacheck_jax.report import RedundancyReport, redundancy_report
-from adacheck_jax.retention import KeepLineage
-from adacheck_jax.separate import SeparateUpdate, separate_update
+from adacheck_jax.store.retention import KeepLineage
+from adacheck_jax.tools.audit import RestorableStep, latest_restorable
+from adacheck_jax.tools.plan import RedundancyReport, redundancy_report
+from adacheck_jax.update.recorder import Recorder, RecorderState
+from adacheck_jax.update.separate import SeparateUpdate, separate_update
 
 __all__ = [
     "AdaCheckError",

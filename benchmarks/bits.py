@@ -33,9 +33,11 @@ import optax
 import orbax.checkpoint as ocp
 
 import adacheck_jax as adacheck
-from adacheck_jax import arrays, codecs, trees
-from adacheck_jax import manifest as manifests
-from adacheck_jax.manifest import BaseManifest, Encoding
+from adacheck_jax.device import trees
+from adacheck_jax.format import manifest as manifests
+from adacheck_jax.format import planes as codecs
+from adacheck_jax.format.manifest import BaseManifest, Encoding
+from adacheck_jax.store import packs as arrays
 from benchmarks.common import LanguageModel, environment, new_bytes, tokens_of, width_for, words
 
 RATES = (1e-6, 1e-5, 1e-4)

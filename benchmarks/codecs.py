@@ -13,16 +13,17 @@ import json
 
 import numpy as np
 
-from adacheck_jax import arrays, codecs, zarr
-from adacheck_jax.manifest import Encoding
+from adacheck_jax.format import planes as codecs
+from adacheck_jax.format.manifest import Encoding
+from adacheck_jax.store import packs, zarr
 from benchmarks.common import environment
 from benchmarks.fingerprints import rate_of
 
 
 def compressed(data: np.ndarray, chain: list[dict[str, object]], repeats: int) -> dict[str, float]:
     """GB/s and ratio of one chain of codecs on one chunk."""
-    ratio = data.size / arrays.stored_bytes(data, chain)
-    rate = rate_of(lambda: arrays.stored_bytes(data, chain), data.size, repeats)
+    ratio = data.size / packs.stored_bytes(data, chain)
+    rate = rate_of(lambda: packs.stored_bytes(data, chain), data.size, repeats)
     return {"GB/s": round(rate, 2), "ratio": round(ratio, 3)}
 
 

@@ -15,10 +15,10 @@ import numpy as np
 import optax
 from flax import linen as nn
 
-from adacheck_jax import lineage
-from adacheck_jax import manifest as manifests
-from adacheck_jax.commit import versions
-from adacheck_jax.demo.train_lm import corpus
+from adacheck_jax.cli.demo.train_lm import corpus
+from adacheck_jax.format import lineage
+from adacheck_jax.format import manifest as manifests
+from adacheck_jax.save.commit import versions
 
 CONTEXT, BATCH = 64, 16
 _HEAD_WIDTH = 32

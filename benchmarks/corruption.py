@@ -44,7 +44,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
 import adacheck_jax as adacheck
-from adacheck_jax import trees
+from adacheck_jax.device import trees
 from benchmarks.common import environment
 from benchmarks.damage import KINDS, Patient
 

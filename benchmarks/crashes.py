@@ -41,8 +41,9 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding
 
 import adacheck_jax as adacheck
-from adacheck_jax import manifest as manifests
-from adacheck_jax import roots, trees
+from adacheck_jax.device import trees
+from adacheck_jax.format import manifest as manifests
+from adacheck_jax.format import roots
 from benchmarks.common import environment, free_port
 
 WIDTH = 64

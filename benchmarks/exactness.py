@@ -33,11 +33,11 @@ import orbax.checkpoint as ocp
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 import adacheck_jax as adacheck
-from adacheck_jax import manifest as manifests
-from adacheck_jax import trees
-from adacheck_jax.manifest import BaseManifest, DeltaManifest
-from adacheck_jax.recorder import RECORD_FIELD
-from adacheck_jax.restorer import ROUNDING
+from adacheck_jax.device import trees
+from adacheck_jax.format import manifest as manifests
+from adacheck_jax.format.manifest import BaseManifest, DeltaManifest
+from adacheck_jax.restore.restorer import ROUNDING
+from adacheck_jax.update.recorder import RECORD_FIELD
 from benchmarks.common import LanguageModel, environment, new_bytes, tokens_of, words
 
 DEVICE_COUNT = 8

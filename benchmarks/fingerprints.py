@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from adacheck_jax import fingerprint
+from adacheck_jax.device import fingerprint
 from benchmarks.common import environment
 
 DTYPES = ("float32", "bfloat16", "uint8", "float64")

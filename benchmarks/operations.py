@@ -40,8 +40,8 @@ import jax.numpy as jnp
 from orbax.checkpoint._src.multihost import multihost
 
 import adacheck_jax as adacheck
-from adacheck_jax import arrays, volumes
-from adacheck_jax import manifest as manifests
+from adacheck_jax.format import manifest as manifests
+from adacheck_jax.store import packs, volumes
 from benchmarks import shim
 from benchmarks.common import environment
 from benchmarks.crashes import KEPT_STEPS, Run, compile_once, digest
@@ -96,7 +96,7 @@ class Interpreter:
         self.has_fired = False
         sys.addaudithook(self._audit)
         self._wrap(os, "fsync")
-        self._wrap(arrays, "write_pack")
+        self._wrap(packs, "write_pack")
         for name in ("write", "keep", "merge"):
             self._wrap(volumes, name)
 

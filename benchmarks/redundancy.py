@@ -37,11 +37,11 @@ from flax import linen as nn
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import adacheck_jax as adacheck
-from adacheck_jax import manifest as manifests
-from adacheck_jax import trees
-from adacheck_jax.demo.train_lm import corpus
-from adacheck_jax.manifest import BaseManifest, DeltaManifest
-from adacheck_jax.recorder import RECORD_FIELD
+from adacheck_jax.cli.demo.train_lm import corpus
+from adacheck_jax.device import trees
+from adacheck_jax.format import manifest as manifests
+from adacheck_jax.format.manifest import BaseManifest, DeltaManifest
+from adacheck_jax.update.recorder import RECORD_FIELD
 from benchmarks.common import (
     CONTEXT,
     Block,

@@ -29,21 +29,13 @@ import jax
 import orbax.checkpoint as ocp
 
 import adacheck_jax as adacheck
-from adacheck_jax import (
-    commit,
-    delta_share,
-    deltas,
-    durable,
-    fingerprint,
-    handler,
-    links,
-    manifest,
-    replay,
-    restorer,
-    saver,
-    staging,
-    stock,
-)
+from adacheck_jax.adapter import base_checkpoint, handler
+from adacheck_jax.device import fingerprint, transfer
+from adacheck_jax.format import durable, manifest
+from adacheck_jax.restore import patches, restorer
+from adacheck_jax.save import commit, saver
+from adacheck_jax.store import delta_writer, links
+from adacheck_jax.update import replay
 from benchmarks.common import environment
 from benchmarks.speed import states
 
@@ -56,14 +48,14 @@ SAVE = [
     ("    decide: expected?", saver.Saver, "_expected"),
     ("    decide: by the values", saver.Saver, "_decided"),
     ("    hold", saver.Saver, "_hold"),
-    ("      copy on the devices", staging, "copies"),
+    ("      copy on the devices", transfer, "copies"),
     ("      dispatch fingerprints", fingerprint.Summing, "dispatch"),
     ("write, in the background", commit.Save, "write"),
     ("  wait for the record", commit.StepShare, "bring"),
     ("  wait for fingerprints", commit.StepShare, "sum_up"),
     ("  link ancestors", links, "link_ancestors"),
-    ("  pack", delta_share.DeltaShare, "packed"),
-    ("  store and sync the pack", delta_share, "write"),
+    ("  pack", delta_writer.DeltaShare, "packed"),
+    ("  store and sync the pack", delta_writer, "write"),
     ("commit", commit.Save, "commit"),
     ("  write the manifest", manifest, "write"),
     ("  sync names and manifest", durable, "sync_tree"),
@@ -71,14 +63,14 @@ SAVE = [
 RESTORE = [
     ("restore, without Orbax's manager", handler.AdaCheckHandler, "restore"),
     ("  find and check the lineage", handler.AdaCheckHandler, "_resolve"),
-    ("  check what describes the base", stock, "damaged_descriptions"),
-    ("  read what describes the base", stock.StockCheckpoints, "described"),
+    ("  check what describes the base", base_checkpoint, "damaged_descriptions"),
+    ("  read what describes the base", base_checkpoint.StockCheckpoints, "described"),
     ("  hold the wishes against it", handler, "Target"),
-    ("  read the base", stock.StockCheckpoints, "read"),
+    ("  read the base", base_checkpoint.StockCheckpoints, "read"),
     ("  replay", restorer, "replay_onto"),
     ("    wait for the program", restorer.Folds, "of"),
-    ("    read records ahead, on threads", staging, "place_all"),
-    ("      read boxes", deltas.DeltaReader, "read"),
+    ("    read records ahead, on threads", transfer, "place_all"),
+    ("      read boxes", patches.DeltaReader, "read"),
     ("  compare fingerprints", restorer, "verify"),
     ("load the update, on a thread", replay, "load"),
     ("compile it, on a thread", jax.stages.Lowered, "compile"),

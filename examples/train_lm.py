@@ -1,1 +1,1 @@
-../adacheck_jax/demo/train_lm.py
+../adacheck_jax/cli/demo/train_lm.py

@@ -29,7 +29,8 @@ import numpy as np  # noqa: E402
 from jax.experimental import multihost_utils  # noqa: E402
 
 import adacheck_jax as adacheck  # noqa: E402
-from adacheck_jax import base_share, commit, delta_share  # noqa: E402
+from adacheck_jax.save import commit  # noqa: E402
+from adacheck_jax.store import base_writer, delta_writer  # noqa: E402
 from tests import support  # noqa: E402
 
 HELD_STEP, LAST_STEP = 3, 2000
@@ -84,7 +85,7 @@ def restore_last() -> dict[str, Any]:
 def fail_next() -> None:
     """Lets this process fail to write its next share."""
     todo = [OSError(28, "No space left on device")]
-    for share in (base_share.BaseShare, delta_share):
+    for share in (base_writer.BaseShare, delta_writer):
 
         def write_share(*args: Any, inner: Any = share.write) -> Any:
             if todo:

@@ -62,7 +62,7 @@ class Messages(logging.Handler):
 
 
 messages: list[str] = []
-logging.getLogger("adacheck_jax.replicas").addHandler(Messages())
+logging.getLogger("adacheck_jax.device.replicas").addHandler(Messages())
 here = jax.make_mesh((int(devices),), ("here",), devices=jax.local_devices())
 alone = jax.device_put(jax.numpy.arange(3), NamedSharding(here, PartitionSpec()))
 good = adacheck.replica_report(state_of(0) | {"alone": alone, "uncommitted": jax.numpy.ones(3)})

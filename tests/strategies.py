@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from adacheck_jax.boxes import Box
+from adacheck_jax.format.boxes import Box
 
 DTYPES = [
     *("float32", "float64", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"),

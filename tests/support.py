@@ -18,7 +18,10 @@ from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import adacheck_jax as adacheck
-from adacheck_jax import arrays, codecs, deltas, lineage
+from adacheck_jax.format import lineage
+from adacheck_jax.format import planes as codecs
+from adacheck_jax.restore import patches
+from adacheck_jax.store import packs
 
 WIDTH = (
     64  # every shard stays at least 16 wide: narrower ones XLA:CPU of jax 0.12 compiles otherwise
@@ -253,8 +256,8 @@ def compiled_programs() -> Iterator[list[str]]:
 
 def pack_reader(start, kind, size_bytes, zeros=()):
     """Reads an array of one section."""
-    _, length_bytes = arrays.laid_out(start, kind, [(size_bytes, zeros)])
-    return arrays.PackReader(arrays.PackArray(start, kind, length_bytes), size_bytes, zeros)
+    _, length_bytes = packs.laid_out(start, kind, [(size_bytes, zeros)])
+    return packs.PackReader(packs.PackArray(start, kind, length_bytes), size_bytes, zeros)
 
 
 def pack_files(item, process=0):
@@ -273,14 +276,14 @@ def pack_index(item, process=0):
 def other_record(known: lineage.Lineage) -> str:
     """Writes the last pack of a lineage again, right checksums and one leaf changed; names it."""
     delta, entry = known.saves[-1]
-    reader = deltas.readers(known)[-1]
+    reader = patches.readers(known)[-1]
     index = max(reader.stored, key=lambda i: known.base.leaves[i].nbytes)
     extents = [e for each in reader.stored for e in reader._extents[each]]
     assert {each.process for each in extents} == {0}
     contents = []
-    for kind in (arrays.RAW, arrays.COMPRESSED):
+    for kind in (packs.RAW, packs.COMPRESSED):
         pack = reader._pack(0, kind)
-        is_raw = kind is arrays.RAW
+        is_raw = kind is packs.RAW
         size = delta.packs[0].raw_bytes if is_raw else delta.packs[0].compressed_bytes
         data = pack.read([(0, size)], what="all")[0].copy()
         if not is_raw:
@@ -291,6 +294,6 @@ def other_record(known: lineage.Lineage) -> str:
     start = entry.pack(0)
     for path in start.parent.glob(f"{start.name}.*"):
         path.unlink()
-    zeros = arrays.write_pack(start, contents)
+    zeros = packs.write_pack(start, contents)
     assert zeros == [[delta.packs[0].raw_zeros], [delta.packs[0].compressed_zeros]]
     return known.base.leaves[index].path

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from adacheck_jax.boxes import grid
-from adacheck_jax.sharding import Layout, layout_of, layout_on_mesh
+from adacheck_jax.device.sharding import Layout, layout_of, layout_on_mesh
+from adacheck_jax.format.boxes import grid
 from tests.test_sharding import SHARDINGS, OnProcesses
 
 MESH_SHAPES = [(1,), (8,), (4, 2), (2, 4), (3, 2), (1, 8), (2, 2, 2), (2, 1, 3)]

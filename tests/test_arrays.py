@@ -7,9 +7,17 @@ import tensorstore as ts
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adacheck_jax import zarr
-from adacheck_jax.arrays import COMPRESSED, RAW, PackArray, PackReader, _Runs, laid_out, write_pack
 from adacheck_jax.errors import FormatError, IntegrityError
+from adacheck_jax.store import zarr
+from adacheck_jax.store.packs import (
+    COMPRESSED,
+    RAW,
+    PackArray,
+    PackReader,
+    _Runs,
+    laid_out,
+    write_pack,
+)
 from tests import support
 from tests.strategies import DTYPES, any_bits
 

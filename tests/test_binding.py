@@ -7,8 +7,9 @@ import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 
-from adacheck_jax import Recorder, RecorderError, trees
-from adacheck_jax import binding as bindings
+from adacheck_jax import Recorder, RecorderError
+from adacheck_jax.device import trees
+from adacheck_jax.update import binding as bindings
 
 PARAMS = {
     "dense": {"kernel": jnp.linspace(-1.0, 1.0, 2048).reshape(32, 64), "bias": jnp.ones(64)},

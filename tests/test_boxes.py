@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adacheck_jax.boxes import Box, cuts_of, grid
 from adacheck_jax.errors import FormatError
+from adacheck_jax.format.boxes import Box, cuts_of, grid
 from tests.strategies import box_pairs, boxes_in, cuts, elements, numbered, shape_of
 
 

@@ -15,7 +15,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 import adacheck_jax as adacheck
-from adacheck_jax import checks, manifest, programs, roots
+from adacheck_jax.format import manifest, roots
+from adacheck_jax.save import checks, exported_update
 from tests import support, test_separate, test_waiting
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
 
@@ -322,7 +323,7 @@ def test_an_update_that_looks_at_shapes_or_places_is_checked_in_full(tmp_path, t
 @pytest.mark.parametrize(("tx", "kind"), [(by_size(), "D"), (masked(), "R")])
 def test_what_nothing_can_check_is_stored_and_said(tmp_path, caplog, monkeypatch, tx, kind):
     """Where a sample does not tell, of all leaves or of one, and a copy would be too large."""
-    monkeypatch.setattr(programs, "_COPIED_BYTES", 1000)
+    monkeypatch.setattr(exported_update, "_COPIED_BYTES", 1000)
     run = support.dict_run(mesh_of((4, 2)), tx, dtype=jnp.bfloat16)
     with (
         caplog.at_level(logging.WARNING, logger="adacheck_jax"),

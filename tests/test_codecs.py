@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adacheck_jax import codecs
-from adacheck_jax.manifest import Encoding
+from adacheck_jax.format import planes as codecs
+from adacheck_jax.format.manifest import Encoding
 from tests import support
 from tests.strategies import DTYPES, any_bits
 

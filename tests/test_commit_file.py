@@ -9,9 +9,10 @@ import orbax.checkpoint as ocp
 import pytest
 
 import adacheck_jax as adacheck
-from adacheck_jax import audit, lineage, roots
 from adacheck_jax.errors import LineageError
-from adacheck_jax.manifest import BaseManifest, DeltaManifest
+from adacheck_jax.format import lineage, roots
+from adacheck_jax.format.manifest import BaseManifest, DeltaManifest
+from adacheck_jax.tools import audit
 from tests.support import abstract, assert_same_bits, dict_run, host_copy, mesh_of, save_steps
 
 BY_MODE = {
@@ -146,7 +147,7 @@ def test_a_parent_that_is_referred_to_is_committed_too(tmp_path):
     handler = adacheck.AdaCheckHandler(run.recorder, keep_lineage=keep)
     saver_options = {**BY_MODE, "preservation_policy": keep}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("adacheck_jax.links.can_link", lambda _: False)
+        patch.setattr("adacheck_jax.store.links.can_link", lambda _: False)
         with manager_of(tmp_path, handler, **saver_options) as manager:
             save_steps(manager, run, 2)
     assert kinds_of(tmp_path) == BASE_AND_DELTAS[:2]

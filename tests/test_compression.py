@@ -8,10 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import adacheck_jax as adacheck
-from adacheck_jax import arrays, codecs, compression, manifest, volumes, zarr
-from adacheck_jax.boxes import Box
-from adacheck_jax.compression import Speed, Storage
-from adacheck_jax.manifest import Encoding
+from adacheck_jax.format import manifest, planes
+from adacheck_jax.format.boxes import Box
+from adacheck_jax.format.manifest import Encoding
+from adacheck_jax.store import compression, volumes, zarr
+from adacheck_jax.store import packs as arrays
+from adacheck_jax.store.compression import Speed, Storage
 from tests import support
 
 speeds = st.builds(Speed, st.floats(0.9, 100), st.floats(1e6, 1e11))
@@ -46,7 +48,7 @@ def test_small_writes_tell_nothing_of_the_storage():
 
 def exponents_of_noise():
     noise = np.random.default_rng(0).standard_normal(1 << 16).astype(np.float32)
-    return codecs.exponents(noise)
+    return planes.exponents(noise)
 
 
 def test_each_codec_is_measured_by_what_it_makes_of_the_bytes():

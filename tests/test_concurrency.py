@@ -20,8 +20,10 @@ import pytest
 from etils import epath
 
 import adacheck_jax as adacheck
-from adacheck_jax import arrays, base_share, commit, delta_share, lineage, roots, volumes
-from adacheck_jax.saver import Destination, Saver
+from adacheck_jax.format import lineage, roots
+from adacheck_jax.save import commit
+from adacheck_jax.save.saver import Destination, Saver
+from adacheck_jax.store import base_writer, delta_writer, packs, volumes
 from tests import support
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
 from tests.test_multiprocess import finish, launch, leaves, start
@@ -83,7 +85,7 @@ class Pair:
 
 def fail_item(patch, name):
     """Lets the writes of one item fail: ours, or that of Orbax's own handler."""
-    for share in (base_share.BaseShare, delta_share):
+    for share in (base_writer.BaseShare, delta_writer):
 
         def write(self, directory, *args, inner=share.write):
             if any(part.startswith(f"{name}.") for part in directory.parts):
@@ -161,7 +163,7 @@ def test_a_step_is_saved_again_while_its_first_attempt_is_being_written(
         for step in (1, 2):
             pair.save(manager, step)
         manager.wait_until_finished()
-        for module, name in ((arrays, "write_pack"), (volumes, "write")):
+        for module, name in ((packs, "write_pack"), (volumes, "write")):
             write = functools.partial(slowly, getattr(module, name))
             monkeypatch.setattr(module, name, write)
         with monkeypatch.context() as patch:

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adacheck_jax import arrays, lineage, redundancy
-from adacheck_jax.boxes import Box
-from adacheck_jax.deltas import DeltaReader
 from adacheck_jax.errors import FormatError, IntegrityError
-from adacheck_jax.manifest import BaseManifest, DeltaManifest, Encoding, Leaf, Link, Pack
+from adacheck_jax.format import lineage, pack_plan
+from adacheck_jax.format.boxes import Box
+from adacheck_jax.format.manifest import BaseManifest, DeltaManifest, Encoding, Leaf, Link, Pack
+from adacheck_jax.restore.patches import DeltaReader
+from adacheck_jax.store import packs as arrays
 from tests import support
 from tests.strategies import DTYPES, any_bits, boxes_in, cuts, shape_of
 
@@ -47,7 +48,7 @@ class Step:
         ]
         own_aliases = self.aliases[process] if self.aliases else ()
         aliases = [own_aliases if each == process else () for each in range(len(own))]
-        plan = redundancy.plan_delta(self.leaves, self.stored, own, aliases)
+        plan = pack_plan.plan_delta(self.leaves, self.stored, own, aliases)
         skipped = {first for first, _ in own_aliases}
         raw, compressed = [], []
         for extent in (x for i, x in enumerate(plan.extents) if i not in skipped):

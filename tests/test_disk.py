@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import adacheck_jax as adacheck
-from adacheck_jax import lineage, manifest
+from adacheck_jax.format import lineage, manifest
 from tests import support
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
 
@@ -152,7 +152,9 @@ def test_a_read_only_disk_is_told_at_once_and_training_goes_on(small_disk):
     assert_unharmed(root, run, saved)
 
 
-@pytest.mark.parametrize("target", ["adacheck_jax.arrays.write_pack", "adacheck_jax.volumes.write"])
+@pytest.mark.parametrize(
+    "target", ["adacheck_jax.store.packs.write_pack", "adacheck_jax.store.volumes.write"]
+)
 def test_a_root_that_vanishes_while_a_save_is_in_flight(tmp_path, monkeypatch, target):
     run = support.dict_run(mesh_of((2, 2)))
     root = tmp_path / "root"
@@ -193,7 +195,7 @@ def test_an_error_of_the_disk_is_raised_once(tmp_path, monkeypatch, number):
             def broken(*_args, **_kwargs):
                 raise OSError(number, os.strerror(number))
 
-            patch.setattr("adacheck_jax.manifest.os.fsync", broken)
+            patch.setattr("adacheck_jax.format.manifest.os.fsync", broken)
             errors = attempt(manager, run)
         assert [type(error) for error in errors] == [adacheck.StorageError]
         assert errors[0].__cause__.errno == number
@@ -204,9 +206,9 @@ def test_an_error_of_the_disk_is_raised_once(tmp_path, monkeypatch, number):
 
 def test_a_slow_disk_does_not_hold_up_training(tmp_path, monkeypatch):
     run = support.dict_run(mesh_of((2, 2)))
-    from adacheck_jax import arrays
+    from adacheck_jax.store import packs
 
-    go_on, write = threading.Event(), arrays.write_pack
+    go_on, write = threading.Event(), packs.write_pack
 
     def slow(*args, **kwargs):
         assert go_on.wait(60)
@@ -214,7 +216,7 @@ def test_a_slow_disk_does_not_hold_up_training(tmp_path, monkeypatch):
 
     with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
         saved = save_steps(manager, run, 2)
-        monkeypatch.setattr(arrays, "write_pack", slow)
+        monkeypatch.setattr(packs, "write_pack", slow)
         run.advance()
         saved[3] = host_copy(run.state)
         manager.save(3, args=adacheck.SaveArgs(run.state))

@@ -5,27 +5,28 @@ import threading
 import pytest
 
 import adacheck_jax as adacheck
-from adacheck_jax import commit, cpu_call, staging
+from adacheck_jax.device import transfer, xla_call
+from adacheck_jax.save import commit
 from tests import support
 
 
 @pytest.fixture(params=["loops", "host"])
 def engine(request, monkeypatch):
     """Who takes the fingerprints: the devices, or the host from what is staged."""
-    assert cpu_call.wait()
+    assert xla_call.wait()
     if request.param == "host":
-        monkeypatch.setattr(cpu_call, "is_ready", lambda: False)
+        monkeypatch.setattr(xla_call, "is_ready", lambda: False)
 
 
 def taken_of(monkeypatch):
     """The leaves that anybody has brought to the host so far."""
-    taken, get = [], staging.Staged.__getitem__
+    taken, get = [], transfer.Staged.__getitem__
 
     def noted(self, index):
         taken.append(index)
         return get(self, index)
 
-    monkeypatch.setattr(staging.Staged, "__getitem__", noted)
+    monkeypatch.setattr(transfer.Staged, "__getitem__", noted)
     return taken
 
 

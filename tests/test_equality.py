@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adacheck_jax import equality
+from adacheck_jax.store import equality
 from tests.strategies import DTYPES, any_bits
 
 seeds = st.integers(0, 2**32)

@@ -15,7 +15,8 @@ import pytest
 from etils import epath
 
 import adacheck_jax as adacheck
-from adacheck_jax import lineage, manifest, replay
+from adacheck_jax.format import lineage, manifest
+from adacheck_jax.update import replay
 from tests import support
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
 
@@ -347,7 +348,7 @@ def test_a_failed_save_is_raised_once_and_the_next_one_is_a_base(tmp_path, monke
             def full(*_args, **_kwargs):
                 raise OSError(28, "No space left on device")
 
-            patch.setattr("adacheck_jax.arrays.write_pack", full)
+            patch.setattr("adacheck_jax.store.packs.write_pack", full)
             manager.save(3, args=adacheck.SaveArgs(run.advance()))
             with pytest.raises(adacheck.StorageError, match=r"/3/default: .*No space left"):
                 manager.wait_until_finished()

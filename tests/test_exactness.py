@@ -9,8 +9,9 @@ import pytest
 from optax import contrib
 
 import adacheck_jax as adacheck
-from adacheck_jax import exactness, manifest, roots
-from adacheck_jax.exactness import Level
+from adacheck_jax.format import manifest, roots
+from adacheck_jax.update import exactness
+from adacheck_jax.update.exactness import Level
 from tests import support
 from tests.support import abstract, assert_same_bits, manager_of, mesh_of, save_steps
 

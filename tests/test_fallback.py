@@ -12,7 +12,9 @@ import shutil
 import pytest
 
 import adacheck_jax as adacheck
-from adacheck_jax import audit, lineage, manifest, restorer
+from adacheck_jax.format import lineage, manifest
+from adacheck_jax.restore import restorer
+from adacheck_jax.tools import audit
 from tests import support
 
 STEPS = 6

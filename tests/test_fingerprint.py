@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from adacheck_jax import cpu_call, fingerprint, sharding, staging
-from adacheck_jax.boxes import Box, grid
+from adacheck_jax.device import fingerprint, sharding, transfer, xla_call
+from adacheck_jax.format.boxes import Box, grid
 from tests import support
 from tests.strategies import cuts, shape_of
 
@@ -51,9 +51,9 @@ WHOLE_BYTES = ["uint8", "float8_e4m3fn", "bfloat16", "float32", "float64", "comp
 @pytest.fixture(params=["loops", "xla"])
 def engine(request, monkeypatch):
     """What sums up on the devices, which are CPU devices here: loops that XLA calls, or XLA."""
-    assert cpu_call.wait()
+    assert xla_call.wait()
     if request.param == "xla":
-        monkeypatch.setattr(cpu_call, "is_ready", lambda: False)
+        monkeypatch.setattr(xla_call, "is_ready", lambda: False)
     return request.param
 
 
@@ -329,8 +329,8 @@ def test_parts_take_of_replicas_that_differ_the_one_that_is_staged(monkeypatch, 
         ],
     )
     boxes = sharding.distinct_boxes(array)
-    picks = {0: staging.picks_of(array, boxes[1:])}
-    (block,) = staging.stage({0: array}, picks)[0].values()
+    picks = {0: transfer.picks_of(array, boxes[1:])}
+    (block,) = transfer.stage({0: array}, picks)[0].values()
     parts = fingerprint.Parts({0: array}, picks, every_replica=True)
     array.delete()
     assert parts.sums() == {0: fingerprint.of_block(block, boxes[1].start)}
@@ -340,7 +340,7 @@ def test_parts_take_of_replicas_that_differ_the_one_that_is_staged(monkeypatch, 
 
 def test_the_engines_find_the_same_sums_of_replicas(monkeypatch):
     arrays = dict(enumerate(some_arrays()))
-    picks = {i: staging.picks_of(x, sharding.distinct_boxes(x)) for i, x in arrays.items()}
+    picks = {i: transfer.picks_of(x, sharding.distinct_boxes(x)) for i, x in arrays.items()}
     found = []
     for on_device in (False, True):
         monkeypatch.setattr(fingerprint, "hashes_on_device", lambda array, each=on_device: each)
@@ -352,7 +352,7 @@ def test_the_engines_find_the_same_sums_of_replicas(monkeypatch):
 
 def test_no_replica_is_hashed_twice(monkeypatch):
     array = jax.device_put(jnp.arange(64.0), NamedSharding(jax.make_mesh((8,), ("x",)), P()))
-    picks = {0: staging.picks_of(array, sharding.distinct_boxes(array))}
+    picks = {0: transfer.picks_of(array, sharding.distinct_boxes(array))}
     calls = []
     monkeypatch.setattr(fingerprint, "hashes_on_device", lambda _: False)
     original = fingerprint.of_block

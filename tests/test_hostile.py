@@ -20,19 +20,13 @@ import pytest
 import tensorstore as ts
 
 import adacheck_jax as adacheck
-from adacheck_jax import (
-    FormatError,
-    IntegrityError,
-    arrays,
-    lineage,
-    purity,
-    replay,
-    roots,
-    zarr,
-)
-from adacheck_jax import manifest as manifests
-from adacheck_jax.deltas import DeltaReader
-from adacheck_jax.manifest import Update
+from adacheck_jax import FormatError, IntegrityError
+from adacheck_jax.format import lineage, roots
+from adacheck_jax.format import manifest as manifests
+from adacheck_jax.format.manifest import Update
+from adacheck_jax.restore.patches import DeltaReader
+from adacheck_jax.store import packs, zarr
+from adacheck_jax.update import replay, untrusted
 from tests.test_manifest import A_BASE, A_DELTA, body_of, decode, encode_body
 
 ROOT = Path(__file__).parent.parent
@@ -237,7 +231,7 @@ def test_a_reference_leads_to_siblings_only(reference, tmp_path):
 
 @pytest.mark.parametrize("changes", [{"chunk": 1 << 30}, {"codec": "gzip"}, {"codec": "blosc"}])
 def test_a_pack_in_other_chunks_or_codecs_than_are_written_is_refused(changes, tmp_path):
-    spec = zarr.array_in(zarr.database_at(tmp_path / "pack"), arrays.RAW.name)
+    spec = zarr.array_in(zarr.database_at(tmp_path / "pack"), packs.RAW.name)
     codecs = [{"name": "bytes"}, {"name": changes.get("codec", "crc32c")}]
     spec["metadata"] = {
         "data_type": "uint8",
@@ -250,7 +244,7 @@ def test_a_pack_in_other_chunks_or_codecs_than_are_written_is_refused(changes, t
     }
     ts.open(spec, create=True).result()
     with pytest.raises(FormatError, match="expected chunks of at most"):
-        arrays.PackArray(tmp_path / "pack", arrays.RAW, 64)
+        packs.PackArray(tmp_path / "pack", packs.RAW, 64)
 
 
 def test_a_base_in_other_codecs_than_are_written_is_refused(tmp_path):
@@ -324,7 +318,7 @@ def test_what_optimizers_do_is_pure_on_every_platform(name):
     state = transformation.init(params)
     for platform in replay.PLATFORMS:
         program = jax.export.export(jax.jit(transformation.update), platforms=(platform,))
-        purity.check(program(params, state, params), "update")
+        untrusted.check_operations(program(params, state, params), "update")
 
 
 CALLBACK = """
@@ -381,7 +375,9 @@ def test_a_program_with_effects_or_without_checks_is_refused():
     good = exported(lambda params, inner, record, extra: (params, inner))
     disabled = (jax.export.DisabledSafetyCheck.custom_call("anything"),)
     with pytest.raises(FormatError, match="only computes"):
-        purity.check(dataclasses.replace(good, disabled_safety_checks=disabled), "update")
+        untrusted.check_operations(
+            dataclasses.replace(good, disabled_safety_checks=disabled), "update"
+        )
 
 
 @pytest.mark.parametrize(

@@ -1,121 +1,47 @@
-"""The module table in BUILD.md is the law: no import that it does not list."""
+"""Arrows point downward, between rooms and inside each; BUILD.md shows what is there."""
 
-import ast
 import graphlib
-import re
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-PACKAGE = ROOT / "adacheck_jax"
-OUTSIDE = {"jax": "jax", "jaxlib": "jax", "orbax": "orbax", "tensorstore": "tensorstore"}
-PURE = {"errors", "boxes", "manifest", "policy"}
-FACADE = "adacheck_jax"  # re-exports the public names: free to import, and needs no row
+from tests import house
+
+ROOMS = [room for room in house.MAY_IMPORT if room != "errors"]
 
 
-def table():
-    """Module name to the names that it may import, and to the outside packages."""
-    build = ROOT / "BUILD.md"
-    text = build.read_text() if build.is_file() else ""
-    between = re.search(r"<!-- modules -->\n(.*?)<!-- /modules -->", text, re.DOTALL)
-    if between is None:
-        pytest.fail("BUILD.md has no module table between <!-- modules --> and <!-- /modules -->")
-    rows = [line.strip().strip("|").split("|") for line in between[1].splitlines() if "|" in line]
-    names = [[re.findall(r"`([^`]+)`", cell) for cell in row] for row in rows]
-    names = [row for row in names if row[0]]  # not the head of the table
-    assert all(len(row) == 4 for row in names), "expected: module, purpose, modules, packages"
-    found = {module: (set(inside), set(outside)) for (module,), _, inside, outside in names}
-    assert len(found) == len(names), "expected one row for each module"
-    return found
+def test_the_arrows_between_rooms_make_no_circle():
+    list(graphlib.TopologicalSorter(house.MAY_IMPORT).static_order())  # raises CycleError
 
 
-def modules():
-    """Module name, relative to the package, to its file."""
-    found = {}
-    for path in PACKAGE.rglob("*.py"):
-        parts = path.relative_to(PACKAGE).with_suffix("").parts
-        if parts[-1] == "__init__":
-            parts = parts[:-1]
-        found[".".join(parts) or FACADE] = path
-    return found
+def test_the_arrows_between_modules_make_no_circle():
+    graph = {name: inside - {house.FACADE} for name, (inside, _) in house.IMPORTS.items()}
+    list(graphlib.TopologicalSorter(graph).static_order())
 
 
-def imports_of(name):
-    """The package's modules, and the outside packages, that one module imports anywhere."""
-    inside, outside = set(), set()
-    for node in ast.walk(ast.parse(MODULES[name].read_text())):
-        for target in _targets(node, MODULES[name]):
-            first, _, rest = target.partition(".")
-            if first == PACKAGE.name:
-                inside.add(_module_of(rest))
-            elif first in OUTSIDE:
-                outside.add(OUTSIDE[first])
-    return inside - {name}, outside
+@pytest.mark.parametrize("name", house.MODULES)
+def test_a_module_imports_what_its_room_may(name):
+    inside, outside = house.IMPORTS[name]
+    room = house.room_of(name)
+    may = {room, *house.MAY_IMPORT[room]}
+    forbidden = {x for x in inside if house.room_of(x) not in may}
+    assert not forbidden, f"{name} imports {sorted(forbidden)}; see MAY_IMPORT in tests/house.py"
+    assert outside <= house.MAY_USE.get(room, set())
 
 
-def _targets(node, path):
-    """Dotted names that one import statement takes, made absolute."""
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    if not isinstance(node, ast.ImportFrom):
-        return []
-    base = node.module or ""
-    if node.level:
-        package = path.relative_to(ROOT).parent.parts
-        base = ".".join([*package[: len(package) - node.level + 1], *filter(None, [base])])
-    return [f"{base}.{alias.name}" for alias in node.names]
+def test_the_facade_alone_gives_names_of_several_rooms():
+    inits = {path.parent.name: path for path in house.PACKAGE.rglob("__init__.py")}
+    assert {name for name, path in inits.items() if any(house.imports_of(path))} == {house.FACADE}
 
 
-def _module_of(dotted):
-    """The longest part of a dotted name that is a module; the facade if none is."""
-    parts = dotted.split(".")
-    while parts and ".".join(parts) not in MODULES:
-        parts.pop()
-    return ".".join(parts) or FACADE
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_is_small_and_says_what_it_is_for(room):
+    own = [name for name in house.MODULES if name.rpartition(".")[0] == room]
+    assert len(own) <= house.LARGEST_ROOM
+    text = (house.PACKAGE / room / "__init__.py").read_text()
+    assert text.count(". ") + text.count(".\n") >= 3
+    assert "Begin with" in " ".join(text.split())
 
 
-MODULES = modules()
-NAMES = sorted(MODULES.keys() - {FACADE})
-
-
-def test_the_table_lists_every_module_and_no_other():
-    listed = table().keys() - {FACADE}
-    written = {n for n in NAMES if MODULES[n].name != "__init__.py" or any(imports_of(n))}
-    assert not written - listed, f"BUILD.md does not list {sorted(written - listed)}"
-    assert not listed - set(NAMES), f"BUILD.md lists {sorted(listed - set(NAMES))}: no modules"
-
-
-def test_the_table_allows_no_cycle_and_names_only_modules():
-    allowed = {name: inside for name, (inside, _) in table().items()}
-    unknown = {name: sorted(inside - MODULES.keys()) for name, inside in allowed.items()}
-    assert {name: each for name, each in unknown.items() if each} == {}
-    facade = {FACADE: imports_of(FACADE)[0]}
-    graphlib.TopologicalSorter(allowed | facade).prepare()  # raises CycleError
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_module_imports_only_what_its_row_allows(name):
-    inside, outside = imports_of(name)
-    may_inside, may_outside = table().get(name, (set(), set()))
-    forbidden = sorted((inside - may_inside) | (outside - may_outside))
-    assert not forbidden, f"{name} imports {forbidden}, which its row in BUILD.md does not allow"
-
-
-@pytest.mark.parametrize("name", sorted(PURE))
-def test_the_pure_modules_reach_no_outside_package(name):
-    waiting, seen = [name], set()
-    while waiting:
-        each = waiting.pop()
-        seen.add(each)
-        inside, outside = imports_of(each)
-        assert outside == set(), f"{name} reaches {each}, which imports {sorted(outside)}"
-        waiting.extend(inside - seen)
-
-
-def test_the_table_gives_tensorstore_to_what_reads_and_writes_arrays():
-    assert {name for name, (_, outside) in table().items() if "tensorstore" in outside} == {
-        "arrays",
-        "reads",
-        "volumes",
-    }
+def test_build_md_shows_the_house_as_it_is():
+    text = house.BUILD.read_text()
+    assert text == house.drawn(text), "run: python -m tests.house"

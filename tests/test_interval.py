@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 import adacheck_jax as adacheck
-from adacheck_jax import roots
+from adacheck_jax.format import roots
 from tests import support
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adacheck_jax import manifest as manifests
 from adacheck_jax.errors import FormatError, IntegrityError
-from adacheck_jax.manifest import (
+from adacheck_jax.format import manifest as manifests
+from adacheck_jax.format.manifest import (
     CHECKS,
     BaseManifest,
     Caution,

@@ -7,7 +7,7 @@ import pytest
 from optax import contrib
 
 import adacheck_jax as adacheck
-from adacheck_jax import verification
+from adacheck_jax.tools import verification
 from tests.support import manager_of
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from adacheck_jax import lineage, manifest, roots
+from adacheck_jax.format import lineage, manifest, roots
 from benchmarks.common import free_port
 
 WORKER = "tests.multiprocess_worker"

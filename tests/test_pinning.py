@@ -16,10 +16,13 @@ from jax.sharding import PartitionSpec as P
 from optax import contrib
 
 import adacheck_jax as adacheck
-from adacheck_jax import Recorder, binding, exactness, replay, roots, trees
-from adacheck_jax.exactness import Level
-from adacheck_jax.fence import can_fence, fence, zero_of
-from adacheck_jax.pinning import PinnedFunction
+from adacheck_jax import Recorder
+from adacheck_jax.device import trees
+from adacheck_jax.format import roots
+from adacheck_jax.update import binding, exactness, replay
+from adacheck_jax.update.exactness import Level
+from adacheck_jax.update.fence import can_fence, fence, zero_of
+from adacheck_jax.update.pinning import PinnedFunction
 from tests import support
 from tests.support import abstract, assert_same_bits, manager_of, mesh_of, save_steps
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from adacheck_jax import cli
-from adacheck_jax.report import RedundancyReport
+from adacheck_jax.cli.main import main
+from adacheck_jax.tools.plan import RedundancyReport
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "plan_llama.py"
 STATE = """
@@ -30,7 +30,7 @@ def plan(tmp_path, monkeypatch):
 
     def run(source, target="target.py:state", *options):
         (tmp_path / "target.py").write_text(textwrap.dedent(source))
-        return CliRunner().invoke(cli.app, ["plan", target, *options])
+        return CliRunner().invoke(main.app, ["plan", target, *options])
 
     return run
 

@@ -2,8 +2,8 @@ import itertools
 
 import pytest
 
-from adacheck_jax import policy
-from adacheck_jax.manifest import BaseManifest, DeltaManifest, Link, Update
+from adacheck_jax.format.manifest import BaseManifest, DeltaManifest, Link, Update
+from adacheck_jax.save import policy
 
 UPDATE = Update(
     (0,), (1,), (2,), (), (3,), ((1, 1, 1, 0),), (), (), "", "", {"cpu": "0" * 64}, "0.10.2", True

@@ -9,7 +9,9 @@ import optax
 import pytest
 from flax import nnx
 
-from adacheck_jax import Recorder, RecorderError, binding, replay, separate_update, trees
+from adacheck_jax import Recorder, RecorderError, separate_update
+from adacheck_jax.device import trees
+from adacheck_jax.update import binding, replay
 from tests.support import assert_same_bits, host_copy
 
 PARAMS = {"kernel": jnp.linspace(-1.0, 1.0, 12).reshape(4, 3), "bias": jnp.ones(3)}

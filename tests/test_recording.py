@@ -16,9 +16,12 @@ import pytest
 from typer.testing import CliRunner
 
 import adacheck_jax as adacheck
-from adacheck_jax import arrays, commit, delta_share, deltas, lineage, manifest, roots
-from adacheck_jax.cli import app
+from adacheck_jax.cli.main import app
 from adacheck_jax.errors import IntegrityError, LineageError
+from adacheck_jax.format import lineage, manifest, roots
+from adacheck_jax.restore import patches
+from adacheck_jax.save import commit
+from adacheck_jax.store import delta_writer, packs
 from tests import support, test_waiting
 from tests.test_multiprocess import launch, leaves
 
@@ -105,7 +108,7 @@ def test_a_run_is_one_array_of_each_kind_with_the_steps_one_after_another(tmp_pa
     assert found.depth == last - 1
     sizes = [each.packs[0].raw_bytes for each in found.deltas]
     assert sizes == [sizes[0]] * len(sizes)
-    array = arrays.PackArray(lineage.pack_in(item(tmp_path, last), 0), arrays.RAW, sum(sizes))
+    array = packs.PackArray(lineage.pack_in(item(tmp_path, last), 0), packs.RAW, sum(sizes))
     assert array.stored_bytes == len(sizes) * sizes[0] > 0
     links = {
         path.name.partition(".")[0] for path in (item(tmp_path, last) / lineage.LINEAGE).iterdir()
@@ -462,8 +465,8 @@ class TestRestoring:
 
     def test_of_a_damaged_run_it_falls_back_to_what_is_whole(self, tmp_path, caplog, monkeypatch):
         for name in ("RAW", "COMPRESSED"):  # several chunks a step
-            kind = dataclasses.replace(getattr(arrays, name), max_chunk_bytes=1 << 13)
-            monkeypatch.setattr(arrays, name, kind)
+            kind = dataclasses.replace(getattr(packs, name), max_chunk_bytes=1 << 13)
+            monkeypatch.setattr(packs, name, kind)
         run, states = self.saved(tmp_path)
         damage_end(item(tmp_path, 10))
         with pytest.raises(IntegrityError):
@@ -516,7 +519,7 @@ def test_a_step_is_let_go_of_as_it_is_packed(more, tmp_path, monkeypatch):
             )
         return write(save, *args)
 
-    def stored(*args, write=delta_share.write):
+    def stored(*args, write=delta_writer.write):
         gc.collect()
         alive.append(sum(each() is not None for each in held))
         return write(*args)
@@ -527,7 +530,7 @@ def test_a_step_is_let_go_of_as_it_is_packed(more, tmp_path, monkeypatch):
             assert handler.record_step({**run.advance(), **more}, step)
         with monkeypatch.context() as patch:
             patch.setattr(commit.Save, "_write_deltas", written)
-            patch.setattr(delta_share, "write", stored)
+            patch.setattr(delta_writer, "write", stored)
             manager.save(8, args=adacheck.SaveArgs({**run.advance(), **more}))
             manager.wait_until_finished()
     assert len(held) > 7
@@ -539,7 +542,7 @@ def test_a_step_is_let_go_of_as_it_is_packed(more, tmp_path, monkeypatch):
 def damage_end(directory):
     """Changes a byte of what is stored of the last step."""
     size_bytes = manifest.read(directory).packs[0].raw_bytes
-    pack = deltas.readers(lineage.resolve(directory))[-1]._pack(0, arrays.RAW)
+    pack = patches.readers(lineage.resolve(directory))[-1]._pack(0, packs.RAW)
     (end,) = pack.read([(size_bytes - 64, size_bytes)], what="the end")
     (path,) = (path for path in support.pack_files(directory) if end.tobytes() in path.read_bytes())
     content = bytearray(path.read_bytes())
@@ -595,7 +598,7 @@ def test_a_save_that_fails_takes_the_recorded_steps_with_it_and_the_next_is_a_ba
     with support.manager_of(tmp_path, handler) as manager:
         states, _ = train(manager, handler, run, 4)
         with monkeypatch.context() as patch:
-            patch.setattr(arrays, "write_pack", full)
+            patch.setattr(packs, "write_pack", full)
             manager.save(5, args=adacheck.SaveArgs(run.advance()))
             assert handler.record_step(run.advance(), 6)  # the failure is not known yet
             recorded.set()

@@ -17,8 +17,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import adacheck_jax as adacheck
-from adacheck_jax import inspection, links, manifest, staging, volumes
-from adacheck_jax.boxes import Box
+from adacheck_jax.device import transfer
+from adacheck_jax.format import manifest
+from adacheck_jax.format.boxes import Box
+from adacheck_jax.store import links, volumes
+from adacheck_jax.tools import inspection
 from tests import support
 from tests.test_multiprocess import launch
 
@@ -344,7 +347,7 @@ def test_inspect_says_where_a_leaf_is_taken_from(tmp_path):
 def test_of_equal_replicas_each_device_gives_its_share(tmp_path):
     arrays = {i: jax.device_put(noise(i), WHOLE) for i in range(16)}
     loads_bytes = {}
-    picks = [staging.picks_of(x, [Box.full(x.shape)], loads_bytes) for x in arrays.values()]
+    picks = [transfer.picks_of(x, [Box.full(x.shape)], loads_bytes) for x in arrays.values()]
     assert sorted(position for ((_, position, _),) in picks) == sorted([*range(8)] * 2)
     assert set(loads_bytes.values()) == {2 * noise(0).nbytes}
 

@@ -11,9 +11,11 @@ import optax
 import pytest
 from jax.sharding import AxisType
 
-from adacheck_jax import FormatError, IntegrityError, Recorder, replay, trees
-from adacheck_jax import binding as bindings
-from adacheck_jax.manifest import Update
+from adacheck_jax import FormatError, IntegrityError, Recorder
+from adacheck_jax.device import trees
+from adacheck_jax.format.manifest import Update
+from adacheck_jax.update import binding as bindings
+from adacheck_jax.update import replay
 from tests.support import assert_same_bits, host_copy, mesh_of, place
 
 PARAMS = {

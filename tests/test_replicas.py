@@ -13,9 +13,9 @@ from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import adacheck_jax as adacheck
-from adacheck_jax import fingerprint, replicas
-from adacheck_jax.boxes import Box
-from adacheck_jax.sharding import Holder
+from adacheck_jax.device import fingerprint, replicas
+from adacheck_jax.device.sharding import Holder
+from adacheck_jax.format.boxes import Box
 from tests import support
 from tests.strategies import DTYPES, any_bits
 from tests.test_multiprocess import launch
@@ -257,7 +257,7 @@ def broken(state, path_of=lambda s: s["params"]["in"], name="bias", device=5):
 
 
 def warnings_in(caplog):
-    name = "adacheck_jax.replicas"
+    name = "adacheck_jax.device.replicas"
     return [record.getMessage() for record in caplog.records if record.name == name]
 
 

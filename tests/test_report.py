@@ -15,10 +15,11 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import adacheck_jax as adacheck
-from adacheck_jax import manifest, redundancy
-from adacheck_jax.boxes import grid
-from adacheck_jax.report import Balance, redundancy_report
-from adacheck_jax.sharding import layout_on_mesh
+from adacheck_jax.device import ownership
+from adacheck_jax.device.sharding import layout_on_mesh
+from adacheck_jax.format import manifest
+from adacheck_jax.format.boxes import grid
+from adacheck_jax.tools.plan import Balance, redundancy_report
 from tests import support
 from tests.test_abstract_mesh import placements
 
@@ -175,7 +176,7 @@ def test_processes_share_the_bytes_as_the_planner_deals_them_out(mesh_shape, dev
     report = redundancy_report(state, devices_per_process=devices_each)
     layouts = [layout_on_mesh(leaf.sharding, leaf.shape, devices_each) for leaf in state]
     itemsizes_bytes = [leaf.dtype.itemsize for leaf in state]
-    shares = redundancy.share_out(layouts, itemsizes_bytes, frozenset())
+    shares = ownership.share_out(layouts, itemsizes_bytes, frozenset())
     loads_bytes = [0] * -(-math.prod(mesh_shape) // devices_each)
     for share, itemsize_bytes in zip(shares, itemsizes_bytes, strict=True):
         for owner, box in zip(share.owners, grid(share.cuts), strict=True):

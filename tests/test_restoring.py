@@ -10,7 +10,8 @@ import pytest
 from rich.console import Console
 
 import adacheck_jax as adacheck
-from adacheck_jax import arrays, progress
+from adacheck_jax.restore import progress
+from adacheck_jax.store import packs as arrays
 from tests import support
 
 

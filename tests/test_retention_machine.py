@@ -38,8 +38,11 @@ from orbax.checkpoint.checkpoint_managers import (
 )
 
 import adacheck_jax as adacheck
-from adacheck_jax import lineage, links, manifest, programs, replay, roots
-from adacheck_jax.manifest import DeltaManifest, Link
+from adacheck_jax.format import lineage, manifest, roots
+from adacheck_jax.format.manifest import DeltaManifest, Link
+from adacheck_jax.save import exported_update
+from adacheck_jax.store import links
+from adacheck_jax.update import replay
 from tests import support
 
 MESHES = [support.mesh_of(shape) for shape in ((2, 2), (4, 2), (8, 1), (1, 1))]
@@ -97,10 +100,10 @@ MEMORY = [
         remembering(replay.update_function, lambda *args: tuple(map(id, args))),
     ),
     (
-        programs.Programs,
+        exported_update.Programs,
         "_export",
         remembering(
-            programs.Programs._export,
+            exported_update.Programs._export,
             lambda own, structure, _: (own._check, structure.leaves),
         ),
     ),

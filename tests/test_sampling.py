@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from adacheck_jax.pieces import Order
-from adacheck_jax.sampling import SAMPLE_ELEMENTS, WHOLE_ELEMENTS, Sites, Taker, from_host
+from adacheck_jax.update.pieces import Order
+from adacheck_jax.update.sampling import SAMPLE_ELEMENTS, WHOLE_ELEMENTS, Sites, Taker, from_host
 from tests.support import mesh_of
 
 MESHES = [(1,), (8,), (4, 2)]

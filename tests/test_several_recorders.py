@@ -11,7 +11,9 @@ import optax
 import pytest
 
 import adacheck_jax as adacheck
-from adacheck_jax import RecorderError, inspection, roots
+from adacheck_jax import RecorderError
+from adacheck_jax.format import roots
+from adacheck_jax.tools import inspection
 from tests.support import (
     WIDTH,
     Run,

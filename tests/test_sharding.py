@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from adacheck_jax import redundancy, staging
-from adacheck_jax.boxes import Box, grid
+from adacheck_jax.device import ownership, transfer
+from adacheck_jax.device.sharding import Layout, layout_of, layout_of_array
 from adacheck_jax.errors import FormatError
-from adacheck_jax.manifest import Encoding, Leaf
-from adacheck_jax.sharding import Layout, layout_of, layout_of_array
+from adacheck_jax.format import chunks, pack_plan
+from adacheck_jax.format.boxes import Box, grid
+from adacheck_jax.format.manifest import Encoding, Leaf
 from tests.strategies import DTYPES, boxes_in, cuts, elements, numbered, shape_of
 
 
@@ -145,19 +146,19 @@ def loads_of(owners, layouts, itemsizes_bytes, processes):
 def test_every_box_has_one_owner_among_its_holders(drawn, data):
     layouts, itemsizes_bytes, _ = drawn
     first = data.draw(st.frozensets(st.integers(0, len(layouts) - 1)))
-    shares = redundancy.share_out(layouts, itemsizes_bytes, first)
+    shares = ownership.share_out(layouts, itemsizes_bytes, first)
     for share, layout in zip(shares, layouts, strict=True):
         assert share.cuts == layout.cuts  # none of them is large enough to be cut up
         for owner, holders in zip(share.owners, layout.replicas, strict=True):
             assert owner in holders
-    assert shares == redundancy.share_out(list(layouts), list(itemsizes_bytes), first)
+    assert shares == ownership.share_out(list(layouts), list(itemsizes_bytes), first)
 
 
 @given(layouts(everywhere=True), st.data())
 def test_bytes_are_balanced_over_the_processes_that_hold_everything(drawn, data):
     layouts, itemsizes_bytes, processes = drawn
     first = data.draw(st.frozensets(st.integers(0, len(layouts) - 1)))
-    owners = [each.owners for each in redundancy.share_out(layouts, itemsizes_bytes, first)]
+    owners = [each.owners for each in ownership.share_out(layouts, itemsizes_bytes, first)]
     for chosen in (sorted(first), range(len(layouts))):  # the first leaves also among themselves
         part = [[x[i] for i in chosen] for x in (owners, layouts, itemsizes_bytes)]
         loads = loads_of(*part, processes)
@@ -167,7 +168,7 @@ def test_bytes_are_balanced_over_the_processes_that_hold_everything(drawn, data)
 
 def test_equal_boxes_are_dealt_out_evenly():
     layout = Layout(((0, 1, 2, 3, 4),), ((0, 1),) * 4)
-    (share,) = redundancy.share_out([layout], [4], frozenset())
+    (share,) = ownership.share_out([layout], [4], frozenset())
     assert sorted(share.owners) == [0, 0, 1, 1]
 
 
@@ -184,7 +185,7 @@ def large_layouts(draw):
 
 @given(large_layouts(), st.sampled_from([1, 4, 16]))
 def test_large_boxes_are_cut_up_among_those_who_hold_them(layout, itemsize_bytes):
-    share, again = redundancy.share_out([layout] * 2, [itemsize_bytes] * 2, frozenset({1}))
+    share, again = ownership.share_out([layout] * 2, [itemsize_bytes] * 2, frozenset({1}))
     pieces = list(zip(grid(share.cuts), share.owners, strict=True))
     was_cut = share.cuts != layout.cuts
     for box, holders in zip(grid(layout.cuts), layout.replicas, strict=True):
@@ -201,14 +202,14 @@ def test_large_boxes_are_cut_up_among_those_who_hold_them(layout, itemsize_bytes
 
 def test_a_leaf_that_everyone_holds_is_written_in_equal_parts():
     layout = Layout(((0, 4096), (0, 1024)), (tuple(range(8)),))  # 2 MiB for each
-    (share,) = redundancy.share_out([layout], [4], frozenset())
+    (share,) = ownership.share_out([layout], [4], frozenset())
     assert share.owners == tuple(range(8))
     assert share.cuts == (tuple(range(0, 4097, 512)), (0, 1024))
 
 
 @given(cuts(max_length=40), st.sampled_from([1, 4]), st.integers(1, 200))
 def test_every_box_consists_of_whole_chunks(each, itemsize_bytes, max_bytes):
-    chunk = redundancy.chunk_shape(each, itemsize_bytes, max_bytes)
+    chunk = chunks.chunk_shape(each, itemsize_bytes, max_bytes)
     assert len(chunk) == len(each)
     for points, length in zip(each, chunk, strict=True):
         assert all(point % length == 0 for point in points[:-1])
@@ -216,10 +217,10 @@ def test_every_box_consists_of_whole_chunks(each, itemsize_bytes, max_bytes):
 
 
 def test_chunks_stay_below_the_bound_where_boxes_can_be_cut():
-    assert redundancy.chunk_shape(((0, 50257), (0, 768)), 4, 1 << 20) == (341, 768)
-    assert redundancy.chunk_shape(((0, 512, 1024), (0, 1024)), 4, 1 << 20) == (256, 1024)
-    assert redundancy.chunk_shape(((0, 4, 8, 10), (0, 3)), 4) == (4, 3)
-    assert redundancy.chunk_shape((), 4, 1) == ()
+    assert chunks.chunk_shape(((0, 50257), (0, 768)), 4, 1 << 20) == (341, 768)
+    assert chunks.chunk_shape(((0, 512, 1024), (0, 1024)), 4, 1 << 20) == (256, 1024)
+    assert chunks.chunk_shape(((0, 4, 8, 10), (0, 3)), 4) == (4, 3)
+    assert chunks.chunk_shape((), 4, 1) == ()
 
 
 @st.composite
@@ -251,7 +252,7 @@ class Delta:
     aliases: list
 
     def plan(self):
-        return redundancy.plan_delta(self.specs, self.stored, self.encodings, self.aliases)
+        return pack_plan.plan_delta(self.specs, self.stored, self.encodings, self.aliases)
 
 
 @st.composite
@@ -378,22 +379,22 @@ A_BOX = Leaf("a", (4,), "float32", 4, None, ((0, 4),), (0,))
     ids=["size", "raw", "planes", "difference", "width", "width of exponents"],
 )
 def test_an_alias_of_another_kind_is_an_error(leaf, encodings):
-    same = redundancy.plan_delta([A_BOX, A_BOX], [0, 1], [encodings[0] * 2], [((1, 0),)])
+    same = pack_plan.plan_delta([A_BOX, A_BOX], [0, 1], [encodings[0] * 2], [((1, 0),)])
     assert same.extents[0].raw_start == same.extents[1].raw_start
     with pytest.raises(ValueError, match="an alias of another kind"):
-        redundancy.plan_delta([A_BOX, leaf], [0, 1], [encodings], [((1, 0),)])
+        pack_plan.plan_delta([A_BOX, leaf], [0, 1], [encodings], [((1, 0),)])
 
 
 @pytest.mark.parametrize("pair", [(2, 0), (5, 1)])
 def test_an_alias_that_does_not_exist_is_an_error(pair):
     with pytest.raises(ValueError, match="not of earlier ones"):
-        redundancy.plan_delta([A_BOX, A_BOX], [0, 1], ["rr"], [(pair,)])
+        pack_plan.plan_delta([A_BOX, A_BOX], [0, 1], ["rr"], [(pair,)])
 
 
 @pytest.mark.parametrize("pair", [(0, 0), (0, 1), (1, 1), (1, 2)])
 def test_an_alias_of_no_earlier_extent_is_an_error(pair):
     with pytest.raises((ValueError, IndexError)):
-        redundancy.plan_delta([A_BOX, A_BOX], [0, 1], ["rr"], [(pair,)])
+        pack_plan.plan_delta([A_BOX, A_BOX], [0, 1], ["rr"], [(pair,)])
 
 
 @given(deltas(), st.data())
@@ -425,7 +426,7 @@ def test_leaves_that_a_process_does_not_write_move_none_of_its_other_boxes(delta
     aliases = [()] * len(alone)
     aliases[process] = delta.aliases[process]
     every = delta.plan()
-    few = redundancy.plan_delta(delta.specs, [i for i, _ in own], alone, aliases)
+    few = pack_plan.plan_delta(delta.specs, [i for i, _ in own], alone, aliases)
     assert few.extents == tuple(e for e in every.extents if e.process == process)
     assert few.raw_bytes[process] == every.raw_bytes[process]
     assert few.compressed_bytes[process] == every.compressed_bytes[process]
@@ -433,8 +434,8 @@ def test_leaves_that_a_process_does_not_write_move_none_of_its_other_boxes(delta
 
 def test_a_delta_in_which_nothing_changed_takes_no_bytes():
     leaf = Leaf("a", (4,), "float32", 4, None, ((0, 2, 4),), (0, 1))
-    plan = redundancy.plan_delta([leaf], [0], [Encoding.SAME, Encoding.SAME], [(), ()])
-    assert plan == redundancy.WritePlan((), (0, 0), (0, 0))
+    plan = pack_plan.plan_delta([leaf], [0], [Encoding.SAME, Encoding.SAME], [(), ()])
+    assert plan == pack_plan.WritePlan((), (0, 0), (0, 0))
 
 
 def parts_of(box):
@@ -450,11 +451,11 @@ def test_a_box_within_a_shard_is_picked_and_staged_from_there(sharding, shape, d
     wanted = [*shards]
     for _ in range(3):
         wanted.append(data.draw(parts_of(data.draw(st.sampled_from(shards)))))
-    picks = staging.picks_of(array, wanted)
+    picks = transfer.picks_of(array, wanted)
     assert [box for box, _, _ in picks] == wanted
     for box, position, at in picks:
         assert (np.asarray(array.addressable_data(position))[at] == plain[box.slices]).all()
-    (staged,) = staging.stage({7: array}, {7: picks}).values()
+    (staged,) = transfer.stage({7: array}, {7: picks}).values()
     assert staged.keys() == set(wanted)
     for box, block in staged.items():
         assert block.shape == box.shape
@@ -464,7 +465,7 @@ def test_a_box_within_a_shard_is_picked_and_staged_from_there(sharding, shape, d
 def test_a_box_that_reaches_over_shards_is_not_picked():
     array = jax.device_put(numbered((16, 8)), named((8,), "a"))
     within, across = Box((2, 3), (4, 5)), Box((3, 0), (5, 8))
-    picks = staging.picks_of(array, [across, within, Box.full((16, 8))])
+    picks = transfer.picks_of(array, [across, within, Box.full((16, 8))])
     assert picks == ((within, 1, (slice(0, 2), slice(3, 5))),)
 
 
@@ -472,9 +473,9 @@ def test_a_box_that_reaches_over_shards_is_not_picked():
 def test_boxes_of_a_host_value_are_picked_from_it_and_copied(shape, data):
     value = numbered(shape)
     wanted = [Box.full(shape), data.draw(boxes_in(shape))]
-    picks = staging.picks_of(value, wanted)
+    picks = transfer.picks_of(value, wanted)
     assert [box for box, _, _ in picks] == wanted
-    (staged,) = staging.stage({0: value}, {0: picks}).values()
+    (staged,) = transfer.stage({0: value}, {0: picks}).values()
     expected = {box: value[box.slices].copy() for box in wanted}
     value[...] = -1
     for box, block in expected.items():

@@ -16,8 +16,9 @@ import orbax.checkpoint as ocp
 import pytest
 
 import adacheck_jax as adacheck
-from adacheck_jax import lineage, manifest, roots, trees
-from adacheck_jax.manifest import BaseManifest, DeltaManifest, Encoding
+from adacheck_jax.device import trees
+from adacheck_jax.format import lineage, manifest, roots
+from adacheck_jax.format.manifest import BaseManifest, DeltaManifest, Encoding
 from tests import support
 from tests.support import Run, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
 

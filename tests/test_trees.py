@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 
-from adacheck_jax import trees
+from adacheck_jax.device import trees
 from adacheck_jax.errors import MismatchError
 
 

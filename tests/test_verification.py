@@ -17,20 +17,13 @@ import pytest
 from typer.testing import CliRunner
 
 import adacheck_jax as adacheck
-from adacheck_jax import (
-    arrays,
-    audit,
-    deltas,
-    inspection,
-    lineage,
-    links,
-    manifest,
-    recompute,
-    repair,
-    verification,
-)
-from adacheck_jax.audit import Thoroughness
-from adacheck_jax.cli import app
+from adacheck_jax.cli.main import app
+from adacheck_jax.format import lineage, manifest
+from adacheck_jax.restore import patches
+from adacheck_jax.store import links
+from adacheck_jax.store import packs as arrays
+from adacheck_jax.tools import audit, inspection, recompute, repair, verification
+from adacheck_jax.tools.audit import Thoroughness
 from tests import support
 from tests.support import (
     abstract,
@@ -265,8 +258,8 @@ def test_what_cannot_be_read_now_is_never_removed(copy, monkeypatch, what):
     if what == "manifest":
         monkeypatch.setattr(repair.lineages, "resolve", refuse)
     else:
-        monkeypatch.setattr(deltas.DeltaReader, "read", refuse)
-        monkeypatch.setattr(deltas.DeltaReader, "blocks", refuse)
+        monkeypatch.setattr(patches.DeltaReader, "read", refuse)
+        monkeypatch.setattr(patches.DeltaReader, "blocks", refuse)
     found = repair.repair(copy, read_data=True)
     assert found.removals == ()
     assert [each.path for each in found.kept] == ["3/default"]

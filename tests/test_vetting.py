@@ -12,9 +12,10 @@ import jax.export
 import pytest
 
 import adacheck_jax as adacheck
-from adacheck_jax import lineage, manifest, replay, vetting
 from adacheck_jax.errors import FormatError
-from adacheck_jax.manifest import Update
+from adacheck_jax.format import lineage, manifest
+from adacheck_jax.format.manifest import Update
+from adacheck_jax.update import replay, untrusted
 from tests import support
 
 ENDED = Path(__file__).parent / "fuzz/corpus/ended"
@@ -24,7 +25,7 @@ GOOD = Path(__file__).parent / "fuzz/corpus/update/sgd.stablehlo"
 @pytest.fixture(autouse=True)
 def forgetful(monkeypatch):
     """As a new process: nothing is known of any program."""
-    monkeypatch.setattr(vetting, "_verdicts", {})
+    monkeypatch.setattr(untrusted, "_verdicts", {})
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def processes(monkeypatch):
         started.append(args)
         return run(*args, **options)
 
-    monkeypatch.setattr(vetting.subprocess, "run", count)
+    monkeypatch.setattr(untrusted.subprocess, "run", count)
     return started
 
 
@@ -56,7 +57,7 @@ def test_a_program_that_ends_its_parser_is_refused(name):
 
 
 def test_a_program_that_keeps_its_parser_busy_is_refused(monkeypatch):
-    monkeypatch.setattr(vetting, "_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(untrusted, "_TIMEOUT_S", 5.0)
     with pytest.raises(FormatError, match="takes the parser more than 5 seconds"):
         load((ENDED / "loop.stablehlo").read_bytes())
 
@@ -64,7 +65,7 @@ def test_a_program_that_keeps_its_parser_busy_is_refused(monkeypatch):
 def test_a_good_program_gets_through_the_parser():
     """Refused there and taken here, it would not have been looked at."""
     module = jax.export.deserialize(bytearray(GOOD.read_bytes())).mlir_module_serialized
-    command = [sys.executable, "-P", str(vetting._SCRIPT)]
+    command = [sys.executable, "-P", str(untrusted._SCRIPT)]
     done = subprocess.run(command, input=module, capture_output=True, check=True)
     assert done.stdout.split() == [b"parsed"]
 
@@ -108,7 +109,7 @@ def test_what_this_process_exported_is_trusted_and_what_another_one_did_is_not(t
 
     support.assert_same_bits(restored(), saved[3])
     assert not processes
-    vetting._verdicts.clear()
+    untrusted._verdicts.clear()
     support.assert_same_bits(restored(), saved[3])
     assert len(processes) == 1
     base = lineage.resolve(item).base_directory

@@ -12,9 +12,10 @@ import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adacheck_jax import redundancy, volumes
-from adacheck_jax.boxes import Box, grid
-from adacheck_jax.volumes import Part
+from adacheck_jax.format import chunks
+from adacheck_jax.format.boxes import Box, grid
+from adacheck_jax.store import volumes
+from adacheck_jax.store.volumes import Part
 from tests.strategies import DTYPES, any_bits, cuts, shape_of
 
 STORABLE = [dtype for dtype in DTYPES if dtype != "uint4"]  # which a base stores as uint8
@@ -111,7 +112,7 @@ def states(draw):
                 "zeros": np.zeros(shape_of(each), jnp.dtype(dtype)),
                 "repeating": np.resize(any_bits(rng, (6,), dtype), shape_of(each)),
             }[draw(kinds)]
-        chunk_shape = redundancy.chunk_shape(
+        chunk_shape = chunks.chunk_shape(
             each, array.itemsize, draw(st.sampled_from([1, 64, 400, 1 << 20]))
         )
         name = f"leaf{number}.x"
@@ -326,7 +327,7 @@ def test_volumes_of_several_processes_make_one_array(each, data, tmp_path_factor
         return
     directory = tmp_path_factory.mktemp("item")
     array, other = noise(*shape), noise(*shape, seed=1, dtype="bfloat16")
-    chunk_shape = redundancy.chunk_shape(each, 4, data.draw(st.sampled_from([4, 64, 1 << 20])))
+    chunk_shape = chunks.chunk_shape(each, 4, data.draw(st.sampled_from([4, 64, 1 << 20])))
     own = [{}, {}, {}]
     for box in grid(each):
         own[data.draw(st.integers(0, 2))][box] = array[(*box.slices, ...)]

@@ -8,7 +8,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import adacheck_jax as adacheck
-from adacheck_jax import manifest
+from adacheck_jax.format import manifest
 
 ROUNDS = 150
 

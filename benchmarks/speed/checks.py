@@ -11,7 +11,7 @@ from unittest import mock
 import jax
 
 import adacheck_jax as adacheck
-from adacheck_jax import checks
+from adacheck_jax.save import checks
 from benchmarks.speed import measure, states
 from benchmarks.speed.ways import Managed
 

@@ -16,7 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from adacheck_jax import deltas, lineage, manifest, redundancy
+from adacheck_jax.format import lineage, manifest, pack_plan
+from adacheck_jax.restore import patches
 from tests.fuzz import engine
 
 CORPUS = Path(__file__).parent / "corpus" / "manifest"
@@ -118,7 +119,7 @@ class Manifests:
         for step, data in (("10", base_bytes), ("11", delta_bytes)):
             (self._root / step / manifest.FILE).write_bytes(data)
         found = lineage.resolve(self._root / "11")
-        for delta, reader in zip(found.deltas, deltas.readers(found), strict=True):
+        for delta, reader in zip(found.deltas, patches.readers(found), strict=True):
             assert reader.stored == delta.stored
             _check_plan(found.base, delta)
 
@@ -146,7 +147,7 @@ def _check_plan(base: manifest.BaseManifest, delta: manifest.Delta) -> None:
     """What a reader relies on when it allocates and reads."""
     encodings = [pack.encodings for pack in delta.packs]
     aliases = [pack.aliases for pack in delta.packs]
-    plan = redundancy.plan_delta(base.leaves, delta.stored, encodings, aliases)
+    plan = pack_plan.plan_delta(base.leaves, delta.stored, encodings, aliases)
     for extent in plan.extents:
         leaf, pack = base.leaves[extent.leaf], delta.packs[extent.process]
         assert all(
@@ -180,7 +181,7 @@ def _mend(rng: random.Random, case: Any) -> None:
         packs = case["delta"]["packs"]
         base = manifest.decode(_file(dict(case["base"]), rng), where="")
         assert isinstance(base, manifest.BaseManifest)
-        plan = redundancy.plan_delta(
+        plan = pack_plan.plan_delta(
             base.leaves,
             case["delta"]["stored"],
             [pack["encodings"] for pack in packs],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 
-from adacheck_jax import vet_program
+from adacheck_jax.update import vet_program
 
 
 def main() -> None:

@@ -24,9 +24,9 @@ from typing import Any
 
 import jax
 
-from adacheck_jax import replay, vetting
 from adacheck_jax.errors import FormatError
-from adacheck_jax.manifest import Update
+from adacheck_jax.format.manifest import Update
+from adacheck_jax.update import replay, untrusted
 from tests.fuzz import engine
 
 CORPUS = Path(__file__).parent / "corpus" / "update"
@@ -82,10 +82,10 @@ class Updates:
         (self._directory / "count").write_text(str(self._count))
         (self._directory / "last.stablehlo").write_bytes(case)
         digest = hashlib.sha256(case).hexdigest()
-        vetting._verdicts.clear()
+        untrusted._verdicts.clear()
         signal.setitimer(signal.ITIMER_REAL, 0)  # a parser that hangs is this library's to end
-        vetting.begin(case)
-        why = vetting._verdicts[digest].result()
+        untrusted.begin_parsing(case)
+        why = untrusted._verdicts[digest].result()
         signal.setitimer(signal.ITIMER_REAL, engine.SECONDS)
         update = Update(
             (), (), (), (), (0,), ((0, 0, 0, 0),), (), (), "", "", {"cpu": digest}, "0.10.2", True
@@ -98,13 +98,13 @@ class Updates:
 
 
 class Parser:
-    """Does what :mod:`adacheck_jax.vetting` does, in one process for as long as that lives."""
+    """Does what :mod:`adacheck_jax.update.untrusted` does, in one process while that lives."""
 
     def __init__(self) -> None:
         self._process: Any = None
 
     def tried(self, data: bytes) -> str:
-        """Takes the place of ``vetting._tried``."""
+        """Takes the place of ``untrusted._tried``."""
         if self._process is None:
             command = [sys.executable, "-m", "tests.fuzz.parser"]
             pipe = subprocess.PIPE
@@ -164,7 +164,7 @@ def main() -> None:
     if sys.argv[1:2] == ["--alone"]:
         directory = Path(sys.argv.pop(2))
         del sys.argv[1]
-        vetting._tried = Parser().tried
+        untrusted._tried = Parser().tried
         engine.main(Updates(directory))
     options = engine.options_of(sys.argv[1:])
     outcomes: collections.Counter[str] = collections.Counter()

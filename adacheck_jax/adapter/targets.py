@@ -1,0 +1,308 @@
+"""What a caller wants restored, held against what was saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+from adacheck_jax.device import transfer, trees
+from adacheck_jax.device.trees import PyTree
+from adacheck_jax.errors import AdaCheckError, MismatchError
+from adacheck_jax.format.lineage import Lineage
+from adacheck_jax.format.manifest import BaseManifest, Leaf
+from adacheck_jax.update import recorder, replay
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """How a caller wants a state back; the fields are those of ``RestoreArgs``."""
+
+    abstract_state: PyTree | None
+    strict: bool
+    support_layout: bool
+    fallback_sharding: jax.sharding.Sharding | None
+
+
+class Target:
+    """The abstract state that a caller wants, held against what was saved.
+
+    Args:
+        wishes: what the caller asked for.
+        base: the manifest that describes the saved leaves.
+        saved_tree: Orbax's metadata tree of the base.
+        where: the step's directory, for messages.
+        shardings_damage: why no leaf can be placed as it was saved, None where they can; raised
+            if one has to be.
+
+    Raises:
+        MismatchError: lists every leaf that does not fit.
+    """
+
+    def __init__(
+        self,
+        wishes: Wishes,
+        base: BaseManifest,
+        saved_tree: PyTree,
+        where: Path,
+        shardings_damage: AdaCheckError | None = None,
+    ) -> None:
+        self._wishes = wishes
+        self._shardings_damage = shardings_damage
+        self._specs = {leaf.path: leaf for leaf in base.leaves}
+        self._saved_tree = saved_tree
+        self._saved, _ = trees.flatten(saved_tree)
+        state: Any = wishes.abstract_state
+        if hasattr(state, "custom_metadata"):
+            state = state.tree  # what metadata() returns, as StandardRestore takes it
+        self._treedef = None
+        self._wanted: dict[str, Any] = dict.fromkeys(self._specs)
+        self._paths = tuple(self._wanted)  # of the leaves that are returned
+        self._consumed: dict[str, Any] = {}
+        if state is not None:
+            self._wanted, self._treedef = trees.flatten(state)
+            self._paths = tuple(self._wanted)
+            self._consumed = {p: self._wanted.pop(p) for p in self._unsaved_copies()}
+            self._wanted |= dict.fromkeys(self._emptied(state), ocp.PLACEHOLDER)
+            self._check(where)
+
+    def _emptied(self, state: PyTree) -> list[str]:
+        """Saved leaves in whose place an abstract state has None, or a node without leaves.
+
+        As with ``StandardRestore`` such a leaf is left out (a ``MaskedNode`` of optax).
+        """
+        missing = self._specs.keys() - self._wanted.keys()
+        if not missing:
+            return []
+        pairs, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_empty_node)
+        empty = {trees.leaf_path(keys) for keys, node in pairs if _is_empty_node(node)}
+        return sorted(missing & empty)
+
+    def _unsaved_copies(self) -> list[str]:
+        """Leaves that are wanted as an update consumed them, of a step without such leaves.
+
+        Recorders of format version 6 had none: what they are copies of was saved.
+        """
+        return [
+            path
+            for path in self._paths
+            if path not in self._specs and recorder.consumed_leaf(path) in self._specs
+        ]
+
+    def _check(self, where: Path) -> None:
+        expected = {path: spec.description for path, spec in self._specs.items()}
+        found = {
+            path: self._describe(leaf, self._specs.get(path)) for path, leaf in self._wanted.items()
+        }
+        trees.check_same_leaves(
+            expected,
+            found,
+            where=f"{where}: the abstract state does not fit what was saved",
+            remedy="Build the abstract state from the code that saved it (jax.eval_shape), mark "
+            "leaves to leave out with ocp.PLACEHOLDER, or pass no abstract state.",
+        )
+
+    def _describe(self, leaf: Any, spec: Leaf | None) -> str:
+        """A leaf's data type and shape; the saved one's where the difference is allowed."""
+        if spec is None:
+            return ""
+        if leaf is ocp.PLACEHOLDER:
+            return spec.description
+        if not hasattr(leaf, "dtype") and not isinstance(leaf, int | float | complex):
+            raise MismatchError(
+                f"Unsupported type: leaf {spec.path}: expected an array, a ShapeDtypeStruct, a "
+                f"number or ocp.PLACEHOLDER in the abstract state, found {type(leaf).__name__}."
+            )
+        dtype = str(trees.dtype_of(leaf))
+        shape = tuple(np.shape(leaf))
+        saved_dtype = spec.key_type or spec.dtype
+        saved_shape = spec.shape[:-1] if spec.key_type else spec.shape
+        if _same_kind(dtype, saved_dtype):
+            dtype = saved_dtype
+        if not self._wishes.strict and len(shape) == len(saved_shape):
+            shape = saved_shape
+        return f"{dtype}{list(shape)}"
+
+    def saved_placements(self, lineage: Lineage) -> dict[str, Any] | None:
+        """Where a lineage's updates are replayed exactly, if they depend on the order of sums.
+
+        Returns:
+            The shardings that the leaves of the update were saved with, by leaf path; None if not
+            all of those devices exist here.
+        """
+        update = lineage.base.update
+        assert update is not None
+        paths = [lineage.base.leaves[i].path for i in (*update.explained, *update.consumed)]
+        try:
+            found = {path: self._saved_sharding(path, None) for path in paths}
+        except ValueError:
+            return None
+        return {path: np.ndarray if s is None else s for path, s in found.items()}
+
+    def empty(self, spec: Leaf, wanted: Any) -> Any:
+        """An array without elements, which no base stores."""
+        if wanted is None:
+            return None
+        array = np.empty(spec.shape, jnp.dtype(spec.dtype))
+        return array if wanted is np.ndarray else jax.device_put(array, wanted)
+
+    def move(self, placements: Mapping[str, Any], leaves: dict[str, Any]) -> None:
+        """Brings leaves that were placed elsewhere to where they are wanted, in place."""
+        for path, wanted in placements.items():
+            leaf = leaves[path]
+            if leaf is None or wanted is None:
+                continue
+            if wanted is np.ndarray:
+                leaves[path] = _on_host(leaf)
+            elif not isinstance(leaf, jax.Array) or leaf.sharding != wanted:
+                leaves[path] = jax.device_put(leaf, wanted)
+
+    def placements(self, lineage: Lineage) -> dict[str, Any]:
+        """For each leaf path a sharding, ``np.ndarray``, or None to leave the leaf unread."""
+        update = lineage.base.update
+        needed: set[int] = set()
+        if update is not None and lineage.deltas:
+            needed = {*update.explained, *update.consumed}
+        result = {}
+        for index, (path, spec) in enumerate(self._specs.items()):
+            leaf = self._wanted[path]
+            if leaf is ocp.PLACEHOLDER and index not in needed:
+                result[path] = None
+            else:
+                result[path] = self._placement(path, spec, leaf)
+        return result
+
+    def _placement(self, path: str, spec: Leaf, leaf: Any) -> Any:
+        if isinstance(leaf, np.ndarray | np.generic | int | float | complex):
+            return np.ndarray
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, jax.sharding.Sharding):
+            return sharding if self._wishes.strict else _fitting(sharding, spec)
+        fallback = self._wishes.fallback_sharding
+        try:
+            saved = self._saved_sharding(path, fallback)
+        except ValueError as error:
+            raise MismatchError(
+                f"Topology mismatch: leaf {path}: it was saved on devices that do not exist here "
+                f"({error}), and the abstract state gives no sharding for it. Pass an abstract "
+                "state with shardings, or RestoreArgs(fallback_sharding=...)."
+            ) from error
+        return np.ndarray if saved is None else _fitting(saved, spec)
+
+    def _saved_sharding(self, path: str, fallback: Any) -> jax.sharding.Sharding | None:
+        if self._shardings_damage is not None:
+            raise self._shardings_damage
+        return _saved_sharding(self._saved.get(path), fallback)
+
+    def finish(self, leaves: Mapping[str, Any]) -> PyTree:
+        """Gives verified leaves the structure, type, shape and layout that is wanted."""
+        if self._treedef is None:
+            return jax.tree_util.tree_map_with_path(
+                lambda key_path, _: leaves.get(trees.leaf_path(key_path)),
+                self._saved_tree,
+                is_leaf=lambda node: node is None,  # or an array without elements
+            )
+        every = dict(leaves)
+        for path, wanted in self._consumed.items():
+            value, sharding = (
+                leaves[recorder.consumed_leaf(path)],
+                getattr(wanted, "sharding", None),
+            )
+            every[path] = value if sharding is None else jax.device_put(value, sharding)
+        asked = self._wanted | self._consumed
+        finished = (self._finish(every[path], asked[path]) for path in self._paths)
+        return trees.unflatten(self._treedef, finished)
+
+    def _finish(self, value: Any, wanted: Any) -> Any:
+        if wanted is ocp.PLACEHOLDER:
+            return ocp.PLACEHOLDER
+        if transfer.is_key(value):
+            return value
+        if isinstance(wanted, int | float | complex):
+            return type(wanted)(value)
+        if not hasattr(value, "dtype"):
+            return value
+        if value.shape != tuple(np.shape(wanted)):
+            value = _resized(value, tuple(np.shape(wanted)), getattr(wanted, "sharding", None))
+        if value.dtype != wanted.dtype:
+            value = value.astype(wanted.dtype)
+        layout = getattr(wanted, "format", None) if self._wishes.support_layout else None
+        return value if layout is None else jax.device_put(value, layout)
+
+
+def _is_empty_node(node: Any) -> bool:
+    """Whether a tree is a node without children: None, or an empty container."""
+    return not jax.tree.leaves(node, is_leaf=lambda each: each is not node)
+
+
+def _on_host(leaf: Any) -> Any:
+    """A whole leaf as a host value, also where other processes hold parts of it."""
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    if not leaf.is_fully_addressable:
+        whole = jax.jit(lambda x: x, out_shardings=replay.replicated(leaf.sharding))(leaf)
+        leaf = whole.addressable_data(0)
+    return np.asarray(leaf)
+
+
+def _same_kind(a: str, b: str) -> bool:
+    """Whether Orbax's cast at restore is a change of precision, not of meaning."""
+    if a.startswith("key<") or b.startswith("key<"):
+        return a == b
+    kinds = (jnp.floating, jnp.integer, jnp.complexfloating, jnp.bool_)
+    dtypes = jnp.dtype(a), jnp.dtype(b)
+    return any(all(jnp.issubdtype(dtype, kind) for dtype in dtypes) for kind in kinds)
+
+
+def _fitting(sharding: jax.sharding.Sharding, spec: Leaf) -> jax.sharding.Sharding:
+    """The sharding itself, or where it cannot cut the saved shape a replicated one."""
+    shape = spec.shape[:-1] if spec.key_type else spec.shape
+    try:
+        sharding.shard_shape(shape)
+    except ValueError:
+        return replay.replicated(sharding)
+    return sharding
+
+
+def _resized(value: Any, shape: tuple[int, ...], sharding: Any) -> Any:
+    """Truncates or pads with zeros, as Orbax does for ``strict=False``."""
+
+    def resize(x: Any) -> Any:
+        x = x[tuple(slice(0, n) for n in shape)]
+        return jnp.pad(x, [(0, n - m) for n, m in zip(shape, x.shape, strict=True)])
+
+    if not isinstance(value, jax.Array):
+        return np.asarray(resize(jnp.asarray(value)))
+    return jax.jit(resize, out_shardings=sharding)(value)
+
+
+def _saved_sharding(
+    leaf: Any, fallback: jax.sharding.Sharding | None
+) -> jax.sharding.Sharding | None:
+    """The sharding that a leaf was saved with, as Orbax's metadata gives it.
+
+    Args:
+        leaf: Orbax's metadata of the leaf.
+        fallback: used where the devices of that sharding do not exist here.
+
+    Returns:
+        A sharding, or None for a leaf that was not on devices.
+
+    Raises:
+        ValueError: the devices do not exist here and there is no fallback.
+    """
+    metadata = getattr(leaf, "sharding", None)
+    if metadata is None:
+        return None
+    try:
+        return metadata.to_jax_sharding()
+    except ValueError:
+        if fallback is None:
+            raise
+        return fallback

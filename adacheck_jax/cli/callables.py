@@ -1,0 +1,108 @@
+"""A function that is named on the command line: imported, called, and its errors told plainly."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from adacheck_jax.tools.inspection import InputError
+
+
+def call(target: str) -> Any:
+    """Imports a function and calls it without arguments.
+
+    The directory of the file, or for a module the working directory, is where its own imports are
+    looked for first, as ``python file.py`` and ``python -m module`` do.
+
+    Args:
+        target: ``path/to/file.py:function`` or ``package.module:function``.
+
+    Returns:
+        What the function returns.
+
+    Raises:
+        InputError: there is no such function, or it or its module raises.
+    """
+    place, colon, name = target.rpartition(":")
+    if not (place and colon and name):
+        raise InputError(
+            f"{target}: expected path/to/file.py:function or package.module:function. Name the "
+            "function that returns the abstract state."
+        )
+    is_file = place.endswith(".py") or Path(place).name != place
+    if is_file and not Path(place).is_file():
+        raise InputError(f"{place}: expected a Python file, found none. Check the path.")
+    with _first_on_path(Path(place).absolute().parent if is_file else Path.cwd()):
+        function = _function(place, name, _imported(place, is_file))
+        try:
+            return function()
+        except (Exception, SystemExit) as error:
+            raise InputError(
+                f"{target}: the function raised {_described(error)}. It is called without "
+                "arguments and must return an abstract state, or a tuple of it and a Recorder."
+            ) from error
+
+
+@contextlib.contextmanager
+def _first_on_path(directory: Path) -> Iterator[None]:
+    before = list(sys.path)
+    sys.path.insert(0, str(directory))
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+def _imported(place: str, is_file: bool) -> ModuleType:
+    try:
+        return _from_file(Path(place)) if is_file else importlib.import_module(place)
+    except (Exception, SystemExit) as error:
+        raise InputError(
+            f"{place}: cannot be imported: {_described(error)}. Run python "
+            f"{place if is_file else f'-m {place}'} to see where."
+        ) from error
+
+
+def _function(place: str, name: str, module: ModuleType) -> Callable[[], Any]:
+    function = getattr(module, name, None)
+    if not callable(function):
+        found = "no such name" if function is None else f"a value of type {type(function).__name__}"
+        raise InputError(
+            f"{place}:{name}: expected a function {name} in {place}, found {found}. It has "
+            f"{', '.join(_functions_of(module)) or 'no functions'}."
+        )
+    return function
+
+
+def _from_file(path: Path) -> ModuleType:
+    name = f"adacheck_target_{path.stem}"  # of its own: there may be an installed one of this name
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError("not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def _functions_of(module: ModuleType) -> list[str]:
+    """Functions that the module itself defines."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if getattr(value, "__module__", None) == module.__name__
+        and callable(value)
+        and not isinstance(value, type)
+    ]
+
+
+def _described(error: BaseException) -> str:
+    """Kind and message; where a message of JAX goes on for pages, its beginning."""
+    message = " ".join(str(error).split())[:500]
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__

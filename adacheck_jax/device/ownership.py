@@ -1,0 +1,111 @@
+"""The process that writes each box.
+
+Declared replicas are dropped by :mod:`~adacheck_jax.device.sharding`; here each remaining box gets
+one owner. Every process computes the same owners from the same layouts, with no exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from adacheck_jax.device.sharding import Layout
+from adacheck_jax.format.boxes import Cuts, grid
+from adacheck_jax.format.chunks import largest_divisor
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """How the writing of one leaf is shared.
+
+    Attributes:
+        cuts: of the boxes that are written: those of its layout, or finer ones.
+        owners: the process that writes each box, in grid order.
+    """
+
+    cuts: Cuts
+    owners: tuple[int, ...]
+
+
+def share_out(
+    layouts: Sequence[Layout], itemsizes_bytes: Sequence[int], first: frozenset[int]
+) -> list[Share]:
+    """Chooses who writes what, balancing bytes over processes.
+
+    A large box that several processes hold is cut into equal pieces, if possible one for each of
+    them; small ones are not split. What is left to choose is dealt out largest first, each piece to
+    the process that holds it and has least so far.
+
+    Args:
+        layouts: one a leaf.
+        itemsizes_bytes: bytes of one element of each leaf.
+        first: leaves that are balanced among themselves before the others are dealt out: those
+            that every delta writes.
+
+    Returns:
+        One share a leaf.
+    """
+    drafts = [_cut(layout, size) for layout, size in zip(layouts, itemsizes_bytes, strict=True)]
+    owners = [[0] * len(draft.replicas) for draft in drafts]
+    last = max((held[-1] for draft in drafts for held in draft.replicas), default=0)
+    load_bytes = np.zeros(last + 1, np.int64)
+    # Equal holders are one object mostly; it is looked up among the loads as an array.
+    arrays: dict[tuple[int, ...], np.ndarray] = {}
+    for group in (first, frozenset(range(len(drafts))) - first):
+        pieces = []
+        for i in group:
+            for place, (box, holders) in enumerate(
+                zip(grid(drafts[i].cuts), drafts[i].replicas, strict=True)
+            ):
+                size_bytes = box.size * itemsizes_bytes[i]
+                owner, *others = holders
+                if others:
+                    pieces.append((-size_bytes, i, place))
+                else:
+                    owners[i][place] = owner
+                    load_bytes[owner] += size_bytes
+        for negative_size_bytes, i, place in sorted(pieces):
+            holders = drafts[i].replicas[place]
+            among = arrays.setdefault(holders, np.array(holders))
+            owner = int(among[np.argmin(load_bytes[among])])
+            owners[i][place] = owner
+            load_bytes[owner] -= negative_size_bytes
+    return [Share(d.cuts, tuple(each)) for d, each in zip(drafts, owners, strict=True)]
+
+
+_MIN_CUT_BYTES = 4 << 20
+"""A box of fewer bytes is written by one process, though others hold it too."""
+_MIN_PIECE_BYTES = 1 << 20
+
+
+def _cut(layout: Layout, itemsize_bytes: int) -> Layout:
+    """Cuts large boxes that several processes hold.
+
+    Returns:
+        A layout with finer cuts. Where there is a piece for each process that holds a box, each
+        piece is left to one of them: leaves of one shape and sharding are then shared out alike,
+        and whether two are equal is seen by every process for itself.
+    """
+    boxes = grid(layout.cuts)
+    size_bytes = boxes[0].size * itemsize_bytes
+    fewest = min(map(len, layout.replicas))
+    if fewest < 2 or size_bytes < _MIN_CUT_BYTES or len({box.shape for box in boxes}) > 1:
+        return layout
+    most = min(fewest, size_bytes // _MIN_PIECE_BYTES)
+    divisors = [largest_divisor(length, most) for length in boxes[0].shape]
+    count = max(divisors)
+    axis = divisors.index(count)  # of several the first, so that pieces are contiguous
+    length = boxes[0].shape[axis]
+    cuts = list(layout.cuts)
+    cuts[axis] = tuple(range(0, layout.cuts[axis][-1] + 1, length // count))
+    holders_at = {box.start: each for box, each in zip(boxes, layout.replicas, strict=True)}
+    replicas = []
+    for piece in grid(tuple(cuts)):
+        inside = piece.start[axis] % length
+        at = (*piece.start[:axis], piece.start[axis] - inside, *piece.start[axis + 1 :])
+        holders = holders_at[at]
+        own = inside * count // length
+        replicas.append((holders[own],) if count == len(holders) else holders)
+    return Layout(tuple(cuts), tuple(replicas))

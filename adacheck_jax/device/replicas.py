@@ -1,0 +1,358 @@
+"""Replicas that are declared equal and are not.
+
+A sharding that does not cut an array along a mesh axis declares that the devices along that axis
+hold the same bits. Nothing in a running program checks it: a missing ``psum``, an input that
+differs between hosts, or a device that computes wrongly leaves replicas that drift apart in
+silence. Here the partial fingerprints of all replicas of a box are compared: eight bytes a shard,
+and no array data, leave the devices.
+
+Within a process every replica is compared. Across processes each sends one sum a box that others
+hold too, and the sums of single devices only where its own disagree.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from adacheck_jax.device import fingerprint, jax_settings, transfer, trees
+from adacheck_jax.device.fingerprint import ReplicaSums
+from adacheck_jax.device.sharding import Holder, holders_of
+from adacheck_jax.errors import ReplicaError
+from adacheck_jax.format.boxes import Box
+
+_log = logging.getLogger(__name__)
+
+Mode = Literal["warn", "raise", "off"]
+
+_MAX_LISTED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A box that several devices hold.
+
+    Attributes:
+        leaf: index of the leaf.
+        path: its leaf path.
+        box: in global coordinates.
+        holders: devices of all processes that hold the box, ascending.
+    """
+
+    leaf: int
+    path: str
+    box: Box
+    holders: tuple[Holder, ...]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether devices of several processes hold the box."""
+        return self.holders[0].process != self.holders[-1].process
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """One box of which the replicas differ.
+
+    Attributes:
+        path: leaf path.
+        box: in the leaf's global coordinates.
+        devices: the devices in the minority, such as ``"gpu:3"``; in a tie every device that holds
+            the box.
+        processes: the processes (hosts) that each of ``devices`` belongs to, in the same order.
+        agreeing_count: how many replicas agree in the largest group.
+        replica_count: how many replicas the box has.
+        is_tie: whether no group is larger than every other, so that none can be called wrong.
+    """
+
+    path: str
+    box: Box
+    devices: tuple[str, ...]
+    processes: tuple[int, ...]
+    agreeing_count: int
+    replica_count: int
+    is_tie: bool
+
+    def __str__(self) -> str:
+        spans = zip(self.box.start, self.box.stop, strict=True)
+        where = f"{self.path}[{', '.join(f'{a}:{b}' for a, b in spans)}]"
+        pairs = zip(self.devices, self.processes, strict=True)
+        listed = [f"{device} (process {process})" for device, process in pairs]
+        more = f" and {len(listed) - 8} more" if len(listed) > 8 else ""
+        names = ", ".join(listed[:8]) + more
+        if self.is_tie:
+            return f"{where}: the {self.replica_count} replicas on {names} differ, with no majority"
+        verb = "differs" if len(listed) == 1 else "differ"
+        return f"{where}: {names} {verb} from {self.agreeing_count} replicas that agree"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaReport:
+    """What :func:`replica_report` found.
+
+    Attributes:
+        leaf_count: leaves of the state.
+        replicated_box_count: boxes that several devices hold, which were compared.
+        replica_count: shards that hold one of them.
+        divergences: boxes whose replicas differ, by leaf in tree order.
+    """
+
+    leaf_count: int
+    replicated_box_count: int
+    replica_count: int
+    divergences: tuple[Divergence, ...]
+
+    def __str__(self) -> str:
+        compared = (
+            f"{self.replica_count} replicas of {self.replicated_box_count} boxes of "
+            f"{self.leaf_count} leaves compared"
+        )
+        if not self.divergences:
+            return f"{compared}: all equal."
+        return "\n  ".join(
+            [f"{compared}; {summary(self.divergences)}.", *map(str, self.divergences)]
+        )
+
+
+def compare(sums: Mapping[Site, Mapping[Holder, int]]) -> tuple[Divergence, ...]:
+    """Finds the boxes whose replicas differ.
+
+    Args:
+        sums: for each box the sums of its replicas; those that are not known are left out.
+
+    Returns:
+        One record a box whose sums are not all the same, in the order of ``sums``.
+    """
+    found = []
+    for site, by_holder in sums.items():
+        counts = collections.Counter(by_holder.values()).most_common(2)
+        if len(counts) < 2:
+            continue
+        (majority, agreeing_count), (_, next_count) = counts
+        is_tie = agreeing_count == next_count
+        named = sorted(h for h, value in by_holder.items() if is_tie or value != majority)
+        found.append(
+            Divergence(
+                path=site.path,
+                box=site.box,
+                devices=tuple(map(str, named)),
+                processes=tuple(each.process for each in named),
+                agreeing_count=agreeing_count,
+                replica_count=len(by_holder),
+                is_tie=is_tie,
+            )
+        )
+    return tuple(found)
+
+
+def summary(divergences: Sequence[Divergence]) -> str:
+    """How much of a state differs, in half a sentence."""
+    leaf_count = len({each.path for each in divergences})
+    boxes = f"{len(divergences)} {'box' if len(divergences) == 1 else 'boxes'}"
+    leaves = f"{leaf_count} {'leaf' if leaf_count == 1 else 'leaves'}"
+    return f"{boxes} of {leaves} whose replicas are declared equal and are not"
+
+
+@functools.lru_cache(maxsize=4096)
+def _replicated(
+    sharding: jax.sharding.Sharding, shape: tuple[int, ...]
+) -> tuple[tuple[Box, tuple[Holder, ...]], ...]:
+    """The boxes with elements that several devices hold, ascending."""
+    held = holders_of(sharding, shape).items()
+    return tuple((box, holders) for box, holders in held if box.size and len(holders) > 1)
+
+
+Place = tuple[int, str, jax.sharding.Sharding, tuple[int, ...]]
+"""Index, path, sharding and shape of a leaf that has replicas."""
+
+
+def places(paths: Sequence[str], arrays: Sequence[Any]) -> tuple[Place, ...]:
+    """The leaves that have replicas; what is no jax array has none.
+
+    Args:
+        paths: leaf paths.
+        arrays: plain arrays, one a path.
+    """
+    found = (
+        (i, path, array.sharding, tuple(array.shape))
+        for i, (path, array) in enumerate(zip(paths, arrays, strict=True))
+        if isinstance(array, jax.Array)
+    )
+    return tuple(each for each in found if _replicated(*each[2:]))
+
+
+class Check:
+    """Compares the replicas of one state that is being saved.
+
+    Made where the state is alive, and asked for this process's :meth:`part` and, by the process
+    that commits, for the verdict (:meth:`settle`) when it need not be alive any more.
+
+    Args:
+        mode: what to do about replicas that differ.
+        where: the leaves that have replicas.
+    """
+
+    def __init__(self, mode: Mode, where: Sequence[Place]) -> None:
+        self.mode: Mode = mode
+        self._places = where if mode != "off" else ()
+
+    def sites(self) -> Iterator[Site]:
+        """The boxes that several devices hold, by leaf and box.
+
+        Those that several processes hold are the same, in the same order, in every process.
+        """
+        for i, path, sharding, shape in self._places:
+            for box, holders in _replicated(sharding, shape):
+                yield Site(i, path, box, holders)
+
+    def part(self, sums: ReplicaSums) -> dict[str, Any]:
+        """What this process tells the one that commits, as JSON.
+
+        Args:
+            sums: of the replicas on this process's devices.
+
+        Returns:
+            ``shared``: one sum a box that other processes hold too, in the order of :meth:`sites`.
+            ``divergent``: boxes of which this process's own replicas differ, device by device.
+        """
+        shared: list[int] = []
+        divergent: list[Any] = []
+        for site in self.sites():
+            here = sums.get(site.leaf, {}).get(site.box, {})
+            if not here:
+                continue
+            if site.is_shared:
+                shared.append(next(iter(here.values())))
+            if len(set(here.values())) > 1:
+                each = [[h.process, h.device, h.platform, value] for h, value in here.items()]
+                divergent.append([site.leaf, site.path, site.box.start, site.box.stop, each])
+        return {"shared": shared, "divergent": divergent}
+
+    def divergences(self, parts: Sequence[Mapping[str, Any]]) -> tuple[Divergence, ...]:
+        """Compares within and across processes.
+
+        Args:
+            parts: of every process, in order.
+        """
+        table: dict[tuple[int, Box], tuple[str, dict[Holder, int]]] = {}
+        shared = [iter(part["shared"]) for part in parts]
+        for site in self.sites():
+            if site.is_shared:
+                value = {process: next(shared[process]) for process in _processes(site)}
+                sums = {holder: value[holder.process] for holder in site.holders}
+                table[site.leaf, site.box] = (site.path, sums)
+        for part in parts:
+            for leaf, path, start, stop, each in part["divergent"]:
+                key = (leaf, Box(tuple(start), tuple(stop)))
+                sums = {Holder(*where): value for *where, value in each}
+                table.setdefault(key, (path, {}))[1].update(sums)
+        return compare(
+            {
+                Site(leaf, path, box, tuple(sorted(sums))): sums
+                for (leaf, box), (path, sums) in sorted(table.items())
+            }
+        )
+
+    def settle(self, step: int, parts: Sequence[Mapping[str, Any]]) -> None:
+        """Warns of replicas that differ, or refuses the step.
+
+        Args:
+            step: number of the step that is being committed.
+            parts: of every process, in order.
+
+        Raises:
+            ReplicaError: replicas differ, and the mode is ``"raise"``.
+        """
+        found = self.divergences(parts) if self.mode != "off" else ()
+        if not found:
+            return
+        more = f"; and {len(found) - _MAX_LISTED} more" if len(found) > _MAX_LISTED else ""
+        message = (
+            f"step {step}: {summary(found)}: {'; '.join(map(str, found[:_MAX_LISTED]))}{more}. "
+            "If it is always the same device, suspect it and take it out; if it is many, look for "
+            "a missing psum, or an input that differs between hosts"
+        )
+        if self.mode == "raise":
+            raise ReplicaError(
+                f"{message}. The step is not saved: go on from the last one that is, which has the "
+                "same bits on every replica; adacheck.replica_report(state) looks again."
+            )
+        if jax.process_index():
+            return  # one line a step is enough
+        _log.warning(
+            "%s. The step is saved as one replica has it; the last step that was saved without "
+            'this warning is sound. check_replicas="raise" refuses such steps.',
+            message,
+        )
+
+
+@jax_settings.own()
+def replica_report(state: trees.PyTree) -> ReplicaReport:
+    """Compares all replicas of a state, on its devices, bit by bit.
+
+    In a multi-process program every process calls this with the same state, and gets the same
+    report, but for arrays that lie on the devices of one process alone: that process reports them.
+
+    Args:
+        state: any pytree of arrays, typed PRNG keys included. Leaves that are no jax arrays have no
+            replicas.
+
+    Returns:
+        How much was compared, and every box whose replicas differ.
+
+    Raises:
+        MismatchError: two leaves have the same leaf path.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> replica_report({"w": jnp.zeros(3)}).divergences
+        ()
+    """
+    named, _ = trees.flatten(state)
+    arrays: list[Any] = [
+        transfer.raw(leaf) if isinstance(leaf, jax.Array) else None for leaf in named.values()
+    ]
+    sites = tuple(Check("raise", places(tuple(named), arrays)).sites())
+    watched = {site.leaf: arrays[site.leaf] for site in sites}
+    parts = fingerprint.Parts(watched, dict.fromkeys(watched, ()), every_replica=True)
+    parts.sums()
+    sums = {site: dict(parts.replicas.get(site.leaf, {}).get(site.box, {})) for site in sites}
+    if jax.process_count() > 1:
+        _gather(sums, {i for i, array in watched.items() if not array.is_fully_addressable})
+    replica_count = sum(len(site.holders) for site in sites)
+    return ReplicaReport(len(named), len(sites), replica_count, compare(sums))
+
+
+def _gather(sums: dict[Site, dict[Holder, int]], everywhere: set[int]) -> None:
+    """Fills in the sums of other processes' devices; collective.
+
+    Args:
+        sums: of this process's devices; changed.
+        everywhere: indices of the leaves that lie on several processes, which all of these know, so
+            that all have the same slots in the same order.
+    """
+    slots: dict[int, list[tuple[Site, Holder]]] = {p: [] for p in range(jax.process_count())}
+    for site in sums:
+        if site.leaf in everywhere:
+            for holder in site.holders:
+                slots[holder.process].append((site, holder))
+    own = [sums[site][holder] for site, holder in slots[jax.process_index()]]
+    length = max(map(len, slots.values()))  # every process gathers a table of one shape
+    words = fingerprint.to_words([*own, *[0] * (length - len(own))])
+    gathered = np.asarray(multihost_utils.process_allgather(words))  # (processes, length, 2)
+    for process, where in slots.items():
+        values = fingerprint.from_words(gathered[process])
+        for (site, holder), value in zip(where, values, strict=False):
+            sums[site][holder] = value
+
+
+def _processes(site: Site) -> list[int]:
+    return sorted({holder.process for holder in site.holders})

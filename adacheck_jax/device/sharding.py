@@ -1,0 +1,195 @@
+"""From a JAX sharding to distinct boxes and the devices that hold each."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from adacheck_jax.format.boxes import Box, Cuts, cuts_of, grid
+
+_Axes = tuple[tuple[int, ...], ...]
+"""For each axis of an array, the positions of the mesh axes that cut it, the slowest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a global array lies on devices.
+
+    Attributes:
+        cuts: cut points of the grid of distinct boxes.
+        replicas: for each box, in grid order, the processes that hold it, ascending.
+    """
+
+    cuts: Cuts
+    replicas: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Holder:
+    """One device as a holder of a box.
+
+    Attributes:
+        process: index of the process that the device belongs to.
+        device: the device's id.
+        platform: the device's platform; ids are unique within it.
+    """
+
+    process: int
+    device: int
+    platform: str
+
+    def __str__(self) -> str:
+        return f"{self.platform}:{self.device}"
+
+
+@functools.lru_cache(maxsize=4096)
+def holders_of(
+    sharding: jax.sharding.Sharding, shape: tuple[int, ...]
+) -> Mapping[Box, tuple[Holder, ...]]:
+    """Reduces a sharding to distinct boxes and all devices, of all processes, that hold each.
+
+    Args:
+        sharding: any JAX sharding.
+        shape: global shape of the array.
+
+    Returns:
+        Ascending boxes; the holders of each, ascending, are declared to hold the same bits.
+    """
+    found: dict[Box, list[Holder]] = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        holder = Holder(device.process_index, device.id, device.platform)
+        found.setdefault(Box.from_slices(index or (), shape), []).append(holder)
+    return {box: tuple(sorted(found[box])) for box in sorted(found)}
+
+
+@functools.lru_cache(maxsize=4096)
+def layout_of(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Layout:
+    """Reduces a sharding to distinct boxes; declared replicas fall together.
+
+    Args:
+        sharding: any JAX sharding.
+        shape: global shape of the array.
+
+    Raises:
+        FormatError: the shards do not tile the array as a grid.
+    """
+    holders = holders_of(sharding, shape)
+    processes = (tuple(sorted({h.process for h in each})) for each in holders.values())
+    return Layout(cuts_of(holders, shape), tuple(processes))
+
+
+def has_replicas(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> bool:
+    """Whether several devices hold the same box."""
+    return any(len(each) > 1 for each in holders_of(sharding, shape).values())
+
+
+@functools.lru_cache(maxsize=4096)
+def layout_on_mesh(
+    sharding: jax.sharding.NamedSharding, shape: tuple[int, ...], devices_per_process: int
+) -> Layout:
+    """What :func:`layout_of` would say of a mesh that is not there, from its sizes alone.
+
+    The devices of the mesh are taken in row-major order, this many consecutive ones a process, as
+    ``jax.make_mesh`` arranges them where the network asks for nothing else.
+
+    Args:
+        sharding: over a ``jax.sharding.AbstractMesh``.
+        shape: global shape of the array.
+        devices_per_process: how many devices one process has; the last one may have fewer.
+
+    Returns:
+        The layout. Arrays that are cut by the same mesh axes share one ``replicas``.
+
+    Raises:
+        ValueError: the sharding does not fit the shape, as JAX itself judges, leaves a dimension
+            to the compiler, or is of sums that are yet to be reduced.
+        IndexError: it names more dimensions than there are.
+    """
+    shard_shape = sharding.shard_shape(shape)  # raises where JAX would refuse the real sharding
+    positions = {name: position for position, name in enumerate(sharding.mesh.axis_names)}
+    axes = tuple(
+        # An axis without elements is one empty box, however often it is cut.
+        _mesh_axes(entry, positions) if length else ()
+        for entry, length in zip(_entries(sharding.spec, len(shape)), shape, strict=True)
+    )
+    cuts = tuple(
+        (*range(0, length, step), length) if length else (0,)
+        for length, step in zip(shape, shard_shape, strict=True)
+    )
+    return Layout(cuts, _replicas(sharding.mesh.axis_sizes, axes, devices_per_process))
+
+
+def _entries(spec: jax.sharding.PartitionSpec, rank: int) -> tuple[Any, ...]:
+    if spec.unreduced:
+        raise ValueError("devices hold parts of sums, not of the array; reduce them before a save")
+    entries = spec.partitions  # a spec with reduced axes refuses to be iterated
+    return (*entries, *(None,) * (rank - len(entries)))
+
+
+def _mesh_axes(entry: Any, positions: dict[str, int]) -> tuple[int, ...]:
+    if entry is jax.sharding.PartitionSpec.UNCONSTRAINED:
+        raise ValueError("PartitionSpec.UNCONSTRAINED leaves it to the compiler where data lies")
+    names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+    return tuple(positions[name] for name in names)
+
+
+@functools.lru_cache(maxsize=256)
+def _replicas(
+    mesh_shape: tuple[int, ...], axes: _Axes, devices_per_process: int
+) -> tuple[tuple[int, ...], ...]:
+    """The processes that hold each box, in grid order, whatever the lengths of the axes."""
+    coordinates = np.indices(mesh_shape).reshape(len(mesh_shape), -1)  # [mesh axis, device]
+    box = np.zeros(coordinates.shape[1], np.int64)  # position in grid order, for each device
+    for position in (position for each in axes for position in each):
+        box = box * mesh_shape[position] + coordinates[position]
+    process = np.arange(len(box)) // devices_per_process
+    holds = np.unique(np.stack([box, process]), axis=1)  # sorted by box, then by process
+    starts = np.flatnonzero(np.diff(holds[0], prepend=-1))
+    return tuple(tuple(part.tolist()) for part in np.split(holds[1], starts[1:]))
+
+
+def is_local(array: Any) -> bool:
+    """Whether every process of the program has an array like this for itself.
+
+    That is a host value, and in a program of several processes an array on the devices of one of
+    them. What such arrays hold is expected to be equal everywhere: an undeclared replica.
+    """
+    return not isinstance(array, jax.Array) or (
+        jax.process_count() > 1 and array.is_fully_addressable
+    )
+
+
+def layout_of_array(array: Any) -> Layout:
+    """The layout of an array; of one that is local (:func:`is_local`) every process holds all."""
+    shape = tuple(array.shape)
+    if not is_local(array):
+        return layout_of(array.sharding, shape)
+    everyone = tuple(range(jax.process_count()))
+    cuts = cuts_of([Box.full(shape)], shape)
+    if isinstance(array, jax.Array):
+        cuts = layout_of(array.sharding, shape).cuts
+    return Layout(cuts, (everyone,) * len(grid(cuts)))
+
+
+def distinct_boxes(array: Any) -> list[Box]:
+    """The distinct boxes that an array is cut into, in grid order."""
+    return grid(layout_of_array(array).cuts)
+
+
+def describe(array: Any) -> str:
+    """Where an array lies, alike in every process: equal texts, equal partitioning.
+
+    Args:
+        array: jax or numpy array.
+    """
+    placed = array.sharding if isinstance(array, jax.Array) else None
+    if not isinstance(placed, jax.sharding.NamedSharding):
+        return f"{type(placed).__name__} {0 if placed is None else len(placed.device_set)}"
+    mesh: Any = placed.mesh
+    ids = [device.id for device in mesh.devices.flat]
+    return f"{dict(mesh.shape)} {mesh.axis_types} {ids} {placed.spec}"

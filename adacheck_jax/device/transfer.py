@@ -1,0 +1,301 @@
+"""Device-to-host copies of what this process owns, and the way back onto devices."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from adacheck_jax.format.boxes import Blocks, Box
+
+
+def raw(leaf: Any) -> Any:
+    """The leaf as an array of plain elements: key data for typed PRNG keys, numpy for scalars."""
+    if isinstance(leaf, jax.Array):
+        return jax.random.key_data(leaf) if is_key(leaf) else leaf
+    return np.asarray(leaf)
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is a typed PRNG key array."""
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def x64_enabled() -> bool:
+    """Whether the calling thread makes 64-bit arrays; other threads have to be told."""
+    return jax.dtypes.canonicalize_dtype("float64") == "float64"
+
+
+def on_accelerator(array: Any) -> bool:
+    """Whether an array lies on devices whose memory the host cannot read in place."""
+    if not isinstance(array, jax.Array):
+        return False
+    return next(iter(array.sharding.device_set)).platform != "cpu"
+
+
+Pick = tuple[Box, int | None, tuple[slice, ...]]
+"""A box, which of an array's addressable shards to take it from, and where it lies there.
+
+No shard: the array lies on one device, and is its own."""
+
+
+def picks_of(
+    array: Any, wanted: Sequence[Box], loads_bytes: dict[int, int] | None = None
+) -> tuple[Pick, ...]:
+    """Chooses the shards that hold some boxes; depends on the array's sharding alone.
+
+    Args:
+        array: jax or numpy array (see :func:`raw`).
+        wanted: the boxes to take, each within a shard; those that are not held here are left out.
+        loads_bytes: by device what is taken from it already: of replicas the one is chosen that has
+            least, and what it gets is added. Without it the first.
+    """
+    if not isinstance(array, jax.Array) or (
+        len(array.sharding.device_set) == 1 and array.is_fully_addressable
+    ):
+        return tuple((box, None, box.slices) for box in wanted)
+    loads_bytes = {} if loads_bytes is None else loads_bytes
+    held: dict[Box, list[tuple[int, int]]] = {}
+    for position, shard in enumerate(array.addressable_shards):
+        box = Box.from_slices(shard.index, array.shape)
+        held.setdefault(box, []).append((position, shard.device.id))
+    picks = []
+    for box in wanted:
+        holder = box if box in held else next((h for h in held if h.contains(box)), None)
+        if holder is None:
+            continue
+        position, device = min(held[holder], key=lambda each: loads_bytes.get(each[1], 0))
+        loads_bytes[device] = loads_bytes.get(device, 0) + box.size * array.dtype.itemsize
+        picks.append((box, position, box.relative_to(holder.start).slices))
+    return tuple(picks)
+
+
+class Staged(Mapping[int, Blocks]):
+    """Boxes of some arrays on their way to the host; the first look at an array waits for its own.
+
+    Args:
+        arrays: jax or numpy arrays by leaf index (see :func:`raw`).
+        picks: what to take of each.
+    """
+
+    def __init__(self, arrays: Mapping[int, Any], picks: Mapping[int, Sequence[Pick]]) -> None:
+        self._arrays = {**arrays}
+        self._picks = picks
+        self._taken: dict[int, list[tuple[Box, Any, tuple[slice, ...]]]] = {}
+        self._blocks: dict[int, Blocks] = {}
+        # The thread that writes and one that waits until the arrays may be donated may meet here.
+        self._lock = threading.RLock()
+
+    def begin(self) -> Staged:
+        """Starts all transfers, before the first is awaited."""
+        with self._lock:
+            for index, array in self._arrays.items():
+                if index not in self._taken and index not in self._blocks:
+                    taken = [(pick[0], *_taken(array, pick)) for pick in self._picks[index]]
+                    for _, data, _ in taken:
+                        if isinstance(data, jax.Array) and on_accelerator(data):
+                            data.copy_to_host_async()
+                    self._taken[index] = taken
+        return self
+
+    def wait(self) -> Staged:
+        """Waits until all of it is on the host: then the arrays may be donated.
+
+        What is on the host is either a copy, or a view that makes XLA leave the buffer alone.
+        """
+        self.begin()
+        for index in self:
+            with self._lock:
+                if index in self._arrays:  # else it was taken out meanwhile
+                    _ = self[index]
+        return self
+
+    def __getitem__(self, index: int) -> Blocks:
+        with self._lock:
+            if index not in self._blocks:
+                if index not in self._arrays:
+                    raise KeyError(index)
+                self.begin()
+                self._blocks[index] = {
+                    box: block if block.shape == box.shape else block[(*at, ...)]
+                    for box, data, at in self._taken.pop(index)
+                    for block in (np.asarray(data),)
+                }
+                self._arrays[index] = None
+            return self._blocks[index]
+
+    def __contains__(self, index: object) -> bool:
+        return index in self._arrays
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([*self._arrays])
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def popitem(self) -> tuple[int, Blocks]:
+        """Takes out the blocks of one array, which are not kept here any more."""
+        with self._lock:
+            index = next(iter(self))
+            blocks = self[index]
+            del self._arrays[index], self._blocks[index]
+            return index, blocks
+
+
+class Joined(Mapping[int, Blocks]):
+    """Boxes of arrays that are staged in several groups.
+
+    Args:
+        groups: for each array the group that has it.
+    """
+
+    def __init__(self, groups: Mapping[int, Mapping[int, Blocks]]) -> None:
+        self._group = {**groups}
+
+    def __getitem__(self, index: int) -> Blocks:
+        return self._group[index][index]
+
+    def __contains__(self, index: object) -> bool:
+        return index in self._group
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._group)
+
+    def __len__(self) -> int:
+        return len(self._group)
+
+
+def stage(arrays: Mapping[int, Any], picks: Mapping[int, Sequence[Pick]]) -> Staged:
+    """Brings boxes of several arrays to the host; the arrays may be donated when this returns.
+
+    Args:
+        arrays: jax or numpy arrays by leaf index (see :func:`raw`).
+        picks: what to take of each.
+
+    Returns:
+        The blocks of each array.
+    """
+    return Staged(arrays, picks).wait()
+
+
+def _taken(array: Any, pick: Pick) -> tuple[Any, tuple[slice, ...]]:
+    """What holds a picked box, and where in it the box lies."""
+    box, position, at = pick
+    if not isinstance(array, jax.Array):
+        return np.array(array), at  # the caller may change it in place
+    # Of a replicated array addressable_data gives the first shard, whichever is asked for.
+    data = array
+    if position is not None:
+        data = array.addressable_shards[position].data if position else array.addressable_data(0)
+    if data.shape == box.shape or not on_accelerator(array):
+        return data, at
+    # Cut there, so that no more crosses to the host than is wanted.
+    return _cut(data, [each.start for each in at], box.shape), Box.full(box.shape).slices
+
+
+def is_ready(array: Any) -> bool:
+    """Whether an array has been computed."""
+    on_device: Any = array
+    return not isinstance(array, jax.Array) or on_device.is_ready()
+
+
+def copies(arrays: Mapping[int, Any]) -> dict[int, Any]:
+    """Copies arrays on their devices, without waiting for them or for the copies.
+
+    The arrays may be donated at once: their devices make the copies first.
+
+    Args:
+        arrays: jax or numpy arrays; of one process, or on accelerators alone.
+    """
+    groups: dict[Any, list[int]] = {}
+    result: dict[int, Any] = {}
+    for index, array in arrays.items():
+        if isinstance(array, jax.Array):
+            groups.setdefault(_devices(array.sharding), []).append(index)
+        else:
+            result[index] = np.array(array)
+    for group in groups.values():
+        of_group = [arrays[index] for index in group]
+        copied, _ = _copier(tuple(array.sharding for array in of_group))(of_group, _EFFORT)
+        result |= dict(zip(group, copied, strict=True))
+    return result
+
+
+@functools.lru_cache(maxsize=1024)
+def _devices(sharding: jax.sharding.Sharding) -> frozenset[int]:
+    return frozenset(device.id for device in sharding.device_set)
+
+
+@functools.lru_cache(maxsize=64)
+def _copier(shardings: tuple[jax.sharding.Sharding, ...]) -> Any:
+    def copy(arrays: Sequence[jax.Array], effort: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+        return [jnp.copy(x) for x in arrays], effort @ effort
+
+    return jax.jit(copy, out_shardings=([*shardings], None))
+
+
+_EFFORT = np.ones((16, 16), np.float32)
+"""XLA:CPU runs in the calling thread what has few floating-point operations, and waits for it."""
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _cut(data: jax.Array, start: Sequence[int], shape: tuple[int, ...]) -> jax.Array:
+    return jax.lax.dynamic_slice(data, start, shape)
+
+
+def boxes_here(shape: Sequence[int], sharding: jax.sharding.Sharding) -> list[Box]:
+    """The distinct boxes of an array that this process's devices hold."""
+    indices = sharding.addressable_devices_indices_map(tuple(shape)).values()
+    return sorted({Box.from_slices(index or (), shape) for index in indices})
+
+
+def place_all(
+    wanted: Sequence[tuple[Sequence[int], jax.sharding.Sharding]],
+    read: Callable[[int, Box], np.ndarray],
+) -> list[jax.Array]:
+    """Builds global arrays as :func:`place` does; those of one device each at once.
+
+    Args:
+        wanted: global shapes and target shardings.
+        read: gives the elements of a box of one of them, by its position; they are not changed
+            afterwards: an array may use the memory that they lie in.
+    """
+    result: list[Any] = [None] * len(wanted)
+    alone = [i for i, (_, sharding) in enumerate(wanted) if len(sharding.device_set) == 1]
+    blocks = [read(i, Box.full(wanted[i][0])) for i in alone]
+    placed = jax.device_put(blocks, [wanted[i][1] for i in alone])
+    for i, array in zip(alone, placed, strict=True):
+        result[i] = array
+    for i, (shape, sharding) in enumerate(wanted):
+        if result[i] is None:
+            result[i] = place(shape, sharding, functools.partial(read, i))
+    return result
+
+
+def place(
+    shape: Sequence[int],
+    sharding: jax.sharding.Sharding,
+    read: Callable[[Box], np.ndarray],
+) -> jax.Array:
+    """Builds a global array from the boxes that this process's devices need.
+
+    Args:
+        shape: global shape.
+        sharding: target sharding.
+        read: gives the elements of a box in global coordinates; called once a distinct box.
+    """
+    cache: Blocks = {}
+
+    def block(index: tuple[slice, ...] | None) -> np.ndarray:
+        box = Box.from_slices(index or (), shape)
+        if box not in cache:
+            cache[box] = read(box)
+        return cache[box]
+
+    return jax.make_array_from_callback(tuple(shape), sharding, block)

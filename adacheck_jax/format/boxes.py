@@ -1,0 +1,121 @@
+"""Half-open N-dimensional boxes in global coordinates, and grids of them.
+
+Every JAX sharding cuts an array along its axes, so the boxes of one leaf form a grid: the product
+of one list of cut points an axis. The manifest stores those cut points instead of the boxes, which
+keeps it small on wide meshes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from adacheck_jax.errors import FormatError
+
+Cuts = tuple[tuple[int, ...], ...]
+"""Ascending cut points of each axis, first 0 and last the axis' length."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Box:
+    """The elements ``start <= index < stop`` of an array.
+
+    Attributes:
+        start: first index, one an axis.
+        stop: index past the last, one an axis.
+    """
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    @classmethod
+    def full(cls, shape: Sequence[int]) -> Box:
+        """The box that covers an array of this shape."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @classmethod
+    def from_slices(cls, index: Sequence[slice], shape: Sequence[int]) -> Box:
+        """The box of a tuple of unit-step slices, as shardings give them."""
+        bounds = [s.indices(n) for s, n in zip(index, shape, strict=True)]
+        return cls(tuple(b[0] for b in bounds), tuple(max(b[0], b[1]) for b in bounds))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Length along each axis."""
+        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def size(self) -> int:
+        """Number of elements (1 for a scalar)."""
+        return math.prod(self.shape)
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common part in the same coordinates, or None where there is none."""
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        if any(a >= b for a, b in zip(start, stop, strict=True)):
+            return None
+        return Box(start, stop)
+
+    def contains(self, other: Box) -> bool:
+        """Whether every element of another box is one of this one."""
+        pairs = zip(self.start, other.start, self.stop, other.stop, strict=True)
+        return all(a <= b and d <= c for a, b, c, d in pairs)
+
+    def relative_to(self, origin: Sequence[int]) -> Box:
+        """The same box in coordinates whose zero is at ``origin``."""
+        return Box(
+            tuple(a - o for a, o in zip(self.start, origin, strict=True)),
+            tuple(b - o for b, o in zip(self.stop, origin, strict=True)),
+        )
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The index that selects this box from an array in the same coordinates."""
+        return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
+
+
+def cuts_of(boxes: Iterable[Box], shape: Sequence[int]) -> Cuts:
+    """The cut points of a grid of boxes.
+
+    Args:
+        boxes: the distinct boxes of one leaf, in any order.
+        shape: the leaf's global shape.
+
+    Returns:
+        The cuts for which :func:`grid` gives these boxes back, sorted.
+
+    Raises:
+        FormatError: the boxes do not cover the array exactly once, or form no grid.
+    """
+    boxes = list(boxes)
+    cuts = tuple(
+        tuple(sorted({0, length} | {box.start[axis] for box in boxes}))
+        for axis, length in enumerate(shape)
+    )
+    if grid(cuts) != sorted(boxes):
+        raise FormatError(
+            f"the {len(boxes)} shards of an array of shape {tuple(shape)} do not tile it as a "
+            f"grid: expected every element in exactly one shard; found {boxes[:4]}. Give the "
+            "array a sharding that covers it."
+        )
+    return cuts
+
+
+def grid(cuts: Cuts) -> list[Box]:
+    """The boxes between cut points, sorted; an axis of length 0 makes one empty box."""
+    intervals = [
+        list(itertools.pairwise(points)) if len(points) > 1 else [(0, 0)] for points in cuts
+    ]
+    return [
+        Box(tuple(a for a, _ in corner), tuple(b for _, b in corner))
+        for corner in itertools.product(*intervals)
+    ]
+
+
+Blocks = dict[Box, np.ndarray]
+"""Host copies (or, on CPU devices, read-only views) of the owned boxes of one leaf."""

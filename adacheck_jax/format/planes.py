@@ -1,0 +1,163 @@
+"""How elements become bytes that compress: planes, and differences from the step before.
+
+The bits of elements are taken as unsigned words of the element's width and turned into *planes*:
+first the lowest byte of every word, then the next. The planes are compressed when they are stored
+(zstd, :mod:`~adacheck_jax.store.packs`), as far as that pays.
+
+*Elements by themselves*: the words are rotated by one bit first, so that a floating-point number's
+sign comes last and its exponent fills the highest plane. Exponents of gradients are few; mantissas
+and signs are noise, and are stored as they are (ZipNN: Hershcovitch et al., 2024).
+
+*Bit-pattern differences*: a leaf as the integer difference from the step before it, with no
+knowledge of what changed it. ``XOR`` is zero where bits agree. ``SUBTRACT`` is the difference
+modulo the word's size, folded so that small steps down look like small steps up (zigzag, as in
+Protocol Buffers' sint encoding): floating-point numbers that move by an ulp or two then leave
+everything but the lowest bits zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from adacheck_jax.format import byte_loops
+from adacheck_jax.format.manifest import Encoding
+
+_SMALL_BYTES = 1024
+"""Below this a leaf is not worth the bother."""
+_SAMPLE_RUNS, _RUN_WORDS = 8, 2048
+_WORTHWHILE = 0.95
+"""What is compressed is expected to take less than this part of its bytes."""
+
+
+def word_bytes(dtype: np.dtype) -> int:
+    """Width of the words that elements of a type are differenced in: complex numbers have two."""
+    return dtype.itemsize // 2 if dtype.kind == "c" else dtype.itemsize
+
+
+def _words(array: np.ndarray) -> np.ndarray:
+    flat = np.ascontiguousarray(array).reshape(-1)
+    return flat.view(np.dtype(f"u{word_bytes(array.dtype)}"))
+
+
+def choose_whole(blocks: Iterable[np.ndarray]) -> Encoding:
+    """Chooses how to store some blocks of one leaf by themselves, from what a sample promises."""
+    block = max(blocks, key=lambda block: block.size)
+    if block.nbytes <= _SMALL_BYTES:
+        return Encoding.RAW
+    return _best_whole(_sample(_words(block)))[0]
+
+
+def choose_difference(pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> Encoding:
+    """Chooses how to store some blocks of one leaf whose old elements are known.
+
+    Args:
+        pairs: new and old elements of each block; equal shapes and one data type.
+
+    Returns:
+        ``SAME`` if no bit changed in any block, else what a sample promises to be smallest.
+    """
+    changed = [(a, b) for new, old in pairs if not _equal(a := _words(new), b := _words(old))]
+    if not changed:
+        return Encoding.SAME
+    new, old = max(changed, key=lambda pair: pair[0].size)
+    if sum(a.nbytes for a, _ in changed) <= _SMALL_BYTES:
+        return Encoding.RAW
+    new, old = _sample(new), _sample(old)
+    bits = {each: sum(_entropies(_planes(each, new, old))) for each in _DIFFERENCES}
+    best = min(bits, key=lambda each: bits[each])
+    whole, whole_bits = _best_whole(new)
+    return best if bits[best] < _WORTHWHILE * whole_bits else whole
+
+
+_DIFFERENCES = (Encoding.XOR, Encoding.SUBTRACT)
+
+
+def _best_whole(words: np.ndarray) -> tuple[Encoding, float]:
+    """How some words are best stored by themselves, and how many bits a word that may take."""
+    *rest, highest = _entropies(_planes(Encoding.PLANES, words))
+    if rest and sum(rest) < 8 * _WORTHWHILE * len(rest):
+        return Encoding.PLANES, sum(rest) + highest
+    if highest < 8 * _WORTHWHILE:
+        return Encoding.EXPONENTS, 8 * len(rest) + highest
+    return Encoding.RAW, 8 * words.itemsize
+
+
+def encode(
+    encoding: Encoding,
+    new: np.ndarray,
+    old: np.ndarray | None,
+    low: np.ndarray,
+    high: np.ndarray,
+) -> None:
+    """Turns some elements into planes.
+
+    Args:
+        encoding: any but ``RAW`` and ``SAME``.
+        new: the elements.
+        old: those of the parent step, for a difference.
+        low: where the first planes go, uint8 of shape (planes, words).
+        high: where the others go.
+    """
+    before = None if old is None else _words(old)
+    byte_loops.split(_words(new), before, _WAYS[encoding], low, high)
+
+
+def exponents(block: np.ndarray) -> np.ndarray:
+    """The highest plane of some of the elements of a block, as many as a choice is made from."""
+    return _planes(Encoding.EXPONENTS, _sample(_words(block)))[-1]
+
+
+def sample(block: np.ndarray) -> np.ndarray:
+    """Some of the words of a block, as many as a choice is made from."""
+    return _sample(_words(block))
+
+
+def decode(encoding: Encoding, block: np.ndarray, low: np.ndarray, high: np.ndarray) -> None:
+    """Turns old elements into new ones, in place.
+
+    Args:
+        encoding: as for :func:`encode`.
+        block: a contiguous array that can be written; what it holds matters to differences only.
+        low: the first planes of the same elements, as :func:`encode` gave them.
+        high: the others.
+    """
+    words = block.reshape(-1).view(np.dtype(f"u{word_bytes(block.dtype)}"))
+    byte_loops.join(words, _WAYS[encoding], low, high)
+
+
+_WAYS = {
+    Encoding.EXPONENTS: byte_loops.ROTATE,
+    Encoding.PLANES: byte_loops.ROTATE,
+    Encoding.XOR: byte_loops.XOR,
+    Encoding.SUBTRACT: byte_loops.SUBTRACT,
+}
+
+
+def _planes(encoding: Encoding, new: np.ndarray, old: np.ndarray | None = None) -> np.ndarray:
+    planes = np.empty((new.itemsize, new.size), np.uint8)
+    encode(encoding, new, old, planes, planes[:0])
+    return planes
+
+
+def _equal(a: np.ndarray, b: np.ndarray) -> bool:
+    return bool(np.array_equal(a, b))
+
+
+def _sample(words: np.ndarray) -> np.ndarray:
+    """Some runs of words, evenly spread."""
+    if words.size <= _SAMPLE_RUNS * _RUN_WORDS:
+        return words
+    starts = np.linspace(0, words.size - _RUN_WORDS, _SAMPLE_RUNS).astype(int)
+    return np.concatenate([words[start : start + _RUN_WORDS] for start in starts])
+
+
+def _entropies(planes: np.ndarray) -> list[float]:
+    """For each plane the bits a byte that an order-0 coder would need."""
+    entropies = []
+    for plane in planes:
+        counts = np.bincount(plane, minlength=256)
+        shares = counts[counts > 0] / plane.size
+        entropies.append(-float((shares * np.log2(shares)).sum()))
+    return entropies

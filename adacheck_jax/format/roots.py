@@ -1,0 +1,185 @@
+"""Checkpoint roots: the steps that lie under one, and what their paths tell of them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from adacheck_jax.errors import AdaCheckError
+from adacheck_jax.format import manifest as manifests
+from adacheck_jax.format.lineage import (
+    BASE,
+    DELTA,
+    IN_PLACE,
+    KEPT,
+    LINEAGE,
+    STEP_METADATA,
+    is_committed,
+    refuse_links,
+    resolve,
+)
+from adacheck_jax.format.manifest import DeltaManifest, Manifest
+
+TMP_SUFFIX = ".orbax-checkpoint-tmp"
+"""What Orbax puts into the names of directories that are not committed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step directory as it lies under a root.
+
+    Attributes:
+        step: step number; None where no manifest tells it.
+        directory: item directory.
+        manifest: its manifest, None where it cannot be read.
+        error: why it cannot be restored, None if its lineage resolves.
+    """
+
+    step: int
+    directory: Path
+    manifest: Manifest | None
+    error: AdaCheckError | None
+
+
+def items_of(root: Path) -> list[Path]:
+    """Item directories of ours under a checkpoint root, in no particular order.
+
+    A manager may be deleting steps meanwhile: what vanishes is left out.
+    """
+    return [path for path in _ours_under(root) if is_committed(path)]
+
+
+def uncommitted_of(root: Path) -> list[Path]:
+    """As :func:`items_of`, those whose save was interrupted or is under way, by name committed."""
+    return [path for path in _ours_under(root) if not is_committed(path)]
+
+
+def _ours_under(root: Path) -> list[Path]:
+    found = []
+    for step_directory in _directories(root):
+        candidates = [step_directory, *_directories(step_directory)]
+        found += [path for path in candidates if _is_ours(path)]
+    return found
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a directory holds our folder; an item may have our folder's name."""
+    ours = path / manifests.DIRECTORY
+    traces = (manifests.FILE, LINEAGE, BASE, KEPT, IN_PLACE)
+    return any((path / name).exists() for name in traces) or (
+        ours.is_dir() and any(any(ours.glob(f"{name}.*")) for name in ("update", DELTA))
+    )
+
+
+def _directories(parent: Path) -> list[Path]:
+    """The committed directories in another one; none where it does not exist (any more)."""
+    try:
+        names = os.listdir(parent)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    paths = [parent / name for name in names if TMP_SUFFIX not in name]
+    return [path for path in paths if path.is_dir()]
+
+
+def steps_of(root: Path, item: str | None = None) -> list[Step]:
+    """The steps under a checkpoint root, ascending, with what keeps each from being restored.
+
+    Args:
+        root: the directory given to the checkpoint manager.
+        item: name of the item directory, None for any.
+    """
+    steps = []
+    for directory in items_of(root):
+        if item is not None and directory.name != item:
+            continue
+        try:
+            manifest: Manifest | None = manifests.read(directory)
+            error: AdaCheckError | None = None
+        except AdaCheckError as unreadable:
+            manifest, error = None, unreadable
+        if manifest is not None:
+            error = _resolve_error(directory, manifest)
+        if error is not None and not directory.is_dir():
+            continue  # deleted while it was looked at
+        number = manifest.step if manifest else place_of(directory).step
+        steps.append(Step(-1 if number is None else number, directory, manifest, error))
+    return sorted(steps, key=lambda step: (step.step, step.directory))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an item directory lies.
+
+    Attributes:
+        line: what the steps of one training run share: the directory that they lie in and, under a
+            checkpoint manager, the name of the item in each step.
+        step: the number in the name of the step's directory, None if there is none.
+    """
+
+    line: tuple[Path, str | None]
+    step: int | None
+
+
+def place_of(item_directory: Path) -> Place:
+    """Reads an item directory's place from its path; it may be temporary, or not exist yet."""
+    parent = item_directory.parent
+    is_item = TMP_SUFFIX in parent.name or (
+        (parent / STEP_METADATA).exists() and not (item_directory / STEP_METADATA).exists()
+    )
+    return place_in_step(item_directory) if is_item else place_of_step(item_directory)
+
+
+def place_in_step(item_directory: Path) -> Place:
+    """The place of a directory that is known to be one of several items of a step."""
+    step = item_directory.parent
+    return Place((step.parent, _committed(item_directory.name)), _number_in(_committed(step.name)))
+
+
+def place_of_step(directory: Path) -> Place:
+    """The place of a directory that is known to be a step's own."""
+    return Place((directory.parent, None), _number_in(_committed(directory.name)))
+
+
+def is_written_in_place(item_directory: Path) -> bool:
+    """Whether a directory that is being saved into keeps its name when it is committed."""
+    return not any(TMP_SUFFIX in each.name for each in (item_directory, item_directory.parent))
+
+
+def committed_path(directory: Path) -> Path:
+    """Where a temporary directory will be once Orbax has renamed it."""
+    return Path(*map(_committed, directory.parts))
+
+
+def _committed(name: str) -> str:
+    return name.split(TMP_SUFFIX, maxsplit=1)[0]
+
+
+def _number_in(name: str) -> int | None:
+    digits = name.rsplit("_", maxsplit=1)[-1]
+    return int(digits) if digits.isdecimal() else None
+
+
+def misplaced(item_directory: Path, manifest: Manifest) -> str:
+    """What is wrong with where a step lies: empty unless its directory had another number."""
+    found, saved = place_of(item_directory).step, manifest.directory_step
+    if found is None or saved is None or found == saved:
+        return ""
+    return f"expected what was saved as step {found}, found what was saved as step {saved}"
+
+
+def siblings(item_directory: Path) -> list[Step]:
+    """The steps that lie beside an item directory, itself included."""
+    root, item = place_of(item_directory).line
+    return steps_of(root, item)
+
+
+def _resolve_error(directory: Path, manifest: Manifest) -> AdaCheckError | None:
+    try:
+        if isinstance(manifest, DeltaManifest):
+            resolve(directory)
+        else:
+            refuse_links(directory)
+    except AdaCheckError as error:
+        return error
+    return None

@@ -1,0 +1,244 @@
+"""The update program of a training run: exported, and classified."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from adacheck_jax.format.manifest import Leaf
+from adacheck_jax.save.snapshot import Structure
+from adacheck_jax.update import exactness, replay
+from adacheck_jax.update.exactness import Level
+from adacheck_jax.update.pieces import Pieces, UnevenError, row_of
+from adacheck_jax.update.recorder import Recorder
+
+Check = Literal["sample", "full"]
+"""Of a delta's replay, what is compared with the state before the delta is saved."""
+Engine = Literal["sample", "full", "identity"]
+"""How it is compared: see :mod:`~adacheck_jax.save.checks`."""
+
+_KNOWN_COUNT = 8
+_COPIED_BYTES = 64 * 2**20
+"""The largest state of which a copy is kept unasked, where nothing less tells."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The exported updates of a structure, and how exactly they can be replayed.
+
+    Attributes:
+        files: the serialized program of each platform; none where there is a problem.
+        digests: digest of each of them.
+        problem: why no update can be replayed; empty if one can.
+        reducing: indices of the leaves that depend on the order of a sum.
+        passed: indices of the leaves that the update returns as it took them.
+        unreplayed: indices of the computed leaves that a delta stores, since another program may
+            compute other bits of them, or nothing can check it.
+        pinned: whether all that is replayed computes the same bits in any program.
+        engine: how replay is checked.
+        pieces: the updates on samples, for that engine.
+        function: the updates over flat leaves; one object, so that it is compiled once.
+    """
+
+    files: Mapping[str, bytes]
+    digests: Mapping[str, str]
+    problem: str = ""
+    reducing: tuple[int, ...] = ()
+    passed: tuple[int, ...] = ()
+    unreplayed: frozenset[int] = frozenset()
+    pinned: bool = False
+    engine: Engine = "sample"
+    pieces: Pieces | None = None
+    function: replay.UpdateFunction | None = None
+
+    @property
+    def digest(self) -> str:
+        """Digest of this platform's program; empty where there is none."""
+        return self.digests.get(replay.platform(), "")
+
+    @property
+    def stored(self) -> frozenset[int]:
+        """The computed leaves that a delta stores wherever they changed."""
+        return self.unreplayed.union(self.passed)
+
+
+class Programs:
+    """The exported updates of the structures that are saved.
+
+    Args:
+        check: what the caller wants compared.
+    """
+
+    def __init__(self, check: Check) -> None:
+        self._check: Check = check
+        self._known: dict[Any, Program] = {}
+        self._last: tuple[Structure, Any, Program] | None = None
+        self._identity_fails = False
+        self._said: set[str] = set()
+
+    def of(self, structure: Structure) -> Program:
+        """The updates of a structure; exported once, since a lineage keeps its update."""
+        if not structure.bindings:
+            return Program({}, {}, "no recorder")
+        recorders = [each.recorder for each in structure.bindings]
+        state = (
+            self._identity_fails,
+            *((r.unreplayable, self._runs_apart(r)) for r in recorders),
+        )
+        last = self._last
+        if last is None or last[0] is not structure or last[1] != state:
+            last = self._last = (structure, state, self._exported(structure, state))
+        return last[2]
+
+    def _runs_apart(self, recorder: Recorder) -> bool:
+        """Whether the update is run by a ``separate_update``, and does not just have one."""
+        return recorder.separate and not (self._identity_fails and recorder.last_call is None)
+
+    def compare_in_full(self) -> None:
+        """Checks no more by identity: the loop hands on other arrays than it got."""
+        self._identity_fails = True
+
+    def _exported(self, structure: Structure, state: Any) -> Program:
+        arguments = structure.arguments
+        specs = [[_abstract(structure.leaves[i]) for i in indices] for indices in arguments]
+        # A binding holds its signature, so the id of one is not used again.
+        signatures = tuple(id(each.signature) for each in structure.bindings)
+        sites = structure.sites
+        sharing = (sites.uncovered, tuple(sites.sizes.items())) if sites else None
+        key = (signatures, arguments, tuple(map(tuple, specs)), sharing, state)
+        if key not in self._known:
+            if len(self._known) >= _KNOWN_COUNT:  # a state whose tree changes all the time
+                self._known.clear()
+            self._known[key] = self._export(structure, specs)
+        return self._known[key]
+
+    def _export(self, structure: Structure, specs: list[list[Any]]) -> Program:
+        recorders = [each.recorder for each in structure.bindings]
+        if reasons := [each.unreplayable for each in recorders if each.unreplayable]:
+            return Program({}, {}, reasons[0])
+        try:
+            function = replay.joint_function(structure.bindings)
+            program = self._classify(structure, function, specs)
+            if program.problem:
+                return program
+            files = replay.export(function, specs, replay.switches(len(recorders)))
+        except Exception as error:
+            return Program({}, {}, f"the update cannot be exported: {error}")
+        if program.engine != "sample":  # what a restore will run, and not what it was exported from
+            function = replay.from_bytes(files[replay.platform()])
+        digests = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+        return dataclasses.replace(program, files=files, digests=digests, function=function)
+
+    def _classify(
+        self, structure: Structure, function: replay.UpdateFunction, specs: list[list[Any]]
+    ) -> Program:
+        """How exactly each leaf can be replayed, and how that is checked."""
+        recorders = [each.recorder for each in structure.bindings]
+        leaves = structure.leaves
+        is_separate = len(recorders) == 1 and self._runs_apart(recorders[0])
+        arguments = [*specs, replay.switches(len(recorders))]
+        pinned = all(each.pin for each in recorders)
+        found = exactness.of(function, arguments, pinned=pinned)
+        computed = [*structure.arguments[0], *structure.arguments[1]]
+        levels = dict(zip(computed, found.levels, strict=True))
+        passed = tuple(i for n, i in enumerate(computed) if found.origins[n] == n)
+        reducing = tuple(i for i, level in levels.items() if level is Level.ORDER)
+        arrays = {i for i in computed if leaves[i].shape and i not in passed}
+        unreplayed: set[int] = set()
+        if reducing and not is_separate:
+            unreplayed.update(reducing)
+            problem = _not_exact([leaves[i].path for i in reducing], found.primitives)
+            if unreplayed.issuperset(arrays):  # replay would leave nothing but counters
+                return Program({}, {}, problem, reducing)
+            self._say(problem)
+        engine: Engine = "full"
+        pieces: Pieces | None = None
+        if is_separate and not self._identity_fails:
+            engine = "identity"
+        elif self._check == "sample":
+            replayed = {i: each for i, each in levels.items() if i not in {*unreplayed, *passed}}
+            pieces = _pieces(structure, function, specs, passed)
+            engine = "full" if pieces is None else "sample"
+            moved = {i for i, each in replayed.items() if each is not Level.ELEMENT}
+            if structure.sites is not None:
+                moved |= structure.sites.uncovered.intersection(replayed)
+            copied_bytes = sum(leaves[i].nbytes for i in computed)
+            if (moved or engine == "full") and copied_bytes <= _COPIED_BYTES:
+                engine = "full"
+            elif engine == "full" or moved:
+                moved = set(replayed) if engine == "full" else moved
+                unreplayed |= moved
+                problem = _not_sampled([leaves[i].path for i in sorted(moved)])
+                if unreplayed.issuperset(arrays):
+                    return Program({}, {}, problem, reducing)
+                self._say(problem)
+        own = tuple(i for i in reducing if i not in unreplayed)
+        return Program(
+            *({}, {}, "", own, passed, frozenset(unreplayed), pinned and not own),
+            *(engine, pieces if engine == "sample" else None, function),
+        )
+
+    def _say(self, problem: str) -> None:
+        if problem not in self._said:
+            self._said.add(problem)
+            _log.warning("Saving these leaves as bit patterns: %s.", problem)
+
+
+def _pieces(
+    structure: Structure,
+    function: replay.UpdateFunction,
+    specs: list[list[Any]],
+    passed: tuple[int, ...],
+) -> Pieces | None:
+    """The update on samples; None if it does something else to them than to whole leaves."""
+    assert structure.sites is not None
+    switches = replay.switches(len(structure.bindings))
+    try:
+        sizes = structure.sites.sizes
+        pieces = Pieces(function, specs, structure.arguments, switches, sizes, passed)
+        # It may look at the shapes of what it takes.
+        rows = [[jax.ShapeDtypeStruct(row_of(x.shape), x.dtype) for x in each] for each in specs]
+        operations = exactness.operations_of(function, [*rows, switches])
+    except (UnevenError, TypeError, ValueError) as error:
+        _log.info("The update cannot be computed on samples: %s", error)
+        return None
+    same = operations == exactness.operations_of(function, [*specs, switches])
+    return pieces if same else None
+
+
+def _not_exact(paths: list[str], primitives: Sequence[str]) -> str:
+    """Why an update that was part of the train step's program would not replay exactly."""
+    return (
+        f"{_few(paths)} come out of {', '.join(primitives)}, "
+        "whose bits depend on the mesh and on how the train step was compiled, so a replayed "
+        "update might differ from what was trained. Put what reduces over elements "
+        "(clip_by_global_norm) before the Recorder, or run the update as its own program "
+        "(adacheck.separate_update)"
+    )
+
+
+def _not_sampled(paths: list[str]) -> str:
+    """Why an update would be replayed without a check."""
+    return (
+        f"{_few(paths)} depend on more than the elements of their own places (noise, a transposed "
+        "leaf, other cuts over processes), so a sample cannot tell whether replay is exact. "
+        'AdaCheckHandler(check="full") compares all of them, for a copy of the state on the devices'
+    )
+
+
+def _few(paths: list[str]) -> str:
+    shown = ", ".join(paths[:3]) + (", ..." if len(paths) > 3 else "")
+    return f"{len(paths)} {'leaf' if len(paths) == 1 else 'leaves'} ({shown})"
+
+
+def _abstract(leaf: Leaf) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype))

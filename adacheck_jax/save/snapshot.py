@@ -1,0 +1,280 @@
+"""A state taken apart for saving: its leaves, where they lie, and the update that ties them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from adacheck_jax.device import (
+    fingerprint,
+    ownership,
+    replicas,
+    sharding,
+    transfer,
+    trees,
+    xla_call,
+)
+from adacheck_jax.device.fingerprint import Summing
+from adacheck_jax.device.trees import PyTree
+from adacheck_jax.errors import FormatError
+from adacheck_jax.format.manifest import Leaf
+from adacheck_jax.update import binding
+from adacheck_jax.update.binding import Binding, Recorders
+from adacheck_jax.update.sampling import Sites
+
+_CACHED_STRUCTURES = 8
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What two saves of the same train state have in common.
+
+    Attributes:
+        leaves: one description a leaf, in tree order.
+        bindings: the update of each recorder tied to the leaves; none without a recorder.
+        index: leaf path to position.
+        picks: what this process takes of each leaf: the boxes that it owns.
+        whole_picks: whole shards that it accounts for, for fingerprints taken on devices.
+        placement: digest of where the leaves of the update lie: devices, mesh, and cuts.
+        sites: where this process samples the leaves of the updates; None without a recorder.
+        local_picks: all of each leaf that every process of several has for itself.
+        replicated: which leaves lie on several devices in copies that are declared equal.
+    """
+
+    leaves: tuple[Leaf, ...]
+    bindings: tuple[Binding, ...]
+    index: dict[str, int]
+    picks: dict[int, tuple[transfer.Pick, ...]]
+    whole_picks: dict[int, tuple[transfer.Pick, ...]]
+    placement: str
+    sites: Sites | None
+    local_picks: dict[int, tuple[transfer.Pick, ...]]
+    replicated: tuple[replicas.Place, ...]
+
+    @functools.cached_property
+    def arguments(self) -> tuple[tuple[int, ...], ...]:
+        """Positions of the params, inner state, record and extra arguments of all updates."""
+        lists = [(each.params, each.inner, each.record, each.extra) for each in self.bindings]
+        return tuple(
+            tuple(self.index[path] for paths in each for path in paths)
+            for each in (zip(*lists, strict=True) if lists else [()] * 4)
+        )
+
+    @functools.cached_property
+    def parts(self) -> tuple[tuple[int, int, int, int], ...]:
+        """Numbers of params, inner leaves, records and extra arguments of each update."""
+        return tuple(
+            (len(each.params), len(each.inner), len(each.record), len(each.extra))
+            for each in self.bindings
+        )
+
+    @functools.cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Positions of the update counters."""
+        return tuple(self.index[each.count] for each in self.bindings)
+
+    @functools.cached_property
+    def computed(self) -> frozenset[int]:
+        """Positions of what the updates compute."""
+        return self.computed_by(range(len(self.bindings)))
+
+    @functools.cached_property
+    def consumed(self) -> frozenset[int]:
+        """Positions of what the updates consume."""
+        return self.consumed_by(range(len(self.bindings)))
+
+    def computed_by(self, updates: Iterable[int]) -> frozenset[int]:
+        """Positions of what some of the updates compute."""
+        paths = [path for k in updates for path in self.bindings[k].explained]
+        return frozenset(self.index[path] for path in paths)
+
+    def consumed_by(self, updates: Iterable[int]) -> frozenset[int]:
+        """Positions of what some of the updates consume."""
+        paths = [path for k in updates for path in self.bindings[k].consumed]
+        return frozenset(self.index[path] for path in paths)
+
+    def summing(self, arrays: Sequence[Any]) -> Summing:
+        """How the arrays of a state are fingerprinted on devices."""
+        key = xla_call.is_ready()
+        if key not in self._summings:
+            self._summings[key] = self.summing_of(dict(enumerate(arrays)))
+        return self._summings[key]
+
+    def summing_of(self, arrays: Mapping[int, Any]) -> Summing:
+        """As :meth:`summing`, of some arrays that lie as the leaves do."""
+        # On CPU devices both engines may sum up one leaf, at one save and the next: what this
+        # process contributes must be the same then, so no whole shards of which it owns a part.
+        return Summing(
+            {
+                i: x
+                for i, x in arrays.items()
+                if fingerprint.hashes_on_device(x)
+                and (transfer.on_accelerator(x) or self.whole_picks[i] == self.picks[i])
+            }
+        )
+
+    @functools.cached_property
+    def _summings(self) -> dict[bool, Summing]:
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One state to save.
+
+    Attributes:
+        structure: of the state.
+        arrays: plain arrays (:func:`staging.raw`), one a leaf.
+    """
+
+    structure: Structure
+    arrays: tuple[Any, ...]
+
+    def counts(self) -> tuple[int, ...]:
+        """Each recorder's update counter; waits for the running step."""
+        return tuple(int(self.arrays[i]) for i in self.structure.counts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A state as it was taken apart last: what the next one is compared with, one look a leaf.
+
+    Attributes:
+        treedef: of the state.
+        kinds: for each leaf its abstract value and its sharding; the objects themselves.
+        structure: what they make together.
+    """
+
+    treedef: Any
+    kinds: tuple[tuple[Any, Any], ...]
+    structure: Structure
+
+    def fits(self, leaves: Sequence[Any], treedef: Any) -> bool:
+        """Whether a state has the same structure; of some that have it this is not seen."""
+        return (
+            len(leaves) == len(self.kinds)
+            and all(
+                isinstance(leaf, jax.Array) and leaf.aval is aval and leaf.sharding is sharding
+                for leaf, (aval, sharding) in zip(leaves, self.kinds, strict=True)
+            )
+            and treedef == self.treedef
+        )
+
+
+class Snapshots:
+    """Takes states apart, remembering the structures that it has seen.
+
+    Args:
+        recorders: as from :func:`~adacheck_jax.update.binding.recorders_of`.
+        params_path: leaf path of the trained params, None to find it; for several recorders by the
+            keys of ``recorders``.
+    """
+
+    def __init__(self, recorders: Recorders, params_path: str | Mapping[str, str] | None) -> None:
+        self._recorders = recorders
+        self._params_path = params_path
+        self._structures: dict[Any, Structure] = {}
+        self._seen: _Seen | None = None
+
+    def take(self, state: PyTree) -> Snapshot:
+        """Takes a state apart, without a look at what is in it.
+
+        Raises:
+            RecorderError: the recorder cannot be tied to the state.
+            MismatchError: two leaves have the same leaf path.
+            FormatError: a leaf has a type that cannot be stored.
+        """
+        leaves, treedef = jax.tree.flatten(state)
+        seen = self._seen
+        if seen is not None and seen.fits(leaves, treedef):
+            return Snapshot(seen.structure, tuple(leaves))
+        arrays = tuple(transfer.raw(leaf) for leaf in leaves)
+        key = (treedef, tuple(map(_signature, leaves, arrays)))
+        if key not in self._structures:
+            if len(self._structures) >= _CACHED_STRUCTURES:
+                self._structures.clear()
+            self._structures[key] = self._describe(state, arrays)
+        structure = self._structures[key]
+        if all(
+            leaf is array and isinstance(leaf, jax.Array)
+            for leaf, array in zip(leaves, arrays, strict=True)
+        ):
+            kinds = tuple((array.aval, array.sharding) for array in arrays)
+            self._seen = _Seen(treedef, kinds, structure)
+        return Snapshot(structure, arrays)
+
+    def _describe(self, state: PyTree, arrays: tuple[Any, ...]) -> Structure:
+        named, _ = trees.flatten(state)
+        bindings: tuple[Binding, ...] = ()
+        if self._recorders:
+            types = binding.leaf_types(named)
+            bindings = binding.bind_all(self._recorders, types, self._params_path)
+        layouts = [sharding.layout_of_array(array) for array in arrays]
+        itemsizes_bytes = [_itemsize_bytes(path, a) for path, a in zip(named, arrays, strict=True)]
+        index = {path: position for position, path in enumerate(named)}
+        consumed = frozenset(index[path] for each in bindings for path in each.consumed)
+        shares = ownership.share_out(layouts, itemsizes_bytes, consumed)
+        leaves = tuple(
+            Leaf(
+                path=path,
+                shape=tuple(arrays[i].shape),
+                dtype=str(arrays[i].dtype),
+                itemsize_bytes=itemsizes_bytes[i],
+                key_type=str(leaf.dtype) if transfer.is_key(leaf) else None,
+                cuts=shares[i].cuts,
+                owners=shares[i].owners,
+            )
+            for i, (path, leaf) in enumerate(named.items())
+        )
+        process = jax.process_index()
+        loads_bytes: dict[int, int] = {}
+        picks = {
+            i: transfer.picks_of(array, leaf.boxes_of(process), loads_bytes)
+            for i, (leaf, array) in enumerate(zip(leaves, arrays, strict=True))
+        }
+        local_picks = {
+            i: transfer.picks_of(array, leaf.boxes)
+            for i, (leaf, array) in enumerate(zip(leaves, arrays, strict=True))
+            if jax.process_count() > 1 and sharding.is_local(array)
+        }
+        whole_picks = {
+            i: picks[i]
+            if shares[i].cuts == layouts[i].cuts
+            else transfer.picks_of(array, fingerprint.accounted(array, process))
+            for i, array in enumerate(arrays)
+        }
+        replicated = replicas.places(tuple(named), arrays)
+        structure = Structure(
+            leaves, bindings, index, picks, whole_picks, "", None, local_picks, replicated
+        )
+        if not bindings:
+            return structure
+        touched = [i for indices in structure.arguments for i in indices]
+        described = "\n".join(sharding.describe(arrays[i]) for i in touched)
+        placement = hashlib.sha256(described.encode()).hexdigest()
+        return dataclasses.replace(structure, placement=placement, sites=Sites(touched, arrays))
+
+
+def _signature(leaf: Any, array: Any) -> Any:
+    where = array.sharding if isinstance(array, jax.Array) else None
+    return (tuple(array.shape), str(array.dtype), where, transfer.is_key(leaf))
+
+
+def _itemsize_bytes(path: str, array: Any) -> int:
+    if array.dtype == object or array.dtype.kind in "USmM":
+        raise FormatError(
+            f"leaf {path}: expected numbers, found the data type {array.dtype}. Save it as a JSON "
+            "item beside the state, or leave it out."
+        )
+    if not array.dtype.isnative:
+        raise FormatError(
+            f"leaf {path}: expected numbers in this machine's byte order, found the data type "
+            f"{array.dtype.str}. Convert it: leaf.astype(leaf.dtype.newbyteorder('='))."
+        )
+    return array.dtype.itemsize

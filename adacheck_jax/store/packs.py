@@ -1,0 +1,359 @@
+"""Packs: what a process writes for a delta, as zarr3 byte arrays in one OCDBT database.
+
+A delta writes the boxes that a process owns as two arrays, since tensorstore's cost (and stock
+Orbax's) is per array, not per byte: one of bytes as they are, and one that is compressed. The
+deltas of steps that were recorded and saved at once lie one after another in them, each in a
+*section* of its own. Runs of zeros (experts that got no token, rows of an embedding that saw no
+gradient) are left out, and declared. Every chunk has a crc32c.
+"""
+
+from __future__ import annotations
+
+import bisect
+import glob
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from adacheck_jax.errors import FormatError, IntegrityError, first_line, unreadable
+from adacheck_jax.format import durable
+from adacheck_jax.store import aligned_read, zarr
+from adacheck_jax.store.zarr import Codec
+
+Ranges = tuple[tuple[int, int], ...]
+"""Ascending half-open ranges."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One of the arrays that a pack may have.
+
+    Attributes:
+        name: of the array in its database.
+        max_chunk_bytes: size of its largest chunk.
+        block_bytes: unit in which runs of zeros are left out.
+        codecs: one of which its chunks are compressed with.
+    """
+
+    name: str
+    max_chunk_bytes: int
+    block_bytes: int
+    codecs: tuple[Codec | None, ...]
+
+
+RAW = Kind("pack", 1 << 20, 1 << 10, (None,))
+# Smaller chunks, so that compression spreads over threads. Only long runs are left out: the others
+# compress to less than it takes to declare them.
+COMPRESSED = Kind("compressed", 1 << 18, 1 << 16, ("zstd", "lz4"))
+
+
+def _chunk_bytes(size_bytes: int, kind: Kind) -> int:
+    """Chunks are stored whole, so the last one must not stand out: equal ones waste nothing."""
+    return math.ceil(size_bytes / math.ceil(size_bytes / kind.max_chunk_bytes))
+
+
+def write_pack(
+    start: Path,
+    contents: Sequence[tuple[Kind, Sequence[np.ndarray]]],
+    codec: Codec = "zstd",
+) -> list[list[Ranges]]:
+    """Writes one pack durably, in one transaction.
+
+    Args:
+        start: what the paths of its files begin with; their directory is made if absent.
+        contents: for each array its kind and the bytes of its sections (of none nothing is
+            written), which may be changed again when this returns.
+        codec: of what is compressed.
+
+    Returns:
+        For each array and section the ranges of blocks that were left out because they are all
+        zero.
+    """
+    start.parent.mkdir(parents=True, exist_ok=True)
+    database = zarr.database_at(start)
+    zeros: list[list[Ranges]] = []
+    context = ts.Context({"file_io_sync": False})  # each file by itself would wait for the disk
+    # Atomic: one generation of the database, so that no file is written that nothing refers to.
+    with ts.Transaction(atomic=True) as transaction:
+        for kind, sections in contents:
+            zeros.append([_zero_blocks(each, kind.block_bytes) for each in sections])
+            pack = _joined(sections, zeros[-1], kind)
+            if not pack.size:
+                continue
+            codecs = zarr.chain(codec if codec in kind.codecs else None)
+            chunk_shape = [_chunk_bytes(pack.size, kind)]
+            metadata = zarr.metadata("uint8", pack.shape, chunk_shape, codecs)
+            spec = {
+                **zarr.array_in(database, kind.name),
+                "metadata": metadata,
+                "store_data_equal_to_fill_value": True,
+            }
+            store = ts.open(spec, create=True, transaction=transaction, context=context).result()
+            # It does not change before the transaction is committed, so tensorstore need not copy.
+            store.write(pack, can_reference_source_data_indefinitely=True).result()
+    durable.sync_all([*start.parent.glob(f"{glob.escape(start.name)}.*"), start.parent])
+    return zeros
+
+
+def _joined(sections: Sequence[np.ndarray], zeros: Sequence[Ranges], kind: Kind) -> np.ndarray:
+    """The bytes of an array: of all sections what is stored; a single whole one is not copied."""
+    kept = [
+        section[a:b]
+        for section, left_out in zip(sections, zeros, strict=True)
+        for a, b in _Runs(section.size, left_out, kind).kept()
+    ]
+    return kept[0] if len(kept) == 1 else np.concatenate([np.empty(0, np.uint8), *kept])
+
+
+def laid_out(
+    start: Path, kind: Kind, sections: Sequence[tuple[int, Ranges]]
+) -> tuple[list[int], int]:
+    """Where the sections of an array begin in what is stored of it, and how long that is.
+
+    Args:
+        start: of the pack's files, for error messages.
+        kind: of the array.
+        sections: of each the length in bytes, zeros included, and the blocks that were left out.
+
+    Raises:
+        FormatError: blocks were left out that a section does not have.
+    """
+    for size_bytes, zeros in sections:
+        if zeros and zeros[-1][1] * kind.block_bytes > size_bytes:
+            raise FormatError(
+                f"{start}: expected blocks of {size_bytes} bytes, found that number "
+                f"{zeros[-1][1] - 1} was left out. The step is damaged; restore another one."
+            )
+    sizes = [_Runs(size_bytes, zeros, kind).stored_bytes for size_bytes, zeros in sections]
+    ends = list(itertools.accumulate(sizes, initial=0))
+    return ends[:-1], ends[-1]
+
+
+def stored_bytes(data: np.ndarray, codecs: list[dict[str, Any]]) -> int:
+    """What some uint8 take when they are stored as one chunk."""
+    context = ts.Context()  # of its own: memory that is gone with it
+    spec = {
+        "driver": "zarr3",
+        "kvstore": {"driver": "memory", "path": "sample/"},
+        "metadata": zarr.metadata("uint8", data.shape, data.shape, codecs),
+        "store_data_equal_to_fill_value": True,
+    }
+    ts.open(spec, create=True, context=context).result().write(data).result()
+    memory = ts.KvStore.open({"driver": "memory", "path": "sample/"}, context=context).result()
+    return len(memory.read("c/0").result().value)
+
+
+def _zero_blocks(pack: np.ndarray, block_bytes: int) -> Ranges:
+    """The runs of whole blocks that are all zero."""
+    count = pack.size // block_bytes
+    words = pack[: count * block_bytes].view(np.uint64).reshape(count, block_bytes // 8)
+    found = np.flatnonzero(words[:, 0] == 0)  # of data that is no zero, few are looked at again
+    found = found[~words[found].any(axis=1)]
+    if not found.size:
+        return ()
+    borders = np.flatnonzero(np.diff(found) > 1)
+    starts = found[np.concatenate([[0], borders + 1])]
+    stops = found[np.concatenate([borders, [found.size - 1]])] + 1
+    return tuple(zip(starts.tolist(), stops.tolist(), strict=True))
+
+
+class _Runs:
+    """Where the bytes of an array lie once its runs of zeros are left out.
+
+    Args:
+        size_bytes: of the array with its zeros.
+        zeros: ranges of blocks that are left out.
+        kind: of the array.
+
+    Attributes:
+        stored_bytes: of the array without them.
+    """
+
+    def __init__(self, size_bytes: int, zeros: Ranges, kind: Kind) -> None:
+        self._size_bytes = size_bytes
+        bounds = np.array(zeros, np.int64).reshape(-1, 2) * kind.block_bytes
+        self._starts, self._stops = bounds[:, 0], bounds[:, 1]
+        self._left_out = np.concatenate([[0], np.cumsum(self._stops - self._starts)])
+        self.stored_bytes = size_bytes - int(self._left_out[-1])
+
+    def kept(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
+        """The ranges of a span, the whole array if none is given, that are stored."""
+        stop = self._size_bytes if stop is None else stop
+        first = int(np.searchsorted(self._stops, start, side="right"))
+        last = int(np.searchsorted(self._starts, stop))
+        runs = zip(self._starts[first:last].tolist(), self._stops[first:last].tolist(), strict=True)
+        for a, b in runs:
+            if a > start:
+                yield start, a
+            start = min(b, stop)
+        if start < stop:
+            yield start, stop
+
+    def stored(self, position: int) -> int:
+        """Where, among what is stored, a byte lies that is; else where the next one does."""
+        run = int(np.searchsorted(self._starts, position, side="right"))
+        inside = 0
+        if run and position < self._stops[run - 1]:
+            inside = int(self._stops[run - 1]) - position
+        return position + inside - int(self._left_out[run])
+
+
+class PackArray:
+    """One array of a process's pack, opened.
+
+    Args:
+        start: what the paths of the pack's files begin with.
+        kind: of the array.
+        stored_bytes: its length, by the manifest; of none nothing is there to be opened.
+
+    Raises:
+        FormatError: there is no such array, or one of another length.
+        StorageError: it cannot be read now.
+    """
+
+    def __init__(self, start: Path, kind: Kind, stored_bytes: int) -> None:
+        self.start = start
+        self.kind = kind
+        self.stored_bytes = expected_bytes = stored_bytes
+        if not expected_bytes:
+            return
+        spec = zarr.array_in(zarr.database_at(start), kind.name)
+        try:
+            self._store = ts.open(spec, open=True, read=True).result()
+        except Exception as error:
+            if refused := unreadable(start, error):
+                raise refused from error
+            raise FormatError(
+                f"{start}: expected a pack of {expected_bytes} bytes, found none that can be "
+                f"opened ({first_line(error)}). The step is damaged; restore another one."
+            ) from error
+        found = (tuple(self._store.shape), self._store.dtype.name)
+        if found != ((expected_bytes,), "uint8"):
+            raise FormatError(
+                f"{start}: expected a pack of {expected_bytes} bytes, found an array of shape "
+                f"{found[0]} and type {found[1]}. The step is damaged; restore another one."
+            )
+        # A chunk is read whole, so it must not be larger than one that is written, and a chain of
+        # codecs may make much out of little.
+        metadata = self._store.spec().to_json()["metadata"]
+        (chunk_bytes,) = metadata["chunk_grid"]["configuration"]["chunk_shape"]
+        names = [codec["name"] for codec in metadata["codecs"]]
+        known = [[codec["name"] for codec in zarr.chain(each)] for each in kind.codecs]
+        if chunk_bytes > kind.max_chunk_bytes or names not in known:
+            raise FormatError(
+                f"{start}: expected chunks of at most {kind.max_chunk_bytes} bytes in the "
+                f"codecs {known}, found {chunk_bytes} in {names}. The step is "
+                "damaged; restore another one."
+            )
+
+    def read(self, spans: Sequence[tuple[int, int]], *, what: str) -> list[np.ndarray]:
+        """Reads ranges of stored bytes in parallel, checking every chunk's crc32c.
+
+        Args:
+            spans: half-open ranges.
+            what: leaf path, for error messages.
+
+        Raises:
+            IntegrityError: a chunk is missing, truncated, or its checksum does not match.
+            StorageError: it cannot be read now.
+        """
+        try:
+            begun = [aligned_read.begin(self._store[a:b]) if a < b else None for a, b in spans]
+            for each in filter(None, begun):
+                each[1].result()
+            return [np.empty(0, np.uint8) if each is None else each[0] for each in begun]
+        except Exception as error:
+            if refused := unreadable(self.start, error):
+                raise refused from error
+            raise IntegrityError(
+                f"{self.start}: the stored bytes of {what} are damaged "
+                f"({first_line(error)}). Restore another step."
+            ) from error
+
+
+class PackReader:
+    """Reads extents of one section of an array, as they were before zeros were left out.
+
+    Args:
+        array: that it is in.
+        size_bytes: length that the manifest gives for the section.
+        zeros: ranges of blocks that the manifest declares to be zero and left out.
+        start: where the section begins in what is stored.
+
+    Attributes:
+        stored_bytes: of the section, without the zeros.
+    """
+
+    def __init__(
+        self, array: PackArray, size_bytes: int, zeros: Ranges = (), start: int = 0
+    ) -> None:
+        self._array = array
+        self._start = start
+        self._held: list[tuple[int, int, np.ndarray]] = []
+        self._runs = _Runs(size_bytes, zeros, array.kind)
+        self.stored_bytes = self._runs.stored_bytes
+
+    def hold(self, spans: Sequence[tuple[int, int]], *, what: str) -> None:
+        """Reads byte ranges, those side by side as one, and keeps them for :meth:`read`.
+
+        Args:
+            spans: half-open byte ranges of the section; none lets go of what is kept.
+            what: for error messages.
+
+        Raises:
+            IntegrityError, StorageError: as from :meth:`read`.
+        """
+        merged: list[tuple[int, int]] = []
+        for start, stop in sorted(spans):
+            if merged and start <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+            else:
+                merged.append((start, stop))
+        self._held = []
+        read = self.read(merged, what=what)
+        self._held = [(*span, data) for span, data in zip(merged, read, strict=True)]
+
+    def read(self, spans: Sequence[tuple[int, int]], *, what: str) -> list[np.ndarray]:
+        """Gives byte ranges: what is not held is read in parallel, checking every chunk's crc32c.
+
+        Args:
+            spans: half-open byte ranges of the section.
+            what: leaf path, for error messages.
+
+        Returns:
+            One uint8 array a span.
+
+        Raises:
+            IntegrityError: a chunk is missing, truncated, or its checksum does not match.
+            StorageError: it cannot be read now.
+        """
+        held = [data for data in map(self._of_held, spans) if data is not None]
+        if len(held) == len(spans):
+            return held
+        places = [(self._runs.stored(a), self._runs.stored(b)) for a, b in spans]
+        read = self._array.read([(self._start + a, self._start + b) for a, b in places], what=what)
+        return [self._filled(*span, data) for span, data in zip(spans, read, strict=True)]
+
+    def _of_held(self, span: tuple[int, int]) -> np.ndarray | None:
+        """The bytes of a span, if they are held."""
+        position = bisect.bisect_right(self._held, span[0], key=lambda each: each[0]) - 1
+        if position < 0:
+            return None
+        start, stop, data = self._held[position]
+        return data[span[0] - start : span[1] - start] if span[1] <= stop else None
+
+    def _filled(self, start: int, stop: int, stored: np.ndarray) -> np.ndarray:
+        """The bytes of a span, with the zeros that were left out."""
+        if stored.size == stop - start:
+            return stored
+        result, position = np.zeros(stop - start, np.uint8), 0
+        for a, b in self._runs.kept(start, stop):
+            result[a - start : b - start] = stored[position : position + b - a]
+            position += b - a
+        return result

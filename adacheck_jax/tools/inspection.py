@@ -1,0 +1,464 @@
+"""What a checkpoint root holds, told from manifests and file sizes alone; no array is read.
+
+The records here are what ``adacheck ls`` and ``adacheck inspect`` print; with ``--json`` they print
+them field by field.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from adacheck_jax.errors import AdaCheckError
+from adacheck_jax.format import lineage as lineages
+from adacheck_jax.format import roots
+from adacheck_jax.format.lineage import Lineage
+from adacheck_jax.format.manifest import (
+    DIRECTORY,
+    BaseManifest,
+    DeltaManifest,
+    Encoding,
+    Manifest,
+    Update,
+)
+from adacheck_jax.format.roots import Step
+
+_LOOK_COUNT = 20
+_LOOK_AGAIN_S = 0.1
+
+
+class InputError(Exception):
+    """What was asked for is not there: no such root, no such step."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSummary:
+    """One row of ``adacheck ls``.
+
+    Attributes:
+        step: step number, None where neither manifest nor directory name tells it.
+        item: path of the item directory, relative to the root.
+        kind: ``base`` or ``delta``; None where the manifest cannot be read.
+        update_count: updates so far, of all recorders; None without a recorder or manifest.
+        parent: for a delta the step that it builds on, else None.
+        depth: number of deltas since the base, 0 for a base, None without a manifest.
+        recorded: the recorded steps that were saved with it, which can be restored from it.
+        checked: how its deltas were compared with the state when they were saved: ``full``,
+            ``sample``, ``identity``, ``stored`` or ``not checked``, joined by ``+`` where it was
+            several; None for a base, and without a manifest.
+        new_bytes: bytes that this step added: its files without the links to earlier steps.
+        error: why the step cannot be restored, None if base and deltas are all there. The array
+            data itself is verified by a restore, not here.
+    """
+
+    step: int | None
+    item: str
+    kind: str | None
+    update_count: int | None
+    parent: int | None
+    depth: int | None
+    recorded: tuple[int, ...]
+    checked: str | None
+    new_bytes: int
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class RootSummary:
+    """What ``adacheck ls`` shows.
+
+    Attributes:
+        root: the checkpoint root.
+        disk_bytes: bytes of all files under it, each hard-linked file counted once.
+        steps: ascending.
+    """
+
+    root: str
+    disk_bytes: int
+    steps: tuple[StepSummary, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The leaves that play one role in an update.
+
+    Attributes:
+        name: ``params``, ``optimizer state``, ``record`` (with extra arguments), or ``other``.
+        leaf_count: how many.
+        leaf_bytes: their size in memory, in bytes, replicas not counted.
+    """
+
+    name: str
+    leaf_count: int
+    leaf_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeafSummary:
+    """One leaf of a step.
+
+    Attributes:
+        path: leaf path.
+        description: data type and shape.
+        group: the name of its :class:`Group`.
+        exactness: for a leaf that the update computes: ``element-wise`` (exact on every mesh),
+            ``reducing`` (exact where it was saved), or ``passed through``; else None.
+        source: where a restore takes it from: ``replayed`` (computed from the base by the update),
+            ``recorded`` (a delta holds it because the update consumed it), ``differences`` (of its
+            bits from step to step), ``stored``, ``same as`` another leaf (whose data it shares), or
+            ``kept from`` an earlier base; joined by ``+`` where it is several.
+        box_count: how many distinct boxes it was cut into when it was saved.
+        leaf_bytes: its size in memory, in bytes.
+        fingerprint: 16 hexadecimal digits.
+    """
+
+    path: str
+    description: str
+    group: str
+    exactness: str | None
+    source: str
+    box_count: int
+    leaf_bytes: int
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepCheck:
+    """How one delta was compared with the state before it was committed.
+
+    Attributes:
+        step: step number.
+        checked: ``full`` (every element was replayed and compared), ``sample`` (some of every
+            leaf), ``identity`` (the saved arrays are those that the update returned), ``stored``
+            (nothing is replayed), or empty: it was not.
+    """
+
+    step: int
+    checked: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepDetails:
+    """What ``adacheck inspect`` shows.
+
+    Attributes:
+        step: step number.
+        directory: its item directory.
+        kind: ``base`` or ``delta``.
+        reason: why it is one.
+        update_count: updates so far, of all recorders; None without a recorder.
+        parent: for a delta the step that it builds on, else None.
+        base: the step of the base that a restore starts from.
+        depth: number of deltas since the base, 0 for a base.
+        recorded: the recorded steps that were saved with it.
+        replayed_count: how many updates a restore replays.
+        checks: of each delta that a restore reads, oldest first.
+        problem: why no further updates are replayed onto this step; None where they are.
+        new_bytes: bytes that this step added.
+        versions: package versions that wrote the base.
+        groups: leaves by the role they play, empty ones left out.
+        leaves: in tree order.
+    """
+
+    step: int
+    directory: str
+    kind: str
+    reason: str
+    update_count: int | None
+    parent: int | None
+    base: int
+    depth: int
+    recorded: tuple[int, ...]
+    replayed_count: int
+    checks: tuple[StepCheck, ...]
+    problem: str | None
+    new_bytes: int
+    versions: dict[str, str]
+    groups: tuple[Group, ...]
+    leaves: tuple[LeafSummary, ...]
+
+
+def summarize_root(root: Path) -> RootSummary:
+    """Lists the steps under a checkpoint root.
+
+    Args:
+        root: the directory given to the checkpoint manager.
+
+    Returns:
+        Every step that :class:`~adacheck_jax.AdaCheckHandler` saved, damaged ones included.
+
+    Raises:
+        InputError: the root is missing, is not a directory, or holds no such step.
+    """
+    steps = tuple(_summarize(step, root) for step in steps_under(root))
+    return RootSummary(str(root), disk_bytes(root), steps)
+
+
+def describe_step(root: Path, number: int | None = None, item: str | None = None) -> StepDetails:
+    """Describes one step and its leaves.
+
+    Args:
+        root: the directory given to the checkpoint manager.
+        number: the step, None for the newest.
+        item: name of the item directory, needed where a step holds several.
+
+    Raises:
+        InputError: there is no such root, step or item.
+        AdaCheckError: the step is damaged, or a step that it builds on is missing.
+    """
+    step = _select(root, number, item)
+    if step.error is not None:
+        raise step.error
+    lineage = lineages.resolve(step.directory)
+    base, manifest = lineage.base, lineage.manifest
+    groups = _groups_of(base.update, len(base.leaves))
+    exactness, sources = _exactness(base.update), _sources(lineage)
+    leaves = tuple(
+        LeafSummary(
+            path=leaf.path,
+            description=leaf.description,
+            group=groups[index],
+            exactness=exactness.get(index),
+            source=sources[index],
+            box_count=len(leaf.owners),
+            leaf_bytes=leaf.nbytes,
+            fingerprint=f"{manifest.fingerprints[index]:016x}",
+        )
+        for index, leaf in enumerate(base.leaves)
+    )
+    return StepDetails(
+        step=manifest.step,
+        directory=str(step.directory),
+        kind=_kind(manifest),
+        reason=_reason(manifest),
+        update_count=sum(manifest.counts) if manifest.counts else None,
+        parent=_parent(manifest),
+        base=base.step,
+        depth=len(lineage.deltas),
+        recorded=_recorded(manifest),
+        replayed_count=sum(delta.has_update for delta in lineage.deltas),
+        checks=tuple(StepCheck(d.step, lineages.checked_of(d)) for d in lineage.deltas),
+        problem=lineage.problem or (None if base.update else "the base holds no update program"),
+        new_bytes=new_bytes(step.directory),
+        versions=dict(base.versions),
+        groups=_totals(leaves),
+        leaves=leaves,
+    )
+
+
+def new_bytes(directory: Path) -> int:
+    """Bytes of the files under a step or item directory, without its links to earlier steps."""
+    return sum(stat.st_size for stat in _stats(directory, (lineages.LINEAGE, lineages.KEPT)))
+
+
+def disk_bytes(directory: Path) -> int:
+    """Bytes of all files under a directory, each hard-linked file counted once."""
+    found = {(stat.st_dev, stat.st_ino): stat.st_size for stat in _stats(directory)}
+    return sum(found.values())
+
+
+def _stats(directory: Path, skipped: tuple[str, ...] = ()) -> Iterator[os.stat_result]:
+    """Of the files below a directory; folders with such paths at their end are left out.
+
+    What a running manager deletes meanwhile is left out too.
+    """
+    with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                if not any(entry.path.endswith(f"/{each}") for each in skipped):
+                    yield from _stats(Path(entry.path), skipped)
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                yield entry.stat(follow_symlinks=False)
+
+
+def steps_under(root: Path) -> list[Step]:
+    """The steps under a root that a running manager may be changing, damaged ones included.
+
+    Raises:
+        InputError: the root is missing, is not a directory, or holds no such step.
+    """
+    if not root.exists():
+        raise InputError(
+            f"{root}: expected a checkpoint root, found nothing there. Give the directory that "
+            "the checkpoint manager was given."
+        )
+    if not root.is_dir():
+        raise InputError(
+            f"{root}: expected a checkpoint root, found a file. Give the directory that the "
+            "checkpoint manager was given."
+        )
+    steps = _settled_steps(root)
+    if not steps:
+        names = sorted(path.name for path in root.iterdir())
+        found = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+        raise InputError(
+            f"{root}: expected steps saved by AdaCheckHandler, found {found or 'nothing'}. "
+            f"{_remedy(root, names)}"
+        )
+    return steps
+
+
+def _remedy(root: Path, names: list[str]) -> str:
+    if DIRECTORY in names:
+        return f"This is one step's item directory; give {root.absolute().parent.parent}."
+    if any(name.isdecimal() for name in names):
+        return "Read steps that stock Orbax saved with ocp.StandardCheckpointer."
+    return "Give the directory that holds the step directories."
+
+
+def _settled_steps(root: Path) -> list[Step]:
+    """The steps under a root that a running manager may be changing.
+
+    A step that is being deleted looks damaged. So damage counts only where the files stay the
+    same between two looks, and a step without any file is none.
+    """
+    before: dict[Path, int] | None = None
+    steps: list[Step] = []
+    for _ in range(_LOOK_COUNT):
+        found = roots.steps_of(root)
+        suspects = [step.directory for step in found if step.error]
+        file_counts = {path: sum(1 for _ in _stats(path)) for path in suspects}
+        steps = [step for step in found if file_counts.get(step.directory, 1)]
+        damaged = {path: count for path, count in file_counts.items() if count}
+        if not damaged or damaged == before:
+            break
+        before = damaged
+        time.sleep(_LOOK_AGAIN_S)
+    return steps
+
+
+def _select(root: Path, number: int | None, item: str | None) -> Step:
+    steps = steps_under(root)
+    items = sorted({step.directory.name for step in steps})
+    if item is not None and item not in items:
+        raise InputError(
+            f"{root}: expected an item {item!r}, found {', '.join(items)}. Give one of these."
+        )
+    steps = [step for step in steps if item in (None, step.directory.name)]
+    if number is None:
+        number = steps[-1].step
+    chosen = [step for step in steps if step.step == number]
+    if not chosen:
+        numbers = ", ".join(str(step.step) for step in steps[-10:])
+        earlier = f"{len(steps) - 10} earlier and " if len(steps) > 10 else ""
+        raise InputError(
+            f"{root}: expected step {number}, found {earlier}{numbers}. Give one of these steps."
+        )
+    if len(chosen) > 1:
+        names = ", ".join(step.directory.name for step in chosen)
+        raise InputError(
+            f"{root}: expected one item in step {number}, found {names}. Name one with --item."
+        )
+    return chosen[0]
+
+
+def _summarize(step: Step, root: Path) -> StepSummary:
+    manifest = step.manifest
+    return StepSummary(
+        step=None if step.step < 0 else step.step,
+        item=str(step.directory.relative_to(root)),
+        kind=_kind(manifest) if manifest else None,
+        update_count=sum(manifest.counts) if manifest and manifest.counts else None,
+        parent=_parent(manifest) if manifest else None,
+        depth=manifest.depth if manifest else None,
+        recorded=_recorded(manifest) if manifest else (),
+        checked=_checked(manifest) if manifest else None,
+        new_bytes=new_bytes(step.directory),
+        error=None if step.error is None else _one_line(step.error),
+    )
+
+
+def _one_line(error: AdaCheckError) -> str:
+    return " ".join(str(error).split())
+
+
+def _kind(manifest: Manifest) -> str:
+    return "base" if isinstance(manifest, BaseManifest) else "delta"
+
+
+def _parent(manifest: Manifest) -> int | None:
+    return manifest.parent.step if isinstance(manifest, DeltaManifest) else None
+
+
+def _recorded(manifest: Manifest) -> tuple[int, ...]:
+    if isinstance(manifest, BaseManifest):
+        return ()
+    return tuple(delta.step for delta in manifest.recorded)
+
+
+def _checked(manifest: Manifest) -> str | None:
+    if isinstance(manifest, BaseManifest):
+        return None
+    kinds = dict.fromkeys(lineages.checked_of(delta) for delta in manifest.deltas)
+    return " + ".join(kind or "not checked" for kind in kinds)
+
+
+def _reason(manifest: Manifest) -> str:
+    if isinstance(manifest, BaseManifest):
+        return manifest.reason
+    if not manifest.has_update:
+        return "no update replayed"
+    return "one update" if len(manifest.updates) == 1 else f"{len(manifest.updates)} updates"
+
+
+def _groups_of(update: Update | None, leaf_count: int) -> list[str]:
+    """The group of each leaf, by index."""
+    groups = ["other"] * leaf_count
+    if update is None:
+        return groups
+    for name, indices in (
+        ("params", update.params),
+        ("optimizer state", update.inner),
+        ("record", update.consumed),
+    ):
+        for index in indices:
+            groups[index] = name
+    return groups
+
+
+def _totals(leaves: tuple[LeafSummary, ...]) -> tuple[Group, ...]:
+    totals = []
+    for name in ("params", "optimizer state", "record", "other"):
+        sizes = [leaf.leaf_bytes for leaf in leaves if leaf.group == name]
+        if sizes:
+            totals.append(Group(name, len(sizes), sum(sizes)))
+    return tuple(totals)
+
+
+def _exactness(update: Update | None) -> dict[int, str]:
+    """How exactly each leaf that the update computes is replayed, by index."""
+    if update is None:
+        return {}
+    found = dict.fromkeys(update.explained, "element-wise")
+    found |= dict.fromkeys(update.reducing, "reducing")
+    return found | dict.fromkeys(update.passed, "passed through")
+
+
+def _sources(lineage: Lineage) -> list[str]:
+    """Where a restore takes each leaf from, by index."""
+    base, update = lineage.base, lineage.base.update
+    stored = ["stored" for _ in base.leaves]
+    for index, other in base.aliases:
+        stored[index] = f"same as {base.leaves[other].path}"
+    for index, step in base.kept:
+        stored[index] = f"kept from {step}"
+    sources: list[dict[str, None]] = [{} for _ in base.leaves]
+    for delta in lineage.deltas:
+        if update is not None and delta.has_update:
+            computed = update.computed_by(delta.updates)
+            for index in computed.difference(update.passed, delta.unreplayed):
+                sources[index]["replayed"] = None
+        for position, index in enumerate(delta.stored):
+            letters = {pack.encodings[position] for pack in delta.packs}
+            if update is not None and delta.has_update and index in update.consumed:
+                sources[index] = {"recorded": None}
+            elif any(Encoding(letter).is_difference for letter in letters):
+                sources[index]["differences"] = None
+            else:
+                sources[index] = {"stored": None}
+    return [" + ".join(each) or where for each, where in zip(sources, stored, strict=True)]

@@ -1,0 +1,203 @@
+"""Whether a saved step computes what it did, by replaying it on one device.
+
+What depends on the order of a sum (:func:`adacheck_jax.restore.restorer.bound_to_mesh`) cannot be
+told from damage there, since all that is known of it is a fingerprint: it is named, not judged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
+from adacheck_jax.errors import AdaCheckError, FormatError, StorageError, first_line
+from adacheck_jax.format import manifest as manifests
+from adacheck_jax.format.lineage import Lineage, identity_of
+from adacheck_jax.format.manifest import BaseManifest
+from adacheck_jax.restore import patches, restorer
+from adacheck_jax.tools.verification import (
+    Damage,
+    damage_of,
+    damaged_programs,
+)
+from adacheck_jax.update import replay
+
+RECOMPUTED = "recomputed, it does not have the bits that were saved"
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What recomputing a step gave.
+
+    Attributes:
+        damage: empty if every leaf has the bits that were saved.
+        rounded: leaf paths that differ, but come out of sums on devices that are not here.
+        problem: why the step cannot be recomputed on this machine, whatever its files are; or None.
+    """
+
+    damage: tuple[Damage, ...] = ()
+    rounded: tuple[str, ...] = ()
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """The leaves of one step that do not have the bits that were saved, by index; or an error."""
+
+    differing: tuple[int, ...] = ()
+    error: Damage | None = None
+
+
+class Recomputation:
+    """Recomputes steps on one device, and compares every leaf with its fingerprint.
+
+    Give it the steps of one item in ascending order: then each update is replayed once.
+    """
+
+    def __init__(self) -> None:
+        self._stock = StockCheckpoints()
+        self._chain: tuple[str, ...] = ()
+        self._leaves: list[Any] = []
+        self._folds = restorer.Folds()
+        self._compared: dict[tuple[str, ...], _Compared] = {}
+
+    def replay(self, lineage: Lineage) -> Replayed:
+        """Recomputes one step."""
+        problem = cannot_replay_here(lineage)
+        if problem is not None:
+            return Replayed(problem=problem)
+        chain = tuple(map(identity_of, lineage.entries))
+        try:
+            with _wide_integers(lineage.base):
+                result = self._advanced(lineage, chain)
+        except StorageError as error:  # it may be whole: nobody is to remove it for this
+            self._chain, self._leaves = (), []
+            return Replayed(problem=" ".join(str(error).split()))
+        if result.error is not None:
+            return Replayed((result.error,))
+        where, specs = str(lineage.entries[-1].holder), lineage.base.leaves
+        bound = restorer.bound_to_mesh(lineage)
+        wrong = [i for i in result.differing if i not in bound]
+        rounded = tuple(specs[i].path for i in result.differing if i in bound)
+        damage = tuple(Damage(where, specs[i].path, RECOMPUTED) for i in wrong)
+        return Replayed(damage, rounded)
+
+    def _advanced(self, lineage: Lineage, chain: tuple[str, ...]) -> _Compared:
+        if self._chain != chain[: len(self._chain)]:  # another lineage, or files of other content
+            self._chain, self._leaves = (), []
+        for depth in range(1, len(chain) + 1):
+            known = self._compared.get(chain[:depth])
+            if (known is None or known.error is None) and depth > len(self._chain):
+                known = self._compared[chain[:depth]] = self._step(lineage, chain[:depth])
+            if known is not None and known.error is not None:
+                return known  # nothing can be built on it
+        return self._compared[chain]
+
+    def _step(self, lineage: Lineage, chain: tuple[str, ...]) -> _Compared:
+        """Goes on to the next step of a lineage, and compares it."""
+        first, entry = lineage.entries[0], lineage.entries[len(chain) - 1]
+        differing: set[int] = set()
+        try:
+            if len(chain) == 1:
+                self._leaves = self._base(lineage)
+                differing |= restorer.differing(self._leaves, lineage.base.fingerprints)
+            else:
+                one = Lineage((first, entry))
+                for reader, delta in zip(patches.readers(one), one.deltas, strict=True):
+                    leaves, self._leaves = self._leaves, []  # they are donated
+                    self._leaves = restorer.apply(leaves, one, [reader], self._folds)
+                    differing |= restorer.differing(self._leaves, delta.fingerprints)
+        except StorageError:
+            raise
+        except AdaCheckError as error:
+            self._chain, self._leaves = (), []
+            return _Compared(error=damage_of(error, entry.place))
+        self._chain = chain
+        return _Compared(tuple(sorted(differing)))
+
+    def _base(self, lineage: Lineage) -> list[Any]:
+        base, directory = lineage.base, lineage.base_directory
+        device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        on_device = _touched(base)
+        wanted = {
+            leaf.path: device if leaf.key_type or i in on_device else np.ndarray
+            for i, leaf in enumerate(base.leaves)
+            if leaf.nbytes
+        }
+        specs = {leaf.path: leaf for leaf in base.leaves}
+        read = self._stock.read(directory, wanted, specs, self._stock.described(directory))
+        for i, leaf in enumerate(base.leaves):
+            if not leaf.nbytes:
+                empty = np.empty(leaf.shape, jnp.dtype(leaf.dtype))
+                read[leaf.path] = jax.device_put(empty, device) if i in on_device else empty
+        return [read[leaf.path] for leaf in base.leaves]
+
+
+def _touched(base: BaseManifest) -> frozenset[int]:
+    return frozenset() if base.update is None else base.update.explained | {*base.update.consumed}
+
+
+@contextlib.contextmanager
+def _wide_integers(base: BaseManifest) -> Iterator[None]:
+    """Lets JAX have elements of 64 bits where the update has: Orbax reads on threads of its own."""
+    wide = ("int64", "uint64", "float64", "complex128")
+    before = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
+    is_wide = any(base.leaves[i].dtype in wide for i in _touched(base))
+    jax.config.update("jax_enable_x64", before or is_wide)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_x64", before)
+
+
+def cannot_replay_here(lineage: Lineage) -> str | None:
+    """Why no update of an undamaged lineage can be replayed on this machine; None if it can."""
+    update = lineage.base.update
+    if update is None or not update.programs or not restorer.replayed_count(lineage):
+        return None
+    here = replay.platform()
+    if here not in update.programs:
+        known = ", ".join(update.programs)
+        return f"the update was exported for {known}, and this machine's platform is {here}"
+    path = lineage.base_directory / manifests.update_file(here)
+    try:
+        replay.load(path.read_bytes(), update, str(path))
+    except FormatError as error:
+        return " ".join(str(error).split())
+    except (AdaCheckError, OSError):
+        return None  # damaged, as replaying it will tell
+    return None
+
+
+def try_to_restore(lineage: Lineage) -> tuple[bool | None, str]:
+    """Whether a step that is damaged can be restored all the same, by doing it.
+
+    Returns:
+        True or False, or None where this machine cannot tell; and why.
+    """
+    problem = cannot_replay_here(lineage)
+    if problem is not None:
+        return None, problem
+    here = replay.platform()
+    update = lineage.base.update
+    if update is not None and restorer.replayed_count(lineage):
+        bad = {each.hinders for each in damaged_programs(lineage.entries[0], update)}
+        if here in bad and bad != update.programs.keys():
+            whole = ", ".join(sorted(update.programs.keys() - bad))
+            return None, f"the update for {here} is damaged, the one for {whole} is not"
+    try:
+        replayed = Recomputation().replay(lineage)
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        return None, f"it could not be tried: {first_line(error)}"
+    if replayed.problem is not None:
+        return None, replayed.problem
+    damage = replayed.damage
+    if not damage:
+        return True, "it can be restored all the same"
+    return False, f"{damage[0].leaf or damage[0].file}: {damage[0].message}"

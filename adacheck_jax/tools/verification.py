@@ -1,0 +1,351 @@
+"""Whether a saved step is what it was: its structure, or every stored byte.
+
+A step needs the files of every step of its lineage. Where these are hard links to files that were
+seen already, they are not read again; see :class:`Verifier`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from adacheck_jax.adapter.base_checkpoint import (
+    StockCheckpoints,
+    damaged_descriptions,
+    stored_dtype,
+)
+from adacheck_jax.device import fingerprint, trees
+from adacheck_jax.errors import AdaCheckError, FormatError, IntegrityError, first_line
+from adacheck_jax.format import lineage as lineages
+from adacheck_jax.format import manifest as manifests
+from adacheck_jax.format.lineage import Entry, Lineage
+from adacheck_jax.format.manifest import BaseManifest, Update
+from adacheck_jax.restore import patches, restorer
+from adacheck_jax.store import volumes, zarr
+from adacheck_jax.update import replay
+
+PLACEMENT = "placement"
+NUMBER = "number"
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One thing that is not as it was written.
+
+    Attributes:
+        file: the file that is damaged, the directory of the database, or what the names of a pack's
+            files begin with.
+        leaf: leaf path, None where no one leaf is.
+        message: what was expected, and what was found.
+        hinders: what alone it hinders: a platform's name for replaying there, :data:`PLACEMENT` for
+            a restore without an abstract state, :data:`NUMBER` for finding the step by its number;
+            None for every restore.
+    """
+
+    file: str
+    leaf: str | None
+    message: str
+    hinders: str | None = None
+
+    @property
+    def error(self) -> IntegrityError:
+        """As an error to be raised."""
+        leaf = "" if self.leaf is None else f"{self.leaf}: "
+        return IntegrityError(f"{self.file}: {leaf}{self.message}. Restore another step.")
+
+
+def check(item_directory: Path, *, read_data: bool, verifier: Verifier | None = None) -> Lineage:
+    """Checks that a step has all that a restore on this machine needs.
+
+    Manifests and what they say of each other, the update program, the databases, and for every
+    chunk of an array that it is there.
+
+    Args:
+        item_directory: the step's item directory.
+        read_data: also read every byte of the step and of those that it builds on.
+        verifier: remembers what was checked of other steps.
+
+    Returns:
+        What the step is restored from.
+
+    Raises:
+        AdaCheckError: names the file and, where one is damaged, the leaf.
+    """
+    lineage = lineages.resolve(item_directory)
+    for each in _hindering(lineage, read_data, verifier or Verifier()):
+        raise each.error
+    return lineage
+
+
+def _hindering(lineage: Lineage, read_data: bool, verifier: Verifier) -> Iterator[Damage]:
+    """The damage that hinders a restore on this machine; data is read only if it is asked for."""
+    platform = replay.platform() if restorer.replayed_count(lineage) else None
+    for look in (verifier.structure, verifier.data) if read_data else (verifier.structure,):
+        yield from (each for each in look(lineage) if each.hinders in (None, platform))
+
+
+def whole_part(lineage: Lineage, *, read_data: bool, verifier: Verifier) -> Lineage | None:
+    """The longest part of a lineage that has all that a restore on this machine needs.
+
+    Args:
+        lineage: of a step that is damaged, perhaps.
+        read_data: also read every byte; only then part of what was saved at once can be had.
+        verifier: remembers what was checked of other steps.
+
+    Returns:
+        What the newest step is restored from that can be; None if not even the base can.
+    """
+    whole, bad = 0, len(lineage.entries) + 1  # what hinders a step hinders all that build on it
+    while bad - whole > 1:
+        count = (whole + bad) // 2
+        part = Lineage(lineage.entries[:count])
+        if next(_hindering(part, read_data, verifier), None) is None:
+            whole = count
+        else:
+            bad = count
+    found = Lineage(lineage.entries[:whole]) if whole else None
+    if found is not None and read_data and whole < len(lineage.entries):
+        return _readable(Lineage(lineage.entries[: whole + 1])) or found
+    return found
+
+
+def _readable(lineage: Lineage) -> Lineage | None:
+    """A lineage without the deltas of its last save that are damaged, and those after them.
+
+    Returns:
+        None where nothing of the last save is left.
+    """
+    programs = damaged_programs(lineage.entries[0], lineage.base.update)
+    if replay.platform() in [each.hinders for each in programs]:
+        return None
+    count = len(lineage.saves[-1][0].deltas)
+    with contextlib.suppress(IntegrityError, FormatError):
+        for number, reader in enumerate(patches.readers(lineage)[-count:]):
+            try:
+                for index in reader.stored:
+                    for _ in reader.blocks(index):
+                        pass
+            except (IntegrityError, FormatError):
+                return Lineage(lineage.entries, count - number) if number else None
+    return None
+
+
+def damage_of(error: Exception, where: Path) -> Damage:
+    """An error as damage: most of ours begin with the file that they are about."""
+    message = _ADVICE.sub("", " ".join(str(error).split())).rstrip(".")
+    file, colon, rest = message.partition(": ")
+    if colon and file.startswith("/"):
+        return Damage(file, None, rest)
+    return Damage(str(where), None, message)
+
+
+_ADVICE = re.compile(r"( The step is damaged)?(;)? [Rr]estore another (step|one)\.$")
+"""What an error of a restore ends with, and a row of a table need not."""
+
+
+def unreadable_file(directory: Path) -> OSError | None:
+    """Why a file that is there cannot be read: then nothing is known of it, least of all damage."""
+    problems: list[OSError] = []
+    for path, _, files in os.walk(directory, onerror=problems.append):
+        for name in files:
+            try:
+                with open(Path(path, name), "rb") as file:
+                    file.read(1)
+            except OSError as error:
+                problems.append(error)
+    return next((each for each in problems if not isinstance(each, FileNotFoundError)), None)
+
+
+class Verifier:
+    """Checks steps, and remembers what it found of files that several of them share."""
+
+    def __init__(self) -> None:
+        self._stock = StockCheckpoints()
+        self._known: dict[tuple[str, str], tuple[str, list[Damage]]] = {}
+
+    def structure(self, lineage: Lineage) -> list[Damage]:
+        """What a step lacks, as far as can be told without reading its arrays."""
+        found = self._each(lineage, "structure", self._structure)
+        if restorer.replayed_count(lineage):
+            found += _without_program(lineage)
+        return found
+
+    def data(self, lineage: Lineage) -> list[Damage]:
+        """What is damaged among the stored bytes of a step and of those that it builds on."""
+        return self._each(lineage, "data", self._data)
+
+    def _each(
+        self, lineage: Lineage, what: str, check: Callable[[Entry, BaseManifest], list[Damage]]
+    ) -> list[Damage]:
+        found = []
+        for entry in lineage.entries:
+            key = (what, lineages.identity_of(entry))
+            if key not in self._known:
+                self._known[key] = entry.start, check(entry, lineage.base)
+            start, damage = self._known[key]  # of another link to the same files, perhaps
+            found += [_moved(each, start, entry.start) for each in damage]
+        return found
+
+    def _structure(self, entry: Entry, base: BaseManifest) -> list[Damage]:
+        if not isinstance(entry.manifest, BaseManifest):
+            return _delta_structure(entry, base)
+        parts = [*damaged_programs(entry, base.update), *_descriptions(entry, base)]
+        return parts + self._base_arrays(entry)
+
+    def _base_arrays(self, entry: Entry) -> list[Damage]:
+        try:
+            known, _ = trees.flatten(self._stock.metadata(entry.directory).tree)
+        except AdaCheckError as error:
+            return [damage_of(error, entry.directory)]
+        specs = {leaf.path: leaf for leaf in _stored_leaves(entry.manifest)}
+        found = []
+        for path in sorted(known.keys() ^ specs.keys()):
+            is_there = "Orbax's metadata has" if path in known else "the manifest has"
+            message = (
+                f"expected the same leaves in the manifest and in _METADATA, only {is_there} it"
+            )
+            found.append(Damage(str(entry.directory / "_METADATA"), path, message))
+        for path in specs.keys() & known.keys():
+            spec, other = specs[path], known[path]
+            expected = (spec.shape, stored_dtype(spec.dtype))
+            if (tuple(other.shape or ()), str(other.dtype)) != expected:
+                message = f"expected an array of {expected}, found {(other.shape, other.dtype)}"
+                found.append(Damage(str(entry.directory), path, message))
+        names = {leaf.name: path for path, leaf in known.items() if path in specs}
+        try:
+            lost = volumes.lost_chunks(zarr.database_in(entry.directory), list(names))
+        except (ValueError, OSError) as error:
+            return [*found, damage_of(error, entry.directory)]
+        return found + [Damage(str(entry.directory), names[n], why) for n, why in lost.items()]
+
+    def _data(self, entry: Entry, base: BaseManifest) -> list[Damage]:
+        if isinstance(entry.manifest, BaseManifest):
+            return self._base_data(entry, entry.manifest)
+        return _delta_data(entry, base)
+
+    def _base_data(self, entry: Entry, base: BaseManifest) -> list[Damage]:
+        try:
+            known, _ = trees.flatten(self._stock.metadata(entry.directory).tree)
+        except AdaCheckError as error:
+            return [damage_of(error, entry.directory)]
+        found, database = [], zarr.database_in(entry.directory)
+        for index, leaf in enumerate(base.leaves):
+            if not leaf.nbytes or leaf.path not in known:
+                continue
+            try:
+                reader = volumes.ArrayReader(database, known[leaf.path].name)
+                dtype = jnp.dtype(leaf.dtype)
+                parts = [
+                    fingerprint.of_block(block.astype(dtype, copy=False), box.start)
+                    for box, block in reader.pieces()
+                ]
+            except (ValueError, OSError) as error:
+                message = f"the stored bytes are damaged ({first_line(error)})"
+                found.append(Damage(str(entry.directory), leaf.path, message))
+                continue
+            if fingerprint.combine(parts) != base.fingerprints[index]:
+                found.append(Damage(str(entry.directory), leaf.path, OTHER_BITS))
+        return found
+
+
+OTHER_BITS = "the bits are not those that were saved, by their fingerprint"
+
+
+def _moved(damage: Damage, source: str, target: str) -> Damage:
+    if not damage.file.startswith(source):
+        return damage
+    return dataclasses.replace(damage, file=target + damage.file.removeprefix(source))
+
+
+def _stored_leaves(manifest: Any) -> list[manifests.Leaf]:
+    """Those that a base has elements of."""
+    return [leaf for leaf in manifest.leaves if leaf.nbytes]
+
+
+def damaged_programs(entry: Entry, update: Update | None) -> list[Damage]:
+    """The update programs that are missing, or not those that were written."""
+    found = []
+    for platform, digest in ({} if update is None else update.programs).items():
+        path = entry.directory / manifests.update_file(platform)
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            message = f"expected the exported update, found none ({error.strerror})"
+            found.append(Damage(str(path), None, message, platform))
+            continue
+        if hashlib.sha256(data).hexdigest() != digest:
+            message = f"the exported update does not match its digest ({len(data)} bytes)"
+            found.append(Damage(str(path), None, message, platform))
+    return found
+
+
+def _without_program(lineage: Lineage) -> list[Damage]:
+    update = lineage.base.update
+    if update is not None:
+        damaged = damaged_programs(lineage.entries[0], update)
+        if len(damaged) < len(update.programs):
+            return []
+    message = "expected the update that a delta replays, found no program that is whole"
+    return [Damage(str(lineage.base_directory / manifests.FILE), None, message)]
+
+
+def _descriptions(entry: Entry, base: BaseManifest) -> list[Damage]:
+    """What Orbax reads beside the arrays and is not what it was."""
+    return [
+        dataclasses.replace(
+            damage_of(error, entry.directory),
+            hinders=PLACEMENT if name == manifests.SHARDINGS else None,
+        )
+        for name, error in damaged_descriptions(entry.directory, base).items()
+    ]
+
+
+def _delta_structure(entry: Entry, base: BaseManifest) -> list[Damage]:
+    manifest = entry.manifest
+    assert isinstance(manifest, manifests.DeltaManifest)
+    if len(manifest.fingerprints) != len(base.leaves):
+        message = f"expected {len(base.leaves)} fingerprints, found {len(manifest.fingerprints)}"
+        return [Damage(str(entry.manifest_path), None, message)]
+    found = []
+    packs: dict[Path, dict[str, None]] = {}
+    try:
+        for reader in patches.readers(Lineage((Entry(base, entry.holder), entry))):
+            for start, names in reader.open_packs().items():
+                packs.setdefault(start, {}).update(dict.fromkeys(names))
+        for start, names in packs.items():
+            lost = volumes.lost_chunks(zarr.database_at(start), [*names])
+            found += [Damage(str(start), None, f"{n}: {why}") for n, why in lost.items()]
+    except (AdaCheckError, ValueError, OSError) as error:
+        found.append(damage_of(error, entry.place))
+    return found
+
+
+def _delta_data(entry: Entry, base: BaseManifest) -> list[Damage]:
+    """Reads all that a delta stores; what it stores whole is what the leaf is after the step."""
+    found = []
+    lineage = Lineage((Entry(base, entry.holder), entry))
+    try:
+        readers = patches.readers(lineage)
+    except AdaCheckError as error:
+        return [damage_of(error, entry.place)]
+    for reader, delta in zip(readers, lineage.deltas, strict=True):
+        for index in reader.stored:
+            path = base.leaves[index].path
+            try:
+                parts = [fingerprint.of_block(b, box.start) for box, b in reader.blocks(index)]
+            except AdaCheckError as error:
+                found.append(dataclasses.replace(damage_of(error, entry.place), leaf=path))
+                continue
+            whole = reader.holds_all_of(index)
+            if whole and fingerprint.combine(parts) != delta.fingerprints[index]:
+                found.append(Damage(str(entry.place), path, OTHER_BITS))
+    return found

@@ -1,0 +1,238 @@
+"""How exactly an update can be replayed, read from its jaxpr.
+
+Floating-point sums are not associative, so a result that a sum or a product of matrices went into
+depends on how the arrays are cut over devices and on how the compiler fused the program. Everything
+else that an update does to an array gives the same bits on every mesh: arithmetic on elements of
+the same index, and moving or comparing elements. Where elements stay in their places the update can
+moreover be computed piece by piece. The decision is made on the jaxpr, once an update program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from adacheck_jax.update import pinning
+from adacheck_jax.update.fence import NAME
+from adacheck_jax.update.flat_jaxpr import called
+
+
+class Level(IntEnum):
+    """What one result of an update depends on; each level includes those before it."""
+
+    ELEMENT = 0
+    """Elements of the same index, and scalars."""
+    PLACE = 1
+    """Which element lies where; the bits are the same on every mesh."""
+    ORDER = 2
+    """The order in which elements are added up."""
+
+
+_ELEMENTWISE = """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
+    bitcast_convert_type cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos cosh
+    device_put digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag
+    integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or
+    population_count pow real reduce_precision rem reshard round rsqrt select_n sharding_constraint
+    shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient
+    sub tan tanh xor
+"""
+_PLACING = """
+    argmax argmin broadcast_in_dim concatenate dynamic_slice dynamic_update_slice expand_dims gather
+    iota pad random_bits random_fold_in random_seed random_split random_unwrap random_wrap
+    reduce_and reduce_max reduce_min reduce_or reduce_xor reshape rev scatter slice sort split
+    squeeze stack threefry2x32 transpose unstack
+"""
+_LEVELS = dict.fromkeys(_ELEMENTWISE.split(), Level.ELEMENT) | dict.fromkeys(
+    _PLACING.split(), Level.PLACE
+)
+_MODULAR = {"reduce_sum", "cumsum", "reduce_prod", "cumprod", "scatter-add"}
+"""Sums that have no order where they are taken of integers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exactness:
+    """What each result of an update depends on.
+
+    Attributes:
+        levels: one a result.
+        origins: for each result the position of the input that it is, unchanged, else None.
+        primitives: the operations that made results depend on an order, sorted.
+    """
+
+    levels: tuple[Level, ...]
+    origins: tuple[int | None, ...]
+    primitives: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    level: Level
+    origin: int | None = None
+
+
+def of(
+    function: Callable[..., Any], arguments: Sequence[Any], *, pinned: bool = False
+) -> Exactness:
+    """Reads how exactly a function can be computed again.
+
+    Args:
+        function: traced once; its results are counted in flattening order.
+        arguments: pytrees of ``jax.ShapeDtypeStruct``, whose leaves are counted likewise.
+        pinned: whether its roundings are (:mod:`adacheck_jax.update.pinning`). Then an operation
+            that cannot be pinned counts as a sum.
+
+    Returns:
+        The levels. An operation that is not known counts as a sum.
+    """
+    closed = jax.make_jaxpr(function)(*arguments)
+    found: set[str] = set()
+    inputs = [_Value(Level.ELEMENT, i) for i in range(len(closed.jaxpr.invars))]
+    results = _walk(closed.jaxpr, inputs, _Found(found, pinned))
+    return Exactness(
+        tuple(result.level for result in results),
+        tuple(result.origin for result in results),
+        tuple(sorted(found)),
+    )
+
+
+def independent_of(
+    function: Callable[..., Any], arguments: Sequence[Any], inputs: Sequence[bool]
+) -> tuple[int, ...]:
+    """Finds the results of a function that some of its inputs, and sums, have no part in.
+
+    Args:
+        function: traced once; its results are counted in flattening order.
+        arguments: pytrees of ``jax.ShapeDtypeStruct``.
+        inputs: for each leaf of the arguments whether it is one of those inputs.
+    """
+    closed = jax.make_jaxpr(function)(*arguments)
+    values = [_Value(Level.ORDER if touched else Level.ELEMENT) for touched in inputs]
+    results = _walk(closed.jaxpr, values, _Found(set(), pinned=False))
+    return tuple(i for i, result in enumerate(results) if result.level < Level.ORDER)
+
+
+def operations_of(function: Callable[..., Any], arguments: Sequence[Any]) -> list[str]:
+    """The operations of a function and their constants, in order.
+
+    Traced for other shapes they tell whether the function looks at shapes.
+    """
+    return list(_operations(jax.make_jaxpr(function)(*arguments).jaxpr))
+
+
+def _operations(jaxpr: Any) -> Any:
+    for equation in jaxpr.eqns:
+        if called(equation) is None:  # equal leaves may be computed by one function
+            constants = [atom.val for atom in equation.invars if hasattr(atom, "val")]
+            yield f"{equation.primitive.name} {constants}"
+        for body in _bodies(equation.params):
+            yield from _operations(body)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What a walk comes by, and which rules it goes by."""
+
+    primitives: set[str]
+    pinned: bool
+
+
+def _walk(jaxpr: Any, inputs: Sequence[_Value], found: _Found) -> list[_Value]:
+    """The values of the outputs, given those of the inputs."""
+    values: dict[Any, _Value] = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def value_of(atom: Any) -> _Value:
+        if not hasattr(atom, "val") and atom in values:
+            return values[atom]
+        return _Value(Level.PLACE) if atom.aval.size > 1 else _CONSTANT  # a mask has places
+
+    for equation in jaxpr.eqns:
+        results = _equation(equation, [value_of(atom) for atom in equation.invars], found)
+        values.update(zip(equation.outvars, results, strict=True))
+    return [value_of(atom) for atom in jaxpr.outvars]
+
+
+_CONSTANT = _Value(Level.ELEMENT)
+
+
+def _equation(equation: Any, inputs: list[_Value], found: _Found) -> list[_Value]:
+    name, count = equation.primitive.name, len(equation.outvars)
+    if name == "optimization_barrier":
+        return inputs
+    if name == NAME:  # a canonical one changes a NaN
+        return [_Value(inputs[0].level, None if equation.params["canonical"] else inputs[0].origin)]
+    if name == "cond":
+        return _cond(equation, inputs, found)
+    body = _called(equation)
+    if found.pinned and body is not None and not pinning.can_pin(equation):
+        body = None
+    if body is not None:
+        return _walk(body, inputs, found)
+    level = max((value.level for value in inputs), default=Level.ELEMENT)
+    bodies = list(_bodies(equation.params))
+    if bodies:  # loops: as whole as what is in them, and an element's place may have a part in it
+        inside = [
+            result.level
+            for each in bodies
+            for result in _walk(each, [_CONSTANT] * len(each.invars), found)
+        ]
+        return [_Value(max([level, Level.PLACE, *inside]))] * count
+    own = _level(equation)
+    if found.pinned and not pinning.can_pin(equation):
+        own = Level.ORDER
+    if own is Level.ORDER and level < Level.ORDER:
+        found.primitives.add(name)
+    return [_Value(max(level, own))] * count
+
+
+def _cond(equation: Any, inputs: list[_Value], found: _Found) -> list[_Value]:
+    """A result is what it is in the branches, if the choice between them is exact."""
+    choice, operands = inputs[0], inputs[1:]
+    branches = [_walk(each.jaxpr, operands, found) for each in equation.params["branches"]]
+    results = []
+    for each in zip(*branches, strict=True):
+        origins = {value.origin for value in each}
+        origin = origins.pop() if len(origins) == 1 else None
+        results.append(_Value(max([choice.level, *(value.level for value in each)]), origin))
+    return results
+
+
+def _level(equation: Any) -> Level:
+    name = equation.primitive.name
+    sizes = [atom.aval.size for atom in [*equation.invars, *equation.outvars]]
+    level = _LEVELS.get(name)
+    if level is None and name in _MODULAR:
+        dtype = equation.invars[0].aval.dtype
+        if jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_:
+            level = Level.PLACE  # modular arithmetic is associative
+    if level is None and not (name.startswith("reduce_") and max(sizes) <= 1):
+        return Level.ORDER
+    # A scalar has one place only, and gives it to whatever it is broadcast to.
+    is_scalar = max(sizes[: len(equation.invars)], default=2) <= 1
+    is_spread = name in {"broadcast_in_dim", "random_wrap", "random_unwrap"} or max(sizes) <= 1
+    return Level.ELEMENT if level is None or (is_scalar and is_spread) else level
+
+
+def _called(equation: Any) -> Any:
+    """The jaxpr of a plain call, whose inputs are the equation's, else None."""
+    if equation.primitive.name in {"while", "scan"}:
+        return None
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        body = equation.params.get(key)
+        body = getattr(body, "jaxpr", body)
+        if body is not None and len(body.invars) == len(equation.invars):
+            return body
+    return None
+
+
+def _bodies(params: dict[str, Any]) -> Any:
+    for value in params.values():
+        for each in value if isinstance(value, tuple | list) else (value,):
+            body = getattr(each, "jaxpr", each)
+            if hasattr(body, "eqns"):
+                yield body

@@ -1,0 +1,364 @@
+"""Export the update, load it, and fold it over records.
+
+The update program is ``tx.update`` followed by ``optax.apply_updates``, traced once over flat
+leaves and exported with ``jax.export`` for each platform, so that a process that has never seen
+the optimizer can replay it, on any mesh: a program exported for one device keeps the partitioning
+of the arrays that it is called with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from adacheck_jax.device import transfer, trees
+from adacheck_jax.errors import FormatError, IntegrityError, first_line
+from adacheck_jax.format.manifest import Update
+from adacheck_jax.update import untrusted
+from adacheck_jax.update.binding import Binding
+from adacheck_jax.update.recorder import Recorder, UpdateSignature
+
+_log = logging.getLogger(__name__)
+
+PLATFORMS = ("cpu", "cuda", "tpu")
+_TREES = ("params", "inner", "record", "extra")
+
+Leaves = Sequence[Any]
+UpdateFunction = Callable[[Leaves, Leaves, Leaves, Leaves, Any], tuple[list[Any], list[Any]]]
+"""``(params, inner, record, extra, switches) -> (params, inner)``, over flat leaves.
+
+``inner`` has no part of what is recorded as it was consumed, which follows the declared extra
+arguments in ``extra``. See :func:`switches` for the last argument.
+"""
+
+
+def update_function(recorder: Recorder, signature: UpdateSignature) -> UpdateFunction:
+    """The update over flat leaves, as the train step runs it; typed PRNG keys as their data.
+
+    Its last argument is the number 0 that fences take: see :func:`switches`.
+    """
+    treedefs = {name: jax.tree.structure(getattr(signature, name)) for name in _TREES}
+    specs, _ = trees.flatten(signature.inner)
+    is_passed = [path in signature.passed for path in specs]
+
+    def run(
+        params: Leaves, inner: Leaves, record: Leaves, extra: Leaves, zero: Any
+    ) -> tuple[list[Any], list[Any]]:
+        declared = extra[: len(extra) - sum(is_passed)]
+        computed, passed = iter(inner), iter(extra[len(declared) :])
+        whole = [next(passed if each else computed) for each in is_passed]
+        params_tree = jax.tree.unflatten(treedefs["params"], params)
+        record_tree, extra_tree = recorder.sealed(
+            zero,
+            (
+                jax.tree.unflatten(treedefs["record"], record),
+                jax.tree.unflatten(treedefs["extra"], declared),
+            ),
+        )
+        updates, inner_tree = recorder.apply(
+            zero,
+            record_tree,
+            jax.tree.unflatten(treedefs["inner"], map(_keyed, specs.values(), whole)),
+            params_tree,
+            extra_tree,
+        )
+        applied = apply_updates(params_tree, updates)
+        results = zip(jax.tree.leaves(inner_tree), is_passed, strict=True)
+        return jax.tree.leaves(applied), [transfer.raw(leaf) for leaf, each in results if not each]
+
+    return run
+
+
+def joint_function(bindings: Sequence[Binding]) -> UpdateFunction:
+    """The updates of all recorders as one function over flat leaves.
+
+    Of several recorders each has a switch, which tells whether it made an update.
+    """
+    functions = [update_function(each.recorder, each.signature) for each in bindings]
+    if len(functions) == 1:
+        return functions[0]
+    sizes = [[len(x) for x in (b.params, b.inner, b.record, b.extra)] for b in bindings]
+
+    def run(
+        params: Leaves, inner: Leaves, record: Leaves, extra: Leaves, switches: Any
+    ) -> tuple[list[Any], list[Any]]:
+        lists: list[Leaves] = [params, inner, record, extra]
+        results: tuple[list[Any], list[Any]] = ([], [])
+        for k, (function, counts) in enumerate(zip(functions, sizes, strict=True)):
+            own = [each[:n] for each, n in zip(lists, counts, strict=True)]
+            lists = [each[n:] for each, n in zip(lists, counts, strict=True)]
+            after = function(own[0], own[1], own[2], own[3], switches[0])
+            is_on = switches[1 + k] != 0
+            for old, new, result in zip(own, after, results, strict=False):
+                result += [jnp.where(is_on, b, a) for a, b in zip(old, new, strict=True)]
+        return results
+
+    return run
+
+
+def switches(
+    recorder_count: int, updates: Sequence[int] = (), shardings: Iterable[Any] = ()
+) -> jax.Array:
+    """The last argument of an update program, made without an implicit transfer.
+
+    Args:
+        recorder_count: how many recorders the program is of.
+        updates: positions of those whose update is to be made.
+        shardings: of what the program is called with, None for what has none: the result lies on
+            all of their devices.
+
+    Returns:
+        Of one recorder the number 0 that its fences take; of several that, and then 1 for each that
+        makes an update and 0 for the others.
+    """
+    value = np.zeros((), np.uint32)
+    if recorder_count > 1:
+        value = np.array([0, *(k in updates for k in range(recorder_count))], np.uint32)
+    known = [each for each in shardings if each is not None]
+    largest = max(known, key=lambda each: len(each.device_set), default=None)
+    if isinstance(largest, jax.sharding.NamedSharding):
+        everywhere = jax.sharding.NamedSharding(largest.mesh, jax.sharding.PartitionSpec())
+        return jax.make_array_from_callback(value.shape, everywhere, lambda at: value[at])
+    return jax.device_put(value)
+
+
+def in_background(act: Callable[[], Any], future: Future[Any]) -> None:
+    """Loads or compiles a program in a thread of its own.
+
+    Args:
+        act: does it.
+        future: gets the program, or the error.
+    """
+
+    def run() -> None:
+        try:
+            future.set_result(act())
+        except BaseException as error:
+            future.set_exception(error)
+
+    # No daemon: a process must not end while XLA compiles.
+    threading.Thread(target=run, name="adacheck_compile").start()
+
+
+def environment() -> dict[str, str]:
+    """Settings of this process that the bits of an update may depend on."""
+    return {
+        "XLA_FLAGS": " ".join(
+            flag
+            for flag in os.environ.get("XLA_FLAGS", "").split()
+            if "host_platform_device_count" not in flag
+        ),
+        "jax_enable_x64": str(transfer.x64_enabled()),
+        "jax": jax.__version__,
+    }
+
+
+def apply_updates(params: trees.PyTree, updates: trees.PyTree) -> trees.PyTree:
+    """As ``optax.apply_updates``; a param with None for its update stays as it is (equinox)."""
+    return jax.tree.map(
+        lambda p, u: p if u is None else optax.apply_updates(p, u),
+        params,
+        updates,
+        is_leaf=lambda x: x is None,
+    )
+
+
+def _keyed(spec: jax.ShapeDtypeStruct, leaf: Any) -> Any:
+    if not transfer.is_key(spec):
+        return leaf
+    impls: list[Any] = []
+    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), spec)
+    return jax.random.wrap_key_data(leaf, impl=impls[0])
+
+
+def export(
+    function: UpdateFunction,
+    arguments: Sequence[Sequence[jax.ShapeDtypeStruct]],
+    switches: Any,
+    platforms: Sequence[str] = PLATFORMS,
+) -> dict[str, bytes]:
+    """Exports the update program for each platform, over one device.
+
+    One program a platform: a program for several at once is compiled to other arithmetic than the
+    train step (it carries the platform as an argument, and XLA then rewrites divisions otherwise).
+
+    Args:
+        function: from :func:`update_function`.
+        arguments: shapes and data types of the four lists of leaves.
+        switches: like those that it takes.
+        platforms: to export for, besides this one.
+
+    Returns:
+        The serialized programs by platform, this process's platform at least. The same update gives
+        the same bytes in every process.
+    """
+    jitted, here = jax.jit(function), platform()
+    programs = {}
+    with _no_tracebacks(), jax.set_mesh(None):  # a mesh in the program would bind it to its devices
+        for each in dict.fromkeys((here, *platforms)):
+            try:
+                exported = jax.export.export(jitted, platforms=(each,))(*arguments, switches)
+                untrusted.check_operations(
+                    exported, f"the update for {each}"
+                )  # or no restore would run it
+            except Exception as error:
+                if each == here:
+                    raise
+                _log.info("The update cannot be exported for %s: %s", each, error)
+                continue
+            programs[each] = bytes(exported.serialize())
+            untrusted.trust(programs[each])
+    return programs
+
+
+def platform() -> str:
+    """The platform of this process's default devices, as ``jax.export`` names it."""
+    return {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+
+
+@contextlib.contextmanager
+def _no_tracebacks() -> Iterator[None]:
+    """Keeps the caller's stack out of the program's debug locations: same update, same bytes."""
+    name = "jax_traceback_in_locations_limit"
+    limit = getattr(jax.config, name)
+    jax.config.update(name, 0)
+    try:
+        yield
+    finally:
+        jax.config.update(name, limit)
+
+
+def begin(data: bytes, update: Update) -> None:
+    """Starts in the background what :func:`load` will wait for."""
+    if hashlib.sha256(data).hexdigest() == update.programs.get(platform()):
+        untrusted.begin_parsing(data)
+
+
+def load(data: bytes, update: Update, where: str) -> UpdateFunction:
+    """Reads an exported update program, and refuses one that does more than compute.
+
+    Raises:
+        IntegrityError: the bytes are not those that were written.
+        FormatError: this jax cannot read it, or it is not pure, or it ends whoever parses it. What
+            is returned raises it where the program does not take the leaves that it is called with.
+    """
+    if hashlib.sha256(data).hexdigest() != update.programs.get(platform()):
+        raise IntegrityError(
+            f"{where}: the exported update does not match its digest in the manifest "
+            f"(found {len(data)} bytes). The file was changed after it was written; restore a "
+            "base step, or give AdaCheckHandler the recorder and remove nothing."
+        )
+    untrusted.check_parses(data, where)
+    try:
+        exported = jax.export.deserialize(bytearray(data))
+        untrusted.check_operations(exported, where)
+        function = _caller(exported)
+    except FormatError:
+        raise
+    except Exception as error:
+        raise FormatError(
+            f"{where}: the update was exported by jax {update.jax_version}, and jax "
+            f"{jax.__version__} cannot read it ({first_line(error)}). Install that jax, or give "
+            "AdaCheckHandler the Recorder that the optimizer was built with."
+        ) from error
+
+    def run(
+        params: Leaves, inner: Leaves, record: Leaves, extra: Leaves, switches: Any
+    ) -> tuple[list[Any], list[Any]]:
+        try:
+            new_params, new_inner = function(params, inner, record, extra, switches)
+        except (TypeError, ValueError) as error:
+            raise FormatError(
+                f"{where}: the exported update cannot be called with the leaves that the manifest "
+                f"gives it ({first_line(error)}). Restore a base step, or give AdaCheckHandler "
+                "the Recorder that the optimizer was built with."
+            ) from error
+        if _described(new_params, new_inner) != _described(params, inner):
+            raise FormatError(
+                f"{where}: expected an update that returns the {len(params)} params and "
+                f"{len(inner)} leaves of optimizer state that it takes, found one that returns "
+                "others. Restore a base step."
+            )
+        return new_params, new_inner
+
+    return run
+
+
+def _described(*lists: Leaves) -> list[list[tuple[Any, Any]]]:
+    return [[(leaf.shape, leaf.dtype) for leaf in leaves] for leaves in lists]
+
+
+def from_bytes(data: bytes) -> UpdateFunction:
+    """The update function of an exported program that this process wrote.
+
+    It is partitioned otherwise than the function that it was exported from, wherever axes are
+    Explicit: what trains, what proves and what restores an update with sums in it is this one.
+    """
+    return _caller(jax.export.deserialize(bytearray(data)))
+
+
+def _caller(exported: jax.export.Exported) -> UpdateFunction:
+    positional, _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
+    has_switches = len(positional) == 5  # programs of earlier releases have none
+
+    def run(
+        params: Leaves, inner: Leaves, record: Leaves, extra: Leaves, switches: Any
+    ) -> tuple[list[Any], list[Any]]:
+        lists = (list(params), list(inner), list(record), list(extra))
+        result: Any = exported.call(*lists, switches) if has_switches else exported.call(*lists)
+        return result
+
+    return run
+
+
+def compile_fold(
+    function: UpdateFunction, params: Iterable[jax.Array], inner: Iterable[jax.Array]
+) -> UpdateFunction:
+    """Compiles the update for the shardings of these arrays, donating the state.
+
+    Memory stays at one state plus one record: the returned function consumes its ``params`` and
+    ``inner`` and returns the next ones in their place, with the same shardings.
+    """
+    params = list(params)
+    kept = common_shardings([*params, *inner])
+    return fold(function, kept[: len(params)], kept[len(params) :])
+
+
+def fold(function: UpdateFunction, params: Sequence[Any], inner: Sequence[Any]) -> Any:
+    """As :func:`compile_fold`, given the shardings of ``params`` and ``inner`` themselves."""
+    return jax.jit(function, out_shardings=([*params], [*inner]), donate_argnums=(0, 1))
+
+
+def common_shardings(arrays: Sequence[Any]) -> list[jax.sharding.Sharding | None]:
+    """The shardings that results in the place of some arrays can keep.
+
+    One program has one set of devices: None for an array that does not lie on the largest one, such
+    as a counter that was made on one device.
+    """
+    found = [array.sharding if isinstance(array, jax.Array) else None for array in arrays]
+    sets = [sharding.device_set for sharding in found if sharding is not None]
+    largest = max(sets, key=len, default=None)
+    return [s if s is not None and s.device_set == largest else None for s in found]
+
+
+def replicated(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
+    """A sharding over the same devices that gives each the whole array."""
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+    if len(sharding.device_set) == 1:
+        return sharding
+    devices = np.array(sorted(sharding.device_set, key=lambda d: d.id))
+    mesh = jax.sharding.Mesh(devices, ("all",))
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())

@@ -1,0 +1,281 @@
+"""The update as a program of its own: exact replay for updates that reduce over elements.
+
+The bits of a sum depend on how the compiler arranged the program that it is part of. An update with
+sums inside (adafactor, muon, lamb, clipping inside the recorder) therefore replays exactly only if
+training runs the very program that replay will run: same inputs, same shardings, nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from adacheck_jax.device import transfer, trees
+from adacheck_jax.device.trees import PyTree
+from adacheck_jax.errors import RecorderError
+from adacheck_jax.update import replay
+from adacheck_jax.update.fence import zero_of
+from adacheck_jax.update.recorder import (
+    TAKE_ARGUMENT,
+    InnerElsewhere,
+    Probe,
+    Recorder,
+    RecorderState,
+    SeparateCall,
+    UpdateSignature,
+    abstract,
+    passed_key,
+    picked,
+    reference,
+)
+
+_log = logging.getLogger(__name__)
+
+
+class SeparateUpdate:
+    """``tx.update`` and ``optax.apply_updates`` in two programs: up to the record, and from it on.
+
+    Made by :func:`separate_update`.
+    """
+
+    def __init__(self, tx: optax.GradientTransformation) -> None:
+        self._tx = optax.with_extra_args_support(tx)
+        _announce(tx)
+        self._known: dict[Any, tuple[Callable[..., Any], replay.UpdateFunction, Recorder]] = {}
+
+    def __call__(
+        self, grads: PyTree, opt_state: PyTree, params: PyTree, **extra_args: Any
+    ) -> tuple[PyTree, PyTree]:
+        """Applies one update.
+
+        Args:
+            grads: gradients, as for ``tx.update``.
+            opt_state: the optimizer state; donated.
+            params: the params; donated.
+            **extra_args: arrays, as for ``tx.update``.
+
+        Returns:
+            The new params and optimizer state, sharded like the former ones.
+
+        Raises:
+            RecorderError: called inside ``jax.jit``, or ``tx`` does not end in a Recorder.
+        """
+        arguments = (grads, opt_state, params, extra_args)
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments)):
+            raise RecorderError(
+                "separate_update was called inside a compiled function, so that its update would "
+                "become part of that program. Compile the gradients alone, and call it outside."
+            )
+        given = _node_of(opt_state)
+        is_passed = _is_passed(given)
+        inner = _placed(given.adacheck_inner, is_passed, params)
+        rest = _with(opt_state, given._replace(adacheck_passed={}, adacheck_inner=InnerElsewhere()))
+        key = (jax.tree.structure(arguments), *map(_signature, jax.tree.leaves(arguments)))
+        if key not in self._known:
+            self._known[key] = self._compile(grads, rest, params, extra_args, inner, is_passed)
+        take, fold, recorder = self._known[key]
+        rest, zero = take(grads, rest, params, extra_args)
+        node = _node_of(rest)
+        leaves, treedef = jax.tree.flatten(inner)
+        computed = [leaf for leaf, each in zip(leaves, is_passed, strict=True) if not each]
+        taken = tuple(map(reference, [*jax.tree.leaves(params), *computed]))
+        old_params, old_inner = _unshared(jax.tree.leaves(params), computed)
+        record, extra = _consumed(node, inner, is_passed)
+        after = fold(old_params, old_inner, record, extra, zero)
+        new_params = [*map(_keyed, jax.tree.leaves(params), after[0])]
+        new_computed = [*map(_keyed, computed, after[1])]
+        returned = tuple(map(reference, [*new_params, *new_computed]))
+        recorder.last_call = SeparateCall(taken, returned)
+        new = iter(new_computed)
+        new_inner = treedef.unflatten(
+            leaf if each else next(new) for leaf, each in zip(leaves, is_passed, strict=True)
+        )
+        passed = picked(given.adacheck_passed, inner)
+        node = node._replace(adacheck_passed=passed, adacheck_inner=new_inner)
+        return jax.tree.unflatten(jax.tree.structure(params), new_params), _with(rest, node)
+
+    def _compile(
+        self,
+        grads: PyTree,
+        rest: PyTree,
+        params: PyTree,
+        extra_args: Any,
+        inner: PyTree,
+        is_passed: list[bool],
+    ) -> tuple[Callable[..., Any], replay.UpdateFunction, Recorder]:
+        recorders: list[Recorder] = []
+
+        def take(grads: PyTree, rest: PyTree, params: PyTree, extra_args: Any) -> PyTree:
+            taken: list[tuple[Recorder, PyTree]] = []
+            updates, after = self._tx.update(
+                grads, rest, params, **extra_args, **{TAKE_ARGUMENT: taken}
+            )
+            if len(taken) != 1 or not _same(updates, taken[0][1]):
+                raise RecorderError(
+                    "expected an optimizer that ends in its one Recorder, found "
+                    f"{len(taken)} of them{' and something behind it' if taken else ''}. Put the "
+                    "Recorder last in the chain: optax.chain(..., recorder)."
+                )
+            recorders.append(taken[0][0])
+            return after
+
+        after = jax.eval_shape(take, grads, rest, params, extra_args)
+        leaves = jax.tree.leaves((params, rest))
+        kept = replay.common_shardings(leaves)[-len(jax.tree.leaves(rest)) :]
+        shardings = jax.tree.unflatten(jax.tree.structure(after), kept)
+        recorder = recorders[0]
+        recorder.separate = True
+        node = _node_of(after)
+        named = zip(trees.flatten(inner)[0], is_passed, strict=True)
+        paths = tuple(path for path, each in named if each)
+        parts = (params, inner, node.adacheck_record, node.adacheck_extra)
+        shapes = [jax.tree.map(abstract, tree) for tree in parts]
+        signature = UpdateSignature(shapes[0], shapes[1], shapes[2], shapes[3], paths)
+        function = replay.update_function(recorder, signature)
+        computed = [
+            x for x, each in zip(jax.tree.leaves(inner), is_passed, strict=True) if not each
+        ]
+        lists = [jax.tree.leaves(params), computed, *_consumed(node, inner, is_passed)]
+        specs = [list(map(_raw_spec, each)) for each in lists]
+        here = replay.platform()
+        programs = replay.export(function, specs, replay.switches(1), (here,))
+        exported = replay.from_bytes(programs[here])
+
+        def take_with_zero(*arguments: Any) -> tuple[PyTree, Any]:
+            return take(*arguments), zero_of(_node_of(arguments[1]).adacheck_count)
+
+        taking: Any = jax.jit(take_with_zero, out_shardings=(shardings, None), donate_argnums=1)
+        raw = [[*map(transfer.raw, each)] for each in lists[:2]]
+        return taking, replay.compile_fold(exported, raw[0], raw[1]), recorder
+
+
+def separate_update(tx: optax.GradientTransformation) -> SeparateUpdate:
+    """Makes an update that runs as a program of its own, so that any update replays exactly.
+
+    Example, for an optimizer with sums inside::
+
+        recorder = adacheck.Recorder(optax.contrib.muon(1e-3))
+        tx = optax.chain(optax.clip_by_global_norm(1.0), recorder)
+        update = adacheck.separate_update(tx)
+
+        loss, grads = gradients(state, batch)  # compiled, ends in jax.value_and_grad
+        params, opt_state = update(grads, state.opt_state, state.params)
+        state = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
+
+    Args:
+        tx: an optax transformation that ends in a :class:`~adacheck_jax.Recorder`.
+
+    Returns:
+        ``update(grads, opt_state, params, **extra_args) -> (params, opt_state)``, to be called
+        outside ``jax.jit``. It donates ``opt_state`` and ``params``.
+    """
+    return SeparateUpdate(tx)
+
+
+def _announce(tx: optax.GradientTransformation) -> None:
+    """Tells the recorder before its first update, so that a state saved before it is no surprise.
+
+    Where something around the recorder does not let this through, the first update tells it.
+    """
+    probe: Any = Probe()
+    try:
+        tx.init(probe)
+    except Exception as error:
+        _log.debug("The recorder is found at the first update: %s", error)
+    for recorder in probe.recorders:
+        recorder.separate = True
+
+
+def _is_node(tree: Any) -> bool:
+    return isinstance(tree, RecorderState)
+
+
+def _node_of(opt_state: PyTree) -> RecorderState:
+    nodes = [each for each in jax.tree.leaves(opt_state, is_leaf=_is_node) if _is_node(each)]
+    if len(nodes) != 1:
+        raise RecorderError(
+            f"expected an optimizer state with one Recorder's state in it, found {len(nodes)} in "
+            f"{type(opt_state).__name__}. Give the state that tx.init made, of an optimizer that "
+            "ends in a Recorder."
+        )
+    return nodes[0]
+
+
+def _with(opt_state: PyTree, node: RecorderState) -> PyTree:
+    return jax.tree.map(lambda x: node if _is_node(x) else x, opt_state, is_leaf=_is_node)
+
+
+def _is_passed(node: RecorderState) -> list[bool]:
+    """For each leaf of the inner state whether it is recorded as it was consumed."""
+    keys = node.adacheck_passed
+    return [passed_key(path) in keys for path in trees.flatten(node.adacheck_inner)[0]]
+
+
+def _placed(inner: PyTree, is_passed: list[bool], params: PyTree) -> PyTree:
+    """The inner state, what no program returns on all devices of the params too."""
+    shardings = [x.sharding for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
+    main = max(shardings, key=lambda each: len(each.device_set), default=None)
+    if not isinstance(main, NamedSharding):
+        return inner
+    leaves, treedef = jax.tree.flatten(inner)
+
+    def put(leaf: Any) -> Any:
+        if isinstance(leaf, jax.Array) and leaf.sharding.device_set == main.device_set:
+            return leaf
+        return jax.device_put(leaf, NamedSharding(main.mesh, PartitionSpec()))
+
+    pairs = zip(leaves, is_passed, strict=True)
+    return treedef.unflatten(put(leaf) if each else leaf for leaf, each in pairs)
+
+
+def _consumed(node: RecorderState, inner: PyTree, is_passed: list[bool]) -> list[list[Any]]:
+    """The record, and the extra arguments with what the update passes through."""
+    pairs = zip(jax.tree.leaves(inner), is_passed, strict=True)
+    passed = [transfer.raw(leaf) for leaf, each in pairs if each]
+    extra = jax.tree.leaves(node.adacheck_extra)
+    return [jax.tree.leaves(node.adacheck_record), [*extra, *passed]]
+
+
+def _same(a: PyTree, b: PyTree) -> bool:
+    ours, theirs = jax.tree.leaves(a), jax.tree.leaves(b)
+    return len(ours) == len(theirs) and all(map(operator.is_, ours, theirs))
+
+
+def _signature(leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array):
+        return (leaf.shape, leaf.dtype, leaf.sharding)
+    spec = abstract(leaf)
+    return (spec.shape, spec.dtype, None)
+
+
+def _raw_spec(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.eval_shape(transfer.raw, leaf) if transfer.is_key(leaf) else abstract(leaf)
+
+
+def _unshared(*lists: list[Any]) -> list[list[Any]]:
+    """Plain leaves that may be donated: a buffer that occurs twice is copied."""
+    seen: set[int] = set()
+
+    def own(leaf: Any) -> Any:
+        leaf = transfer.raw(leaf)
+        if id(leaf) in seen:
+            return jnp.copy(leaf)
+        seen.add(id(leaf))
+        return leaf
+
+    return [[own(leaf) for leaf in each] for each in lists]
+
+
+def _keyed(old: Any, new: Any) -> Any:
+    """The new leaf, a typed key where the former one was."""
+    if not transfer.is_key(old):
+        return new
+    return jax.random.wrap_key_data(new, impl=jax.random.key_impl(old))

@@ -1,0 +1,197 @@
+"""Update programs from files that anyone may have written: parsed apart, and refused unless pure.
+
+A crafted program can end the process that parses it: :mod:`adacheck_jax.update.vet_program` parses
+it first, in a process of its own. What this process exported itself needs none, and the same bytes
+are parsed there once a process. A program that parses is run only if it computes and does nothing
+else: StableHLO can call into whatever is registered in the process (Python callbacks are such
+custom calls), read and write channels to the host, and more with every release; so operations are
+allowed by name, and any other is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+
+import jax.export
+from jax.interpreters import mlir
+from jaxlib.mlir import ir
+
+from adacheck_jax.errors import FormatError
+
+_log = logging.getLogger(__name__)
+
+_SCRIPT = Path(__file__).with_name("vet_program.py")
+_TIMEOUT_S = 60.0
+_lock = threading.Lock()
+_verdicts: dict[str, Future[str]] = {}
+"""By digest of the bytes, why they cannot be parsed; empty where they can."""
+
+_STABLEHLO = """
+    abs add and atan2 bitcast_convert broadcast_in_dim case cbrt ceil cholesky clamp compare
+    complex composite concatenate constant convert convolution cosine count_leading_zeros
+    divide dot_general dynamic_slice dynamic_update_slice exponential exponential_minus_one
+    fft floor gather if imag iota is_finite log log_plus_one logistic map maximum minimum
+    multiply negate not optimization_barrier or pad popcnt power real reduce
+    reduce_precision reduce_window remainder reshape return reverse rng_bit_generator
+    round_nearest_afz round_nearest_even rsqrt scatter select select_and_scatter shift_left
+    shift_right_arithmetic shift_right_logical sign sine slice sort sqrt subtract tan tanh
+    transpose triangular_solve while xor
+"""
+_COLLECTIVES = """
+    all_gather all_reduce all_to_all collective_permute partition_id reduce_scatter
+"""  # among the devices that run the program, where an update has a shard_map
+_SHARDY = "manual_computation mesh reshard return sharding_constraint sharding_group"
+_CHLO = """
+    acos acosh asin asinh atan atanh bessel_i1e broadcast_add broadcast_compare
+    broadcast_select conj constant cosh digamma erf erf_inv erfc is_inf is_neg_inf
+    is_pos_inf lgamma next_after polygamma ragged_dot sinh square tan top_k zeta
+"""
+OPERATIONS = frozenset(
+    ["builtin.module", "func.func", "func.call", "func.return", "stablehlo.custom_call"]
+    + [f"stablehlo.{name}" for name in (_STABLEHLO + _COLLECTIVES).split()]
+    + [f"chlo.{name}" for name in _CHLO.split()]
+    + [f"sdy.{name}" for name in _SHARDY.split()]
+)
+"""Names of the operations that an update may consist of."""
+
+_ROUTINES = {
+    "lapack": "geqrf gehrd gees geev gesdd getrf gtsv potrf trsm",
+    "cusolver": "geqrf gesvd gesvdj getrf orgqr potrf syevd sytrd",
+    "hipsolver": "geqrf gesdd gesvd gesvdj getrf orgqr potrf syevd",
+}
+CUSTOM_CALLS = frozenset(
+    ["Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape"]
+    + ["Eigh", "Qr", "ProductOfElementaryHouseholderReflectors", "LuDecomposition", "ApproxTopK"]
+    + ["cu_threefry2x32_ffi", "hip_threefry2x32_ffi", "cusparse_gtsv2_ffi"]
+    + ["cu_lu_pivots_to_permutation", "hip_lu_pivots_to_permutation"]
+    + [f"lapack_{t}{name}_ffi" for t in "sdcz" for name in _ROUTINES["lapack"].split()]
+    + [f"lapack_{t}{name}_ffi" for t in "sd" for name in ("orgqr", "syevd", "sytrd")]
+    + [f"lapack_{t}{name}_ffi" for t in "cz" for name in ("ungqr", "heevd", "hetrd")]
+    + [f"cusolver_{name}_ffi" for name in _ROUTINES["cusolver"].split()]
+    + [f"hipsolver_{name}_ffi" for name in _ROUTINES["hipsolver"].split()]
+)
+"""Targets of custom calls that an update may make: linear algebra, random bits and shardings.
+
+Of those that ``jax.export`` lets through by itself these are the pure ones. Left out are kernels
+whose code is part of the program (Pallas for TPU and GPU, Triton), TensorFlow functions, buffers
+that are not initialized, and placement in host memory.
+"""
+
+
+def trust(data: bytes) -> None:
+    """Notes a program that was made here."""
+    verdict: Future[str] = Future()
+    verdict.set_result("")
+    with _lock:
+        _verdicts.setdefault(_digest(data), verdict)
+
+
+def begin_parsing(data: bytes) -> None:
+    """Starts to parse a program in the background, ahead of :func:`check_parses`."""
+    digest = _digest(data)
+    with _lock:
+        if digest in _verdicts:
+            return
+        verdict = _verdicts[digest] = Future()
+    try:
+        module = jax.export.deserialize(bytearray(data)).mlir_module_serialized
+    except Exception:  # in Python, and harmless: whoever loads it will tell
+        verdict.set_result("")
+        return
+    # A daemon: whoever ends meanwhile need not wait for it.
+    thread = threading.Thread(target=_vet, args=(module, verdict), daemon=True, name="vetting")
+    thread.start()
+
+
+def check_parses(data: bytes, where: str) -> None:
+    """Waits until it is known that a program can be parsed.
+
+    Args:
+        data: the serialized program.
+        where: the file, for the message.
+
+    Raises:
+        FormatError: it ended the process that parsed it, or took too long.
+    """
+    begin(data)
+    verdict = _verdicts[_digest(data)].result()
+    if verdict:
+        raise FormatError(
+            f"{where}: expected a program that can be parsed, found one that {verdict}: it was "
+            "made to do so, since its digest is the manifest's. Do not trust this checkpoint."
+        )
+
+
+def _vet(module: bytes, verdict: Future[str]) -> None:
+    try:
+        verdict.set_result(_tried(module))
+    except BaseException as error:
+        verdict.set_exception(error)
+
+
+def _tried(module: bytes) -> str:
+    command = [sys.executable, "-P", str(_SCRIPT)]
+    try:
+        done = subprocess.run(
+            command, input=module, capture_output=True, timeout=_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"takes the parser more than {_TIMEOUT_S:.0f} seconds"
+    except OSError as error:  # no interpreter, or no further process
+        _log.warning("An update program is parsed without a process of its own: %s", error)
+        return ""
+    if done.returncode > 0:
+        _log.warning(
+            "An update program is parsed without a process of its own, which failed: %s",
+            done.stderr.decode(errors="replace")[-500:],
+        )
+    return f"ends the parser by signal {-done.returncode}" if done.returncode < 0 else ""
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def check_operations(exported: jax.export.Exported, where: str) -> None:
+    """Refuses a program that may do anything else than compute.
+
+    Args:
+        exported: as ``jax.export.deserialize`` gives it; its program is not parsed yet.
+        where: the file, for the message.
+
+    Raises:
+        FormatError: names what the program would do.
+    """
+    effects = [*exported.ordered_effects, *exported.unordered_effects]
+    if effects or exported.disabled_safety_checks:
+        raise _refusal(where, [*map(str, effects), *map(str, exported.disabled_safety_checks)])
+    foreign: dict[str, None] = {}
+
+    def look(operation: ir.Operation) -> ir.WalkResult:
+        if operation.name not in OPERATIONS:
+            foreign[operation.name] = None
+        elif operation.name == "stablehlo.custom_call":
+            target = ir.StringAttr(operation.attributes["call_target_name"]).value
+            if target not in CUSTOM_CALLS:
+                foreign[f"custom_call @{target}"] = None
+        return ir.WalkResult.ADVANCE
+
+    with mlir.make_ir_context():
+        ir.Module.parse(exported.mlir_module()).operation.walk(look)
+    if foreign:
+        raise _refusal(where, [*foreign])
+
+
+def _refusal(where: str, found: list[str]) -> FormatError:
+    shown = ", ".join(each[:100] for each in found[:5])
+    return FormatError(
+        f"{where}: expected an update that only computes, found {shown}: it is not run, since a "
+        "file may come from anyone. Give AdaCheckHandler the Recorder that the optimizer was built "
+        "with, which replays without the file, or restore a base step."
+    )

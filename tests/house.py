@@ -1,0 +1,140 @@
+"""The plan of the house: which room may know which, and the tables of BUILD.md drawn from it.
+
+``python -m tests.house`` writes the picture and the tables anew; a test fails while they differ.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "adacheck_jax"
+BUILD = ROOT / "BUILD.md"
+FACADE = "adacheck_jax"
+"""The package itself: it gives the public names, and a module that uses it uses them alone."""
+
+MAY_IMPORT = {
+    "errors": (),
+    "format": ("errors",),
+    "device": ("errors", "format"),
+    "store": ("errors", "format"),
+    "update": ("errors", "format", "device"),
+    "save": ("errors", "format", "device", "store", "update"),
+    "restore": ("errors", "format", "device", "store", "update"),
+    "adapter": ("errors", "format", "device", "store", "update", "save", "restore"),
+    "tools": ("errors", "format", "device", "store", "update", "restore", "adapter"),
+    "cli": ("errors", "format", "device", "store", "update", "adapter", "tools", FACADE),
+}
+"""Rooms, lowest first, and the rooms that each may import: a design decision, made here."""
+
+MAY_USE = {
+    "device": {"jax"},
+    "store": {"tensorstore"},
+    "update": {"jax"},
+    "save": {"jax"},
+    "restore": {"jax"},
+    "adapter": {"jax", "orbax"},
+    "tools": {"jax"},
+    "cli": {"jax", "orbax"},
+}
+"""The large packages from outside that a room may import."""
+
+OUTSIDE = {"jax": "jax", "jaxlib": "jax", "orbax": "orbax", "tensorstore": "tensorstore"}
+LARGEST_ROOM = 12
+
+
+def modules() -> dict[str, Path]:
+    """Module names, relative to the package, and their files; without the rooms' docstrings."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path.name != "__init__.py":
+            found[".".join(path.relative_to(PACKAGE).with_suffix("").parts)] = path
+    return found
+
+
+def room_of(module: str) -> str:
+    """The room that a module lies in."""
+    return module.split(".", maxsplit=1)[0]
+
+
+def imports_of(path: Path) -> tuple[set[str], set[str]]:
+    """The package's modules, and the outside packages, that a file imports anywhere."""
+    inside, outside = set(), set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        for target in _targets(node):
+            first, _, rest = target.partition(".")
+            if first == PACKAGE.name:
+                inside.add(_module_of(rest))
+            elif first in OUTSIDE:
+                outside.add(OUTSIDE[first])
+    return inside, outside
+
+
+def _targets(node: ast.AST) -> list[str]:
+    """Dotted names that one import statement takes."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        assert not node.level, "imports are absolute here"
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    return []
+
+
+def _module_of(dotted: str) -> str:
+    """The longest part of a dotted name that is a module; the facade if none is."""
+    parts = dotted.split(".")
+    while parts and ".".join(parts) not in MODULES:
+        parts.pop()
+    return ".".join(parts) or FACADE
+
+
+MODULES = modules()
+IMPORTS = {name: imports_of(path) for name, path in MODULES.items()}
+
+
+def purpose_of(path: Path) -> str:
+    """First sentence of a module's docstring, as the tables give it."""
+    text = ast.get_docstring(ast.parse(path.read_text())) or ""
+    first = " ".join(text.split("\n\n")[0].split())
+    return re.sub(r":\w+:`~?(?:[\w.]+\.)?(\w+)`", r"`\1`", first).replace("``", "`").rstrip(".")
+
+
+def picture() -> str:
+    """The rooms and their arrows in Mermaid; an arrow that others imply is left out."""
+    lines = ["```mermaid", "flowchart BT"]
+    for room, below in MAY_IMPORT.items():
+        direct = [b for b in below if not any(b in MAY_IMPORT.get(other, ()) for other in below)]
+        lines += [f"    {room} --> {b}" for b in direct if b != FACADE]
+    return "\n".join([*lines, "```"])
+
+
+def tables() -> str:
+    """One table a room: its modules, their purpose, and the modules that each imports."""
+    parts = [picture()]
+    for room in MAY_IMPORT:
+        package = PACKAGE / room / "__init__.py"
+        title = purpose_of(package if package.exists() else MODULES[room])
+        parts.append(f"### `{room}`: {title[0].lower()}{title[1:]}")
+        rows = ["| module | purpose | imports |", "|---|---|---|"]
+        for name, path in MODULES.items():
+            if room_of(name) == room:
+                inside, outside = IMPORTS[name]
+                own = sorted(x.removeprefix(f"{room}.") for x in inside if room_of(x) == room)
+                others = sorted(x for x in inside if room_of(x) != room)
+                shown = ", ".join(f"`{x}`" for x in [*own, *others, *sorted(outside)]) or "–"
+                short = name.removeprefix(f"{room}.")
+                rows.append(f"| `{short}` | {purpose_of(path)} | {shown} |")
+        parts.append("\n".join(rows))
+    return "\n\n".join(parts)
+
+
+def drawn(text: str) -> str:
+    """BUILD.md with the picture and the tables as they are now."""
+    pattern = r"(<!-- house -->\n).*(<!-- /house -->)"
+    return re.sub(pattern, lambda m: f"{m[1]}\n{tables()}\n\n{m[2]}", text, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    BUILD.write_text(drawn(BUILD.read_text()))
