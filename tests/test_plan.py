@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from adacheck_jax.cli.main import main
+from adacheck_jax.cli import main
 from adacheck_jax.tools.plan import RedundancyReport
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "plan_llama.py"

@@ -210,9 +210,8 @@ def export(
         for each in dict.fromkeys((here, *platforms)):
             try:
                 exported = jax.export.export(jitted, platforms=(each,))(*arguments, switches)
-                untrusted.check_operations(
-                    exported, f"the update for {each}"
-                )  # or no restore would run it
+                # What is refused here no restore would run.
+                untrusted.check_operations(exported, f"the update for {each}")
             except Exception as error:
                 if each == here:
                     raise

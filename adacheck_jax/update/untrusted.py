@@ -119,7 +119,7 @@ def check_parses(data: bytes, where: str) -> None:
     Raises:
         FormatError: it ended the process that parsed it, or took too long.
     """
-    begin(data)
+    begin_parsing(data)
     verdict = _verdicts[_digest(data)].result()
     if verdict:
         raise FormatError(
