@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import numpy as np
@@ -44,9 +44,9 @@ from adacheck_jax.format.manifest import BaseManifest, DeltaManifest
 from adacheck_jax.format.roots import Place
 from adacheck_jax.restore import restorer
 from adacheck_jax.save.commit import Save
-from adacheck_jax.save.exported_update import Check
-from adacheck_jax.save.policy import Delta
-from adacheck_jax.save.saver import Destination, Saver
+from adacheck_jax.save.options import Check, Delta, Options
+from adacheck_jax.save.saver import Saver
+from adacheck_jax.save.share import Destination
 from adacheck_jax.store.base_writer import Name, chunk_shape
 from adacheck_jax.store.compression import Compression
 from adacheck_jax.store.retention import KeepLineage
@@ -82,8 +82,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             works.
         max_deltas: longest lineage. A restore replays at most this many updates.
         delta: ``"auto"`` replays updates, and where that is not exact stores the bit-pattern
-            difference of every leaf to the step before. ``"replay"`` saves bases there.
-            ``"bits"`` always stores differences; it needs no recorder, saves any pytree, and pays
+            difference of every leaf to the step before. ``"bits"`` always stores differences; it needs no recorder, saves any pytree, and pays
             where few bits change, as in bfloat16 weights at small learning rates. Differences keep
             a host copy of the last saved state.
         params_path: leaf path of the trained params in the state, such as ``"params"``; needed
@@ -107,19 +106,12 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             step as one of them has it; ``"raise"`` refuses
             it with a :class:`ReplicaError`, at the next save or wait where saves are asynchronous;
             ``"off"`` does not look. Each device reads what it holds once, as for any fingerprint.
-        returns_early: a base's save returns while the state is still on its way to the host, so
-            that this overlaps the next step's forward and backward pass. The training loop then has
-            to call :meth:`wait_until_staged` before the update that donates the state, or changes
-            it in place. Otherwise ``save`` returns when that is safe.
-        run_bytes: host memory that each process may take, about, for steps that were recorded
-            (:meth:`record_step`). While they are written it takes as much again, and what is
-            recorded meanwhile.
 
     Attributes:
         restored: what the last restore gave; None before it.
 
     Raises:
-        ValueError: ``max_deltas`` or ``run_bytes`` is negative, or ``delta``, ``check``,
+        ValueError: ``max_deltas`` is negative, or ``delta``, ``check``,
             ``compression`` or ``check_replicas`` is none of these.
         RecorderError: there is no recorder in what was given as one.
     """
@@ -140,40 +132,11 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         check: Check = "sample",
         compression: Compression = "auto",
         check_replicas: replicas.Mode = "warn",
-        returns_early: bool = False,
-        run_bytes: int = 256 * 2**20,
     ) -> None:
-        for name, value in (
-            ("max_deltas", max_deltas),
-            ("run_bytes", run_bytes),
-        ):
-            if not isinstance(value, int) or value < 0:
-                raise ValueError(f"expected {name} to be an int >= 0, found {value!r}")
-        for name, choice, known in (
-            ("delta", delta, Delta),
-            ("check", check, Check),
-            ("compression", compression, Compression),
-            ("check_replicas", check_replicas, replicas.Mode),
-        ):
-            if choice not in get_args(known):
-                raise ValueError(
-                    f"expected {name} to be one of {get_args(known)}, found {choice!r}"
-                )
-        self._recorders = recorders_of(recorder)
-        self._params_path = params_path
-        self._keep_lineage = keep_lineage
-        self._new_saver = lambda: Saver(
-            self._recorders,
-            params_path,
-            max_deltas=max_deltas,
-            keep_lineage=keep_lineage,
-            delta=delta,
-            check=check,
-            compression=compression,
-            check_replicas=check_replicas,
-            returns_early=returns_early,
-            run_bytes=run_bytes,
+        self._options = Options(
+            max_deltas, params_path, keep_lineage, delta, check, compression, check_replicas
         )
+        self._recorders = recorders_of(recorder)
         self.restored: RestoreInfo | None = None
         # Managers, or one manager's saves and restores, may call from several threads.
         self._lock = threading.Lock()
@@ -244,18 +207,18 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         self, directory: epath.Path, begun: _Begun, stored: SaveArgs
     ) -> list[ocp.Future]:
         futures: list[ocp.Future] = []
+        names: dict[str, Name] = {}
         save, path = begun.save, _absolute(directory)
         if save.is_base:
             futures, begun.entries = await self._stock.write(
                 epath.Path(path), stored.state, stored.save_args, stored.custom_metadata
             )
-            assert save.base is not None
-            save.base.names = {
+            names = {
                 leaf.path: Name(entry.name, stored_dtype(leaf.dtype), entry.chunk_bytes)
-                for leaf in save.structure.leaves
+                for leaf in save.staged.structure.leaves
                 if (entry := begun.entries.get(leaf.path))
             }
-        written = _written(save, path)
+        written = _written(save, path, names)
         futures.append(CommitFutureAwaitingContractedSignals(written, name="adacheck_write"))
         return futures
 
@@ -283,8 +246,8 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         Returns:
             Whether it was recorded. If not, save this step: there is nothing yet that it could
             build on (no base; another tree or other shardings), it has to be stored in full, a
-            check found it wrong, or the recorded steps take up ``run_bytes`` or, with it,
-            ``max_deltas``. With several processes all get the same answer.
+            check found it wrong, the recorded steps take as much host memory as a base (or 256
+            MiB, if that is more), or the lineage would be longer than ``max_deltas``. With several processes all get the same answer.
 
         Raises:
             ValueError: the step is no step number, or comes before the last one, or the handler
@@ -299,22 +262,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
                 f"expected a handler that saves one line of steps, found {len(savers)}: it is not "
                 "known which of them this step belongs to. Use one handler for each."
             )
-        return bool(savers) and savers[0].record(state, step)
-
-    @jax_settings.own()
-    def wait_until_staged(self) -> None:
-        """Waits until every state that was saved may be donated, or changed in place.
-
-        Needed with ``returns_early`` alone, and then before each update that donates::
-
-            gradients = gradients_of(state, batch)  # while the last save is still reading the state
-            handler.wait_until_staged()
-            state = update(state, gradients)  # donates it
-        """
-        with self._lock:
-            savers = [*self._savers.values()]
-        for saver in savers:
-            saver.wait_until_staged()
+        return bool(savers) and savers[0].defer(state, step)
 
     def save(self, directory: epath.Path, args: SaveArgs) -> None:
         """Saves synchronously, also where an event loop is running; see :meth:`async_save`."""
@@ -335,16 +283,17 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
                 f"{directory}: expected to commit a save that this handler began, found none. "
                 "Call finalize once, on the handler that saved; nothing was committed."
             )
-        with storage_named(begun.save.final_directory), begun.save.committing(path):
+        with storage_named(begun.save.staged.destination.directory), begun.save.committing(path):
             self._commit(path, begun)
 
     def _commit(self, path: Path, begun: _Begun) -> None:
+        described: Mapping[str, str] = {}
         if begun.save.is_base:
-            leaves = {leaf.path: leaf for leaf in begun.save.structure.leaves}
+            leaves = {leaf.path: leaf for leaf in begun.save.staged.structure.leaves}
             entries = begun.entries.items()
             chunks = {each: chunk_shape(leaves[each], entry.chunk_bytes) for each, entry in entries}
-            begun.save.described = self._stock.finalize(epath.Path(path), begun.entries, chunks)
-        begun.save.commit(path)
+            described = self._stock.finalize(epath.Path(path), begun.entries, chunks)
+        begun.save.commit(path, described)
 
     @jax_settings.own()
     def restore(self, directory: epath.Path, args: RestoreArgs | None = None) -> PyTree:
@@ -467,7 +416,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
 
     def _read(self, path: Path, lineage: Lineage, args: RestoreArgs) -> _Read:
         """Reads the base of a lineage to where its updates are to be replayed."""
-        folds = restorer.Folds(self._recorders, self._params_path)
+        folds = restorer.Folds(self._recorders, self._options.params_path)
         folds.begin(lineage)
         damage = base_checkpoint.damaged_descriptions(lineage.base_directory, lineage.base)
         shardings_damage = damage.pop(manifests.SHARDINGS, None)
@@ -543,7 +492,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         """The saver of one line of steps; a handler may serve several items and managers."""
         with self._lock:
             if place.line not in self._savers:
-                self._savers[place.line] = self._new_saver()
+                self._savers[place.line] = Saver(self._recorders, self._options)
                 self._learn_parents(*place.line)
             return self._savers[place.line]
 
@@ -568,14 +517,14 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
 
     def _learn_parents(self, root: Path, item: str | None) -> None:
         """Tells the preservation policy about the steps that are on disk already."""
-        if self._keep_lineage is None:
+        if self._options.keep_lineage is None:
             return
         for step in roots.steps_of(root, item):
             if isinstance(step.manifest, DeltaManifest):
                 parent = roots.place_of(step.directory / step.manifest.parent.reference).step
                 number = roots.place_of(step.directory).step
                 if number is not None and parent is not None:
-                    self._keep_lineage.note(number, parent)
+                    self._options.keep_lineage.note(number, parent)
 
 
 @dataclass(slots=True)
@@ -741,11 +690,11 @@ def _place_while_saved(directory: Path) -> Place:
     return roots.place_of(directory)
 
 
-async def _written(save: Save, directory: Path) -> None:
+async def _written(save: Save, directory: Path, names: Mapping[str, Name]) -> None:
     if roots.is_written_in_place(directory):
         durable.write(directory / IN_PLACE, b"")  # before anything else: see is_committed
     with jax_settings.own():  # nothing is awaited meanwhile
-        save.write(directory)
+        save.write(directory, names)
 
 
 def _json_copy(metadata: Any) -> Any:

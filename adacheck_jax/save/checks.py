@@ -29,7 +29,7 @@ import numpy as np
 
 from adacheck_jax.device import fingerprint, jax_settings, transfer
 from adacheck_jax.device.fingerprint import Summing, words_of
-from adacheck_jax.save.exported_update import Engine, Program
+from adacheck_jax.save.exported_update import Engine, ExportedUpdate
 from adacheck_jax.save.snapshot import Structure
 from adacheck_jax.update import replay
 from adacheck_jax.update.pieces import Pieces
@@ -112,7 +112,7 @@ class Checker(Protocol):
         ...
 
 
-def checker_of(structure: Structure, program: Program) -> Checker:
+def checker_of(structure: Structure, program: ExportedUpdate) -> Checker:
     """The checker of a structure; compiles in the background."""
     if program.pieces is not None:
         return _Sampling(structure, program, program.pieces)
@@ -130,7 +130,7 @@ def _size(structure: Structure, index: int) -> int:
     return int(np.prod(structure.leaves[index].shape))
 
 
-def _compared(structure: Structure, program: Program) -> list[int]:
+def _compared(structure: Structure, program: ExportedUpdate) -> list[int]:
     """The leaves whose replay is relied on."""
     explained = (*structure.arguments[0], *structure.arguments[1])
     return [i for i in explained if i not in program.stored]
@@ -141,7 +141,7 @@ class _Sampling:
 
     engine: Engine = "sample"
 
-    def __init__(self, structure: Structure, program: Program, pieces: Pieces) -> None:
+    def __init__(self, structure: Structure, program: ExportedUpdate, pieces: Pieces) -> None:
         assert structure.sites is not None
         self._structure, self._sites, self._pieces = structure, structure.sites, pieces
         self._compared = frozenset(_compared(structure, program))
@@ -220,7 +220,7 @@ class _Following:
 
     engine: Engine = "full"
 
-    def __init__(self, structure: Structure, program: Program) -> None:
+    def __init__(self, structure: Structure, program: ExportedUpdate) -> None:
         self._structure, self._program = structure, program
         self._compared = frozenset(_compared(structure, program))
         self._fold: Any = None
@@ -376,7 +376,7 @@ class _Identity:
 
     engine: Engine = "identity"
 
-    def __init__(self, structure: Structure, program: Program) -> None:
+    def __init__(self, structure: Structure, program: ExportedUpdate) -> None:
         self.structure, self.program = structure, program
 
     @property

@@ -13,14 +13,13 @@ import jax
 import jax.numpy as jnp
 
 from adacheck_jax.format.manifest import Leaf
+from adacheck_jax.save.options import Check
 from adacheck_jax.save.snapshot import Structure
 from adacheck_jax.update import exactness, replay
 from adacheck_jax.update.exactness import Level
 from adacheck_jax.update.pieces import Pieces, UnevenError, row_of
 from adacheck_jax.update.recorder import Recorder
 
-Check = Literal["sample", "full"]
-"""Of a delta's replay, what is compared with the state before the delta is saved."""
 Engine = Literal["sample", "full", "identity"]
 """How it is compared: see :mod:`~adacheck_jax.save.checks`."""
 
@@ -32,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class ExportedUpdate:
     """The exported updates of a structure, and how exactly they can be replayed.
 
     Attributes:
@@ -71,7 +70,7 @@ class Program:
         return self.unreplayed.union(self.passed)
 
 
-class Programs:
+class ExportedUpdates:
     """The exported updates of the structures that are saved.
 
     Args:
@@ -79,16 +78,16 @@ class Programs:
     """
 
     def __init__(self, check: Check) -> None:
-        self._check: Check = check
-        self._known: dict[Any, Program] = {}
-        self._last: tuple[Structure, Any, Program] | None = None
+        self._check = check
+        self._known: dict[Any, ExportedUpdate] = {}
+        self._last: tuple[Structure, Any, ExportedUpdate] | None = None
         self._identity_fails = False
         self._said: set[str] = set()
 
-    def of(self, structure: Structure) -> Program:
+    def of(self, structure: Structure) -> ExportedUpdate:
         """The updates of a structure; exported once, since a lineage keeps its update."""
         if not structure.bindings:
-            return Program({}, {}, "no recorder")
+            return ExportedUpdate({}, {}, "no recorder")
         recorders = [each.recorder for each in structure.bindings]
         state = (
             self._identity_fails,
@@ -107,7 +106,7 @@ class Programs:
         """Checks no more by identity: the loop hands on other arrays than it got."""
         self._identity_fails = True
 
-    def _exported(self, structure: Structure, state: Any) -> Program:
+    def _exported(self, structure: Structure, state: Any) -> ExportedUpdate:
         arguments = structure.arguments
         specs = [[_abstract(structure.leaves[i]) for i in indices] for indices in arguments]
         # A binding holds its signature, so the id of one is not used again.
@@ -121,10 +120,10 @@ class Programs:
             self._known[key] = self._export(structure, specs)
         return self._known[key]
 
-    def _export(self, structure: Structure, specs: list[list[Any]]) -> Program:
+    def _export(self, structure: Structure, specs: list[list[Any]]) -> ExportedUpdate:
         recorders = [each.recorder for each in structure.bindings]
         if reasons := [each.unreplayable for each in recorders if each.unreplayable]:
-            return Program({}, {}, reasons[0])
+            return ExportedUpdate({}, {}, reasons[0])
         try:
             function = replay.joint_function(structure.bindings)
             program = self._classify(structure, function, specs)
@@ -132,7 +131,7 @@ class Programs:
                 return program
             files = replay.export(function, specs, replay.switches(len(recorders)))
         except Exception as error:
-            return Program({}, {}, f"the update cannot be exported: {error}")
+            return ExportedUpdate({}, {}, f"the update cannot be exported: {error}")
         if program.engine != "sample":  # what a restore will run, and not what it was exported from
             function = replay.from_bytes(files[replay.platform()])
         digests = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
@@ -140,7 +139,7 @@ class Programs:
 
     def _classify(
         self, structure: Structure, function: replay.UpdateFunction, specs: list[list[Any]]
-    ) -> Program:
+    ) -> ExportedUpdate:
         """How exactly each leaf can be replayed, and how that is checked."""
         recorders = [each.recorder for each in structure.bindings]
         leaves = structure.leaves
@@ -158,7 +157,7 @@ class Programs:
             unreplayed.update(reducing)
             problem = _not_exact([leaves[i].path for i in reducing], found.primitives)
             if unreplayed.issuperset(arrays):  # replay would leave nothing but counters
-                return Program({}, {}, problem, reducing)
+                return ExportedUpdate({}, {}, problem, reducing)
             self._say(problem)
         engine: Engine = "full"
         pieces: Pieces | None = None
@@ -179,10 +178,10 @@ class Programs:
                 unreplayed |= moved
                 problem = _not_sampled([leaves[i].path for i in sorted(moved)])
                 if unreplayed.issuperset(arrays):
-                    return Program({}, {}, problem, reducing)
+                    return ExportedUpdate({}, {}, problem, reducing)
                 self._say(problem)
         own = tuple(i for i in reducing if i not in unreplayed)
-        return Program(
+        return ExportedUpdate(
             *({}, {}, "", own, passed, frozenset(unreplayed), pinned and not own),
             *(engine, pieces if engine == "sample" else None, function),
         )

@@ -1,0 +1,582 @@
+"""Every decision of a save, taken once: a pure function of what is known about state and parent.
+
+:func:`plan` answers for a save, :func:`plan_deferred` for a step that stays in memory until the
+next save. Neither looks at a disk or waits for a device. Where the update counters are still being
+computed, :func:`speculate` assumes one update, and :meth:`SavePlan.check` gives the plan that holds
+once they are known.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from adacheck_jax.errors import AdaCheckError
+from adacheck_jax.format.lineage import Lineage
+from adacheck_jax.format.manifest import BaseManifest
+from adacheck_jax.save.exported_update import ExportedUpdate
+from adacheck_jax.save.options import Options
+from adacheck_jax.save.snapshot import Structure
+from adacheck_jax.update import replay
+
+Counts = tuple[int, ...]
+"""The update counter of each recorder in a state; none without a recorder."""
+
+Kind = Literal["base", "replay", "bits"]
+"""A full state; what the updates since the parent consumed; differences from the parent's bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The kind of a save.
+
+    Attributes:
+        kind: base, replayed delta, or delta of bits.
+        reason: an explanation for the log and the manifest.
+        updates: positions of the recorders whose update, one since the parent, is replayed.
+        is_planned: True if a user who knows the handler's options expects it.
+    """
+
+    kind: Kind
+    reason: str
+    updates: tuple[int, ...] = ()
+    is_planned: bool = True
+
+    @property
+    def is_base(self) -> bool:
+        """True if the full state is written."""
+        return self.kind == "base"
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Facts about the step that the next one would follow.
+
+    Attributes:
+        step: step number.
+        depth: number of deltas between its base and it.
+        counts: update counters of its state; None while they are still being computed.
+        lineage: the saved step on the disk that it is, or is deferred behind; None where there is
+            none to build on.
+        deferred_count: number of deferred steps between that saved step and the next one.
+        saved: the facts that only a step saved by this process has; None for a restored one.
+        has_witness: True if an update of its state can be checked.
+        copied: leaves of which host copies are kept.
+    """
+
+    step: int
+    depth: int
+    counts: Counts | None
+    lineage: Lineage | None
+    deferred_count: int
+    saved: SavedFacts | None
+    has_witness: bool
+    copied: Collection[int]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedFacts:
+    """Facts about a step that this process saved.
+
+    Attributes:
+        step: step number.
+        structure: structure of its state.
+        kind: kind of its save.
+        interval: steps between its own parent and it.
+        replayable: True if no leaf of an update was stored in another data type.
+        follows_saved: True if it has a parent on the disk.
+        failure: the step is known not to have been saved.
+    """
+
+    step: int
+    structure: Structure
+    kind: Kind
+    interval: int
+    replayable: bool
+    follows_saved: bool
+    failure: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """A state to save, and all that a plan may know about it.
+
+    Attributes:
+        step: step number; None if neither the caller nor the directory gives it.
+        structure: structure of the state.
+        update: its exported update.
+        counts: update counters; None while they are still being computed.
+        replayable: True if no leaf of an update is stored in another data type.
+        distrusted: leaves whose replay was found wrong in a way that a sample may miss.
+        parent: the step that a delta would follow; None for none.
+        is_only: True if no other step could be followed instead.
+        is_first: True if nothing was saved or restored before.
+        keeps_ancestors: True if the steps that a delta builds on live as long as it does.
+        process_count: number of processes that save together.
+        is_checker_ready: True if a check would not wait for a compiler.
+    """
+
+    step: int | None
+    structure: Structure
+    update: ExportedUpdate
+    counts: Counts | None
+    replayable: bool
+    distrusted: frozenset[int]
+    parent: Facts | None
+    is_only: bool
+    is_first: bool
+    keeps_ancestors: bool
+    process_count: int
+    is_checker_ready: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """A save, decided.
+
+    Attributes:
+        step: step number.
+        decision: kind of the save.
+        counts: update counters of the state; None in a speculative plan.
+        structure: structure of the state.
+        update: its exported update.
+        stored: leaves that are written, unless they turn out to be the parent's.
+        kept: leaves of which the next save needs host copies.
+        unreplayed: leaves that the update computes and that are stored nevertheless.
+        unchanged: leaves that must have the parent's bits: neither stored nor computed.
+        is_whole: True for a delta of bits that compares with nothing.
+        has_witness: True if an update onto this state could be replayed and checked.
+        given_up: reason why deferred steps are given up; empty if they are saved too.
+        notices: messages for the user, each told once a run.
+    """
+
+    step: int
+    decision: Decision
+    counts: Counts | None
+    structure: Structure
+    update: ExportedUpdate
+    stored: tuple[int, ...]
+    kept: tuple[int, ...]
+    unreplayed: frozenset[int] = frozenset()
+    unchanged: tuple[int, ...] = ()
+    is_whole: bool = False
+    has_witness: bool = False
+    given_up: str = ""
+    notices: tuple[str, ...] = ()
+
+    @property
+    def is_base(self) -> bool:
+        """True if the full state is written."""
+        return self.decision.is_base
+
+    @property
+    def is_replayed(self) -> bool:
+        """True if an update is replayed at restore, and has to be checked."""
+        return self.decision.kind == "replay"
+
+    @property
+    def is_speculative(self) -> bool:
+        """True if the update counters are not known yet."""
+        return self.counts is None
+
+    @property
+    def checked_by(self) -> str:
+        """Engine that compares the replay with the state; ``"stored"`` if nothing is replayed."""
+        return self.update.engine if self.decision.updates else "stored"
+
+    def check(self, counts: Counts, before: Counts, before_step: int) -> SavePlan:
+        """The plan that holds once the counters of a speculative one are known.
+
+        Args:
+            counts: update counters of the state.
+            before: update counters of the step before.
+            before_step: number of the step before.
+
+        Raises:
+            AdaCheckError: a recorder made another number of updates than one or none.
+        """
+        if self.counts is not None:
+            return self
+        updates = advanced(before, counts)
+        if updates is None:
+            raise AdaCheckError(
+                f"expected one update since step {before_step}, as between the steps before; but "
+                f"the update counter went from {shown(before)} to {shown(counts)}: not one update. "
+                "A save does not wait for a step that is still computed, and so this was found "
+                "when a full state could not be had any more. The step is not saved; the next one "
+                "will be a base."
+            )
+        decision = Decision("replay", _described(updates), updates)
+        stored = self.stored
+        if len(updates) < len(counts):
+            wanted = _stored(self.structure, decision, self.update, self.unreplayed)
+            stored = tuple(i for i in wanted if i in frozenset(stored))
+        return dataclasses.replace(
+            self,
+            decision=decision,
+            counts=counts,
+            stored=stored,
+            unchanged=_unchanged(self.structure, stored, updates),
+        )
+
+
+def advanced(before: Counts, after: Counts) -> tuple[int, ...] | None:
+    """The recorders that made one update between two states; None if one made another number."""
+    steps = [b - a for a, b in zip(before, after, strict=True)]
+    if not {0, 1}.issuperset(steps):
+        return None
+    return tuple(k for k, step in enumerate(steps) if step)
+
+
+def shown(counts: Counts) -> str:
+    """Counters in a message."""
+    return " and ".join(map(str, counts))
+
+
+def plan(situation: Situation, options: Options) -> SavePlan:
+    """Plans a save whose update counters are known.
+
+    Args:
+        situation: the state and the step that it would follow.
+        options: the caller's choices.
+    """
+    return _with_deferred(situation, _decided(situation, situation.counts or (), options), options)
+
+
+def speculate(situation: Situation, options: Options) -> SavePlan | None:
+    """Plans a delta of one update, if all that is known without the counters speaks for it.
+
+    Saves that are as far apart as the last two were lie one update apart, or none, if those did; so
+    do a save and a step that was deferred before.
+
+    Args:
+        situation: the state, whose update counters are still being computed.
+        options: the caller's choices.
+
+    Returns:
+        The plan; None if the counters have to be known first.
+    """
+    parent, update = situation.parent, situation.update
+    if situation.step is None or parent is None or parent.saved is None or not situation.is_only:
+        return None
+    saved, lineage = parent.saved, parent.lineage
+    if saved.structure is not situation.structure or not parent.has_witness:
+        return None
+    goes_on = (
+        saved.kind == "replay"
+        and saved.follows_saved
+        and situation.step - saved.step == saved.interval
+    )
+    if (
+        not (goes_on or parent.deferred_count)
+        or not situation.replayable
+        or update.engine == "identity"  # which has nothing to wait for
+        or not update.files
+        or not situation.is_checker_ready
+        or lineage is None
+        or lineage.problem
+        or parent.depth >= options.max_deltas
+    ):
+        return None
+    return _planned(situation, _one_update(situation.structure, "one update"), options)
+
+
+def plan_deferred(situation: Situation, options: Options) -> SavePlan | str:
+    """Plans a step that stays in memory until the next save.
+
+    All processes have to answer alike, so the facts are those alone that all of them know.
+
+    Returns:
+        The plan; or the reason why the step has to be saved instead.
+    """
+    structure, update, parent = situation.structure, situation.update, situation.parent
+    if parent is None or situation.step is None:
+        return "there is nothing yet to build on"
+    saved, lineage = parent.saved, parent.lineage
+    if not replays(update, options, replayable=saved is None or saved.replayable):
+        return update.problem or "the step has to be stored in full"
+    if saved is not None:
+        if structure is not saved.structure:
+            return "the state has another tree or other shardings than the step before"
+        if saved.kind == "bits":
+            return "the step before was stored as differences"
+    elif lineage is None or not _fits(lineage, structure, update):
+        return "the restored step has another tree, update, or other shardings"
+    if not parent.has_witness:
+        return "the step before is not known well enough to check the update"
+    if parent.depth + 2 > options.max_deltas:
+        return f"the lineage would be longer than max_deltas={options.max_deltas}"
+    if not situation.keeps_ancestors:
+        return "nothing keeps the steps that it builds on"
+    if saved is not None and saved.failure and situation.process_count == 1:
+        return f"step {saved.step}, which it would follow, was not saved"
+    return _planned(situation, _one_update(structure, "deferred"), options)
+
+
+def as_base(situation: Situation, decision: Decision, options: Options) -> SavePlan:
+    """The plan of a base where a check found that no delta can be.
+
+    Args:
+        situation: as of the plan that was checked.
+        decision: the base, with its reason.
+        options: the caller's choices.
+    """
+    return _with_deferred(situation, (decision, ()), options)
+
+
+def with_wrong(
+    planned: SavePlan, situation: Situation, wrong: frozenset[int], options: Options
+) -> SavePlan:
+    """The plan of a delta that stores the leaves which replay was found to get wrong.
+
+    Args:
+        planned: the plan that was checked.
+        situation: as of that plan.
+        wrong: leaves that differ from the state.
+        options: the caller's choices.
+    """
+    return _planned(situation, planned.decision, options, wrong=wrong, notices=planned.notices)
+
+
+def known_unreplayed(situation: Situation) -> frozenset[int]:
+    """The leaves that the update computes, and that are stored since replay is not relied on."""
+    return (situation.update.unreplayed | situation.distrusted) & situation.structure.computed
+
+
+def unplanned(reason: str) -> Decision:
+    """A base that is written because no delta can be."""
+    return Decision("base", reason, is_planned=False)
+
+
+def _one_update(structure: Structure, reason: str) -> Decision:
+    return Decision("replay", reason, tuple(range(len(structure.bindings))))
+
+
+def _described(updates: tuple[int, ...]) -> str:
+    return {0: "no update", 1: "one update"}.get(len(updates), f"{len(updates)} updates")
+
+
+def replays(update: ExportedUpdate, options: Options, *, replayable: bool = True) -> bool:
+    """True if updates may be replayed onto a step.
+
+    Args:
+        update: the exported update.
+        options: the caller's choices.
+        replayable: True if no leaf of an update is stored in another data type.
+    """
+    return bool(update.files) and replayable and options.delta != "bits" and options.max_deltas > 0
+
+
+def _decided(
+    situation: Situation, counts: Counts, options: Options
+) -> tuple[Decision, tuple[str, ...]]:
+    """Base, replayed delta or differences, and notices to the user."""
+    structure, update, parent = situation.structure, situation.update, situation.parent
+    if not situation.replayable and options.delta != "bits":
+        return _bases_only("save_args cast leaves that the update consumes or computes")
+    notices: tuple[str, ...] = ()
+    if update.problem and structure.bindings and options.delta != "bits":
+        notices = (f"Saving bit-pattern deltas: {update.problem}.",)
+    decision = _by_counters(situation, counts, options)
+    if decision.is_base or parent is None or parent.lineage is None:
+        return decision, notices
+    base = parent.lineage.base
+    if base.leaves != structure.leaves:
+        return unplanned(_first_difference(base, structure)), notices
+    if not situation.keeps_ancestors:
+        base_only, notice = _bases_only(
+            "the file system has no hard links, and the handler has no KeepLineage policy that "
+            "would keep the steps that deltas refer to (AdaCheckHandler(keep_lineage=...))"
+        )
+        return base_only, notices + notice
+    if decision.kind == "bits":
+        decision = _checked_bits(decision, parent, parent.lineage, situation, options)
+    else:
+        decision = _checked_replay(decision, base, structure, update)
+    if not decision.is_base and parent.deferred_count and not situation.is_only:
+        decision = Decision("base", "another step was restored meanwhile")
+    if decision.kind == "replay" and not parent.has_witness:
+        decision = Decision("base", "the step before is not known here well enough to check")
+    return decision, notices
+
+
+def _bases_only(reason: str) -> tuple[Decision, tuple[str, ...]]:
+    return Decision("base", reason), (f"Saving bases only: {reason}.",)
+
+
+def _by_counters(situation: Situation, counts: Counts, options: Options) -> Decision:
+    """The decision by step, counters and length of the lineage.
+
+    A counter that skipped means that records were missed, so a base is due where updates are
+    replayed.
+    """
+    parent = situation.parent
+    if options.delta != "bits" and not counts:
+        return Decision("base", "no recorder")
+    if parent is None or parent.lineage is None:
+        reason = "no parent step to build on"
+        return Decision("base", reason, is_planned=situation.is_first)
+    step = _number(situation)
+    if step <= parent.step:
+        return unplanned(f"step {step} does not follow step {parent.step}")
+    depth, most = parent.depth, options.max_deltas
+    if depth >= most:
+        return Decision("base", f"the lineage is full ({depth} of max_deltas={most})")
+    if options.delta == "bits":
+        return Decision("bits", "as the handler was told")
+    before = parent.counts
+    if parent.lineage.base.update is None or not before or len(before) != len(counts):
+        return unplanned("the base has no update program to replay")
+    if parent.lineage.problem:
+        return Decision("bits", parent.lineage.problem)
+    updates = advanced(before, counts)
+    if updates is None:
+        return unplanned(
+            f"the update counter went from {shown(before)} to {shown(counts)}: not one update"
+        )
+    return Decision("replay", _described(updates), updates)
+
+
+def _number(situation: Situation) -> int:
+    """The step's number: the caller's, else the first counter, else 0."""
+    if situation.step is not None:
+        return situation.step
+    return situation.counts[0] if situation.counts else 0
+
+
+def _checked_bits(
+    decision: Decision,
+    parent: Facts,
+    lineage: Lineage,
+    situation: Situation,
+    options: Options,
+) -> Decision:
+    if options.delta == "auto" and lineage.problem and not situation.update.problem:
+        return Decision("base", "updates can be replayed from here on")
+    if len(parent.copied) < len(situation.structure.leaves):
+        return Decision("base", f"step {lineage.manifest.step} is not in host memory")
+    return decision
+
+
+def _checked_replay(
+    decision: Decision, base: BaseManifest, structure: Structure, update: ExportedUpdate
+) -> Decision:
+    if not update.files:
+        return unplanned(update.problem)
+    saved = base.update
+    if saved is None or update.digest != saved.programs.get(replay.platform()):
+        return unplanned("the update program changed")
+    if saved.reducing and saved.placement != structure.placement:
+        # Cut alike, but added up in another order: a restore replays where the base lay.
+        return unplanned("the mesh changed, and the update adds up elements")
+    return decision
+
+
+def _fits(lineage: Lineage, structure: Structure, update: ExportedUpdate) -> bool:
+    """True if an update of a structure can be replayed onto a restored step."""
+    saved = lineage.base.update
+    return (
+        saved is not None
+        and not lineage.problem
+        and lineage.base.leaves == structure.leaves
+        and update.digest == saved.programs.get(replay.platform())
+        and (not saved.reducing or saved.placement == structure.placement)
+    )
+
+
+def _with_deferred(
+    situation: Situation, decided: tuple[Decision, tuple[str, ...]], options: Options
+) -> SavePlan:
+    """The plan of a decision; a base gives way to a delta of the whole state behind deferred steps.
+
+    A base has no room for deferred steps, a delta has room for all of a state.
+    """
+    (decision, notices), parent = decided, situation.parent
+    if not decision.is_base or parent is None or not parent.deferred_count:
+        return _planned(situation, decision, options, notices=notices)
+    if parent.lineage is None or parent.lineage.base.leaves != situation.structure.leaves:
+        made = _planned(situation, decision, options, notices=notices)
+        return dataclasses.replace(made, given_up=decision.reason)
+    reason = f"{decision.reason}, and {parent.deferred_count} deferred steps are saved with it"
+    made = _planned(situation, Decision("bits", reason), options, notices=notices)
+    return dataclasses.replace(made, is_whole=True)
+
+
+def _planned(
+    situation: Situation,
+    decision: Decision,
+    options: Options,
+    *,
+    wrong: frozenset[int] = frozenset(),
+    notices: tuple[str, ...] = (),
+) -> SavePlan:
+    """A plan with all that follows from its decision."""
+    structure, update = situation.structure, situation.update
+    unreplayed = known_unreplayed(situation) | (wrong & structure.computed)
+    stored = _stored(structure, decision, update, unreplayed | wrong)
+    may_follow = replays(update, options, replayable=situation.replayable)
+    told: frozenset[int] = frozenset()
+    unchanged: tuple[int, ...] = ()
+    if decision.kind == "replay":
+        # Several processes may not have found the same leaves wrong.
+        told = unreplayed if situation.process_count == 1 else update.unreplayed
+        unchanged = _unchanged(structure, stored, decision.updates)
+    return SavePlan(
+        step=_number(situation),
+        decision=decision,
+        counts=situation.counts,
+        structure=structure,
+        update=update,
+        stored=stored,
+        kept=_kept(situation, options, unreplayed, may_follow),
+        unreplayed=told,
+        unchanged=unchanged,
+        has_witness=may_follow,
+        notices=notices,
+    )
+
+
+def _kept(
+    situation: Situation, options: Options, unreplayed: frozenset[int], may_follow: bool
+) -> tuple[int, ...]:
+    """The leaves of which the next save needs this state's bits."""
+    structure = situation.structure
+    if not options.max_deltas:
+        return ()
+    if may_follow:
+        return _stored(structure, Decision("replay", ""), situation.update, unreplayed)
+    follows_bits = options.delta == "bits" or (situation.replayable and bool(structure.bindings))
+    return tuple(range(len(structure.leaves))) if follows_bits else ()
+
+
+def _stored(
+    structure: Structure, decision: Decision, update: ExportedUpdate, wrong: Collection[int]
+) -> tuple[int, ...]:
+    """The leaves that a save stores: a delta those alone that it would not have without it."""
+    every = range(len(structure.leaves))
+    if decision.kind != "replay":
+        return tuple(every)
+    replayed = structure.computed - update.stored - frozenset(wrong)
+    # Without an update the record is the parent's, and so it is none of the next one's business.
+    idle = structure.consumed - structure.consumed_by(decision.updates)
+    return tuple(i for i in every if i in wrong or not (i in replayed or i in idle))
+
+
+def _unchanged(
+    structure: Structure, stored: Collection[int], updates: Sequence[int]
+) -> tuple[int, ...]:
+    touched = structure.computed_by(updates).union(stored)
+    return tuple(i for i in range(len(structure.leaves)) if i not in touched)
+
+
+def _first_difference(base: BaseManifest, structure: Structure) -> str:
+    if len(base.leaves) != len(structure.leaves):
+        return f"the state has {len(structure.leaves)} leaves, the base {len(base.leaves)}"
+    old, new = next((a, b) for a, b in zip(base.leaves, structure.leaves, strict=True) if a != b)
+    if old.path != new.path:
+        return f"the tree changed: {new.path} where {old.path} was"
+    if old.description != new.description:
+        return f"{new.path} changed from {old.description} to {new.description}"
+    return f"the sharding of {new.path} changed"

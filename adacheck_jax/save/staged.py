@@ -1,0 +1,319 @@
+"""One step on its way from the devices to the disk: copies of its state, and its check."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from adacheck_jax.device import fingerprint, transfer
+from adacheck_jax.device.transfer import Joined, Staged
+from adacheck_jax.errors import AdaCheckError, ReplayError
+from adacheck_jax.format.boxes import Blocks
+from adacheck_jax.format.lineage import Lineage
+from adacheck_jax.save.checks import Check, Checker, Findings, State, Witness
+from adacheck_jax.save.plan import Counts, SavePlan, shown
+from adacheck_jax.save.snapshot import Snapshot, Structure
+from adacheck_jax.store.delta_writer import DeltaShare
+
+NOTHING: Mapping[int, Blocks] = {}
+"""Copies of no leaf."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostCopies:
+    """Copies of a state; some of them are perhaps still on their way.
+
+    Attributes:
+        staged: this process's boxes of the leaves that the save stores or keeps.
+        kept: those of them that the next save will compare with.
+        fingerprints: the fingerprints, perhaps still being computed.
+        counters: the update counters, by leaf index, of a speculative plan.
+        waiting: transfers that read the state until they are done.
+    """
+
+    staged: Joined
+    kept: Mapping[int, Blocks]
+    fingerprints: fingerprint.Parts
+    counters: Mapping[int, Any]
+    waiting: list[Staged | fingerprint.Parts]
+
+    def wait(self) -> None:
+        """Waits until the state may be donated."""
+        while self.waiting:
+            self.waiting[-1].wait()
+            self.waiting.pop()
+
+
+def take_copies(snapshot: Snapshot, plan: SavePlan, *, every_replica: bool) -> HostCopies:
+    """Takes all that a save needs of a state; it may be donated after :meth:`HostCopies.wait`.
+
+    Of a speculative plan nothing waits for the running step: what is still being computed, or lies
+    on an accelerator, is copied there first.
+
+    Args:
+        snapshot: the state.
+        plan: the plan of its save.
+        every_replica: True if replicas are fingerprinted too.
+    """
+    structure, arrays = snapshot.structure, dict(enumerate(snapshot.arrays))
+    summing = structure.summing(snapshot.arrays)
+    counters = structure.counts if plan.is_speculative else ()
+    # One program makes the copies of all processes; on CPU devices each would make its own.
+    owned = plan.is_speculative and (
+        jax.process_count() == 1 or any(map(transfer.on_accelerator, snapshot.arrays))
+    )
+    if owned:
+        copied = {*plan.stored, *plan.kept, *counters}
+        copied |= {i for i in arrays if i not in summing.placed}
+        arrays |= transfer.copies({i: arrays[i] for i in copied})
+    kept = frozenset(plan.kept)
+    groups = [plan.kept, tuple(i for i in plan.stored if i not in kept)]
+    staged = [Staged({i: arrays[i] for i in each}, structure.picks) for each in groups]
+    if not owned:  # all transfers are started before the first is awaited
+        for each in staged:
+            each.begin()
+    joined = Joined({i: group for group in staged for i in group})
+    fingerprints = fingerprint.Parts(
+        arrays,
+        structure.picks,
+        structure.whole_picks,
+        every_replica=every_replica,
+        staged=joined,
+        owned=owned,
+        summing=summing,
+    )
+    values = {i: arrays[i] if owned else np.array(arrays[i]) for i in counters}
+    waiting = [] if owned else [*staged, fingerprints]
+    return HostCopies(joined, staged[0], fingerprints, values, waiting)
+
+
+def copies_of_restored(
+    restored: Lineage, leaves: Sequence[Any], kept: Collection[int] | None
+) -> Mapping[int, Blocks]:
+    """Copies of a restored state that the first save after it may be stored as differences from.
+
+    Args:
+        restored: the step's lineage.
+        leaves: its leaves; None for one that was left out.
+        kept: indices of the leaves to copy; None for all.
+    """
+    specs, process = restored.base.leaves, jax.process_index()
+    plain = {i: transfer.raw(leaf) for i, leaf in enumerate(leaves) if leaf is not None}
+    boxes = {i: specs[i].boxes_of(process) for i in plain if kept is None or i in kept}
+    picks = {i: transfer.picks_of(plain[i], wanted) for i, wanted in boxes.items()}
+    picks = {i: found for i, found in picks.items() if len(found) == len(boxes[i])}
+    return transfer.stage({i: plain[i] for i in picks}, picks)
+
+
+def comparable(copies: Mapping[int, Blocks], plan: SavePlan) -> Mapping[int, Blocks]:
+    """The parent's leaves from which differences may be stored.
+
+    A record is read by itself. Of a leaf that is replayed elsewhere one process may store its boxes
+    and another not: then all of them have to do without what was there before.
+
+    Args:
+        copies: host copies of the parent's leaves.
+        plan: the plan of the step that is stored.
+    """
+    if plan.is_base or plan.is_whole:
+        return NOTHING
+    if plan.decision.kind == "bits" or not copies:
+        return copies
+    without = plan.structure.consumed
+    if jax.process_count() > 1:
+        without |= plan.structure.computed
+    return Joined({i: copies for i in copies if i not in without})  # perhaps still on their way
+
+
+class StagedStep:
+    """A planned step, with the copies of its state that are written.
+
+    A speculative plan is settled, and a replay compared with the state, when the devices have
+    computed the state: by a background thread, and by whoever needs to know.
+
+    Args:
+        plan: the plan of the step; perhaps speculative.
+        label: name of the step in messages of background checks.
+        fingerprints: fingerprints of its state, perhaps still being computed.
+        delta: copies of what a delta stores; None for a base.
+        local: copies of the leaves that every process has for itself.
+        counters: arrays of the update counters, by leaf index; needed by a speculative plan alone.
+        parent: number and update counters of a step before that was restored, or is on the disk.
+        before: the step before, if it is on its way too: it is settled and checked first.
+        again: the same step, if it was deferred before it is saved.
+    """
+
+    def __init__(
+        self,
+        plan: SavePlan,
+        label: str,
+        fingerprints: fingerprint.Parts,
+        delta: DeltaShare | None,
+        local: Mapping[int, Blocks],
+        *,
+        counters: Mapping[int, Any],
+        parent: tuple[int, Counts] | None,
+        before: StagedStep | None,
+        again: StagedStep | None,
+    ) -> None:
+        self._plan, self.label = plan, label
+        self.fingerprints, self.delta, self.local = fingerprints, delta, local
+        self._counters = counters
+        self._check: Check | None = None
+        self._parent, self._before, self._again = parent, before, again
+        self._sums: dict[int, int] = {}
+        self._is_released = False
+        self._refused: AdaCheckError | None = None
+        self._copy_lock = threading.Lock()
+        self._plan_lock = threading.RLock()
+        self._check_lock = threading.RLock()
+
+    def begin_check(self, checker: Checker, before: Witness, arrays: Sequence[Any]) -> Witness:
+        """Takes what comparing the replay with the state needs; :meth:`verify` does that.
+
+        Args:
+            checker: checker of the state's structure.
+            before: witness of the step before.
+            arrays: arrays of the state; they may be donated afterwards.
+
+        Returns:
+            The witness of this state.
+        """
+        self._check = checker.begin(before, State(arrays, self.step, self.sums))
+        return self._check.witness
+
+    @property
+    def step(self) -> int:
+        """Step number."""
+        return self._plan.step
+
+    @property
+    def plan(self) -> SavePlan:
+        """The plan as far as it is known; see :meth:`settled`."""
+        return self._plan
+
+    @property
+    def refused(self) -> AdaCheckError | None:
+        """Reason why the step cannot be saved, once a check has found one."""
+        return self._refused
+
+    def counts(self) -> Counts:
+        """Update counters of the state; waits for them."""
+        if self._plan.counts is not None:
+            return self._plan.counts
+        indices = self._plan.structure.counts
+        return tuple(int(np.asarray(self._counters[i])) for i in indices)
+
+    def settled(self) -> SavePlan:
+        """The plan that holds; waits for the update counters.
+
+        Raises:
+            AdaCheckError: a recorder made another number of updates than one or none.
+        """
+        with self._plan_lock:
+            if not self._plan.is_speculative:
+                return self._plan
+            counts, again, before = self.counts(), self._again, self._before
+            if again is not None and again.counts() != counts:
+                raise self._named(
+                    f"expected step {self.step} as it was recorded, with {shown(again.counts())} "
+                    f"updates; found {shown(counts)}. The step is not saved. Give record_step the "
+                    "numbers of the steps, as the manager counts them."
+                )
+            parent = (before.step, before.counts()) if before is not None else self._parent
+            if self._is_released or parent is None:
+                raise self._named(f"step {self.step} was given up before it was written")
+            try:
+                self._plan = self._plan.check(counts, parent[1], parent[0])
+            except AdaCheckError as error:
+                raise self._named(str(error)) from error
+            return self._plan
+
+    def _named(self, message: str) -> AdaCheckError:
+        return AdaCheckError(f"{self.label}: {message}")
+
+    def verify(self) -> None:
+        """Compares the replay with the state, after that of the step before; once.
+
+        Raises:
+            AdaCheckError: as from :meth:`settled`; raised at every call.
+            ReplayError: replay gives something else, and the state is gone.
+        """
+        with self._check_lock:
+            if self._check is not None and self._refused is None:
+                if self._before is not None:
+                    with contextlib.suppress(AdaCheckError):  # raised by the save of that step
+                        self._before.verify()
+                try:
+                    self._compare(self._check, self.settled())
+                except AdaCheckError as error:
+                    self._refused = error
+            self._check = self._before = None
+            if self._refused is not None:
+                raise self._refused
+
+    def _compare(self, check: Check, plan: SavePlan) -> None:
+        found = check.findings(plan.decision.updates)
+        if wrong := [i for i in found if i not in plan.unreplayed]:
+            raise ReplayError(
+                f"{self.label}: step {self.step}: {told(plan.structure, wrong)}. This was found "
+                "after the save had returned, when the state could not be had any more: the step "
+                f"is not saved. {CAUSES} From now on each save is checked before it returns, and "
+                "stores what replay does not reproduce."
+            )
+
+    def drain(self) -> None:
+        """Copies to the host what is stored, and sums up fingerprints; waits for the devices."""
+        self.bring()
+        self.sums()
+
+    def bring(self) -> None:
+        """Copies to the host what a delta stores."""
+        with self._copy_lock:
+            if (delta := self.delta) is not None:  # a save may let go of it meanwhile
+                for index in delta.blocks:
+                    _ = delta.blocks[index]
+
+    def sums(self) -> Mapping[int, int]:
+        """This process's contribution to the fingerprint of each leaf; waits for the devices."""
+        with self._copy_lock:
+            if not self._sums:
+                self._sums |= self.fingerprints.sums()
+            return self._sums
+
+    def take_delta(self) -> DeltaShare:
+        """Hands over the copies of a delta, so that they live no longer than its packing."""
+        delta, self.delta = self.delta, None
+        if delta is None:
+            raise AdaCheckError(f"step {self.step} was given up before it was written")
+        return delta
+
+    def release(self) -> None:
+        """Lets go of all copies of the state."""
+        self.delta, self.local, self._is_released = None, {}, True
+        self._check = self._before = self._again = None
+
+
+CAUSES = (
+    "Look for: params or optimizer state edited by hand, rolled back or swapped between the update "
+    "and the save; a transformation or projection after the Recorder; another optimizer than the "
+    "handler's recorder; arithmetic that is not pinned (pin=False)."
+)
+
+
+def told(structure: Structure, wrong: Collection[int] | Findings) -> str:
+    """Names of the leaves that replay gets wrong, in a message."""
+    paths = [structure.leaves[i].path for i in wrong]
+    few = ", ".join(paths[:5]) + (", ..." if len(paths) > 5 else "")
+    return f"replaying the update does not give the state that was trained, in {few}"
+
+
+def are_ready(values: Mapping[int, Any]) -> bool:
+    """True if no device is computing any of the values."""
+    return all(map(transfer.is_ready, values.values()))
