@@ -46,6 +46,7 @@ def kinds_of(root):
 BASE_AND_DELTAS = [(1, BaseManifest), (2, DeltaManifest), (3, DeltaManifest)]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("options", [BY_MODE, by_class()], ids=["mode", "class"])
 def test_steps_are_deltas_under_their_numbers(tmp_path, options):
     run, saved = saved_run(tmp_path, **options)
@@ -93,6 +94,7 @@ def test_a_checkpointer_of_its_own(tmp_path):
     assert_same_bits(state, saved)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("lost", [[MARK], [f"default/{MARK}", MARK]])
 def test_a_step_whose_save_was_killed_does_not_exist(tmp_path, lost):
     run, saved = saved_run(tmp_path)

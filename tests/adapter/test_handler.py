@@ -30,6 +30,7 @@ def kinds_of(root: Path) -> dict[int, str]:
     return {s.step: type(s.manifest).__name__[:-8].lower() for s in roots.steps_of(root)}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("form", RUNS)
 @pytest.mark.parametrize("save_mesh", [(4, 2), (2, 2)])
 def test_every_step_restores_bit_exact_on_every_mesh(tmp_path, form, save_mesh):
@@ -49,6 +50,7 @@ def test_every_step_restores_bit_exact_on_every_mesh(tmp_path, form, save_mesh):
                     assert leaf.sharding == wanted.sharding
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", ["adamw", "lion", "sgd", "schedule"])
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
 def test_element_wise_optimizers_are_exact_on_other_meshes(tmp_path, name, dtype):
@@ -195,6 +197,7 @@ class TestDecisions:
             manager.wait_until_finished()
         assert kinds_of(tmp_path)[3] == "base"
 
+    @pytest.mark.slow
     def test_a_changed_update_program_makes_a_base(self, tmp_path):
         run = support.dict_run(mesh_of((4, 2)), optax.adamw(1e-2))
         with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
@@ -473,6 +476,7 @@ class TestLikeStandard:
             assert leaf.format == wanted.format
 
 
+@pytest.mark.slow
 def test_stock_orbax_reads_a_base_where_this_library_cannot_be_imported(tmp_path):
     run = support.linen_run(mesh_of((4, 2)))
     with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:

@@ -41,6 +41,7 @@ def test_one_handler_serves_two_items_of_a_step(tmp_path):
             assert_same_bits(manager.restore(2, args=args)[name], host_copy(run.state))
 
 
+@pytest.mark.slow
 def test_one_handler_serves_two_managers_at_once(tmp_path):
     run = support.dict_run(mesh_of((2, 2)))
     handler = adacheck.AdaCheckHandler(run.recorder)
@@ -95,6 +96,7 @@ def test_the_steps_number_is_in_the_steps_own_name(tmp_path):
     assert is_delta(tmp_path / "run_3" / "step_2")
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("options", [{"step_prefix": "ckpt"}, {"step_format_fixed_length": 6}])
 def test_a_managers_own_names_for_steps(tmp_path, options):
     run = support.dict_run(mesh_of((2, 2)))
@@ -152,6 +154,7 @@ def test_deleting_the_parent_while_a_delta_is_saved(tmp_path):
         assert_same_bits(manager.restore(3, args=target), saved[3])
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     "metadata", [{2: "a", 10: "b"}, {"nested": {1: [1, 2]}}, [1], "text", None]
 )
@@ -195,6 +198,7 @@ def simple_run(params, tx):
     return support.Run(recorder, state, step)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     "params",
     [

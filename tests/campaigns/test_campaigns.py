@@ -37,6 +37,7 @@ def test_a_case_is_read_as_it_was_written(tmp_path):
     assert [(x.dtype, x.tolist()) for x in found] == [(x.dtype, x.tolist()) for x in arrays]
 
 
+@pytest.mark.slow
 def test_every_saved_step_of_a_few_runs_is_restored():
     found = list(training.campaign(SEEDS, devices=1, options=[]))
     assert [each["seed"] for each in found] == [*SEEDS]

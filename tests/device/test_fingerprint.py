@@ -102,6 +102,7 @@ def assert_engines_agree(arrays, dtype, engine):
     assert of_arrays(on_device) == [fingerprint.of_block(array) for array in arrays]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS, *SMALL_FLOATS])
 def test_host_and_device_agree_on_every_data_type(dtype, engine):
     arrays = [random_bits(shape, dtype) for shape in [(), (0,), (3, 500)]]
@@ -213,6 +214,7 @@ def test_a_view_that_is_not_contiguous_has_the_value_of_its_copy():
         assert fingerprint.of_block(view) == fingerprint.of_block(view.copy(order="C"))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize(
     ("mesh_shape", "specs"),

@@ -62,6 +62,7 @@ SHARDINGS = [
 ]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("mesh_shape", "spec"), SHARDINGS, ids=str)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_one_bit_is_found_whichever_replica_has_it(engine, mesh_shape, spec, axis_type):
@@ -87,6 +88,7 @@ def test_one_bit_is_found_whichever_replica_has_it(engine, mesh_shape, spec, axi
         assert report.replicated_box_count == 2 * len(set(boxes))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_bit_is_found_in_every_data_type(engine, dtype):
     with jax.enable_x64(True):
@@ -149,6 +151,7 @@ def random_state(seed):
     return state
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("seed", range(20))
 def test_two_hundred_random_shardings_raise_no_alarm(seed):
     state = random_state(seed)
@@ -159,6 +162,7 @@ def test_two_hundred_random_shardings_raise_no_alarm(seed):
     assert "all equal" in str(report)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("seed", range(4))
 def test_random_shardings_raise_no_alarm_by_the_device_engine(seed, monkeypatch):
     monkeypatch.setattr(fingerprint, "hashes_on_device", lambda x: isinstance(x, jax.Array))
@@ -261,6 +265,7 @@ def warnings_in(caplog):
     return [record.getMessage() for record in caplog.records if record.name == name]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
 def test_a_manager_warns_once_and_saves(tmp_path, caplog, engine, asynchronous):
     run = support.dict_run(support.mesh_of((4, 2)))
@@ -287,6 +292,7 @@ def test_a_manager_warns_once_and_saves(tmp_path, caplog, engine, asynchronous):
             support.assert_same_bits(manager.restore(step, args=target), expected)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
 @pytest.mark.parametrize("first", [True, False], ids=["base", "delta"])
 def test_a_manager_refuses_a_step_whose_replicas_differ(tmp_path, caplog, asynchronous, first):
@@ -312,6 +318,7 @@ def test_a_manager_refuses_a_step_whose_replicas_differ(tmp_path, caplog, asynch
     assert warnings_in(caplog) == []
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("device", range(8))
 def test_a_base_of_differing_replicas_is_restored_as_one_of_them(tmp_path, caplog, device):
     good = jax.device_put(jnp.arange(64.0), NamedSharding(mesh_of((8,)), P()))
@@ -403,6 +410,7 @@ def test_processes_compare_one_sum_a_box(monkeypatch):
     assert [each.box.start for each in found({(3, 4), (0, 8)})] == [(4,), (8,)]
 
 
+@pytest.mark.slow
 def test_two_processes_name_the_one_whose_replica_differs(tmp_path):
     launch("warn", 2, tmp_path / "run", tmp_path / "out", 4, "tests.device.replica_worker")
     first, second = (json.loads((tmp_path / f"out-{process}.json").read_text()) for process in "01")
@@ -415,6 +423,7 @@ def test_two_processes_name_the_one_whose_replica_differs(tmp_path):
     assert first["steps"] == second["steps"] == [1, 2]
 
 
+@pytest.mark.slow
 def test_two_processes_both_refuse_the_step(tmp_path):
     """Neither is left waiting for the other."""
     launch("raise", 2, tmp_path / "run", tmp_path / "out", 4, "tests.device.replica_worker")

@@ -104,6 +104,7 @@ def fail_item(patch, name):
         patch.setattr(ocp.JsonCheckpointHandler, "async_save", async_save)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("failing", "max_deltas", "kinds", "again"),
     [
@@ -140,6 +141,7 @@ def test_an_item_that_fails_takes_the_step_and_no_other(
     pair.assert_exact(tmp_path)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("max_deltas", [20, 0], ids=["delta", "base"])
 def test_a_step_is_saved_again_while_its_first_attempt_is_being_written(
     tmp_path, monkeypatch, max_deltas
@@ -292,6 +294,7 @@ def test_one_handler_serves_the_managers_of_several_threads(tmp_path, restless):
             assert kinds == [*"BDDDDD"]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("fails", [False, True])
 def test_several_threads_wait_for_one_save(tmp_path, monkeypatch, fails):
     run, go_on = new_run(), threading.Event()
@@ -336,6 +339,7 @@ def work(mode, processes, root, out, devices):
     return told(out, processes)
 
 
+@pytest.mark.slow
 def test_a_run_of_two_processes_is_preempted_while_it_saves(tmp_path):
     """One of them is told; both save the step that they agree on, and leave."""
     root, out = tmp_path / "run", tmp_path / "out"
@@ -358,6 +362,7 @@ def test_a_run_of_two_processes_is_preempted_while_it_saves(tmp_path):
     assert [each.step for each in roots.steps_of(root)] == list(range(1, step + 1))
 
 
+@pytest.mark.slow
 def test_both_processes_tell_which_one_could_not_write(tmp_path):
     summaries = work("failing", 2, tmp_path / "run", tmp_path / "out", 2)
     for index, summary in enumerate(summaries):

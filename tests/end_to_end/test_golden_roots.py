@@ -63,6 +63,7 @@ def bits_of(state, *, of_version_6=False):
     return np.concatenate([np.asarray(x).reshape(-1).view(np.uint32) for x in kept])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("with_recorder", [True, False], ids=["recorder", "no recorder"])
 @pytest.mark.parametrize("name", [CLAMPED, REPLAYED])
 def test_every_step_of_version_6_is_restored(v6, name, with_recorder):

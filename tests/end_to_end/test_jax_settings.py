@@ -72,6 +72,7 @@ class Training:
         return {**on_mesh, "rest": rest}
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("name", "delta"), [*((name, "auto") for name in SETTINGS), ("jax_transfer_guard", "bits")]
 )

@@ -72,6 +72,7 @@ def test_the_processes_share_the_writing(run_of_two):
     assert owners == {0, 1}
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("processes", "devices"), [(1, 4), (1, 8), (4, 2)])
 def test_another_number_of_processes_restores_the_same_bits(run_of_two, processes, devices):
     out = run_of_two / f"restored-by-{processes}x{devices}"
@@ -81,12 +82,14 @@ def test_another_number_of_processes_restores_the_same_bits(run_of_two, processe
         assert restored == leaves(run_of_two / f"out-saved{step}.npz")
 
 
+@pytest.mark.slow
 def test_a_lineage_goes_on_after_a_restart_of_all_processes(run_of_two):
     launch("resume", 2, run_of_two / "run", run_of_two / "resumed", devices=2)
     kinds = [type(step.manifest) for step in roots.steps_of(run_of_two / "run")]
     assert kinds == [manifest.BaseManifest] + [manifest.DeltaManifest] * 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "kinds", "has_update"),
     [("bits", "BDD", [False, False]), ("projected", "BDD", [True, True])],
@@ -115,6 +118,7 @@ def test_several_processes_save_differences(tmp_path, mode, kinds, has_update):
             assert restored == leaves(tmp_path / f"out-saved{step}.npz")
 
 
+@pytest.mark.slow
 def test_a_process_that_owns_no_scalar_checks_its_share(tmp_path):
     launch("no-scalars", 2, tmp_path / "run", tmp_path / "out", devices=2)
     found = [step.manifest for step in roots.steps_of(tmp_path / "run")]

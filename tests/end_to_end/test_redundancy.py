@@ -60,6 +60,7 @@ def names(pairs, leaves):
     return {leaves[a].path: b for a, b in pairs}
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("sharding", [CUT, WHOLE], ids=["cut", "whole"])
 def test_three_equal_leaves_cost_one_and_stock_orbax_reads_all(tmp_path, sharding):
     one = {"a": jax.device_put(noise(1), sharding)}
@@ -131,6 +132,7 @@ edits = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(
     deadline=None,
     max_examples=12,
@@ -232,6 +234,7 @@ def test_a_frozen_leaf_that_thaws_is_written_again(tmp_path):
             support.assert_same_bits(manager.restore(step, args=target), expected)
 
 
+@pytest.mark.slow
 def test_frozen_leaves_survive_a_restart_of_the_trainer(tmp_path):
     recorder, state, advance = frozen_run()
     target = adacheck.RestoreArgs(support.abstract(state))
@@ -277,6 +280,7 @@ def test_without_hard_links_every_base_is_whole(tmp_path, monkeypatch):
     assert new_bytes(tmp_path, 1) > 512 * 256 * 4
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("compression", ["auto", "none"])
 def test_experts_without_tokens_and_rows_without_gradient_cost_nothing(tmp_path, compression):
     """Expert 0 alone gets gradients, and 1 row in 64 of the embedding."""
@@ -311,6 +315,7 @@ def test_experts_without_tokens_and_rows_without_gradient_cost_nothing(tmp_path,
         support.assert_same_bits(restored(tmp_path, step, state), saved[step])
 
 
+@pytest.mark.slow
 def test_real_gradients_compress(tmp_path):
     """bfloat16 noise of several scales, as gradients are; and nothing is lost."""
     sizes = {}
@@ -359,6 +364,7 @@ def test_a_file_with_very_many_links_is_written_again(tmp_path, monkeypatch):
     assert [base_of(tmp_path, step).kept for step in (1, 2)] == [((0, 0),), ()]
 
 
+@pytest.mark.slow
 def test_processes_write_once_what_each_has_for_itself(tmp_path):
     launch("equal", 4, tmp_path / "run", tmp_path / "out", 2, "tests.end_to_end.local_worker")
     base = base_of(tmp_path / "run", 1)
@@ -374,6 +380,7 @@ def test_processes_write_once_what_each_has_for_itself(tmp_path):
     ] * 4
 
 
+@pytest.mark.slow
 def test_processes_that_differ_in_what_each_has_for_itself_are_told(tmp_path):
     launch("unequal", 2, tmp_path / "run", tmp_path / "out", 2, "tests.end_to_end.local_worker")
     for process in range(2):

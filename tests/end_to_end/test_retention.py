@@ -36,6 +36,7 @@ def restore_all(root: Path, run: support.Run, saved: dict) -> list[int]:
     return steps
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("options", "kept"),
     [
@@ -116,6 +117,7 @@ class TestReferences:
         # Bases are 1 and 5: the two latest steps, and what they build on.
         assert restore_all(tmp_path, run, saved) == [5, 6, 7]
 
+    @pytest.mark.slow
     def test_keep_lineage_knows_the_steps_of_an_earlier_process(self, tmp_path):
         run = support.dict_run(mesh_of((4, 2)))
         for _ in range(2):

@@ -136,6 +136,7 @@ def assert_restores(root: Path, gan: Gan, saved: Any, handler: Any, meshes: Any)
                 assert_same_bits(restored, bits)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("shape", [(1, 1), (4, 2)])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_step_of_a_gan_is_a_delta_and_restores_exactly(tmp_path, name, shape):
@@ -146,6 +147,7 @@ def test_every_step_of_a_gan_is_a_delta_and_restores_exactly(tmp_path, name, sha
     assert_restores(tmp_path, gan, saved, adacheck.AdaCheckHandler(), [(1, 1), (4, 2)])
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_what_an_update_computes_is_replayed_and_not_stored(tmp_path, name):
     gan, schedule = Gan(mesh_of((1, 1))), SCHEDULES[name]
@@ -172,6 +174,7 @@ def test_a_step_in_which_neither_is_updated_is_a_delta_too(tmp_path):
     assert_restores(tmp_path, gan, saved, adacheck.AdaCheckHandler(), [(1, 1)])
 
 
+@pytest.mark.slow
 def test_two_updates_of_one_model_between_two_saves_make_a_base(tmp_path):
     gan = Gan(mesh_of((1, 1)))
     with manager_of(tmp_path, adacheck.AdaCheckHandler([gan.rec_g, gan.rec_d])) as manager:
@@ -212,6 +215,7 @@ def test_twins_ask_for_a_mapping_before_anything_is_written(tmp_path):
     assert kinds_of(tmp_path) == {}
 
 
+@pytest.mark.slow
 def test_twins_are_told_apart_by_a_mapping(tmp_path):
     gan = twins(mesh_of((4, 2)))
     mapping = {"gen/opt_state": gan.rec_g, "disc": gan.chain_d}
@@ -221,6 +225,7 @@ def test_twins_are_told_apart_by_a_mapping(tmp_path):
     assert_restores(tmp_path, gan, saved, adacheck.AdaCheckHandler(), [(4, 2), (1, 1)])
 
 
+@pytest.mark.slow
 def test_one_recorder_serves_two_models(tmp_path):
     gan = twins(mesh_of((1, 1)))
     gan.rec_d, gan.chain_d = gan.rec_g, gan.chain_g

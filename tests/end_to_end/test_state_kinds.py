@@ -121,15 +121,6 @@ def differing_paths(root: Path, restored: Any, expected: list[np.ndarray]) -> li
     return [leaf.path for leaf, a, b in rows if described(a) != described(b)]
 
 
-@functools.cache
-def _initial_params() -> Any:
-    return jax.tree.map(np.array, support.initial_params())
-
-
-def initial_params() -> Any:
-    return jax.tree.map(jnp.array, _initial_params())
-
-
 def run_of(
     chain: optax.GradientTransformation,
     recorder: adacheck.Recorder,
@@ -149,7 +140,7 @@ def run_of(
         separate: whether the update is a program of its own.
         data_type: of the batches.
     """
-    params = initial_params() if params is None else params
+    params = support.initial_params() if params is None else params
     rest = rest or {}
     state = {"params": params, "opt_state": chain.init(params), "step": jnp.int32(0)}
     state |= {name: value for name, (value, _) in rest.items()}
@@ -250,12 +241,14 @@ def unreplayed(root: Path) -> list[tuple[int, ...]]:
     return [delta_of(root, step).unreplayed for step in range(2, STEPS + 1)]
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("name", ELEMENT_WISE)
 def test_an_element_wise_optimizer_in_a_fused_step_is_replayed(tmp_path, name):
     save_and_check(tmp_path, recorded_run(ELEMENT_WISE[name]()), "BRRRR")
     assert unreplayed(tmp_path) == [()] * (STEPS - 1)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", REDUCING)
 def test_what_comes_out_of_sums_in_a_fused_step_is_saved_as_differences(tmp_path, name):
     is_all = name == "clip"  # of the others some leaves are replayed
@@ -265,6 +258,7 @@ def test_what_comes_out_of_sums_in_a_fused_step_is_saved_as_differences(tmp_path
     assert others == [first] * (STEPS - 2)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", REDUCING)
 def test_an_optimizer_with_sums_in_a_program_of_its_own_is_replayed(tmp_path, name):
     save_and_check(tmp_path, recorded_run(REDUCING[name](), separate=True), "BRRRR")
@@ -294,6 +288,7 @@ def test_a_learning_rate_set_by_hand_is_stored_by_a_replayed_delta(tmp_path):
     assert_restores(tmp_path, saved, run.state, {SAVING: (3, 4), OTHER: (1, 4, 5)})
 
 
+@pytest.mark.slow
 def test_a_reduction_on_plateau_replays_from_the_recorded_loss(tmp_path):
     plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=2)
     recorder = adacheck.Recorder(
@@ -305,6 +300,7 @@ def test_a_reduction_on_plateau_replays_from_the_recorded_loss(tmp_path):
     assert run.state["opt_state"][1].adacheck_inner[1].scale < 1
 
 
+@pytest.mark.slow
 def test_steps_that_only_accumulate_gradients_are_deltas_without_an_update(tmp_path):
     """The compiler fuses the mean of the gradients into this update: that shows at the second."""
     recorder, chain = support.recorded()
@@ -316,6 +312,7 @@ def test_steps_that_only_accumulate_gradients_are_deltas_without_an_update(tmp_p
     assert_restores(tmp_path, saved, run.state, {SAVING: (1, 2, 3, 4, 5, 6), OTHER: (3, 4, 6)})
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_finite_is_replayed_as_it_was_rejected(tmp_path):
     run = recorded_run(optax.apply_if_finite(optax.adamw(1e-2), 3))
     train_step = run.train_step
@@ -330,6 +327,7 @@ def test_a_step_that_is_not_finite_is_replayed_as_it_was_rejected(tmp_path):
     assert run.state["opt_state"][1].adacheck_inner.total_notfinite == 1
 
 
+@pytest.mark.slow
 def test_lookahead_is_replayed_where_gradients_have_the_shape_of_its_params(tmp_path):
     """It takes gradients of the fast params alone; a Recorder takes one for each param."""
     inside = optax.lookahead(optax.adamw(1e-2), sync_period=2, slow_step_size=0.5)
@@ -338,7 +336,7 @@ def test_lookahead_is_replayed_where_gradients_have_the_shape_of_its_params(tmp_
         return inside.update(updates.fast, state, params)
 
     recorder, chain = support.recorded(optax.GradientTransformation(inside.init, update))
-    params = optax.LookaheadParams.init_synced(initial_params())
+    params = optax.LookaheadParams.init_synced(support.initial_params())
     params = jax.tree.map(jnp.copy, params)
     state = support.place({"params": params, "opt_state": chain.init(params)}, mesh_of(SAVING))
     shardings = jax.tree.map(lambda x: x.sharding, state)
@@ -368,15 +366,17 @@ def test_params_that_a_masked_recorder_does_not_see_are_stored_as_they_change(tm
 class TestBesideTheOptimizer:
     """Leaves that no update explains."""
 
+    @pytest.mark.first(1)
     @pytest.mark.parametrize("delta", ["auto", "bits"])
     def test_an_average_of_the_params_outside_of_the_optimizer(self, tmp_path, delta):
         follow = lambda old, params: optax.incremental_update(params, old, 0.1)  # noqa: E731
-        run = recorded_run(optax.adamw(1e-2), rest={"ema": (initial_params(), follow)})
+        run = recorded_run(optax.adamw(1e-2), rest={"ema": (support.initial_params(), follow)})
         expected = {"auto": "BRRRR", "bits": "BDDDD"}[delta]
         save_and_check(tmp_path, run, expected, params_path="params", delta=delta)
         for step in (2, STEPS):
             assert "ema/in/kernel" in stored_paths(tmp_path, step)
 
+    @pytest.mark.first(1)
     @pytest.mark.parametrize("delta", ["auto", "bits"])
     def test_frozen_leaves_are_in_no_delta(self, tmp_path, delta):
         frozen = {"kernel": jnp.ones((64, 32)), "table": jnp.arange(7), "key": jax.random.key(0)}
@@ -386,6 +386,7 @@ class TestBesideTheOptimizer:
         for step in range(2, STEPS + 1):
             assert not {p for p in stored_paths(tmp_path, step) if p.startswith("frozen/")}
 
+    @pytest.mark.first(1)
     @pytest.mark.parametrize("delta", ["auto", "bits"])
     def test_batch_statistics_and_dropout_keys(self, tmp_path, delta):
         run = support.nnx_run(mesh_of(SAVING))
@@ -410,11 +411,12 @@ def in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation
 class TestTypesOfParams:
     """Params that are not float32."""
 
+    @pytest.mark.first(1)
     @pytest.mark.parametrize(
         ("moments", "delta"), [("bfloat16", "auto"), ("float32", "auto"), ("float32", "bits")]
     )
     def test_bfloat16_params(self, tmp_path, moments, delta):
-        params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), initial_params())
+        params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), support.initial_params())
         tx = optax.adamw(1e-2)
         tx = in_float32(tx) if moments == "float32" else tx
         run = recorded_run(tx, params=params, data_type=jnp.bfloat16)
@@ -422,9 +424,10 @@ class TestTypesOfParams:
         assert {str(leaf.dtype) for leaf in inner} == {"int32", moments}
         save_and_check(tmp_path, run, {"auto": "BRRRR", "bits": "BDDDD"}[delta], delta=delta)
 
+    @pytest.mark.slow
     def test_float64_params(self, tmp_path):
         with jax.enable_x64(True):
-            params = jax.tree.map(lambda p: p.astype(jnp.float64), initial_params())
+            params = jax.tree.map(lambda p: p.astype(jnp.float64), support.initial_params())
             run = recorded_run(optax.adamw(1e-2), params=params, data_type=jnp.float64)
             save_and_check(tmp_path, run, "BRRRR")
 
@@ -559,6 +562,7 @@ def trained(x64: bool) -> tuple[adacheck.Recorder, list[Any]]:
     return recorder, states
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("delta", "has_recorder"),
     [("auto", True), ("bits", True), ("bits", False)],

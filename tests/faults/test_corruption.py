@@ -14,6 +14,7 @@ FEW = ["replayed deltas", "recorded steps", "kept volumes, aliases"]
 CASES = [*FEW, "bit-pattern deltas", "two items a step"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cases", "count"), [(FEW, 24), pytest.param(CASES, 200, marks=pytest.mark.campaign)]
 )

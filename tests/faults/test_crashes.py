@@ -108,6 +108,7 @@ def check_failures(found: dict[str, Any], save: str, minimum: int) -> None:
 
 
 # A few of all operations here; `python -m tests.campaigns.faults` tries every one of them.
+@pytest.mark.slow
 @pytest.mark.parametrize(("save", "failure"), [("base", "full"), ("delta", "once")])
 def test_a_save_that_is_stopped_or_fails_at_any_call_harms_nothing(
     library, tmp_path, save, failure
@@ -123,6 +124,7 @@ def test_a_save_that_is_stopped_or_fails_at_any_call_harms_nothing(
     check_failures(found[failure], save, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("save", "failure"),
     [("base", "once"), pytest.param("delta", "full", marks=pytest.mark.campaign)],
@@ -176,6 +178,7 @@ def leave_by_sigterm(manager):
         signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("step", [1, 3], ids=["base", "delta"])
 @pytest.mark.parametrize("leave", [close, leave_by_error, leave_by_sigterm])
 def test_a_save_in_flight_is_finished_by_whoever_leaves(tmp_path, monkeypatch, leave, step):
@@ -215,6 +218,7 @@ def test_saves_from_other_threads(tmp_path):
     assert kinds == ["B", "D", "D", "D"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.0, pytest.param(0.05, marks=pytest.mark.campaign)])
 def test_a_process_that_exits_without_a_word_leaves_whole_steps(tmp_path, seconds):
     """Neither close nor wait: the interpreter ends with a save in flight."""

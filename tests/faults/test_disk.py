@@ -94,6 +94,7 @@ def assert_unharmed(root, run, saved):
         assert_same_bits(restored(root, step, run), expected)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("max_deltas", [0, 20])
 def test_writes_that_fail_at_many_points(tmp_path, max_deltas):
     run = support.dict_run(mesh_of((2, 2)))
@@ -176,6 +177,7 @@ def test_a_root_that_vanishes_while_a_save_is_in_flight(tmp_path, monkeypatch, t
     assert_unharmed(root, run, saved)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "number",
     [
@@ -247,6 +249,7 @@ def test_two_managers_on_one_root_never_make_a_mixture(tmp_path):
         assert parent.step == step - 2
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("steps", [8, pytest.param(50, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("copies", [False, True])
 def test_a_reader_beside_a_trainer_that_deletes(tmp_path, copies, steps):

@@ -99,6 +99,7 @@ def forget_descriptions(item):
 class TestDamage:
     """A missing, truncated or altered file."""
 
+    @pytest.mark.covering(1)
     @pytest.mark.parametrize(
         ("step", "file", "error"),
         [
@@ -133,6 +134,7 @@ class TestDamage:
             restore(root, 3, abstract(run.state))
 
     # Orbax abandons its readers when one of them fails; they complain to their closed event loop.
+    @pytest.mark.covering(1)
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
     @pytest.mark.parametrize("step", [1, 3])
     @pytest.mark.parametrize("damage", ["missing", "truncated", "flipped"])

@@ -180,6 +180,7 @@ def test_a_lineage_of_many_references_takes_linear_time(tmp_path):
     assert len(looked) < 300 * 5
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "place", ["adacheck", "adacheck/manifest.json", "x/y", "d", "adacheck/lineage"]
 )
@@ -310,6 +311,7 @@ def test_linear_algebra_and_loops_are_pure():
     assert params[0].shape == inner[0].shape == (4, 4)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "lamb", "sgd", "muon", "noisy_sgd"])
 def test_what_optimizers_do_is_pure_on_every_platform(name):
     tx = getattr(optax, name, None) or getattr(optax.contrib, name)
@@ -420,12 +422,14 @@ def fuzz(name, count):
     )
 
 
+@pytest.mark.slow
 def test_a_short_fuzz_of_manifests_finds_nothing():
     done = fuzz("manifest", 1000)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "accepted" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_short_fuzz_of_updates_finds_nothing():
     done = fuzz("update", 200)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]

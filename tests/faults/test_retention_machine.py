@@ -560,6 +560,7 @@ class TestRetention(Retention.TestCase):
     settings = FEW
 
 
+@pytest.mark.slow
 class TestRetentionOfReferences(RetentionOfReferences.TestCase):
     settings = FEW
 
@@ -597,6 +598,7 @@ def test_nothing_builds_on_a_step_that_waits_to_be_deleted(tmp_path, monkeypatch
         support.assert_same_bits(found, support.host_copy(state))
 
 
+@pytest.mark.slow
 def test_nothing_builds_on_a_step_that_is_half_deleted(tmp_path, monkeypatch):
     """Of a directory that is being deleted, what tells Orbax that it is a step may go first."""
     monkeypatch.setattr(links, "can_link", lambda _: False)
@@ -623,6 +625,7 @@ def test_nothing_builds_on_a_step_that_is_half_deleted(tmp_path, monkeypatch):
         support.assert_same_bits(found, support.host_copy(state))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("lost", ["all", "part"])
 @pytest.mark.parametrize("resumes", [False, True])
 def test_a_step_that_is_deleted_while_it_is_linked_is_missed(tmp_path, monkeypatch, lost, resumes):

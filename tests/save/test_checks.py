@@ -95,6 +95,7 @@ def projected(state, grads, chain):
     return state
 
 
+@pytest.mark.covering(1)
 @CHECKS
 @pytest.mark.parametrize("train_step", [halved, projected])
 def test_an_update_that_is_not_the_recorders_costs_the_leaves_that_it_changes(
@@ -122,6 +123,7 @@ def test_an_update_that_is_not_the_recorders_costs_the_leaves_that_it_changes(
     assert_all_restorable(tmp_path, saved, run.state, mesh_of((4, 2)))
 
 
+@pytest.mark.slow
 def test_an_update_that_is_not_compiled_as_one_program_loses_no_step(tmp_path):
     run = run_of(plain, jit=False)
     with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
@@ -145,6 +147,7 @@ def test_params_changed_after_a_restore_are_caught(tmp_path):
             assert_same_bits(manager.restore(step, args=target), expected)
 
 
+@pytest.mark.covering(1)
 @CHECKS
 def test_a_correct_run_is_checked_at_every_delta(tmp_path, check, caplog):
     run = support.dict_run(mesh_of((4, 2)), dtype=jnp.bfloat16)
@@ -168,6 +171,7 @@ def test_a_step_without_an_update_has_nothing_to_be_replayed(tmp_path):
     assert [each.checked for each in deltas_of(tmp_path).values()] == ["sample", "stored"]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("is_whole", [False, True], ids=["in pieces", "whole"])
 def test_a_check_compiles_nothing_that_the_one_before_it_did(is_whole, tmp_path):
     tx = by_size() if is_whole else None
@@ -180,6 +184,7 @@ def test_a_check_compiles_nothing_that_the_one_before_it_did(is_whole, tmp_path)
     assert compiled == []
 
 
+@pytest.mark.covering(1)
 @CHECKS
 def test_a_leaf_changed_by_hand_is_stored_and_replayed_again_afterwards(tmp_path, check):
     run = support.dict_run(mesh_of((2, 2)))
@@ -197,6 +202,7 @@ def test_a_leaf_changed_by_hand_is_stored_and_replayed_again_afterwards(tmp_path
     assert_all_restorable(tmp_path, saved, run.state, mesh_of((4, 2)))
 
 
+@pytest.mark.slow
 @CHECKS
 def test_single_elements_changed_by_hand(tmp_path, check):
     """Of a large leaf a sample may miss them; of a small one, and in full, nothing does."""
@@ -237,6 +243,7 @@ def test_a_leaf_that_is_wrong_in_a_few_elements_is_distrusted(tmp_path):
     assert_all_restorable(tmp_path, saved, run.state)
 
 
+@pytest.mark.covering(1)
 @CHECKS
 @pytest.mark.parametrize("what", ["rolled back", "swapped"])
 def test_a_state_put_in_place_of_another_while_the_counter_goes_on(tmp_path, what, check):
@@ -312,6 +319,7 @@ def masked():
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("tx", [by_size(), masked()], ids=["shapes", "places"])
 def test_an_update_that_looks_at_shapes_or_places_is_checked_in_full(tmp_path, tx):
     run = support.dict_run(mesh_of((4, 2)), tx, dtype=jnp.bfloat16)
@@ -322,6 +330,7 @@ def test_an_update_that_looks_at_shapes_or_places_is_checked_in_full(tmp_path, t
     assert_all_restorable(tmp_path, saved, run.state)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("tx", "kind"), [(by_size(), "D"), (masked(), "R")])
 def test_what_nothing_can_check_is_stored_and_said(tmp_path, caplog, monkeypatch, tx, kind):
     """Where a sample does not tell, of all leaves or of one, and a copy would be too large."""
@@ -378,6 +387,7 @@ def test_an_update_that_reads_what_is_in_no_state_is_caught_at_the_first_delta(t
     assert_all_restorable(tmp_path, saved, run.state, mesh_of((2, 2)))
 
 
+@pytest.mark.slow
 def test_a_callback_in_the_update_loses_no_step(tmp_path):
     run = support.dict_run(mesh_of((2, 2)), hidden())
     with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
@@ -388,6 +398,7 @@ def test_a_callback_in_the_update_loses_no_step(tmp_path):
     assert "R" not in kinds(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_next_lineage_is_cautious_too(tmp_path):
     run = run_of(halved)
     handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=2)
@@ -411,6 +422,7 @@ def test_caution_is_remembered_after_a_restart(tmp_path):
     assert_all_restorable(tmp_path, saved, run.state)
 
 
+@pytest.mark.covering(1)
 @CHECKS
 @pytest.mark.parametrize("when", ["before", "after", "before and after"])
 def test_a_hyper_parameter_set_by_hand_costs_itself(tmp_path, caplog, when, check):
@@ -463,6 +475,7 @@ def test_a_counter_set_by_hand_between_steps_is_stored_in_the_delta(tmp_path):
     assert_all_restorable(tmp_path, saved, run.state, mesh_of((4, 2)))
 
 
+@pytest.mark.slow
 def test_a_schedule_and_a_counter_are_no_change_by_hand(tmp_path):
     schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 50)
     run = support.dict_run(mesh_of((2, 2)), optax.inject_hyperparams(optax.adamw)(schedule))
@@ -478,6 +491,7 @@ def set_rate(run, rate):
     hyper["learning_rate"] = jax.device_put(jnp.float32(rate), hyper["learning_rate"].sharding)
 
 
+@pytest.mark.slow
 def test_a_hyper_parameter_set_by_hand_and_saved_before_the_next_update(tmp_path):
     """The delta without an update holds it, and the next update takes it."""
     run = support.dict_run(mesh_of((2, 2)), optax.inject_hyperparams(optax.adamw)(1e-2))
@@ -515,6 +529,7 @@ def test_a_constant_made_of_a_shape_is_no_fault_of_the_train_step(tmp_path, capl
     assert not caplog.records
 
 
+@pytest.mark.slow
 def test_what_was_left_out_of_a_restore_is_no_parent_of_a_replay(tmp_path):
     """Only params are restored, and a fresh optimizer goes on from them."""
     run = support.dict_run(mesh_of((2, 2)))
@@ -573,6 +588,7 @@ class TestRecordedSteps:
         assert not any(each.unreplayed for each in deltas_of(tmp_path).values())
         assert_all_restorable(tmp_path, saved, run.state)
 
+    @pytest.mark.first(1)
     @CHECKS
     def test_one_that_replay_gets_wrong_is_lost_once_and_said(self, tmp_path, check):
         """It is found in the background; from then on each step is checked before it is kept."""
@@ -615,6 +631,7 @@ class Changing(test_waiting.Run):
 class TestWithoutWaiting:
     """A save that returned before its step was computed cannot store what a check finds."""
 
+    @pytest.mark.slow
     def test_it_is_refused_once_and_then_the_run_is_cautious(self, tmp_path):
         run = Changing()
         with test_waiting.manager_of(tmp_path, run) as manager:
@@ -694,6 +711,7 @@ class TestSeparateUpdate:
         assert [each.checked for each in deltas_of(tmp_path).values()] == ["identity"] * 3
         assert_all_restorable(tmp_path, saved, run.state)
 
+    @pytest.mark.first(1)
     @pytest.mark.parametrize("when", ["before", "after"])
     def test_a_rate_set_by_hand(self, tmp_path, when):
         run = self.run()
@@ -715,6 +733,7 @@ class TestSeparateUpdate:
         assert not any(each.unreplayed for each in found.values())
         assert_all_restorable(tmp_path, saved, run.state)
 
+    @pytest.mark.slow
     def test_other_arrays_are_compared_in_full_from_then_on(self, tmp_path):
         run = self.run()
         run.advance()
@@ -735,6 +754,7 @@ class TestSeparateUpdate:
 class TestSeveralRecorders:
     """Each makes an update or none; the check replays those that did."""
 
+    @pytest.mark.first(1)
     @CHECKS
     def test_updates_in_turn(self, tmp_path, check):
         recorders = {name: adacheck.Recorder(optax.sgd(1e-2)) for name in ("a", "b")}
@@ -796,6 +816,7 @@ def simple_run(recorder, params):
     return {"params": params, "opt_state": recorder.init(params)}, jax.jit(step)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", WHOLE_TREES)
 def test_an_update_with_operations_over_the_whole_tree_loses_no_step(tmp_path, name):
     """One operation takes leaves of several sizes, or passes large ones through."""
@@ -814,6 +835,7 @@ def test_an_update_with_operations_over_the_whole_tree_loses_no_step(tmp_path, n
     assert_all_restorable(tmp_path, saved, state)
 
 
+@pytest.mark.slow
 def test_a_state_that_moves_to_a_mesh_of_another_size_is_saved_on(tmp_path):
     recorder = adacheck.Recorder(optax.adamw(1e-2))
     state, step = simple_run(recorder, {"w": jnp.ones((128, 64)), "b": jnp.ones(64)})

@@ -84,6 +84,7 @@ def assert_all_restorable(root, states, saved, target):
             assert (told.step, told.exact) == (step, True)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("kind", RUNS)
 def test_every_recorded_step_is_restored_bit_for_bit(kind, tmp_path):
     run = RUNS[kind](one_device())
@@ -137,6 +138,7 @@ class TestWhatCannotBeRecorded:
         with support.manager_of(tmp_path, handler):
             assert not handler.record_step(run.advance())
 
+    @pytest.mark.first(1)
     @pytest.mark.parametrize(
         "options",
         [
@@ -285,6 +287,7 @@ class TestWhatNoUpdateExplains:
         assert_all_restorable(root, states, saved, support.abstract(run.state))
         manager.close()
 
+    @pytest.mark.slow
     def test_an_update_that_was_not_recorded(self, tmp_path):
         run, handler, manager, states = self.recorded(tmp_path)
         run.advance()
@@ -325,6 +328,7 @@ class TestWhatNoUpdateExplains:
         self.assert_saved(tmp_path, run, manager, states)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("step", [None, 2])
 def test_a_look_at_an_older_step_loses_nothing(step, tmp_path):
     """Through a manager of its own, which is closed before the run is saved."""
@@ -373,6 +377,7 @@ def test_a_step_without_an_update_is_recorded(tmp_path):
 
 
 class TestWithoutWaiting:
+    @pytest.mark.slow
     def test_a_step_is_recorded_while_it_computes_and_its_state_donated(self, tmp_path):
         run, expected = test_waiting.Run(), test_waiting.Run()
         handler = adacheck.AdaCheckHandler(run.recorder)
@@ -440,6 +445,7 @@ class TestRestoring:
         assert saved == [1, 7, 10]
         return run, states
 
+    @pytest.mark.first(1)
     @pytest.mark.parametrize("step", [9, 7, 1], ids=["recorded", "saved", "the base"])
     def test_the_next_save_is_a_base(self, step, tmp_path):
         run, states = self.saved(tmp_path)
@@ -464,6 +470,7 @@ class TestRestoring:
         with pytest.raises(LineageError, match="expected step 99 in what was saved there"):
             restored(tmp_path, 10, support.abstract(run.state), step=99)
 
+    @pytest.mark.slow
     def test_of_a_damaged_run_it_falls_back_to_what_is_whole(self, tmp_path, caplog, monkeypatch):
         for name in ("RAW", "COMPRESSED"):  # several chunks a step
             kind = dataclasses.replace(getattr(packs, name), max_chunk_bytes=1 << 13)
@@ -504,6 +511,7 @@ def test_steps_between_those_of_the_managers_interval_are_recorded(tmp_path):
         support.assert_same_bits(state, states[step])
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("more", [{}, {"seed": np.arange(4)}], ids=["devices", "and the host"])
 def test_a_step_is_let_go_of_as_it_is_packed(more, tmp_path, monkeypatch):
     """A run is as large as memory allows: it and all its packs do not fit."""
@@ -619,6 +627,7 @@ def test_a_save_that_fails_takes_the_recorded_steps_with_it_and_the_next_is_a_ba
         support.assert_same_bits(state, states[step])
 
 
+@pytest.mark.slow
 def test_several_processes_record_alike(tmp_path):
     launch("record", 2, tmp_path / "run", tmp_path / "out", devices=2)
     saved = [step.step for step in roots.steps_of(tmp_path / "run")]

@@ -46,6 +46,7 @@ def save_all(root, run, steps, **options):
             support.assert_same_bits(restored, expected)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize("mesh", [(1, 1), (4, 2)], ids=str)
 def test_steps_whose_states_were_donated_after_the_guard_restore(mesh, tmp_path):

@@ -55,6 +55,7 @@ def test_the_handler_was_given_no_recorder(tmp_path, told):
     assert "AdaCheckHandler(recorder)" in message
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("waits", [True, False])
 def test_several_updates_lie_between_two_saves(tmp_path, told, waits):
     """As with ``save_interval_steps`` and nothing recorded in between."""
@@ -81,6 +82,7 @@ def test_a_run_that_saves_every_update_is_told_nothing(tmp_path, told):
     assert not told()
 
 
+@pytest.mark.slow
 def test_two_handlers_take_turns(tmp_path, told):
     run = new_run()
     handlers = [adacheck.AdaCheckHandler(run.recorder) for _ in range(2)]

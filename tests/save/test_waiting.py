@@ -91,6 +91,7 @@ def test_a_delta_is_saved_while_its_step_computes(run, tmp_path):
         assert kind_of(tmp_path, 4) is manifest.DeltaManifest
 
 
+@pytest.mark.slow
 def test_every_bit_of_a_step_that_was_not_waited_for_is_restored(tmp_path):
     expected, run = Run(), Run()
     with manager_of(tmp_path, run) as manager:

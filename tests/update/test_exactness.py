@@ -124,6 +124,7 @@ def test_an_unknown_operation_counts_as_a_sum():
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.3), optax.adam(1e-3))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("delta", "kinds", "said"),
     [("auto", "BDDD", "bit-pattern deltas"), ("replay", "BBBB", "bases only")],

@@ -93,6 +93,7 @@ def test_a_fence_differentiates_as_the_identity(canonical):
         np.testing.assert_allclose(derive(through)(x), derive(plain)(x), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_hyper_gradient_goes_through_an_update():
     params = {"w": jnp.linspace(-1.0, 1.0, 96), "b": jnp.ones(3)}
 
@@ -361,6 +362,7 @@ def lists_of(bound, params, state):
     return [[leaves[path] for path in each] for each in names]
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("name", CASES)
 def test_a_replayed_update_has_every_bit_of_the_trained_one(name):
     case = CASES[name]
@@ -456,6 +458,7 @@ def test_a_program_of_an_earlier_release_is_called_without_a_zero():
     assert_same_bits(after, [np.zeros(4, np.float32), np.ones(4, np.float32)])
 
 
+@pytest.mark.slow
 def test_deltas_saved_under_an_explicit_mesh_restore_on_fewer_devices(tmp_path):
     mesh = mesh_of((4, 2), AxisType.Explicit)
     with jax.set_mesh(mesh):

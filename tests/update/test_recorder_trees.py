@@ -105,6 +105,7 @@ def filtered_run(tx, steps=3, *, as_argument=False):
     return net, state
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("chained", [False, True])
 @pytest.mark.parametrize("as_argument", [False, True])
 def test_equinox_trains_with_a_recorder_as_with_what_it_wraps(chained, as_argument):
@@ -156,6 +157,7 @@ TREES = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", TREES)
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
 def test_the_trees_that_stock_optax_takes_are_taken(name, dtype):
@@ -191,6 +193,7 @@ PARTIAL = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", PARTIAL)  # other optimizers of optax refuse such gradients
 @pytest.mark.parametrize("given", [False, True])
 def test_gradients_that_leave_params_out_are_recorded_and_replayed(name, given):

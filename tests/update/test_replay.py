@@ -84,6 +84,7 @@ print(hashlib.sha256(b"".join(programs.values())).hexdigest())
 """
 
 
+@pytest.mark.slow
 def test_the_exported_program_has_the_same_bytes_in_every_process(tmp_path):
     digests = set()
     for name in ("one.py", "two/deep.py"):  # nor may it matter where the source lies
@@ -140,6 +141,7 @@ def leaves_of(params, state):
     return jax.tree.leaves(params), jax.tree.leaves(state.adacheck_inner)
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize(
     ("mesh_shape", "axis_type"),
     [
@@ -200,6 +202,7 @@ def test_recorded_extra_arguments_are_replayed():
     assert_same_bits(leaves, host_copy(leaves_of(params, state)))
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("name", ["adam", "adamw", "nadamw", "adabelief", "amsgrad", "radam"])
 def test_several_equal_leaves_on_one_device_replay_to_every_bit(name):
     """A program exported for several platforms divides by the bias correction in another way."""

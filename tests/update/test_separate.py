@@ -60,6 +60,7 @@ def replayed(root):
     ]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", REDUCING)
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16], ids=["f32", "bf16"])
 def test_reducing_updates_replay_exactly_on_every_mesh_of_the_same_devices(tmp_path, name, dtype):
@@ -145,6 +146,7 @@ def test_a_state_saved_before_the_first_update_is_no_surprise(tmp_path, caplog):
     assert replayed(tmp_path) == [False, True, True]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", ["clip inside", "adafactor", "lamb"])
 def test_explicit_axes_replay_exactly_too(tmp_path, name):
     run = separate_run(mesh_of((1, 1)), REDUCING[name])
@@ -159,6 +161,7 @@ def test_explicit_axes_replay_exactly_too(tmp_path, name):
     assert replayed(tmp_path) == [False, True, True, True]
 
 
+@pytest.mark.slow
 def test_another_mesh_that_cuts_alike_starts_a_new_lineage(tmp_path):
     """Equal boxes, but sums are added up in another order."""
 
@@ -274,6 +277,7 @@ def restored_by(root, devices, shape, mode):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("devices", "shape"), [(4, (2, 2)), (1, (1, 1))])
 def test_where_the_devices_do_not_exist_the_restore_says_what_is_rounded(
     muon_steps, devices, shape
@@ -289,6 +293,7 @@ def test_where_the_devices_do_not_exist_the_restore_says_what_is_rounded(
     assert "within rounding" in done.stderr
 
 
+@pytest.mark.slow
 def test_exact_refuses_what_is_within_rounding_only(muon_steps):
     done = restored_by(muon_steps, 1, (1, 1), "exact")
     assert done.returncode != 0
@@ -297,6 +302,7 @@ def test_exact_refuses_what_is_within_rounding_only(muon_steps):
     assert "Nothing was returned" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_damaged_record_of_a_reducing_update_is_never_taken_for_rounding(tmp_path, caplog):
     run = separate_run(mesh_of((2, 2)), REDUCING["muon"])
     run.advance()
