@@ -1,10 +1,14 @@
 """Eight virtual CPU devices and a cache of compiled programs, set before anything imports jax.
 
 Most of a test's time is compiling, and most tests compile what another one compiled before: the
-cache is shared by all worker processes and kept between runs. Hypothesis profiles stand here too.
+cache is shared by all worker processes and kept between runs. Hypothesis profiles, and the choice
+of the tests that run by default, stand here too.
 """
 
+import gc
+import itertools
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -18,8 +22,53 @@ os.environ.setdefault(
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
+import pytest
 from hypothesis import settings
 
-settings.register_profile("default", max_examples=30, deadline=None)
+settings.register_profile("default", max_examples=10, deadline=None)
+settings.register_profile("ci", max_examples=30, deadline=None)
 settings.register_profile("thorough", max_examples=1000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects what is slow
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks as slow what ``covering`` and ``first`` leave out by default."""
+    by_test: dict[tuple[object, ...], list[pytest.Function]] = {}
+    for item in items:
+        left_out = {"slow", "campaign"}.intersection(mark.name for mark in item.iter_markers())
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not left_out:
+            by_test.setdefault((item.path, item.cls, item.originalname), []).append(item)
+    for cases in by_test.values():
+        if marker := cases[0].get_closest_marker("covering"):
+            kept = _covering(cases, *marker.args)
+        elif marker := cases[0].get_closest_marker("first"):
+            kept = cases[: marker.args[0]]
+        else:
+            continue
+        for case in cases:
+            if case not in kept:
+                case.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """Keeps what was imported out of every garbage collection."""
+    gc.collect()
+    gc.freeze()
+
+
+def _covering(cases: list[pytest.Function], strength: int) -> list[pytest.Function]:
+    """Few of a test's cases, in which all combinations of so many parameters' values are found."""
+    wanted = [_combinations(case.callspec.indices.items(), strength) for case in cases]
+    missing, kept = set().union(*wanted), []
+    while missing:
+        found = [len(missing & each) for each in wanted]
+        best = found.index(max(found))
+        missing -= wanted[best]
+        kept.append(cases[best])
+    return kept
+
+
+def _combinations(values: Iterable[tuple[str, int]], size: int) -> set[tuple[object, ...]]:
+    """All combinations of so many parameters, each with the index of its value."""
+    return set(itertools.combinations(sorted(values), size))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -35,6 +36,15 @@ def mesh_of(shape: tuple[int, ...], axis_type: AxisType = AxisType.Auto) -> jax.
 
 
 def initial_params() -> dict[str, Any]:
+    return jax.tree.map(jnp.array, _params_on_host())
+
+
+@functools.cache
+def _params_on_host() -> dict[str, Any]:
+    return jax.tree.map(np.array, _random_params())
+
+
+def _random_params() -> dict[str, Any]:
     keys = jax.random.split(jax.random.key(7), 2)
     return {
         "in": {

@@ -33,6 +33,7 @@ def test_every_way_saves(saves):
     assert 0 < new_bytes[ways.DELTA] < new_bytes[ways.BASE]
 
 
+@pytest.mark.slow
 def test_every_way_keeps_every_step():
     found = child.measure("recording", params=2000, leaves=2, steps=8, rounds=1, every=4)
     assert found["every"] == 4
@@ -40,6 +41,7 @@ def test_every_way_keeps_every_step():
     assert all(row["step_s"] > row["blocking_s"] > 0 for row in found["rows"].values())
 
 
+@pytest.mark.slow
 def test_a_measurement_that_fails_says_why():
     with pytest.raises(RuntimeError, match="unexpected keyword argument 'parms'"):
         child.measure("saves", parms=1)

@@ -1,0 +1,533 @@
+"""Kills a training run at random moments, hundreds of times, and looks at what is left.
+
+    python -m tests.campaigns.crashes --kills 500
+
+trains a tiny model that saves every step through a stock ``CheckpointManager``, with retention and
+lineages so short that bases, deltas, links and deletions happen all the time, and sends SIGKILL.
+The next process compares every step that is listed with a run that was never interrupted, resumes,
+and is killed in its turn. ``--processes 2`` does the same to two processes that save together,
+killing one first, or both at once. ``--record`` records most steps and saves the others; then those
+that are listed after a kill, and those in them, are all restored.
+
+A process takes seconds to import JAX, so each is forked from one that has imported it and done
+nothing else: what it knows of the run it has from disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import hashlib
+import json
+import os
+import random
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from jax.sharding import NamedSharding
+
+import adacheck_jax as adacheck
+from adacheck_jax.device import trees
+from adacheck_jax.format import manifest as manifests
+from adacheck_jax.format import roots
+from benchmarks.common import environment, free_port
+
+WIDTH = 64
+DEVICES = 8
+KEPT_STEPS, MAX_DELTAS, MAX_RECORDING_DELTAS = 3, 3, 15
+REFERENCE_STEPS = 300
+"""Length of a run; then the next one begins in a new root."""
+PAUSES_S = (0.02, 0.1, 0.5)
+"""A kill comes within one of these after a save has begun."""
+START_S = 120.0
+"""Time that a process has to begin to train."""
+
+
+class Run:
+    """A training run whose every state is a function of its number of steps.
+
+    Args:
+        delta: as for the handler.
+        records: whether steps are recorded; then it has one device.
+    """
+
+    def __init__(self, delta: str = "auto", *, records: bool = False) -> None:
+        self._delta: Any = delta
+        self.records = records
+        self.handler = adacheck.AdaCheckHandler()
+        self._recorder = adacheck.Recorder(optax.adamw(1e-2))
+        self._chain = optax.chain(optax.clip_by_global_norm(1.0), self._recorder)
+        shape = (1, 1) if records else (jax.device_count() // 2, 2)
+        self._mesh = jax.make_mesh(
+            shape,
+            ("data", "model"),
+            axis_types=(jax.sharding.AxisType.Auto,) * 2,
+            devices=jax.devices()[: shape[0] * shape[1]],
+        )
+        abstract = jax.eval_shape(self._initial)
+        self.abstract = jax.tree.map(self._placed, abstract)
+        shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
+        self.new_state = jax.jit(self._initial, out_shardings=shardings)
+        self._step = jax.jit(self._train_step, donate_argnums=0, out_shardings=shardings)
+
+    def _placed(self, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        spec = jax.P("data", "model") if leaf.ndim == 2 else jax.P()
+        return jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=NamedSharding(self._mesh, spec)
+        )
+
+    def _initial(self) -> dict[str, Any]:
+        keys = jax.random.split(jax.random.key(3), 3)
+        params = {
+            "in": jax.random.normal(keys[0], (WIDTH, 2 * WIDTH)) * 0.2,
+            "bias": jnp.zeros(2 * WIDTH),
+            "out": jax.random.normal(keys[1], (2 * WIDTH, WIDTH)) * 0.2,
+        }
+        return {
+            "params": params,
+            "opt_state": self._chain.init(params),
+            "frozen": jax.random.normal(keys[2], (2 * WIDTH, 2 * WIDTH)),  # bases keep its files
+            "step": jnp.int32(0),
+        }
+
+    def _train_step(self, state: dict[str, Any], data: jax.Array) -> dict[str, Any]:
+        def loss(params: Any) -> jax.Array:
+            hidden = jnp.tanh(data @ params["in"] + params["bias"]) @ state["frozen"]
+            return jnp.mean((jnp.tanh(hidden) @ params["out"] - data) ** 2)
+
+        params = state["params"]
+        updates, opt_state = self._chain.update(jax.grad(loss)(params), state["opt_state"], params)
+        return state | {
+            "params": optax.apply_updates(params, updates),
+            "opt_state": opt_state,
+            "step": state["step"] + 1,
+        }
+
+    def advance(self, state: dict[str, Any], step: int) -> dict[str, Any]:
+        """The state after one more step, whose number is given."""
+        data = np.random.default_rng(step).standard_normal((16, WIDTH)).astype(np.float32)
+        return self._step(state, data)
+
+    def open_manager(self, root: Path, **options: Any) -> ocp.CheckpointManager:
+        """A stock manager of a new handler, as a new process would have it."""
+        self.handler = adacheck.AdaCheckHandler(
+            self._recorder,
+            max_deltas=MAX_RECORDING_DELTAS if self.records else MAX_DELTAS,
+            delta=self._delta,
+        )
+        options = {"max_to_keep": KEPT_STEPS} | options
+        return ocp.CheckpointManager(
+            root, item_handlers=self.handler, options=ocp.CheckpointManagerOptions(**options)
+        )
+
+    def steps_in(self, root: Path, saved: int) -> list[int]:
+        """The steps that lie in that of a save, itself included."""
+        if self.records:
+            with contextlib.suppress(adacheck.AdaCheckError):  # a restore will tell of it
+                found = manifests.read(root / str(saved) / "default")
+                if isinstance(found, manifests.DeltaManifest):
+                    return [delta.step for delta in found.deltas]
+        return [saved]
+
+    def restore(
+        self, manager: ocp.CheckpointManager, saved: int, step: int | None = None
+    ) -> dict[str, Any]:
+        """A step's state, or that of one that was recorded before it."""
+        return manager.restore(saved, args=adacheck.RestoreArgs(self.abstract, step=step))
+
+
+def compile_once(directory: Path) -> None:
+    """Lets processes, and handlers, find what others have compiled."""
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def digest(state: Any) -> str:
+    """A digest of all bits of a state that this process holds, equal for equal states."""
+    found = hashlib.sha256()
+    for path, leaf in trees.flatten(state)[0].items():
+        found.update(path.encode())
+        for shard in sorted(leaf.addressable_shards, key=lambda shard: shard.device.id):
+            found.update(np.asarray(shard.data).tobytes())
+    return found.hexdigest()
+
+
+# What a process of the run does. It tells how it gets on by one line a step:
+#   checked STEPS DAMAGED KIND  every step in those listed, restored and compared; those that
+#                           cannot be read; what the newest is
+#   wrong STEP              it was restored, with other bits than the reference's
+#   began STEP              its save is under way
+#   committed STEP          the manager has reported it
+
+
+def train(
+    root: Path, reference: Path, seed: int, records: bool, tell: Callable[[str], None]
+) -> None:
+    """Checks all that is listed, resumes and trains until it is killed or the run is over.
+
+    Args:
+        root: of the checkpoints.
+        reference: JSON of each step's digest in this process.
+        seed: of when it waits for a save.
+        records: whether it records steps.
+        tell: takes lines for the one who kills.
+    """
+    digests = json.loads(reference.read_text())[str(jax.process_index())]
+    rng = random.Random(seed)
+    run = Run(records=records)
+    with run.open_manager(root) as manager:
+        listed, damaged, state = sorted(manager.all_steps()), [], None
+        steps = [(saved, step) for saved in listed for step in run.steps_in(root, saved)]
+        for saved, step in steps:
+            try:
+                state = run.restore(manager, saved, step if records else None)
+            except Exception as error:
+                damaged.append(f"{step}:{type(error).__name__}")
+                if step == listed[-1]:
+                    raise
+            else:
+                if digest(state) != digests[step]:
+                    tell(f"wrong {step}")
+        step = listed[-1] if listed else 0
+        newest = root / str(step) / "default"
+        kind = type(manifests.read(newest)).__name__ if step else "nothing"
+        numbers = ",".join(str(number) for _, number in steps) or "0"
+        tell(f"checked {numbers} {','.join(damaged) or '-'} {kind}")
+        state = run.new_state() if state is None else state
+        while step < len(digests) - 1:
+            step += 1
+            state = run.advance(state, step)
+            if records and run.handler.record_step(state, step) and rng.random() < 0.7:
+                continue
+            manager.save(step, args=adacheck.SaveArgs(state))
+            tell(f"began {step}")
+            if rng.random() < 0.5:  # else the next step is computed while this one is written
+                manager.wait_until_finished()
+                tell(f"committed {step}")
+        manager.wait_until_finished()
+    tell("over")
+
+
+def write_reference(path: Path, process_count: int, records: bool) -> None:
+    """Trains without saving anything, and writes every step's digest, as each process has it."""
+    run = Run(records=records)
+    state, digests = run.new_state(), [""]
+    for step in range(1, REFERENCE_STEPS + 1):
+        state = run.advance(state, step)
+        digests.append(digest(state))
+    part = path.with_name(f"{path.name}.{jax.process_index()}")
+    part.write_text(json.dumps(digests))
+    multihost_barrier(process_count)
+    if jax.process_index() == 0:
+        parts = [
+            json.loads(path.with_name(f"{path.name}.{i}").read_text()) for i in range(process_count)
+        ]
+        path.write_text(json.dumps(dict(enumerate(parts))))
+
+
+def multihost_barrier(process_count: int) -> None:
+    """Waits for all processes."""
+    if process_count > 1:
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices("crashes")
+
+
+@dataclass
+class Child:
+    """A process that was forked, and what it tells.
+
+    Attributes:
+        pid: of the process.
+        pipe: its lines.
+        lines: those that were read.
+    """
+
+    pid: int
+    pipe: int
+    rest: bytes = b""
+    lines: list[str] = field(default_factory=list)
+    is_over: bool = False
+
+    def read(self, timeout_s: float) -> bool:
+        """Reads what it tells within some time; whether it is still there."""
+        ready, _, _ = select.select([self.pipe], [], [], max(timeout_s, 0.0))
+        if ready:
+            data = os.read(self.pipe, 1 << 16)
+            self.is_over = not data
+            *whole, self.rest = (self.rest + data).split(b"\n")
+            self.lines += [line.decode() for line in whole]
+        return not self.is_over
+
+    def end(self, kill: bool) -> int:
+        """Kills it, or waits; returns its status."""
+        if kill:
+            os.kill(self.pid, signal.SIGKILL)
+        while self.read(1.0):
+            pass
+        os.close(self.pipe)
+        return os.waitpid(self.pid, 0)[1]
+
+
+def fork(task: Callable[[Callable[[str], None]], None], log: Path) -> Child:
+    """Runs a task in a process of its own, which has what this one has imported."""
+    ours, theirs = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(theirs)
+        return Child(pid, ours)
+    code = 1
+    try:
+        os.close(ours)
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+
+        def tell(line: str) -> None:
+            os.write(theirs, f"{line}\n".encode())
+
+        task(tell)
+        code = 0
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def forked(
+    task: Callable[[Callable[[str], None]], None], process_count: int, directory: Path
+) -> list[Child]:
+    """As many processes as are wanted, which together have all devices."""
+    port = free_port()
+
+    def begin(index: int, tell: Callable[[str], None]) -> None:
+        compile_once(directory / "compiled")
+        jax.config.update("jax_num_cpu_devices", DEVICES // process_count)
+        if process_count > 1:
+            jax.config.update("jax_cpu_collectives_implementation", "gloo")
+            jax.distributed.initialize(f"127.0.0.1:{port}", process_count, index)
+        task(tell)
+
+    return [
+        fork(lambda tell, i=i: begin(i, tell), directory / f"log.{i}") for i in range(process_count)
+    ]
+
+
+@dataclass
+class Tally:
+    """What was found.
+
+    Attributes:
+        kills: SIGKILLs sent.
+        moments: what was on disk at a kill.
+        checked: restores that were compared.
+        committed: steps that the manager reported.
+        lost: committed steps that were not listed afterwards, though no retention deletes them.
+        wrong: restored steps with other bits than the reference's.
+        crashed: processes that ended by another signal, or did not begin in time.
+        half_deleted: listed steps that retention was deleting at a kill, and that are refused.
+        failures: anything else.
+    """
+
+    kills: int = 0
+    moments: collections.Counter[str] = field(default_factory=collections.Counter)
+    kinds: collections.Counter[str] = field(default_factory=collections.Counter)
+    checked: int = 0
+    committed: int = 0
+    runs: int = 0
+    lost: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    crashed: list[str] = field(default_factory=list)
+    half_deleted: int = 0
+    failures: list[str] = field(default_factory=list)
+
+    def problems(self) -> list[str]:
+        """All that must not be."""
+        return [*self.lost, *self.wrong, *self.crashed, *self.failures]
+
+
+class Killer:
+    """Kills one line of processes after the other.
+
+    Args:
+        directory: to work in.
+        process_count: processes that save together.
+        seed: of the moments.
+        records: whether they record steps.
+    """
+
+    def __init__(self, directory: Path, process_count: int, seed: int, records: bool) -> None:
+        self._directory, self._count, self._records = directory, process_count, records
+        self._rng = random.Random(seed)
+        self._reference = directory / "reference.json"
+        self._root, self._newest = directory / "root-0", 0
+        self.tally = Tally()
+
+    def prepare(self) -> None:
+        """Makes the reference."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        children = forked(
+            lambda _: write_reference(self._reference, self._count, self._records),
+            self._count,
+            self._directory,
+        )
+        for child in children:
+            if child.end(kill=False):
+                raise RuntimeError(f"no reference; see {self._directory}/log.0")
+
+    def kill_once(self) -> None:
+        """Starts the processes, and kills one or all of them somewhen."""
+        seed, tally = self._rng.random(), self.tally
+        children = forked(
+            lambda tell: train(self._root, self._reference, int(seed * 1e9), self._records, tell),
+            self._count,
+            self._directory,
+        )
+        first = children[0]
+        deadline_s = time.monotonic() + START_S
+        steps = self._rng.choice((0, 1, 1, 2, 3, 5, 8))
+        while all(child.read(0.02) for child in children) and time.monotonic() < deadline_s:
+            if sum("began" in line for line in first.lines) >= steps and first.lines:
+                break
+        if not first.lines:
+            tally.crashed.append(f"{self._root}: did not begin; see {self._directory}/log.0")
+        stop_s = time.monotonic() + self._rng.choice(PAUSES_S) * self._rng.random()
+        while (left_s := stop_s - time.monotonic()) > 0 and children[0].read(left_s):
+            pass
+        victims = [*children]
+        if self._count > 1 and self._rng.random() < 0.5:
+            victims = [self._rng.choice(children)]
+            os.kill(victims[0].pid, signal.SIGKILL)
+            time.sleep(self._rng.random() * 0.5)  # the others go on, and wait for it
+        self._note_moment()
+        tally.kills += 1
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.pid, signal.SIGKILL)
+        statuses = [child.end(kill=False) for child in children]
+        self._judge(children, statuses)
+
+    def _note_moment(self) -> None:
+        names = os.listdir(self._root) if self._root.is_dir() else []
+        saving = any(roots.TMP_SUFFIX in name for name in names)
+        steps = [name for name in names if name.isdecimal()]
+        moment = "deleting" if len(steps) > KEPT_STEPS else "saving" if saving else "between saves"
+        self.tally.moments[moment] += 1
+
+    def _judge(self, children: list[Child], statuses: list[int]) -> None:
+        tally = self.tally
+        for index, child in enumerate(children):
+            for line in child.lines:
+                word, *values = line.split()
+                if word == "wrong":
+                    tally.wrong.append(f"{self._root.name}: step {values[0]}")
+                elif word == "checked" and index == 0:
+                    self._judge_start(*values)
+                elif word == "committed" and index == 0:
+                    tally.committed += 1
+                    self._newest = max(self._newest, int(values[0]))
+        if self._count == 1:  # of several, those that are left may end as they like
+            where = f"{self._root}: see {self._directory}/log.0"
+            if os.WIFSIGNALED(statuses[0]) and os.WTERMSIG(statuses[0]) != signal.SIGKILL:
+                tally.crashed.append(f"{where}: signal {os.WTERMSIG(statuses[0])}")
+            if os.WIFEXITED(statuses[0]) and os.WEXITSTATUS(statuses[0]):
+                tally.failures.append(f"{where}: a process failed")
+        if any("over" in child.lines for child in children):
+            tally.runs += 1
+            shutil.rmtree(self._root)
+            self._root, self._newest = self._directory / f"root-{tally.runs}", 0
+
+    def _judge_start(self, listed: str, damaged: str, kind: str) -> None:
+        steps = {int(step) for step in listed.split(",")}
+        newest = max(steps)
+        kept = range(max(1, newest - KEPT_STEPS + 1), newest + 1)
+        for step in range(max(1, self._newest - KEPT_STEPS + 1), self._newest + 1):
+            if step > newest - KEPT_STEPS and step not in steps:
+                self.tally.lost.append(f"{self._root.name}: step {step} of {listed}")
+        self.tally.checked += len(steps - {0})
+        for each in damaged.split(",") if damaged != "-" else []:
+            step = int(each.split(":")[0])
+            if step in kept:
+                self.tally.lost.append(f"{self._root.name}: {each} of {listed}")
+            self.tally.half_deleted += 1
+            self.tally.checked -= 1
+        self.tally.kinds[kind] += 1
+
+
+def show(tally: Tally, process_count: int, total_s: float) -> None:
+    """Prints what was found."""
+    moments = ", ".join(f"{count} {name}" for name, count in sorted(tally.moments.items()))
+    rows = [
+        ("processes that save together", process_count),
+        ("SIGKILLs", tally.kills),
+        ("at the kill", moments),
+        ("newest step after a kill", ", ".join(f"{n} {kind}" for kind, n in tally.kinds.items())),
+        ("steps that the manager reported as saved", tally.committed),
+        ("restores compared with the reference", tally.checked),
+        ("committed steps lost", len(tally.lost)),
+        ("restored steps with wrong bits", len(tally.wrong)),
+        ("half-deleted old steps, refused", tally.half_deleted),
+        ("crashed or hanging processes", len(tally.crashed)),
+        ("other failures", len(tally.failures)),
+        ("whole runs of " + str(REFERENCE_STEPS) + " steps", tally.runs),
+        ("minutes", f"{total_s / 60:.1f}"),
+    ]
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        print(f"{name:<{width}}  {value}")
+    for problem in tally.problems():
+        print(f"FAILED: {problem}")
+
+
+def main(arguments: list[str] | None = None) -> Tally:
+    """Reads the command line, kills, and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--kills", type=int, default=500, help="SIGKILLs (default 500)")
+    parser.add_argument("--processes", type=int, default=1, help="that save together (default 1)")
+    parser.add_argument("--record", action="store_true", help="record most steps")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments (default 0)")
+    parser.add_argument("--minutes", type=float, default=1e6, help="stop after so many")
+    parser.add_argument("--directory", type=Path, help="to work in; kept if something fails")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    args = parser.parse_args(arguments)
+    directory = args.directory or Path(tempfile.mkdtemp(prefix="crashes-"))
+    start_s = time.monotonic()
+    if args.record and args.processes > 1:
+        parser.error("--record: expected one process")
+    killer = Killer(directory, args.processes, args.seed, args.record)
+    killer.prepare()
+    while killer.tally.kills < args.kills and time.monotonic() - start_s < args.minutes * 60:
+        killer.kill_once()
+        if killer.tally.kills % 10 == 0:
+            seconds = time.monotonic() - start_s
+            print(f"{killer.tally.kills} kills, {seconds:.0f} s", file=sys.stderr, flush=True)
+    if args.json:
+        found = {"processes": args.processes, "seed": args.seed, **vars(killer.tally)}
+        print(json.dumps({**environment(), **found}, indent=1))
+    else:
+        show(killer.tally, args.processes, time.monotonic() - start_s)
+    if not killer.tally.problems():
+        shutil.rmtree(directory, ignore_errors=True)
+    return killer.tally
+
+
+if __name__ == "__main__":
+    sys.exit(bool(main().problems()))

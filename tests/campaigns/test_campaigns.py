@@ -1,0 +1,66 @@
+"""Campaigns of perturbed runs and of recomputed updates: small ones, and all with -m campaign."""
+
+import numpy as np
+import pytest
+
+from tests.campaigns import matrix, perturbations, replays, training
+from tests.campaigns.outcomes import differing
+
+SEEDS = (24, 33, 36)
+"""Of runs on one device: one is resumed, one has its update apart, one averages its params."""
+
+
+def test_a_seed_tells_the_whole_run():
+    assert perturbations.draw(17, 8) == perturbations.draw(17, 8) != perturbations.draw(18, 8)
+
+
+def test_every_kind_of_perturbation_is_certain_to_come():
+    plans = [perturbations.draw(seed) for seed in range(len(perturbations.KINDS))]
+    assert [plan.kinds[0] for plan in plans] == [*perturbations.KINDS]
+
+
+def test_bits_are_compared_and_not_values():
+    zeros = [np.array([0.0, 1.0], np.float32), np.array([-0.0, 1.0], np.float32)]
+    assert differing(zeros[:1], zeros[1:]) == 1
+    assert replays.different_elements(*zeros) == 1
+    nan = np.array([np.nan], np.float32)
+    assert replays.different_elements(nan, nan.copy()) == 0
+
+
+def test_a_case_is_read_as_it_was_written(tmp_path):
+    arrays = [np.arange(3, dtype=np.float32), np.array(5, np.int32)]
+    update = replays.Update(arrays, [], arrays[:1], [], arrays, [])
+    replays.Case(b"program", ["a", "b"], [update, update]).write(tmp_path / "case")
+    case = replays.read(tmp_path / "case")
+    assert (case.program, case.names, len(case.updates)) == (b"program", ["a", "b"], 2)
+    found = case.updates[1].params
+    assert [(x.dtype, x.tolist()) for x in found] == [(x.dtype, x.tolist()) for x in arrays]
+
+
+@pytest.mark.slow
+def test_every_saved_step_of_a_few_runs_is_restored():
+    found = list(training.campaign(SEEDS, devices=1, options=[]))
+    assert [each["seed"] for each in found] == [*SEEDS]
+    sums = training.totals(found)
+    steps = sum(each["steps"] - len(each["dropped"]) for each in found)  # resumed before they were
+    assert sums["saved"] == sums["exact"] == steps
+    none = ("lost", "wrong", "vanished", "refused", "failed")
+    assert {each: sums[each] for each in none} == dict.fromkeys(none, 0)
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(4 * 3600)
+@pytest.mark.parametrize("check", ["sample", "full"])
+def test_no_step_of_a_perturbed_run_is_lost(check):
+    runs = training.campaign(range(216), devices=None, options=[f"--check={check}"])
+    sums = training.totals([*runs])
+    assert sums["lost"] == (sums["of a part"] if check == "sample" else 0)
+    none = ("lost there", "wrong", "vanished", "failed", "runs refused twice")
+    assert {each: sums[each] for each in none} == dict.fromkeys(none, 0)
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(4 * 3600)
+def test_no_element_of_a_recomputed_update_differs():
+    rows = [*matrix.rows_of(range(300), [], None)]
+    assert not [matrix.line_of(row) for row in rows if row["class"] in ("differs", "crash")]

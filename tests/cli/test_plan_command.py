@@ -1,0 +1,130 @@
+"""``adacheck plan``: what it prints, and what it says of targets that are no good."""
+
+import dataclasses
+import json
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from adacheck_jax.cli import main
+from adacheck_jax.tools.plan import RedundancyReport
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "plan_llama.py"
+STATE = """
+    import jax, jax.numpy as jnp
+    from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+    def leaf(*shape, mesh=AbstractMesh((16,), ("x",))):
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=everywhere)
+"""
+
+
+@pytest.fixture
+def plan(tmp_path, monkeypatch):
+    """Runs the command in a directory with a target of this source."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(source, target="target.py:state", *options):
+        (tmp_path / "target.py").write_text(textwrap.dedent(source))
+        return CliRunner().invoke(main.app, ["plan", target, *options])
+
+    return run
+
+
+def words(text):
+    return " ".join(text.split())
+
+
+def test_the_example_on_128_devices_is_told_in_one_sentence(plan):
+    result = plan("", f"{EXAMPLE}:data_parallel")
+    assert result.exit_code == 0, result.output
+    assert "1,458 leaves, 128 devices, 16 processes" in result.stdout
+    assert (
+        "One step costs 13.5 GB instead of the 12.1 TB that all devices hold (896 times less) or "
+        "the 94.3 GB that stock Orbax writes (7.0 times less); 18.0 GB a step with a base after "
+        "every 20 deltas."
+    ) in words(result.stdout)
+
+
+def test_options_reach_the_report_and_json_holds_all_of_it(plan):
+    target = f"{EXAMPLE}:fsdp_tensor_parallel"
+    result = plan("", target, "--json", "--devices-per-process", "4", "--max-deltas", "5")
+    report = json.loads(result.stdout)
+    assert report.keys() == {field.name for field in dataclasses.fields(RedundancyReport)}
+    assert (report["device_count"], report["process_count"]) == (2048, 512)
+    assert report["max_deltas"] == 5
+    assert report["amortised_bytes"] == (report["base_bytes"] + 5 * report["delta_bytes"]) / 6
+
+
+def test_a_state_without_a_recorder_is_all_bases(plan):
+    result = plan(f"{STATE}\n    def state(): return {{'w': leaf(250_000)}}")
+    assert result.exit_code == 0, result.output
+    assert "One step costs 1.0 MB instead of 16.0 MB, and every step is a base" in result.stdout
+    assert "delta  " not in result.stdout
+
+
+def test_a_tuple_may_be_the_state_itself(plan):
+    result = plan(f"{STATE}\n    def state(): return leaf(2), leaf(3)", "target.py:state", "--json")
+    assert json.loads(result.stdout)["state_bytes"] == 20
+
+
+def test_a_module_of_the_working_directory_and_what_lies_beside_it(plan, tmp_path):
+    (tmp_path / "beside_the_target.py").write_text(textwrap.dedent(STATE))
+    (tmp_path / "module_of_a_plan.py").write_text(
+        "def state():\n    from beside_the_target import leaf\n    return leaf(5)\n"
+    )
+    before = list(sys.path)
+    for target in ("module_of_a_plan:state", f"{tmp_path}/module_of_a_plan.py:state"):
+        result = plan("", target, "--json")
+        assert result.exit_code == 0, result.output
+        assert json.loads(result.stdout)["state_bytes"] == 20
+    assert sys.path == before
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "message"),
+    [
+        ("", "target.py", "expected path/to/file.py:function or package.module:function"),
+        ("", "target.py:", "expected path/to/file.py:function"),
+        ("", ":state", "expected path/to/file.py:function"),
+        ("", "absent.py:state", "absent.py: expected a Python file, found none"),
+        ("", "some/where:state", "some/where: expected a Python file, found none"),
+        ("", "no_such_module_here:state", "ModuleNotFoundError: No module named 'no_such_module"),
+        ("import no_such_thing", "target.py:state", "No module named 'no_such_thing'"),
+        ("def (", "target.py:state", "target.py: cannot be imported: SyntaxError"),
+        ("raise SystemExit(3)", "target.py:state", "cannot be imported: SystemExit: 3"),
+        ("def other(): ...", "target.py:state", "found no such name. It has other."),
+        ("state = 3", "target.py:state", "found a value of type int. It has no functions."),
+        ("def state(): return 1 / 0", "target.py:state", "ZeroDivisionError: division by zero"),
+        ("def state(x): ...", "target.py:state", "the function raised TypeError"),
+        ("def state(): ...", "target.py:state", "target.py:state: expected a state with arrays"),
+        ("def state(): return {'a': 'b'}", "target.py:state", "leaf a: expected an array"),
+        (
+            f"{STATE}\n    def state(): return [leaf(3), jax.ShapeDtypeStruct((2,), jnp.int32)]",
+            "target.py:state",
+            "target.py:state: leaf 1: expected a sharding, as other leaves have one",
+        ),
+        (
+            f"{STATE}\n    import adacheck_jax, optax"
+            "\n    def state(): return leaf(3), adacheck_jax.Recorder(optax.sgd(0.1))",
+            "target.py:state",
+            "the saved state holds no Recorder's state",
+        ),
+    ],
+)
+def test_a_target_that_is_no_good_is_one_line_and_exit_code_2(plan, source, target, message):
+    result = plan(source, target)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert message in result.stderr
+    assert result.stderr.startswith("adacheck: ")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", ["--devices-per-process=0", "--max-deltas=-1"])
+def test_options_out_of_range_are_refused(plan, option):
+    assert plan("", f"{EXAMPLE}:data_parallel", option).exit_code == 2

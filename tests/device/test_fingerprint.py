@@ -1,0 +1,397 @@
+import threading
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from adacheck_jax.device import fingerprint, sharding, transfer, xla_call
+from adacheck_jax.format.boxes import Box, grid
+from tests import support
+from tests.strategies import cuts, shape_of
+
+SIGNED = ["int2", "int4", "int8", "int16", "int32", "int64"]
+INTEGERS = ["bool", *SIGNED, *(f"u{name}" for name in SIGNED)]
+FLOATS = ["bfloat16", "float16", "float32", "float64", "complex64", "complex128"]
+SMALL_FLOATS = [
+    "float4_e2m1fn",
+    "float8_e3m4",
+    "float8_e4m3",
+    "float8_e4m3b11fnuz",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+]
+NARROW = {"int2", "int4", "uint2", "uint4", "float4_e2m1fn"}
+SHAPES = [
+    (),
+    (0,),
+    (3, 0, 2),
+    (1,),
+    (7,),
+    (5, 3),
+    (2, 3, 4),
+    (1025,),
+    (5000,),
+    (2049, 3),
+    (3, 2049),
+    (300, 257),
+    (1, 1030, 2),
+]
+WHOLE_BYTES = ["uint8", "float8_e4m3fn", "bfloat16", "float32", "float64", "complex128"]
+
+
+@pytest.fixture(params=["loops", "xla"])
+def engine(request, monkeypatch):
+    """What sums up on the devices, which are CPU devices here: loops that XLA calls, or XLA."""
+    assert xla_call.wait()
+    if request.param == "xla":
+        monkeypatch.setattr(xla_call, "is_ready", lambda: False)
+    return request.param
+
+
+def random_bits(shape, dtype, seed=0):
+    """An array of this type with random bits: NaNs, infinities and denormals included."""
+    rng = np.random.default_rng(seed)
+    dtype = jnp.dtype(dtype)
+    if dtype == np.bool_:
+        return rng.integers(0, 2, shape).astype(bool)
+    if "int" in dtype.name and dtype.kind == "V":
+        low, high = int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
+        return rng.integers(low, high + 1, shape).astype(dtype)
+    size = int(np.prod(shape))
+    data = rng.integers(0, 256, size * dtype.itemsize, dtype=np.uint8)
+    if dtype.name.startswith("float4"):
+        data &= 0xF
+    return data.view(dtype).reshape(shape)
+
+
+def of_parts(array, boxes):
+    """The fingerprint of a whole array from those of boxes that tile it."""
+    return fingerprint.combine([fingerprint.of_block(array[b.slices], b.start) for b in boxes])
+
+
+def device_sums(arrays):
+    return fingerprint.Summing(arrays).dispatch(arrays)
+
+
+def of_arrays(arrays):
+    """Whole fingerprints by the device engine, whatever the devices: one replica of each box."""
+    found = device_sums(dict(enumerate(arrays))).sums()
+    totals = []
+    for i, array in enumerate(arrays):
+        held = sharding.holders_of(array.sharding, array.shape)
+        totals.append(fingerprint.combine([found[i][each[0].device] for each in held.values()]))
+    return totals
+
+
+def assert_engines_agree(arrays, dtype, engine):
+    with jax.enable_x64(True):
+        on_device = [jnp.asarray(array) for array in arrays]
+    assert all(array.dtype == dtype for array in on_device)
+    if engine == "loops" and dtype in NARROW:  # what shares a byte on a device is not for them
+        assert not any(map(fingerprint.hashes_on_device, on_device))
+        return
+    assert of_arrays(on_device) == [fingerprint.of_block(array) for array in arrays]
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS, *SMALL_FLOATS])
+def test_host_and_device_agree_on_every_data_type(dtype, engine):
+    arrays = [random_bits(shape, dtype) for shape in [(), (0,), (3, 500)]]
+    assert_engines_agree(arrays, dtype, engine)
+
+
+@pytest.mark.parametrize("dtype", ["int4", "uint8", "bfloat16", "float32", "complex128"])
+def test_host_and_device_agree_on_every_shape(dtype, engine):
+    assert_engines_agree([random_bits(shape, dtype) for shape in SHAPES], dtype, engine)
+
+
+def test_the_value_is_the_formula_that_the_format_names():
+    array = random_bits((3, 2050), "uint32")
+    expected = 0
+    for (i, j), word in np.ndenumerate(array):
+        expected += weight(0, i) * weight(1, j) * int(word)
+    assert fingerprint.of_block(array) == expected % 2**64
+
+
+def weight(axis, position):
+    """Two rounds of SplitMix64 in plain Python: within a run of 1024, and of the run."""
+    product = 1
+    for level, part in enumerate((position % 1024, position // 1024)):
+        z = part * 0x9E3779B97F4A7C15 + (2 * axis + level + 1) * 0xD1342543DE82EF95
+        z %= 2**64
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+        product *= (z ^ (z >> 31)) | 1
+    return product
+
+
+def test_stored_fingerprints_stay_valid():
+    """A change here makes every saved step unreadable: it needs a new format version."""
+    assert fingerprint.of_block(np.arange(5000, dtype=np.float32)) == 10944538534767587328
+    assert fingerprint.of_block(np.arange(6.0).reshape(2, 3)) == 14469016444869017600
+
+
+def test_wide_elements_count_as_words_along_a_further_axis():
+    array = random_bits((5, 3), "float64")
+    words = np.ascontiguousarray(array).view(np.uint32).reshape(5, 3, 2)
+    assert fingerprint.of_block(array) == fingerprint.of_block(words)
+
+
+@given(cuts(max_length=40), st.sampled_from(WHOLE_BYTES))
+def test_parts_of_any_grid_add_up_to_the_whole(cuts, dtype):
+    array = random_bits(shape_of(cuts), dtype)
+    assert of_parts(array, grid(cuts)) == fingerprint.of_block(array)
+
+
+@given(
+    st.sets(st.integers(1, 6000), min_size=1, max_size=4),
+    st.sampled_from([(), (1,), (3,), (300,)]),
+    st.integers(0, 2),
+)
+def test_parts_of_long_axes_add_up_wherever_they_are_cut(points, others, axis):
+    long = (0, *sorted(points))
+    axis = min(axis, len(others))
+    cuts = [(0, n) for n in others]
+    cuts.insert(axis, long)
+    array = random_bits(shape_of(cuts), "uint8")
+    assert of_parts(array, grid(cuts)) == fingerprint.of_block(array)
+
+
+@given(cuts(max_length=8), st.sampled_from(WHOLE_BYTES), st.data())
+def test_any_flipped_bit_changes_the_value(cuts, dtype, data):
+    shape = tuple(max(1, n) for n in shape_of(cuts))
+    array = random_bits(shape, dtype)
+    changed = array.copy()
+    raw = changed.reshape(-1).view(np.uint8)
+    raw[data.draw(st.integers(0, raw.size - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    assert fingerprint.of_block(changed) != fingerprint.of_block(array)
+
+
+@pytest.mark.parametrize("shape", [(4000,), (2, 2000), (2000, 2)])
+def test_every_swap_of_two_different_elements_changes_the_value(shape):
+    array = random_bits(shape, "bfloat16").view(np.uint16)
+    whole = fingerprint.of_block(array)
+    rng = np.random.default_rng(1)
+    for _ in range(200):
+        i, j = rng.integers(0, array.size, 2)
+        flat = array.reshape(-1).copy()
+        flat[i], flat[j] = flat[j], flat[i]
+        same = flat[i] == flat[j]
+        assert (fingerprint.of_block(flat.reshape(shape)) == whole) == same
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "uint8"])
+@given(st.integers(1, 8), st.randoms(use_true_random=False))
+def test_flipping_an_even_number_of_sign_bits_changes_the_value(dtype, pairs, random):
+    array = random_bits((16, 100), dtype)
+    changed = array.copy()
+    top_bytes = changed.reshape(-1).view(np.uint8).reshape(array.size, -1)[:, -1]
+    for position in random.sample(range(array.size), 2 * pairs):
+        top_bytes[position] ^= 0x80
+    assert fingerprint.of_block(changed) != fingerprint.of_block(array)
+
+
+def test_negative_zero_and_the_payload_of_a_nan_count():
+    zeros = np.zeros(3, np.float32)
+    assert fingerprint.of_block(-zeros) != fingerprint.of_block(zeros)
+    nans = np.array([0x7FC00000, 0x7FC00001], np.uint32).view(np.float32)
+    found = of_arrays([jnp.asarray(x) for x in nans])
+    assert found[0] != found[1]
+
+
+def test_a_view_that_is_not_contiguous_has_the_value_of_its_copy():
+    array = random_bits((40, 60, 2), "float64")
+    for view in (array[::2, 5:], array.T, np.asfortranarray(array)):
+        assert fingerprint.of_block(view) == fingerprint.of_block(view.copy(order="C"))
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize(
+    ("mesh_shape", "specs"),
+    [
+        ((8,), [P(), P("a"), P(None, "a")]),
+        ((4, 2), [P("a", "b"), P("b", "a"), P(("a", "b")), P(None, "b"), P("a")]),
+        ((2, 2, 2), [P("a", ("b", "c")), P("c"), P(("c", "a"), "b")]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.usefixtures("engine")
+def test_the_value_is_the_same_under_every_sharding(mesh_shape, specs, dtype, axis_type):
+    array = random_bits((16, 2048), dtype)
+    names = ("a", "b", "c")[: len(mesh_shape)]
+    mesh = jax.make_mesh(mesh_shape, names, axis_types=(axis_type,) * len(names))
+    sharded = [jax.device_put(array, NamedSharding(mesh, spec)) for spec in specs]
+    whole = fingerprint.of_block(array)
+    assert of_arrays(sharded) == [whole] * len(specs)
+    for each in sharded:
+        shards = {Box.from_slices(s.index, each.shape): s.data for s in each.addressable_shards}
+        parts = [fingerprint.of_block(np.asarray(d), b.start) for b, d in shards.items()]
+        assert fingerprint.combine(parts) == whole
+
+
+@pytest.mark.usefixtures("engine")
+def test_arrays_may_be_donated_as_soon_as_they_are_fingerprinted():
+    array = jnp.arange(1 << 20, dtype=jnp.float32)
+    expected = fingerprint.of_block(np.asarray(array))
+    sums = device_sums({0: array})
+    array.delete()
+    assert sums.sums() == {0: {jax.devices()[0].id: expected}}
+
+
+def some_arrays(width=24):
+    """Arrays on two meshes of other devices, axis types and orders, and on one device."""
+    devices = jax.devices()
+    four = jax.make_mesh(
+        (2, 2), ("a", "b"), devices=devices[5:1:-1], axis_types=(AxisType.Auto,) * 2
+    )
+    eight = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+    places = [
+        NamedSharding(four, P("b", "a")),
+        NamedSharding(eight, P(None, "x")),
+        NamedSharding(four, P(("b", "a"))),
+        NamedSharding(eight, P()),
+        SingleDeviceSharding(devices[6]),
+    ]
+    return [jax.device_put(random_bits((16, width), "float32", i), s) for i, s in enumerate(places)]
+
+
+def whole(arrays):
+    return [fingerprint.of_block(np.asarray(array)) for array in arrays]
+
+
+@pytest.mark.usefixtures("engine")
+def test_arrays_on_several_sets_of_devices_are_fingerprinted_at_once():
+    arrays = some_arrays()
+    assert of_arrays(arrays) == whole(arrays)
+
+
+@pytest.mark.parametrize("shape", [(8,), (2, 4)], ids=str)
+@pytest.mark.usefixtures("engine")
+def test_the_mesh_that_the_caller_set_does_not_matter(shape):
+    arrays = some_arrays()
+    mesh = jax.make_mesh(shape, ("x", "y")[: len(shape)], axis_types=(AxisType.Auto,) * len(shape))
+    with jax.set_mesh(mesh):
+        assert of_arrays(arrays) == whole(arrays)
+
+
+@pytest.mark.usefixtures("engine")
+def test_shards_of_unequal_shapes_are_fingerprinted_one_by_one():
+    """No sharding of jax makes them today, so this array only looks like one."""
+    array = random_bits((16, 6), "bfloat16")
+    shards = [
+        SimpleNamespace(index=(slice(a, b), slice(None)), device=device, data=data)
+        for (a, b), device in zip([(0, 1), (1, 5), (5, 16)], jax.devices(), strict=False)
+        for data in [jax.device_put(array[a:b], device)]
+    ]
+    uneven = SimpleNamespace(
+        shape=array.shape,
+        dtype=array.dtype,
+        sharding=None,
+        is_fully_addressable=False,
+        addressable_shards=shards,
+    )
+    sums = device_sums({5: uneven}).sums()[5]
+    assert fingerprint.combine(list(sums.values())) == fingerprint.of_block(array)
+    assert list(sums) == [0, 1, 2]
+
+
+@pytest.mark.usefixtures("engine")
+def test_a_second_save_compiles_nothing(caplog):
+    with jax.log_compiles():  # of shapes that no other test has compiled
+        of_arrays(some_arrays(width=40))
+        assert any("ompil" in record.message for record in caplog.records)
+        again = some_arrays(width=40)
+        caplog.clear()
+        of_arrays(again)
+    assert [record.message for record in caplog.records if "ompil" in record.message] == []
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+def test_parts_take_of_replicas_that_differ_the_one_that_is_staged(monkeypatch, on_device):
+    """Otherwise a step whose replicas differ could not be verified when it is restored."""
+    monkeypatch.setattr(fingerprint, "hashes_on_device", lambda array: on_device)
+    mesh = jax.make_mesh((2, 4), ("a", "b"), devices=jax.devices()[::-1])
+    array = jax.make_array_from_single_device_arrays(
+        (8,),
+        NamedSharding(mesh, P("a")),
+        [
+            jax.device_put(random_bits((4,), "float32", i), d)
+            for i, d in enumerate(mesh.devices.flat)
+        ],
+    )
+    boxes = sharding.distinct_boxes(array)
+    picks = {0: transfer.picks_of(array, boxes[1:])}
+    (block,) = transfer.stage({0: array}, picks)[0].values()
+    parts = fingerprint.Parts({0: array}, picks, every_replica=True)
+    array.delete()
+    assert parts.sums() == {0: fingerprint.of_block(block, boxes[1].start)}
+    assert {box: len(each) for box, each in parts.replicas[0].items()} == dict.fromkeys(boxes, 4)
+    assert len({total for each in parts.replicas[0].values() for total in each.values()}) == 8
+
+
+def test_the_engines_find_the_same_sums_of_replicas(monkeypatch):
+    arrays = dict(enumerate(some_arrays()))
+    picks = {i: transfer.picks_of(x, sharding.distinct_boxes(x)) for i, x in arrays.items()}
+    found = []
+    for on_device in (False, True):
+        monkeypatch.setattr(fingerprint, "hashes_on_device", lambda array, each=on_device: each)
+        parts = fingerprint.Parts(arrays, picks, every_replica=True)
+        found.append((parts.sums(), parts.replicas))
+    assert found[0] == found[1]
+    assert found[0][1].keys() == {3}
+
+
+def test_no_replica_is_hashed_twice(monkeypatch):
+    array = jax.device_put(jnp.arange(64.0), NamedSharding(jax.make_mesh((8,), ("x",)), P()))
+    picks = {0: transfer.picks_of(array, sharding.distinct_boxes(array))}
+    calls = []
+    monkeypatch.setattr(fingerprint, "hashes_on_device", lambda _: False)
+    original = fingerprint.of_block
+    monkeypatch.setattr(fingerprint, "of_block", lambda *a: calls.append(a) or original(*a))
+    for every_replica, count in ((False, 1), (True, 8)):
+        calls.clear()
+        fingerprint.Parts({0: array}, picks, every_replica=every_replica).sums()
+        assert len(calls) == count
+
+
+def test_the_guard_waits_for_a_replica_that_is_just_being_taken(monkeypatch):
+    """Else the caller donates what the thread that sums up is about to read."""
+    mesh = support.mesh_of((4, 2))
+    whole = NamedSharding(mesh, P())
+    array = jax.device_put(np.arange(128, dtype=np.float32), whole)
+    pick = (Box.full((128,)), 0, (slice(0, 128),))
+    parts = fingerprint.Parts(
+        {0: array}, {0: [pick]}, every_replica=True, owned=True, summing=fingerprint.Summing({})
+    )
+    taking, go_on, take = threading.Event(), threading.Event(), fingerprint._HostShard.wait
+
+    def slowly(shard):
+        if threading.current_thread().name == "sums":
+            taking.set()
+            assert go_on.wait(60)
+        return take(shard)
+
+    monkeypatch.setattr(fingerprint._HostShard, "wait", slowly)
+    sums = threading.Thread(target=parts.sums, name="sums")
+    sums.start()
+    assert taking.wait(60)
+    guard = threading.Thread(target=parts.wait)
+    guard.start()
+    guard.join(0.2)
+    assert guard.is_alive()
+    go_on.set()
+    guard.join(60)
+    sums.join(60)
+    assert not guard.is_alive()
+    assert len(parts.replicas[0][pick[0]]) == 8

@@ -1,0 +1,434 @@
+"""Replicas that differ are found and named; replicas that do not never are."""
+
+import json
+import logging
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+import adacheck_jax as adacheck
+from adacheck_jax.device import fingerprint, replicas
+from adacheck_jax.device.sharding import Holder
+from adacheck_jax.format.boxes import Box
+from tests import support
+from tests.end_to_end.test_multiprocess import launch
+from tests.strategies import DTYPES, any_bits
+
+
+@pytest.fixture(params=["host", "device"])
+def engine(request, monkeypatch):
+    """Both ways to fingerprint, on CPU devices."""
+    on_device = request.param == "device"
+    monkeypatch.setattr(
+        fingerprint, "hashes_on_device", lambda x: on_device and isinstance(x, jax.Array)
+    )
+    return request.param
+
+
+def mesh_of(shape, axis_type=AxisType.Auto, devices=None):
+    names = ("a", "b", "c")[: len(shape)]
+    return jax.make_mesh(shape, names, axis_types=(axis_type,) * len(shape), devices=devices)
+
+
+def with_flipped_bit(array, device_ids, byte=0, bit=0):
+    """The same array, but for one bit in what some devices hold."""
+    buffers = []
+    for shard in array.addressable_shards:
+        data = np.array(shard.data)
+        if shard.device.id in device_ids:
+            data.reshape(-1).view(np.uint8)[byte] ^= 1 << bit
+        buffers.append(jax.device_put(data, shard.device))
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, buffers)
+
+
+def box_on(array, device_id):
+    shards = {shard.device.id: shard for shard in array.addressable_shards}
+    return Box.from_slices(shards[device_id].index, array.shape)
+
+
+SHARDINGS = [
+    ((8,), P()),
+    ((4, 2), P("a")),
+    ((4, 2), P(None, "b")),
+    ((2, 4), P("a")),
+    ((2, 2, 2), P("b", "c")),
+    ((2, 2, 2), P(("c", "a"))),
+]
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize(("mesh_shape", "spec"), SHARDINGS, ids=str)
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_one_bit_is_found_whichever_replica_has_it(engine, mesh_shape, spec, axis_type):
+    array = jnp.arange(16 * 24, dtype=jnp.float32).reshape(16, 24)
+    array = jax.device_put(array, NamedSharding(mesh_of(mesh_shape, axis_type), spec))
+    boxes = [box_on(array, device) for device in range(8)]
+    for device in range(8):
+        bad = with_flipped_bit(array, {device}, byte=device, bit=device)
+        report = adacheck.replica_report({"x": {"good": array, "bad": bad}})
+        (found,) = report.divergences
+        assert (found.path, found.box) == ("x/bad", boxes[device])
+        count = boxes.count(boxes[device])
+        assert found.replica_count == count
+        assert found.is_tie == (count == 2)
+        if count == 2:
+            both = [other for other in range(8) if boxes[other] == boxes[device]]
+            assert found.devices == tuple(f"cpu:{each}" for each in both)
+            assert found.processes == (0, 0)
+        else:
+            assert found.devices == (f"cpu:{device}",)
+            assert found.agreeing_count == count - 1
+        assert (report.leaf_count, report.replica_count) == (2, 16)
+        assert report.replicated_box_count == 2 * len(set(boxes))
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_bit_is_found_in_every_data_type(engine, dtype):
+    with jax.enable_x64(True):
+        bits = any_bits(np.random.default_rng(0), (8, 6), dtype)
+        if jnp.dtype(dtype).name in ("int4", "uint4"):
+            bits = np.zeros((8, 6), dtype)
+        array = jax.device_put(bits, NamedSharding(mesh_of((2, 4)), P("a")))
+        assert array.dtype == dtype
+        bad = with_flipped_bit(array, {6}, byte=3)
+        assert adacheck.replica_report([array]).divergences == ()
+        (found,) = adacheck.replica_report([bad]).divergences
+    assert (found.path, found.devices, found.box.start) == ("0", ("cpu:6",), (4, 0))
+
+
+@pytest.mark.parametrize("pair", [(0.0, -0.0), (0x7FC00000, 0x7FC00001)], ids=["zero", "nan"])
+def test_values_are_compared_as_bits(engine, pair):
+    values = [np.float32(v) if v == 0 else np.uint32(v).view(np.float32) for v in pair]
+    sharding = NamedSharding(mesh_of((8,)), P())
+
+    def array_of(values):
+        buffers = [jax.device_put(v, d) for v, d in zip(values, jax.devices(), strict=True)]
+        return jax.make_array_from_single_device_arrays((), sharding, buffers)
+
+    assert adacheck.replica_report(array_of(values[1:] * 8)).divergences == ()
+    (found,) = adacheck.replica_report({"s": array_of([values[0]] * 7 + [values[1]])}).divergences
+    assert found.devices == ("cpu:7",)
+
+
+def random_sharding(rng):
+    kind = rng.random()
+    if kind < 0.1:
+        return SingleDeviceSharding(rng.choice(jax.devices()))
+    count = rng.choice([1, 2, 4, 8, 8, 8])
+    shapes = [(count,), (1, count), (count, 1)]
+    shapes += [(a, count // a) for a in (2, 4) if count % a == 0]
+    shapes += [(a, b, count // a // b) for a in (1, 2) for b in (2,) if count % (a * b) == 0]
+    shape = rng.choice(shapes)
+    devices = rng.sample(jax.devices(), count)
+    mesh = mesh_of(shape, rng.choice([AxisType.Auto, AxisType.Explicit]), devices)
+    names = list(mesh.axis_names)
+    rng.shuffle(names)
+    used = names[: rng.randint(0, len(names))]
+    spec = [[] for _ in range(rng.randint(0, 3))]
+    for name in used if spec else []:
+        rng.choice(spec).append(name)
+    return NamedSharding(mesh, P(*(tuple(names) or None for names in spec)))
+
+
+def random_state(seed):
+    """Leaves on ten random shardings; some are results of computations, as training's are."""
+    rng, bits = random.Random(seed), np.random.default_rng(seed)
+    state = {}
+    for i in range(10):
+        sharding = random_sharding(rng)
+        rank = len(getattr(sharding, "spec", ())) + rng.randint(0, 1)
+        shape = tuple(rng.choice([8, 16, 24]) for _ in range(rank))
+        dtype = rng.choice(["float32", "bfloat16", "int8", "uint32", "bool", "complex64"])
+        leaf = jax.device_put(any_bits(bits, shape, dtype), sharding)
+        state[str(i)] = jax.jit(lambda x: x[...])(leaf) if rng.random() < 0.3 else leaf
+    return state
+
+
+@pytest.mark.first(4)
+@pytest.mark.parametrize("seed", range(20))
+def test_two_hundred_random_shardings_raise_no_alarm(seed):
+    state = random_state(seed)
+    shards = sum(len(x.sharding.device_set) for x in state.values())
+    report = adacheck.replica_report(state)
+    assert report.divergences == ()
+    assert 0 < report.replica_count <= shards
+    assert "all equal" in str(report)
+
+
+@pytest.mark.first(1)
+@pytest.mark.parametrize("seed", range(4))
+def test_random_shardings_raise_no_alarm_by_the_device_engine(seed, monkeypatch):
+    monkeypatch.setattr(fingerprint, "hashes_on_device", lambda x: isinstance(x, jax.Array))
+    report = adacheck.replica_report(random_state(seed))
+    assert report.divergences == ()
+    assert report.replica_count
+
+
+def test_any_leaf_may_be_in_a_state(engine):
+    whole = NamedSharding(mesh_of((8,)), P())
+    state = {
+        "key": jax.device_put(jax.random.key(1), whole),
+        "keys": jax.device_put(
+            jax.random.split(jax.random.key(1), 8), NamedSharding(whole.mesh, P("a"))
+        ),
+        "numpy": np.arange(3),
+        "python": 3,
+        "none": None,
+        "scalar": jax.device_put(1.5, whole),
+        "empty": jax.device_put(jnp.zeros((0, 3)), whole),
+        "single": jnp.ones(3),
+    }
+    report = adacheck.replica_report(state)
+    assert report == replicas.ReplicaReport(7, 2, 16, ())
+    assert adacheck.replica_report({}) == replicas.ReplicaReport(0, 0, 0, ())
+
+
+def test_a_key_that_differs_is_found(engine):
+    whole = NamedSharding(mesh_of((8,)), P())
+    data = with_flipped_bit(jax.device_put(jax.random.key_data(jax.random.key(1)), whole), {2})
+    key = jax.random.wrap_key_data(data)
+    (found,) = adacheck.replica_report({"rng": key}).divergences
+    assert (found.path, found.devices, found.box) == ("rng", ("cpu:2",), Box((0,), (2,)))
+
+
+def test_the_report_leaves_the_state_as_it_was():
+    array = jax.device_put(jnp.arange(8.0), NamedSharding(mesh_of((8,)), P()))
+    adacheck.replica_report(array)
+    donate = jax.jit(lambda x: x + 1, donate_argnums=0)
+    assert donate(array)[0] == 1
+
+
+def site(holders, path="w"):
+    return replicas.Site(0, path, Box((0, 8), (4, 16)), tuple(holders))
+
+
+def holders_on(processes, each):
+    return [Holder(p, p * each + i, "gpu") for p in range(processes) for i in range(each)]
+
+
+@pytest.mark.parametrize(
+    ("values", "named", "agreeing", "tie"),
+    [
+        ("aaab", [3], 3, False),
+        ("abbb", [0], 3, False),
+        ("aabc", [2, 3], 2, False),
+        ("aabb", [0, 1, 2, 3], 2, True),
+        ("abcd", [0, 1, 2, 3], 1, True),
+        ("ab", [0, 1], 1, True),
+    ],
+)
+def test_the_minority_is_named_or_all_in_a_tie(values, named, agreeing, tie):
+    holders = holders_on(2, len(values) // 2)
+    sums = {site(holders): dict(zip(holders, map(ord, values), strict=True))}
+    (found,) = replicas.compare(sums)
+    assert found.devices == tuple(f"gpu:{i}" for i in named)
+    assert found.processes == tuple(i // (len(values) // 2) for i in named)
+    assert (found.agreeing_count, found.is_tie) == (agreeing, tie)
+    assert found.replica_count == len(values)
+
+
+def test_equal_sums_are_no_divergence():
+    holders = holders_on(2, 2)
+    assert replicas.compare({site(holders): dict.fromkeys(holders, 7)}) == ()
+    assert replicas.compare({site(holders): {}, site(holders, "v"): {holders[0]: 7}}) == ()
+
+
+def test_a_divergence_reads_well():
+    holders = holders_on(2, 2)
+    (found,) = replicas.compare({site(holders): dict(zip(holders, [1, 1, 1, 2], strict=True))})
+    assert str(found) == "w[0:4, 8:16]: gpu:3 (process 1) differs from 3 replicas that agree"
+    (tie,) = replicas.compare({site(holders[:2]): dict(zip(holders, [1, 2], strict=False))})
+    assert str(tie) == (
+        "w[0:4, 8:16]: the 2 replicas on gpu:0 (process 0), gpu:1 (process 0) differ, with no "
+        "majority"
+    )
+    assert "1 box of 1 leaf" in str(replicas.ReplicaReport(1, 1, 4, (found,)))
+    assert "2 boxes of 1 leaf" in str(replicas.ReplicaReport(1, 2, 4, (found, tie)))
+
+
+def broken(state, path_of=lambda s: s["params"]["in"], name="bias", device=5):
+    """A copy of a run's state with one bit of one replica flipped."""
+    copied = jax.tree.map(jnp.copy, state)
+    path_of(copied)[name] = with_flipped_bit(path_of(copied)[name], {device}, byte=7)
+    return copied
+
+
+def warnings_in(caplog):
+    name = "adacheck_jax.device.replicas"
+    return [record.getMessage() for record in caplog.records if record.name == name]
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
+def test_a_manager_warns_once_and_saves(tmp_path, caplog, engine, asynchronous):
+    run = support.dict_run(support.mesh_of((4, 2)))
+    handler = adacheck.AdaCheckHandler(run.recorder)
+    options = {"enable_async_checkpointing": asynchronous}
+    with support.manager_of(tmp_path, handler, **options) as manager:
+        saved = support.save_steps(manager, run, 2)
+        assert warnings_in(caplog) == []
+        run.advance()
+        saved[3] = support.host_copy(run.state)
+        manager.save(3, args=adacheck.SaveArgs(broken(run.state)))
+        manager.wait_until_finished()
+        (message,) = warnings_in(caplog)
+        assert "step 3: 1 box of 1 leaf" in message
+        assert "params/in/bias[0:128]: cpu:5 (process 0) differs from 7 replicas" in message
+        run.advance()
+        saved[4] = support.host_copy(run.state)
+        manager.save(4, args=adacheck.SaveArgs(run.state))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [1, 2, 3, 4]
+        assert len(warnings_in(caplog)) == 1
+        target = adacheck.RestoreArgs(support.abstract(run.state))
+        for step, expected in saved.items():
+            support.assert_same_bits(manager.restore(step, args=target), expected)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
+@pytest.mark.parametrize("first", [True, False], ids=["base", "delta"])
+def test_a_manager_refuses_a_step_whose_replicas_differ(tmp_path, caplog, asynchronous, first):
+    run = support.dict_run(support.mesh_of((4, 2)))
+    handler = adacheck.AdaCheckHandler(run.recorder, check_replicas="raise")
+    options = {"enable_async_checkpointing": asynchronous}
+    with support.manager_of(tmp_path, handler, **options) as manager:
+        good = {} if first else support.save_steps(manager, run, 2)
+        run.advance()
+
+        def save_a_broken_one():
+            manager.save(run.count, args=adacheck.SaveArgs(broken(run.state)))
+            manager.wait_until_finished()
+
+        with pytest.raises(adacheck.ReplicaError, match=r"params/in/bias.*cpu:5.*not saved"):
+            save_a_broken_one()
+        good |= support.save_steps(manager, run, 2)
+        manager.reload()
+        assert manager.all_steps() == list(good)
+        target = adacheck.RestoreArgs(support.abstract(run.state))
+        for step, expected in good.items():
+            support.assert_same_bits(manager.restore(step, args=target), expected)
+    assert warnings_in(caplog) == []
+
+
+@pytest.mark.first(1)
+@pytest.mark.parametrize("device", range(8))
+def test_a_base_of_differing_replicas_is_restored_as_one_of_them(tmp_path, caplog, device):
+    good = jax.device_put(jnp.arange(64.0), NamedSharding(mesh_of((8,)), P()))
+    state = {"x": with_flipped_bit(good, {device}, byte=130)}
+    with support.manager_of(tmp_path, adacheck.AdaCheckHandler()) as manager:
+        manager.save(1, args=adacheck.SaveArgs(state))
+        manager.wait_until_finished()
+        (message,) = warnings_in(caplog)
+        assert "as one replica has it" in message
+        restored = manager.restore(1, args=adacheck.RestoreArgs({"x": good}))
+        support.assert_same_bits(restored, support.host_copy(state))
+
+
+def test_off_is_silent_and_looks_at_no_replica(tmp_path, caplog, monkeypatch):
+    asked = []
+    original = fingerprint._host_shards
+    monkeypatch.setattr(fingerprint, "_host_shards", lambda *a: asked.append(a) or original(*a))
+    run = support.dict_run(support.mesh_of((4, 2)))
+    run.advance()
+    for mode, count in (("off", 0), ("warn", 1)):
+        handler = adacheck.AdaCheckHandler(check_replicas=mode)
+        with support.manager_of(tmp_path / mode, handler) as manager:
+            manager.save(1, args=adacheck.SaveArgs(broken(run.state)))
+            manager.wait_until_finished()
+            assert manager.all_steps() == [1]
+        assert (len(asked), len(warnings_in(caplog))) == (count, count)
+
+
+def test_only_a_few_divergences_are_named(tmp_path, caplog):
+    mesh = mesh_of((8,))
+    good = jax.device_put(jnp.arange(8.0), NamedSharding(mesh, P()))
+    state = {f"leaf{i}": with_flipped_bit(good, {i % 8}) for i in range(10)}
+    with ocp.Checkpointer(adacheck.AdaCheckHandler()) as checkpointer:
+        checkpointer.save(tmp_path / "x", args=adacheck.SaveArgs(state))
+    (message,) = warnings_in(caplog)
+    assert "10 boxes of 10 leaves" in message
+    assert "leaf2" in message
+    assert "leaf3" not in message
+    assert "and 7 more" in message
+
+
+def test_an_unknown_mode_is_refused():
+    with pytest.raises(ValueError, match=r"check_replicas.*'warn', 'raise', 'off'"):
+        adacheck.AdaCheckHandler(check_replicas="maybe")
+
+
+def test_the_documented_level_is_a_warning(tmp_path, caplog):
+    good = jax.device_put(jnp.arange(8.0), NamedSharding(mesh_of((8,)), P()))
+    check = replicas.Check("warn", replicas.places(["w"], [good]))
+    sums = {0: {Box((0,), (8,)): {Holder(0, i, "cpu"): int(i == 3) for i in range(8)}}}
+    with caplog.at_level(logging.INFO):
+        check.settle(1, [json.loads(json.dumps(check.part(sums)))])
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_processes_compare_one_sum_a_box(monkeypatch):
+    """Four processes of two devices: boxes held by one process, by two, and by all."""
+    holders = holders_on(4, 2)
+    table = {
+        Box((0,), (4,)): holders[:2],
+        Box((4,), (8,)): holders[2:6],
+        Box((8,), (9,)): holders,
+    }
+    monkeypatch.setattr(
+        replicas, "_replicated", lambda *_: tuple((b, tuple(h)) for b, h in table.items())
+    )
+    check = replicas.Check("raise", replicas.places(["w"], [jnp.zeros(9)]))
+
+    def found(odd):
+        parts = []
+        for process in range(4):
+            sums = {
+                box: {h: int((h.device, box.start[0]) in odd) for h in each if h.process == process}
+                for box, each in table.items()
+            }
+            parts.append(json.loads(json.dumps(check.part({0: sums}))))
+        assert [len(part["shared"]) for part in parts] == [1, 2, 2, 1]
+        return check.divergences(parts)
+
+    assert found(set()) == ()
+    (tie,) = found({(1, 0)})
+    assert (tie.devices, tie.is_tie, tie.box) == (("gpu:0", "gpu:1"), True, Box((0,), (4,)))
+    for device in range(8):
+        (one,) = found({(device, 8)})
+        assert (one.devices, one.processes) == ((f"gpu:{device}",), (device // 2,))
+        assert (one.agreeing_count, one.replica_count) == (7, 8)
+    (host,) = found({(6, 8), (7, 8)})  # the replicas of one process agree, with no other
+    assert (host.devices, host.processes) == (("gpu:6", "gpu:7"), (3, 3))
+    assert [each.box.start for each in found({(3, 4), (0, 8)})] == [(4,), (8,)]
+
+
+@pytest.mark.slow
+def test_two_processes_name_the_one_whose_replica_differs(tmp_path):
+    launch("warn", 2, tmp_path / "run", tmp_path / "out", 4, "tests.device.replica_worker")
+    first, second = (json.loads((tmp_path / f"out-{process}.json").read_text()) for process in "01")
+    bad = f"cpu:{first['bad']}"
+    assert first["report"] == second["report"]
+    assert first["report"] == [["kernel", [8, 0], [16, 4], [bad], [1], 3, 4]]
+    assert "step 2: 1 box of 1 leaf whose" in first["message"]
+    assert f"kernel[8:16, 0:4]: {bad} (process 1) differs from 3 replicas" in first["message"]
+    assert second["message"] == ""  # one line a step, by the process that commits
+    assert first["steps"] == second["steps"] == [1, 2]
+
+
+@pytest.mark.slow
+def test_two_processes_both_refuse_the_step(tmp_path):
+    """Neither is left waiting for the other."""
+    launch("raise", 2, tmp_path / "run", tmp_path / "out", 4, "tests.device.replica_worker")
+    for process in "01":
+        told = json.loads((tmp_path / f"out-{process}.json").read_text())
+        assert f"cpu:{told['bad']} (process 1) differs from 3 replicas" in told["message"]
+        assert "The step is not saved" in told["message"]
+        assert told["steps"] == [1]

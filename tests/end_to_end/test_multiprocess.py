@@ -1,0 +1,127 @@
+"""Real processes save, and another number of them restores."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from adacheck_jax.format import lineage, manifest, roots
+from benchmarks.common import free_port
+
+WORKER = "tests.end_to_end.multiprocess_worker"
+
+
+def start(
+    mode: str, processes: int, root: Path, out: Path, devices: int, worker: str = WORKER
+) -> list[subprocess.Popen[str]]:
+    port = free_port()
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", worker, mode]
+            + [str(value) for value in (index, processes, port, root, out, devices)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        )
+        for index in range(processes)
+    ]
+
+
+def finish(children: list[subprocess.Popen[str]]) -> None:
+    try:
+        outputs = [child.communicate(timeout=200)[0] for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    for child, output in zip(children, outputs, strict=True):
+        assert child.returncode == 0, output
+
+
+def launch(
+    mode: str, processes: int, root: Path, out: Path, devices: int, worker: str = WORKER
+) -> None:
+    finish(start(mode, processes, root, out, devices, worker))
+
+
+def leaves(path: Path) -> list[bytes]:
+    with np.load(path) as arrays:
+        return [arrays[name].tobytes() for name in arrays.files]
+
+
+@pytest.fixture(scope="module")
+def run_of_two(tmp_path_factory):
+    """Three steps saved by two processes with two devices each, mesh (2, 2)."""
+    root = tmp_path_factory.mktemp("two")
+    launch("save", 2, root / "run", root / "out", devices=2)
+    return root
+
+
+def test_the_processes_share_the_writing(run_of_two):
+    found = lineage.resolve(run_of_two / "run" / "3" / "default")
+    (_, delta) = (entry.manifest for entry in found.entries[1:])
+    assert isinstance(delta, manifest.DeltaManifest)
+    sizes_bytes = [pack.raw_bytes for pack in delta.packs]
+    assert len(sizes_bytes) == 2
+    assert min(sizes_bytes) > 0.4 * max(sizes_bytes)
+    owners = {owner for leaf in found.base.leaves for owner in leaf.owners}
+    assert owners == {0, 1}
+
+
+@pytest.mark.first(1)
+@pytest.mark.parametrize(("processes", "devices"), [(1, 4), (1, 8), (4, 2)])
+def test_another_number_of_processes_restores_the_same_bits(run_of_two, processes, devices):
+    out = run_of_two / f"restored-by-{processes}x{devices}"
+    launch("restore", processes, run_of_two / "run", out, devices)
+    for step in (1, 3):
+        restored = leaves(Path(f"{out}-restored{step}.npz"))
+        assert restored == leaves(run_of_two / f"out-saved{step}.npz")
+
+
+@pytest.mark.slow
+def test_a_lineage_goes_on_after_a_restart_of_all_processes(run_of_two):
+    launch("resume", 2, run_of_two / "run", run_of_two / "resumed", devices=2)
+    kinds = [type(step.manifest) for step in roots.steps_of(run_of_two / "run")]
+    assert kinds == [manifest.BaseManifest] + [manifest.DeltaManifest] * 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "kinds", "has_update"),
+    [("bits", "BDD", [False, False]), ("projected", "BDD", [True, True])],
+)
+def test_several_processes_save_differences(tmp_path, mode, kinds, has_update):
+    """Where they were told to, and where their check found that replay is wrong."""
+    launch(mode, 2, tmp_path / "run", tmp_path / "out", devices=2)
+    found = [step.manifest for step in roots.steps_of(tmp_path / "run")]
+    assert "".join(type(each).__name__[0] for each in found) == kinds
+    assert [each.has_update for each in found[1:]] == has_update
+    if mode == "bits":
+        assert all({"x", "s"} & set(pack.encodings) for pack in found[-1].packs)
+    if mode == "projected":
+        paths = [leaf.path for leaf in found[0].leaves]
+        wrong = paths.index("params/in/kernel")
+        for each in found[1:]:
+            assert wrong in each.stored
+            assert paths.index("params/out/kernel") not in each.stored
+            assert "params/in/kernel" in each.caution.reason
+            assert each.checked == "sample"
+    for processes, devices in ((2, 2), (1, 8)):
+        out = tmp_path / f"restored-by-{processes}x{devices}"
+        launch("restore", processes, tmp_path / "run", out, devices)
+        for step in (1, 3):
+            restored = leaves(Path(f"{out}-restored{step}.npz"))
+            assert restored == leaves(tmp_path / f"out-saved{step}.npz")
+
+
+@pytest.mark.slow
+def test_a_process_that_owns_no_scalar_checks_its_share(tmp_path):
+    launch("no-scalars", 2, tmp_path / "run", tmp_path / "out", devices=2)
+    found = [step.manifest for step in roots.steps_of(tmp_path / "run")]
+    assert "".join(type(each).__name__[0] for each in found) == "BDD"
+    assert [each.checked for each in found[1:]] == ["sample", "sample"]
+    assert not any(each.caution.reason for each in found)

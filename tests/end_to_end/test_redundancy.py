@@ -1,0 +1,390 @@
+"""Nothing is written twice, and nothing is taken for equal that is not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import adacheck_jax as adacheck
+from adacheck_jax.device import transfer
+from adacheck_jax.format import manifest
+from adacheck_jax.format.boxes import Box
+from adacheck_jax.store import links, volumes
+from adacheck_jax.tools import inspection
+from tests import support
+from tests.end_to_end.test_multiprocess import launch
+
+MESH = support.mesh_of((4, 2))
+CUT = NamedSharding(MESH, P("data", "model"))
+WHOLE = NamedSharding(MESH, P())
+
+
+def noise(seed, shape=(256, 128)):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def save(root, states, **options):
+    """Saves states as steps 0, 1, ...; every one a base if there is no recorder."""
+    handler = adacheck.AdaCheckHandler(**options)
+    with support.manager_of(root, handler) as manager:
+        for step, state in enumerate(states):
+            manager.save(step, args=adacheck.SaveArgs(state))
+        manager.wait_until_finished()
+
+
+def restored(root, step, like):
+    with support.manager_of(root, adacheck.AdaCheckHandler()) as manager:
+        return manager.restore(step, args=adacheck.RestoreArgs(support.abstract(like)))
+
+
+def new_bytes(root, step):
+    return inspection.new_bytes(root / str(step))
+
+
+def base_of(root, step):
+    return manifest.read(root / str(step) / "default")
+
+
+def names(pairs, leaves):
+    return {leaves[a].path: b for a, b in pairs}
+
+
+@pytest.mark.first(1)
+@pytest.mark.parametrize("sharding", [CUT, WHOLE], ids=["cut", "whole"])
+def test_three_equal_leaves_cost_one_and_stock_orbax_reads_all(tmp_path, sharding):
+    one = {"a": jax.device_put(noise(1), sharding)}
+    three = {key: jax.device_put(noise(1), sharding) for key in "abc"}
+    save(tmp_path / "one", [one])
+    save(tmp_path / "three", [three])
+    once = new_bytes(tmp_path / "one", 0)
+    assert once > noise(1).nbytes
+    assert new_bytes(tmp_path / "three", 0) < once + 8192
+    base = base_of(tmp_path / "three", 0)
+    assert names(base.aliases, base.leaves) == {"b": 0, "c": 0}
+    for target in (support.abstract(three), None):
+        found = ocp.StandardCheckpointer().restore(tmp_path / "three/0/default", target)
+        support.assert_same_bits(found, support.host_copy(three))
+    support.assert_same_bits(restored(tmp_path / "three", 0, three), support.host_copy(three))
+
+
+def test_moments_of_zero_and_a_copy_of_the_params_cost_nothing(tmp_path):
+    """An EMA that starts as the params, two moments of zero, a target network."""
+    params = {f"layer{i}": jax.device_put(noise(i), CUT) for i in range(4)}
+    state = {
+        "params": params,
+        "ema": jax.tree.map(jnp.copy, params),
+        "target": jax.tree.map(jnp.copy, params),
+        "mu": jax.tree.map(jnp.zeros_like, params),
+        "nu": jax.tree.map(jnp.zeros_like, params),
+    }
+    save(tmp_path, [state])
+    params_bytes = 4 * noise(0).nbytes
+    assert new_bytes(tmp_path, 0) < 1.1 * params_bytes
+    found = ocp.StandardCheckpointer().restore(tmp_path / "0/default", support.abstract(state))
+    support.assert_same_bits(found, support.host_copy(state))
+
+
+def test_equal_rows_of_a_leading_axis_are_written_once(tmp_path):
+    """As pmap stacks the replicas of a state."""
+    rows = NamedSharding(support.mesh_of((8,)), P("data"))
+    state = {"stacked": jax.device_put(np.stack([noise(3)] * 8), rows)}
+    save(tmp_path, [state])
+    assert new_bytes(tmp_path, 0) < 1.2 * noise(3).nbytes
+    found = ocp.StandardCheckpointer().restore(tmp_path / "0/default", support.abstract(state))
+    support.assert_same_bits(found, support.host_copy(state))
+
+
+def test_equal_boxes_are_stored_once_in_deltas_too(tmp_path):
+    rows = NamedSharding(support.mesh_of((8,)), P("data"))
+    states = [
+        {"stacked": jax.device_put(np.stack([noise(i)] * 8), rows), "copy": jnp.array(noise(i))}
+        for i in range(3)
+    ]
+    save(tmp_path, states, delta="bits")
+    base = base_of(tmp_path, 0)
+    assert names(base.aliases, base.leaves) == {}  # rows of one are the other
+    for step in (1, 2):
+        assert isinstance(base_of(tmp_path, step), manifest.DeltaManifest)
+        assert new_bytes(tmp_path, step) < 1.2 * noise(0).nbytes
+        support.assert_same_bits(
+            restored(tmp_path, step, states[0]), support.host_copy(states[step])
+        )
+
+
+edits = st.lists(
+    st.tuples(
+        st.sampled_from("abcd"),
+        st.sampled_from(["a", "b", "c", "d", "zero", "bit", "new", "nothing"]),
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@pytest.mark.slow
+@settings(
+    deadline=None,
+    max_examples=12,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+@given(edits, st.sampled_from(["base", "bits"]))
+def test_whatever_becomes_equal_or_ceases_to_be_is_restored(tmp_path_factory, changes, kind):
+    """Leaves are copied onto each other, zeroed, and changed by a bit, between saves."""
+    root = tmp_path_factory.mktemp("edits")
+    values = {key: noise(i, (64, 32)) for i, key in enumerate("abcd")}
+    shardings = {"a": CUT, "b": CUT, "c": WHOLE, "d": WHOLE}
+    states = []
+    for number, (target, change) in enumerate([("a", "nothing"), *changes]):
+        if change in values:
+            values[target] = values[change].copy()
+        elif change == "zero":
+            values[target] = np.zeros_like(values[target])
+        elif change == "bit":
+            values[target] = values[target].copy()
+            values[target].view(np.uint32)[number % 64, 7] ^= 1 << (number * 5 % 32)
+        elif change == "new":
+            values[target] = noise(100 + number, (64, 32))
+        states.append({key: jax.device_put(values[key], shardings[key]) for key in values})
+    save(root, states, delta="bits" if kind == "bits" else "auto")
+    for step, state in enumerate(states):
+        support.assert_same_bits(restored(root, step, state), support.host_copy(state))
+        if kind == "base":
+            found = ocp.StandardCheckpointer().restore(
+                root / str(step) / "default", support.abstract(state)
+            )
+            support.assert_same_bits(found, support.host_copy(state))
+
+
+def frozen_run():
+    """Two layers of which one does not train, beside adapters that do."""
+    frozen = {f"frozen{i}": jax.device_put(noise(i, (512, 256)), CUT) for i in range(4)}
+    recorder = adacheck.Recorder(optax.adamw(1e-2))
+    params = {"adapter": jax.device_put(noise(9, (64, 32)), CUT)}
+    state = {"frozen": frozen, "params": params, "opt": recorder.init(params)}
+    state["opt"] = jax.device_put(state["opt"], jax.tree.map(lambda x: WHOLE, state["opt"]))
+
+    @jax.jit
+    def advance(state, seed):
+        grads = jax.tree.map(lambda p: jnp.sin(p * 50 + seed), state["params"])
+        updates, opt = recorder.update(grads, state["opt"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        return {"frozen": state["frozen"], "params": params, "opt": opt}
+
+    return recorder, state, advance
+
+
+def test_frozen_leaves_are_written_once_for_all_bases(tmp_path):
+    recorder, state, advance = frozen_run()
+    frozen_bytes = 4 * 512 * 256 * 4
+    handler = adacheck.AdaCheckHandler(recorder, max_deltas=2)
+    saved = {}
+    with support.manager_of(tmp_path, handler, max_to_keep=2) as manager:
+        for step in range(10):
+            state = advance(state, step)
+            saved[step] = support.host_copy(state)
+            manager.save(step, args=adacheck.SaveArgs(state))
+            manager.wait_until_finished()
+            if step == 0:
+                assert new_bytes(tmp_path, 0) > frozen_bytes
+            else:
+                assert new_bytes(tmp_path, step) < frozen_bytes / 20
+        assert manager.all_steps() == [8, 9]  # every earlier base is deleted
+        kept = names(base_of(tmp_path, 9).kept, base_of(tmp_path, 9).leaves)
+        assert kept == {f"frozen/frozen{i}": 0 for i in range(4)}
+        for step in (8, 9):
+            target = adacheck.RestoreArgs(support.abstract(state))
+            support.assert_same_bits(manager.restore(step, args=target), saved[step])
+    found = ocp.StandardCheckpointer().restore(tmp_path / "9/default", support.abstract(state))
+    support.assert_same_bits(found, saved[9])
+
+
+def test_a_frozen_leaf_that_thaws_is_written_again(tmp_path):
+    recorder, state, advance = frozen_run()
+    handler = adacheck.AdaCheckHandler(recorder, max_deltas=1)
+    saved = {}
+    with support.manager_of(tmp_path, handler) as manager:
+        for step in range(8):
+            state = advance(state, step)
+            if step in (3, 4):  # one bit, at a delta and at a base
+                bits = np.array(state["frozen"]["frozen1"])
+                bits.view(np.uint32)[5, step] ^= 1
+                state["frozen"]["frozen1"] = jax.device_put(bits, CUT)
+            saved[step] = support.host_copy(state)
+            manager.save(step, args=adacheck.SaveArgs(state))
+            manager.wait_until_finished()
+        leaves = base_of(tmp_path, 6).leaves
+        kinds = [type(base_of(tmp_path, step)).__name__[0] for step in range(8)]
+        assert "".join(kinds) == "BDBDBDBD"
+        assert names(base_of(tmp_path, 4).kept, leaves)["frozen/frozen0"] == 0
+        assert "frozen/frozen1" not in names(base_of(tmp_path, 4).kept, leaves)
+        assert set(names(base_of(tmp_path, 6).kept, leaves).values()) <= {0, 4}
+        for step, expected in saved.items():
+            target = adacheck.RestoreArgs(support.abstract(state))
+            support.assert_same_bits(manager.restore(step, args=target), expected)
+
+
+@pytest.mark.slow
+def test_frozen_leaves_survive_a_restart_of_the_trainer(tmp_path):
+    recorder, state, advance = frozen_run()
+    target = adacheck.RestoreArgs(support.abstract(state))
+    for first in (0, 3):
+        handler = adacheck.AdaCheckHandler(recorder, max_deltas=0)
+        with support.manager_of(tmp_path, handler) as manager:
+            if first:
+                state = manager.restore(first - 1, args=target)
+            for step in range(first, first + 3):
+                state = advance(state, step)
+                manager.save(step, args=adacheck.SaveArgs(state))
+            manager.wait_until_finished()
+    assert new_bytes(tmp_path, 5) < 512 * 256
+    shutil.rmtree(tmp_path / "0")
+    support.assert_same_bits(restored(tmp_path, 5, state), support.host_copy(state))
+
+
+def test_a_damaged_base_is_not_relied_on(tmp_path):
+    """What a later base would link is read first; if it is damaged it is written again."""
+    state = {"frozen": jax.device_put(noise(1, (512, 256)), CUT), "count": jnp.int32(0)}
+    handler = adacheck.AdaCheckHandler()
+    with support.manager_of(tmp_path, handler) as manager:
+        manager.save(0, args=adacheck.SaveArgs(state))
+        manager.wait_until_finished()
+        largest = max((tmp_path / "0").rglob("*"), key=lambda p: p.is_file() and p.stat().st_size)
+        largest.write_bytes(support.with_flipped_data(largest.read_bytes()))
+        for step in (1, 2):
+            manager.save(step, args=adacheck.SaveArgs(state))
+        manager.wait_until_finished()
+    assert base_of(tmp_path, 1).kept == ()
+    assert base_of(tmp_path, 2).kept != ()
+    for step in (1, 2):
+        support.assert_same_bits(restored(tmp_path, step, state), support.host_copy(state))
+    with pytest.raises(adacheck.IntegrityError):
+        restored(tmp_path, 0, state)
+
+
+def test_without_hard_links_every_base_is_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(links, "can_link", lambda root: False)
+    state = {"frozen": jax.device_put(noise(1, (512, 256)), CUT)}
+    save(tmp_path, [state, state])
+    assert base_of(tmp_path, 1).kept == ()
+    assert new_bytes(tmp_path, 1) > 512 * 256 * 4
+
+
+@pytest.mark.first(1)
+@pytest.mark.parametrize("compression", ["auto", "none"])
+def test_experts_without_tokens_and_rows_without_gradient_cost_nothing(tmp_path, compression):
+    """Expert 0 alone gets gradients, and 1 row in 64 of the embedding."""
+    recorder = adacheck.Recorder(optax.adamw(1e-2))
+    rng = np.random.default_rng(0)
+    params = {
+        "experts": jax.device_put(noise(1, (8, 128, 256)), NamedSharding(MESH, P("data"))),
+        "embedding": jax.device_put(noise(2, (4096, 256)), WHOLE),
+    }
+    experts, embedding = (np.zeros(params[key].shape, np.float32) for key in params)
+    experts[0] = rng.standard_normal((128, 256))
+    embedding[::64] = rng.standard_normal((64, 256))
+    grads = {"experts": jnp.array(experts), "embedding": jnp.array(embedding)}
+    state = {"params": params, "opt": recorder.init(params)}
+
+    @jax.jit
+    def advance(state):
+        updates, opt = recorder.update(grads, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}
+
+    saved = []
+    handler = adacheck.AdaCheckHandler(recorder, compression=compression)
+    with support.manager_of(tmp_path, handler) as manager:
+        for step in range(3):
+            state = advance(state)
+            saved.append(support.host_copy(state))
+            manager.save(step, args=adacheck.SaveArgs(state))
+        manager.wait_until_finished()
+    filled_bytes = (128 * 256 + 64 * 256) * 4
+    assert new_bytes(tmp_path, 2) < (1.1 if compression == "none" else 1.0) * filled_bytes
+    for step in (1, 2):
+        support.assert_same_bits(restored(tmp_path, step, state), saved[step])
+
+
+@pytest.mark.slow
+def test_real_gradients_compress(tmp_path):
+    """bfloat16 noise of several scales, as gradients are; and nothing is lost."""
+    sizes = {}
+    for compression in ("auto", "none"):
+        run = support.dict_run(MESH, dtype=jnp.bfloat16)
+        handler = adacheck.AdaCheckHandler(run.recorder, compression=compression)
+        with support.manager_of(tmp_path / compression, handler) as manager:
+            saved = support.save_steps(manager, run, 3)
+            target = adacheck.RestoreArgs(support.abstract(run.state))
+            for step, expected in saved.items():
+                support.assert_same_bits(manager.restore(step, args=target), expected)
+        sizes[compression] = sum(
+            pack.stat().st_size
+            for pack in support.pack_files(tmp_path / compression / "3" / "default")
+        )
+    assert sizes["auto"] < 0.85 * sizes["none"]
+
+
+def test_inspect_says_where_a_leaf_is_taken_from(tmp_path):
+    state = {
+        "a": jax.device_put(noise(1, (512, 256)), CUT),
+        "b": jax.device_put(noise(1, (512, 256)), CUT),
+        "c": jnp.zeros(3),
+    }
+    save(tmp_path, [state, state | {"c": jnp.ones(3)}])
+    sources = [
+        {leaf.path: leaf.source for leaf in inspection.describe_step(tmp_path, step).leaves}
+        for step in (0, 1)
+    ]
+    assert sources[0] == {"a": "stored", "b": "same as a", "c": "stored"}
+    assert sources[1] == {"a": "kept from 0", "b": "kept from 0", "c": "stored"}
+
+
+def test_of_equal_replicas_each_device_gives_its_share(tmp_path):
+    arrays = {i: jax.device_put(noise(i), WHOLE) for i in range(16)}
+    loads_bytes = {}
+    picks = [transfer.picks_of(x, [Box.full(x.shape)], loads_bytes) for x in arrays.values()]
+    assert sorted(position for ((_, position, _),) in picks) == sorted([*range(8)] * 2)
+    assert set(loads_bytes.values()) == {2 * noise(0).nbytes}
+
+
+def test_a_file_with_very_many_links_is_written_again(tmp_path, monkeypatch):
+    state = {"frozen": jax.device_put(noise(1, (512, 256)), CUT)}
+    monkeypatch.setattr(volumes, "_MAX_LINKS", 1)
+    save(tmp_path, [state] * 3)
+    assert [base_of(tmp_path, step).kept for step in (1, 2)] == [((0, 0),), ()]
+
+
+@pytest.mark.slow
+def test_processes_write_once_what_each_has_for_itself(tmp_path):
+    launch("equal", 4, tmp_path / "run", tmp_path / "out", 2, "tests.end_to_end.local_worker")
+    base = base_of(tmp_path / "run", 1)
+    once = sum(leaf.nbytes for leaf in base.leaves)
+    assert once < new_bytes(tmp_path / "run", 1) < 1.05 * once
+    owners = {leaf.path: set(leaf.owners) for leaf in base.leaves}
+    assert owners["one device"] == {0, 1, 2, 3}  # large enough to be shared out
+    assert len(owners["host"]) == 1
+    kept = names(base_of(tmp_path / "run", 3).kept, base.leaves)
+    assert kept["one device"] == 1
+    assert [json.loads((tmp_path / f"out-{p}.json").read_text())["steps"] for p in range(4)] == [
+        [1, 2, 3]
+    ] * 4
+
+
+@pytest.mark.slow
+def test_processes_that_differ_in_what_each_has_for_itself_are_told(tmp_path):
+    launch("unequal", 2, tmp_path / "run", tmp_path / "out", 2, "tests.end_to_end.local_worker")
+    for process in range(2):
+        told = json.loads((tmp_path / f"out-{process}.json").read_text())
+        assert told["steps"] == [1, 3]
+        assert "leaf host: it lies on every process by itself" in told["message"]
+        assert "processes 1 hold other bits than process 0" in told["message"]

@@ -1,0 +1,294 @@
+"""States of several optimizers, each with its own recorder: every saved step restores exactly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import adacheck_jax as adacheck
+from adacheck_jax import RecorderError
+from adacheck_jax.format import roots
+from adacheck_jax.tools import inspection
+from tests.support import (
+    WIDTH,
+    Run,
+    abstract,
+    assert_same_bits,
+    host_copy,
+    manager_of,
+    mesh_of,
+    place,
+    recorded,
+)
+
+STEP_COUNT = 6
+SCHEDULES = {
+    "discriminator every second step": lambda n: (True, n % 2 == 0),
+    "alternating": lambda n: (n % 2 == 1, n % 2 == 0),
+    "both": lambda n: (True, True),
+}
+
+
+def network(seed: int, width: int) -> dict[str, jax.Array]:
+    keys = jax.random.split(jax.random.key(seed), 2)
+    return {
+        "first": jax.random.normal(keys[0], (WIDTH, width)) * 0.2,
+        "last": jax.random.normal(keys[1], (width, WIDTH)) * 0.2,
+    }
+
+
+def apply(params: Any, x: jax.Array) -> jax.Array:
+    return jnp.tanh(x @ params["first"]) @ params["last"]
+
+
+def inputs(number: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(100 + number), (16, WIDTH))
+
+
+def updated(chain: Any, model: Any, grads: Any) -> dict[str, Any]:
+    updates, opt_state = chain.update(grads, model["opt_state"], model["params"])
+    return {"params": optax.apply_updates(model["params"], updates), "opt_state": opt_state}
+
+
+class Gan:
+    """A generator and a discriminator, either updated or not in a step.
+
+    Args:
+        mesh: on which both lie.
+        width: of the discriminator's hidden layer; ``2 * WIDTH`` gives both models the same shapes.
+        optimizers: of both.
+    """
+
+    def __init__(
+        self,
+        mesh: jax.sharding.Mesh,
+        width: int = WIDTH,
+        optimizers: tuple[Any, Any] | None = None,
+    ) -> None:
+        optimizers = optimizers or (optax.adamw(1e-2), optax.sgd(1e-2, momentum=0.9))
+        (self.rec_g, self.chain_g), (self.rec_d, self.chain_d) = map(recorded, optimizers)
+        params = network(1, 2 * WIDTH), network(2, width)
+        self.state: Any = place(
+            {
+                "gen": {"params": params[0], "opt_state": self.chain_g.init(params[0])},
+                "disc": {"params": params[1], "opt_state": self.chain_d.init(params[1])},
+                "step": jnp.int32(0),
+            },
+            mesh,
+        )
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state)
+        self.step = jax.jit(
+            self._step, donate_argnums=0, static_argnums=(2, 3), out_shardings=shardings
+        )
+        self.count = 0
+
+    def _step(self, state: Any, z: jax.Array, is_g: bool, is_d: bool) -> Any:
+        def judged(params: Any) -> jax.Array:
+            return jnp.mean((apply(state["disc"]["params"], apply(params, z)) - 1) ** 2)
+
+        def told_apart(params: Any) -> jax.Array:
+            fake = apply(params, apply(state["gen"]["params"], z))
+            return jnp.mean((apply(params, z) - 1) ** 2) + jnp.mean(fake**2)
+
+        gen, disc = state["gen"], state["disc"]
+        if is_g:
+            gen = updated(self.chain_g, gen, jax.grad(judged)(gen["params"]))
+        if is_d:
+            disc = updated(self.chain_d, disc, jax.grad(told_apart)(disc["params"]))
+        return {"gen": gen, "disc": disc, "step": state["step"] + 1}
+
+    def advance(self, is_g: bool, is_d: bool) -> Any:
+        self.count += 1
+        self.state = self.step(self.state, inputs(self.count), is_g, is_d)
+        return self.state
+
+
+def save_steps(manager: Any, gan: Gan, schedule: Any, steps: int) -> dict[int, list[Any]]:
+    saved = {}
+    for _ in range(steps):
+        gan.advance(*schedule(gan.count + 1))
+        saved[gan.count] = host_copy(gan.state)
+        manager.save(gan.count, args=adacheck.SaveArgs(gan.state))
+    manager.wait_until_finished()
+    return saved
+
+
+def kinds_of(root: Path) -> dict[int, str]:
+    return {s.step: type(s.manifest).__name__[:-8].lower() for s in roots.steps_of(root)}
+
+
+def assert_deltas(root: Path, last: int) -> None:
+    expected = {step: "delta" if step > 1 else "base" for step in range(1, last + 1)}
+    assert kinds_of(root) == expected
+
+
+def assert_restores(root: Path, gan: Gan, saved: Any, handler: Any, meshes: Any) -> None:
+    with manager_of(root, handler) as manager:
+        for shape in meshes:
+            target = abstract(gan.state, mesh_of(shape))
+            for step, bits in saved.items():
+                restored = manager.restore(step, args=adacheck.RestoreArgs(target))
+                assert_same_bits(restored, bits)
+
+
+@pytest.mark.first(1)
+@pytest.mark.parametrize("shape", [(1, 1), (4, 2)])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_step_of_a_gan_is_a_delta_and_restores_exactly(tmp_path, name, shape):
+    gan, schedule = Gan(mesh_of(shape)), SCHEDULES[name]
+    with manager_of(tmp_path, adacheck.AdaCheckHandler([gan.rec_g, gan.rec_d])) as manager:
+        saved = save_steps(manager, gan, schedule, STEP_COUNT)
+    assert_deltas(tmp_path, STEP_COUNT)
+    assert_restores(tmp_path, gan, saved, adacheck.AdaCheckHandler(), [(1, 1), (4, 2)])
+
+
+@pytest.mark.first(1)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_what_an_update_computes_is_replayed_and_not_stored(tmp_path, name):
+    gan, schedule = Gan(mesh_of((1, 1))), SCHEDULES[name]
+    with manager_of(tmp_path, adacheck.AdaCheckHandler([gan.rec_g, gan.rec_d])) as manager:
+        save_steps(manager, gan, schedule, STEP_COUNT)
+    for step in range(2, STEP_COUNT + 1):
+        details = inspection.describe_step(tmp_path, step)
+        assert details.problem is None
+        sources = {leaf.path: leaf.source for leaf in details.leaves}
+        done = [schedule(each) for each in range(2, step + 1)]
+        for model, was_updated in (
+            ("gen", any(is_g for is_g, _ in done)),
+            ("disc", any(is_d for _, is_d in done)),
+        ):
+            expected = "replayed" if was_updated else "stored"
+            assert sources[f"{model}/params/first"] == expected
+
+
+def test_a_step_in_which_neither_is_updated_is_a_delta_too(tmp_path):
+    gan = Gan(mesh_of((1, 1)))
+    with manager_of(tmp_path, adacheck.AdaCheckHandler([gan.rec_g, gan.rec_d])) as manager:
+        saved = save_steps(manager, gan, lambda n: (n % 3 == 1, n % 3 == 2), STEP_COUNT)
+    assert_deltas(tmp_path, STEP_COUNT)
+    assert_restores(tmp_path, gan, saved, adacheck.AdaCheckHandler(), [(1, 1)])
+
+
+@pytest.mark.slow
+def test_two_updates_of_one_model_between_two_saves_make_a_base(tmp_path):
+    gan = Gan(mesh_of((1, 1)))
+    with manager_of(tmp_path, adacheck.AdaCheckHandler([gan.rec_g, gan.rec_d])) as manager:
+        saved = save_steps(manager, gan, SCHEDULES["both"], 2)
+        gan.advance(False, True)  # not saved
+        saved |= save_steps(manager, gan, SCHEDULES["both"], 2)
+    assert kinds_of(tmp_path) == {1: "base", 2: "delta", 4: "base", 5: "delta"}
+    assert_restores(tmp_path, gan, saved, adacheck.AdaCheckHandler(), [(1, 1)])
+
+
+def test_a_run_goes_on_with_deltas_after_a_restore(tmp_path):
+    gan = Gan(mesh_of((4, 2)))
+    schedule = SCHEDULES["discriminator every second step"]
+    with manager_of(tmp_path, adacheck.AdaCheckHandler([gan.rec_g, gan.rec_d])) as manager:
+        saved = save_steps(manager, gan, schedule, 3)
+    handler = adacheck.AdaCheckHandler([gan.chain_d, gan.chain_g])
+    with manager_of(tmp_path, handler) as manager:
+        target = abstract(gan.state)
+        gan.state = manager.restore(3, args=adacheck.RestoreArgs(target))
+        assert_same_bits(gan.state, saved[3])
+        saved |= save_steps(manager, gan, schedule, 3)
+    assert_deltas(tmp_path, 6)
+    assert_restores(tmp_path, gan, saved, adacheck.AdaCheckHandler(), [(4, 2), (1, 1)])
+
+
+def twins(mesh: jax.sharding.Mesh) -> Gan:
+    """Two models of the same shapes, whose optimizers differ in nothing that is saved."""
+    return Gan(mesh, 2 * WIDTH, (optax.adamw(1e-2), optax.adamw(1e-3)))
+
+
+def test_twins_ask_for_a_mapping_before_anything_is_written(tmp_path):
+    gan = twins(mesh_of((1, 1)))
+    with (
+        manager_of(tmp_path, adacheck.AdaCheckHandler([gan.rec_g, gan.rec_d])) as manager,
+        pytest.raises(RecorderError, match="2 that fit equally"),
+    ):
+        save_steps(manager, gan, SCHEDULES["both"], 1)
+    assert kinds_of(tmp_path) == {}
+
+
+@pytest.mark.slow
+def test_twins_are_told_apart_by_a_mapping(tmp_path):
+    gan = twins(mesh_of((4, 2)))
+    mapping = {"gen/opt_state": gan.rec_g, "disc": gan.chain_d}
+    with manager_of(tmp_path, adacheck.AdaCheckHandler(mapping)) as manager:
+        saved = save_steps(manager, gan, SCHEDULES["alternating"], 4)
+    assert_deltas(tmp_path, 4)
+    assert_restores(tmp_path, gan, saved, adacheck.AdaCheckHandler(), [(4, 2), (1, 1)])
+
+
+@pytest.mark.slow
+def test_one_recorder_serves_two_models(tmp_path):
+    gan = twins(mesh_of((1, 1)))
+    gan.rec_d, gan.chain_d = gan.rec_g, gan.chain_g
+    with manager_of(tmp_path, adacheck.AdaCheckHandler(gan.rec_g)) as manager:
+        saved = save_steps(manager, gan, SCHEDULES["discriminator every second step"], 4)
+    assert_deltas(tmp_path, 4)
+    assert_restores(tmp_path, gan, saved, adacheck.AdaCheckHandler(), [(1, 1), (4, 2)])
+
+
+def test_recorded_steps_of_a_gan_restore(tmp_path):
+    gan = Gan(mesh_of((1, 1)))
+    schedule = SCHEDULES["alternating"]
+    handler = adacheck.AdaCheckHandler([gan.rec_g, gan.rec_d])
+    bits, recorded_steps = {}, {}
+    with manager_of(tmp_path, handler) as manager:
+        saved = save_steps(manager, gan, schedule, 4)
+        waiting = []
+        for _ in range(6):
+            gan.advance(*schedule(gan.count + 1))
+            bits[gan.count] = host_copy(gan.state)
+            if gan.count < 10 and handler.record_step(gan.state, gan.count):
+                waiting.append(gan.count)
+            else:
+                manager.save(gan.count, args=adacheck.SaveArgs(gan.state))
+                saved[gan.count] = bits[gan.count]
+                recorded_steps |= dict.fromkeys(waiting, gan.count)
+                waiting = []
+        manager.wait_until_finished()
+        assert recorded_steps
+    assert_restores(tmp_path, gan, saved, adacheck.AdaCheckHandler(), [(1, 1)])
+    with manager_of(tmp_path, adacheck.AdaCheckHandler()) as manager:
+        target = abstract(gan.state)
+        for step, holder in recorded_steps.items():
+            args = adacheck.RestoreArgs(target, step=step)
+            assert_same_bits(manager.restore(holder, args=args), bits[step])
+
+
+def test_a_handler_given_a_whole_chain_records_with_the_recorder_in_it(tmp_path):
+    recorder, chain = recorded()
+    params = network(1, WIDTH)
+    state = {"params": params, "opt_state": chain.init(params)}
+
+    def train_step(state: Any, z: jax.Array) -> Any:
+        grads = jax.grad(lambda p: jnp.mean(apply(p, z) ** 2))(state["params"])
+        return updated(chain, state, grads)
+
+    run = Run(recorder, place(state, mesh_of((1, 1))), jax.jit(train_step))
+    saved = {}
+    with manager_of(tmp_path, adacheck.AdaCheckHandler(chain)) as manager:
+        for step in range(1, 4):
+            run.state = run.train_step(run.state, inputs(step))
+            saved[step] = host_copy(run.state)
+            manager.save(step, args=adacheck.SaveArgs(run.state))
+    assert_deltas(tmp_path, 3)
+    with manager_of(tmp_path, adacheck.AdaCheckHandler()) as manager:
+        for step, bits in saved.items():
+            args = adacheck.RestoreArgs(abstract(run.state))
+            assert_same_bits(manager.restore(step, args=args), bits)
+
+
+def test_a_chain_without_a_recorder_is_refused_when_the_handler_is_made():
+    with pytest.raises(RecorderError, match="the Recorder object itself"):
+        adacheck.AdaCheckHandler(optax.chain(optax.clip(1.0), optax.adamw(1e-2)))
+    not_a_recorder: Any = "recorder"
+    with pytest.raises(TypeError, match="expected a Recorder"):
+        adacheck.AdaCheckHandler(not_a_recorder)

@@ -1,0 +1,362 @@
+"""Bad input gets one clear error, and nothing that is committed is harmed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from etils import epath
+
+import adacheck_jax as adacheck
+from adacheck_jax.format import lineage, manifest
+from adacheck_jax.update import replay
+from tests import support
+from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
+
+
+@pytest.fixture(scope="module")
+def saved_run(tmp_path_factory):
+    """Steps 1 (base), 2 and 3 (deltas) of a run, and what they were."""
+    root = tmp_path_factory.mktemp("run")
+    run = support.dict_run(mesh_of((4, 2)))
+    with manager_of(root, adacheck.AdaCheckHandler(run.recorder)) as manager:
+        saved = save_steps(manager, run, 3)
+    return root, run, saved
+
+
+@pytest.fixture
+def copy(saved_run, tmp_path):
+    """A copy that a test may damage."""
+    root = tmp_path / "copy"
+    shutil.copytree(saved_run[0], root)
+    return root, saved_run[1]
+
+
+def restore(root: Path, step: int, target=None, **options):
+    with manager_of(root, adacheck.AdaCheckHandler()) as manager:
+        args = adacheck.RestoreArgs(target, **options)
+        return manager.restore(step, args=args)
+
+
+class TestAbstractState:
+    """The state that is asked for is not the state that was saved."""
+
+    @pytest.mark.parametrize("step", [1, 3])
+    def test_every_difference_is_listed_at_once(self, saved_run, step):
+        root, run, _ = saved_run
+        target = abstract(run.state)
+        del target["params"]["scale"]
+        target["params"]["extra"] = jax.ShapeDtypeStruct((2,), jnp.float32)
+        target["params"]["in"]["bias"] = jax.ShapeDtypeStruct((5,), jnp.float32)
+        target["step"] = jax.ShapeDtypeStruct((), jnp.float32)
+        with pytest.raises(adacheck.MismatchError) as caught:
+            restore(root, step, target)
+        message = str(caught.value)
+        assert "missing (1): params/scale" in message
+        assert "not expected (1): params/extra" in message
+        assert "params/in/bias: expected float32[128], found float32[5]" in message
+        assert "step: expected int32[], found float32[]" in message
+        assert "jax.eval_shape" in message
+
+    def test_a_key_is_not_an_array(self, tmp_path):
+        state = {"key": jax.random.key(0), "x": jnp.ones(3)}
+        with manager_of(tmp_path, adacheck.AdaCheckHandler()) as manager:
+            manager.save(1, args=adacheck.SaveArgs(state))
+            manager.wait_until_finished()
+        target = {"key": jax.ShapeDtypeStruct((2,), jnp.uint32), "x": state["x"]}
+        with pytest.raises(adacheck.MismatchError, match=r"key: expected key<fry>"):
+            restore(tmp_path, 1, target)
+
+    def test_devices_that_do_not_exist_ask_for_a_sharding(self, saved_run, monkeypatch):
+        root, run, _ = saved_run
+
+        def fail(self):
+            raise ValueError("no such device")
+
+        from orbax.checkpoint.metadata import NamedShardingMetadata
+
+        monkeypatch.setattr(NamedShardingMetadata, "to_jax_sharding", fail)
+        with pytest.raises(adacheck.MismatchError, match="fallback_sharding"):
+            restore(root, 3)
+        whole = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        restored = restore(root, 3, fallback_sharding=whole)
+        expected = jax.tree.unflatten(jax.tree.structure(run.state), saved_run[2][3])
+        assert_same_bits(restored["params"], jax.tree.leaves(expected["params"]))
+
+
+def forget_descriptions(item):
+    """Writes a base's manifest anew, as somebody would who has changed the files beside it."""
+    manifest.write(item, dataclasses.replace(manifest.read(item), described={}))
+
+
+class TestDamage:
+    """A missing, truncated or altered file."""
+
+    @pytest.mark.covering(1)
+    @pytest.mark.parametrize(
+        ("step", "file", "error"),
+        [
+            (1, manifest.FILE, adacheck.FormatError),
+            (3, manifest.FILE, adacheck.FormatError),
+            (3, f"{lineage.LINEAGE}/1/{manifest.update_file('cpu')}", adacheck.FormatError),
+            (3, f"{lineage.LINEAGE}/2.{manifest.NAME}", adacheck.FormatError),
+            (3, f"{lineage.LINEAGE}/2.delta.0.manifest.ocdbt", adacheck.FormatError),
+            (3, "adacheck/delta.0.manifest.ocdbt", adacheck.FormatError),
+        ],
+    )
+    @pytest.mark.parametrize("damage", ["missing", "truncated", "emptied"])
+    def test_a_damaged_file_is_an_error(self, copy, step, file, error, damage):
+        root, run = copy
+        path = root / str(step) / "default" / file
+        data = path.read_bytes()
+        path.unlink()
+        if damage != "missing":
+            path.write_bytes(data[: len(data) // 2] if damage == "truncated" else b"")
+        with pytest.raises((error, adacheck.IntegrityError, adacheck.LineageError)) as caught:
+            restore(root, step, abstract(run.state))
+        assert str(path.parent) in str(caught.value)
+
+    def test_a_flipped_bit_in_a_record_is_an_integrity_error(self, copy):
+        root, run = copy
+        files = support.pack_files(root / "3" / "default")
+        path = max(files, key=lambda path: path.stat().st_size)
+        data = support.with_flipped_data(path.read_bytes())
+        path.unlink()
+        path.write_bytes(data)
+        with pytest.raises(adacheck.IntegrityError, match="adacheck_record"):
+            restore(root, 3, abstract(run.state))
+
+    # Orbax abandons its readers when one of them fails; they complain to their closed event loop.
+    @pytest.mark.covering(1)
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+    @pytest.mark.parametrize("step", [1, 3])
+    @pytest.mark.parametrize("damage", ["missing", "truncated", "flipped"])
+    def test_damage_to_any_file_of_a_base_is_an_error_of_ours_or_harmless(
+        self, saved_run, tmp_path, step, damage
+    ):
+        source, run, saved = saved_run
+        base = Path(str(step), "default", *([] if step == 1 else [lineage.LINEAGE, "1"]))
+        files = [p.relative_to(source) for p in (source / base).rglob("*") if p.is_file()]
+        errors = 0
+        for number, file in enumerate(files):
+            root = tmp_path / str(number)
+            shutil.copytree(source, root)
+            data = bytearray((root / file).read_bytes())
+            (root / file).unlink()
+            if damage == "flipped" and data:
+                data[len(data) * 2 // 3] ^= 16
+            elif damage == "truncated":
+                del data[len(data) // 2 :]
+            if damage != "missing":
+                (root / file).write_bytes(data)
+            try:
+                restored = restore(root, step, abstract(run.state))
+            except adacheck.AdaCheckError:
+                errors += 1
+            else:
+                assert_same_bits(restored, saved[step])
+        assert errors >= 3
+
+    def test_a_changed_value_in_a_base_is_an_integrity_error_that_names_the_leaf(self, copy):
+        """Stock Orbax restores such a checkpoint without a word."""
+        root, run = copy
+        state = jax.tree.map(jnp.copy, restore(root, 1, abstract(run.state)))
+        kernel = state["params"]["in"]["kernel"]
+        state["params"]["in"]["kernel"] = kernel.at[3, 5].add(jnp.float32(2**-20))
+        target = root / "1" / "default"
+        forged = root.parent / "forged"
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(forged, state)
+        shutil.copytree(target / manifest.DIRECTORY, forged / manifest.DIRECTORY)
+        shutil.rmtree(target)
+        forged.rename(target)
+        with pytest.raises(adacheck.IntegrityError, match="_METADATA: expected the file that was"):
+            restore(root, 1, abstract(run.state))
+        with manager_of(root.parent / "again", adacheck.AdaCheckHandler(run.recorder)) as manager:
+            manager.save(1, args=adacheck.SaveArgs(state))
+        again = root.parent / "again" / "1" / "default"
+        shutil.copy(target / manifest.FILE, again / manifest.FILE)
+        shutil.rmtree(target)
+        again.rename(target)
+        forget_descriptions(target)
+        with pytest.raises(adacheck.IntegrityError, match=r"1 of .* leaves.*params/in/kernel"):
+            restore(root, 1, abstract(run.state))
+
+    @pytest.mark.parametrize("asks", [False, True])
+    def test_a_key_that_comes_back_as_numbers_is_an_integrity_error(self, tmp_path, asks):
+        """Of a lost ``array_metadatas`` Orbax makes plain arrays."""
+        state = {"key": jax.random.key(3), "x": jnp.ones(3)}
+        with manager_of(tmp_path, adacheck.AdaCheckHandler()) as manager:
+            manager.save(1, args=adacheck.SaveArgs(state))
+        item = tmp_path / "1" / "default"
+        shutil.rmtree(item / "array_metadatas")
+        with pytest.raises(adacheck.IntegrityError, match=r"array_metadatas.*found none"):
+            restore(tmp_path, 1, abstract(state) if asks else None)
+        forget_descriptions(item)
+        with pytest.raises(adacheck.IntegrityError, match=r"key: expected key<fry>"):
+            restore(tmp_path, 1, abstract(state) if asks else None)
+
+    def test_an_unknown_format_version_names_the_remedy(self, copy):
+        root, run = copy
+        path = root / "3" / "default" / manifest.FILE
+        body = json.loads(path.read_text())
+        body["format"] = 99
+        path.unlink()
+        path.write_text(json.dumps(body))
+        with pytest.raises(adacheck.FormatError, match="expected format version 6 to 7, found 99"):
+            restore(root, 3, abstract(run.state))
+
+    def test_other_steps_stay_restorable(self, copy, saved_run):
+        root, run = copy
+        (root / "2" / "default" / manifest.FILE).unlink()
+        with pytest.raises(adacheck.FormatError):
+            restore(root, 2, abstract(run.state))
+        assert_same_bits(restore(root, 3, abstract(run.state)), saved_run[2][3])
+
+
+class TestUpdateProgram:
+    """A stored program that this jax cannot read."""
+
+    @pytest.fixture
+    def unreadable(self, monkeypatch):
+        def fail(_data):
+            raise ValueError("unsupported version 99")
+
+        monkeypatch.setattr(replay.jax.export, "deserialize", fail)
+
+    @pytest.mark.usefixtures("unreadable")
+    def test_without_a_recorder_the_error_says_which_jax_wrote_it(self, saved_run):
+        root, run, _ = saved_run
+        with pytest.raises(adacheck.FormatError, match=f"exported by jax {jax.__version__}"):
+            restore(root, 3, abstract(run.state))
+
+    @pytest.mark.usefixtures("unreadable")
+    def test_a_recorder_takes_its_place(self, saved_run):
+        root, run, saved = saved_run
+        with manager_of(root, adacheck.AdaCheckHandler(run.recorder)) as manager:
+            args = adacheck.RestoreArgs(abstract(run.state, mesh_of((2, 4))))
+            assert_same_bits(manager.restore(3, args=args), saved[3])
+
+
+class TestRecorder:
+    """A recorder that cannot be tied to the state."""
+
+    def save(self, root, recorder, state, **options):
+        handler = adacheck.AdaCheckHandler(recorder, **options)
+        with manager_of(root, handler) as manager:
+            manager.save(1, args=adacheck.SaveArgs(state))
+            manager.wait_until_finished()
+
+    def test_absent_from_the_state(self, tmp_path):
+        recorder = adacheck.Recorder(optax.adam(1e-3))
+        params = support.initial_params()
+        state = {"params": params, "opt_state": optax.adam(1e-3).init(params)}
+        with pytest.raises(adacheck.RecorderError, match="holds no Recorder's state"):
+            self.save(tmp_path, recorder, state)
+
+    def test_twice_in_the_state(self, tmp_path):
+        recorder = adacheck.Recorder(optax.adam(1e-3))
+        chain_of_two = recorder, adacheck.Recorder(optax.scale(0.5))
+        chain = optax.chain(*chain_of_two)
+        params = support.initial_params()
+        state = {"params": params, "opt_state": chain.init(params)}
+        with pytest.raises(
+            adacheck.RecorderError,
+            match=r"recorded at 'opt_state/1'.*the recorders of all optimizers",
+        ):
+            self.save(tmp_path, recorder, state)
+        both = {"opt_state/0": recorder, "opt_state/1": chain_of_two[1]}
+        with pytest.raises(adacheck.RecorderError, match="both update params/in/bias"):
+            self.save(tmp_path, both, state)
+
+    def test_another_object_than_the_optimizer_was_built_with(self, tmp_path):
+        run = support.dict_run(mesh_of((4, 2)))
+        with pytest.raises(adacheck.RecorderError, match="same Recorder object"):
+            self.save(tmp_path, adacheck.Recorder(optax.adamw(1e-2)), run.state)
+
+    def test_ambiguous_params_ask_for_a_path(self, tmp_path):
+        run = support.dict_run(mesh_of((4, 2)))
+        state = {**run.advance(), "ema": jax.tree.map(jnp.copy, run.state["params"])}
+        with pytest.raises(adacheck.RecorderError, match=r"'ema', 'params'.*params_path="):
+            self.save(tmp_path, run.recorder, state)
+        self.save(tmp_path, run.recorder, state, params_path="params")
+        assert_same_bits(restore(tmp_path, 1, abstract(state)), host_copy(state))
+
+    def test_nothing_is_left_behind_by_a_refused_save(self, tmp_path):
+        run = support.dict_run(mesh_of((4, 2)))
+        handler = adacheck.AdaCheckHandler(run.recorder)
+        with manager_of(tmp_path, handler) as manager:
+            saved = save_steps(manager, run, 2)
+            with pytest.raises(adacheck.RecorderError):
+                manager.save(3, args=adacheck.SaveArgs({"params": run.state["params"]}))
+            saved |= save_steps(manager, run, 1)
+        assert_same_bits(restore(tmp_path, 3, abstract(run.state)), saved[3])
+        assert_same_bits(restore(tmp_path, 2, abstract(run.state)), saved[2])
+
+
+class TestPlaces:
+    """Roots and steps that are not there."""
+
+    def test_a_step_that_does_not_exist(self, saved_run):
+        root, run, _ = saved_run
+        with pytest.raises(FileNotFoundError, match="77"):
+            restore(root, 77, abstract(run.state))
+
+    def test_a_root_that_cannot_be_written(self, tmp_path):
+        (tmp_path / "file").write_text("in the way")
+        args = adacheck.SaveArgs({"x": jnp.ones(3)})
+        handler = adacheck.AdaCheckHandler()
+        with pytest.raises(adacheck.StorageError, match="is a file"):
+            handler.save(epath.Path(tmp_path / "file" / "1"), args)
+
+    def test_a_remote_root(self):
+        handler = adacheck.AdaCheckHandler()
+        with pytest.raises(adacheck.StorageError, match="remote"):
+            handler.save(epath.Path("gs://bucket/run/1"), adacheck.SaveArgs({"x": jnp.ones(3)}))
+
+    def test_a_stock_step_is_not_mistaken_for_ours(self, tmp_path):
+        with manager_of(tmp_path, ocp.StandardCheckpointHandler()) as manager:
+            manager.save(1, args=ocp.args.StandardSave({"x": jnp.ones(3)}))
+            manager.wait_until_finished()
+        with pytest.raises(adacheck.FormatError, match="StandardCheckpointer"):
+            restore(tmp_path, 1)
+
+    def test_a_value_that_cannot_be_stored(self, tmp_path):
+        with (
+            manager_of(tmp_path, adacheck.AdaCheckHandler()) as manager,
+            pytest.raises(ValueError, match="Unsupported type: leaf name"),
+        ):
+            manager.save(1, args=adacheck.SaveArgs({"name": "text", "x": jnp.ones(3)}))
+
+    def test_negative_max_deltas(self):
+        with pytest.raises(ValueError, match="max_deltas to be an int >= 0"):
+            adacheck.AdaCheckHandler(max_deltas=-1)
+
+
+def test_a_failed_save_is_raised_once_and_the_next_one_is_a_base(tmp_path, monkeypatch):
+    run = support.dict_run(mesh_of((4, 2)))
+    handler = adacheck.AdaCheckHandler(run.recorder)
+    with manager_of(tmp_path, handler) as manager:
+        saved = save_steps(manager, run, 2)
+        with monkeypatch.context() as patch:
+
+            def full(*_args, **_kwargs):
+                raise OSError(28, "No space left on device")
+
+            patch.setattr("adacheck_jax.store.packs.write_pack", full)
+            manager.save(3, args=adacheck.SaveArgs(run.advance()))
+            with pytest.raises(adacheck.StorageError, match=r"/3/default: .*No space left"):
+                manager.wait_until_finished()
+        manager.reload()
+        saved |= save_steps(manager, run, 2)
+        assert isinstance(manifest.read(tmp_path / "4" / "default"), manifest.BaseManifest)
+        assert isinstance(manifest.read(tmp_path / "5" / "default"), manifest.DeltaManifest)
+    for step in (1, 2, 4, 5):
+        assert_same_bits(restore(tmp_path, step, abstract(run.state)), saved[step])

@@ -1,0 +1,334 @@
+"""What saves would cost: against hand-made sums, against the planner, and against real saves."""
+
+import math
+import time
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import adacheck_jax as adacheck
+from adacheck_jax.device import ownership
+from adacheck_jax.device.sharding import layout_on_mesh
+from adacheck_jax.format import manifest
+from adacheck_jax.format.boxes import grid
+from adacheck_jax.tools.plan import Balance, redundancy_report
+from tests import support
+from tests.device.test_abstract_mesh import placements
+
+BFLOAT16 = jnp.bfloat16
+LEFT_TO_THE_COMPILER = AbstractMesh((4,), ("x",), axis_types=(AxisType.Auto,))
+
+
+def spec_of(shape, dtype, mesh, *spec):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+
+
+def on_mesh(tree, mesh, *spec):
+    """Matrices are cut as told, everything else lies everywhere."""
+    return jax.tree.map(
+        lambda x: spec_of(x.shape, x.dtype, mesh, *(spec if len(x.shape) == 2 else ())), tree
+    )
+
+
+def too_many_axes():
+    """An abstract leaf as other libraries make them; jax.ShapeDtypeStruct refuses this itself."""
+    sharding = NamedSharding(AbstractMesh((4,), ("x",)), P(None, "x"))
+    return types.SimpleNamespace(shape=(8,), dtype=np.dtype(np.float32), sharding=sharding)
+
+
+def momentum_state(shape=(6, 4), dtype=None):
+    """Params and one moment in float32, a bias of 4, and a step."""
+    recorder = adacheck.Recorder(optax.sgd(0.1, momentum=0.9), dtype=dtype)
+    params = {
+        "w": jax.ShapeDtypeStruct(shape, jnp.float32),
+        "b": jax.ShapeDtypeStruct((4,), jnp.float32),
+    }
+    opt_state = jax.eval_shape(recorder.init, params)
+    return {
+        "params": params,
+        "opt": opt_state,
+        "step": jax.ShapeDtypeStruct((), jnp.int32),
+    }, recorder
+
+
+def test_data_parallel_training_with_14_bytes_a_parameter():
+    """The motivating sum: 128 devices with 14 bytes a parameter, of which a delta needs 2."""
+    mesh, count = AbstractMesh((128,), ("data",)), 1_000_000
+    params = {"w": jax.ShapeDtypeStruct((count,), BFLOAT16)}
+    record = {"adacheck_record": params, "adacheck_count": jax.ShapeDtypeStruct((), jnp.int32)}
+    wide = jax.ShapeDtypeStruct((count,), jnp.float32)
+    inner = {"master": wide, "mu": wide, "nu": wide}
+    state = {"params": params, "opt": {**record, "adacheck_inner": inner}}
+    report = redundancy_report(on_mesh(state, mesh))
+    assert (report.device_count, report.process_count, report.leaf_count) == (128, 16, 6)
+    assert report.held_bytes == 128 * 14 * count
+    assert report.state_bytes == 14 * count
+    assert report.replica_bytes == 127 * 14 * count
+    assert report.base_bytes == 16 * count + 4
+    assert report.record_bytes == 2 * count
+    assert report.held_bytes / report.record_bytes == 128 * 14 / 2 == 896
+    assert report.delta_bytes == 2 * count + 4
+    assert report.held_to_delta == pytest.approx(896, rel=1e-5)
+    assert report.stock_to_delta == pytest.approx(7, rel=1e-5)
+
+
+def test_a_small_example_by_hand():
+    """4 devices, 2 a process. A matrix of 24 in quarters; a bias of 4 and 2 counters everywhere."""
+    state, recorder = momentum_state((8, 3), dtype=BFLOAT16)
+    state = on_mesh(state, AbstractMesh((4,), ("x",)), "x")
+    report = redundancy_report(state, recorder, devices_per_process=2, max_deltas=3)
+    params_bytes, step_bytes = (24 + 4) * 4, 4
+    record_bytes, count_bytes = (24 + 4) * 2, 4
+    assert (report.device_count, report.process_count, report.leaf_count) == (4, 2, 8)
+    assert report.state_bytes == 2 * params_bytes + step_bytes
+    assert report.held_bytes == 2 * (24 + 4 * 4) * 4 + 4 * step_bytes
+    assert report.base_bytes == report.state_bytes + record_bytes + count_bytes
+    assert report.computed_bytes == 2 * params_bytes
+    assert report.record_bytes == record_bytes
+    assert report.other_bytes == step_bytes + count_bytes
+    assert report.delta_bytes == record_bytes + step_bytes + count_bytes
+    # each process: half of the matrices; one of them the bias' record, which comes first (8 bytes),
+    # the other a bias (16), so the second bias (16) goes to the first, and the counters (4, 4) to
+    # the second
+    assert report.delta == Balance(24 + 8, 24 + 8, 32.0)
+    assert report.base == Balance(48 + 48 + 24 + 24, 48 + 48 + 24 + 24, 144.0)
+    assert report.amortised_bytes == (288 + 3 * 64) / 4
+    assert report.held_to_amortised == report.held_bytes / 120
+    assert report.stock_to_amortised == report.state_bytes / 120
+    assert report.held_to_base == report.held_bytes / 288
+
+
+def test_without_a_recorder_nothing_is_said_about_deltas():
+    mesh = AbstractMesh((16,), ("x",))
+    report = redundancy_report({"w": spec_of((32,), jnp.float32, mesh, "x")})
+    assert report.held_bytes == report.state_bytes == report.base_bytes == 128
+    assert report.base == Balance(64, 64, 64.0)
+    assert report.held_to_base == 1
+    for name in ("delta", "record", "computed", "other", "amortised"):
+        assert getattr(report, name if name == "delta" else f"{name}_bytes") is None
+    assert report.delta_bytes is report.held_to_delta is report.stock_to_amortised is None
+
+
+@pytest.mark.parametrize("make", [support.dict_run, support.linen_run, support.nnx_run])
+def test_the_names_of_its_fields_tell_as_much_as_the_recorder_itself(make):
+    run = make(support.mesh_of((4, 2)))
+    report = redundancy_report(run.state, run.recorder)
+    assert report == redundancy_report(run.state)
+    assert report == redundancy_report(support.abstract(run.state))
+    assert report.delta_bytes == report.record_bytes + report.other_bytes
+    assert report.state_bytes == report.computed_bytes + report.other_bytes - 4  # the count
+
+
+@pytest.mark.parametrize("make", [support.dict_run, support.nnx_run])
+def test_a_real_base_and_delta_store_the_leaves_that_were_foreseen(make, tmp_path):
+    run = make(support.mesh_of((4, 2)))
+    report = redundancy_report(support.abstract(run.state), run.recorder)
+    with support.manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
+        support.save_steps(manager, run, 3)
+    base = manifest.read(tmp_path / "1" / "default")
+    delta = manifest.read(tmp_path / "3" / "default")
+    assert isinstance(delta, manifest.DeltaManifest)
+
+    def stored_bytes(indices):
+        leaves = [base.leaves[i] for i in indices]
+        return sum(math.prod(leaf.shape) * leaf.itemsize_bytes for leaf in leaves)
+
+    assert stored_bytes(range(len(base.leaves))) == report.base_bytes
+    # of an nnx state some leaves that no update computes did not change, and so are not stored
+    assert report.record_bytes <= stored_bytes(delta.stored) <= report.delta_bytes
+    if make is support.dict_run:
+        assert stored_bytes(delta.stored) == report.delta_bytes
+
+
+@given(st.sampled_from([(8,), (4, 2), (2, 1, 3)]), st.data())
+def test_every_shard_of_real_arrays_is_counted(mesh_shape, data):
+    names, count = ("a", "b", "c")[: len(mesh_shape)], math.prod(mesh_shape)
+    kinds = (AxisType.Explicit,) * len(mesh_shape)
+    mesh = jax.make_mesh(mesh_shape, names, axis_types=kinds, devices=jax.devices()[:count])
+    drawn = data.draw(st.lists(placements(mesh_shape), min_size=1, max_size=3))
+    state = [
+        jax.device_put(np.zeros(shape, np.float32), NamedSharding(mesh, spec))
+        for spec, shape in drawn
+    ]
+    report = redundancy_report(state)
+    shards = [shard.data.nbytes for array in state for shard in array.addressable_shards]
+    assert report.held_bytes == sum(shards)
+    assert report.state_bytes == sum(array.nbytes for array in state)
+
+
+@given(st.sampled_from([(8,), (4, 2), (3, 2), (2, 2, 2), (2, 1, 3)]), st.integers(1, 5), st.data())
+def test_processes_share_the_bytes_as_the_planner_deals_them_out(mesh_shape, devices_each, data):
+    names, kinds = ("a", "b", "c")[: len(mesh_shape)], (AxisType.Explicit,) * len(mesh_shape)
+    mesh = AbstractMesh(mesh_shape, names, axis_types=kinds)
+    drawn = data.draw(st.lists(placements(mesh_shape), min_size=1, max_size=6))
+    state = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        for (spec, shape), dtype in zip(drawn, [jnp.int8, jnp.int32] * 3, strict=False)
+    ]
+    report = redundancy_report(state, devices_per_process=devices_each)
+    layouts = [layout_on_mesh(leaf.sharding, leaf.shape, devices_each) for leaf in state]
+    itemsizes_bytes = [leaf.dtype.itemsize for leaf in state]
+    shares = ownership.share_out(layouts, itemsizes_bytes, frozenset())
+    loads_bytes = [0] * -(-math.prod(mesh_shape) // devices_each)
+    for share, itemsize_bytes in zip(shares, itemsizes_bytes, strict=True):
+        for owner, box in zip(share.owners, grid(share.cuts), strict=True):
+            loads_bytes[owner] += box.size * itemsize_bytes
+    assert report.process_count == len(loads_bytes)
+    assert (report.base.min_bytes, report.base.max_bytes) == (min(loads_bytes), max(loads_bytes))
+    assert report.base.mean_bytes * report.process_count == pytest.approx(report.base_bytes)
+
+
+def test_what_a_leaf_without_a_choice_loads_counts_for_the_choices():
+    """3 devices, 2 a process: thirds of 12 bytes load the processes with 8 and 4."""
+    mesh = AbstractMesh((3,), ("x",))
+    state = [spec_of((12,), jnp.int8, mesh, "x"), *(spec_of((n,), jnp.int8, mesh) for n in (3, 2))]
+    assert redundancy_report(state, devices_per_process=2).base == Balance(8, 9, 8.5)
+
+
+def test_what_every_delta_stores_is_dealt_out_before_larger_leaves():
+    """2 processes that hold all. The records of 20 and 16 bytes go first, one to each."""
+    recorder = adacheck.Recorder(optax.sgd(0.1), dtype=BFLOAT16)
+    params = {"a": jax.ShapeDtypeStruct((10,), jnp.float32)}
+    params["b"] = jax.ShapeDtypeStruct((8,), jnp.float32)
+    step = jax.ShapeDtypeStruct((), jnp.int32)
+    state = {"p": params, "opt": jax.eval_shape(recorder.init, params), "step": step}
+    report = redundancy_report(
+        on_mesh(state, AbstractMesh((2,), ("x",))), recorder, devices_per_process=1
+    )
+    # then 40 to the second (56) and 32 to the first (52), and both counters to the first
+    assert report.base == Balance(56, 60, 58.0)
+    assert report.delta == Balance(16, 28, 22.0)
+
+
+def test_declared_extra_arguments_are_part_of_the_record():
+    recorder = adacheck.Recorder(optax.sgd(0.1), extra_args={"value": jnp.zeros(3)})
+    params = {"w": jax.ShapeDtypeStruct((5,), jnp.float32)}
+    state = {"params": params, "opt": jax.eval_shape(recorder.init, params)}
+    for known in (recorder, None):
+        report = redundancy_report(state, known)
+        assert (report.record_bytes, report.other_bytes) == (5 * 4 + 3 * 4, 4)
+        assert report.state_bytes == 5 * 4
+
+
+def test_words_of_typed_keys_count():
+    mesh = AbstractMesh((4,), ("x",))
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0, impl="threefry2x32"), 8))
+    other = jax.eval_shape(lambda: jax.random.key(0, impl="rbg"))
+    state = [spec_of(keys.shape, keys.dtype, mesh, "x"), spec_of((), other.dtype, mesh)]
+    report = redundancy_report(state, devices_per_process=1)
+    assert report.state_bytes == 8 * 2 * 4 + 4 * 4
+    assert report.held_bytes == 8 * 2 * 4 + 4 * 4 * 4
+    real = redundancy_report({"key": jax.random.split(jax.random.key(0), 3)})
+    assert real.state_bytes == 3 * 2 * 4
+
+
+def test_a_state_without_any_sharding_lies_on_one_device():
+    state, recorder = momentum_state()
+    report = redundancy_report(state, recorder)
+    assert (report.device_count, report.process_count) == (1, 1)
+    assert report.held_bytes == report.state_bytes == 2 * 28 * 4 + 4
+
+
+def test_scalars_need_no_sharding_since_jax_gives_them_none():
+    mesh = AbstractMesh((16,), ("x",), axis_types=(AxisType.Explicit,))
+    recorder = adacheck.Recorder(optax.adam(0.1))
+    params = {"w": spec_of((64,), jnp.float32, mesh, "x")}
+    with jax.sharding.use_abstract_mesh(mesh):
+        opt_state = jax.eval_shape(recorder.init, params)
+    assert any(leaf.sharding is None for leaf in jax.tree.leaves(opt_state))
+    report = redundancy_report({"params": params, "opt": opt_state}, recorder)
+    assert report.delta_bytes == 64 * 4 + 4
+    assert report.held_bytes == report.state_bytes == 3 * 64 * 4 + 4
+
+
+def test_host_values_need_no_sharding():
+    mesh = AbstractMesh((16,), ("x",))
+    state = {"w": spec_of((16,), jnp.float32, mesh, "x"), "step": 7, "seen": np.zeros(3, np.int64)}
+    assert redundancy_report(state).state_bytes == 64 + 8 + 24
+
+
+def test_arrays_without_elements_cost_nothing():
+    report = redundancy_report({"none": spec_of((0, 8), jnp.float32, AbstractMesh((4,), ("x",)))})
+    assert (report.held_bytes, report.base_bytes, report.held_to_base) == (0, 0, None)
+
+
+@pytest.mark.parametrize("spec", [(), ("x",), ("y",), ("x", "y"), (("y", "x"),)], ids=str)
+def test_a_thousand_leaves_on_4096_devices_take_seconds(spec):
+    mesh = AbstractMesh((512, 8), ("x", "y"))
+    state = [spec_of((4096 * (1 + i % 50), 64), BFLOAT16, mesh, *spec) for i in range(1000)]
+    began = time.monotonic()
+    report = redundancy_report(state)
+    assert time.monotonic() - began < 30
+    assert report.state_bytes == sum(math.prod(leaf.shape) * 2 for leaf in state)
+    cuts = math.prod(mesh.shape[name] for name in np.ravel(spec).tolist())
+    assert report.held_bytes == report.state_bytes * 4096 // cuts
+    assert report.process_count == 512
+    assert report.base.max_bytes < 1.1 * report.base.mean_bytes
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({}, "expected a state with arrays in it, found dict"),
+        (None, "expected a state with arrays in it, found NoneType"),
+        ({"a": "text"}, "leaf a: expected an array .* found str"),
+        ({"a": {"b": object()}}, "leaf a/b: expected an array .* found object"),
+        ({"a": np.array(["x"])}, "leaf a: expected an array .* found <U1"),
+        (
+            {"a": spec_of((8,), jnp.float32, AbstractMesh((4,), ("x",)), "x"), "b": jnp.int8},
+            "leaf b: expected an array",
+        ),
+        (
+            {
+                "a": spec_of((8,), jnp.float32, AbstractMesh((4,), ("x",)), "x"),
+                "b": jax.ShapeDtypeStruct((8,), jnp.float32),
+            },
+            "leaf b: expected a sharding, as other leaves have one; 1 of 2 leaves have none",
+        ),
+        (
+            {"a": spec_of((7,), jnp.float32, AbstractMesh((4,), ("x",)), "x")},
+            r"leaf a: expected a sharding that fits its shape \(7,\)",
+        ),
+        (
+            {"a": too_many_axes()},
+            r"leaf a: expected a sharding that fits its shape \(8,\)",
+        ),
+        (
+            {"a": spec_of((8,), jnp.float32, LEFT_TO_THE_COMPILER, P.UNCONSTRAINED)},
+            "leaves it to the compiler",
+        ),
+    ],
+)
+def test_what_cannot_be_counted_is_named(state, message):
+    with pytest.raises(adacheck.FormatError, match=message):
+        redundancy_report(state)
+
+
+def test_a_recorder_that_is_not_in_the_state_is_an_error():
+    state, recorder = momentum_state()
+    with pytest.raises(adacheck.RecorderError, match="holds no Recorder's state"):
+        redundancy_report(state["params"], recorder)
+
+
+def test_two_trees_that_may_be_the_params_have_to_be_told_apart():
+    state, recorder = momentum_state()
+    state["average"] = state["params"]
+    for known in (recorder, None):
+        with pytest.raises(adacheck.RecorderError, match="Say which of them"):
+            redundancy_report(state, known)
+        report = redundancy_report(state, known, params_path="params")
+        assert report.other_bytes == 28 * 4 + 4 + 4  # the average, the step and the count
+
+
+@pytest.mark.parametrize("wrong", [{"devices_per_process": 0}, {"max_deltas": -1}])
+def test_counts_below_their_least_are_errors(wrong):
+    with pytest.raises(ValueError, match="expected devices_per_process"):
+        redundancy_report({"a": np.zeros(3)}, **wrong)

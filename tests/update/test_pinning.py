@@ -1,0 +1,473 @@
+"""Pinned updates: the same bits in every program, each operation rounded as it is written."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from optax import contrib
+
+import adacheck_jax as adacheck
+from adacheck_jax import Recorder
+from adacheck_jax.device import trees
+from adacheck_jax.format import roots
+from adacheck_jax.update import binding, exactness, replay
+from adacheck_jax.update.exactness import Level
+from adacheck_jax.update.fence import can_fence, fence, zero_of
+from adacheck_jax.update.pinning import PinnedFunction
+from tests import support
+from tests.support import abstract, assert_same_bits, manager_of, mesh_of, save_steps
+
+ZERO = np.zeros((), np.uint32)
+FLOATS = [
+    *(jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64, jnp.float8_e4m3fn, jnp.float8_e5m2),
+    *(jnp.float8_e4m3b11fnuz, jnp.float8_e5m2fnuz, jnp.float8_e3m4, jnp.float8_e8m0fnu),
+]
+
+
+def patterns(dtype):
+    """Elements of every kind: all of a short type, and random bits of a long one."""
+    count = 1 << min(16, 8 * np.dtype(dtype).itemsize)
+    unsigned = f"u{np.dtype(dtype).itemsize}"
+    if np.dtype(dtype).itemsize <= 2:
+        return np.arange(count, dtype=unsigned).view(dtype)
+    return np.random.default_rng(0).bytes(count * np.dtype(dtype).itemsize), dtype
+
+
+def values_of(dtype):
+    found = patterns(dtype)
+    return np.frombuffer(*found) if isinstance(found, tuple) else found
+
+
+def bits(array):
+    array = np.asarray(array)
+    return array.view(f"u{array.itemsize}")
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: dtype.__name__)
+def test_a_fence_changes_no_bit_and_a_canonical_one_only_those_of_nans(dtype):
+    with jax.enable_x64(dtype == jnp.float64):
+        x = jnp.asarray(values_of(dtype))
+        assert can_fence(x.dtype)
+        plain, canonical = jax.jit(lambda x, z: (fence(x, z), fence(x, z, canonical=True)))(x, ZERO)
+        np.testing.assert_array_equal(bits(plain), bits(x))
+        is_nan = np.isnan(np.asarray(x).astype(np.float32))
+        np.testing.assert_array_equal(bits(canonical)[~is_nan], bits(x)[~is_nan])
+        assert np.isnan(np.asarray(canonical)[is_nan].astype(np.float32)).all()
+        assert len(set(bits(canonical)[is_nan].tolist())) == 1
+
+
+def test_what_is_no_floating_point_number_passes():
+    key = jax.random.key(0)
+    for value in (jnp.arange(3), jnp.bool_(1), jnp.complex64(1j), key):
+        assert fence(value, ZERO) is value
+
+
+def test_two_fences_in_a_row_are_not_cancelled():
+    def apart(z, a, b, c):
+        return fence(fence(a * b, z) * 1.0, z) + c
+
+    a, b, c = np.random.default_rng(0).standard_normal((3, 1 << 16)).astype(np.float32)
+    found = jax.jit(apart)(ZERO, a, b, c)
+    np.testing.assert_array_equal(bits(found), bits(a * b + c))
+
+
+@pytest.mark.parametrize("canonical", [False, True])
+def test_a_fence_differentiates_as_the_identity(canonical):
+    def through(x):
+        return jnp.sum(jnp.sin(fence(x, ZERO, canonical=canonical)) ** 2)
+
+    def plain(x):
+        return jnp.sum(jnp.sin(x) ** 2)
+
+    x = jnp.linspace(-1.0, 1.0, 5)
+    for derive in (jax.grad, jax.jacfwd, jax.hessian, lambda f: jax.jit(jax.grad(f))):
+        np.testing.assert_allclose(derive(through)(x), derive(plain)(x), rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_hyper_gradient_goes_through_an_update():
+    params = {"w": jnp.linspace(-1.0, 1.0, 96), "b": jnp.ones(3)}
+
+    def after(rate, tx_of):
+        tx = tx_of(optax.inject_hyperparams(optax.adamw)(rate))
+        state, current = tx.init(params), params
+        for _ in range(2):
+            grads = jax.tree.map(jnp.cos, current)
+            updates, state = tx.update(grads, state, current)
+            current = optax.apply_updates(current, updates)
+        return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(current))
+
+    for derive in (jax.grad, jax.jacfwd):
+        expected = derive(functools.partial(after, tx_of=lambda tx: tx))(0.1)
+        assert abs(expected) > 1.0
+        found = derive(functools.partial(after, tx_of=Recorder))(0.1)
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@jax.custom_jvp
+def doubled(x):
+    return jnp.round(x) * 2.0
+
+
+@doubled.defjvp
+def _(primals, tangents):
+    return doubled(*primals), tangents[0] * 2.0
+
+
+@jax.custom_vjp
+def tripled(x):
+    return jnp.round(x) * 3.0
+
+
+tripled.defvjp(lambda x: (tripled(x), ()), lambda _, g: (g * 3.0,))
+
+
+def test_rules_of_derivatives_are_kept():
+    pinned = PinnedFunction(lambda x: doubled(x) + tripled(x))
+    x = jnp.linspace(0.1, 2.0, 8)
+    np.testing.assert_array_equal(pinned(ZERO, x), doubled(x) + tripled(x))
+    np.testing.assert_array_equal(jax.grad(lambda x: pinned(ZERO, x).sum())(x), np.full(8, 5.0))
+
+
+def test_it_works_through_calls_loops_and_branches():
+    def function(x, n):
+        inner = jax.jit(lambda a: jax.checkpoint(jnp.sin)(a) * 3.0)
+        y = jax.lax.cond(n > 1, lambda a: a * 2.0 + 1.0, lambda a: a / 3.0, inner(x))
+        y, _ = jax.lax.scan(lambda c, r: (c * r + x, c), y, jnp.array([0.3, 0.7]))
+        _, y = jax.lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, c[1] * x + y), (0, y))
+        return {"y": jnp.where(y > 0, y, jax.nn.sigmoid(y)), "n": n, "x": x}
+
+    pinned = PinnedFunction(function)
+    x, n = jnp.linspace(-1.0, 1.0, 8), jnp.int32(3)
+    expected = function(x, n)
+    for run in (pinned, jax.jit(pinned)):
+        found = run(ZERO, x, n)
+        np.testing.assert_allclose(found["y"], expected["y"], rtol=1e-6)
+    assert pinned(ZERO, x, n)["x"] is x
+    assert pinned.origins(x, n) == {"y": None, "n": 1, "x": 0}
+    batched = jax.vmap(lambda x, c: pinned(zero_of(c), x, n)["y"])(x[:, None], jnp.arange(8))
+    np.testing.assert_array_equal(batched[:, 0], pinned(ZERO, x, n)["y"])
+
+
+def test_operations_are_rounded_as_they_are_written():
+    """Against numpy, which does one after the other."""
+    x, y, s = np.random.default_rng(1).standard_normal((3, 1 << 14)).astype(np.float32)
+    s = np.float32(0.37)
+
+    def function(x, y, s):
+        return x * y + s * x, (x * 0.3) * 0.7 - y, x / s, x * x * x + y, jnp.sqrt(x * x) + x * y
+
+    found = jax.jit(PinnedFunction(function))(ZERO, x, y, s)
+    expected = (
+        *(x * y + s * x, (x * np.float32(0.3)) * np.float32(0.7) - y),
+        *(x * (np.float32(1) / s), x * x * x + y, np.sqrt(x * x) + x * y),
+    )
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(bits(a), bits(b))
+
+
+def test_a_short_type_keeps_no_digits_that_it_has_not():
+    x, y = jnp.asarray(np.random.default_rng(2).standard_normal((2, 1 << 14)), jnp.bfloat16)
+
+    def function(x, y):
+        return (x * y + x).astype(jnp.float32), jnp.exp(x).astype(jnp.float32)
+
+    found = jax.jit(PinnedFunction(function))(ZERO, x, y)
+    product = np.asarray(x * y)
+    np.testing.assert_array_equal(found[0], np.asarray(jnp.asarray(product) + x, np.float32))
+    np.testing.assert_array_equal(found[1], np.asarray(jnp.exp(x), np.float32))
+
+
+def test_nans_are_one_whatever_their_signs_and_digits():
+    nans = np.array([0x7FC00001, 0xFFC12345, 0x7F800001], np.uint32).view(np.float32)
+    found = jax.jit(PinnedFunction(lambda x: (x + 1.0, -x, x * x[::-1])))(ZERO, nans)
+    assert len({int(each) for leaf in found for each in bits(leaf)}) == 1
+
+
+def test_equal_leaves_share_one_function():
+    tx = optax.adamw(1e-3)
+    params = {f"{i}": jnp.ones((4, 4)) for i in range(20)}
+    state = tx.init(params)
+    pinned = PinnedFunction(tx.update)
+    jaxpr = jax.make_jaxpr(lambda z: pinned(z, params, state, params))(jnp.uint32(0)).jaxpr
+    calls = [each.params["jaxpr"] for each in jaxpr.eqns if each.primitive.name == "jit"]
+    assert len(calls) == 20
+    assert len(set(map(id, calls))) == 1
+
+
+def test_an_update_outside_of_jit_is_traced_once():
+    traces = []
+
+    def update(updates, state, params=None):
+        traces.append(1)
+        return jax.tree.map(lambda u: u * 0.1, updates), state
+
+    recorder = Recorder(optax.GradientTransformation(lambda _: (), update))
+    params = {"w": jnp.ones(128)}
+    state = recorder.init(params)
+    for _ in range(3):
+        _, state = recorder.update(params, state, params)
+    assert len(traces) == 1
+
+
+def test_what_is_closed_over_in_a_trace_is_not_kept_for_the_next():
+    def step(rate, x):
+        recorder.rate = rate
+        return recorder.update(x, state, x)[0]
+
+    def update(updates, state, params=None):
+        return updates * recorder.rate, state
+
+    recorder = Recorder(optax.GradientTransformation(lambda _: (), update))
+    recorder.rate = 0.0
+    x = jnp.ones(128)
+    state = recorder.init(x)
+    recorder._pinned = PinnedFunction(recorder._updated)  # as if init had not traced it
+    for rate in (2.0, 3.0):
+        np.testing.assert_array_equal(jax.jit(step)(jnp.float32(rate), x), np.full(128, rate))
+
+
+def levels(function, *arguments):
+    found = exactness.of(function, arguments, pinned=True)
+    return list(found.levels), found.primitives
+
+
+def test_what_cannot_be_pinned_counts_as_a_sum():
+    x = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+    z = jax.ShapeDtypeStruct((8, 4), jnp.complex64)
+    assert levels(jnp.arctan, x) == ([Level.ORDER], ("atan",))
+    assert levels(lambda x: jax.lax.lgamma(x) + 1, x) == ([Level.ORDER], ("lgamma",))
+    assert levels(lambda z: z * z, z) == ([Level.ORDER], ("mul",))
+    assert levels(lambda x: (x * jnp.sqrt(x), jnp.sum(x)), x)[0] == [Level.ELEMENT, Level.ORDER]
+    assert levels(lambda x: jnp.sum(x.reshape(-1)[:1]), x)[0] == [Level.PLACE]
+    assert exactness.of(jnp.arctan, [x]).levels == (Level.ELEMENT,)
+
+
+# --- trained and replayed -----------------------------------------------------------------------
+
+WIDTH = support.WIDTH
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to train.
+
+    Attributes:
+        tx: what is wrapped.
+        mesh: shape of the mesh.
+        axis_type: of its axes.
+        dtype: of the record.
+        param_dtype: of the params.
+        how: ``jit``, or data parallel in ``shard_map`` or ``pmap``.
+        batch: examples; the second step has one, if it is not one anyway.
+        head: factor on the initial output layer.
+        steered: whether a learning rate is set by hand between steps.
+    """
+
+    tx: Any
+    mesh: tuple[int, ...] = (1, 1)
+    axis_type: AxisType = AxisType.Auto
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    how: str = "jit"
+    batch: int = 8
+    head: float = 1.0
+    steered: bool = False
+
+
+CASES = {
+    "adamw on one device": Case(optax.adamw(1e-2)),
+    "adamw with an output layer that starts at zero": Case(optax.adamw(1e-2), (4, 2), head=0.0),
+    "adamw in bfloat16": Case(optax.adamw(1e-2), (4, 2), param_dtype=jnp.bfloat16),
+    "adamw with a bfloat16 record": Case(optax.adamw(1e-2), (8,), dtype=jnp.bfloat16),
+    "adamw on Explicit axes": Case(optax.adamw(1e-2), (4, 2), AxisType.Explicit, jnp.bfloat16),
+    "lion": Case(optax.lion(1e-3, weight_decay=0.1), (2, 2), batch=1),
+    "nesterov": Case(optax.sgd(1e-2, momentum=0.9, nesterov=True), (2, 2), AxisType.Explicit),
+    "a learning rate set by hand": Case(
+        optax.inject_hyperparams(optax.adamw)(1e-2), (4, 2), steered=True
+    ),
+    "schedule-free": Case(contrib.schedule_free_adamw(1e-2), (4, 2), dtype=jnp.bfloat16),
+    "MultiSteps inside": Case(
+        optax.MultiSteps(optax.adamw(1e-2), 2).gradient_transformation(), (8,), batch=1
+    ),
+    "a schedule": Case(optax.adam(optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 9)), (8,)),
+    "pmean in shard_map": Case(optax.adamw(1e-2), (8,), how="shard_map"),
+    "pmean in pmap": Case(optax.sgd(1e-2, momentum=0.9), (8,), how="pmap"),
+}
+
+
+def initial(case):
+    """Two layers and a scale: shapes of one kind twice, a vector and a scalar."""
+    rng = np.random.default_rng(3)
+    params = {
+        "a": rng.standard_normal((WIDTH, 2 * WIDTH)) * 0.2,
+        "b": rng.standard_normal((WIDTH, 2 * WIDTH)) * 0.2,
+        "bias": np.zeros(2 * WIDTH),
+        "head": rng.standard_normal((2 * WIDTH, WIDTH)) * 0.2 * case.head,
+        "scale": np.ones(()),
+    }
+    return jax.tree.map(lambda x: jnp.asarray(x, case.param_dtype), params)
+
+
+def loss(params, x):
+    mesh = jax.typeof(params["a"]).sharding.mesh
+    if mesh.are_all_axes_explicit:  # gather to multiply
+        params = jax.tree.map(lambda p: jax.sharding.reshard(p, NamedSharding(mesh, P())), params)
+    hidden = jnp.tanh(x @ params["a"]) * (x @ params["b"]) + params["bias"]
+    decay = sum(jnp.sum(p.astype(jnp.float32) ** 2) for p in jax.tree.leaves(params))
+    return jnp.mean((hidden @ params["head"] * params["scale"] - x) ** 2) + 0.003 * decay
+
+
+def step_of(case, recorder, mesh):
+    """The train step; its gradients end in element-wise operations, as by loss scaling."""
+
+    def step(params, state, x):
+        grads = jax.grad(lambda params: 7.3 * loss(params, x))(params)
+        grads = jax.tree.map(lambda g: g * 0.37, grads)
+        if case.how != "jit":
+            grads = jax.lax.pmean(grads, "data")
+        updates, state = recorder.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    if case.how == "shard_map":
+        mapped = jax.shard_map(
+            step, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P(), check_vma=False
+        )
+        return jax.jit(mapped)
+    return jax.jit(step)
+
+
+def pmapped(case, recorder):
+    run = jax.pmap(step_of(case, recorder, None).__wrapped__, axis_name="data")
+
+    def step(params, state, x):
+        copies = jax.tree.map(lambda leaf: jnp.stack([leaf] * 8), (params, state))
+        return jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)[0]), run(*copies, x))
+
+    return step
+
+
+def lists_of(bound, params, state):
+    leaves, _ = trees.flatten({"params": params, "opt": state})
+    names = (bound.params, bound.inner, bound.record, bound.extra)
+    return [[leaves[path] for path in each] for each in names]
+
+
+@pytest.mark.first(3)
+@pytest.mark.parametrize("name", CASES)
+def test_a_replayed_update_has_every_bit_of_the_trained_one(name):
+    case = CASES[name]
+    mesh = mesh_of(case.mesh, case.axis_type)
+    recorder = Recorder(case.tx, dtype=case.dtype)
+    params = support.place(initial(case), mesh)
+    state = support.place(recorder.init(initial(case)), mesh)
+    if case.how != "jit":
+        params, state = initial(case), recorder.init(initial(case))
+    types = binding.leaf_types(trees.flatten({"params": params, "opt": state})[0])
+    (bound,) = binding.bind_all({"": (recorder,)}, types, None)
+    update = jax.jit(replay.update_function(recorder, bound.signature))
+    step = pmapped(case, recorder) if case.how == "pmap" else step_of(case, recorder, mesh)
+    for number in range(3):
+        rows = case.batch if number != 1 or case.how != "jit" else 1
+        x = np.random.default_rng(number).standard_normal((rows, WIDTH)).astype(np.float32)
+        x = x[:, None] if case.how == "pmap" else x
+        if case.steered:
+            state.adacheck_inner.hyperparams["learning_rate"] = jnp.float32(0.01 / (number + 3))
+        before = jax.tree.map(np.asarray, lists_of(bound, params, state))[:2]
+        params, state = step(params, state, jnp.asarray(x, case.param_dtype))
+        after = jax.tree.map(np.asarray, lists_of(bound, params, state))
+        replayed = update(*before, *after[2:], ZERO)  # on one device
+        assert_same_bits(replayed, [np.array(x) for x in jax.tree.leaves(after[:2])])
+    assert case.mesh == (1, 1) or case.how == "pmap" or len(params["a"].sharding.device_set) > 1
+
+
+def test_a_low_precision_record_costs_the_moments_no_digits():
+    params = {"w": jnp.zeros(1 << 12)}
+    recorder = Recorder(optax.adam(1e-3), dtype=jnp.bfloat16)
+    state, exact = recorder.init(params), np.zeros(1 << 12)
+    update = jax.jit(recorder.update)
+    for number in range(20):
+        grads = np.random.default_rng(number).standard_normal(1 << 12).astype(np.float32)
+        _, state = update({"w": jnp.asarray(grads)}, state, params)
+        consumed = np.asarray(state.adacheck_record["w"]).astype(np.float64)
+        exact = 0.9 * exact + 0.1 * consumed
+    error = np.abs(np.asarray(state.adacheck_inner[0].mu["w"]) - exact).max() / np.abs(exact).max()
+    assert error < 1e-6
+
+
+def test_functions_as_extra_arguments_are_called():
+    x = jnp.linspace(-1.0, 1.0, 96)
+
+    def value(x):
+        return jnp.sum((x - 0.3) ** 2)
+
+    recorder = Recorder(optax.lbfgs(), extra_args={"value": 0.0, "grad": x})
+    state = recorder.init(x)
+    assert state.adacheck_passed == {}
+    for _ in range(3):
+        loss, grad = jax.value_and_grad(value)(x)
+        updates, state = recorder.update(grad, state, x, value=loss, grad=grad, value_fn=value)
+        x = optax.apply_updates(x, updates)
+    assert value(x) < 1e-6
+    assert "value_fn" in recorder.unreplayable
+
+
+def test_small_leaves_that_pass_through_are_recorded_as_they_were_consumed():
+    recorder = Recorder(optax.inject_hyperparams(optax.sgd)(0.5))
+    params = {"w": jnp.ones(96)}
+    state = recorder.init(params)
+    assert jax.tree.leaves(Recorder(optax.adamw(1e-3)).init(params).adacheck_passed) == []
+    update = jax.jit(recorder.update, donate_argnums=1)  # no buffer may be in the state twice
+    for rate in (0.5, 0.25):
+        state.adacheck_inner.hyperparams["learning_rate"] = jnp.float32(rate)
+        updates, state = update(params, state, params)
+        assert float(state.adacheck_passed["hyperparams.learning_rate"]) == rate
+        np.testing.assert_array_equal(updates["w"], np.full(96, -rate, np.float32))
+        state.adacheck_inner.hyperparams["learning_rate"] = jnp.float32(9.0)  # for the next one
+        assert float(state.adacheck_passed["hyperparams.learning_rate"]) == rate
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_an_unjitted_update_keeps_its_shardings(axis_type):
+    mesh = mesh_of((4, 2), axis_type)
+    place = NamedSharding(mesh, P("data", "model"))
+    params = {"w": jax.device_put(jnp.ones((16, 32)), place)}
+    recorder = Recorder(optax.adamw(1e-2))
+    updates, state = recorder.update(params, recorder.init(params), params)
+    assert updates["w"].sharding.is_equivalent_to(place, 2)
+    assert state.adacheck_inner[0].mu["w"].sharding.is_equivalent_to(place, 2)
+
+
+def test_a_program_of_an_earlier_release_is_called_without_a_zero():
+    def old(params, inner, record, extra):
+        return [params[0] - record[0]], list(inner)
+
+    spec = jax.ShapeDtypeStruct((4,), jnp.float32)
+    data = jax.export.export(jax.jit(old))([spec], [spec], [spec], []).serialize()
+    one = jnp.ones(4)
+    after = replay.from_bytes(bytes(data))([one], [one], [one], [], replay.switches(1))
+    assert_same_bits(after, [np.zeros(4, np.float32), np.ones(4, np.float32)])
+
+
+@pytest.mark.slow
+def test_deltas_saved_under_an_explicit_mesh_restore_on_fewer_devices(tmp_path):
+    mesh = mesh_of((4, 2), AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        run = support.dict_run(mesh)
+        with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
+            saved = save_steps(manager, run, 2)
+    steps = list(roots.steps_of(tmp_path))
+    assert steps[-1].manifest.has_update
+    with manager_of(tmp_path, adacheck.AdaCheckHandler()) as manager:
+        for other in (mesh_of((1, 1)), mesh_of((2, 2), AxisType.Explicit)):
+            target = adacheck.RestoreArgs(abstract(run.state, other))
+            assert_same_bits(manager.restore(2, args=target), saved[2])

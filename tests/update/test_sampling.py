@@ -1,0 +1,171 @@
+"""Samples are alike on every mesh and by way of the host, and miss what they must."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from adacheck_jax.update.pieces import Order
+from adacheck_jax.update.sampling import SAMPLE_ELEMENTS, WHOLE_ELEMENTS, Sites, Taker, from_host
+from tests.support import mesh_of
+
+MESHES = [(1,), (8,), (4, 2)]
+SHAPES = [(), (3,), (16, 8), (64, 32), (128, 128), (5000,), (8, 40, 32), (0, 4)]
+
+
+def placed(value, mesh, is_cut):
+    """A leaf cut along the first axes that the mesh divides, or replicated."""
+    axes = [None] * value.ndim
+    for axis, name in enumerate(mesh.axis_names):
+        if is_cut and axis < value.ndim and value.shape[axis] % mesh.shape[name] == 0:
+            axes[axis] = name
+    return jax.device_put(value, NamedSharding(mesh, PartitionSpec(*axes)))
+
+
+def arrays_on(mesh, dtypes=("float32", "bfloat16", "int32")):
+    """Leaves of all shapes, cut and replicated; of each shape every element another one."""
+    result = []
+    for shape in SHAPES:
+        values = np.random.default_rng(3).permutation(math.prod(shape)).reshape(shape)
+        for dtype in dtypes:
+            result += [
+                placed(jnp.asarray(values).astype(dtype), mesh, cut) for cut in (True, False)
+            ]
+    return result
+
+
+def order_of(arrays, sites):
+    dtypes = {i: str(array.dtype) for i, array in enumerate(arrays)}
+    return Order(range(len(arrays)), dtypes, sites.sizes)
+
+
+def samplers(arrays):
+    sites = Sites(range(len(arrays)), arrays)
+    order = order_of(arrays, sites)
+    taker = Taker(sites, order, arrays)
+    taker.compile()
+    assert taker.is_ready
+    return sites, order, taker
+
+
+def assert_same_samples(arrays, numbers=(0, 1, 5)):
+    """Taken on the devices and by way of the host."""
+    sites, order, taker = samplers(arrays)
+    for number in numbers:
+        starts, others = sites.starts_at(number), sites.starts_at(number + 1)
+        first, second = taker.take(arrays, starts, others)
+        for sample, own in ((first, starts), (second, others)):
+            host = from_host(arrays, sites, own, order).vectors(order)
+            found = sample.vectors(order)
+            assert found.keys() == host.keys()
+            for dtype, vector in found.items():
+                assert vector.shape == (len(sites.devices), order.lengths[dtype])
+                assert np.asarray(vector).tobytes() == host[dtype].tobytes()
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+def test_devices_and_host_take_the_same_samples(shape, axis_type):
+    assert_same_samples(arrays_on(mesh_of(shape, axis_type)))
+
+
+def test_leaves_of_several_meshes_and_of_the_host_are_sampled_together():
+    arrays = [*arrays_on(mesh_of((4, 2)), ("float32",)), *arrays_on(mesh_of((1,)), ("float32",))]
+    arrays += [jnp.ones((128, 128)), jnp.arange(7), np.arange(9000.0), np.float32(3)]
+    assert_same_samples(arrays, numbers=(2,))
+
+
+def test_what_pmap_returns_is_sampled_where_it_lies():
+    values = np.random.default_rng(0).standard_normal((8, 90, 80)).astype(np.float32)
+    assert_same_samples([jax.pmap(jnp.sin)(values), jax.pmap(jnp.cos)(values)], numbers=range(3))
+
+
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+def test_small_leaves_are_sampled_whole_and_every_leaf_of_a_shape_at_the_same_places(shape):
+    mesh = mesh_of(shape)
+    arrays = arrays_on(mesh, ("float32", "int32"))
+    sites, order, taker = samplers(arrays)
+    starts = sites.starts_at(4)
+    vectors = taker.take(arrays, starts, starts)[0].vectors(order)
+    seen = {}
+    for i, array in enumerate(arrays):
+        values = order.of(vectors, [i])
+        assert seen.setdefault(array.shape, values.tolist()) == values.tolist()
+        if 0 < array.size <= WHOLE_ELEMENTS:
+            assert {*values.reshape(-1).tolist()} >= {*range(array.size)}
+        elif array.size:
+            assert len({*values.reshape(-1).tolist()}) >= min(SAMPLE_ELEMENTS, array.size) * 0.9
+    assert not sites.uncovered
+
+
+def test_leaves_that_no_device_holds_alike_are_told():
+    mesh = mesh_of((8,))
+    by_rows = jax.device_put(np.zeros((8, 8)), NamedSharding(mesh, PartitionSpec("data")))
+    by_columns = jax.device_put(np.zeros((8, 8)), NamedSharding(mesh, PartitionSpec(None, "data")))
+    assert Sites([0, 1], [by_rows, by_columns]).uncovered == {0, 1}
+    assert not Sites([0, 1], [by_rows, by_rows]).uncovered
+
+
+def test_a_sample_is_of_the_state_that_it_was_taken_of_though_that_is_donated():
+    arrays = [jnp.arange(20_000.0), jnp.zeros(3)]
+    sites, order, taker = samplers(arrays)
+    starts = sites.starts_at(1)
+    expected = from_host(arrays, sites, starts, order).vectors(order)["float32"].copy()
+    sample, _ = taker.take(arrays, starts, starts)
+    scramble = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)
+    jax.block_until_ready([scramble(x) for x in arrays])
+    assert np.asarray(sample.vectors(order)["float32"]).tobytes() == expected.tobytes()
+
+
+def sampled(sites, shape, number):
+    """The elements of one leaf that a sample holds, as a mask."""
+    values = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
+    order = Order([0], {0: "int32"}, sites.sizes)
+    vector = from_host([values], sites, sites.starts_at(number), order).vectors(order)["int32"]
+    mask = np.zeros(math.prod(shape), bool)
+    mask[vector.reshape(-1)] = True
+    return mask
+
+
+LARGE = st.sampled_from([(300, 300), (90_000,), (20, 30, 150), (5000,), (4, 65, 37)])
+
+
+def sites_of(shape):
+    return Sites([0], [jax.device_put(np.zeros(shape, np.int32), jax.devices()[0])])
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**30), LARGE)
+def test_as_many_neighbours_as_the_stride_are_always_met(seed, shape):
+    sites = sites_of(shape)
+    (own,) = sites.classes
+    mask = sampled(sites, shape, seed)
+    places = np.flatnonzero(mask)
+    assert SAMPLE_ELEMENTS <= mask.sum() <= 2 * SAMPLE_ELEMENTS
+    assert np.diff(places).max() <= own.stride
+    assert places[0] < own.stride
+    assert places[-1] >= mask.size - own.stride
+
+
+@settings(max_examples=5, deadline=None)
+@given(st.integers(0, 2**30), st.sampled_from([(5000,), (90, 80), (300, 70)]))
+def test_an_element_is_missed_as_often_as_was_computed(seed, shape):
+    """It is met with a probability of one to the stride."""
+    sites, trials = sites_of(shape), 400
+    (own,) = sites.classes
+    counts = sum(sampled(sites, shape, seed + number) for number in range(trials))[:-1]
+    chance = 1 / own.stride
+    spread = math.sqrt(trials * chance * (1 - chance))
+    assert np.abs(counts - trials * chance).max() <= 6 * spread
+
+
+def test_starts_depend_on_the_number_alone():
+    one, two = (sites_of((300, 300)) for _ in range(2))
+    assert one.starts_at(7).tolist() == two.starts_at(7).tolist()
+    assert len({one.starts_at(number)[0, 0] for number in range(20)}) > 10

@@ -1,0 +1,321 @@
+"""An update that is a program of its own replays exactly, whatever it adds up."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import adacheck_jax as adacheck
+from adacheck_jax.format import manifest, roots
+from tests import support
+from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
+
+REDUCING = {
+    "clip inside": optax.chain(optax.clip_by_global_norm(0.3), optax.adam(1e-3)),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=16),
+    "muon": optax.contrib.muon(1e-2),
+    "lamb": optax.lamb(1e-2),
+}
+
+
+def separate_run(mesh, tx, dtype=None, **extra_args):
+    """Two programs a step: the gradients, and the update."""
+    recorder = adacheck.Recorder(tx, dtype=dtype, extra_args=extra_args)
+    chain = optax.chain(optax.clip_by_global_norm(1.0), recorder)
+    update = adacheck.separate_update(chain)
+    params = support.place(support.initial_params(), mesh)
+    # As users make it: counters stay on one device, uncommitted.
+    state = TrainState.create(apply_fn=support.forward, params=params, tx=chain)
+    state = state.replace(step=jnp.int32(0))
+
+    @jax.jit
+    def gradients(params, x, y):
+        return jax.grad(lambda p: jnp.mean((support.forward(p, x) - y) ** 2))(params)
+
+    def train_step(state, data):
+        grads = gradients(state.params, *data)
+        params, opt_state = update(grads, state.opt_state, state.params, **extra_args)
+        return state.replace(step=state.step + 1, params=params, opt_state=opt_state)
+
+    return support.Run(recorder, state, train_step)
+
+
+def replayed(root):
+    return [
+        isinstance(step.manifest, manifest.DeltaManifest) and step.manifest.has_update
+        for step in roots.steps_of(root)
+    ]
+
+
+@pytest.mark.first(1)
+@pytest.mark.parametrize("name", REDUCING)
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16], ids=["f32", "bf16"])
+def test_reducing_updates_replay_exactly_on_every_mesh_of_the_same_devices(tmp_path, name, dtype):
+    run = separate_run(mesh_of((4, 2)), REDUCING[name], dtype)
+    run.advance()  # counters are on all devices from here on
+    handler = adacheck.AdaCheckHandler(run.recorder)
+    with manager_of(tmp_path, handler) as manager:
+        saved = save_steps(manager, run, 5)
+        for mesh in (mesh_of((4, 2)), mesh_of((8, 1)), mesh_of((1, 1))):
+            for step in (3, 6):
+                target = adacheck.RestoreArgs(abstract(run.state, mesh), exact=True)
+                restored = manager.restore(step, args=target)
+                assert_same_bits(restored, saved[step])
+                assert handler.restored
+                assert handler.restored.exact
+                for leaf, wanted in zip(
+                    jax.tree.leaves(restored),
+                    jax.tree.leaves(target.abstract_state),
+                    strict=True,
+                ):
+                    assert leaf.sharding == wanted.sharding
+    assert replayed(tmp_path) == [False, True, True, True, True]
+
+
+def test_a_run_goes_on_with_deltas_after_a_restore(tmp_path):
+    run = separate_run(mesh_of((4, 2)), REDUCING["muon"])
+    run.advance()
+    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
+        saved = save_steps(manager, run, 5)
+    again = separate_run(mesh_of((4, 2)), REDUCING["muon"])
+    with manager_of(tmp_path, adacheck.AdaCheckHandler(again.recorder)) as manager:
+        again.state = manager.restore(3, args=adacheck.RestoreArgs(abstract(run.state)))
+        again.count = 3
+        for step in (4, 5):
+            again.advance()
+            assert_same_bits(again.state, saved[step])
+        manager.save(7, args=adacheck.SaveArgs(again.advance()))
+        manager.wait_until_finished()
+        assert_same_bits(
+            manager.restore(7, args=adacheck.RestoreArgs(abstract(run.state))), saved[6]
+        )
+
+
+def test_the_update_is_the_one_that_optax_applies(tmp_path):
+    mesh = mesh_of((1, 1))
+    separate, fused = separate_run(mesh, optax.adamw(1e-2)), support.dict_run(mesh)
+    for _ in range(4):
+        separate.advance()
+        fused.advance()
+    found, expected = host_copy(separate.state.params), host_copy(fused.state["params"])
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_extra_arguments_reach_the_update_and_are_recorded(tmp_path):
+    tx = optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau(patience=1))
+    run = separate_run(mesh_of((2, 2)), tx, value=jnp.float32(1.0))
+    run.advance()
+    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
+        saved = save_steps(manager, run, 4)
+        target = adacheck.RestoreArgs(abstract(run.state, mesh_of((4, 2))))
+        assert_same_bits(manager.restore(5, args=target), saved[5])
+    assert replayed(tmp_path) == [False, True, True, True]
+
+
+def test_params_and_optimizer_state_are_donated():
+    run = separate_run(mesh_of((2, 2)), optax.adam(1e-2))
+    before = run.advance()
+    run.advance()
+    assert before.params["in"]["kernel"].is_deleted()
+    assert before.opt_state[1].adacheck_inner[0].mu["in"]["kernel"].is_deleted()
+
+
+def test_a_state_saved_before_the_first_update_is_no_surprise(tmp_path, caplog):
+    run = separate_run(mesh_of((1, 1)), REDUCING["clip inside"])
+    with (
+        caplog.at_level(logging.WARNING, logger="adacheck_jax"),
+        manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager,
+    ):
+        manager.save(0, args=adacheck.SaveArgs(run.state))
+        save_steps(manager, run, 2)
+    assert not caplog.records
+    assert replayed(tmp_path) == [False, True, True]
+
+
+@pytest.mark.first(1)
+@pytest.mark.parametrize("name", ["clip inside", "adafactor", "lamb"])
+def test_explicit_axes_replay_exactly_too(tmp_path, name):
+    run = separate_run(mesh_of((1, 1)), REDUCING[name])
+    state = jax.tree.map(np.asarray, run.state)  # optax cannot make every state on such a mesh
+    run.state = support.place(state, mesh_of((4, 2), AxisType.Explicit))
+    run.advance()
+    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
+        saved = save_steps(manager, run, 4)
+        for step, expected in saved.items():
+            target = adacheck.RestoreArgs(abstract(run.state))
+            assert_same_bits(manager.restore(step, args=target), expected)
+    assert replayed(tmp_path) == [False, True, True, True]
+
+
+@pytest.mark.slow
+def test_another_mesh_that_cuts_alike_starts_a_new_lineage(tmp_path):
+    """Equal boxes, but sums are added up in another order."""
+
+    def columns(tree, mesh):
+        spec = lambda x: PartitionSpec(None, "model") if x.ndim == 2 else PartitionSpec()  # noqa: E731
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec(x))),
+            tree,
+        )
+
+    run = separate_run(mesh_of((4, 2)), REDUCING["muon"])
+    placed = columns(run.state, mesh_of((4, 2)))
+    run.state = jax.device_put(run.state, jax.tree.map(lambda x: x.sharding, placed))
+    run.advance()
+    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
+        saved = save_steps(manager, run, 2)
+    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
+        target = adacheck.RestoreArgs(columns(run.state, mesh_of((1, 2))))
+        run.state = manager.restore(3, args=target)
+        saved |= save_steps(manager, run, 3)
+        for step, expected in saved.items():
+            target = adacheck.RestoreArgs(columns(run.state, mesh_of((1, 2))), exact=True)
+            assert_same_bits(manager.restore(step, args=target), expected)
+    assert replayed(tmp_path) == [False, True, False, True, True]
+
+
+def test_a_buffer_that_occurs_twice_is_donated_once():
+    recorder = adacheck.Recorder(optax.trace(0.9))
+    update = adacheck.separate_update(recorder)
+    shared = jnp.ones((4, 4))
+    params = {"a": shared, "b": shared}
+    state = recorder.init(params)
+    params, state = update({"a": jnp.ones((4, 4)), "b": jnp.ones((4, 4))}, state, params)
+    assert params["a"].sum() == params["b"].sum() == 32
+
+
+PARAMS = {"w": jnp.ones(8), "v": jnp.ones(4)}
+
+
+def test_inside_a_compiled_function_it_is_an_error():
+    recorder = adacheck.Recorder(optax.adam(1e-2))
+    update = adacheck.separate_update(recorder)
+    with pytest.raises(adacheck.RecorderError, match=r"inside a compiled function.*outside"):
+        jax.jit(update)(PARAMS, recorder.init(PARAMS), PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "message"),
+    [
+        (lambda r: optax.chain(r, optax.scale(0.5)), "something behind it"),
+        (lambda r: optax.chain(r, r), "one Recorder's state in it, found 2"),
+        (lambda _: optax.adam(1e-2), "one Recorder's state in it, found 0"),
+        (lambda r: optax.MultiSteps(r, 2), "a transformation around it"),
+        (lambda r: optax.masked(r, {"w": True, "v": False}), "ends in its one Recorder"),
+    ],
+    ids=["not last", "two", "none", "wrapped", "masked"],
+)
+def test_an_optimizer_that_does_not_end_in_its_recorder_is_an_error(wrap, message):
+    tx = wrap(adacheck.Recorder(optax.adam(1e-2)))
+    with pytest.raises(adacheck.RecorderError, match=message):
+        adacheck.separate_update(tx)(PARAMS, tx.init(PARAMS), PARAMS)
+
+
+CHILD = """
+    import json, sys
+    import jax, numpy as np
+    import adacheck_jax as adacheck
+    from tests import support
+    from tests.update import test_separate
+
+    root, shape, exact = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3] == "exact"
+    mesh = support.mesh_of(tuple(shape))
+    run = test_separate.separate_run(mesh, test_separate.REDUCING["muon"])
+    handler = adacheck.AdaCheckHandler(run.recorder)
+    with support.manager_of(root, handler) as manager:
+        target = adacheck.RestoreArgs(support.abstract(run.state, mesh), exact=exact)
+        state = manager.restore(4, args=target)
+    saved = np.load(f"{root}/saved.npz")
+    worst = 0.0
+    for leaf, name in zip(support.host_copy(state), saved.files, strict=True):
+        if leaf.tobytes() != saved[name].tobytes():
+            worst = max(worst, np.abs(leaf - saved[name]).max() / np.abs(saved[name]).max())
+    info = handler.restored
+    told = [info.exact, info.rounded, info.tolerance, info.replayed_count, float(worst)]
+    print(json.dumps(told))
+"""
+
+
+@pytest.fixture(scope="module")
+def muon_steps(tmp_path_factory):
+    """Four steps saved on eight devices."""
+    root = tmp_path_factory.mktemp("muon")
+    run = separate_run(mesh_of((4, 2)), REDUCING["muon"])
+    run.advance()
+    with manager_of(root, adacheck.AdaCheckHandler(run.recorder)) as manager:
+        save_steps(manager, run, 3)
+    np.savez(root / "saved.npz", *host_copy(run.state))
+    return root
+
+
+def restored_by(root, devices, shape, mode):
+    """Restores the last step in a process that has another number of devices."""
+    environment = os.environ | {
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(CHILD), root, json.dumps(shape), mode],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("devices", "shape"), [(4, (2, 2)), (1, (1, 1))])
+def test_where_the_devices_do_not_exist_the_restore_says_what_is_rounded(
+    muon_steps, devices, shape
+):
+    done = restored_by(muon_steps, devices, shape, "any")
+    assert done.returncode == 0, done.stderr
+    exact, rounded, tolerance, replayed_count, worst = json.loads(done.stdout.splitlines()[-1])
+    assert not exact
+    assert {"params/in/kernel", "params/out/kernel"} & set(rounded)
+    assert not any("ns_coeffs" in path or "record" in path for path in rounded)
+    assert replayed_count == 2
+    assert 0 < worst <= tolerance
+    assert "within rounding" in done.stderr
+
+
+@pytest.mark.slow
+def test_exact_refuses_what_is_within_rounding_only(muon_steps):
+    done = restored_by(muon_steps, 1, (1, 1), "exact")
+    assert done.returncode != 0
+    assert "IntegrityError" in done.stderr
+    assert "within rounding" in done.stderr
+    assert "Nothing was returned" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_damaged_record_of_a_reducing_update_is_never_taken_for_rounding(tmp_path, caplog):
+    run = separate_run(mesh_of((2, 2)), REDUCING["muon"])
+    run.advance()
+    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
+        save_steps(manager, run, 3)
+    packs = support.pack_files(tmp_path / "3" / "default")
+    pack = max(packs, key=lambda path: path.stat().st_size)
+    data = bytearray(pack.read_bytes())
+    data[len(data) // 2] ^= 1
+    pack.write_bytes(bytes(data))
+    with (
+        caplog.at_level(logging.WARNING),
+        manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager,
+        pytest.raises(adacheck.IntegrityError),
+    ):
+        manager.restore(3, args=adacheck.RestoreArgs(abstract(run.state)))

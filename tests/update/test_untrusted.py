@@ -1,0 +1,119 @@
+"""Programs that end the process which parses them do not end this one."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.export
+import pytest
+
+import adacheck_jax as adacheck
+from adacheck_jax.errors import FormatError
+from adacheck_jax.format import lineage, manifest
+from adacheck_jax.format.manifest import Update
+from adacheck_jax.update import replay, untrusted
+from tests import support
+
+ENDED = Path(__file__).parents[1] / "fuzz/corpus/ended"
+GOOD = Path(__file__).parents[1] / "fuzz/corpus/update/sgd.stablehlo"
+
+
+@pytest.fixture(autouse=True)
+def forgetful(monkeypatch):
+    """As a new process: nothing is known of any program."""
+    monkeypatch.setattr(untrusted, "_verdicts", {})
+
+
+@pytest.fixture
+def processes(monkeypatch):
+    """The processes that were started."""
+    started, run = [], subprocess.run
+
+    def count(*args, **options):
+        started.append(args)
+        return run(*args, **options)
+
+    monkeypatch.setattr(untrusted.subprocess, "run", count)
+    return started
+
+
+def load(data: bytes):
+    digests = {replay.platform(): hashlib.sha256(data).hexdigest()}
+    update = Update(
+        (), (), (), (), (0,), ((0, 0, 0, 0),), (), (), "", "", digests, jax.__version__, True
+    )
+    return replay.load(data, update, "update.stablehlo")
+
+
+@pytest.mark.parametrize("name", ["abort", "segfault"])
+def test_a_program_that_ends_its_parser_is_refused(name):
+    data = (ENDED / f"{name}.stablehlo").read_bytes()
+    with pytest.raises(FormatError, match=r"update\.stablehlo: .*ends the parser by signal"):
+        load(data)
+
+
+def test_a_program_that_keeps_its_parser_busy_is_refused(monkeypatch):
+    monkeypatch.setattr(untrusted, "_TIMEOUT_S", 5.0)
+    with pytest.raises(FormatError, match="takes the parser more than 5 seconds"):
+        load((ENDED / "loop.stablehlo").read_bytes())
+
+
+def test_a_good_program_gets_through_the_parser():
+    """Refused there and taken here, it would not have been looked at."""
+    module = jax.export.deserialize(bytearray(GOOD.read_bytes())).mlir_module_serialized
+    command = [sys.executable, "-P", str(untrusted._SCRIPT)]
+    done = subprocess.run(command, input=module, capture_output=True, check=True)
+    assert done.stdout.split() == [b"parsed"]
+
+
+def test_a_good_program_is_parsed_elsewhere_once(processes):
+    data = GOOD.read_bytes()
+    for _ in range(2):
+        assert jax.eval_shape(
+            load(data), *[[jax.ShapeDtypeStruct((4, 2), "float32")]] * 3, [], None
+        )
+    assert len(processes) == 1
+
+
+def test_bytes_that_do_not_match_their_digest_are_not_even_parsed(processes):
+    digests = {replay.platform(): hashlib.sha256(b"another").hexdigest()}
+    update = Update(
+        (), (), (), (), (0,), ((0, 0, 0, 0),), (), (), "", "", digests, jax.__version__, True
+    )
+    replay.begin(GOOD.read_bytes(), update)
+    with pytest.raises(adacheck.IntegrityError, match="digest"):
+        replay.load(GOOD.read_bytes(), update, "update.stablehlo")
+    assert not processes
+
+
+def test_where_no_process_can_be_started_it_is_said(monkeypatch, caplog):
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    load(GOOD.read_bytes())
+    assert "without a process of its own" in caplog.text
+
+
+def test_what_this_process_exported_is_trusted_and_what_another_one_did_is_not(tmp_path, processes):
+    run = support.dict_run(support.mesh_of((2, 2)))
+    with support.manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
+        saved = support.save_steps(manager, run, 3)
+    item = tmp_path / "3" / "default"
+    args = adacheck.RestoreArgs(support.abstract(run.state))
+
+    def restored():
+        with support.manager_of(tmp_path, adacheck.AdaCheckHandler()) as manager:
+            return manager.restore(3, args=args)
+
+    support.assert_same_bits(restored(), saved[3])
+    assert not processes
+    untrusted._verdicts.clear()
+    support.assert_same_bits(restored(), saved[3])
+    assert len(processes) == 1
+    base = lineage.resolve(item).base_directory
+    (base / manifest.update_file(replay.platform())).write_bytes(b"damaged")
+    with pytest.raises(adacheck.IntegrityError):
+        restored()
+    assert len(processes) == 1
