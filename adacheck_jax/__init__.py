@@ -1,26 +1,36 @@
 """Save every training step of a JAX program through Orbax, and restore it bit-exact on any mesh.
 
 See README.md for a first use and BUILD.md for the architecture.
+
+A public name imports its module when it is first used, so that commands that read no array start
+without JAX. Orbax finds the handler of a saved step by name once one of ``AdaCheckHandler``,
+``SaveArgs`` and ``RestoreArgs`` was used.
 """
 
-from adacheck_jax.adapter.handler import AdaCheckHandler, RestoreArgs, RestoreInfo, SaveArgs
-from adacheck_jax.device.replicas import Divergence, ReplicaReport, replica_report
-from adacheck_jax.errors import (
-    AdaCheckError,
-    FormatError,
-    IntegrityError,
-    LineageError,
-    MismatchError,
-    RecorderError,
-    ReplayError,
-    ReplicaError,
-    StorageError,
-)
-from adacheck_jax.store.retention import KeepLineage
-from adacheck_jax.tools.audit import RestorableStep, latest_restorable
-from adacheck_jax.tools.plan import RedundancyReport, redundancy_report
-from adacheck_jax.update.recorder import Recorder, RecorderState
-from adacheck_jax.update.separate import SeparateUpdate, separate_update
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # for type checkers and editors; must name what _MODULES names
+    from adacheck_jax.adapter.handler import AdaCheckHandler, RestoreArgs, RestoreInfo, SaveArgs
+    from adacheck_jax.device.replicas import Divergence, ReplicaReport, replica_report
+    from adacheck_jax.errors import (
+        AdaCheckError,
+        FormatError,
+        IntegrityError,
+        LineageError,
+        MismatchError,
+        RecorderError,
+        ReplayError,
+        ReplicaError,
+        StorageError,
+    )
+    from adacheck_jax.store.retention import KeepLineage
+    from adacheck_jax.tools.audit import RestorableStep, latest_restorable
+    from adacheck_jax.tools.plan import RedundancyReport, redundancy_report
+    from adacheck_jax.update.recorder import Recorder, RecorderState
+    from adacheck_jax.update.separate import SeparateUpdate, separate_update
+
+__version__ = "0.1.0"
 
 __all__ = [
     "AdaCheckError",
@@ -49,3 +59,35 @@ __all__ = [
     "replica_report",
     "separate_update",
 ]
+
+_MODULES = {
+    # The arguments too: importing the handler makes both known to Orbax.
+    "AdaCheckHandler": "adapter.handler",
+    "RestoreArgs": "adapter.handler",
+    "RestoreInfo": "adapter.handler",
+    "SaveArgs": "adapter.handler",
+    "Divergence": "device.replicas",
+    "ReplicaReport": "device.replicas",
+    "replica_report": "device.replicas",
+    "KeepLineage": "store.retention",
+    "RestorableStep": "tools.audit",
+    "latest_restorable": "tools.audit",
+    "RedundancyReport": "tools.plan",
+    "redundancy_report": "tools.plan",
+    "Recorder": "update.recorder",
+    "RecorderState": "update.recorder",
+    "SeparateUpdate": "update.separate",
+    "separate_update": "update.separate",
+}
+"""Module of each public name; of those left out :mod:`~adacheck_jax.errors`."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{_MODULES.get(name, 'errors')}")
+    return getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

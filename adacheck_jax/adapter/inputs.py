@@ -1,8 +1,10 @@
-"""Arguments of a save, checked before anything of it is written."""
+"""Checks of a caller's arguments, before anything of a save is written."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import json
 import operator
 from collections.abc import Mapping
 from typing import Any
@@ -17,10 +19,9 @@ from adacheck_jax.errors import FormatError, MismatchError
 
 _MAX_STEP = 2**63 - 1
 _NO_NUMBERS = frozenset("OUSmM")
-"""Kinds of numpy arrays of objects, texts and dates."""
-_NOT_STORABLE = frozenset(
-    {"int1", "uint1", "float6_e2m3fn", "float6_e3m2fn", "float8_e4m3"}
-)  # in which tensorstore 0.1.86 stores no array
+"""Kinds of numpy arrays that hold objects, texts or dates."""
+_NOT_STORABLE = frozenset({"int1", "uint1", "float6_e2m3fn", "float6_e3m2fn", "float8_e4m3"})
+"""Data types that tensorstore 0.1.86 does not store."""
 
 
 def step_number(step: Any) -> int | None:
@@ -30,7 +31,7 @@ def step_number(step: Any) -> int | None:
         step: an integer of Python, numpy or JAX.
 
     Raises:
-        ValueError: it is none, or negative, or needs more than 63 bits.
+        ValueError: it is not an integer, or negative, or needs more than 63 bits.
     """
     if step is None:
         return None
@@ -47,17 +48,17 @@ def step_number(step: Any) -> int | None:
 
 
 def checked_state(state: PyTree, save_args: PyTree | None = None) -> PyTree:
-    """Refuses what no base can hold: what ``StandardSave`` refuses, and what it loses.
+    """Refuse a state that no base can hold: leaves that ``StandardSave`` refuses or loses.
 
     Args:
         state: the state to save.
-        save_args: as for ``StandardSave``.
+        save_args: tree of ``ocp.SaveArgs``, as for ``StandardSave``.
 
     Returns:
-        The state; of leaves that are no arrays but can be seen as one (``__array__``) the arrays.
+        The state, with an array in place of each leaf that only has ``__array__``.
 
     Raises:
-        MismatchError: the state is no pytree of arrays and numbers, or is being traced.
+        MismatchError: the state is not a pytree of arrays and numbers, or is being traced.
         FormatError: a leaf has a data type that cannot be stored.
     """
     if state is None or isinstance(state, jax.Array | np.ndarray | int | float):
@@ -68,7 +69,7 @@ def checked_state(state: PyTree, save_args: PyTree | None = None) -> PyTree:
     is_named = not (isinstance(state, Mapping) and "" in state)
     kinds = {(type(leaf), getattr(leaf, "dtype", None)) for leaf in jax.tree.leaves(state)}
     if save_args is None and is_named and all(_is_storable(*kind) for kind in kinds):
-        return state  # as nearly always, without a look at every path
+        return state  # the usual case, without the cost of leaf paths
     leaves, treedef = trees.flatten(state)
     args = [None] * len(leaves)
     if save_args is not None:
@@ -81,6 +82,49 @@ def checked_state(state: PyTree, save_args: PyTree | None = None) -> PyTree:
     return trees.unflatten(treedef, (leaves | alike).values()) if alike else state
 
 
+def json_copy(metadata: Any) -> Any:
+    """A copy that the caller cannot change, in the form that reading it from a file gives.
+
+    Raises:
+        MismatchError: it is not JSON.
+    """
+    try:
+        return json.loads(json.dumps(metadata))
+    except (TypeError, ValueError) as error:
+        raise MismatchError(
+            f"custom_metadata: expected JSON, found {error}. Nothing was saved; pass numbers, "
+            "texts, lists and dictionaries."
+        ) from error
+
+
+def apply_casts(state: PyTree, save_args: PyTree | None) -> tuple[PyTree, PyTree, frozenset[str]]:
+    """Apply the casts of ``save_args``.
+
+    Args:
+        state: the state to save.
+        save_args: tree of ``ocp.SaveArgs`` like the state, None for no casts.
+
+    Returns:
+        The state to be stored, ``save_args`` without the casts, and the leaf paths of the leaves
+        that were cast.
+    """
+    if save_args is None:
+        return state, None, frozenset()
+    leaves, treedef = trees.flatten(state)
+    stored, rest, cast = [], [], set()
+    for (path, leaf), arg in zip(leaves.items(), treedef.flatten_up_to(save_args), strict=True):
+        dtype = None if arg is None else arg.dtype
+        if dtype is not None and np.dtype(dtype) != trees.dtype_of(leaf):
+            cast.add(path)
+        stored.append(_astype(leaf, dtype) if path in cast else leaf)
+        rest.append(None if arg is None else dataclasses.replace(arg, dtype=None))
+    return trees.unflatten(treedef, stored), trees.unflatten(treedef, rest), frozenset(cast)
+
+
+def _astype(leaf: Any, dtype: Any) -> Any:
+    return leaf.astype(dtype) if hasattr(leaf, "astype") else np.asarray(leaf).astype(dtype)
+
+
 def _is_like_an_array(leaf: Any) -> bool:
     known = isinstance(leaf, int | float | np.ndarray | np.generic | jax.Array)
     return not known and hasattr(leaf, "__array__")
@@ -88,7 +132,7 @@ def _is_like_an_array(leaf: Any) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _is_storable(kind: type, dtype: Any) -> bool:
-    """Whether :func:`_check_leaf` lets a leaf of a type pass under any name."""
+    """True if :func:`_check_leaf` accepts a leaf of this type under any name."""
     known = issubclass(kind, int | float | np.ndarray | np.generic | jax.Array)
     is_number = getattr(dtype, "kind", "") not in _NO_NUMBERS and str(dtype) not in _NOT_STORABLE
     return known and is_number and not issubclass(kind, jax.core.Tracer)

@@ -1,4 +1,4 @@
-"""A function that is named on the command line: imported, called, and its errors told plainly."""
+"""Call of a function that the command line names, with errors in one line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from adacheck_jax.tools.inspection import InputError
 
 
 def call(target: str) -> Any:
-    """Imports a function and calls it without arguments.
+    """Import a function and call it without arguments.
 
     The directory of the file, or for a module the working directory, is where its own imports are
     looked for first, as ``python file.py`` and ``python -m module`` do.
@@ -24,7 +24,7 @@ def call(target: str) -> Any:
         target: ``path/to/file.py:function`` or ``package.module:function``.
 
     Returns:
-        What the function returns.
+        The function's result.
 
     Raises:
         InputError: there is no such function, or it or its module raises.
@@ -81,18 +81,18 @@ def _function(place: str, name: str, module: ModuleType) -> Callable[[], Any]:
 
 
 def _from_file(path: Path) -> ModuleType:
-    name = f"adacheck_target_{path.stem}"  # of its own: there may be an installed one of this name
+    name = f"adacheck_target_{path.stem}"  # an installed module may have the file's own name
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError("not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
+    sys.modules[name] = module  # dataclasses look up the module they are defined in
     spec.loader.exec_module(module)
     return module
 
 
 def _functions_of(module: ModuleType) -> list[str]:
-    """Functions that the module itself defines."""
+    """Names of the functions that the module itself defines."""
     return [
         name
         for name, value in vars(module).items()
@@ -103,6 +103,6 @@ def _functions_of(module: ModuleType) -> list[str]:
 
 
 def _described(error: BaseException) -> str:
-    """Kind and message; where a message of JAX goes on for pages, its beginning."""
+    """Type and message of an error; only the beginning of a long message, as JAX has."""
     message = " ".join(str(error).split())[:500]
     return f"{type(error).__name__}: {message}" if message else type(error).__name__

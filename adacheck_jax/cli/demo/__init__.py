@@ -1,1 +1,6 @@
-"""A training script to copy, and the demonstration that `adacheck demo` runs with it."""
+"""The demonstration of ``adacheck demo``, and the training script that it runs.
+
+``train_lm`` is also an example to copy. ``run`` plays the demonstration, ``stage`` starts its child
+processes, ``measure`` runs in them, and ``report`` shows the result. Begin with
+:mod:`~adacheck_jax.cli.demo.run`.
+"""

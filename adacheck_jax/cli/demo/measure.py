@@ -1,4 +1,4 @@
-"""What the demonstration measures, in child processes that end with a line of JSON.
+"""Measurements of the demonstration, in child processes that end with a line of JSON.
 
 ::
 
@@ -32,17 +32,17 @@ _TIMED_SAVES = 5
 
 
 def restores(root: Path, step: int) -> list[dict[str, Any]]:
-    """Restores one step on every mesh and compares each leaf's bits with those on ``MESH``.
+    """Restore one step on every mesh and compare each leaf's bits with those on ``MESH``.
 
-    The handler is not given the recorder: the step's own update program is replayed.
+    The handler gets no recorder, so the step's own update program is replayed.
 
     Args:
-        root: a checkpoint root.
-        step: the step to restore.
+        root: checkpoint root.
+        step: number of the step to restore.
 
     Returns:
         For each mesh its name, the seconds of one restore (compiling included), the number of
-        leaves, and the paths of those whose bits differ.
+        leaves, and the leaf paths of those whose bits differ.
     """
     results = []
     expected: dict[str, np.ndarray] = {}
@@ -72,10 +72,10 @@ def _same(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def saves(root: Path) -> list[dict[str, Any]]:
-    """Saves the same states as bases, as deltas and with stock Orbax, one after another.
+    """Save the same states as bases, as deltas and with stock Orbax, one after another.
 
     Args:
-        root: where to make three checkpoint roots.
+        root: directory in which three checkpoint roots are made.
 
     Returns:
         For each kind its name, the bytes that one step adds, and the median of the milliseconds
@@ -118,7 +118,7 @@ def saves(root: Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measures what the command line names."""
+    """Run the measurement that the command line names."""
     jax.config.update("jax_num_cpu_devices", DEVICE_COUNT)
     task, root, *step = sys.argv[1:]
     try:

@@ -1,0 +1,83 @@
+"""Directories that Orbax's threads make while a save begins."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
+
+from adacheck_jax.errors import StorageError
+from adacheck_jax.format import roots
+from adacheck_jax.format.lineage import STEP_METADATA
+from adacheck_jax.format.roots import Place
+
+_DIRECTORIES_S = 5.0
+"""Longest wait of a refused save for Orbax's directories."""
+_STEP_METADATA_S = 1.0
+"""Longest wait of a save for a file that Orbax is about to write into the step's directory."""
+
+
+async def _nothing() -> None:
+    """A write of nothing: its future completes when Orbax's directories exist."""
+
+
+def _wait_for_directories() -> None:
+    with contextlib.suppress(TimeoutError):
+        CommitFutureAwaitingContractedSignals(_nothing()).result(_DIRECTORIES_S)
+
+
+@contextlib.contextmanager
+def made_even_if_refused() -> Iterator[None]:
+    """Let Orbax's threads finish making directories before a refused save raises.
+
+    They wait for each other for ten minutes if the save raises meanwhile, and the process cannot
+    end before. The wait here is bounded: after an error of the disk they never finish.
+    """
+    try:
+        yield
+    except Exception:
+        _wait_for_directories()
+        raise
+
+
+def place_while_saved(directory: Path) -> Place:
+    """The line and step of a directory that is being saved.
+
+    Orbax may write a step in place, without a temporary name that tells an item from a step. Then
+    the step's metadata file tells, which Orbax writes from its own thread, just after it made the
+    directories.
+    """
+    if not roots.is_written_in_place(directory):
+        return roots.place_of(directory)
+    _wait_for_directories()
+    marks = directory / STEP_METADATA, directory.parent / STEP_METADATA
+    until_s = time.monotonic() + _STEP_METADATA_S
+    while directory.exists() and not any(each.exists() for each in marks):
+        if time.monotonic() > until_s:
+            break
+        time.sleep(0.001)
+    return roots.place_of(directory)
+
+
+def check_writable(final: Path) -> None:
+    """Refuse a step directory that cannot be made.
+
+    Args:
+        final: the directory's path after the commit; it and its parents may not exist yet.
+
+    Raises:
+        StorageError: the nearest existing parent is a file or cannot be written.
+    """
+    existing = final.parent
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise StorageError(
+            f"{final}: expected a directory that can be written, but {existing} "
+            f"{'is not writable' if existing.is_dir() else 'is a file'}. Nothing was saved; give "
+            "the manager another root, or mend the permissions."
+        )

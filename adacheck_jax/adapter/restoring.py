@@ -1,0 +1,269 @@
+"""Restore of one step: find its lineage, read the base, replay, verify, build the caller's tree."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from adacheck_jax.adapter import base_checkpoint
+from adacheck_jax.adapter.arguments import RestoreArgs, RestoreInfo
+from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
+from adacheck_jax.adapter.targets import Target, Wishes
+from adacheck_jax.device.trees import PyTree
+from adacheck_jax.errors import AdaCheckError, FormatError, IntegrityError, LineageError
+from adacheck_jax.format import lineage as lineages
+from adacheck_jax.format import manifest as manifests
+from adacheck_jax.format import roots
+from adacheck_jax.format.lineage import Lineage
+from adacheck_jax.restore import restorer
+from adacheck_jax.update.binding import Recorders
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A restored step.
+
+    Attributes:
+        state: the tree that the caller gets.
+        info: the step's number, and how exact its leaves are.
+        directory: item directory that the step was read from.
+        lineage: base and deltas that were read.
+        leaves: verified leaves in the base's order, on the devices of the replay.
+        is_own: True if the step is the directory's own, so that a delta may build on it; False for
+            an earlier step that the directory also holds.
+    """
+
+    state: PyTree
+    info: RestoreInfo
+    directory: Path
+    lineage: Lineage
+    leaves: list[Any]
+    is_own: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Base:
+    """A base that was read, with all that replaying updates onto it needs.
+
+    Attributes:
+        target: the caller's abstract state.
+        folds: the update, being compiled.
+        leaves: the base's leaves, on the devices of the replay.
+        rounded: indices of the leaves that these devices replay to rounding only.
+        moved: wanted shardings of the leaves that are replayed on other devices, by leaf path.
+    """
+
+    target: Target
+    folds: restorer.Folds
+    leaves: list[Any]
+    rounded: frozenset[int]
+    moved: dict[str, Any]
+
+
+class StepRestorer:
+    """Restores steps for one handler.
+
+    Args:
+        stock: reader of bases.
+        recorders: recorders of the handler, used if this jax cannot read the exported update.
+        params_path: leaf path of the trained params, as given to the handler.
+    """
+
+    def __init__(
+        self,
+        stock: StockCheckpoints,
+        recorders: Recorders,
+        params_path: str | Mapping[str, str] | None,
+    ) -> None:
+        self._stock = stock
+        self._recorders = recorders
+        self._params_path = params_path
+
+    def restore(self, path: Path, args: RestoreArgs) -> Restored:
+        """Restore a step, or with ``fallback`` the newest older one that can be restored.
+
+        Args:
+            path: absolute item directory.
+            args: arguments of the restore.
+
+        Raises:
+            MismatchError: the abstract state does not fit the saved state.
+            LineageError: a step that this one builds on is missing.
+            IntegrityError: stored bits are damaged, or restored bits differ from the saved ones.
+            FormatError: a file is missing or cannot be read.
+        """
+        try:
+            lineage = resolve(path) if args.step is None else _earlier(path, args.step)
+            return self._restore(path, lineage, args)
+        except (FormatError, IntegrityError, LineageError) as error:
+            if not args.fallback:
+                raise
+            return self._restore_older(path, args, error)
+
+    def _restore_older(self, path: Path, args: RestoreArgs, error: AdaCheckError) -> Restored:
+        """Restore the newest step before a bad one, from its own lineage or another directory.
+
+        The bad step's own lineage comes first: its steps need not have directories of their own.
+        """
+        wanted, end = roots.place_of(path).step, args.step
+        older: list[roots.Step] = []
+        if wanted is not None:
+            wanted, stop = (wanted, wanted) if end is None else (end, end + 1)
+            older = [s for s in roots.siblings(path) if s.directory != path and s.step < stop]
+        bad: set[tuple[str, ...]] = set()  # files of the steps that cannot be restored
+        inner, last = self._newest_within(path, args, bad), error
+        plain = dataclasses.replace(args, step=None)
+        while inner is not None or older:
+            _log.warning("Skipping a step that cannot be restored: %s", last)
+            if inner is not None and not (older and older[-1].step >= inner[1].end.step):
+                (place, lineage), inner = inner, None
+            else:
+                place, lineage = older.pop().directory, None
+            try:
+                if lineage is None and resolve(place).files in bad:
+                    raise IntegrityError(f"{place}: it has the files of a bad step.")
+                restored = self._restore(place, lineage or resolve(place), args)
+            except (FormatError, IntegrityError, LineageError) as another:
+                last = another
+                if lineage is None:
+                    found = filter(None, (inner, self._newest_within(place, plain, bad)))
+                    inner = max(found, key=lambda each: each[1].end.step, default=None)
+                continue
+            _log.warning("Restored step %d instead of step %s.", restored.info.step, wanted)
+            return restored
+        raise error
+
+    def _newest_within(
+        self, path: Path, args: RestoreArgs, bad: set[tuple[str, ...]]
+    ) -> tuple[Path, Lineage] | None:
+        """The newest exact step in a bad step's directory.
+
+        Args:
+            path: the bad step's item directory.
+            args: arguments of the restore.
+            bad: files of the steps that cannot be restored; those found here are added.
+        """
+        try:
+            lineage = lineages.held(path)
+            lineage = lineage if args.step is None else lineage.until(args.step)
+        except (FormatError, IntegrityError, LineageError):  # no whole manifest in it
+            return None
+        if lineage.files in bad:
+            return None
+        try:
+            base = self._read(path, lineage, args)
+            rounded = frozenset() if args.exact else base.rounded
+            found = restorer.newest_exact(base.leaves, lineage, base.folds, rounded=rounded)
+        except (FormatError, IntegrityError):  # of the base, so no step of this lineage is left
+            found = None
+        files, good = lineage.files, [] if found is None else found.steps
+        for part in map(lineage.to, lineage.steps[len(good) :]):
+            bad.add((*files[: len(part.entries)], str(part.left_out)))
+        return None if found is None else (path, found)
+
+    def _restore(self, path: Path, lineage: Lineage, args: RestoreArgs) -> Restored:
+        """Restore the last step of a lineage that a step's directory holds."""
+        end = lineage.entries[-1]
+        is_own = end.holder == path and not end.is_link
+        if is_own and (misplaced := roots.misplaced(path, lineage.manifest)):
+            _log.warning("%s: %s; it was moved there.", path, misplaced)
+        base = self._read(path, lineage, args)
+        leaves = restorer.replay_onto(base.leaves, lineage, base.folds)
+        rounded = restorer.verify(leaves, lineage, path, rounded=base.rounded)
+        info = _info(lineage, rounded, path, args.exact)
+        named = {spec.path: leaf for spec, leaf in zip(lineage.base.leaves, leaves, strict=True)}
+        if base.moved:
+            base.target.move(base.moved, named)
+        state = base.target.finish(named)
+        return Restored(state, info, path, lineage, leaves, is_own and not lineage.left_out)
+
+    def _read(self, path: Path, lineage: Lineage, args: RestoreArgs) -> _Base:
+        """Read the base of a lineage onto the devices on which its updates are replayed."""
+        folds = restorer.Folds(self._recorders, self._params_path)
+        folds.begin(lineage)
+        damage = base_checkpoint.damaged_descriptions(lineage.base_directory, lineage.base)
+        shardings_damage = damage.pop(manifests.SHARDINGS, None)
+        for error in damage.values():
+            raise error
+        saved_tree = self._stock.described(lineage.base_directory)
+        wishes = Wishes(
+            args.abstract_state, args.strict, args.support_layout, args.fallback_sharding
+        )
+        target = Target(wishes, lineage.base, saved_tree, path, shardings_damage)
+        placements = target.placements(lineage)
+        bound = restorer.bound_to_mesh(lineage)
+        there = target.saved_placements(lineage) if bound else {}
+        wanted = placements | (there or {})
+        folds.compile(lineage, wanted)
+        empty = {
+            leaf.path: target.empty(leaf, wanted.pop(leaf.path))
+            for leaf in lineage.base.leaves
+            if not leaf.nbytes
+        }
+        specs = {leaf.path: leaf for leaf in lineage.base.leaves}
+        read = self._stock.read(lineage.base_directory, wanted, specs, saved_tree) | empty
+        leaves = [read[leaf.path] for leaf in lineage.base.leaves]
+        restorer.check_kinds(leaves, lineage.base, lineage.base_directory)
+        moved = {each: placements[each] for each in there or ()}
+        return _Base(target, folds, leaves, bound if there is None else frozenset(), moved)
+
+
+def _info(lineage: Lineage, rounded: Sequence[int], path: Path, wants_exact: bool) -> RestoreInfo:
+    """Report of a restore; warns about rounded leaves, or refuses them.
+
+    Raises:
+        IntegrityError: the caller wants exact bits, and some leaves are rounded.
+    """
+    count = restorer.replayed_count(lineage)
+    paths = tuple(lineage.base.leaves[i].path for i in rounded)
+    tolerance = restorer.tolerance(lineage, rounded) if rounded else 0.0
+    info = RestoreInfo(lineage.end.step, count, paths, tolerance)
+    if not paths:
+        return info
+    shown = ", ".join(paths[:5]) + (", ..." if len(paths) > 5 else "")
+    message = (
+        f"{path}: {len(paths)} leaves of step {info.step} are within rounding of what was "
+        f"saved, not the exact bits ({shown}; each within about {info.tolerance:.0e} of its "
+        "leaf's largest value): they come out of sums, and the devices that they were "
+        "saved from do not exist here"
+    )
+    if wants_exact:
+        raise IntegrityError(
+            f"{message}. Nothing was returned; restore where as many devices exist as when it "
+            "was saved, restore a base step, or do not ask for exact=True."
+        )
+    _log.warning("%s.", message)
+    return info
+
+
+def resolve(path: Path) -> Lineage:
+    """The base and deltas that a step is restored from.
+
+    Raises:
+        LineageError: one of them is missing; the message lists the steps that can be restored.
+        FormatError, IntegrityError: a manifest is damaged.
+    """
+    try:
+        return lineages.resolve(path)
+    except LineageError as error:
+        steps = [s.step for s in roots.siblings(path) if s.error is None]
+        hint = ", ".join(map(str, steps[-10:])) or "none"
+        raise LineageError(f"{error} Steps that can be restored: {hint}.") from error
+
+
+def _earlier(path: Path, step: int) -> Lineage:
+    """The lineage of an earlier step that a directory holds."""
+    try:
+        return lineages.held(path).to(step)
+    except LineageError as error:
+        for saved in roots.siblings(path):
+            recorded = getattr(saved.manifest, "recorded", ())
+            if saved.error is None and step in (saved.step, *(each.step for each in recorded)):
+                raise LineageError(f"{error} Restore it from step {saved.step}.") from error
+        raise

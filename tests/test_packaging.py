@@ -1,0 +1,92 @@
+"""The package as a stranger meets it: names, types, version, and what the command imports."""
+
+import importlib.metadata
+import importlib.resources
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import adacheck_jax
+from adacheck_jax.cli.main import app
+
+ROOT = Path(__file__).parent.parent
+LARGE = {"jax", "jaxlib", "numba", "orbax", "flax", "optax", "tensorstore"}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    with tarfile.open(ROOT / "tests/data/v6/steps.tar.xz") as archive:
+        path = tmp_path_factory.mktemp("steps")
+        archive.extractall(path, filter="data")
+    return path / "replayed"
+
+
+def large_packages_after(program):
+    """The large packages that a program imports, run in a process of its own."""
+    ask = f"{program}\nimport json, sys; print(json.dumps([*sys.modules]))"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", ask], check=True, capture_output=True, text=True, env=env
+    )
+    return LARGE & {*json.loads(done.stdout.splitlines()[-1])}
+
+
+@pytest.mark.parametrize("options", ["ls", "ls --json", "inspect", "inspect --json"])
+def test_a_command_that_reads_no_array_imports_nothing_large(root, options):
+    command, *rest = options.split()
+    arguments = [command, str(root), *rest]
+    program = f"from adacheck_jax.cli.main import app; app({arguments}, standalone_mode=False)"
+    assert not large_packages_after(program)
+
+
+@pytest.mark.parametrize("options", ["--help", "--version", "verify --help", "demo --help"])
+def test_help_and_version_import_nothing_large(options):
+    program = (
+        f"from adacheck_jax.cli.main import app; app({options.split()}, standalone_mode=False)"
+    )
+    assert not large_packages_after(program)
+
+
+def test_the_package_imports_its_parts_when_they_are_used():
+    assert not large_packages_after("import adacheck_jax; adacheck_jax.FormatError")
+    assert "jax" in large_packages_after("import adacheck_jax; adacheck_jax.Recorder")
+
+
+@pytest.mark.parametrize("name", adacheck_jax.__all__)
+def test_a_public_name_is_there(name):
+    found = getattr(adacheck_jax, name)
+    assert found.__name__ == name
+    assert found.__module__.startswith("adacheck_jax.")
+    assert name in dir(adacheck_jax)
+
+
+def test_another_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="'adacheck_jax' has no attribute 'Recorders'"):
+        adacheck_jax.Recorders  # noqa: B018
+
+
+@pytest.mark.parametrize("first", ["AdaCheckHandler", "SaveArgs", "RestoreArgs"])
+def test_orbax_finds_the_handler_once_one_of_its_names_was_used(root, first):
+    program = (
+        f"from adacheck_jax import {first}\n"
+        "import orbax.checkpoint as ocp\n"
+        f"with ocp.CheckpointManager({str(root)!r}) as manager:\n"
+        "    assert manager.restore(2)['step'] == 2"
+    )
+    assert "orbax" in large_packages_after(program)
+
+
+def test_one_version():
+    assert importlib.metadata.version("adacheck-jax") == adacheck_jax.__version__
+    shown = CliRunner().invoke(app, ["--version"])
+    assert shown.output == f"adacheck {adacheck_jax.__version__}\n"
+
+
+def test_types_are_marked():
+    assert importlib.resources.files("adacheck_jax").joinpath("py.typed").is_file()
