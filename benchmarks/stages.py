@@ -33,7 +33,7 @@ from adacheck_jax.adapter import base_checkpoint, handler, restoring
 from adacheck_jax.device import fingerprint, transfer
 from adacheck_jax.format import durable, manifest
 from adacheck_jax.restore import patches, restorer
-from adacheck_jax.save import commit, saver
+from adacheck_jax.save import commit, saver, staged
 from adacheck_jax.store import delta_writer, links
 from adacheck_jax.update import replay
 from benchmarks.common import environment
@@ -45,14 +45,13 @@ SAVE = [
     ("async_save, on the caller's thread", handler.AdaCheckHandler, "async_save"),
     ("  begin", saver.Saver, "begin"),
     ("    take the state apart", saver.Snapshots, "take"),
-    ("    decide: expected?", saver.Saver, "_expected"),
-    ("    decide: by the values", saver.Saver, "_decided"),
-    ("    hold", saver.Saver, "_hold"),
+    ("    plan", saver.Saver, "_course"),
+    ("    copy", saver.Saver, "_copies"),
     ("      copy on the devices", transfer, "copies"),
     ("      dispatch fingerprints", fingerprint.Summing, "dispatch"),
     ("write, in the background", commit.Save, "write"),
-    ("  wait for the record", commit.StepShare, "bring"),
-    ("  wait for fingerprints", commit.StepShare, "sum_up"),
+    ("  wait for the record", staged.StagedStep, "bring"),
+    ("  wait for fingerprints", staged.StagedStep, "sums"),
     ("  link ancestors", links, "link_ancestors"),
     ("  pack", delta_writer.DeltaShare, "packed"),
     ("  store and sync the pack", delta_writer, "write"),

@@ -379,7 +379,7 @@ def _decided(
     notices: tuple[str, ...] = ()
     if update.problem and structure.bindings and options.delta != "bits":
         notices = (f"Saving bit-pattern deltas: {update.problem}.",)
-    decision = _by_counters(situation, counts, options)
+    decision = by_counters(situation, counts, options)
     if decision.is_base or parent is None or parent.lineage is None:
         return decision, notices
     base = parent.lineage.base
@@ -406,11 +406,16 @@ def _bases_only(reason: str) -> tuple[Decision, tuple[str, ...]]:
     return Decision("base", reason), (f"Saving bases only: {reason}.",)
 
 
-def _by_counters(situation: Situation, counts: Counts, options: Options) -> Decision:
+def by_counters(situation: Situation, counts: Counts, options: Options) -> Decision:
     """The decision by step, counters and length of the lineage.
 
     A counter that skipped means that records were missed, so a base is due where updates are
     replayed.
+
+    Args:
+        situation: the step to save, and the step that it would follow.
+        counts: update counters of the state to save; none without a recorder.
+        options: the caller's choices.
     """
     parent = situation.parent
     if options.delta != "bits" and not counts:

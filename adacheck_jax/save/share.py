@@ -237,9 +237,13 @@ def _write_deltas(
     del own
     for each in steps:
         # Deferred steps fill the memory that they may: each is let go of as it is packed.
-        delta = dataclasses.replace(each.take_delta(), candidates=each.settled().stored)
-        packed.append(delta.packed(process, jax.process_count()))
+        packed.append(_pack(each, process))
     return delta_writer.write(packed, lineage.pack_in(directory, process), codec, buffers)
+
+
+def _pack(step: StagedStep, process: int) -> delta_writer.Packed:
+    delta = dataclasses.replace(step.take_delta(), candidates=step.settled().stored)
+    return delta.packed(process, jax.process_count())
 
 
 def _reported(staged: StagedSave, step: StagedStep) -> dict[str, Any]:

@@ -219,24 +219,28 @@ class StagedStep:
         with self._plan_lock:
             if not self._plan.is_speculative:
                 return self._plan
-            counts, again, before = self.counts(), self._again, self._before
-            if again is not None and again.counts() != counts:
-                raise self._named(
-                    f"expected step {self.step} as it was recorded, with {shown(again.counts())} "
-                    f"updates; found {shown(counts)}. The step is not saved. Give record_step the "
-                    "numbers of the steps, as the manager counts them."
-                )
-            parent = (before.step, before.counts()) if before is not None else self._parent
-            if self._is_released or parent is None:
-                raise self._named(f"step {self.step} was given up before it was written")
-            try:
-                self._plan = self._plan.check(counts, parent[1], parent[0])
-            except AdaCheckError as error:
-                raise self._named(str(error)) from error
+            if self._refused is None:
+                try:
+                    self._plan = self._settle()
+                except AdaCheckError as error:
+                    self._refused = AdaCheckError(f"{self.label}: {error}")
+            if self._refused is not None:
+                raise self._refused
             return self._plan
 
-    def _named(self, message: str) -> AdaCheckError:
-        return AdaCheckError(f"{self.label}: {message}")
+    def _settle(self) -> SavePlan:
+        counts, again = self.counts(), self._again
+        if again is not None and again.counts() != counts:
+            raise AdaCheckError(
+                f"expected step {self.step} as it was recorded, with {shown(again.counts())} "
+                f"updates; found {shown(counts)}. The step is not saved. Give record_step the "
+                "numbers of the steps, as the manager counts them."
+            )
+        before = self._before
+        parent = (before.step, before.counts()) if before is not None else self._parent
+        if self._is_released or parent is None:
+            raise AdaCheckError(f"step {self.step} was given up before it was written")
+        return self._plan.check(counts, parent[1], parent[0])
 
     def verify(self) -> None:
         """Compares the replay with the state, after that of the step before; once.

@@ -49,15 +49,12 @@ def run(root: str, params: int, batch: int, steps: int, rounds: int, max_deltas:
     update = jax.jit(updated, donate_argnums=(0, 1))
     batches = [jnp.asarray(tokens_of(number, batch)) for number in range(steps)]
 
-    def turn(
-        state: Any, save: Callable[[Any, bool], Any], before_update: Callable[[], None]
-    ) -> Any:
+    def turn(state: Any, save: Callable[[Any, bool], Any]) -> Any:
         """One turn: the state, seconds a step, and the longest step."""
         start_s = last_s = time.perf_counter()
         longest_s = 0.0
         for number, tokens in enumerate(batches):
             gradients = gradients_of(state, tokens)
-            before_update()
             state = jax.block_until_ready(update(state, gradients))
             save(state, number == steps - 1)
             now_s = time.perf_counter()
@@ -66,19 +63,14 @@ def run(root: str, params: int, batch: int, steps: int, rounds: int, max_deltas:
 
     handlers = {
         OURS: adacheck.AdaCheckHandler(recorder, max_deltas=max_deltas),
-        f"{OURS}, bases overlap": adacheck.AdaCheckHandler(
-            recorder, max_deltas=max_deltas, returns_early=True
-        ),
         RECORDED: adacheck.AdaCheckHandler(recorder, max_deltas=max_deltas),
     }
-    ways: dict[str, tuple[Any, Callable[[Any], Any], Callable[[], None]]] = {
-        name: (handler, adacheck.SaveArgs, handler.wait_until_staged)
-        for name, handler in handlers.items()
+    ways: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+        name: (handler, adacheck.SaveArgs) for name, handler in handlers.items()
     }
     ways[STOCK] = (
         ocp.StandardCheckpointHandler(),
         lambda s: ocp.args.StandardSave(states.without_record(s)),
-        lambda: None,
     )
     options = ocp.CheckpointManagerOptions(max_to_keep=2)
     managers = {
@@ -89,9 +81,9 @@ def run(root: str, params: int, batch: int, steps: int, rounds: int, max_deltas:
     for position in range(rounds + 1):
         for name, found in times.items():
             if name == NOTHING:
-                state, *measured = turn(state, lambda s, is_last: None, lambda: None)
+                state, *measured = turn(state, lambda s, is_last: None)
             else:
-                manager, (handler, args_of, before_update) = managers[name], ways[name]
+                manager, (handler, args_of) = managers[name], ways[name]
 
                 def save(
                     state: Any,
@@ -104,7 +96,7 @@ def run(root: str, params: int, batch: int, steps: int, rounds: int, max_deltas:
                     if record is None or not record(state, step) or is_last:
                         manager.save(step, args=args_of(state))
 
-                state, *measured = turn(state, save, before_update)
+                state, *measured = turn(state, save)
                 manager.wait_until_finished()
             if position:
                 found.append((measured[0], measured[1]))

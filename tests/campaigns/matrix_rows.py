@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import adacheck_jax as adacheck
-from adacheck_jax.save.exported_update import Programs
+from adacheck_jax.save.exported_update import ExportedUpdates
 from tests.campaigns import optimizers
 from tests.campaigns.flax_models import ALL
 from tests.campaigns.layouts import mesh_of, shardings_of
@@ -239,14 +239,14 @@ class Trained:
         path = "params/fast" if self.row.lookahead else "params"
         handler = adacheck.AdaCheckHandler(self.recorder, params_path=path)
         classified = []
-        of = Programs.of
+        of = ExportedUpdates.of
 
         def noted(programs: Any, structure: Any) -> Any:
             classified.append(of(programs, structure))
             return classified[-1]
 
         with (
-            mock.patch.object(Programs, "of", noted),
+            mock.patch.object(ExportedUpdates, "of", noted),
             ocp.CheckpointManager(root, item_handlers=handler) as manager,
         ):
             manager.save(0, args=adacheck.SaveArgs(self.state))

@@ -51,12 +51,12 @@ def hold(step: int) -> None:
     """Lets the save of a step wait for the test."""
     write_share = commit.Save.write
 
-    def held(self: commit.Save, directory: Path) -> None:
-        if self.step == step:
+    def held(self: commit.Save, directory: Path, names: Any) -> None:
+        if self.staged.own.step == step:
             Path(f"{out}-held{process}").touch()
             while not Path(f"{out}-go-on").exists():
                 time.sleep(0.01)
-        write_share(self, directory)
+        write_share(self, directory, names)
 
     commit.Save.write = held
 

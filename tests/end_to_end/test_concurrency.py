@@ -22,7 +22,9 @@ from etils import epath
 import adacheck_jax as adacheck
 from adacheck_jax.format import lineage, roots
 from adacheck_jax.save import commit
-from adacheck_jax.save.saver import Destination, Saver
+from adacheck_jax.save.options import Options
+from adacheck_jax.save.saver import Saver
+from adacheck_jax.save.share import Destination
 from adacheck_jax.store import base_writer, delta_writer, packs, volumes
 from tests import support
 from tests.end_to_end.test_multiprocess import finish, launch, leaves, start
@@ -224,19 +226,7 @@ def test_several_threads_restore_at_once(tmp_path, restless):
     with manager_of(tmp_path, adacheck.AdaCheckHandler(delta="bits")) as manager:
         for step, state in enumerate(states):
             manager.save(step, args=adacheck.SaveArgs(state))
-    followed = Saver(
-        {},
-        None,
-        max_deltas=20,
-        keep_lineage=None,
-        delta="bits",
-        check="sample",
-        compression="none",
-        check_replicas="warn",
-        returns_early=False,
-        run_bytes=0,
-    )
-
+    followed = Saver({}, Options(delta="bits", compression="none"))
     restored = [lineage.resolve(tmp_path / str(step) / "default") for step in range(4)]
 
     together = threading.Barrier(4)
@@ -250,7 +240,7 @@ def test_several_threads_restore_at_once(tmp_path, restless):
         assert list(threads.map(follow, range(4))) == [None] * 4
     after = {"x": np.full(8, 4)}
     save = followed.begin(Destination(tmp_path / "4" / "default", 4), after, None)
-    assert save.own.decision.kind == "bits"
+    assert save.staged.plan.decision.kind == "bits"
 
 
 def test_older_steps_are_restored_while_another_thread_saves(tmp_path, restless):
@@ -300,11 +290,11 @@ def test_several_threads_wait_for_one_save(tmp_path, monkeypatch, fails):
     run, go_on = new_run(), threading.Event()
     target, write = abstract(run.state), commit.Save.write
 
-    def slowly(self, directory):
+    def slowly(self, directory, names):
         assert go_on.wait(60)
         if fails:
             raise OSError(28, "No space left on device")
-        write(self, directory)
+        write(self, directory, names)
 
     manager = manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder))
     saved = save_steps(manager, run, 1)

@@ -184,9 +184,9 @@ def leave_by_sigterm(manager):
 def test_a_save_in_flight_is_finished_by_whoever_leaves(tmp_path, monkeypatch, leave, step):
     write = commit.Save.write
 
-    def slowly(self, directory):
+    def slowly(self, directory, names):
         time.sleep(0.3)
-        write(self, directory)
+        write(self, directory, names)
 
     run = support.dict_run(mesh_of((4, 2)))
     manager = manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder))

@@ -100,10 +100,10 @@ MEMORY = [
         remembering(replay.update_function, lambda *args: tuple(map(id, args))),
     ),
     (
-        exported_update.Programs,
+        exported_update.ExportedUpdates,
         "_export",
         remembering(
-            exported_update.Programs._export,
+            exported_update.ExportedUpdates._export,
             lambda own, structure, _: (own._check, structure.leaves),
         ),
     ),

@@ -526,7 +526,7 @@ def test_a_constant_made_of_a_shape_is_no_fault_of_the_train_step(tmp_path, capl
     ):
         save_steps(manager, run, 3)
     assert kinds(tmp_path) == ["B", "R", "R"]
-    assert not caplog.records
+    assert not [each for each in caplog.records if each.name.startswith("adacheck_jax")]
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from adacheck_jax.cli.main import app
 from adacheck_jax.errors import IntegrityError, LineageError
 from adacheck_jax.format import lineage, manifest, roots
 from adacheck_jax.restore import patches
-from adacheck_jax.save import commit
+from adacheck_jax.save import deferred, share
 from adacheck_jax.store import delta_writer, packs
 from tests import support
 from tests.end_to_end.test_multiprocess import launch, leaves
@@ -145,8 +145,6 @@ class TestWhatCannotBeRecorded:
             {"delta": "bits"},
             {"max_deltas": 0},
             {"max_deltas": 1},
-            {"run_bytes": 0},
-            {"run_bytes": 1000},
         ],
         ids=str,
     )
@@ -170,10 +168,11 @@ class TestWhatCannotBeRecorded:
             assert handler.record_step(run.advance())
             assert not handler.record_step({**run.advance(), "more": jnp.ones(2)})
 
-    def test_more_than_the_memory_that_it_may_take(self, tmp_path):
+    def test_more_than_the_memory_that_it_may_take(self, tmp_path, monkeypatch):
         run = support.dict_run(one_device(), dtype=jnp.bfloat16)
         record_bytes = 2 * sum(x.size for x in jax.tree.leaves(run.state["params"]))
-        states, saved = recording(tmp_path, run, 14, run_bytes=3 * record_bytes + 100)
+        monkeypatch.setattr(deferred, "most_bytes", lambda _: 3 * record_bytes + 100)
+        states, saved = recording(tmp_path, run, 14)
         assert saved == [1, 5, 9, 13]
         assert_all_restorable(tmp_path, states, saved, support.abstract(run.state))
 
@@ -519,14 +518,14 @@ def test_a_step_is_let_go_of_as_it_is_packed(more, tmp_path, monkeypatch):
     handler = adacheck.AdaCheckHandler(run.recorder)
     held, alive = [], []
 
-    def written(save, *args, write=commit.Save._write_deltas):
-        for each in save.steps:
+    def written(steps, *args, write=share._write_deltas):
+        for each in steps:
             held.extend(
                 weakref.ref(block)
                 for blocks in each.delta.blocks.values()
                 for block in blocks.values()
             )
-        return write(save, *args)
+        return write(steps, *args)
 
     def stored(*args, write=delta_writer.write):
         gc.collect()
@@ -538,7 +537,7 @@ def test_a_step_is_let_go_of_as_it_is_packed(more, tmp_path, monkeypatch):
         for step in range(2, 8):
             assert handler.record_step({**run.advance(), **more}, step)
         with monkeypatch.context() as patch:
-            patch.setattr(commit.Save, "_write_deltas", written)
+            patch.setattr(share, "_write_deltas", written)
             patch.setattr(delta_writer, "write", stored)
             manager.save(8, args=adacheck.SaveArgs({**run.advance(), **more}))
             manager.wait_until_finished()

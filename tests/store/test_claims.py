@@ -13,7 +13,7 @@ import pytest
 
 import adacheck_jax as adacheck
 from adacheck_jax.format import roots
-from adacheck_jax.save import commit
+from adacheck_jax.save import commit, share
 from adacheck_jax.store import claims, links
 from tests import support
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of
@@ -109,16 +109,16 @@ def test_a_handler_saves_a_step_again_after_it_failed(tmp_path, monkeypatch):
     run = support.dict_run(mesh_of((1,)))
     with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
         saved = support.save_steps(manager, run, 2)
-        state, inner = run.advance(), commit.Save._write
+        state, inner = run.advance(), share._write
 
         def full(*_):
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(commit.Save, "_write", full)
+        monkeypatch.setattr(share, "_write", full)
         manager.save(3, args=adacheck.SaveArgs(state))
         with pytest.raises(adacheck.StorageError, match="No space left"):
             manager.wait_until_finished()
-        monkeypatch.setattr(commit.Save, "_write", inner)
+        monkeypatch.setattr(share, "_write", inner)
         manager.save(3, args=adacheck.SaveArgs(state), force=True)
         manager.wait_until_finished()
         assert not left_in(tmp_path)

@@ -1,9 +1,13 @@
+"""Decisions by numbers: base, replayed delta, or differences."""
+
 import itertools
+import types
 
 import pytest
 
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest, Link, Update
-from adacheck_jax.save import policy
+from adacheck_jax.save import plan
+from adacheck_jax.save.options import Options
 
 UPDATE = Update(
     (0,), (1,), (2,), (), (3,), ((1, 1, 1, 0),), (), (), "", "", {"cpu": "0" * 64}, "0.10.2", True
@@ -32,20 +36,17 @@ def decide(
     delta="auto",
     is_first=False,
 ):
-    tip = parent and policy.Tip(parent.step, parent.counts, parent.depth)
-    return policy.decide(
-        base,
-        tip,
-        problem=problem,
-        step=step,
-        counts=counts,
-        max_deltas=max_deltas,
-        delta=delta,
-        is_first=is_first,
+    facts = None
+    if base is not None and parent is not None:
+        lineage = types.SimpleNamespace(base=base, problem=problem)
+        facts = plan.Facts(parent.step, parent.depth, parent.counts, lineage, 0, None, True, ())
+    situation = plan.Situation(
+        step, None, None, counts, True, frozenset(), facts, True, is_first, True, 1, True
     )
+    return plan.by_counters(situation, counts, Options(max_deltas=max_deltas, delta=delta))
 
 
-@pytest.mark.parametrize("delta", ["auto", "replay", "bits"])
+@pytest.mark.parametrize("delta", ["auto", "bits"])
 @pytest.mark.parametrize("problem", ["", PROBLEM])
 @pytest.mark.parametrize(
     ("case", "reason"),
@@ -68,7 +69,6 @@ def test_a_base_is_due_whatever_the_deltas_and_the_reason_is_told(delta, problem
     assert reason in decision.reason
 
 
-@pytest.mark.parametrize("delta", ["auto", "replay"])
 @pytest.mark.parametrize(
     ("case", "reason"),
     [
@@ -84,14 +84,13 @@ def test_a_base_is_due_whatever_the_deltas_and_the_reason_is_told(delta, problem
         ({"counts": ()}, "no recorder"),
     ],
 )
-def test_a_base_is_due_where_updates_cannot_be_replayed_and_the_reason_is_told(delta, case, reason):
-    decision = decide(**case, delta=delta)
+def test_a_base_is_due_where_updates_cannot_be_replayed_and_the_reason_is_told(case, reason):
+    decision = decide(**case)
     assert decision.kind == "base"
     assert decision.updates == ()
     assert reason in decision.reason
 
 
-@pytest.mark.parametrize("delta", ["auto", "replay"])
 @pytest.mark.parametrize(
     ("case", "updates"),
     [
@@ -103,8 +102,8 @@ def test_a_base_is_due_where_updates_cannot_be_replayed_and_the_reason_is_told(d
         ({**FROM_THIRD, "counts": (8,)}, ()),
     ],
 )
-def test_a_delta_replays_as_many_updates_as_the_counter_advanced(delta, case, updates):
-    decision = decide(**case, delta=delta)
+def test_a_delta_replays_as_many_updates_as_the_counter_advanced(case, updates):
+    decision = decide(**case)
     assert not decision.is_base
     assert decision.kind == "replay"
     assert decision.updates == updates
@@ -114,10 +113,8 @@ def test_a_delta_replays_as_many_updates_as_the_counter_advanced(delta, case, up
 @pytest.mark.parametrize(
     "case", [FROM_BASE, FROM_THIRD, {"counts": (5,)}, {"counts": (7,)}, {"counts": (1,)}]
 )
-@pytest.mark.parametrize(("delta", "kind"), [("auto", "bits"), ("replay", "base")])
-def test_a_problem_speaks_against_replay_and_is_the_reason(case, delta, kind):
-    decision = decide(**case, problem=PROBLEM, delta=delta)
-    assert decision == policy.Decision(kind, PROBLEM)
+def test_a_problem_speaks_against_replay_and_is_the_reason(case):
+    assert decide(**case, problem=PROBLEM) == plan.Decision("bits", PROBLEM)
 
 
 @pytest.mark.parametrize("problem", ["", PROBLEM])
@@ -153,8 +150,7 @@ CASES = itertools.product(
 
 
 def test_each_way_of_saving_writes_only_what_it_may():
-    may = {"auto": {"base", "replay", "bits"}, "replay": {"base", "replay"}}
-    found = {"auto": set(), "replay": set(), "bits": set()}
+    found = {"auto": set(), "bits": set()}
     for base, parent, problem, step, counts, max_deltas in CASES:
         for delta, kinds in found.items():
             decision = decide(base, parent, problem, step, counts, max_deltas, delta)
@@ -162,7 +158,7 @@ def test_each_way_of_saving_writes_only_what_it_may():
             assert decision.reason
             assert len(decision.updates) <= (decision.kind == "replay")
             assert decision.kind != "replay" or not problem
-    assert found == {**may, "bits": {"base", "bits"}}
+    assert found == {"auto": {"base", "replay", "bits"}, "bits": {"base", "bits"}}
 
 
 @pytest.mark.parametrize(
