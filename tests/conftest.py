@@ -59,7 +59,7 @@ def pytest_collection_finish() -> None:
 
 def _covering(cases: list[pytest.Function], strength: int) -> list[pytest.Function]:
     """Few of a test's cases, in which all combinations of so many parameters' values are found."""
-    wanted = [_combinations(case.callspec.indices.items(), strength) for case in cases]
+    wanted = [_combinations(enumerate(case.callspec._idlist), strength) for case in cases]
     missing, kept = set().union(*wanted), []
     while missing:
         found = [len(missing & each) for each in wanted]
@@ -69,6 +69,6 @@ def _covering(cases: list[pytest.Function], strength: int) -> list[pytest.Functi
     return kept
 
 
-def _combinations(values: Iterable[tuple[str, int]], size: int) -> set[tuple[object, ...]]:
-    """All combinations of so many parameters, each with the index of its value."""
-    return set(itertools.combinations(sorted(values), size))
+def _combinations(values: Iterable[tuple[int, str]], size: int) -> set[tuple[object, ...]]:
+    """All combinations of so many parameters, each with the name of its value."""
+    return set(itertools.combinations(values, size))

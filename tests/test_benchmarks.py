@@ -24,6 +24,7 @@ def saves():
     return child.measure("saves", params=20_000, leaves=2, rounds=1, saves=1, only=COMPARED)
 
 
+@pytest.mark.slow
 def test_every_way_saves(saves):
     assert [*saves["costs"]] == COMPARED
     assert all(cost["durable_s"] >= cost["blocking_s"] > 0 for cost in saves["costs"].values())
@@ -47,6 +48,7 @@ def test_a_measurement_that_fails_says_why():
         child.measure("saves", parms=1)
 
 
+@pytest.mark.slow
 def test_a_report_tells_everything_that_was_measured(saves, tmp_path):
     restores = [
         {"deltas": n, "restore_s": 1.2, "stock_s": 0.5, "read_s": 0.1, "updates_s": 0.4}

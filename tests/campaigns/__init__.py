@@ -1,1 +1,4 @@
-"""Long series of training runs drawn at random, and programs that hunt for bits that differ."""
+"""Long series of planted faults, perturbed runs and recomputed updates, run by hand.
+
+They hunt for steps that are lost and bits that differ; what measures speed is in ``benchmarks``.
+"""

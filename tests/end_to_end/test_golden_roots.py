@@ -1,133 +1,112 @@
-"""Steps that earlier releases wrote are read: ``tests/data`` holds some of each format version."""
+"""Steps that earlier releases wrote are read: ``tests/data`` holds roots of each format version."""
 
 import json
 import tarfile
-from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from typer.testing import CliRunner
 
 import adacheck_jax as adacheck
 from adacheck_jax.cli.main import app
-from adacheck_jax.device import trees
 from adacheck_jax.format import manifest, roots
-from adacheck_jax.update.recorder import PASSED_FIELD
 from tests import support
+from tests.data.make_golden import GOLDEN, bits_of, initial_state, train_step
 
-DATA = Path(__file__).parents[1] / "data"
-CLAMPED, REPLAYED = "clamped", "replayed"
-"""Of version 6: params were clamped after each update (stored whole, then as differences); a
-learning rate was set by hand at step 3, and steps 4 and 5 were recorded, not saved."""
+of_each_root = pytest.mark.parametrize("golden", GOLDEN, ids=str)
+of_version_6 = pytest.mark.parametrize(
+    "golden", [each for each in GOLDEN if each.version == 6], ids=str
+)
 
 
 @pytest.fixture
-def v6(tmp_path):
-    with tarfile.open(DATA / "v6" / "steps.tar.xz") as archive:
+def root(golden, tmp_path):
+    """A golden root as it was written."""
+    with tarfile.open(golden.directory / "steps.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
-    return tmp_path
+    return tmp_path / golden.name
 
 
-def recorder_of(name):
-    if name == CLAMPED:
-        return adacheck.Recorder(optax.adam(0.05))
-    return adacheck.Recorder(optax.inject_hyperparams(optax.adamw)(0.05))
-
-
-def initial_state(recorder):
-    params = {"w": jnp.zeros((4, 6)), "b": jnp.zeros(6)}
-    return {"params": params, "opt_state": recorder.init(params), "step": jnp.int32(0)}
-
-
-def train_step(recorder):
-    def step(state):
-        def loss(params):
-            x = jnp.sin(jnp.arange(8.0).reshape(2, 4) + state["step"])
-            return jnp.mean((x @ params["w"] + params["b"] - 1.0) ** 2)
-
-        grads = jax.grad(loss)(state["params"])
-        updates, opt_state = recorder.update(grads, state["opt_state"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
-        return {"params": params, "opt_state": opt_state, "step": state["step"] + 1}
-
-    return jax.jit(step)
-
-
-def bits_of(state, *, of_version_6=False):
-    """All bits; or without the leaves that recorders of version 6 did not have."""
-    named, _ = trees.flatten(state)
-    kept = [x for path, x in named.items() if not of_version_6 or PASSED_FIELD not in path]
-    return np.concatenate([np.asarray(x).reshape(-1).view(np.uint32) for x in kept])
+def test_there_is_a_root_of_each_version_that_is_read():
+    versions = {each.version for each in GOLDEN}
+    assert versions == {*range(manifest.OLDEST_VERSION, manifest.FORMAT_VERSION + 1)}
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("with_recorder", [True, False], ids=["recorder", "no recorder"])
-@pytest.mark.parametrize("name", [CLAMPED, REPLAYED])
-def test_every_step_of_version_6_is_restored(v6, name, with_recorder):
-    recorder = recorder_of(name)
+@of_each_root
+def test_every_step_is_restored(root, golden, with_recorder):
+    recorder = golden.recorder()
     target = support.abstract(initial_state(recorder))
     handler = adacheck.AdaCheckHandler(*([recorder] if with_recorder else []))
-    expected = np.load(DATA / "v6" / f"{name}.npz")
-    with support.manager_of(v6 / name, handler) as manager:
+    with support.manager_of(root, handler) as manager:
         steps = manager.all_steps()
-        assert steps == ([1, 2, 3, 4] if name == CLAMPED else [1, 2, 3, 6])
-        for step in map(int, expected):
+        assert steps == [*golden.saved]
+        assert [*golden.bits()] == [*range(1, steps[-1] + 1)]
+        for step, expected in golden.bits().items():
             holder = min(each for each in steps if each >= step)
             options = {} if holder == step else {"step": step}
             args = adacheck.RestoreArgs(target, **options)
             state = manager.restore(holder, args=args)
-            np.testing.assert_array_equal(bits_of(state, of_version_6=True), expected[str(step)])
-            if name == REPLAYED:
+            np.testing.assert_array_equal(bits_of(state, golden.version), expected)
+            if golden.steered:
                 inner = state["opt_state"].adacheck_inner.hyperparams
                 passed = state["opt_state"].adacheck_passed
                 assert passed["hyperparams.learning_rate"] == inner["learning_rate"]
 
 
-@pytest.mark.parametrize("name", [CLAMPED, REPLAYED])
-def test_steps_of_version_6_verify_and_are_shown(v6, name):
+@of_each_root
+def test_every_step_verifies_and_is_shown(root, golden):
     run = CliRunner().invoke
     for options in ([], ["--read-data"], ["--replay"]):
-        found = run(app, ["verify", str(v6 / name), *options])
+        found = run(app, ["verify", str(root), *options])
         assert found.exit_code == 0, found.output
-    listed = run(app, ["ls", str(v6 / name), "--json"])
+    listed = run(app, ["ls", str(root), "--json"])
     assert listed.exit_code == 0, listed.output
     steps = json.loads(listed.output)["steps"]
     assert [each["update_count"] for each in steps] == [each["step"] for each in steps]
     for step in steps:
-        shown = run(app, ["inspect", str(v6 / name), str(step["step"])])
+        shown = run(app, ["inspect", str(root), str(step["step"])])
         assert shown.exit_code == 0, shown.output
-    assert adacheck.latest_restorable(v6 / name) == steps[-1]["step"]
+    assert adacheck.latest_restorable(root) == steps[-1]["step"]
 
 
-def test_deltas_of_version_6_are_not_said_to_be_checked(v6):
-    for name in (CLAMPED, REPLAYED):
-        found = [step.manifest for step in roots.steps_of(v6 / name)]
-        deltas = [d for each in found[1:] for d in each.deltas]
-        assert {each.checked for each in deltas} == {""}
-        assert not found[0].update.pinned
+@of_each_root
+def test_each_step_is_kept_as_it_was_made(root, golden):
+    found = [step.manifest for step in roots.steps_of(root)]
+    letters = "B" + "".join("R" if each.has_update else "D" for each in found[1:])
+    assert letters == golden.kinds
+    held = [each.step for last in found[1:] for each in last.recorded]
+    assert held == sorted({*golden.bits()} - {*golden.saved})
 
 
-@pytest.mark.parametrize("name", [CLAMPED, REPLAYED])
-def test_a_run_of_version_6_goes_on_with_a_base_or_what_was_decided_there(v6, name):
+@of_version_6
+def test_deltas_of_version_6_are_not_said_to_be_checked(root, golden):
+    found = [step.manifest for step in roots.steps_of(root)]
+    deltas = [d for each in found[1:] for d in each.deltas]
+    assert {each.checked for each in deltas} == {""}
+    assert not found[0].update.pinned
+
+
+@of_version_6
+def test_a_run_of_version_6_goes_on_with_a_base_or_what_was_decided_there(root, golden):
     """The update is another program by now: replay does not go on with the old one."""
-    recorder = recorder_of(name)
+    recorder = golden.recorder()
     step = train_step(recorder)
-    root, states = v6 / name, {}
+    states = {}
     state = initial_state(recorder)
     with support.manager_of(root, adacheck.AdaCheckHandler(recorder)) as manager:
         last = manager.latest_step()
         state = manager.restore(last, args=adacheck.RestoreArgs(support.abstract(state)))
         for number in range(last + 1, last + 4):
             state = jax.block_until_ready(step(state))
-            states[number] = bits_of(state)
+            states[number] = bits_of(state, manifest.FORMAT_VERSION)
             manager.save(number, args=adacheck.SaveArgs(state))
         manager.wait_until_finished()
         for number, expected in states.items():
             found = manager.restore(number, args=adacheck.RestoreArgs(support.abstract(state)))
-            np.testing.assert_array_equal(bits_of(found), expected)
+            np.testing.assert_array_equal(bits_of(found, manifest.FORMAT_VERSION), expected)
     found = {each.step: each.manifest for each in roots.steps_of(root)}
     assert isinstance(found[last + 1], manifest.BaseManifest)
     assert [found[last + n].checked for n in (2, 3)] == ["sample", "sample"]

@@ -147,7 +147,7 @@ def test_params_changed_after_a_restore_are_caught(tmp_path):
             assert_same_bits(manager.restore(step, args=target), expected)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.first(1)
 @CHECKS
 def test_a_correct_run_is_checked_at_every_delta(tmp_path, check, caplog):
     run = support.dict_run(mesh_of((4, 2)), dtype=jnp.bfloat16)
@@ -171,7 +171,7 @@ def test_a_step_without_an_update_has_nothing_to_be_replayed(tmp_path):
     assert [each.checked for each in deltas_of(tmp_path).values()] == ["sample", "stored"]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("is_whole", [False, True], ids=["in pieces", "whole"])
 def test_a_check_compiles_nothing_that_the_one_before_it_did(is_whole, tmp_path):
     tx = by_size() if is_whole else None
@@ -184,7 +184,7 @@ def test_a_check_compiles_nothing_that_the_one_before_it_did(is_whole, tmp_path)
     assert compiled == []
 
 
-@pytest.mark.covering(1)
+@pytest.mark.first(1)
 @CHECKS
 def test_a_leaf_changed_by_hand_is_stored_and_replayed_again_afterwards(tmp_path, check):
     run = support.dict_run(mesh_of((2, 2)))
@@ -287,6 +287,7 @@ def test_a_check_does_not_keep_a_donated_state_from_being_overwritten(tmp_path, 
         assert_same_bits(manager.restore(3, args=target), saved[3])
 
 
+@pytest.mark.slow
 def test_a_weight_decay_mask_by_rank_is_checked_by_sample(tmp_path):
     """A piece has as many axes as its leaf, so that an update may look at them."""
     mask = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)  # noqa: E731
@@ -422,7 +423,7 @@ def test_caution_is_remembered_after_a_restart(tmp_path):
     assert_all_restorable(tmp_path, saved, run.state)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.first(1)
 @CHECKS
 @pytest.mark.parametrize("when", ["before", "after", "before and after"])
 def test_a_hyper_parameter_set_by_hand_costs_itself(tmp_path, caplog, when, check):
@@ -518,6 +519,7 @@ def by_fan_in():
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
+@pytest.mark.slow
 def test_a_constant_made_of_a_shape_is_no_fault_of_the_train_step(tmp_path, caplog):
     run = support.dict_run(mesh_of((2, 2)), by_fan_in(), dtype=jnp.bfloat16)
     with (
@@ -549,6 +551,7 @@ def test_what_was_left_out_of_a_restore_is_no_parent_of_a_replay(tmp_path):
 
 
 class TestRecordedSteps:
+    @pytest.mark.first(1)
     @CHECKS
     def test_each_is_checked(self, tmp_path, check):
         run = support.dict_run(mesh_of((1, 1)))
@@ -672,6 +675,7 @@ class TestWithoutWaiting:
                 assert test_waiting.bits_of(found) == saved[step]
         assert test_waiting.kind_of(root, 11) is manifest.DeltaManifest
 
+    @pytest.mark.slow
     def test_a_recorded_step_that_is_wrong_takes_no_step_before_it_along(self, tmp_path):
         run = Changing()
         handler = adacheck.AdaCheckHandler(run.recorder)

@@ -93,6 +93,7 @@ def test_every_recorded_step_is_restored_bit_for_bit(kind, tmp_path):
     assert_all_restorable(tmp_path, states, saved, support.abstract(run.state))
 
 
+@pytest.mark.slow
 def test_a_recorded_step_is_restored_onto_another_mesh(tmp_path):
     run = support.dict_run(one_device(), dtype=jnp.bfloat16)
     states, saved = recording(tmp_path, run, 8, saved_too=(8,))
@@ -168,6 +169,7 @@ class TestWhatCannotBeRecorded:
             assert handler.record_step(run.advance())
             assert not handler.record_step({**run.advance(), "more": jnp.ones(2)})
 
+    @pytest.mark.slow
     def test_more_than_the_memory_that_it_may_take(self, tmp_path, monkeypatch):
         run = support.dict_run(one_device(), dtype=jnp.bfloat16)
         record_bytes = 2 * sum(x.size for x in jax.tree.leaves(run.state["params"]))
@@ -176,6 +178,7 @@ class TestWhatCannotBeRecorded:
         assert saved == [1, 5, 9, 13]
         assert_all_restorable(tmp_path, states, saved, support.abstract(run.state))
 
+    @pytest.mark.slow
     def test_more_than_a_lineage_may_have(self, tmp_path):
         run = support.dict_run(one_device())
         states, saved = recording(tmp_path, run, 16, max_deltas=5)
@@ -316,6 +319,7 @@ class TestWhatNoUpdateExplains:
         assert "adacheck_inner/0/count" in after.caution.reason
         assert_all_restorable(tmp_path, states, [1, 5, 6], support.abstract(run.state))
 
+    @pytest.mark.slow
     def test_an_older_state(self, tmp_path):
         """Held by the caller, and brought back after recorded steps went astray."""
         run, handler, manager, states = self.recorded(tmp_path)
@@ -399,6 +403,7 @@ class TestWithoutWaiting:
                 found = manager.restore(7, args=adacheck.RestoreArgs(run.state, step=step))
                 assert test_waiting.bits_of(found) == saved[step]
 
+    @pytest.mark.slow
     def test_a_gap_that_was_not_seen_in_time_is_an_error(self, tmp_path):
         run = test_waiting.Run()
         handler = adacheck.AdaCheckHandler(run.recorder)
@@ -420,6 +425,7 @@ class TestWithoutWaiting:
             found = manager.restore(3, args=adacheck.RestoreArgs(run.state))
             assert test_waiting.bits_of(found) == saved[3]
 
+    @pytest.mark.slow
     def test_another_state_of_a_recorded_number_is_an_error(self, tmp_path):
         run = test_waiting.Run()
         handler = adacheck.AdaCheckHandler(run.recorder)
@@ -489,6 +495,7 @@ class TestRestoring:
         assert (found, found.saved, found.step) == (9, 10, 9)
 
 
+@pytest.mark.slow
 def test_steps_between_those_of_the_managers_interval_are_recorded(tmp_path):
     """The loop of the README."""
     run = support.dict_run(one_device())

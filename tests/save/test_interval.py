@@ -8,6 +8,7 @@ import logging
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import adacheck_jax as adacheck
 from adacheck_jax.format import roots
@@ -64,6 +65,7 @@ def test_every_step_is_recorded_or_saved(tmp_path, caplog):
     assert not [r for r in caplog.records if r.name.startswith("adacheck") and r.levelno > 20]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_records_from_its_first_step_on(tmp_path):
     run = new_run()
     handler = adacheck.AdaCheckHandler(run.recorder)

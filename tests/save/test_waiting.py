@@ -153,6 +153,7 @@ def test_a_counter_that_is_there_to_be_read_makes_a_base_at_once(run, tmp_path):
         assert kind_of(tmp_path, 4) is manifest.BaseManifest
 
 
+@pytest.mark.slow
 def test_saves_further_apart_than_the_last_wait_for_the_counter(run, tmp_path):
     with manager_of(tmp_path, run) as manager:
         begin(manager, run)
@@ -164,6 +165,7 @@ def test_saves_further_apart_than_the_last_wait_for_the_counter(run, tmp_path):
         assert kind_of(tmp_path, 5) is manifest.BaseManifest
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_was_reset_while_it_computes_is_refused(tmp_path):
     run = Run(lambda rate: optax.adam(optax.linear_schedule(rate, 0.0, 100)))
     with manager_of(tmp_path, run) as manager:
@@ -182,6 +184,7 @@ def test_an_optimizer_that_was_reset_while_it_computes_is_refused(tmp_path):
         assert "adacheck_inner" in manifest.read(tmp_path / "5" / "default").caution.reason
 
 
+@pytest.mark.slow
 def test_accumulated_gradients_are_told_from_updates_in_the_background(tmp_path):
     recorder = adacheck.Recorder(optax.sgd(0.1, momentum=0.9))
     tx = optax.MultiSteps(recorder, every_k_schedule=2)

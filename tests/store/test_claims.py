@@ -26,7 +26,8 @@ class Writers:
         self.root, self.run = root, support.dict_run(mesh_of((1,)))
         self.managers = [manager_of(root, self.new_handler()) for _ in range(2)]
         self.reached, self.goes_on = threading.Event(), threading.Event()
-        inner = getattr(commit.Save, method)
+        owner = share if method == "_write" else commit.Save
+        inner = getattr(owner, method)
 
         def held(save, *args):
             if self.reached.is_set():
@@ -36,7 +37,7 @@ class Writers:
             return inner(save, *args)
 
         self.patch = monkeypatch
-        monkeypatch.setattr(commit.Save, method, held)
+        monkeypatch.setattr(owner, method, held)
 
     def new_handler(self):
         return adacheck.AdaCheckHandler(self.run.recorder)

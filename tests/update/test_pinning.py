@@ -80,6 +80,7 @@ def test_two_fences_in_a_row_are_not_cancelled():
     np.testing.assert_array_equal(bits(found), bits(a * b + c))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("canonical", [False, True])
 def test_a_fence_differentiates_as_the_identity(canonical):
     def through(x):
@@ -362,7 +363,7 @@ def lists_of(bound, params, state):
     return [[leaves[path] for path in each] for each in names]
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(2)
 @pytest.mark.parametrize("name", CASES)
 def test_a_replayed_update_has_every_bit_of_the_trained_one(name):
     case = CASES[name]
@@ -404,6 +405,7 @@ def test_a_low_precision_record_costs_the_moments_no_digits():
     assert error < 1e-6
 
 
+@pytest.mark.slow
 def test_functions_as_extra_arguments_are_called():
     x = jnp.linspace(-1.0, 1.0, 96)
 

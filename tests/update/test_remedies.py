@@ -77,6 +77,7 @@ def lbfgs():
     return optax.lbfgs(memory_size=2, linesearch=search)
 
 
+@pytest.mark.slow
 def test_lbfgs_inside_a_recorder_says_how_to_save_it(tmp_path, caplog):
     recorder = adacheck.Recorder(lbfgs())
     run = line_search_run(recorder, recorder)

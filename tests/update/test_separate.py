@@ -85,6 +85,7 @@ def test_reducing_updates_replay_exactly_on_every_mesh_of_the_same_devices(tmp_p
     assert replayed(tmp_path) == [False, True, True, True, True]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_deltas_after_a_restore(tmp_path):
     run = separate_run(mesh_of((4, 2)), REDUCING["muon"])
     run.advance()
@@ -115,6 +116,7 @@ def test_the_update_is_the_one_that_optax_applies(tmp_path):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_extra_arguments_reach_the_update_and_are_recorded(tmp_path):
     tx = optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau(patience=1))
     run = separate_run(mesh_of((2, 2)), tx, value=jnp.float32(1.0))
@@ -134,6 +136,7 @@ def test_params_and_optimizer_state_are_donated():
     assert before.opt_state[1].adacheck_inner[0].mu["in"]["kernel"].is_deleted()
 
 
+@pytest.mark.slow
 def test_a_state_saved_before_the_first_update_is_no_surprise(tmp_path, caplog):
     run = separate_run(mesh_of((1, 1)), REDUCING["clip inside"])
     with (
@@ -146,7 +149,7 @@ def test_a_state_saved_before_the_first_update_is_no_surprise(tmp_path, caplog):
     assert replayed(tmp_path) == [False, True, True]
 
 
-@pytest.mark.first(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["clip inside", "adafactor", "lamb"])
 def test_explicit_axes_replay_exactly_too(tmp_path, name):
     run = separate_run(mesh_of((1, 1)), REDUCING[name])

@@ -1,0 +1,171 @@
+"""Write roots of the current format version, which every later release has to read.
+
+    python -m tests.data.make_golden
+
+makes ``tests/data/vN``: each root in one archive, and beside it the bits of every step, deferred
+ones included. A version that is released is never made again.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import adacheck_jax as adacheck
+from adacheck_jax.device import trees
+from adacheck_jax.format import manifest
+from adacheck_jax.update.recorder import PASSED_FIELD
+from tests import support
+
+DATA = Path(__file__).parent
+
+
+def adam() -> optax.GradientTransformation:
+    return optax.adam(0.05)
+
+
+def adamw() -> optax.GradientTransformation:
+    return optax.adamw(0.05)
+
+
+def injected_adamw() -> optax.GradientTransformation:
+    return optax.inject_hyperparams(optax.adamw)(0.05)
+
+
+@dataclass(frozen=True)
+class Golden:
+    """One root of an earlier or the current release.
+
+    Attributes:
+        version: format version of its manifests.
+        name: directory of the root in its archive, and name of the file of bits.
+        optimizer: makes the optimizer that is recorded.
+        saved: numbers of the steps that the manager lists; the others are deferred steps.
+        kinds: kind of each listed step: base, replayed delta, or bit-pattern delta.
+        delta: of the handler.
+        steered: step before which the learning rate was set by hand, if any.
+    """
+
+    version: int
+    name: str
+    optimizer: Callable[[], optax.GradientTransformation]
+    saved: tuple[int, ...]
+    kinds: str
+    delta: str = "auto"
+    steered: int | None = None
+
+    def __str__(self) -> str:
+        return f"v{self.version}-{self.name}"
+
+    @property
+    def directory(self) -> Path:
+        """The folder of the golden roots of its version."""
+        return DATA / f"v{self.version}"
+
+    def recorder(self) -> adacheck.Recorder:
+        return adacheck.Recorder(self.optimizer())
+
+    def bits(self) -> dict[int, np.ndarray]:
+        """The bits of every step, deferred ones included, as :func:`bits_of` gives them."""
+        with np.load(self.directory / f"{self.name}.npz") as arrays:
+            return {int(step): arrays[step] for step in arrays.files}
+
+
+# Of version 6 params were clamped after each update (stored whole, then as differences).
+GOLDEN = (
+    Golden(6, "clamped", adam, (1, 2, 3, 4), "BRRR"),
+    Golden(6, "replayed", injected_adamw, (1, 2, 3, 6), "BRRR", steered=3),
+    Golden(7, "adamw", adamw, (1, 2, 3, 6), "BRRR"),
+    Golden(7, "bits", adamw, (1, 2, 3, 4), "BDDD", delta="bits"),
+    Golden(7, "replayed", injected_adamw, (1, 2, 3, 6), "BRRR", steered=3),
+)
+
+
+def initial_state(recorder: adacheck.Recorder) -> Any:
+    params = {"w": jnp.zeros((4, 6)), "b": jnp.zeros(6)}
+    return {"params": params, "opt_state": recorder.init(params), "step": jnp.int32(0)}
+
+
+def train_step(recorder: adacheck.Recorder) -> Callable[[Any], Any]:
+    def step(state: Any) -> Any:
+        def loss(params: Any) -> jax.Array:
+            x = jnp.sin(jnp.arange(8.0).reshape(2, 4) + state["step"])
+            return jnp.mean((x @ params["w"] + params["b"] - 1.0) ** 2)
+
+        grads = jax.grad(loss)(state["params"])
+        updates, opt_state = recorder.update(grads, state["opt_state"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "opt_state": opt_state, "step": state["step"] + 1}
+
+    return jax.jit(step)
+
+
+def bits_of(state: Any, version: int) -> np.ndarray:
+    """All bits of a state, without the leaves that recorders of its version did not have."""
+    named, _ = trees.flatten(state)
+    kept = [x for path, x in named.items() if version > 6 or PASSED_FIELD not in path]
+    return np.concatenate([np.asarray(x).reshape(-1).view(np.uint32) for x in kept])
+
+
+def make(golden: Golden, root: Path) -> dict[int, np.ndarray]:
+    """Trains and saves one root.
+
+    Returns:
+        The bits of every step.
+    """
+    recorder = golden.recorder()
+    step, state, bits = train_step(recorder), initial_state(recorder), {}
+    handler = adacheck.AdaCheckHandler(recorder, delta=golden.delta)  # pyright: ignore[reportArgumentType]
+    with support.manager_of(root, handler) as manager:
+        for number in range(1, golden.saved[-1] + 1):
+            if number == golden.steered:
+                rate = jnp.float32(0.02)
+                state["opt_state"] = optax.tree_utils.tree_set(
+                    state["opt_state"], learning_rate=rate
+                )
+            state = jax.block_until_ready(step(state))
+            bits[number] = bits_of(state, golden.version)
+            if number in golden.saved:
+                manager.save(number, args=adacheck.SaveArgs(state))
+                manager.wait_until_finished()
+            else:
+                assert handler.record_step(state, number)
+    return bits
+
+
+def main() -> None:
+    """Makes the roots of the current version."""
+    made = [each for each in GOLDEN if each.version == manifest.FORMAT_VERSION]
+    directory = made[0].directory
+    directory.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as work, io.BytesIO() as archive:
+        with tarfile.open(fileobj=archive, mode="w:xz") as tar:
+            for golden in made:
+                root = Path(work, golden.name)
+                bits = make(golden, root)
+                arrays: dict[str, Any] = {str(step): each for step, each in bits.items()}
+                np.savez_compressed(directory / f"{golden.name}.npz", **arrays)
+                tar.add(root, golden.name, filter=_anonymous)
+        (directory / "steps.tar.xz").write_bytes(archive.getvalue())
+
+
+def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    """A file without its owner."""
+    return member.replace(uid=0, gid=0, uname="", gname="", deep=False)
+
+
+if __name__ == "__main__":
+    main()
