@@ -45,7 +45,7 @@ SAVE = [
     ("async_save, on the caller's thread", handler.AdaCheckHandler, "async_save"),
     ("  begin", saver.Saver, "begin"),
     ("    take the state apart", saver.Snapshots, "take"),
-    ("    plan", saver.Saver, "_course"),
+    ("    plan", saver.Planner, "plan_save"),
     ("    copy", saver.Saver, "_copies"),
     ("      copy on the devices", transfer, "copies"),
     ("      dispatch fingerprints", fingerprint.Summing, "dispatch"),

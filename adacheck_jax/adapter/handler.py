@@ -32,9 +32,10 @@ from adacheck_jax.format.lineage import IN_PLACE
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest
 from adacheck_jax.format.roots import Place
 from adacheck_jax.save.commit import Save
-from adacheck_jax.save.options import Check, Delta, Options
+from adacheck_jax.save.exported_update import Check
 from adacheck_jax.save.saver import Saver
 from adacheck_jax.save.share import Destination
+from adacheck_jax.save.situation import Delta, Options
 from adacheck_jax.store.base_writer import Name, chunk_shape
 from adacheck_jax.store.compression import Compression
 from adacheck_jax.store.retention import KeepLineage

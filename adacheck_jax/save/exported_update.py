@@ -13,13 +13,14 @@ import jax
 import jax.numpy as jnp
 
 from adacheck_jax.format.manifest import Leaf
-from adacheck_jax.save.options import Check
 from adacheck_jax.save.snapshot import Structure
 from adacheck_jax.update import exactness, replay
 from adacheck_jax.update.exactness import Level
 from adacheck_jax.update.pieces import Pieces, UnevenError, row_of
 from adacheck_jax.update.recorder import Recorder
 
+Check = Literal["sample", "full"]
+"""Elements of a delta's replay that are compared with the state before the delta is saved."""
 Engine = Literal["sample", "full", "identity"]
 """How it is compared: see :mod:`~adacheck_jax.save.checks`."""
 

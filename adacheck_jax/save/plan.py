@@ -11,21 +11,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.lineage import Lineage
 from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.save.exported_update import ExportedUpdate
-from adacheck_jax.save.options import Options
+from adacheck_jax.save.situation import Counts, Facts, Kind, Options, Situation
 from adacheck_jax.save.snapshot import Structure
 from adacheck_jax.update import replay
-
-Counts = tuple[int, ...]
-"""The update counter of each recorder in a state; none without a recorder."""
-
-Kind = Literal["base", "replay", "bits"]
-"""A full state; what the updates since the parent consumed; differences from the parent's bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,88 +41,6 @@ class Decision:
     def is_base(self) -> bool:
         """True if the full state is written."""
         return self.kind == "base"
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """Facts about the step that the next one would follow.
-
-    Attributes:
-        step: step number.
-        depth: number of deltas between its base and it.
-        counts: update counters of its state; None while they are still being computed.
-        lineage: the saved step on the disk that it is, or is deferred behind; None where there is
-            none to build on.
-        deferred_count: number of deferred steps between that saved step and the next one.
-        saved: the facts that only a step saved by this process has; None for a restored one.
-        has_witness: True if an update of its state can be checked.
-        copied: leaves of which host copies are kept.
-    """
-
-    step: int
-    depth: int
-    counts: Counts | None
-    lineage: Lineage | None
-    deferred_count: int
-    saved: SavedFacts | None
-    has_witness: bool
-    copied: Collection[int]
-
-
-@dataclass(frozen=True, slots=True)
-class SavedFacts:
-    """Facts about a step that this process saved.
-
-    Attributes:
-        step: step number.
-        structure: structure of its state.
-        kind: kind of its save.
-        interval: steps between its own parent and it.
-        replayable: True if no leaf of an update was stored in another data type.
-        follows_saved: True if it has a parent on the disk.
-        failure: the step is known not to have been saved.
-    """
-
-    step: int
-    structure: Structure
-    kind: Kind
-    interval: int
-    replayable: bool
-    follows_saved: bool
-    failure: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Situation:
-    """A state to save, and all that a plan may know about it.
-
-    Attributes:
-        step: step number; None if neither the caller nor the directory gives it.
-        structure: structure of the state.
-        update: its exported update.
-        counts: update counters; None while they are still being computed.
-        replayable: True if no leaf of an update is stored in another data type.
-        distrusted: leaves whose replay was found wrong in a way that a sample may miss.
-        parent: the step that a delta would follow; None for none.
-        is_only: True if no other step could be followed instead.
-        is_first: True if nothing was saved or restored before.
-        keeps_ancestors: True if the steps that a delta builds on live as long as it does.
-        process_count: number of processes that save together.
-        is_checker_ready: True if a check would not wait for a compiler.
-    """
-
-    step: int | None
-    structure: Structure
-    update: ExportedUpdate
-    counts: Counts | None
-    replayable: bool
-    distrusted: frozenset[int]
-    parent: Facts | None
-    is_only: bool
-    is_first: bool
-    keeps_ancestors: bool
-    process_count: int
-    is_checker_ready: bool
 
 
 @dataclass(frozen=True, slots=True)

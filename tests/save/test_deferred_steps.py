@@ -20,7 +20,7 @@ from adacheck_jax.cli.main import app
 from adacheck_jax.errors import IntegrityError, LineageError
 from adacheck_jax.format import lineage, manifest, roots
 from adacheck_jax.restore import patches
-from adacheck_jax.save import deferred, share
+from adacheck_jax.save import parents, share
 from adacheck_jax.store import delta_writer, packs
 from tests import support
 from tests.end_to_end.test_multiprocess import launch, leaves
@@ -173,7 +173,7 @@ class TestWhatCannotBeRecorded:
     def test_more_than_the_memory_that_it_may_take(self, tmp_path, monkeypatch):
         run = support.dict_run(one_device(), dtype=jnp.bfloat16)
         record_bytes = 2 * sum(x.size for x in jax.tree.leaves(run.state["params"]))
-        monkeypatch.setattr(deferred, "most_bytes", lambda _: 3 * record_bytes + 100)
+        monkeypatch.setattr(parents, "most_bytes", lambda _: 3 * record_bytes + 100)
         states, saved = recording(tmp_path, run, 14)
         assert saved == [1, 5, 9, 13]
         assert_all_restorable(tmp_path, states, saved, support.abstract(run.state))

@@ -6,8 +6,8 @@ import types
 import pytest
 
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest, Link, Update
-from adacheck_jax.save import plan
-from adacheck_jax.save.options import Options
+from adacheck_jax.save import plan, situation
+from adacheck_jax.save.situation import Options
 
 UPDATE = Update(
     (0,), (1,), (2,), (), (3,), ((1, 1, 1, 0),), (), (), "", "", {"cpu": "0" * 64}, "0.10.2", True
@@ -39,11 +39,13 @@ def decide(
     facts = None
     if base is not None and parent is not None:
         lineage = types.SimpleNamespace(base=base, problem=problem)
-        facts = plan.Facts(parent.step, parent.depth, parent.counts, lineage, 0, None, True, ())
-    situation = plan.Situation(
+        facts = situation.Facts(
+            parent.step, parent.depth, parent.counts, lineage, 0, None, True, ()
+        )
+    given = situation.Situation(
         step, None, None, counts, True, frozenset(), facts, True, is_first, True, 1, True
     )
-    return plan.by_counters(situation, counts, Options(max_deltas=max_deltas, delta=delta))
+    return plan.by_counters(given, counts, Options(max_deltas=max_deltas, delta=delta))
 
 
 @pytest.mark.parametrize("delta", ["auto", "bits"])

@@ -1,0 +1,137 @@
+"""All that a plan is made from: the caller's options, and facts about the state and its parent."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from adacheck_jax.device import replicas
+from adacheck_jax.format.lineage import Lineage
+from adacheck_jax.save.exported_update import Check, ExportedUpdate
+from adacheck_jax.save.snapshot import Structure
+from adacheck_jax.store.compression import Compression
+from adacheck_jax.store.retention import KeepLineage
+
+Counts = tuple[int, ...]
+"""The update counter of each recorder in a state; none without a recorder."""
+
+Kind = Literal["base", "replay", "bits"]
+"""A full state; what the updates since the parent consumed; differences from the parent's bits."""
+
+Delta = Literal["auto", "bits"]
+"""Deltas that may be written: replayed updates, and differences of bits where these are not exact;
+or differences alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Choices of the caller; :class:`~adacheck_jax.AdaCheckHandler` says what each of them means.
+
+    Raises:
+        ValueError: an option has a value that it cannot have.
+    """
+
+    max_deltas: int = 20
+    params_path: str | Mapping[str, str] | None = None
+    keep_lineage: KeepLineage | None = None
+    delta: Delta = "auto"
+    check: Check = "sample"
+    compression: Compression = "auto"
+    check_replicas: replicas.Mode = "warn"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.max_deltas, int) or self.max_deltas < 0:
+            raise ValueError(f"expected max_deltas to be an int >= 0, found {self.max_deltas!r}")
+        for name, known in (
+            ("delta", Delta),
+            ("check", Check),
+            ("compression", Compression),
+            ("check_replicas", replicas.Mode),
+        ):
+            if (choice := getattr(self, name)) not in get_args(known):
+                raise ValueError(
+                    f"expected {name} to be one of {get_args(known)}, found {choice!r}"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Facts about the step that the next one would follow.
+
+    Attributes:
+        step: step number.
+        depth: number of deltas between its base and it.
+        counts: update counters of its state; None while they are still being computed.
+        lineage: the saved step on the disk that it is, or is deferred behind; None where there is
+            none to build on.
+        deferred_count: number of deferred steps between that saved step and the next one.
+        saved: the facts that only a step saved by this process has; None for a restored one.
+        has_witness: True if an update of its state can be checked.
+        copied: leaves of which host copies are kept.
+    """
+
+    step: int
+    depth: int
+    counts: Counts | None
+    lineage: Lineage | None
+    deferred_count: int
+    saved: SavedFacts | None
+    has_witness: bool
+    copied: Collection[int]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedFacts:
+    """Facts about a step that this process saved.
+
+    Attributes:
+        step: step number.
+        structure: structure of its state.
+        kind: kind of its save.
+        interval: steps between its own parent and it.
+        replayable: True if no leaf of an update was stored in another data type.
+        follows_saved: True if it has a parent on the disk.
+        failure: the step is known not to have been saved.
+    """
+
+    step: int
+    structure: Structure
+    kind: Kind
+    interval: int
+    replayable: bool
+    follows_saved: bool
+    failure: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """A state to save, and all that a plan may know about it.
+
+    Attributes:
+        step: step number; None if neither the caller nor the directory gives it.
+        structure: structure of the state.
+        update: its exported update.
+        counts: update counters; None while they are still being computed.
+        replayable: True if no leaf of an update is stored in another data type.
+        distrusted: leaves whose replay was found wrong in a way that a sample may miss.
+        parent: the step that a delta would follow; None for none.
+        is_only: True if no other step could be followed instead.
+        is_first: True if nothing was saved or restored before.
+        keeps_ancestors: True if the steps that a delta builds on live as long as it does.
+        process_count: number of processes that save together.
+        is_checker_ready: True if a check would not wait for a compiler.
+    """
+
+    step: int | None
+    structure: Structure
+    update: ExportedUpdate
+    counts: Counts | None
+    replayable: bool
+    distrusted: frozenset[int]
+    parent: Facts | None
+    is_only: bool
+    is_first: bool
+    keeps_ancestors: bool
+    process_count: int
+    is_checker_ready: bool
