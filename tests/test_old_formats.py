@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from typer.testing import CliRunner
 
@@ -99,6 +100,23 @@ def test_steps_of_version_6_verify_and_are_shown(v6, name):
         shown = run(app, ["inspect", str(v6 / name), str(step["step"])])
         assert shown.exit_code == 0, shown.output
     assert adacheck.latest_restorable(v6 / name) == steps[-1]["step"]
+
+
+@pytest.mark.parametrize("name", [CLAMPED, REPLAYED])
+def test_orbax_finds_the_handler_of_version_6_by_its_name(v6, name):
+    """Every step names the handler; the name outlives the module that once had it."""
+    expected = np.load(DATA / "v6" / f"{name}.npz")
+    known = adacheck.AdaCheckHandler.typestr()
+    with ocp.CheckpointManager(v6 / name) as manager:
+        for step in manager.all_steps():
+            metadata = json.loads((v6 / name / str(step) / "_CHECKPOINT_METADATA").read_text())
+            assert metadata["item_handlers"] == {"default": known}
+            state = manager.restore(step)
+            np.testing.assert_array_equal(
+                np.sort(bits_of(state, of_version_6=True)), np.sort(expected[str(step)])
+            )
+            assert manager.item_metadata(step) is not None
+    assert known == "adacheck_jax.handler.AdaCheckHandler"
 
 
 def test_deltas_of_version_6_are_not_said_to_be_checked(v6):
