@@ -3,11 +3,12 @@
 See README.md for a first use and BUILD.md for the architecture.
 
 A public name imports its module when it is first used, so that commands that read no array start
-without JAX. Orbax finds the handler of a saved step by name once one of ``AdaCheckHandler``,
-``SaveArgs`` and ``RestoreArgs`` was used.
+without JAX. Orbax finds the handler of a saved step by name if Orbax was imported before this
+package, or once one of ``AdaCheckHandler``, ``SaveArgs`` and ``RestoreArgs`` was used.
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers and editors; must name what _MODULES names
@@ -91,3 +92,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+if "orbax.checkpoint" in sys.modules:  # then restores without arguments may follow at once
+    importlib.import_module(f"{__name__}.adapter.handler")

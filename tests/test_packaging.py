@@ -82,6 +82,16 @@ def test_orbax_finds_the_handler_once_one_of_its_names_was_used(root, first):
     assert "orbax" in large_packages_after(program)
 
 
+def test_orbax_finds_the_handler_if_it_was_imported_first(root):
+    program = (
+        "import orbax.checkpoint as ocp\n"
+        "import adacheck_jax\n"
+        f"with ocp.CheckpointManager({str(root)!r}) as manager:\n"
+        "    assert manager.restore(2)['step'] == 2"
+    )
+    assert "orbax" in large_packages_after(program)
+
+
 def test_one_version():
     assert importlib.metadata.version("adacheck-jax") == adacheck_jax.__version__
     shown = CliRunner().invoke(app, ["--version"])
