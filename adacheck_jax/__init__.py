@@ -2,12 +2,14 @@
 
 See README.md for a first use and BUILD.md for the architecture.
 
-A public name imports its module when it is first used, so that commands that read no array start
-without JAX. Orbax finds the handler of a saved step by name once one of ``AdaCheckHandler``,
-``SaveArgs`` and ``RestoreArgs`` was used.
+Importing this package makes its handler known to Orbax, which finds it by the name that every saved
+step holds. The ``adacheck`` command alone starts without JAX and Orbax: a public name imports its
+module when it is first used.
 """
 
 import importlib
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers and editors; must name what _MODULES names
@@ -91,3 +93,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+if not sys.argv or Path(sys.argv[0]).stem != "adacheck":
+    importlib.import_module(f"{__name__}.adapter.handler")

@@ -29,7 +29,7 @@ import jax
 import orbax.checkpoint as ocp
 
 import adacheck_jax as adacheck
-from adacheck_jax.adapter import base_checkpoint, handler, restoring
+from adacheck_jax.adapter import base_checkpoint, descriptions, handler, restoring
 from adacheck_jax.device import fingerprint, transfer
 from adacheck_jax.format import durable, manifest
 from adacheck_jax.restore import patches, restorer
@@ -62,7 +62,7 @@ SAVE = [
 RESTORE = [
     ("restore, without Orbax's manager", handler.AdaCheckHandler, "restore"),
     ("  find and check the lineage", restoring, "resolve"),
-    ("  check what describes the base", base_checkpoint, "damaged_descriptions"),
+    ("  check what describes the base", descriptions, "damaged_descriptions"),
     ("  read what describes the base", base_checkpoint.StockCheckpoints, "described"),
     ("  hold the wishes against it", restoring, "Target"),
     ("  read the base", base_checkpoint.StockCheckpoints, "read"),

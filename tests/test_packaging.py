@@ -16,6 +16,7 @@ import adacheck_jax
 from adacheck_jax.cli.main import app
 
 ROOT = Path(__file__).parent.parent
+COMMAND = "sys.argv[0] = 'adacheck'; from adacheck_jax.cli.main import app"
 LARGE = {"jax", "jaxlib", "numba", "orbax", "flax", "optax", "tensorstore"}
 
 
@@ -29,7 +30,7 @@ def root(tmp_path_factory):
 
 def large_packages_after(program):
     """The large packages that a program imports, run in a process of its own."""
-    ask = f"{program}\nimport json, sys; print(json.dumps([*sys.modules]))"
+    ask = f"import json, sys\n{program}\nprint(json.dumps([*sys.modules]))"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", ask], check=True, capture_output=True, text=True, env=env
@@ -41,21 +42,26 @@ def large_packages_after(program):
 def test_a_command_that_reads_no_array_imports_nothing_large(root, options):
     command, *rest = options.split()
     arguments = [command, str(root), *rest]
-    program = f"from adacheck_jax.cli.main import app; app({arguments}, standalone_mode=False)"
+    program = f"{COMMAND}; app({arguments}, standalone_mode=False)"
     assert not large_packages_after(program)
 
 
 @pytest.mark.parametrize("options", ["--help", "--version", "verify --help", "demo --help"])
 def test_help_and_version_import_nothing_large(options):
-    program = (
-        f"from adacheck_jax.cli.main import app; app({options.split()}, standalone_mode=False)"
-    )
+    program = f"{COMMAND}; app({options.split()}, standalone_mode=False)"
     assert not large_packages_after(program)
 
 
 def test_the_package_imports_its_parts_when_they_are_used():
-    assert not large_packages_after("import adacheck_jax; adacheck_jax.FormatError")
-    assert "jax" in large_packages_after("import adacheck_jax; adacheck_jax.Recorder")
+    lazy = f"{COMMAND}; import adacheck_jax; adacheck_jax"
+    assert not large_packages_after(f"{lazy}.FormatError")
+    assert "jax" in large_packages_after(f"{lazy}.Recorder")
+
+
+def test_importing_the_package_makes_the_handler_known_and_compiles_nothing():
+    found = large_packages_after("import adacheck_jax")
+    assert "orbax" in found
+    assert "numba" not in found
 
 
 @pytest.mark.parametrize("name", adacheck_jax.__all__)
@@ -76,6 +82,16 @@ def test_orbax_finds_the_handler_once_one_of_its_names_was_used(root, first):
     program = (
         f"from adacheck_jax import {first}\n"
         "import orbax.checkpoint as ocp\n"
+        f"with ocp.CheckpointManager({str(root)!r}) as manager:\n"
+        "    assert manager.restore(2)['step'] == 2"
+    )
+    assert "orbax" in large_packages_after(program)
+
+
+def test_orbax_finds_the_handler_if_it_was_imported_first(root):
+    program = (
+        "import orbax.checkpoint as ocp\n"
+        "import adacheck_jax\n"
         f"with ocp.CheckpointManager({str(root)!r}) as manager:\n"
         "    assert manager.restore(2)['step'] == 2"
     )

@@ -16,9 +16,10 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
-from adacheck_jax.adapter import base_checkpoint, directories, inputs
+from adacheck_jax.adapter import descriptions, directories, inputs
 from adacheck_jax.adapter.arguments import RestoreArgs, RestoreInfo, SaveArgs
-from adacheck_jax.adapter.base_checkpoint import Entry, StockCheckpoints, stored_dtype
+from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
+from adacheck_jax.adapter.descriptions import Entry, stored_dtype
 from adacheck_jax.adapter.restoring import StepRestorer, resolve
 from adacheck_jax.device import jax_settings, replicas
 from adacheck_jax.device.trees import PyTree
@@ -317,11 +318,16 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         return restored.state
 
     def metadata(self, directory: epath.Path) -> Any:
-        """Orbax's tree metadata of a base or delta step."""
+        """Orbax's tree metadata of a base or delta step.
+
+        Raises:
+            LineageError: a step that this one builds on is missing.
+            IntegrityError: a file that describes the base is damaged.
+            FormatError: a manifest is missing or cannot be read.
+        """
         lineage = resolve(_absolute(directory))
-        for error in base_checkpoint.damaged_descriptions(
-            lineage.base_directory, lineage.base
-        ).values():
+        damage = descriptions.damaged_descriptions(lineage.base_directory, lineage.base)
+        for error in damage.values():
             raise error
         metadata = self._stock.metadata(lineage.base_directory)
         if isinstance(lineage.manifest, BaseManifest):

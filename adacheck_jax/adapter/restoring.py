@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from adacheck_jax.adapter import base_checkpoint
+from adacheck_jax.adapter import descriptions
 from adacheck_jax.adapter.arguments import RestoreArgs, RestoreInfo
 from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
 from adacheck_jax.adapter.targets import Target, Wishes
@@ -187,7 +187,7 @@ class StepRestorer:
         """Read the base of a lineage onto the devices on which its updates are replayed."""
         folds = restorer.Folds(self._recorders, self._params_path)
         folds.begin(lineage)
-        damage = base_checkpoint.damaged_descriptions(lineage.base_directory, lineage.base)
+        damage = descriptions.damaged_descriptions(lineage.base_directory, lineage.base)
         shardings_damage = damage.pop(manifests.SHARDINGS, None)
         for error in damage.values():
             raise error

@@ -1,4 +1,4 @@
-"""What a caller wants restored, held against what was saved."""
+"""The abstract state of a restore, compared with the saved leaves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from adacheck_jax.update import recorder, replay
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """How a caller wants a state back; the fields are those of ``RestoreArgs``."""
+    """Form in which a caller wants a state; the fields are those of ``RestoreArgs``."""
 
     abstract_state: PyTree | None
     strict: bool
@@ -31,18 +31,18 @@ class Wishes:
 
 
 class Target:
-    """The abstract state that a caller wants, held against what was saved.
+    """The caller's abstract state, compared with the saved leaves.
 
     Args:
-        wishes: what the caller asked for.
-        base: the manifest that describes the saved leaves.
+        wishes: form in which the caller wants the state.
+        base: manifest that describes the saved leaves.
         saved_tree: Orbax's metadata tree of the base.
-        where: the step's directory, for messages.
-        shardings_damage: why no leaf can be placed as it was saved, None where they can; raised
-            if one has to be.
+        where: directory of the step, for messages.
+        shardings_damage: damage of the file of saved shardings, None if it is whole; raised if a
+            leaf has to be placed as it was saved.
 
     Raises:
-        MismatchError: lists every leaf that does not fit.
+        MismatchError: leaves do not fit; the message lists all of them.
     """
 
     def __init__(
@@ -60,10 +60,10 @@ class Target:
         self._saved, _ = trees.flatten(saved_tree)
         state: Any = wishes.abstract_state
         if hasattr(state, "custom_metadata"):
-            state = state.tree  # what metadata() returns, as StandardRestore takes it
+            state = state.tree  # the result of metadata(), which StandardRestore takes too
         self._treedef = None
         self._wanted: dict[str, Any] = dict.fromkeys(self._specs)
-        self._paths = tuple(self._wanted)  # of the leaves that are returned
+        self._paths = tuple(self._wanted)  # leaf paths of the returned leaves
         self._consumed: dict[str, Any] = {}
         if state is not None:
             self._wanted, self._treedef = trees.flatten(state)
@@ -73,9 +73,9 @@ class Target:
             self._check(where)
 
     def _emptied(self, state: PyTree) -> list[str]:
-        """Saved leaves in whose place an abstract state has None, or a node without leaves.
+        """Leaf paths of saved leaves that the abstract state replaces by None or an empty node.
 
-        As with ``StandardRestore`` such a leaf is left out (a ``MaskedNode`` of optax).
+        As with ``StandardRestore``, such a leaf is left out (a ``MaskedNode`` of optax).
         """
         missing = self._specs.keys() - self._wanted.keys()
         if not missing:
@@ -85,9 +85,10 @@ class Target:
         return sorted(missing & empty)
 
     def _unsaved_copies(self) -> list[str]:
-        """Leaves that are wanted as an update consumed them, of a step without such leaves.
+        """Leaf paths of wanted copies that the recorder of the saved step did not keep.
 
-        Recorders of format version 6 had none: what they are copies of was saved.
+        Recorders of format version 6 kept no copy of other leaves that an update consumed; the
+        originals were saved.
         """
         return [
             path
@@ -109,7 +110,7 @@ class Target:
         )
 
     def _describe(self, leaf: Any, spec: Leaf | None) -> str:
-        """A leaf's data type and shape; the saved one's where the difference is allowed."""
+        """Data type and shape of a wanted leaf; those of the saved leaf if they may differ."""
         if spec is None:
             return ""
         if leaf is ocp.PLACEHOLDER:
@@ -130,11 +131,11 @@ class Target:
         return f"{dtype}{list(shape)}"
 
     def saved_placements(self, lineage: Lineage) -> dict[str, Any] | None:
-        """Where a lineage's updates are replayed exactly, if they depend on the order of sums.
+        """Shardings under which replay adds up elements in the same order as training did.
 
         Returns:
-            The shardings that the leaves of the update were saved with, by leaf path; None if not
-            all of those devices exist here.
+            Saved shardings of the update's leaves, by leaf path; None if some of those devices do
+            not exist here.
         """
         update = lineage.base.update
         assert update is not None
@@ -146,14 +147,20 @@ class Target:
         return {path: np.ndarray if s is None else s for path, s in found.items()}
 
     def empty(self, spec: Leaf, wanted: Any) -> Any:
-        """An array without elements, which no base stores."""
+        """An array without elements, which no base stores; None if it is not wanted."""
         if wanted is None:
             return None
         array = np.empty(spec.shape, jnp.dtype(spec.dtype))
         return array if wanted is np.ndarray else jax.device_put(array, wanted)
 
     def move(self, placements: Mapping[str, Any], leaves: dict[str, Any]) -> None:
-        """Brings leaves that were placed elsewhere to where they are wanted, in place."""
+        """Place replayed leaves as the caller wants them.
+
+        Args:
+            placements: wanted sharding of each leaf to move, by leaf path; ``np.ndarray`` for a
+                host array.
+            leaves: all leaves by leaf path; changed in place.
+        """
         for path, wanted in placements.items():
             leaf = leaves[path]
             if leaf is None or wanted is None:
@@ -164,7 +171,7 @@ class Target:
                 leaves[path] = jax.device_put(leaf, wanted)
 
     def placements(self, lineage: Lineage) -> dict[str, Any]:
-        """For each leaf path a sharding, ``np.ndarray``, or None to leave the leaf unread."""
+        """Placement of each leaf, by leaf path: a sharding, ``np.ndarray``, or None for unread."""
         update = lineage.base.update
         needed: set[int] = set()
         if update is not None and lineage.deltas:
@@ -201,12 +208,16 @@ class Target:
         return _saved_sharding(self._saved.get(path), fallback)
 
     def finish(self, leaves: Mapping[str, Any]) -> PyTree:
-        """Gives verified leaves the structure, type, shape and layout that is wanted."""
+        """The wanted tree, with the wanted types, shapes and layouts, from verified leaves.
+
+        Args:
+            leaves: verified leaves by leaf path.
+        """
         if self._treedef is None:
             return jax.tree_util.tree_map_with_path(
                 lambda key_path, _: leaves.get(trees.leaf_path(key_path)),
                 self._saved_tree,
-                is_leaf=lambda node: node is None,  # or an array without elements
+                is_leaf=lambda node: node is None,  # stands for an array without elements
             )
         every = dict(leaves)
         for path, wanted in self._consumed.items():
@@ -237,12 +248,12 @@ class Target:
 
 
 def _is_empty_node(node: Any) -> bool:
-    """Whether a tree is a node without children: None, or an empty container."""
+    """True if a tree is a node without children: None, or an empty container."""
     return not jax.tree.leaves(node, is_leaf=lambda each: each is not node)
 
 
 def _on_host(leaf: Any) -> Any:
-    """A whole leaf as a host value, also where other processes hold parts of it."""
+    """A whole leaf as a host value, also if other processes hold parts of it."""
     if not isinstance(leaf, jax.Array):
         return leaf
     if not leaf.is_fully_addressable:
@@ -252,7 +263,7 @@ def _on_host(leaf: Any) -> Any:
 
 
 def _same_kind(a: str, b: str) -> bool:
-    """Whether Orbax's cast at restore is a change of precision, not of meaning."""
+    """True if a cast between two data types changes precision only, as Orbax's casts do."""
     if a.startswith("key<") or b.startswith("key<"):
         return a == b
     kinds = (jnp.floating, jnp.integer, jnp.complexfloating, jnp.bool_)
@@ -261,7 +272,7 @@ def _same_kind(a: str, b: str) -> bool:
 
 
 def _fitting(sharding: jax.sharding.Sharding, spec: Leaf) -> jax.sharding.Sharding:
-    """The sharding itself, or where it cannot cut the saved shape a replicated one."""
+    """The sharding itself, or a replicated one if it cannot cut the saved shape."""
     shape = spec.shape[:-1] if spec.key_type else spec.shape
     try:
         sharding.shard_shape(shape)
@@ -271,7 +282,7 @@ def _fitting(sharding: jax.sharding.Sharding, spec: Leaf) -> jax.sharding.Shardi
 
 
 def _resized(value: Any, shape: tuple[int, ...], sharding: Any) -> Any:
-    """Truncates or pads with zeros, as Orbax does for ``strict=False``."""
+    """Truncate or pad with zeros, as Orbax does for ``strict=False``."""
 
     def resize(x: Any) -> Any:
         x = x[tuple(slice(0, n) for n in shape)]
@@ -285,11 +296,11 @@ def _resized(value: Any, shape: tuple[int, ...], sharding: Any) -> Any:
 def _saved_sharding(
     leaf: Any, fallback: jax.sharding.Sharding | None
 ) -> jax.sharding.Sharding | None:
-    """The sharding that a leaf was saved with, as Orbax's metadata gives it.
+    """The sharding that a leaf was saved with, from Orbax's metadata.
 
     Args:
         leaf: Orbax's metadata of the leaf.
-        fallback: used where the devices of that sharding do not exist here.
+        fallback: sharding used if the devices of the saved one do not exist here.
 
     Returns:
         A sharding, or None for a leaf that was not on devices.

@@ -18,11 +18,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from adacheck_jax.adapter.base_checkpoint import (
-    StockCheckpoints,
-    damaged_descriptions,
-    stored_dtype,
-)
+from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
+from adacheck_jax.adapter.descriptions import damaged_descriptions, stored_dtype
 from adacheck_jax.device import fingerprint, trees
 from adacheck_jax.errors import AdaCheckError, FormatError, IntegrityError, first_line
 from adacheck_jax.format import lineage as lineages

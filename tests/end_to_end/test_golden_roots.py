@@ -5,6 +5,7 @@ import tarfile
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from typer.testing import CliRunner
 
@@ -79,6 +80,21 @@ def test_each_step_is_kept_as_it_was_made(root, golden):
     assert letters == golden.kinds
     held = [each.step for last in found[1:] for each in last.recorded]
     assert held == sorted({*golden.bits()} - {*golden.saved})
+
+
+@of_each_root
+def test_orbax_finds_the_handler_by_the_name_in_the_step(root, golden):
+    """Every step names the handler; the name outlives the module that once had it."""
+    known = adacheck.AdaCheckHandler.typestr()
+    assert known == "adacheck_jax.handler.AdaCheckHandler"
+    with ocp.CheckpointManager(root) as manager:
+        for step in manager.all_steps():
+            metadata = json.loads((root / str(step) / "_CHECKPOINT_METADATA").read_text())
+            assert metadata["item_handlers"] == {"default": known}
+            assert manager.item_metadata(step) is not None
+        state, last = manager.restore(manager.latest_step()), manager.latest_step()
+    found = np.sort(bits_of(state, golden.version))
+    np.testing.assert_array_equal(found, np.sort(golden.bits()[last]))
 
 
 @of_version_6
