@@ -28,6 +28,7 @@ from adacheck_jax.device.fingerprint import ReplicaSums
 from adacheck_jax.device.sharding import Holder, holders_of
 from adacheck_jax.errors import ReplicaError
 from adacheck_jax.format.boxes import Box
+from adacheck_jax.format.fingerprint import from_words, to_words
 
 _log = logging.getLogger(__name__)
 
@@ -322,7 +323,7 @@ def replica_report(state: trees.PyTree) -> ReplicaReport:
     ]
     sites = tuple(Check("raise", places(tuple(named), arrays)).sites())
     watched = {site.leaf: arrays[site.leaf] for site in sites}
-    parts = fingerprint.Parts(watched, dict.fromkeys(watched, ()), every_replica=True)
+    parts = fingerprint.Contributions(watched, dict.fromkeys(watched, ()), every_replica=True)
     parts.sums()
     sums = {site: dict(parts.replicas.get(site.leaf, {}).get(site.box, {})) for site in sites}
     if jax.process_count() > 1:
@@ -346,10 +347,10 @@ def _gather(sums: dict[Site, dict[Holder, int]], everywhere: set[int]) -> None:
                 slots[holder.process].append((site, holder))
     own = [sums[site][holder] for site, holder in slots[jax.process_index()]]
     length = max(map(len, slots.values()))  # every process gathers a table of one shape
-    words = fingerprint.to_words([*own, *[0] * (length - len(own))])
+    words = to_words([*own, *[0] * (length - len(own))])
     gathered = np.asarray(multihost_utils.process_allgather(words))  # (processes, length, 2)
     for process, where in slots.items():
-        values = fingerprint.from_words(gathered[process])
+        values = from_words(gathered[process])
         for (site, holder), value in zip(where, values, strict=False):
             sums[site][holder] = value
 

@@ -26,6 +26,7 @@ from adacheck_jax.errors import AdaCheckError, MismatchError, storage_named
 from adacheck_jax.format import durable, lineage
 from adacheck_jax.format import manifest as manifests
 from adacheck_jax.format.boxes import Blocks
+from adacheck_jax.format.fingerprint import combine
 from adacheck_jax.format.lineage import Entry, Lineage
 from adacheck_jax.format.manifest import (
     BaseManifest,
@@ -87,7 +88,7 @@ class StepShare:
 
     step: int
     decision: policy.Decision
-    fingerprints: fingerprint.Parts
+    fingerprints: fingerprint.Contributions
     delta: DeltaShare | None
     local: Mapping[int, Blocks]
     counts: policy.Counts | None = None
@@ -496,7 +497,7 @@ def _by_step(told: Sequence[exchange.Part]) -> list[tuple[exchange.Part, ...]]:
 def _fingerprints(told: Sequence[exchange.Part]) -> tuple[int, ...]:
     """Of all leaves, from what each process contributes to them."""
     columns = zip(*(part["fingerprints"] for part in told), strict=True)
-    return tuple(fingerprint.combine(column) for column in columns)
+    return tuple(combine(column) for column in columns)
 
 
 def _clear(item_directory: Path, process: int) -> None:

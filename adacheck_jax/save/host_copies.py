@@ -97,9 +97,9 @@ class Held:
 
     staged: Joined
     kept: Mapping[int, Blocks]
-    parts: fingerprint.Parts
+    parts: fingerprint.Contributions
     values: Mapping[int, Any]
-    waiting: list[Staged | fingerprint.Parts]
+    waiting: list[Staged | fingerprint.Contributions]
 
     def wait(self) -> None:
         """Waits until the state may be donated."""
@@ -146,7 +146,7 @@ def hold(
         for each in staged:
             each.begin()
     joined = Joined({i: group for group in staged for i in group})
-    parts = fingerprint.Parts(
+    parts = fingerprint.Contributions(
         arrays,
         structure.picks,
         structure.whole_picks,

@@ -909,7 +909,9 @@ def _sums_of(snapshot: Snapshot) -> Mapping[int, int]:
     """What this process contributes to the fingerprint of each leaf; waits for the state."""
     structure, arrays = snapshot.structure, dict(enumerate(snapshot.arrays))
     summing = structure.summing(snapshot.arrays)
-    return fingerprint.Parts(arrays, structure.picks, structure.whole_picks, summing=summing).sums()
+    return fingerprint.Contributions(
+        arrays, structure.picks, structure.whole_picks, summing=summing
+    ).sums()
 
 
 def _fits(known: Lineage, structure: Structure, program: Program) -> bool:

@@ -23,10 +23,12 @@ from adacheck_jax.adapter.base_checkpoint import (
     damaged_descriptions,
     stored_dtype,
 )
-from adacheck_jax.device import fingerprint, trees
+from adacheck_jax.device import trees
 from adacheck_jax.errors import AdaCheckError, FormatError, IntegrityError, first_line
+from adacheck_jax.format import fingerprint
 from adacheck_jax.format import lineage as lineages
 from adacheck_jax.format import manifest as manifests
+from adacheck_jax.format.byte_loops import fingerprint_of
 from adacheck_jax.format.lineage import Entry, Lineage
 from adacheck_jax.format.manifest import BaseManifest, Update
 from adacheck_jax.restore import patches, restorer
@@ -245,7 +247,7 @@ class Verifier:
                 reader = volumes.ArrayReader(database, known[leaf.path].name)
                 dtype = jnp.dtype(leaf.dtype)
                 parts = [
-                    fingerprint.of_block(block.astype(dtype, copy=False), box.start)
+                    fingerprint_of(block.astype(dtype, copy=False), box.start)
                     for box, block in reader.pieces()
                 ]
             except (ValueError, OSError) as error:
@@ -341,7 +343,7 @@ def _delta_data(entry: Entry, base: BaseManifest) -> list[Damage]:
         for index in reader.stored:
             path = base.leaves[index].path
             try:
-                parts = [fingerprint.of_block(b, box.start) for box, b in reader.blocks(index)]
+                parts = [fingerprint_of(b, box.start) for box, b in reader.blocks(index)]
             except AdaCheckError as error:
                 found.append(dataclasses.replace(damage_of(error, entry.place), leaf=path))
                 continue
