@@ -104,16 +104,6 @@ def encode(
     byte_loops.split(_words(new), before, _WAYS[encoding], low, high)
 
 
-def exponents(block: np.ndarray) -> np.ndarray:
-    """The highest plane of some of the elements of a block, as many as a choice is made from."""
-    return _planes(Encoding.EXPONENTS, _sample(_words(block)))[-1]
-
-
-def sample(block: np.ndarray) -> np.ndarray:
-    """Some of the words of a block, as many as a choice is made from."""
-    return _sample(_words(block))
-
-
 def decode(encoding: Encoding, block: np.ndarray, low: np.ndarray, high: np.ndarray) -> None:
     """Turns old elements into new ones, in place.
 

@@ -41,9 +41,9 @@ from adacheck_jax.save.snapshot import Snapshot, Snapshots, Structure
 from adacheck_jax.store import claims
 from adacheck_jax.store.base_writer import BaseShare, EarlierBase
 from adacheck_jax.store.buffers import Buffers
-from adacheck_jax.store.compression import Compression, Storage
 from adacheck_jax.store.delta_writer import DeltaShare, Habits
 from adacheck_jax.store.retention import KeepLineage
+from adacheck_jax.store.zarr import Compression
 from adacheck_jax.update import replay
 from adacheck_jax.update.binding import Recorders
 from adacheck_jax.update.recorder import find_nodes
@@ -172,7 +172,6 @@ class Saver:
         self._compression: Compression = compression
         self._habits = Habits()
         self._buffers = Buffers(_KEPT_BYTES)
-        self._storage = Storage()
         self._returns_early = returns_early
         self._waiting: Held | None = None
         self._said: set[str] = set()
@@ -652,7 +651,6 @@ class Saver:
             _still(structure),
             names={},
             compression=self._compression,
-            storage=self._storage,
         )
 
     def _delta_share(
@@ -669,7 +667,6 @@ class Saver:
             stored,
             host_copies.comparable(before, structure, decision),
             self._compression,
-            self._storage,
             self._habits,
             self._buffers,
         )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,11 @@ from typing import Any
 import ml_dtypes  # noqa: F401  numpy knows bfloat16 and its kin by it
 import numpy as np
 
-from adacheck_jax.format import chunks, lineage, planes
+from adacheck_jax.format import chunks, lineage
 from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.format.manifest import Leaf
-from adacheck_jax.store import compression, volumes
-from adacheck_jax.store.compression import Compression, Storage
-from adacheck_jax.store.zarr import Codec
+from adacheck_jax.store import volumes
+from adacheck_jax.store.zarr import Compression, codec_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +61,6 @@ class BaseShare:
         still: the leaves that may well be the same at the next base.
         names: of the arrays, by leaf path; what is not among them (a number) Orbax writes.
         compression: of what is written, and how.
-        storage: where it goes; told how fast it was.
     """
 
     leaves: tuple[Leaf, ...]
@@ -72,7 +69,6 @@ class BaseShare:
     still: frozenset[int]
     names: Mapping[str, Name]
     compression: Compression
-    storage: Storage
 
     def write(self, directory: Path, process: int, sums: Mapping[int, int]) -> dict[str, Any]:
         """Writes the share durably.
@@ -107,7 +103,7 @@ class BaseShare:
             names = contents.setdefault(f"{lineage.KEPT}/{volume}", [])
             assert names is not None
             names.append(name)
-        left = self._with_codecs({i: part for i, part in own.items() if part.name not in kept})
+        left = {i: self._with_codec(part) for i, part in own.items() if part.name not in kept}
         aliases = []
         # What does not change lies by itself, so that a later base finds a volume of nothing else.
         for suffix, chosen in (
@@ -116,11 +112,7 @@ class BaseShare:
         ):
             if chosen:
                 path = f"{lineage.BASE}/{process}{suffix}"
-                start_s = time.perf_counter()
                 shared = volumes.write(directory / path, chosen)
-                if all(part.codec is None for part in chosen):
-                    written_bytes = sum(part.nbytes for part in chosen)
-                    self.storage.note(written_bytes, time.perf_counter() - start_s)
                 aliases += [(index[name], index[other]) for name, other in shared.items()]
                 contents[path] = None
         return {
@@ -141,29 +133,10 @@ class BaseShare:
         }
         return volumes.Part(name.name, leaf.shape, chunk_shape(leaf, name.chunk_bytes), blocks)
 
-    def _with_codecs(self, parts: Mapping[int, volumes.Part]) -> dict[int, volumes.Part]:
-        """The parts, each with the codec that elements of its type get."""
-        by_type: dict[np.dtype, list[np.ndarray]] = {}
-        for part in parts.values():
-            for block in part.blocks.values():
-                by_type.setdefault(block.dtype, []).append(block)
-        chosen = {dtype: self._codec(blocks) for dtype, blocks in by_type.items()}
-        found = {}
-        for i, part in parts.items():
-            dtype = next(iter(part.blocks.values())).dtype
-            is_small = part.nbytes < _MIN_COMPRESSED_BYTES
-            found[i] = dataclasses.replace(part, codec=None if is_small else chosen[dtype])
-        return found
-
-    def _codec(self, blocks: Sequence[np.ndarray]) -> Codec | None:
-        """The codec of elements of one type."""
-        if self.compression != "auto":
-            return compression.named(self.compression)
-        largest = max(blocks, key=lambda block: block.nbytes)
-        if self.storage.bytes_s is None or largest.nbytes < _MIN_COMPRESSED_BYTES:
-            return None
-        speeds = compression.measured(planes.sample(largest))
-        return compression.choose(self.storage.bytes_s, speeds)
+    def _with_codec(self, part: volumes.Part) -> volumes.Part:
+        if part.nbytes < _MIN_COMPRESSED_BYTES:
+            return part
+        return dataclasses.replace(part, codec=codec_of(self.compression))
 
     def _unchanged(self, earlier: EarlierBase, sums: Mapping[int, int]) -> frozenset[int]:
         """The leaves of which this process's part may be what it was: it has the same sum."""

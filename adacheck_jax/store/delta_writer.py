@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -13,10 +13,9 @@ from adacheck_jax.format import pack_plan, planes
 from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.format.manifest import Encoding, Leaf
 from adacheck_jax.format.pack_plan import Extent, WritePlan
-from adacheck_jax.store import compression, equality, packs
+from adacheck_jax.store import equality, packs
 from adacheck_jax.store.buffers import Buffers
-from adacheck_jax.store.compression import Compression, Storage
-from adacheck_jax.store.zarr import Codec
+from adacheck_jax.store.zarr import Codec, Compression, codec_of
 
 
 @dataclass(slots=True)
@@ -25,13 +24,11 @@ class Habits:
 
     Attributes:
         choices: how leaves were chosen to be stored by themselves.
-        codec: of what is compressed, None where nothing is; unknown before the first delta.
         letters: how all stored leaves were encoded last.
         plan: of the packs, for these letters and no aliases.
     """
 
     choices: dict[int, Encoding] = field(default_factory=dict)
-    codec: Codec | Literal["unknown"] | None = "unknown"
     letters: tuple[tuple[int, Encoding], ...] | None = None
     plan: WritePlan | None = None
 
@@ -71,7 +68,6 @@ class DeltaShare:
         candidates: the leaves that are stored unless they are what they would be without it.
         previous: the same boxes of the parent, of the leaves that may be stored as differences.
         compression: what is compressed, and how.
-        storage: where it goes.
         habits: of the lineage's deltas; changed.
         buffers: where the pack is put together.
     """
@@ -81,7 +77,6 @@ class DeltaShare:
     candidates: tuple[int, ...]
     previous: Mapping[int, Blocks]
     compression: Compression
-    storage: Storage
     habits: Habits
     buffers: Buffers
 
@@ -159,11 +154,7 @@ class DeltaShare:
             return Encoding.SAME
         if previous is None:
             return self._whole(index)
-        pairs = ((block, previous[box]) for box, block in blocks.items())
-        if self.compression == "none":
-            same = all(equality.same_bits(block, old) for block, old in pairs)
-            return Encoding.SAME if same else Encoding.RAW
-        return planes.choose_difference(pairs)
+        return planes.choose_difference((block, previous[box]) for box, block in blocks.items())
 
     def _whole(self, index: int) -> Encoding:
         """How this process stores its boxes of one leaf by themselves."""
@@ -172,30 +163,14 @@ class DeltaShare:
         if index in self.habits.choices:
             return self.habits.choices[index]
         chosen = planes.choose_whole(self.blocks[index].values())
-        if chosen is Encoding.EXPONENTS and self._codec() is None:
-            chosen = Encoding.RAW
         if chosen is not Encoding.PLANES:  # zeros may be a matter of this step alone
             self.habits.choices[index] = chosen
         return chosen
 
     @property
     def codec(self) -> Codec:
-        """Of what is compressed."""
-        return self._codec() or "zstd"
-
-    def _codec(self) -> Codec | None:
-        """Of what is compressed in this lineage; None where exponents had better not be."""
-        if self.compression != "auto":
-            return compression.named(self.compression)
-        if self.habits.codec == "unknown":
-            # The record is most of what a delta stores.
-            blocks = (x for i in self.candidates for x in self.blocks[i].values() if x.size)
-            largest = max(blocks, key=lambda block: block.nbytes, default=None)
-            self.habits.codec = "zstd"  # where nothing is known of the storage
-            if largest is not None and self.storage.bytes_s is not None:
-                speeds = compression.measured(planes.exponents(largest))
-                self.habits.codec = compression.choose(self.storage.bytes_s, speeds)
-        return self.habits.codec
+        """Codec of the compressed array; without a wish of the caller zstd, for differences."""
+        return codec_of(self.compression) or "zstd"
 
 
 def write(

@@ -16,7 +16,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tensorstore as ts
@@ -133,20 +132,6 @@ def laid_out(
     sizes = [_Runs(size_bytes, zeros, kind).stored_bytes for size_bytes, zeros in sections]
     ends = list(itertools.accumulate(sizes, initial=0))
     return ends[:-1], ends[-1]
-
-
-def stored_bytes(data: np.ndarray, codecs: list[dict[str, Any]]) -> int:
-    """What some uint8 take when they are stored as one chunk."""
-    context = ts.Context()  # of its own: memory that is gone with it
-    spec = {
-        "driver": "zarr3",
-        "kvstore": {"driver": "memory", "path": "sample/"},
-        "metadata": zarr.metadata("uint8", data.shape, data.shape, codecs),
-        "store_data_equal_to_fill_value": True,
-    }
-    ts.open(spec, create=True, context=context).result().write(data).result()
-    memory = ts.KvStore.open({"driver": "memory", "path": "sample/"}, context=context).result()
-    return len(memory.read("c/0").result().value)
 
 
 def _zero_blocks(pack: np.ndarray, block_bytes: int) -> Ranges:

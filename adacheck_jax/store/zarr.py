@@ -9,11 +9,20 @@ from typing import Any, Literal
 Codec = Literal["lz4", "zstd"]
 """Of floating-point numbers some bits hardly ever change. LZ4 finds that once equal bits lie side
 by side; zstd, where bytes are planes already, by its entropy coder."""
+Compression = Literal["none", "fast", "small"]
+"""The caller's choice: no codec, LZ4, or zstd."""
+
+_CODECS: dict[Compression, Codec | None] = {"none": None, "fast": "lz4", "small": "zstd"}
 
 
 _FILE_BYTES = 64 << 20
 """Larger packs become several files, which are written at the same time: one after the other the
 page cache takes what one core copies."""
+
+
+def codec_of(compression: Compression) -> Codec | None:
+    """The codec that a caller chose; None for bytes as they are."""
+    return _CODECS[compression]
 
 
 def database_in(directory: Path) -> dict[str, Any]:
