@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from adacheck_jax.device import fingerprint
+from adacheck_jax.device import shard_sums
 from adacheck_jax.format.byte_loops import fingerprint_of, wait_until_compiled
 from benchmarks.common import environment
 
@@ -58,7 +58,7 @@ def device_rates(size_bytes: int, repeats: int) -> dict[str, float]:
             lambda x=array, f=total: f(x).block_until_ready(), size_bytes, repeats
         )
         rates[name] = rate_of(
-            lambda x=array: fingerprint.Summing({0: x}).dispatch({0: x}).sums(), size_bytes, repeats
+            lambda x=array: shard_sums.Summing({0: x}).dispatch({0: x}).sums(), size_bytes, repeats
         )
     return rates
 

@@ -6,11 +6,11 @@ import orbax.checkpoint as ocp
 import pytest
 
 import adacheck_jax as adacheck
-from adacheck_jax.format import manifest
+from adacheck_jax.format import manifest_file
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.manifest import Encoding
 from adacheck_jax.store import packs as arrays
-from adacheck_jax.store import volumes, zarr
+from adacheck_jax.store import volume_reader, volumes, zarr
 from tests import support
 
 
@@ -31,7 +31,7 @@ def test_what_a_codec_wrote_is_read_back(codec, tmp_path):
 
 
 def encodings(root, step):
-    return set(manifest.read(root / str(step) / "default").packs[0].encodings)
+    return set(manifest_file.read(root / str(step) / "default").packs[0].encodings)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_equal_leaves_of_compressed_bases_share_their_bytes(tmp_path):
 @pytest.mark.parametrize("codec", ["lz4", "zstd"])
 def test_what_an_earlier_base_holds_in_a_codec_is_kept(codec, tmp_path):
     array = np.random.default_rng(0).standard_normal((300, 200)).astype(np.float32)
-    part = volumes.Part("a", array.shape, (100, 200), {Box.full(array.shape): array}, codec)
+    part = volumes.ArrayPiece("a", array.shape, (100, 200), {Box.full(array.shape): array}, codec)
     volumes.write(tmp_path / "0", [part])
     plain = dataclasses.replace(part, codec=None)
     assert volumes.keep([("0", tmp_path / "0")], [plain], tmp_path / "kept") == {"a": "0"}
@@ -154,10 +154,10 @@ def test_equal_chunks_in_different_codecs_are_both_written(tmp_path):
     array = np.random.default_rng(0).standard_normal(5000).astype(np.float32)
     blocks = {Box.full(array.shape): array}
     parts = [
-        volumes.Part(name, array.shape, array.shape, blocks, codec)
+        volumes.ArrayPiece(name, array.shape, array.shape, blocks, codec)
         for name, codec in (("a", None), ("b", "lz4"), ("c", "lz4"))
     ]
     assert volumes.write(tmp_path, parts) == {"c": "b"}
     for part in parts:
-        ((_, found),) = volumes.ArrayReader(zarr.database_in(tmp_path), part.name).pieces()
+        ((_, found),) = volume_reader.ArrayReader(zarr.database_in(tmp_path), part.name).pieces()
         assert np.array_equal(found, array)

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import adacheck_jax as adacheck
-from adacheck_jax.format import lineage, manifest
+from adacheck_jax.format import lineage, manifest, manifest_file
 from tests import support
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
 
@@ -84,7 +84,7 @@ def restored(root, step, run):
 
 
 def is_base(root, step):
-    return isinstance(manifest.read(root / str(step) / "default"), manifest.BaseManifest)
+    return isinstance(manifest_file.read(root / str(step) / "default"), manifest.BaseManifest)
 
 
 def assert_unharmed(root, run, saved):
@@ -195,7 +195,7 @@ def test_an_error_of_the_disk_is_raised_once(tmp_path, monkeypatch, number):
             def broken(*_args, **_kwargs):
                 raise OSError(number, os.strerror(number))
 
-            patch.setattr("adacheck_jax.format.manifest.os.fsync", broken)
+            patch.setattr("adacheck_jax.format.durable.os.fsync", broken)
             errors = attempt(manager, run)
         assert [type(error) for error in errors] == [adacheck.StorageError]
         assert errors[0].__cause__.errno == number

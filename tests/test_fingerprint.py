@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from adacheck_jax.device import fingerprint, sharding, transfer, xla_call
+from adacheck_jax.device import fingerprint, shard_sums, sharding, transfer, xla_call
 from adacheck_jax.format.boxes import Box, grid
 from adacheck_jax.format.byte_loops import fingerprint_of
 from adacheck_jax.format.fingerprint import combine
@@ -81,7 +81,7 @@ def of_parts(array, boxes):
 
 
 def device_sums(arrays):
-    return fingerprint.Summing(arrays).dispatch(arrays)
+    return shard_sums.Summing(arrays).dispatch(arrays)
 
 
 def of_arrays(arrays):
@@ -372,7 +372,7 @@ def test_the_guard_waits_for_a_replica_that_is_just_being_taken(monkeypatch):
     array = jax.device_put(np.arange(128, dtype=np.float32), whole)
     pick = (Box.full((128,)), 0, (slice(0, 128),))
     parts = fingerprint.Contributions(
-        {0: array}, {0: [pick]}, every_replica=True, owned=True, summing=fingerprint.Summing({})
+        {0: array}, {0: [pick]}, every_replica=True, owned=True, summing=shard_sums.Summing({})
     )
     taking, go_on, take = threading.Event(), threading.Event(), fingerprint._HostShard.wait
 

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import adacheck_jax as adacheck
 from adacheck_jax.device import transfer
-from adacheck_jax.format import manifest
+from adacheck_jax.format import manifest, manifest_file
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.store import links, volumes
 from adacheck_jax.tools import inspection
@@ -53,7 +53,7 @@ def new_bytes(root, step):
 
 
 def base_of(root, step):
-    return manifest.read(root / str(step) / "default")
+    return manifest_file.read(root / str(step) / "default")
 
 
 def names(pairs, leaves):

@@ -30,7 +30,7 @@ from adacheck_jax.format import durable
 from adacheck_jax.format import manifest as manifests
 from adacheck_jax.format.manifest import BaseManifest, Leaf
 from adacheck_jax.restore import base_reader
-from adacheck_jax.store import volumes
+from adacheck_jax.store import volume_reader
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class _DescribedArrays(ocp.type_handlers.ArrayHandler):
         shardings: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):  # its digest is held against the manifest
             shardings = json.loads((directory / manifests.SHARDINGS).read_bytes())
-        found = volumes.described(directory, [info.name for info in infos])
+        found = volume_reader.described(directory, [info.name for info in infos])
         return [
             ocp.metadata.ArrayMetadata(
                 name=info.name,

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from adacheck_jax.device.sharding import Layout
-from adacheck_jax.format.boxes import Cuts, grid
-from adacheck_jax.format.chunks import largest_divisor
+from adacheck_jax.format.boxes import Cuts, grid, largest_divisor
 
 
 @dataclass(frozen=True, slots=True)

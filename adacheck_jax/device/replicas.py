@@ -171,11 +171,11 @@ def _replicated(
     return tuple((box, holders) for box, holders in held if box.size and len(holders) > 1)
 
 
-Place = tuple[int, str, jax.sharding.Sharding, tuple[int, ...]]
+ReplicatedLeaf = tuple[int, str, jax.sharding.Sharding, tuple[int, ...]]
 """Index, path, sharding and shape of a leaf that has replicas."""
 
 
-def places(paths: Sequence[str], arrays: Sequence[Any]) -> tuple[Place, ...]:
+def replicated_leaves(paths: Sequence[str], arrays: Sequence[Any]) -> tuple[ReplicatedLeaf, ...]:
     """The leaves that have replicas; what is no jax array has none.
 
     Args:
@@ -201,7 +201,7 @@ class Check:
         where: the leaves that have replicas.
     """
 
-    def __init__(self, mode: Mode, where: Sequence[Place]) -> None:
+    def __init__(self, mode: Mode, where: Sequence[ReplicatedLeaf]) -> None:
         self.mode: Mode = mode
         self._places = where if mode != "off" else ()
 
@@ -321,7 +321,7 @@ def replica_report(state: trees.PyTree) -> ReplicaReport:
     arrays: list[Any] = [
         transfer.raw(leaf) if isinstance(leaf, jax.Array) else None for leaf in named.values()
     ]
-    sites = tuple(Check("raise", places(tuple(named), arrays)).sites())
+    sites = tuple(Check("raise", replicated_leaves(tuple(named), arrays)).sites())
     watched = {site.leaf: arrays[site.leaf] for site in sites}
     parts = fingerprint.Contributions(watched, dict.fromkeys(watched, ()), every_replica=True)
     parts.sums()

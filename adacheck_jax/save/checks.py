@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from adacheck_jax.device import fingerprint, jax_settings, transfer
-from adacheck_jax.device.fingerprint import Summing
+from adacheck_jax.device.shard_sums import Summing
 from adacheck_jax.format.fingerprint import words_of
 from adacheck_jax.save.exported_update import Engine, Program
 from adacheck_jax.save.snapshot import Structure

@@ -23,11 +23,11 @@ import jax
 from adacheck_jax.device import fingerprint
 from adacheck_jax.device.replicas import Check
 from adacheck_jax.errors import AdaCheckError, MismatchError, storage_named
-from adacheck_jax.format import durable, lineage
+from adacheck_jax.format import durable, lineage, manifest_file
 from adacheck_jax.format import manifest as manifests
 from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.format.fingerprint import combine
-from adacheck_jax.format.lineage import Entry, Lineage
+from adacheck_jax.format.lineage import Lineage, LineageStep
 from adacheck_jax.format.manifest import (
     BaseManifest,
     Caution,
@@ -42,8 +42,8 @@ from adacheck_jax.save import exchange, policy
 from adacheck_jax.save.exported_update import Program, Programs
 from adacheck_jax.save.snapshot import Structure
 from adacheck_jax.store import claims, delta_writer, equality, links, volumes
-from adacheck_jax.store.base_writer import BaseShare
-from adacheck_jax.store.delta_writer import DeltaShare
+from adacheck_jax.store.base_writer import BaseWriter
+from adacheck_jax.store.delta_writer import DeltaWriter
 from adacheck_jax.update import replay
 
 
@@ -89,7 +89,7 @@ class StepShare:
     step: int
     decision: policy.Decision
     fingerprints: fingerprint.Contributions
-    delta: DeltaShare | None
+    delta: DeltaWriter | None
     local: Mapping[int, Blocks]
     counts: policy.Counts | None = None
     settle: Callable[[], None] | None = None
@@ -161,7 +161,7 @@ class Save:
     directory_step: int | None
     replayable: bool
     custom_metadata: Any
-    base: BaseShare | None
+    base: BaseWriter | None
     before: int
     caution: Caution
     replicas: Check
@@ -274,7 +274,7 @@ class Save:
             self.own.sum_up()  # what an earlier base holds is told by them
             if process == 0:
                 for platform, data in self._program().files.items():
-                    durable.write(directory / manifests.update_file(platform), data)
+                    durable.write(directory / manifest_file.update_file(platform), data)
             assert self.base is not None
             part |= self.base.write(directory, process, self.own.sums)
         else:
@@ -302,7 +302,7 @@ class Save:
 
     def _write_deltas(self, directory: Path, process: int) -> list[dict[str, Any]]:
         assert self.own.delta is not None
-        buffers, codec = self.own.delta.buffers, self.own.delta.codec
+        buffers, codec = self.own.delta.memory, self.own.delta.codec
         packed = []
         for each in self.steps:
             assert each.delta is not None
@@ -388,10 +388,10 @@ class Save:
         # The manifest makes the step exist, and nothing is written after it. All that is not
         # durable yet becomes so at once, which the journal of a file system takes as one. Orbax's
         # rename comes next.
-        self.manifest = manifests.write(directory, manifest)
-        durable.sync_tree(directory, directory / manifests.FILE)
-        self.stamp = manifests.stamp(directory)
-        self.whole[self.final_directory] = links.files_of(Entry(self.manifest, directory))
+        self.manifest = manifest_file.write(directory, manifest)
+        durable.sync_tree(directory, directory / manifest_file.FILE)
+        self.stamp = manifest_file.stamp(directory)
+        self.whole[self.final_directory] = links.files_of(LineageStep(self.manifest, directory))
 
     def _base_manifest(self) -> BaseManifest:
         structure, program, update = self.structure, self._program(), None

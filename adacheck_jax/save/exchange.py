@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from adacheck_jax.errors import AdaCheckError, ReplayError
-from adacheck_jax.format.manifest import DIRECTORY
+from adacheck_jax.format.manifest_file import DIRECTORY
 
 Part = dict[str, Any]
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adacheck_jax.errors import AdaCheckError
-from adacheck_jax.format import lineage
-from adacheck_jax.format import manifest as manifests
+from adacheck_jax.format import lineage, manifest_file
 from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.format.lineage import Lineage
 from adacheck_jax.format.manifest import DeltaManifest
@@ -135,7 +134,7 @@ class Heads:
         try:
             if save.manifest is None:  # another process committed it
                 head.known = lineage.follow([save.parent] if save.parent else [], head.directory)
-            elif save.stamp != manifests.stamp(head.directory):
+            elif save.stamp != manifest_file.stamp(head.directory):
                 return None
             elif isinstance(save.manifest, DeltaManifest) and save.parent is not None:
                 head.known = save.parent.followed_by(

@@ -39,10 +39,10 @@ from adacheck_jax.save.policy import Counts, Decision, Tip
 from adacheck_jax.save.run import Recorded, Run
 from adacheck_jax.save.snapshot import Snapshot, Snapshots, Structure
 from adacheck_jax.store import claims
-from adacheck_jax.store.base_writer import BaseShare, EarlierBase
-from adacheck_jax.store.buffers import Buffers
-from adacheck_jax.store.delta_writer import DeltaShare, Habits
+from adacheck_jax.store.base_writer import BaseWriter, EarlierBase
+from adacheck_jax.store.delta_writer import DeltaEncodings, DeltaWriter
 from adacheck_jax.store.retention import KeepLineage
+from adacheck_jax.store.reused_memory import ReusedMemory
 from adacheck_jax.store.zarr import Compression
 from adacheck_jax.update import replay
 from adacheck_jax.update.binding import Recorders
@@ -170,8 +170,8 @@ class Saver:
         self._unrecorded: tuple[int, str] | None = None
         self._base: EarlierBase | None = None
         self._compression: Compression = compression
-        self._habits = Habits()
-        self._buffers = Buffers(_KEPT_BYTES)
+        self._encodings = DeltaEncodings()
+        self._memory = ReusedMemory(_KEPT_BYTES)
         self._returns_early = returns_early
         self._waiting: Held | None = None
         self._said: set[str] = set()
@@ -421,7 +421,7 @@ class Saver:
         if save.is_base:
             leaves = save.structure.leaves
             self._base = EarlierBase(head.directory, save.step, leaves, save.own.sums)
-            self._habits = Habits()
+            self._encodings = DeltaEncodings()
         self._heads.advance(head)
         self._run.restart(head)
 
@@ -606,7 +606,7 @@ class Saver:
         step: int,
         decision: Decision,
         held: Held,
-        delta: DeltaShare | None,
+        delta: DeltaWriter | None,
     ) -> StepShare:
         picks = snapshot.structure.local_picks
         local = stage({i: snapshot.arrays[i] for i in picks}, picks)
@@ -643,8 +643,8 @@ class Saver:
 
     def _base_share(
         self, structure: Structure, held: Held, earlier: EarlierBase | None
-    ) -> BaseShare:
-        return BaseShare(
+    ) -> BaseWriter:
+        return BaseWriter(
             structure.leaves,
             held.staged,
             earlier,
@@ -660,15 +660,15 @@ class Saver:
         stored: tuple[int, ...],
         before: Mapping[int, Blocks],
         decision: Decision,
-    ) -> DeltaShare:
-        return DeltaShare(
+    ) -> DeltaWriter:
+        return DeltaWriter(
             structure.leaves,
             held.staged,
             stored,
             host_copies.comparable(before, structure, decision),
             self._compression,
-            self._habits,
-            self._buffers,
+            self._encodings,
+            self._memory,
         )
 
     def _hold(

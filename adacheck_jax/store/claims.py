@@ -15,8 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from adacheck_jax.errors import StorageError
-from adacheck_jax.format import manifest as manifests
-from adacheck_jax.format import roots
+from adacheck_jax.format import manifest_file, roots
 from adacheck_jax.store.links import PROBE_PREFIX
 
 _PREFIX = ".claim."
@@ -80,7 +79,7 @@ def committing(directory: Path, process: int, token: str) -> Iterator[None]:
             raise
         else:
             if not _is_same(directory, descriptor):  # whoever made this one waits for the lock
-                (directory / manifests.FILE).unlink(missing_ok=True)
+                (directory / manifest_file.FILE).unlink(missing_ok=True)
                 raise _lost(directory)
         finally:
             os.close(descriptor)
@@ -88,12 +87,12 @@ def committing(directory: Path, process: int, token: str) -> Iterator[None]:
 
 def remove(directory: Path) -> None:
     """Removes the claims of all processes, before the manifest is written."""
-    for path in (directory / manifests.DIRECTORY).glob(f"{_PREFIX}*"):
+    for path in (directory / manifest_file.DIRECTORY).glob(f"{_PREFIX}*"):
         path.unlink()
 
 
 def _claim(directory: Path, process: int) -> Path:
-    return directory / manifests.DIRECTORY / f"{_PREFIX}{process}"
+    return directory / manifest_file.DIRECTORY / f"{_PREFIX}{process}"
 
 
 def _take(directory: Path, process: int, token: str) -> None:

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from adacheck_jax.errors import LineageError
-from adacheck_jax.format import manifest as manifests
-from adacheck_jax.format.lineage import LINEAGE, Entry, Lineage
+from adacheck_jax.format import manifest_file
+from adacheck_jax.format.lineage import LINEAGE, Lineage, LineageStep
 from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.format.roots import TMP_SUFFIX
 
@@ -44,7 +44,7 @@ def can_link(directory: Path) -> bool:
     return True
 
 
-def files_of(entry: Entry) -> frozenset[str]:
+def files_of(entry: LineageStep) -> frozenset[str]:
     """Every file of a step, and of what is linked into it, as links to them will be named.
 
     Args:
@@ -76,8 +76,8 @@ def link_ancestors(
             if not entry.is_link:  # those are found where they are linked into
                 _link(_files_of(entry), os.fspath(item_directory / LINEAGE), made)
         # Whoever deletes a step may have begun before, and not be done yet.
-        every = {f"{each.step}.{manifests.NAME}" for each, _ in lineage.saves}
-        every |= expected | {f"{lineage.base.step}/{manifests.FILE}"}
+        every = {f"{each.step}.{manifest_file.NAME}" for each, _ in lineage.saves}
+        every |= expected | {f"{lineage.base.step}/{manifest_file.FILE}"}
         lost = min(every - made, default=None)
     except FileNotFoundError as error:
         lost = error.filename
@@ -111,7 +111,7 @@ def _link(files: Iterator[tuple[str, str]], top: str, made: set[str]) -> None:
         made.add(name)
 
 
-def _files_of(entry: Entry) -> Iterator[tuple[str, str]]:
+def _files_of(entry: LineageStep) -> Iterator[tuple[str, str]]:
     """The files of a step in its own directory, and of what is linked into it.
 
     Yields:
@@ -125,7 +125,7 @@ def _files_of(entry: Entry) -> Iterator[tuple[str, str]]:
     if isinstance(entry.manifest, BaseManifest):
         yield from _below(item, f"{step}/")
         return
-    with os.scandir(f"{item}/{manifests.DIRECTORY}") as found:
+    with os.scandir(f"{item}/{manifest_file.DIRECTORY}") as found:
         for each in found:
             if not each.is_dir(follow_symlinks=False):
                 yield f"{step}.{each.name}", each.path
