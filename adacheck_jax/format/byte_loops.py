@@ -109,7 +109,7 @@ def split(
 
     Args:
         words: unsigned words of any width, one-dimensional.
-        old: the same number of words of the parent step; None for ``ROTATE``.
+        old: words of the parent step, as many; None for ``ROTATE``.
         way: ``ROTATE`` turns the words left by one bit, ``XOR`` takes the bits that differ from the
             old words, ``SUBTRACT`` the zigzag-folded difference.
         low: memory for the first planes, uint8 of shape (planes, words).
@@ -145,7 +145,7 @@ def _are_plain(*arrays: np.ndarray) -> bool:
 def split_by_numpy(
     words: np.ndarray, old: np.ndarray, way: int, low: np.ndarray, high: np.ndarray
 ) -> None:
-    """:func:`split` before it is compiled; ``old`` is not read for ``ROTATE``."""
+    """Splits words as :func:`split` does, by numpy; ``old`` is not read for ``ROTATE``."""
     bits = 8 * words.itemsize
     signed = np.dtype(f"i{words.itemsize}")
     for first in range(0, words.size, _BLOCK_WORDS):
@@ -163,7 +163,7 @@ def split_by_numpy(
 
 
 def join_by_numpy(words: np.ndarray, way: int, low: np.ndarray, high: np.ndarray) -> None:
-    """:func:`join` before it is compiled."""
+    """Joins planes as :func:`join` does, by numpy."""
     bits = 8 * words.itemsize
     for first in range(0, words.size, _BLOCK_WORDS):
         block = slice(first, first + _BLOCK_WORDS)

@@ -71,6 +71,21 @@ def _weight_of(number: Any, first: Any, stop: Any, shape: Any, starts: Any) -> A
 
 
 @_inlined
+def _factors_within_run(axis: Any, width: Any, shape: Any, starts: Any, rank: Any) -> Any:
+    """Factors of the places of one run along an axis, times the weights of the axes after it."""
+    first, length = starts[axis] % RUN, shape[axis]
+    places = range(0, RUN)
+    if first + length <= RUN:  # a short axis does not meet all of them
+        places = range(first, first + length)
+    factors = np.empty(RUN * width, np.uint64)
+    for place in places:
+        for rest in range(width):
+            of_rest = _weight_of(rest, axis + 1, rank, shape, starts)
+            factors[place * width + rest] = _factor(place, axis, 0) * of_rest
+    return factors
+
+
+@_inlined
 def _sum_of_four(words: Any, a: Any, b: Any, c: Any, d: Any, factors: Any, weights: Any) -> Any:
     """Weighted sum of four stretches of words; far apart, they keep the memory busy."""
     count = factors.size
@@ -100,7 +115,7 @@ def _sum_of_one(words: Any, start: Any, factors: Any) -> Any:
 
 
 @_inlined
-def _multilinear(words: Any, shape: Any, starts: Any, rank: Any) -> Any:  # noqa: PLR0912
+def _multilinear(words: Any, shape: Any, starts: Any, rank: Any) -> Any:
     """Partial sum of flat words that have ``rank`` axes."""
     if rank == 0:
         return np.uint64(words[0])
@@ -114,21 +129,10 @@ def _multilinear(words: Any, shape: Any, starts: Any, rank: Any) -> Any:  # noqa
         row_count *= shape[each]
     run_length = RUN * width
     length, start = shape[axis] * width, starts[axis] * width
-    places = range(0, RUN)
-    if start % run_length + length <= run_length:  # of a short axis not all are met
-        places = range(start % run_length // width, (start % run_length + length) // width)
-    within = np.empty(run_length, np.uint64)
-    for place in places:
-        for rest in range(width):
-            of_rest = _weight_of(rest, axis + 1, rank, shape, starts)
-            within[place * width + rest] = _factor(place, axis, 0) * of_rest
+    within = _factors_within_run(axis, width, shape, starts, rank)
     rows = np.empty(row_count, np.uint64)
-    if axis == 1:
-        for row in range(row_count):
-            rows[row] = _weight(starts[0] + row, 0)
-    else:
-        for row in range(row_count):
-            rows[row] = _weight_of(row, 0, axis, shape, starts)
+    for row in range(row_count):
+        rows[row] = _weight_of(row, 0, axis, shape, starts)
     total = np.uint64(0)
     weights = np.empty(_STREAMS, np.uint64)
     # Of few long rows four runs at a time, of many rows the same run of four rows.
@@ -179,12 +183,12 @@ def _size(shape: Any, rank: Any) -> Any:
 
 @_kept
 def multilinear_1(address: Any, shape: Any, starts: Any, rank: Any) -> Any:
-    """Partial sum of the words of one byte at an address; of none zero.
+    """Partial sum of words of one byte at an address; 0 if there are no words.
 
     Args:
-        address: of the first word.
-        shape: int64, the lengths of the axes, and perhaps more.
-        starts: int64, the position of the first word along each axis, and perhaps more.
+        address: address of the first word.
+        shape: lengths of the axes, int64 of length ``rank`` or more.
+        starts: position of the first word along each axis, int64 of length ``rank`` or more.
         rank: number of axes.
     """
     size = _size(shape, rank)

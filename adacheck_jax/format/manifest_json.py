@@ -376,9 +376,8 @@ def _leaf(body: dict[str, Any]) -> Leaf:
         )
     if max(len(leaf.shape), len(leaf.cuts)) > MAX_AXES:
         raise ValueError(f"leaf {_shown(leaf.path)}: {len(leaf.shape)} axes")
-    if (
-        math.prod(filter(None, leaf.shape)) * leaf.itemsize_bytes > MAX_STATE_BYTES
-    ):  # bounded for empty arrays too
+    # Bounded for empty arrays too.
+    if math.prod(filter(None, leaf.shape)) * leaf.itemsize_bytes > MAX_STATE_BYTES:
         raise ValueError(f"leaf {_shown(leaf.path)}: an array of shape {leaf.shape}")
     lengths = tuple(points[-1] for points in leaf.cuts)
     count = math.prod(max(1, len(points) - 1) for points in leaf.cuts)
