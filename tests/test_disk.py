@@ -158,7 +158,7 @@ def test_a_read_only_disk_is_told_at_once_and_training_goes_on(small_disk):
 def test_a_root_that_vanishes_while_a_save_is_in_flight(tmp_path, monkeypatch, target):
     run = support.dict_run(mesh_of((2, 2)))
     root = tmp_path / "root"
-    options = {"max_deltas": 20 if "arrays" in target else 0}
+    options = {"max_deltas": 20 if "packs" in target else 0}
     with manager_of(root, adacheck.AdaCheckHandler(run.recorder, **options)) as manager:
         save_steps(manager, run, 2)
         with monkeypatch.context() as patch:
