@@ -34,7 +34,7 @@ import orbax.checkpoint as ocp
 
 import adacheck_jax as adacheck
 from adacheck_jax.device import trees
-from adacheck_jax.format import manifest as manifests
+from adacheck_jax.format import manifest_file
 from adacheck_jax.format import planes as codecs
 from adacheck_jax.format.manifest import BaseManifest, Encoding
 from adacheck_jax.store import packs as arrays
@@ -119,7 +119,7 @@ class Saved:
             written[name] = new_bytes(self._root / name / str(step))
         leaves = {path: np.array(leaf) for path, leaf in trees.flatten(state)[0].items()}
         self._leaf_bytes = sum(leaf.nbytes for leaf in leaves.values())
-        manifest = manifests.read(self._root / "bits" / str(step) / "default")
+        manifest = manifest_file.read(self._root / "bits" / str(step) / "default")
         former, self._former = self._former, leaves
         if isinstance(manifest, BaseManifest):
             return

@@ -16,13 +16,12 @@ import optax
 from flax import linen as nn
 
 from adacheck_jax.cli.demo.train_lm import corpus
-from adacheck_jax.format import lineage
-from adacheck_jax.format import manifest as manifests
+from adacheck_jax.format import lineage, manifest_file
 from adacheck_jax.save.commit import versions
 
 CONTEXT, BATCH = 64, 16
 _HEAD_WIDTH = 32
-_LINKS = (lineage.LINEAGE, f"{manifests.DIRECTORY}/kept")
+_LINKS = (lineage.LINEAGE, f"{manifest_file.DIRECTORY}/kept")
 """Folders of a step that hold nothing but links to earlier steps."""
 
 

@@ -39,7 +39,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import adacheck_jax as adacheck
 from adacheck_jax.cli.demo.train_lm import corpus
 from adacheck_jax.device import trees
-from adacheck_jax.format import manifest as manifests
+from adacheck_jax.format import manifest_file
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest
 from adacheck_jax.update.recorder import RECORD_FIELD
 from benchmarks.common import (
@@ -415,7 +415,7 @@ def saved(root: Path, sizes: Mapping[int, int]) -> Saved:
     stored: set[str] = set()
     base = None
     for step, size in sizes.items():
-        manifest = manifests.read(root / str(step) / "default")
+        manifest = manifest_file.read(root / str(step) / "default")
         if isinstance(manifest, BaseManifest):
             base, update = manifest, manifest.update
             bases.append(size)

@@ -30,8 +30,8 @@ import orbax.checkpoint as ocp
 
 import adacheck_jax as adacheck
 from adacheck_jax.adapter import base_checkpoint, descriptions, handler, restoring
-from adacheck_jax.device import fingerprint, transfer
-from adacheck_jax.format import durable, manifest
+from adacheck_jax.device import shard_sums, transfer
+from adacheck_jax.format import durable, manifest_file
 from adacheck_jax.restore import patches, restorer
 from adacheck_jax.save import commit, saver, staged
 from adacheck_jax.store import delta_writer, links
@@ -48,15 +48,15 @@ SAVE = [
     ("    plan", saver.Planner, "plan_save"),
     ("    copy", saver.Saver, "_copies"),
     ("      copy on the devices", transfer, "copies"),
-    ("      dispatch fingerprints", fingerprint.Summing, "dispatch"),
+    ("      dispatch fingerprints", shard_sums.Summing, "dispatch"),
     ("write, in the background", commit.Save, "write"),
     ("  wait for the record", staged.StagedStep, "bring"),
     ("  wait for fingerprints", staged.StagedStep, "sums"),
     ("  link ancestors", links, "link_ancestors"),
-    ("  pack", delta_writer.DeltaShare, "packed"),
+    ("  pack", delta_writer.DeltaWriter, "packed"),
     ("  store and sync the pack", delta_writer, "write"),
     ("commit", commit.Save, "commit"),
-    ("  write the manifest", manifest, "write"),
+    ("  write the manifest", manifest_file, "write"),
     ("  sync names and manifest", durable, "sync_tree"),
 ]
 RESTORE = [

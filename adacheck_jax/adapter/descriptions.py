@@ -20,7 +20,7 @@ from adacheck_jax.device import transfer, trees
 from adacheck_jax.errors import AdaCheckError, IntegrityError, unreadable
 from adacheck_jax.format import manifest as manifests
 from adacheck_jax.format.manifest import BaseManifest, Leaf
-from adacheck_jax.store import volumes
+from adacheck_jax.store import volume_reader
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class DescribedArrays(ocp.type_handlers.ArrayHandler):
         # Damage of this file is found by its digest in the manifest.
         with contextlib.suppress(OSError, ValueError):
             shardings = json.loads((directory / manifests.SHARDINGS).read_bytes())
-        found = volumes.described(directory, [info.name for info in infos])
+        found = volume_reader.described(directory, [info.name for info in infos])
         return [
             ocp.metadata.ArrayMetadata(
                 name=info.name,

@@ -38,8 +38,8 @@ from adacheck_jax.save.saver import Saver
 from adacheck_jax.save.share import Destination
 from adacheck_jax.save.situation import Delta, Options
 from adacheck_jax.store.base_writer import Name, chunk_shape
-from adacheck_jax.store.compression import Compression
 from adacheck_jax.store.retention import KeepLineage
+from adacheck_jax.store.zarr import Compression
 from adacheck_jax.update.binding import RecorderArgument, recorders_of
 
 _log = logging.getLogger(__name__)
@@ -81,10 +81,11 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             devices. Leaves that replay does not reproduce are stored. Where a save had returned
             before its step was computed, the state is gone when that is found: the save fails,
             and the run becomes cautious: from then on saves are checked before they return.
-        compression: lossless. Of a delta's leaves a sample tells what compresses: of gradients the
-            exponents. ``"small"`` compresses with zstd, ``"fast"`` with LZ4, in less than a third
-            of the time and a little larger; ``"none"`` stores all as it is, and ``"auto"`` does
-            what has it stored soonest, by what a sample and the last base took.
+        compression: lossless. ``"none"`` stores records and whole leaves as they are, and
+            compresses the differences of a delta alone, which exist to be compressed; ``"fast"``
+            compresses all with LZ4, ``"small"`` with zstd, which takes about three times as long
+            and gives a little less. A sample tells what of a leaf compresses: of gradients the
+            exponents.
         check_replicas: what to do when devices that are declared to hold the same bits do not,
             which every save looks for by their fingerprints: ``"warn"`` logs which and saves the
             step as one of them has it; ``"raise"`` refuses
@@ -114,7 +115,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         keep_lineage: KeepLineage | None = None,
         delta: Delta = "auto",
         check: Check = "sample",
-        compression: Compression = "auto",
+        compression: Compression = "none",
         check_replicas: replicas.Mode = "warn",
     ) -> None:
         self._options = Options(

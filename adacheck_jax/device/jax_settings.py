@@ -1,4 +1,4 @@
-"""The jax settings that this library's own work runs under, whatever its caller debugs with."""
+"""The jax settings of this library's own programs, whatever the caller has set."""
 
 from __future__ import annotations
 
@@ -10,24 +10,23 @@ import jax
 
 @contextlib.contextmanager
 def own(x64: bool | None = None) -> Iterator[None]:
-    """Switches off, in this thread, what helps users to find faults of theirs.
+    """Switches off, in this thread, the settings that help users to debug their own programs.
 
-    A transfer that a save or a restore makes is one that was asked for; a NaN or an infinity in a
-    state is to be saved like any other value; and the shapes and data types that the library's
-    programs combine are its own affair. None of these settings changes what a program computes.
-    Nor does an ambient mesh belong in those programs (``jax.set_mesh``): their arrays say where
-    they lie. It also decorates a function::
+    Transfers of a save or a restore were asked for; NaNs and infinities are saved like any other
+    value; and the shapes and data types that the library's programs combine are its own affair.
+    None of these settings changes results. An ambient mesh (``jax.set_mesh``) does not apply
+    either: the arrays' own shardings do. It also decorates a function::
 
-        @settings.own()
+        @jax_settings.own()
         def restore(): ...
 
     Args:
-        x64: whether arrays may have 64-bit elements; None for what the calling thread has. Settings
-            belong to threads, so a new one has to be told.
+        x64: True if arrays may have 64-bit elements; None for the calling thread's setting. A new
+            thread does not inherit settings.
     """
     with contextlib.ExitStack() as stack:
         if not jax.sharding.get_abstract_mesh().empty:
-            with contextlib.suppress(ValueError):  # inside a trace, which the caller is told of
+            with contextlib.suppress(ValueError):  # inside a trace, which raises elsewhere
                 stack.enter_context(jax.set_mesh(None))
         stack.enter_context(jax.transfer_guard("allow"))
         stack.enter_context(jax.debug_nans(False))

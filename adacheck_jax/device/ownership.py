@@ -1,6 +1,6 @@
 """The process that writes each box.
 
-Declared replicas are dropped by :mod:`~adacheck_jax.device.sharding`; here each remaining box gets
+Declared replicas fall together in :mod:`~adacheck_jax.device.sharding`; here each distinct box gets
 one owner. Every process computes the same owners from the same layouts, with no exchange.
 """
 
@@ -12,16 +12,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from adacheck_jax.device.sharding import Layout
-from adacheck_jax.format.boxes import Cuts, grid
-from adacheck_jax.format.chunks import largest_divisor
+from adacheck_jax.format.boxes import Cuts, grid, largest_divisor
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """How the writing of one leaf is shared.
+    """Boxes of one leaf that are written, and their owners.
 
     Attributes:
-        cuts: of the boxes that are written: those of its layout, or finer ones.
+        cuts: cut points of the boxes: those of the leaf's layout, or finer ones.
         owners: the process that writes each box, in grid order.
     """
 
@@ -32,17 +31,17 @@ class Share:
 def share_out(
     layouts: Sequence[Layout], itemsizes_bytes: Sequence[int], first: frozenset[int]
 ) -> list[Share]:
-    """Chooses who writes what, balancing bytes over processes.
+    """Chooses the owner of each box, balancing bytes over processes.
 
     A large box that several processes hold is cut into equal pieces, if possible one for each of
-    them; small ones are not split. What is left to choose is dealt out largest first, each piece to
-    the process that holds it and has least so far.
+    them; small boxes are not cut. Boxes and pieces with several holders are dealt out largest
+    first, each to the holder with the fewest bytes so far.
 
     Args:
-        layouts: one a leaf.
+        layouts: layout of each leaf.
         itemsizes_bytes: bytes of one element of each leaf.
-        first: leaves that are balanced among themselves before the others are dealt out: those
-            that every delta writes.
+        first: indices of leaves that are balanced among themselves before the others: those that
+            every delta writes.
 
     Returns:
         One share a leaf.
@@ -51,7 +50,7 @@ def share_out(
     owners = [[0] * len(draft.replicas) for draft in drafts]
     last = max((held[-1] for draft in drafts for held in draft.replicas), default=0)
     load_bytes = np.zeros(last + 1, np.int64)
-    # Equal holders are one object mostly; it is looked up among the loads as an array.
+    # Equal tuples of holders are mostly one object, converted to an array once.
     arrays: dict[tuple[int, ...], np.ndarray] = {}
     for group in (first, frozenset(range(len(drafts))) - first):
         pieces = []
@@ -84,9 +83,9 @@ def _cut(layout: Layout, itemsize_bytes: int) -> Layout:
     """Cuts large boxes that several processes hold.
 
     Returns:
-        A layout with finer cuts. Where there is a piece for each process that holds a box, each
-        piece is left to one of them: leaves of one shape and sharding are then shared out alike,
-        and whether two are equal is seen by every process for itself.
+        A layout with finer cuts. Where there is one piece for each holder of a box, each piece gets
+        one holder: leaves of one shape and sharding are then shared out alike, and every process
+        sees by itself which of its pieces are equal.
     """
     boxes = grid(layout.cuts)
     size_bytes = boxes[0].size * itemsize_bytes
@@ -96,7 +95,7 @@ def _cut(layout: Layout, itemsize_bytes: int) -> Layout:
     most = min(fewest, size_bytes // _MIN_PIECE_BYTES)
     divisors = [largest_divisor(length, most) for length in boxes[0].shape]
     count = max(divisors)
-    axis = divisors.index(count)  # of several the first, so that pieces are contiguous
+    axis = divisors.index(count)  # the first such axis, so that pieces are contiguous
     length = boxes[0].shape[axis]
     cuts = list(layout.cuts)
     cuts[axis] = tuple(range(0, layout.cuts[axis][-1] + 1, length // count))

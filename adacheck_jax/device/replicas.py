@@ -1,13 +1,13 @@
-"""Replicas that are declared equal and are not.
+"""Replicas that are declared equal and differ.
 
 A sharding that does not cut an array along a mesh axis declares that the devices along that axis
 hold the same bits. Nothing in a running program checks it: a missing ``psum``, an input that
-differs between hosts, or a device that computes wrongly leaves replicas that drift apart in
-silence. Here the partial fingerprints of all replicas of a box are compared: eight bytes a shard,
-and no array data, leave the devices.
+differs between hosts, or a faulty device leaves replicas that drift apart in silence. Here the
+partial fingerprints of all replicas of a box are compared: eight bytes a shard, and no array data,
+leave the devices.
 
-Within a process every replica is compared. Across processes each sends one sum a box that others
-hold too, and the sums of single devices only where its own disagree.
+Within a process every replica is compared. Across processes each sends one sum for every box that
+others hold too, and the sums of single devices only where its own disagree.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from adacheck_jax.device.fingerprint import ReplicaSums
 from adacheck_jax.device.sharding import Holder, holders_of
 from adacheck_jax.errors import ReplicaError
 from adacheck_jax.format.boxes import Box
+from adacheck_jax.format.fingerprint import from_words, to_words
 
 _log = logging.getLogger(__name__)
 
@@ -41,9 +42,9 @@ class Site:
     """A box that several devices hold.
 
     Attributes:
-        leaf: index of the leaf.
-        path: its leaf path.
-        box: in global coordinates.
+        leaf: leaf index.
+        path: leaf path.
+        box: the box in global coordinates.
         holders: devices of all processes that hold the box, ascending.
     """
 
@@ -54,23 +55,23 @@ class Site:
 
     @property
     def is_shared(self) -> bool:
-        """Whether devices of several processes hold the box."""
+        """True if devices of several processes hold the box."""
         return self.holders[0].process != self.holders[-1].process
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """One box of which the replicas differ.
+    """One box whose replicas differ.
 
     Attributes:
         path: leaf path.
-        box: in the leaf's global coordinates.
-        devices: the devices in the minority, such as ``"gpu:3"``; in a tie every device that holds
-            the box.
-        processes: the processes (hosts) that each of ``devices`` belongs to, in the same order.
-        agreeing_count: how many replicas agree in the largest group.
-        replica_count: how many replicas the box has.
-        is_tie: whether no group is larger than every other, so that none can be called wrong.
+        box: the box in the leaf's global coordinates.
+        devices: devices in the minority, such as ``"gpu:3"``; in a tie all devices that hold the
+            box.
+        processes: process (host) of each of ``devices``, in the same order.
+        agreeing_count: number of replicas in the largest group of equal ones.
+        replica_count: number of replicas of the box.
+        is_tie: True if no group is larger than every other, so that none can be called wrong.
     """
 
     path: str
@@ -96,12 +97,12 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """What :func:`replica_report` found.
+    """Result of :func:`replica_report`.
 
     Attributes:
-        leaf_count: leaves of the state.
-        replicated_box_count: boxes that several devices hold, which were compared.
-        replica_count: shards that hold one of them.
+        leaf_count: number of leaves of the state.
+        replicated_box_count: number of boxes that several devices hold.
+        replica_count: number of shards that hold one of these boxes.
         divergences: boxes whose replicas differ, by leaf in tree order.
     """
 
@@ -126,10 +127,10 @@ def compare(sums: Mapping[Site, Mapping[Holder, int]]) -> tuple[Divergence, ...]
     """Finds the boxes whose replicas differ.
 
     Args:
-        sums: for each box the sums of its replicas; those that are not known are left out.
+        sums: known sums of the replicas of each box, by holder.
 
     Returns:
-        One record a box whose sums are not all the same, in the order of ``sums``.
+        One divergence for every box whose sums differ, in the order of ``sums``.
     """
     found = []
     for site, by_holder in sums.items():
@@ -154,7 +155,7 @@ def compare(sums: Mapping[Site, Mapping[Holder, int]]) -> tuple[Divergence, ...]
 
 
 def summary(divergences: Sequence[Divergence]) -> str:
-    """How much of a state differs, in half a sentence."""
+    """Numbers of differing boxes and leaves, in half a sentence."""
     leaf_count = len({each.path for each in divergences})
     boxes = f"{len(divergences)} {'box' if len(divergences) == 1 else 'boxes'}"
     leaves = f"{leaf_count} {'leaf' if leaf_count == 1 else 'leaves'}"
@@ -165,17 +166,17 @@ def summary(divergences: Sequence[Divergence]) -> str:
 def _replicated(
     sharding: jax.sharding.Sharding, shape: tuple[int, ...]
 ) -> tuple[tuple[Box, tuple[Holder, ...]], ...]:
-    """The boxes with elements that several devices hold, ascending."""
+    """Boxes with elements that several devices hold, ascending, with their holders."""
     held = holders_of(sharding, shape).items()
     return tuple((box, holders) for box, holders in held if box.size and len(holders) > 1)
 
 
-Place = tuple[int, str, jax.sharding.Sharding, tuple[int, ...]]
+ReplicatedLeaf = tuple[int, str, jax.sharding.Sharding, tuple[int, ...]]
 """Index, path, sharding and shape of a leaf that has replicas."""
 
 
-def places(paths: Sequence[str], arrays: Sequence[Any]) -> tuple[Place, ...]:
-    """The leaves that have replicas; what is no jax array has none.
+def replicated_leaves(paths: Sequence[str], arrays: Sequence[Any]) -> tuple[ReplicatedLeaf, ...]:
+    """Leaves that have replicas; only jax arrays have.
 
     Args:
         paths: leaf paths.
@@ -192,36 +193,37 @@ def places(paths: Sequence[str], arrays: Sequence[Any]) -> tuple[Place, ...]:
 class Check:
     """Compares the replicas of one state that is being saved.
 
-    Made where the state is alive, and asked for this process's :meth:`part` and, by the process
-    that commits, for the verdict (:meth:`settle`) when it need not be alive any more.
+    Created while the state is alive. Later every process publishes its :meth:`part`, and the
+    process that commits calls :meth:`settle`; both need sums alone.
 
     Args:
-        mode: what to do about replicas that differ.
-        where: the leaves that have replicas.
+        mode: reaction to replicas that differ.
+        where: leaves that have replicas.
     """
 
-    def __init__(self, mode: Mode, where: Sequence[Place]) -> None:
+    def __init__(self, mode: Mode, where: Sequence[ReplicatedLeaf]) -> None:
         self.mode: Mode = mode
         self._places = where if mode != "off" else ()
 
     def sites(self) -> Iterator[Site]:
-        """The boxes that several devices hold, by leaf and box.
+        """Yields the boxes that several devices hold, by leaf and box.
 
-        Those that several processes hold are the same, in the same order, in every process.
+        Boxes that several processes hold come in the same order in every process.
         """
         for i, path, sharding, shape in self._places:
             for box, holders in _replicated(sharding, shape):
                 yield Site(i, path, box, holders)
 
     def part(self, sums: ReplicaSums) -> dict[str, Any]:
-        """What this process tells the one that commits, as JSON.
+        """This process's report for the process that commits, as JSON.
 
         Args:
-            sums: of the replicas on this process's devices.
+            sums: sums of the replicas on this process's devices.
 
         Returns:
-            ``shared``: one sum a box that other processes hold too, in the order of :meth:`sites`.
-            ``divergent``: boxes of which this process's own replicas differ, device by device.
+            ``shared``: one sum for every box that other processes hold too, in the order of
+            :meth:`sites`. ``divergent``: boxes whose replicas differ within this process, device by
+            device.
         """
         shared: list[int] = []
         divergent: list[Any] = []
@@ -237,10 +239,10 @@ class Check:
         return {"shared": shared, "divergent": divergent}
 
     def divergences(self, parts: Sequence[Mapping[str, Any]]) -> tuple[Divergence, ...]:
-        """Compares within and across processes.
+        """Compares replicas within and across processes.
 
         Args:
-            parts: of every process, in order.
+            parts: reports of all processes, in order.
         """
         table: dict[tuple[int, Box], tuple[str, dict[Holder, int]]] = {}
         shared = [iter(part["shared"]) for part in parts]
@@ -266,7 +268,7 @@ class Check:
 
         Args:
             step: number of the step that is being committed.
-            parts: of every process, in order.
+            parts: reports of all processes, in order.
 
         Raises:
             ReplicaError: replicas differ, and the mode is ``"raise"``.
@@ -286,7 +288,7 @@ class Check:
                 "same bits on every replica; adacheck.replica_report(state) looks again."
             )
         if jax.process_index():
-            return  # one line a step is enough
+            return  # one process logs
         _log.warning(
             "%s. The step is saved as one replica has it; the last step that was saved without "
             'this warning is sound. check_replicas="raise" refuses such steps.',
@@ -302,11 +304,10 @@ def replica_report(state: trees.PyTree) -> ReplicaReport:
     report, but for arrays that lie on the devices of one process alone: that process reports them.
 
     Args:
-        state: any pytree of arrays, typed PRNG keys included. Leaves that are no jax arrays have no
-            replicas.
+        state: any pytree of arrays, typed PRNG keys included. Only jax arrays have replicas.
 
     Returns:
-        How much was compared, and every box whose replicas differ.
+        Numbers of compared boxes and replicas, and every box whose replicas differ.
 
     Raises:
         MismatchError: two leaves have the same leaf path.
@@ -320,9 +321,9 @@ def replica_report(state: trees.PyTree) -> ReplicaReport:
     arrays: list[Any] = [
         transfer.raw(leaf) if isinstance(leaf, jax.Array) else None for leaf in named.values()
     ]
-    sites = tuple(Check("raise", places(tuple(named), arrays)).sites())
+    sites = tuple(Check("raise", replicated_leaves(tuple(named), arrays)).sites())
     watched = {site.leaf: arrays[site.leaf] for site in sites}
-    parts = fingerprint.Parts(watched, dict.fromkeys(watched, ()), every_replica=True)
+    parts = fingerprint.Contributions(watched, dict.fromkeys(watched, ()), every_replica=True)
     parts.sums()
     sums = {site: dict(parts.replicas.get(site.leaf, {}).get(site.box, {})) for site in sites}
     if jax.process_count() > 1:
@@ -335,9 +336,9 @@ def _gather(sums: dict[Site, dict[Holder, int]], everywhere: set[int]) -> None:
     """Fills in the sums of other processes' devices; collective.
 
     Args:
-        sums: of this process's devices; changed.
-        everywhere: indices of the leaves that lie on several processes, which all of these know, so
-            that all have the same slots in the same order.
+        sums: sums of this process's devices; changed.
+        everywhere: indices of the leaves that lie on several processes. All processes know these,
+            so that all have the same slots in the same order.
     """
     slots: dict[int, list[tuple[Site, Holder]]] = {p: [] for p in range(jax.process_count())}
     for site in sums:
@@ -346,10 +347,10 @@ def _gather(sums: dict[Site, dict[Holder, int]], everywhere: set[int]) -> None:
                 slots[holder.process].append((site, holder))
     own = [sums[site][holder] for site, holder in slots[jax.process_index()]]
     length = max(map(len, slots.values()))  # every process gathers a table of one shape
-    words = fingerprint.to_words([*own, *[0] * (length - len(own))])
+    words = to_words([*own, *[0] * (length - len(own))])
     gathered = np.asarray(multihost_utils.process_allgather(words))  # (processes, length, 2)
     for process, where in slots.items():
-        values = fingerprint.from_words(gathered[process])
+        values = from_words(gathered[process])
         for (site, holder), value in zip(where, values, strict=False):
             sums[site][holder] = value
 

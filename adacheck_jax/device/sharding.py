@@ -1,4 +1,4 @@
-"""From a JAX sharding to distinct boxes and the devices that hold each."""
+"""Distinct boxes of a JAX sharding, and the devices that hold each."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import numpy as np
 from adacheck_jax.format.boxes import Box, Cuts, cuts_of, grid
 
 _Axes = tuple[tuple[int, ...], ...]
-"""For each axis of an array, the positions of the mesh axes that cut it, the slowest first."""
+"""Positions of the mesh axes that cut each axis of an array, the slowest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a global array lies on devices.
+    """Distinct boxes of a global array, and the processes that hold them.
 
     Attributes:
         cuts: cut points of the grid of distinct boxes.
-        replicas: for each box, in grid order, the processes that hold it, ascending.
+        replicas: processes that hold each box, ascending, in grid order of the boxes.
     """
 
     cuts: Cuts
@@ -51,14 +51,14 @@ class Holder:
 def holders_of(
     sharding: jax.sharding.Sharding, shape: tuple[int, ...]
 ) -> Mapping[Box, tuple[Holder, ...]]:
-    """Reduces a sharding to distinct boxes and all devices, of all processes, that hold each.
+    """Distinct boxes of a sharding, and all devices, of all processes, that hold each.
 
     Args:
         sharding: any JAX sharding.
         shape: global shape of the array.
 
     Returns:
-        Ascending boxes; the holders of each, ascending, are declared to hold the same bits.
+        Holders of each box, both ascending; holders of one box are declared to hold the same bits.
     """
     found: dict[Box, list[Holder]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
@@ -69,7 +69,7 @@ def holders_of(
 
 @functools.lru_cache(maxsize=4096)
 def layout_of(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Layout:
-    """Reduces a sharding to distinct boxes; declared replicas fall together.
+    """Layout of a sharding; declared replicas fall together into one box.
 
     Args:
         sharding: any JAX sharding.
@@ -84,7 +84,7 @@ def layout_of(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Layout
 
 
 def has_replicas(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> bool:
-    """Whether several devices hold the same box."""
+    """True if several devices hold the same box."""
     return any(len(each) > 1 for each in holders_of(sharding, shape).values())
 
 
@@ -92,22 +92,22 @@ def has_replicas(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> boo
 def layout_on_mesh(
     sharding: jax.sharding.NamedSharding, shape: tuple[int, ...], devices_per_process: int
 ) -> Layout:
-    """What :func:`layout_of` would say of a mesh that is not there, from its sizes alone.
+    """Layout of a sharding over a mesh that does not exist here, from its sizes alone.
 
-    The devices of the mesh are taken in row-major order, this many consecutive ones a process, as
-    ``jax.make_mesh`` arranges them where the network asks for nothing else.
+    Consecutive devices, in row-major order of the mesh, belong to one process, as
+    ``jax.make_mesh`` arranges them unless the network asks for another order.
 
     Args:
-        sharding: over a ``jax.sharding.AbstractMesh``.
+        sharding: a sharding over a ``jax.sharding.AbstractMesh``.
         shape: global shape of the array.
-        devices_per_process: how many devices one process has; the last one may have fewer.
+        devices_per_process: number of devices of a process; the last process may have fewer.
 
     Returns:
         The layout. Arrays that are cut by the same mesh axes share one ``replicas``.
 
     Raises:
-        ValueError: the sharding does not fit the shape, as JAX itself judges, leaves a dimension
-            to the compiler, or is of sums that are yet to be reduced.
+        ValueError: JAX refuses the sharding for this shape, or it leaves a dimension to the
+            compiler, or the array is a sum that is yet to be reduced.
         IndexError: it names more dimensions than there are.
     """
     shard_shape = sharding.shard_shape(shape)  # raises where JAX would refuse the real sharding
@@ -127,7 +127,7 @@ def layout_on_mesh(
 def _entries(spec: jax.sharding.PartitionSpec, rank: int) -> tuple[Any, ...]:
     if spec.unreduced:
         raise ValueError("devices hold parts of sums, not of the array; reduce them before a save")
-    entries = spec.partitions  # a spec with reduced axes refuses to be iterated
+    entries = spec.partitions  # a spec with reduced axes cannot be iterated
     return (*entries, *(None,) * (rank - len(entries)))
 
 
@@ -142,7 +142,7 @@ def _mesh_axes(entry: Any, positions: dict[str, int]) -> tuple[int, ...]:
 def _replicas(
     mesh_shape: tuple[int, ...], axes: _Axes, devices_per_process: int
 ) -> tuple[tuple[int, ...], ...]:
-    """The processes that hold each box, in grid order, whatever the lengths of the axes."""
+    """Processes that hold each box, in grid order; independent of the lengths of the axes."""
     coordinates = np.indices(mesh_shape).reshape(len(mesh_shape), -1)  # [mesh axis, device]
     box = np.zeros(coordinates.shape[1], np.int64)  # position in grid order, for each device
     for position in (position for each in axes for position in each):
@@ -154,10 +154,10 @@ def _replicas(
 
 
 def is_local(array: Any) -> bool:
-    """Whether every process of the program has an array like this for itself.
+    """True if every process of the program has an array of its own for this leaf.
 
-    That is a host value, and in a program of several processes an array on the devices of one of
-    them. What such arrays hold is expected to be equal everywhere: an undeclared replica.
+    So it is with host values and, in a program of several processes, with arrays on the devices of
+    one process. They are expected to be equal in all processes: undeclared replicas.
     """
     return not isinstance(array, jax.Array) or (
         jax.process_count() > 1 and array.is_fully_addressable
@@ -165,7 +165,7 @@ def is_local(array: Any) -> bool:
 
 
 def layout_of_array(array: Any) -> Layout:
-    """The layout of an array; of one that is local (:func:`is_local`) every process holds all."""
+    """Layout of an array; every process holds all boxes of a local one (:func:`is_local`)."""
     shape = tuple(array.shape)
     if not is_local(array):
         return layout_of(array.sharding, shape)
@@ -177,12 +177,12 @@ def layout_of_array(array: Any) -> Layout:
 
 
 def distinct_boxes(array: Any) -> list[Box]:
-    """The distinct boxes that an array is cut into, in grid order."""
+    """Distinct boxes of an array, in grid order."""
     return grid(layout_of_array(array).cuts)
 
 
 def describe(array: Any) -> str:
-    """Where an array lies, alike in every process: equal texts, equal partitioning.
+    """Text that describes an array's devices and cuts, the same in every process.
 
     Args:
         array: jax or numpy array.

@@ -1,4 +1,4 @@
-"""Device-to-host copies of what this process owns, and the way back onto devices."""
+"""Copies of boxes from devices to the host, and global arrays built from boxes."""
 
 from __future__ import annotations
 
@@ -22,39 +22,40 @@ def raw(leaf: Any) -> Any:
 
 
 def is_key(leaf: Any) -> bool:
-    """Whether a leaf is a typed PRNG key array."""
+    """True if a leaf is a typed PRNG key array."""
     dtype = getattr(leaf, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def x64_enabled() -> bool:
-    """Whether the calling thread makes 64-bit arrays; other threads have to be told."""
+    """True if the calling thread makes 64-bit arrays; other threads do not inherit the setting."""
     return jax.dtypes.canonicalize_dtype("float64") == "float64"
 
 
 def on_accelerator(array: Any) -> bool:
-    """Whether an array lies on devices whose memory the host cannot read in place."""
+    """True if an array lies on devices whose memory the host cannot read in place."""
     if not isinstance(array, jax.Array):
         return False
     return next(iter(array.sharding.device_set)).platform != "cpu"
 
 
 Pick = tuple[Box, int | None, tuple[slice, ...]]
-"""A box, which of an array's addressable shards to take it from, and where it lies there.
+"""A box, the position of the addressable shard to take it from, and the slices of that shard.
 
-No shard: the array lies on one device, and is its own."""
+The position is None if the array lies on one device, so that it is its own shard."""
 
 
 def picks_of(
     array: Any, wanted: Sequence[Box], loads_bytes: dict[int, int] | None = None
 ) -> tuple[Pick, ...]:
-    """Chooses the shards that hold some boxes; depends on the array's sharding alone.
+    """Chooses the shards to take boxes from; depends on the array's sharding alone.
 
     Args:
         array: jax or numpy array (see :func:`raw`).
-        wanted: the boxes to take, each within a shard; those that are not held here are left out.
-        loads_bytes: by device what is taken from it already: of replicas the one is chosen that has
-            least, and what it gets is added. Without it the first.
+        wanted: boxes to take, each within a shard; boxes that this process does not hold are left
+            out.
+        loads_bytes: bytes that are taken from each device already, by device id; changed. Of
+            several replicas the device with the fewest is chosen; without loads the first.
     """
     if not isinstance(array, jax.Array) or (
         len(array.sharding.device_set) == 1 and array.is_fully_addressable
@@ -77,11 +78,11 @@ def picks_of(
 
 
 class Staged(Mapping[int, Blocks]):
-    """Boxes of some arrays on their way to the host; the first look at an array waits for its own.
+    """Boxes of arrays on their way to the host; access to an array waits for its boxes.
 
     Args:
         arrays: jax or numpy arrays by leaf index (see :func:`raw`).
-        picks: what to take of each.
+        picks: boxes to take, by leaf index.
     """
 
     def __init__(self, arrays: Mapping[int, Any], picks: Mapping[int, Sequence[Pick]]) -> None:
@@ -89,7 +90,7 @@ class Staged(Mapping[int, Blocks]):
         self._picks = picks
         self._taken: dict[int, list[tuple[Box, Any, tuple[slice, ...]]]] = {}
         self._blocks: dict[int, Blocks] = {}
-        # The thread that writes and one that waits until the arrays may be donated may meet here.
+        # A writing thread and one that waits until the arrays may be donated may meet here.
         self._lock = threading.RLock()
 
     def begin(self) -> Staged:
@@ -105,14 +106,14 @@ class Staged(Mapping[int, Blocks]):
         return self
 
     def wait(self) -> Staged:
-        """Waits until all of it is on the host: then the arrays may be donated.
+        """Waits until all boxes are on the host: then the arrays may be donated.
 
-        What is on the host is either a copy, or a view that makes XLA leave the buffer alone.
+        A box on the host is either a copy, or a view that keeps XLA from reusing the buffer.
         """
         self.begin()
         for index in self:
             with self._lock:
-                if index in self._arrays:  # else it was taken out meanwhile
+                if index in self._arrays:  # else another thread took it out
                     _ = self[index]
         return self
 
@@ -140,7 +141,7 @@ class Staged(Mapping[int, Blocks]):
         return len(self._arrays)
 
     def popitem(self) -> tuple[int, Blocks]:
-        """Takes out the blocks of one array, which are not kept here any more."""
+        """Takes out the blocks of one array."""
         with self._lock:
             index = next(iter(self))
             blocks = self[index]
@@ -152,7 +153,7 @@ class Joined(Mapping[int, Blocks]):
     """Boxes of arrays that are staged in several groups.
 
     Args:
-        groups: for each array the group that has it.
+        groups: the group of each array, by leaf index.
     """
 
     def __init__(self, groups: Mapping[int, Mapping[int, Blocks]]) -> None:
@@ -176,7 +177,7 @@ def stage(arrays: Mapping[int, Any], picks: Mapping[int, Sequence[Pick]]) -> Sta
 
     Args:
         arrays: jax or numpy arrays by leaf index (see :func:`raw`).
-        picks: what to take of each.
+        picks: boxes to take, by leaf index.
 
     Returns:
         The blocks of each array.
@@ -185,22 +186,22 @@ def stage(arrays: Mapping[int, Any], picks: Mapping[int, Sequence[Pick]]) -> Sta
 
 
 def _taken(array: Any, pick: Pick) -> tuple[Any, tuple[slice, ...]]:
-    """What holds a picked box, and where in it the box lies."""
+    """The data that holds a picked box, and the slices of the box in it."""
     box, position, at = pick
     if not isinstance(array, jax.Array):
-        return np.array(array), at  # the caller may change it in place
-    # Of a replicated array addressable_data gives the first shard, whichever is asked for.
+        return np.array(array), at  # the caller may change the array in place
+    # addressable_data gives the first shard of a replicated array for every position.
     data = array
     if position is not None:
         data = array.addressable_shards[position].data if position else array.addressable_data(0)
     if data.shape == box.shape or not on_accelerator(array):
         return data, at
-    # Cut there, so that no more crosses to the host than is wanted.
+    # Cut on the device, so that no more bytes than wanted cross to the host.
     return _cut(data, [each.start for each in at], box.shape), Box.full(box.shape).slices
 
 
 def is_ready(array: Any) -> bool:
-    """Whether an array has been computed."""
+    """True if an array has been computed."""
     on_device: Any = array
     return not isinstance(array, jax.Array) or on_device.is_ready()
 
@@ -211,7 +212,7 @@ def copies(arrays: Mapping[int, Any]) -> dict[int, Any]:
     The arrays may be donated at once: their devices make the copies first.
 
     Args:
-        arrays: jax or numpy arrays; of one process, or on accelerators alone.
+        arrays: jax or numpy arrays by leaf index; of one process, or on accelerators alone.
     """
     groups: dict[Any, list[int]] = {}
     result: dict[int, Any] = {}
@@ -241,7 +242,7 @@ def _copier(shardings: tuple[jax.sharding.Sharding, ...]) -> Any:
 
 
 _EFFORT = np.ones((16, 16), np.float32)
-"""XLA:CPU runs in the calling thread what has few floating-point operations, and waits for it."""
+"""Operand of some work: XLA:CPU runs programs with little of it in the calling thread."""
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -250,7 +251,7 @@ def _cut(data: jax.Array, start: Sequence[int], shape: tuple[int, ...]) -> jax.A
 
 
 def boxes_here(shape: Sequence[int], sharding: jax.sharding.Sharding) -> list[Box]:
-    """The distinct boxes of an array that this process's devices hold."""
+    """Distinct boxes of an array that this process's devices hold."""
     indices = sharding.addressable_devices_indices_map(tuple(shape)).values()
     return sorted({Box.from_slices(index or (), shape) for index in indices})
 
@@ -259,12 +260,12 @@ def place_all(
     wanted: Sequence[tuple[Sequence[int], jax.sharding.Sharding]],
     read: Callable[[int, Box], np.ndarray],
 ) -> list[jax.Array]:
-    """Builds global arrays as :func:`place` does; those of one device each at once.
+    """Builds global arrays as :func:`place` does; all arrays on single devices at once.
 
     Args:
         wanted: global shapes and target shardings.
-        read: gives the elements of a box of one of them, by its position; they are not changed
-            afterwards: an array may use the memory that they lie in.
+        read: function from the position of an array and a box to the elements, which must not
+            change afterwards: the array may use their memory.
     """
     result: list[Any] = [None] * len(wanted)
     alone = [i for i, (_, sharding) in enumerate(wanted) if len(sharding.device_set) == 1]
@@ -288,7 +289,7 @@ def place(
     Args:
         shape: global shape.
         sharding: target sharding.
-        read: gives the elements of a box in global coordinates; called once a distinct box.
+        read: function from a box in global coordinates to its elements; called once a distinct box.
     """
     cache: Blocks = {}
 

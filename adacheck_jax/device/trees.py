@@ -17,7 +17,7 @@ from adacheck_jax.errors import MismatchError
 
 PyTree = Any
 TreeDef = Any
-"""A ``jax.tree_util.PyTreeDef``, which type checkers do not take for a type."""
+"""A ``jax.tree_util.PyTreeDef``, which type checkers do not accept as a type."""
 
 _MAX_LISTED = 20
 
@@ -77,10 +77,10 @@ def check_same_leaves(
     """Compares two descriptions of a tree and reports every difference at once.
 
     Args:
-        expected: leaf path to description (shape and dtype) on the side that is given.
-        found: the same for the side that is checked.
-        where: what was compared, for the message.
-        remedy: what the reader can do about it.
+        expected: descriptions of the expected leaves (shape and dtype), by leaf path.
+        found: descriptions of the leaves that are checked, by leaf path.
+        where: name of the compared trees, for the message.
+        remedy: advice at the end of the message.
 
     Raises:
         MismatchError: lists missing, extra and differing leaves.

@@ -1,4 +1,4 @@
-"""Half-open N-dimensional boxes in global coordinates, and grids of them.
+"""Half-open N-dimensional boxes in global coordinates, grids of boxes, and chunks of a base.
 
 Every JAX sharding cuts an array along its axes, so the boxes of one leaf form a grid: the product
 of one list of cut points an axis. The manifest stores those cut points instead of the boxes, which
@@ -54,7 +54,7 @@ class Box:
         return math.prod(self.shape)
 
     def intersect(self, other: Box) -> Box | None:
-        """The common part in the same coordinates, or None where there is none."""
+        """The common elements in the same coordinates; None if there are none."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         if any(a >= b for a, b in zip(start, stop, strict=True)):
@@ -62,7 +62,7 @@ class Box:
         return Box(start, stop)
 
     def contains(self, other: Box) -> bool:
-        """Whether every element of another box is one of this one."""
+        """True if every element of another box is an element of this one."""
         pairs = zip(self.start, other.start, self.stop, other.stop, strict=True)
         return all(a <= b and d <= c for a, b, c, d in pairs)
 
@@ -90,7 +90,7 @@ def cuts_of(boxes: Iterable[Box], shape: Sequence[int]) -> Cuts:
         The cuts for which :func:`grid` gives these boxes back, sorted.
 
     Raises:
-        FormatError: the boxes do not cover the array exactly once, or form no grid.
+        FormatError: the boxes do not cover the array exactly once, or are not a grid.
     """
     boxes = list(boxes)
     cuts = tuple(
@@ -119,3 +119,41 @@ def grid(cuts: Cuts) -> list[Box]:
 
 Blocks = dict[Box, np.ndarray]
 """Host copies (or, on CPU devices, read-only views) of the owned boxes of one leaf."""
+
+
+MAX_CHUNK_BYTES = 8 << 20
+
+
+def chunk_shape(
+    cuts: Cuts, itemsize_bytes: int, max_bytes: int = MAX_CHUNK_BYTES
+) -> tuple[int, ...]:
+    """Shape of the zarr chunks of a leaf in a base: every box consists of whole ones.
+
+    Args:
+        cuts: cut points of the boxes that are written.
+        itemsize_bytes: bytes of one element.
+        max_bytes: largest size of a chunk, unless the boxes cannot be cut so small.
+    """
+    chunk = [_common_length(points) for points in cuts]
+    for axis, points in enumerate(cuts):
+        excess = math.prod(chunk) * itemsize_bytes / max_bytes
+        if excess <= 1:
+            break
+        most = max(1, int(chunk[axis] / excess))
+        whole = len(points) <= 2  # one box along this axis: its last chunk may be shorter
+        chunk[axis] = most if whole else largest_divisor(chunk[axis], most)
+    return tuple(chunk)
+
+
+def _common_length(points: Sequence[int]) -> int:
+    """Longest length that divides all intervals between cut points; the last may be shorter."""
+    lengths = [b - a for a, b in itertools.pairwise(points)]
+    if not lengths:
+        return 1
+    inner = math.gcd(*lengths[:-1]) or lengths[0]
+    return inner if lengths[-1] <= inner else math.gcd(inner, lengths[-1])
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """Largest divisor of a number that is not above a bound."""
+    return max(d for d in range(1, most + 1) if number % d == 0)

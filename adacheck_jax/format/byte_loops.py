@@ -1,203 +1,105 @@
-"""Loops over every byte of a state that numpy has no fast form of, compiled by numba.
+"""Loops over every byte of host memory: by numpy at first, compiled as soon as a compiler is done.
 
-They release the GIL, take no memory of their own, and read each byte once.
+A compiler takes seconds where its results are not yet on disk, and no save waits for it. The first
+call of a loop for words of one width begins to compile it in a background thread; until that is
+done numpy computes the same bits, several times slower. Nothing here imports numba in the caller's
+thread.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
+import sys
+import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
-import numba
 import numpy as np
 
+from adacheck_jax.format import fingerprint
 
-def _compiled(function: Callable[..., Any]) -> Any:
-    """Compiles a function when it is first called with some types; once a machine."""
-    options = {"nogil": True, "error_model": "numpy", "boundscheck": False}
-    try:
-        return numba.njit(cache=True, **options)(function)
-    except RuntimeError:  # no directory where the compiled code could be kept
-        return numba.njit(**options)(function)
-
-
-RUN = 1024
-"""Positions along an axis whose weights share a factor."""
-MAX_RANK = 16
-_MIN_COLUMNS = 64
-_STREAMS = 4
-
-
-@_compiled
-def factor(position: Any, axis: Any, level: Any) -> Any:
-    """An odd 64-bit factor of a position along an axis: SplitMix64."""
-    seed = np.uint64(2) * np.uint64(axis) + np.uint64(level) + np.uint64(1)
-    z = np.uint64(position) * np.uint64(0x9E3779B97F4A7C15)
-    z = z + seed * np.uint64(0xD1342543DE82EF95)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return (z ^ (z >> np.uint64(31))) | np.uint64(1)
-
-
-@_compiled
-def _weight(position: Any, axis: Any) -> Any:
-    return factor(position % RUN, axis, 0) * factor(position // RUN, axis, 1)
-
-
-@_compiled
-def _weight_of(number: Any, first: Any, stop: Any, shape: Any, starts: Any) -> Any:
-    """The product of the weights along some axes, of one of the places that these make."""
-    weight = np.uint64(1)
-    for axis in range(stop - 1, first - 1, -1):
-        weight *= _weight(starts[axis] + number % shape[axis], axis)
-        number //= shape[axis]
-    return weight
-
-
-@_compiled
-def _sum_of_four(words: Any, a: Any, b: Any, c: Any, d: Any, factors: Any, weights: Any) -> Any:
-    """Sums four stretches of words, each with its weight. Far apart, they keep the memory busy."""
-    count = factors.size
-    of_a = of_b = of_c = of_d = np.uint64(0)
-    first, second, third, fourth = (
-        words[a : a + count],
-        words[b : b + count],
-        words[c : c + count],
-        words[d : d + count],
-    )
-    for k in range(count):
-        factor = factors[k]
-        of_a += factor * np.uint64(first[k])
-        of_b += factor * np.uint64(second[k])
-        of_c += factor * np.uint64(third[k])
-        of_d += factor * np.uint64(fourth[k])
-    return weights[0] * of_a + weights[1] * of_b + weights[2] * of_c + weights[3] * of_d
-
-
-@_compiled
-def _sum_of_one(words: Any, start: Any, factors: Any) -> Any:
-    total = np.uint64(0)
-    stretch = words[start : start + factors.size]
-    for k in range(factors.size):
-        total += factors[k] * np.uint64(stretch[k])
-    return total
-
-
-@_compiled
-def multilinear_of(words: Any, shape: Any, starts: Any, rank: Any) -> Any:  # noqa: PLR0912
-    """As :func:`multilinear`, for compiled code: of flat words, the first ``rank`` axes of them."""
-    if rank == 0:
-        return np.uint64(words[0])
-    # Rows of at least some length: short last axes are taken together with the one before.
-    axis, width = rank - 1, np.int64(1)
-    while axis > 0 and shape[axis] * width < _MIN_COLUMNS:
-        width *= shape[axis]
-        axis -= 1
-    row_count = np.int64(1)
-    for each in range(axis):
-        row_count *= shape[each]
-    run_length = RUN * width
-    length, start = shape[axis] * width, starts[axis] * width
-    places = range(0, RUN)
-    if start % run_length + length <= run_length:  # of a short axis not all are met
-        places = range(start % run_length // width, (start % run_length + length) // width)
-    within = np.empty(run_length, np.uint64)
-    for place in places:
-        for rest in range(width):
-            of_rest = _weight_of(rest, axis + 1, rank, shape, starts)
-            within[place * width + rest] = factor(place, axis, 0) * of_rest
-    rows = np.empty(row_count, np.uint64)
-    if axis == 1:
-        for row in range(row_count):
-            rows[row] = _weight(starts[0] + row, 0)
-    else:
-        for row in range(row_count):
-            rows[row] = _weight_of(row, 0, axis, shape, starts)
-    total = np.uint64(0)
-    weights = np.empty(_STREAMS, np.uint64)
-    # Of few long rows four runs at a time, of many rows the same run of four rows.
-    first = np.int64(0)
-    while first < length:
-        run, offset = (start + first) // run_length, (start + first) % run_length
-        count = min(run_length - offset, length - first)
-        factors = within[offset : offset + count]
-        runs_left = (length - first) // run_length
-        if row_count < _STREAMS and offset == 0 and runs_left >= _STREAMS:
-            step = runs_left // _STREAMS
-            for row in range(row_count):
-                part = np.uint64(0)
-                at = row * length + first
-                for i in range(step):
-                    for stream in range(_STREAMS):
-                        weights[stream] = factor(run + i + stream * step, axis, 1)
-                    a = at + i * run_length
-                    far = step * run_length
-                    part += _sum_of_four(
-                        words, a, a + far, a + 2 * far, a + 3 * far, within, weights
-                    )
-                total += part * rows[row]
-            first += _STREAMS * step * run_length
-            continue
-        part = np.uint64(0)
-        quarter = row_count // _STREAMS
-        far = quarter * length
-        for i in range(quarter):
-            for stream in range(_STREAMS):
-                weights[stream] = rows[i + stream * quarter]
-            a = i * length + first
-            part += _sum_of_four(words, a, a + far, a + 2 * far, a + 3 * far, factors, weights)
-        for i in range(_STREAMS * quarter, row_count):
-            part += rows[i] * _sum_of_one(words, i * length + first, factors)
-        total += factor(run, axis, 1) * part
-        first += count
-    return total
-
-
-def multilinear(words: np.ndarray, starts: Sequence[int]) -> int:
-    """The multilinear hash modulo 2**64 of words (see :mod:`~adacheck_jax.device.fingerprint`).
-
-    Args:
-        words: uint8, uint16 or uint32, contiguous, of one axis at least.
-        starts: position of the first word along each axis.
-    """
-    shape = np.array(words.shape, np.int64)
-    flat = _frozen(words.reshape(-1))
-    return int(multilinear_of(flat, shape, np.array(starts, np.int64), words.ndim))
-
-
-@_compiled
-def _split(words: Any, old: Any, way: int, low: Any, high: Any) -> None:
-    bits = np.uint64(8 * words.itemsize)
-    one = np.uint64(1)
-    block = 4096
-    for first in range(0, words.size, block):
-        count = min(block, words.size - first)
-        new = words[first : first + count]
-        for plane in range(words.itemsize):
-            if plane < low.shape[0]:
-                into = low[plane, first : first + count]
-            else:
-                into = high[plane - low.shape[0], first : first + count]
-            shift = np.uint64(8 * plane)
-            if way == 0:
-                for k in range(count):
-                    word = np.uint64(new[k])
-                    into[k] = np.uint8(((word << one) | (word >> (bits - one))) >> shift)
-            elif way == 1:
-                before = old[first : first + count]
-                for k in range(count):
-                    into[k] = np.uint8(np.uint64(new[k] ^ before[k]) >> shift)
-            else:
-                before = old[first : first + count]
-                for k in range(count):
-                    step = (np.uint64(new[k]) - np.uint64(before[k])) << (np.uint64(64) - bits)
-                    sign = np.uint64(np.int64(step) >> np.int64(63))
-                    step = step >> (np.uint64(64) - bits)
-                    into[k] = np.uint8(((step << one) ^ sign) >> shift)
-
+_log = logging.getLogger(__name__)
 
 ROTATE, XOR, SUBTRACT = 0, 1, 2
 """Ways to turn words into others before they are split."""
+_BLOCK_WORDS = 1 << 14
+_NICENESS = 5
+"""Not the lowest priority: the compiler often holds Python's lock, and other threads would wait
+for its turn on a core."""
+
+
+class _Compiler:
+    """Loops that are compiled in the background, each from its first use on."""
+
+    def __init__(self) -> None:
+        self._loops: dict[tuple[str, int], Callable[..., Any] | None] = {}
+        self._threads: list[threading.Thread] = []
+
+    def loop(
+        self, name: Literal["multilinear", "split", "join"], word_bytes: int
+    ) -> Callable[..., Any] | None:
+        """The compiled loop for words of one width; None until there is one."""
+        key = (name, word_bytes)
+        if key not in self._loops:
+            self._loops[key] = None
+            thread = threading.Thread(target=self._compile, args=key, name="adacheck_compile")
+            with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
+                thread.start()
+                self._threads.append(thread)
+        return self._loops[key]
+
+    def wait(self) -> None:
+        """Waits for all that was begun."""
+        for thread in [*self._threads]:
+            thread.join()
+
+    def _compile(self, name: str, word_bytes: int) -> None:
+        lower_priority()
+        try:
+            from adacheck_jax.format import compiled_loops  # imports numba
+
+            self._loops[name, word_bytes] = getattr(compiled_loops, name)(word_bytes)
+        except Exception as error:
+            _log.info("Loops over bytes are not compiled here: %s", error)
+
+
+def lower_priority() -> None:
+    """Lets other threads go before the calling one, where the system has priorities of threads."""
+    if sys.platform == "linux":  # elsewhere the number may be that of another process
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+
+
+_compiler = _Compiler()
+
+
+def wait_until_compiled() -> None:
+    """Waits until the loops that were called once are compiled, to measure or to test them."""
+    _compiler.wait()
+
+
+def fingerprint_of(block: np.ndarray, start: Sequence[int] | None = None) -> int:
+    """Contribution of one block to the fingerprint of its leaf.
+
+    Args:
+        block: elements of one box.
+        start: first index of the box in the leaf; None for a whole leaf.
+
+    Returns:
+        A partial sum modulo 2**64; :func:`~adacheck_jax.format.fingerprint.combine` adds up those
+        of boxes that tile the leaf.
+    """
+    words = fingerprint.words_of(block)
+    if words.size == 0:
+        return 0
+    if words.ndim == 0:
+        return int(words)
+    starts = (*(start or (0,) * block.ndim), *(0,) * (words.ndim - block.ndim))
+    words = np.ascontiguousarray(words)
+    compiled = _compiler.loop("multilinear", words.itemsize) if words.flags.aligned else None
+    return (compiled or fingerprint.multilinear)(words, starts)
 
 
 def split(
@@ -206,54 +108,72 @@ def split(
     """Splits words into planes of bytes, the lowest byte of every word first.
 
     Args:
-        words: unsigned, of any width, one-dimensional.
-        old: as many words of the parent step, where ``way`` takes a difference.
-        way: ``ROTATE`` turns the words left by one bit, ``XOR`` takes what differs from the old
-            ones, ``SUBTRACT`` the zigzag-folded difference.
-        low: where the first planes go, uint8 of shape (planes, words).
-        high: where the others go.
+        words: unsigned words of any width, one-dimensional.
+        old: words of the parent step, as many; None for ``ROTATE``.
+        way: ``ROTATE`` turns the words left by one bit, ``XOR`` takes the bits that differ from the
+            old words, ``SUBTRACT`` the zigzag-folded difference.
+        low: memory for the first planes, uint8 of shape (planes, words).
+        high: memory for the other planes.
     """
     before = words if old is None else old
-    _split(_frozen(words), _frozen(before), way, low, high)
-
-
-@_compiled
-def _join(words: Any, way: int, low: Any, high: Any) -> None:
-    bits = np.uint64(8 * words.itemsize)
-    one = np.uint64(1)
-    block = 4096
-    stored = np.empty(block, np.uint64)
-    for first in range(0, words.size, block):
-        count = min(block, words.size - first)
-        into = words[first : first + count]
-        stored[:] = np.uint64(0)
-        for plane in range(words.itemsize):
-            if plane < low.shape[0]:
-                source = low[plane, first : first + count]
-            else:
-                source = high[plane - low.shape[0], first : first + count]
-            shift = np.uint64(8 * plane)
-            for k in range(count):
-                stored[k] |= np.uint64(source[k]) << shift
-        if way == 0:
-            for k in range(count):
-                into[k] = (stored[k] >> one) | (stored[k] << (bits - one))
-        elif way == 1:
-            for k in range(count):
-                into[k] = np.uint64(into[k]) ^ stored[k]
-        else:
-            for k in range(count):
-                step = (stored[k] >> one) ^ (np.uint64(0) - (stored[k] & one))
-                into[k] = np.uint64(into[k]) + step
+    compiled = None
+    if _are_plain(words, before, low, high):
+        compiled = _compiler.loop("split", words.itemsize)
+    (compiled or split_by_numpy)(words, before, way, low, high)
 
 
 def join(words: np.ndarray, way: int, low: np.ndarray, high: np.ndarray) -> None:
-    """Undoes :func:`split`, in place: for a difference ``words`` holds the old ones before."""
-    _join(words, way, low, high)
+    """Undoes :func:`split` in place.
+
+    Args:
+        words: memory for the words; for a difference it holds the old ones.
+        way: one of ``ROTATE``, ``XOR``, ``SUBTRACT``.
+        low: the first planes, uint8 of shape (planes, words).
+        high: the other planes.
+    """
+    compiled = None
+    if _are_plain(words, low, high):
+        compiled = _compiler.loop("join", words.itemsize)
+    (compiled or join_by_numpy)(words, way, low, high)
 
 
-def _frozen(array: np.ndarray) -> np.ndarray:
-    """A view that cannot be written: one type of array to compile for, and not two."""
-    view = array.view()
-    view.flags.writeable = False
-    return view
+def _are_plain(*arrays: np.ndarray) -> bool:
+    """True if the compiled loops take the arrays: contiguous and aligned."""
+    return all(each.flags.c_contiguous and each.flags.aligned for each in arrays)
+
+
+def split_by_numpy(
+    words: np.ndarray, old: np.ndarray, way: int, low: np.ndarray, high: np.ndarray
+) -> None:
+    """Splits words as :func:`split` does, by numpy; ``old`` is not read for ``ROTATE``."""
+    bits = 8 * words.itemsize
+    signed = np.dtype(f"i{words.itemsize}")
+    for first in range(0, words.size, _BLOCK_WORDS):
+        block = slice(first, first + _BLOCK_WORDS)
+        new = words[block]
+        if way == ROTATE:
+            stored = (new << 1) | (new >> (bits - 1))
+        elif way == XOR:
+            stored = new ^ old[block]
+        else:
+            step = new - old[block]
+            stored = (step << 1) ^ (step.view(signed) >> (bits - 1)).view(words.dtype)
+        for plane, into in enumerate((*low, *high)):
+            into[block] = (stored >> (8 * plane)).astype(np.uint8)
+
+
+def join_by_numpy(words: np.ndarray, way: int, low: np.ndarray, high: np.ndarray) -> None:
+    """Joins planes as :func:`join` does, by numpy."""
+    bits = 8 * words.itemsize
+    for first in range(0, words.size, _BLOCK_WORDS):
+        block = slice(first, first + _BLOCK_WORDS)
+        into = words[block]
+        stored = np.zeros_like(into)
+        for plane, source in enumerate((*low, *high)):
+            stored |= source[block].astype(words.dtype) << (8 * plane)
+        if way == ROTATE:
+            into[:] = (stored >> 1) | (stored << (bits - 1))
+        elif way == XOR:
+            into ^= stored
+        else:
+            into += (stored >> 1) ^ -(stored & 1)

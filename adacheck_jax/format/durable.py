@@ -1,4 +1,4 @@
-"""What is on the disk, and not only in the page cache, when a call returns."""
+"""Writes that are on the disk, and not only in the page cache, when a call returns."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 _THREADS = 8
-"""Syncs that come together cost the file system one write of its journal, not one each."""
+"""Concurrent syncs share one write of the file system's journal."""
 
 
 def write(path: Path, data: bytes) -> None:
     """Writes a small file so that after a crash it is whole or absent.
 
-    The names of new directories above it are left to :func:`sync_tree`.
+    The names of new directories above it become durable by :func:`sync_tree`.
     """
     _replace(path, data, syncs=True)
 
 
 def place(path: Path, data: bytes) -> None:
-    """Writes a small file so that whoever opens it finds all of it; nothing is made durable."""
+    """Writes a small file so that every reader finds all of it; nothing is made durable."""
     _replace(path, data, syncs=False)
 
 
@@ -45,7 +45,7 @@ def sync(path: Path | str) -> None:
 
 
 def sync_all(paths: Iterable[Path | str]) -> None:
-    """As :func:`sync`, of many at once.
+    """Makes many files or directories durable at once.
 
     Raises:
         OSError: from the file system.
@@ -60,7 +60,7 @@ def sync_tree(top: Path, *files: Path) -> None:
 
     Args:
         top: a directory; its own name is not included.
-        files: whose bytes are to be made durable too.
+        files: files whose bytes are made durable too.
 
     Raises:
         OSError: from the file system.

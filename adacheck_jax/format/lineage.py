@@ -1,12 +1,11 @@
-"""A base and the deltas that follow it: which they are, and where they lie.
+"""Lineages: a base and the contiguous deltas that follow it, found and checked on disk.
 
 Where the file system has hard links, a delta's directory holds links to every file of its base and
-of the deltas before it, under ``adacheck/lineage/``: each step is complete in itself, so that no
-retention policy, deletion or move of another step can break it. A link costs next to nothing, a
-directory does not: so the base has one, ``<step>/``, and the files of a delta, which are all in its
-folder of ours, lie there with its step in front of their names, ``<step>.<name>``. Where there are
-no hard links, a delta refers to its parent by a relative path and :class:`KeepLineage` keeps that
-parent alive.
+of the deltas before it, under ``adacheck/lineage/``: each step is complete in itself, and no
+retention policy, deletion or move of another step can break it. Links are cheap and directories are
+not, so only the base gets a directory there, ``<step>/``; the files of a delta, all from its
+``adacheck`` folder, are linked as ``<step>.<name>``. Without hard links a delta refers to its
+parent by a relative path, and :class:`~adacheck_jax.store.retention.KeepLineage` keeps that alive.
 """
 
 from __future__ import annotations
@@ -25,32 +24,32 @@ from adacheck_jax.errors import (
     LineageError,
     StorageError,
 )
-from adacheck_jax.format import manifest as manifests
+from adacheck_jax.format import manifest_file
 from adacheck_jax.format.manifest import BaseManifest, Delta, DeltaManifest, Manifest
 
-LINEAGE = f"{manifests.DIRECTORY}/lineage"
+LINEAGE = f"{manifest_file.DIRECTORY}/lineage"
 DELTA = "delta"
-"""What the names of the files of a delta's packs begin with; then come the process and a dot."""
-BASE = f"{manifests.DIRECTORY}/base"
-"""What the processes wrote of a base: a volume or two each."""
-KEPT = f"{manifests.DIRECTORY}/kept"
-"""Hard links to volumes of earlier bases that hold what has not changed since."""
-IN_PLACE = f"{manifests.DIRECTORY}/in_place"
-"""Empty; in a step that was written where it lies, and not renamed: it exists once it is marked."""
+"""Beginning of the names of a pack's files; a dot, the process and a dot follow."""
+BASE = f"{manifest_file.DIRECTORY}/base"
+"""Folder of the volumes of a base, one or two a process."""
+KEPT = f"{manifest_file.DIRECTORY}/kept"
+"""Folder of hard links to volumes of earlier bases whose arrays have not changed since."""
+IN_PLACE = f"{manifest_file.DIRECTORY}/in_place"
+"""Empty file in a step that was not written under a temporary name: Orbax marks it at the end."""
 STEP_METADATA = "_CHECKPOINT_METADATA"
-"""What Orbax writes into the directory of a step, and not into those of its items."""
+"""File that Orbax writes into the directory of a step, and not into those of its items."""
 _COMMIT_MARK = "commit_success.txt"
-"""What Orbax writes last, into each item and then into the step."""
+"""File that Orbax writes last, into each item and then into the step."""
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One step of a lineage, and where its files are read from.
+class LineageStep:
+    """One saved step of a lineage, and the directory that its files are read from.
 
     Attributes:
-        manifest: of the step.
-        holder: an item directory: its own, or that of a later step, which has links to its files.
-        is_link: whether it is that of a later step.
+        manifest: the step's manifest.
+        holder: its own item directory, or that of a later step with links to its files.
+        is_link: True if ``holder`` is the directory of a later step.
     """
 
     manifest: Manifest
@@ -59,39 +58,41 @@ class Entry:
 
     @property
     def directory(self) -> Path:
-        """Of a base: the stock Orbax checkpoint."""
+        """For a base: directory of the stock Orbax checkpoint."""
         return self.holder / LINEAGE / str(self.manifest.step) if self.is_link else self.holder
 
     @property
     def start(self) -> str:
-        """What the paths of its files begin with, and of no other step's."""
+        """Beginning of the paths of the step's files, and of no other step's."""
         if isinstance(self.manifest, BaseManifest):
             return os.fspath(self.directory)
-        folder = f"{LINEAGE}/{self.manifest.step}." if self.is_link else f"{manifests.DIRECTORY}/"
+        folder = (
+            f"{LINEAGE}/{self.manifest.step}." if self.is_link else f"{manifest_file.DIRECTORY}/"
+        )
         return f"{self.holder}/{folder}"
 
     @property
     def place(self) -> Path:
-        """Where it lies, for messages."""
+        """Path for messages."""
         return self.directory if isinstance(self.manifest, BaseManifest) else self.path(DELTA)
 
     @property
     def manifest_path(self) -> Path:
-        """Of the file."""
+        """Path of the manifest."""
         if isinstance(self.manifest, BaseManifest):
-            return self.directory / manifests.FILE
-        return self.path(manifests.NAME)
+            return self.directory / manifest_file.FILE
+        return self.path(manifest_file.NAME)
 
     def path(self, name: str) -> Path:
-        """Where a file of a delta lies.
+        """Path of a file of a delta.
 
         Args:
-            name: that it has in the step's own folder of ours.
+            name: the file's name in the step's own ``adacheck`` folder.
         """
         return Path(f"{self.start}{name}")
 
     def pack(self, process: int) -> Path:
-        """What the paths of the files of a process's pack begin with."""
+        """Beginning of the paths of one process's pack."""
         return self.path(_pack(process))
 
 
@@ -100,21 +101,21 @@ def _pack(process: int) -> str:
 
 
 def pack_in(item_directory: Path, process: int) -> Path:
-    """What the paths of the files begin with that a process writes of a delta; then comes a dot."""
-    return item_directory / manifests.DIRECTORY / _pack(process)
+    """Beginning of the paths of the pack that a process writes; a dot follows."""
+    return item_directory / manifest_file.DIRECTORY / _pack(process)
 
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """What one step is restored from: the base first, the step itself last.
+    """Everything that one step is restored from: the base first, the step itself last.
 
     Attributes:
         entries: the saved steps.
-        left_out: how many deltas at the end of the last one are not part of it: a lineage may end
-            at a recorded step (:meth:`to`).
+        left_out: number of deltas at the end of the last save that are not part of the lineage,
+            which may end at a deferred step (:meth:`to`).
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[LineageStep, ...]
     left_out: int = 0
 
     @property
@@ -126,12 +127,12 @@ class Lineage:
 
     @property
     def base_directory(self) -> Path:
-        """The stock Orbax checkpoint to start from."""
+        """Directory of the stock Orbax checkpoint to start from."""
         return self.entries[0].directory
 
     @property
-    def saves(self) -> list[tuple[DeltaManifest, Entry]]:
-        """The saved steps after the base, oldest first."""
+    def saves(self) -> list[tuple[DeltaManifest, LineageStep]]:
+        """Saved steps after the base, oldest first."""
         return [
             (entry.manifest, entry)
             for entry in self.entries
@@ -140,7 +141,7 @@ class Lineage:
 
     @property
     def deltas(self) -> list[Delta]:
-        """The deltas after the base, of recorded steps too, oldest first."""
+        """Deltas after the base, those of deferred steps included, oldest first."""
         every = [delta for manifest, _ in self.saves for delta in manifest.deltas]
         return every[: len(every) - self.left_out]
 
@@ -151,27 +152,27 @@ class Lineage:
 
     @property
     def end(self) -> BaseManifest | Delta:
-        """The step itself, which may be a recorded one."""
+        """The step itself, which may be a deferred one."""
         deltas = self.deltas
         return deltas[-1] if deltas else self.base
 
     @property
     def problem(self) -> str:
-        """What speaks against replaying updates onto the step; empty if nothing does."""
+        """Reason why no update can be replayed onto the step; empty if updates can."""
         update = self.base.update
         problems = [update.problem if update else "", *(saved.problem for saved, _ in self.saves)]
         return next(filter(None, problems), "")
 
     @property
     def steps(self) -> list[int]:
-        """The numbers of all steps that can be restored from it, ascending."""
+        """Numbers of all steps that can be restored from the lineage, ascending."""
         return [self.base.step, *(delta.step for delta in self.deltas)]
 
     def to(self, step: int) -> Lineage:
-        """The part of it that an earlier step is restored from.
+        """The lineage of an earlier step, which may be a deferred one.
 
         Raises:
-            LineageError: it has no such step.
+            LineageError: the lineage has no such step.
         """
         for count, entry in enumerate(self.entries, start=1):
             manifest = entry.manifest
@@ -186,40 +187,48 @@ class Lineage:
         )
 
     def until(self, step: int) -> Lineage:
-        """The part of it that ends at a step, or at the last one before it.
+        """The lineage of a step, or of the last one before it.
 
         Raises:
-            LineageError: it begins after the step.
+            LineageError: the lineage begins after the step.
         """
         return self.to(max((each for each in self.steps if each <= step), default=step))
 
     @property
     def unchecked(self) -> list[int]:
-        """The numbers of steps whose delta nobody compared with the state when it was saved."""
+        """Numbers of steps whose delta was not compared with the state when it was saved."""
         return [delta.step for delta in self.deltas if not checked_of(delta)]
 
     @property
     def files(self) -> tuple[str, ...]:
-        """An identity of all files that the step is restored from: see :func:`identity_of`."""
+        """Digests of the files that the step is restored from: see :func:`identity_of`."""
         return (*map(identity_of, self.entries), str(self.left_out))
 
     def exists(self) -> bool:
-        """Whether every step is still on disk."""
+        """True if every step is still on disk."""
         first, last = self.entries[0], self.entries[-1]
-        # What is linked into the last one goes with it: two looks tell as much as one at each.
+        # Links in the last step are deleted with it: two looks tell as much as one at each.
         chosen = (first, last) if first.holder == last.holder else self.entries
         return all(entry.manifest_path.is_file() for entry in chosen)
 
     def followed_by(self, manifest: DeltaManifest, directory: Path, *, linked: bool) -> Lineage:
-        """The lineage of the next delta, whose directory may hold links to all of this one."""
+        """The lineage of the next delta.
+
+        Args:
+            manifest: the delta's manifest.
+            directory: its item directory.
+            linked: True if that directory holds links to all of this lineage.
+        """
         entries = self.entries
         if linked:
-            entries = tuple(Entry(entry.manifest, directory, is_link=True) for entry in entries)
-        return Lineage((*entries, Entry(manifest, directory)))
+            entries = tuple(
+                LineageStep(entry.manifest, directory, is_link=True) for entry in entries
+            )
+        return Lineage((*entries, LineageStep(manifest, directory)))
 
 
 def resolve(item_directory: Path) -> Lineage:
-    """Finds the base and the deltas that reproduce one step, and checks every link.
+    """Finds the base and the deltas that reproduce one step, and checks every parent.
 
     Args:
         item_directory: the step's item directory.
@@ -227,54 +236,54 @@ def resolve(item_directory: Path) -> Lineage:
     Raises:
         FormatError: a manifest is missing or cannot be read.
         IntegrityError: a manifest does not match its checksum.
-        LineageError: a step that this one builds on is missing, or is not the one it was; or a
-            save of one of them was interrupted before Orbax committed it.
+        LineageError: a step of the lineage is missing, was replaced, or was not committed by
+            Orbax.
     """
-    refuse_links(item_directory)
+    manifest_file.refuse_links(item_directory)
     _refuse_uncommitted(item_directory)
-    return _resolved(Entry(manifests.read(item_directory), item_directory))
+    return _resolved(LineageStep(manifest_file.read(item_directory), item_directory))
 
 
 def held(item_directory: Path) -> Lineage:
-    """The longest lineage that a step's directory holds, which may be a damaged step's.
+    """The longest lineage in the directory of a step, which may be damaged.
 
     Args:
         item_directory: the step's item directory.
 
     Returns:
-        That of the step itself, if its manifests are whole; else that of the newest of the steps
-        linked into its directory of which they are.
+        The lineage of the step itself, if its manifests are whole; else of the newest step linked
+        into its directory whose manifests are whole.
 
     Raises:
-        AdaCheckError: it holds none; as :func:`resolve` raises it for the step itself.
+        AdaCheckError: there is none; the error is that of :func:`resolve` for the step itself.
     """
     try:
         return resolve(item_directory)
     except StorageError:
         raise
     except AdaCheckError as error:
-        refuse_links(item_directory)
+        manifest_file.refuse_links(item_directory)
         for entry in _linked(item_directory):
             with contextlib.suppress(LineageError, IntegrityError, FormatError):
                 return _resolved(entry)
         raise error
 
 
-def _linked(item_directory: Path) -> Iterator[Entry]:
-    """The steps linked into a directory whose own manifests are whole, newest first."""
+def _linked(item_directory: Path) -> Iterator[LineageStep]:
+    """Steps linked into a directory whose own manifests are whole, newest first."""
     links, found = item_directory / LINEAGE, {}
-    for path in (*links.glob(f"*/{manifests.FILE}"), *links.glob(f"*.{manifests.NAME}")):
+    for path in (*links.glob(f"*/{manifest_file.FILE}"), *links.glob(f"*.{manifest_file.NAME}")):
         name = path.relative_to(links).parts[0].split(".", maxsplit=1)[0]
         if name.isdecimal():
             found[int(name)] = path
     for step, path in sorted(found.items(), reverse=True):
         with contextlib.suppress(IntegrityError, FormatError):
-            manifest = manifests.read_file(path)
+            manifest = manifest_file.read_file(path)
             if manifest.step == step:
-                yield Entry(manifest, item_directory, is_link=True)
+                yield LineageStep(manifest, item_directory, is_link=True)
 
 
-def _resolved(entry: Entry) -> Lineage:
+def _resolved(entry: LineageStep) -> Lineage:
     """Follows a step's parents to its base."""
     entries = [entry]
     holders = [entry.holder]
@@ -298,7 +307,7 @@ def _resolved(entry: Entry) -> Lineage:
         entry = found
         entries.append(entry)
         if not entry.is_link:
-            # Who holds links holds them to all that he builds on: the first and the last suffice.
+            # A directory with links has links to the whole lineage: the first and the last suffice.
             holders[1:] = [entry.holder]
     lineage = Lineage(tuple(reversed(entries)))
     for manifest, entry in lineage.saves:
@@ -311,19 +320,19 @@ def _resolved(entry: Entry) -> Lineage:
 
 
 def checked_of(delta: Delta) -> str:
-    """How the replay of a delta was compared with the state before it was committed.
+    """Comparison that a delta's replay passed before it was committed.
 
     Returns:
-        ``full``, ``sample``, ``identity`` (of the arrays that the update returned), ``stored``
-        (nothing is replayed), or nothing: it was not compared, as by an earlier release.
+        ``full``, ``sample``, ``identity`` (the state is the arrays that the update returned),
+        ``stored`` (nothing is replayed), or an empty text: none, by a release before 0.2.
     """
     return getattr(delta, "checked", "") or ("" if delta.has_update else "stored")
 
 
 def identity(directory: Path) -> str:
-    """A digest of which files lie under a directory; empty if there are none.
+    """Digest of the names and inodes of all files under a directory; empty if there are none.
 
-    Hard links to the same files at the same places have the same one, wherever the directory is.
+    Two directories with hard links to the same files under the same names have the same digest.
     """
     paths = [os.path.join(path, name) for path, _, files in os.walk(directory) for name in files]
     return _identity(paths, os.fspath(directory))
@@ -339,8 +348,8 @@ def _identity(paths: Iterable[str], start: str) -> str:
     return hashlib.sha256(repr(sorted(found)).encode()).hexdigest() if found else ""
 
 
-def identity_of(entry: Entry) -> str:
-    """As :func:`identity`, of one step of a lineage without its links to those before."""
+def identity_of(entry: LineageStep) -> str:
+    """Digest of one step's files, as :func:`identity`, without its links to earlier steps."""
     if isinstance(entry.manifest, BaseManifest):
         return identity(entry.directory)
     with contextlib.suppress(OSError), os.scandir(os.path.dirname(entry.start)) as found:
@@ -351,13 +360,13 @@ def identity_of(entry: Entry) -> str:
 
 
 def is_committed(item_directory: Path) -> bool:
-    """Tells a saved step from one whose save was interrupted, where no name does.
+    """True if Orbax committed a step whose directory has no temporary name.
 
-    Orbax renames what it has committed. On object stores, and with ``AtomicityMode.COMMIT_FILE``,
-    it writes where the step will lie, and a mark at the end.
+    Orbax renames a step to commit it. On object stores, and with ``AtomicityMode.COMMIT_FILE``, it
+    writes into the final directory instead, and adds a mark at the end.
 
     Args:
-        item_directory: of a step; it has no temporary name.
+        item_directory: item directory of a step.
     """
     if not (item_directory / IN_PLACE).exists():
         return True
@@ -376,7 +385,7 @@ def _refuse_uncommitted(item_directory: Path) -> None:
 
 
 def shown_steps(steps: Sequence[int]) -> str:
-    """Step numbers for a message: runs of them as ranges, and of many runs the last ones."""
+    """Step numbers for a message, as ranges; of many ranges the last ones."""
     runs: list[list[int]] = []
     for step in steps:
         if runs and step == runs[-1][1] + 1:
@@ -387,33 +396,15 @@ def shown_steps(steps: Sequence[int]) -> str:
     return ", ".join(["...", *names[-10:]] if len(names) > 10 else names) or "none"
 
 
-def refuse_links(directory: Path) -> None:
-    """Refuses symbolic links, pipes and devices anywhere below a step's item directory.
-
-    Nobody writes them there, so that whoever put one there wants something else read. The directory
-    itself and those above it may be links: they are the user's.
-
-    Raises:
-        FormatError: names the first one found.
-    """
-    waiting = [os.fspath(directory)]
-    while waiting:
-        try:
-            with os.scandir(waiting.pop()) as found:
-                for each in found:
-                    if each.is_dir(follow_symlinks=False):
-                        waiting.append(each.path)
-                    elif not each.is_file(follow_symlinks=False):
-                        kind = "a symbolic link" if each.is_symlink() else "a pipe or a device"
-                        raise manifests.not_plain(Path(each.path), kind)
-        except OSError:  # it is not there, or is being deleted: whoever reads it will say so
-            continue
-
-
 def follow(known: Sequence[Lineage], item_directory: Path) -> Lineage:
-    """As :func:`resolve`, reading one manifest where the step or its parent is known already."""
+    """Resolves a step as :func:`resolve` does, but reads one manifest if its lineage is known.
+
+    Args:
+        known: lineages that were resolved before.
+        item_directory: the step's item directory.
+    """
     _refuse_uncommitted(item_directory)
-    manifest = manifests.read(item_directory)
+    manifest = manifest_file.read(item_directory)
     for each in known:
         if manifest.checksum == each.manifest.checksum:
             return each
@@ -426,24 +417,30 @@ def follow(known: Sequence[Lineage], item_directory: Path) -> Lineage:
     return resolve(item_directory)
 
 
-def _find(child: DeltaManifest, entry: Entry, holders: Sequence[Path]) -> Entry:
-    """The parent of a delta."""
+def _find(child: DeltaManifest, entry: LineageStep, holders: Sequence[Path]) -> LineageStep:
+    """The parent of a delta.
+
+    Args:
+        child: the delta's manifest.
+        entry: the delta.
+        holders: directories that may hold links to the parent.
+    """
     parent = child.parent
     for holder in holders:
         linked = holder / LINEAGE / str(parent.step)
         if linked.is_dir():
-            return Entry(manifests.read(linked), holder, is_link=True)
-        path = linked.with_name(f"{parent.step}.{manifests.NAME}")
+            return LineageStep(manifest_file.read(linked), holder, is_link=True)
+        path = linked.with_name(f"{parent.step}.{manifest_file.NAME}")
         if path.exists():
-            return Entry(manifests.read_file(path), holder, is_link=True)
-    places = [holders[0] / LINEAGE / f"{parent.step}[.{manifests.NAME}]"]
-    # Who holds links holds all; and a reference leads from where it was written.
+            return LineageStep(manifest_file.read_file(path), holder, is_link=True)
+    places = [holders[0] / LINEAGE / f"{parent.step}[.{manifest_file.NAME}]"]
+    # A directory with links has links to all; and a reference holds for the delta's own directory.
     if not (entry.is_link or (entry.holder / LINEAGE).is_dir()):
         places.append(entry.holder / parent.reference)
         if _is_reference(parent.reference) and places[-1].is_dir():
             found = _plain_sibling(entry.holder, parent.reference)
             _refuse_uncommitted(found)
-            return Entry(manifests.read(found), found)
+            return LineageStep(manifest_file.read(found), found)
     raise LineageError(
         f"{entry.place}: step {child.step} builds on step {parent.step}, expected at "
         f"{' or '.join(map(str, places))}, found nothing there."
@@ -451,29 +448,29 @@ def _find(child: DeltaManifest, entry: Entry, holders: Sequence[Path]) -> Entry:
 
 
 def _plain_sibling(directory: Path, relative: str) -> Path:
-    """The directory that a reference names; neither it nor the step that it is in may be a link.
+    """The directory that a reference names.
 
     Raises:
-        FormatError: one of them is a symbolic link, or something in it is.
+        FormatError: it, its step, or something in it is a symbolic link.
     """
     parts = Path(relative).parts  # as many names as steps up; see _is_reference
     found = directory.joinpath(*parts[: len(parts) // 2]).resolve()
     for name in parts[len(parts) // 2 :]:
         found /= name
         if found.is_symlink():
-            raise manifests.not_plain(found, "a symbolic link")
-    refuse_links(found)
+            raise manifest_file.not_plain(found, "a symbolic link")
+    manifest_file.refuse_links(found)
     return found
 
 
 def reference(from_directory: Path, to_directory: Path) -> str | None:
-    """Relative path from one step's item directory to another's, None if they are not siblings."""
+    """Relative path from one step's item directory to another's; None if they are not siblings."""
     relative = os.path.relpath(to_directory, from_directory)
     return relative if _is_reference(relative) else None
 
 
 def _is_reference(relative: str) -> bool:
-    """Whether a path names a sibling (``../other``) or a sibling's item (``../../5/state``)."""
+    """True if a path names a sibling (``../other``) or a sibling's item (``../../5/state``)."""
     parts = Path(relative).parts
     names = [part for part in parts if part != ".."]
     ups = len(parts) - len(names)

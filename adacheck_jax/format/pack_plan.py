@@ -15,17 +15,17 @@ from adacheck_jax.format.manifest import Encoding, Leaf
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Where one box of one leaf lies.
+    """Place of one box of one leaf in a pack.
 
     Attributes:
         leaf: index of the leaf in the base's manifest.
-        box: in the leaf's global coordinates.
+        box: the box in the leaf's global coordinates.
         process: the owner, in whose pack the box lies.
-        encoding: how it is stored.
-        planes: into how many planes of bytes it is split, the lowest first; 0 for ``RAW``.
-        compressed: how many of these, the highest, lie in the pack's compressed array.
-        raw_start, compressed_start: first byte in either array, of what lies there.
-        size_bytes: number of bytes in both together.
+        encoding: the box's encoding.
+        planes: number of planes of bytes, the lowest first; 0 for ``RAW``.
+        compressed: number of planes, the highest ones, in the pack's compressed array.
+        raw_start, compressed_start: first byte in either array.
+        size_bytes: number of bytes in both arrays together.
     """
 
     leaf: int
@@ -40,18 +40,23 @@ class Extent:
 
     @property
     def raw_bytes(self) -> int:
-        """How much of it lies in the pack's raw array."""
+        """Bytes in the pack's raw array."""
         return self.size_bytes - self.compressed_bytes
 
     @property
     def compressed_bytes(self) -> int:
-        """How much of it lies in the pack's compressed array."""
+        """Bytes in the pack's compressed array."""
         return self.size_bytes // self.planes * self.compressed if self.planes else 0
 
 
 @dataclass(frozen=True, slots=True)
 class WritePlan:
-    """The extents of one delta, and for each process the size of its two arrays."""
+    """Layout of one delta's packs.
+
+    Attributes:
+        extents: every stored box, by leaf and in grid order.
+        raw_bytes, compressed_bytes: sizes of each process's two arrays.
+    """
 
     extents: tuple[Extent, ...]
     raw_bytes: tuple[int, ...]
@@ -59,7 +64,7 @@ class WritePlan:
 
 
 Aliases = Sequence[tuple[int, int]]
-"""Pairs of extents of one process, counted in the order of its plan; see ``manifest.Pack``."""
+"""Pairs of extents of one process, numbered in plan order; see ``manifest.Pack``."""
 
 
 def plan_delta(
@@ -70,15 +75,14 @@ def plan_delta(
 ) -> WritePlan:
     """Lays out the boxes of the stored leaves in their owners' packs.
 
-    The plan is a function of the base's leaves and of how they are stored, so a reader computes it
-    again instead of reading it. What one process's part of the plan looks like depends on its own
-    encodings and aliases alone.
+    The plan is a function of the base's leaves and their encodings, so a reader computes it again
+    instead of reading it. Each process's pack depends on its own encodings and aliases alone.
 
     Args:
         leaves: the base's leaves.
         stored: indices of the leaves that the delta holds, ascending.
-        encodings: for each process one :class:`Encoding` letter a stored leaf.
-        aliases: for each process which of its extents have the bytes of which others.
+        encodings: one text a process, with one :class:`Encoding` letter a stored leaf.
+        aliases: the aliases of each process's extents.
 
     Returns:
         The plan.
@@ -111,7 +115,7 @@ def _place(
 ) -> tuple[int, int]:
     """Gives each extent of a process its place; returns the sizes of both arrays.
 
-    The largest go first: their sizes are round numbers mostly, so that rows which are all zero fall
+    The largest extents come first: their sizes are mostly round numbers, so that rows of zeros fall
     into whole blocks of the pack, without padding.
     """
     if any(not source < number < len(extents) for number, source in sources.items()):
@@ -135,7 +139,7 @@ def _place(
 
 
 def _at(extent: Extent, source: Extent) -> Extent:
-    """An extent that lies where another one does."""
+    """An extent in the place of another one."""
     alike = (extent.encoding, extent.planes, extent.size_bytes)
     if alike != (source.encoding, source.planes, source.size_bytes):
         raise ValueError(f"an alias of another kind: {extent} of {source}")

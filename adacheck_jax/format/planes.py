@@ -1,17 +1,17 @@
-"""How elements become bytes that compress: planes, and differences from the step before.
+"""Bytes that compress: planes of elements, and of differences from the parent step.
 
 The bits of elements are taken as unsigned words of the element's width and turned into *planes*:
 first the lowest byte of every word, then the next. The planes are compressed when they are stored
-(zstd, :mod:`~adacheck_jax.store.packs`), as far as that pays.
+(:mod:`~adacheck_jax.store.packs`), as far as that pays.
 
 *Elements by themselves*: the words are rotated by one bit first, so that a floating-point number's
 sign comes last and its exponent fills the highest plane. Exponents of gradients are few; mantissas
 and signs are noise, and are stored as they are (ZipNN: Hershcovitch et al., 2024).
 
-*Bit-pattern differences*: a leaf as the integer difference from the step before it, with no
-knowledge of what changed it. ``XOR`` is zero where bits agree. ``SUBTRACT`` is the difference
+*Bit-pattern differences*: a leaf as the integer difference from the parent step, whatever changed
+it. ``XOR`` is zero where bits agree. ``SUBTRACT`` is the difference
 modulo the word's size, folded so that small steps down look like small steps up (zigzag, as in
-Protocol Buffers' sint encoding): floating-point numbers that move by an ulp or two then leave
+Protocol ReusedMemory' sint encoding): floating-point numbers that move by an ulp or two then leave
 everything but the lowest bits zero.
 """
 
@@ -25,14 +25,14 @@ from adacheck_jax.format import byte_loops
 from adacheck_jax.format.manifest import Encoding
 
 _SMALL_BYTES = 1024
-"""Below this a leaf is not worth the bother."""
+"""Smaller leaves are stored as they are."""
 _SAMPLE_RUNS, _RUN_WORDS = 8, 2048
 _WORTHWHILE = 0.95
-"""What is compressed is expected to take less than this part of its bytes."""
+"""Largest expected part of their bytes at which planes are compressed."""
 
 
 def word_bytes(dtype: np.dtype) -> int:
-    """Width of the words that elements of a type are differenced in: complex numbers have two."""
+    """Bytes of the words that elements consist of; a complex number consists of two."""
     return dtype.itemsize // 2 if dtype.kind == "c" else dtype.itemsize
 
 
@@ -42,7 +42,7 @@ def _words(array: np.ndarray) -> np.ndarray:
 
 
 def choose_whole(blocks: Iterable[np.ndarray]) -> Encoding:
-    """Chooses how to store some blocks of one leaf by themselves, from what a sample promises."""
+    """Chooses an encoding without a difference for blocks of one leaf, from a sample."""
     block = max(blocks, key=lambda block: block.size)
     if block.nbytes <= _SMALL_BYTES:
         return Encoding.RAW
@@ -50,13 +50,13 @@ def choose_whole(blocks: Iterable[np.ndarray]) -> Encoding:
 
 
 def choose_difference(pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> Encoding:
-    """Chooses how to store some blocks of one leaf whose old elements are known.
+    """Chooses an encoding for blocks of one leaf whose old elements are known, from a sample.
 
     Args:
         pairs: new and old elements of each block; equal shapes and one data type.
 
     Returns:
-        ``SAME`` if no bit changed in any block, else what a sample promises to be smallest.
+        ``SAME`` if no bit changed in any block, else the encoding with the smallest estimate.
     """
     changed = [(a, b) for new, old in pairs if not _equal(a := _words(new), b := _words(old))]
     if not changed:
@@ -75,7 +75,7 @@ _DIFFERENCES = (Encoding.XOR, Encoding.SUBTRACT)
 
 
 def _best_whole(words: np.ndarray) -> tuple[Encoding, float]:
-    """How some words are best stored by themselves, and how many bits a word that may take."""
+    """The best encoding without a difference, and its estimated bits a word."""
     *rest, highest = _entropies(_planes(Encoding.PLANES, words))
     if rest and sum(rest) < 8 * _WORTHWHILE * len(rest):
         return Encoding.PLANES, sum(rest) + highest
@@ -91,37 +91,27 @@ def encode(
     low: np.ndarray,
     high: np.ndarray,
 ) -> None:
-    """Turns some elements into planes.
+    """Turns elements into planes.
 
     Args:
         encoding: any but ``RAW`` and ``SAME``.
         new: the elements.
-        old: those of the parent step, for a difference.
-        low: where the first planes go, uint8 of shape (planes, words).
-        high: where the others go.
+        old: elements of the parent step, for a difference; else None.
+        low: memory for the first planes, uint8 of shape (planes, words).
+        high: memory for the other planes.
     """
     before = None if old is None else _words(old)
     byte_loops.split(_words(new), before, _WAYS[encoding], low, high)
-
-
-def exponents(block: np.ndarray) -> np.ndarray:
-    """The highest plane of some of the elements of a block, as many as a choice is made from."""
-    return _planes(Encoding.EXPONENTS, _sample(_words(block)))[-1]
-
-
-def sample(block: np.ndarray) -> np.ndarray:
-    """Some of the words of a block, as many as a choice is made from."""
-    return _sample(_words(block))
 
 
 def decode(encoding: Encoding, block: np.ndarray, low: np.ndarray, high: np.ndarray) -> None:
     """Turns old elements into new ones, in place.
 
     Args:
-        encoding: as for :func:`encode`.
-        block: a contiguous array that can be written; what it holds matters to differences only.
-        low: the first planes of the same elements, as :func:`encode` gave them.
-        high: the others.
+        encoding: any but ``RAW`` and ``SAME``.
+        block: contiguous, writable elements; a difference needs the old ones in it.
+        low: the first planes, as :func:`encode` gave them.
+        high: the other planes.
     """
     words = block.reshape(-1).view(np.dtype(f"u{word_bytes(block.dtype)}"))
     byte_loops.join(words, _WAYS[encoding], low, high)
@@ -146,7 +136,7 @@ def _equal(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def _sample(words: np.ndarray) -> np.ndarray:
-    """Some runs of words, evenly spread."""
+    """Runs of words, evenly spread."""
     if words.size <= _SAMPLE_RUNS * _RUN_WORDS:
         return words
     starts = np.linspace(0, words.size - _RUN_WORDS, _SAMPLE_RUNS).astype(int)
@@ -154,7 +144,7 @@ def _sample(words: np.ndarray) -> np.ndarray:
 
 
 def _entropies(planes: np.ndarray) -> list[float]:
-    """For each plane the bits a byte that an order-0 coder would need."""
+    """Bits a byte that an order-0 coder would need, one figure a plane."""
     entropies = []
     for plane in planes:
         counts = np.bincount(plane, minlength=256)

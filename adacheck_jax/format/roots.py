@@ -1,4 +1,4 @@
-"""Checkpoint roots: the steps that lie under one, and what their paths tell of them."""
+"""Checkpoint roots: their steps, and the meaning of paths under a root."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adacheck_jax.errors import AdaCheckError
-from adacheck_jax.format import manifest as manifests
+from adacheck_jax.format import manifest_file
 from adacheck_jax.format.lineage import (
     BASE,
     DELTA,
@@ -16,13 +16,12 @@ from adacheck_jax.format.lineage import (
     LINEAGE,
     STEP_METADATA,
     is_committed,
-    refuse_links,
     resolve,
 )
 from adacheck_jax.format.manifest import DeltaManifest, Manifest
 
 TMP_SUFFIX = ".orbax-checkpoint-tmp"
-"""What Orbax puts into the names of directories that are not committed."""
+"""Part of the names that Orbax gives to directories that are not committed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +29,10 @@ class Step:
     """One step directory as it lies under a root.
 
     Attributes:
-        step: step number; None where no manifest tells it.
+        step: step number, by the manifest or else by the path; -1 if neither tells it.
         directory: item directory.
-        manifest: its manifest, None where it cannot be read.
-        error: why it cannot be restored, None if its lineage resolves.
+        manifest: its manifest, None if it cannot be read.
+        error: the reason why it cannot be restored, None if its lineage resolves.
     """
 
     step: int
@@ -43,15 +42,15 @@ class Step:
 
 
 def items_of(root: Path) -> list[Path]:
-    """Item directories of ours under a checkpoint root, in no particular order.
+    """Committed item directories of ours under a checkpoint root, in no particular order.
 
-    A manager may be deleting steps meanwhile: what vanishes is left out.
+    Steps that a manager deletes meanwhile are left out.
     """
     return [path for path in _ours_under(root) if is_committed(path)]
 
 
 def uncommitted_of(root: Path) -> list[Path]:
-    """As :func:`items_of`, those whose save was interrupted or is under way, by name committed."""
+    """Item directories whose save was interrupted or is under way, though named as committed."""
     return [path for path in _ours_under(root) if not is_committed(path)]
 
 
@@ -64,16 +63,16 @@ def _ours_under(root: Path) -> list[Path]:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a directory holds our folder; an item may have our folder's name."""
-    ours = path / manifests.DIRECTORY
-    traces = (manifests.FILE, LINEAGE, BASE, KEPT, IN_PLACE)
+    """True if a directory holds our folder; an item may have our folder's name."""
+    ours = path / manifest_file.DIRECTORY
+    traces = (manifest_file.FILE, LINEAGE, BASE, KEPT, IN_PLACE)
     return any((path / name).exists() for name in traces) or (
         ours.is_dir() and any(any(ours.glob(f"{name}.*")) for name in ("update", DELTA))
     )
 
 
 def _directories(parent: Path) -> list[Path]:
-    """The committed directories in another one; none where it does not exist (any more)."""
+    """Committed directories in another one; none if it does not exist (any more)."""
     try:
         names = os.listdir(parent)
     except (FileNotFoundError, NotADirectoryError):
@@ -83,7 +82,7 @@ def _directories(parent: Path) -> list[Path]:
 
 
 def steps_of(root: Path, item: str | None = None) -> list[Step]:
-    """The steps under a checkpoint root, ascending, with what keeps each from being restored.
+    """Steps under a checkpoint root, ascending, each with the error that keeps it from a restore.
 
     Args:
         root: the directory given to the checkpoint manager.
@@ -94,7 +93,7 @@ def steps_of(root: Path, item: str | None = None) -> list[Step]:
         if item is not None and directory.name != item:
             continue
         try:
-            manifest: Manifest | None = manifests.read(directory)
+            manifest: Manifest | None = manifest_file.read(directory)
             error: AdaCheckError | None = None
         except AdaCheckError as unreadable:
             manifest, error = None, unreadable
@@ -109,12 +108,12 @@ def steps_of(root: Path, item: str | None = None) -> list[Step]:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an item directory lies.
+    """Root, item name and step number of an item directory.
 
     Attributes:
-        line: what the steps of one training run share: the directory that they lie in and, under a
-            checkpoint manager, the name of the item in each step.
-        step: the number in the name of the step's directory, None if there is none.
+        line: the root and, under a checkpoint manager, the name of the item in each step; the steps
+            of one training run share it.
+        step: number in the name of the step's directory, None if it has none.
     """
 
     line: tuple[Path, str | None]
@@ -122,7 +121,7 @@ class Place:
 
 
 def place_of(item_directory: Path) -> Place:
-    """Reads an item directory's place from its path; it may be temporary, or not exist yet."""
+    """Place of an item directory, which may be temporary or not exist yet."""
     parent = item_directory.parent
     is_item = TMP_SUFFIX in parent.name or (
         (parent / STEP_METADATA).exists() and not (item_directory / STEP_METADATA).exists()
@@ -131,23 +130,23 @@ def place_of(item_directory: Path) -> Place:
 
 
 def place_in_step(item_directory: Path) -> Place:
-    """The place of a directory that is known to be one of several items of a step."""
+    """Place of a directory that is known to be one of several items of a step."""
     step = item_directory.parent
     return Place((step.parent, _committed(item_directory.name)), _number_in(_committed(step.name)))
 
 
 def place_of_step(directory: Path) -> Place:
-    """The place of a directory that is known to be a step's own."""
+    """Place of a directory that is known to be a step's own."""
     return Place((directory.parent, None), _number_in(_committed(directory.name)))
 
 
 def is_written_in_place(item_directory: Path) -> bool:
-    """Whether a directory that is being saved into keeps its name when it is committed."""
+    """True if a directory that is being saved into keeps its name when it is committed."""
     return not any(TMP_SUFFIX in each.name for each in (item_directory, item_directory.parent))
 
 
 def committed_path(directory: Path) -> Path:
-    """Where a temporary directory will be once Orbax has renamed it."""
+    """Path of a directory, temporary or not, once Orbax has committed it."""
     return Path(*map(_committed, directory.parts))
 
 
@@ -161,7 +160,7 @@ def _number_in(name: str) -> int | None:
 
 
 def misplaced(item_directory: Path, manifest: Manifest) -> str:
-    """What is wrong with where a step lies: empty unless its directory had another number."""
+    """Warning that a step was saved in a directory of another number; else empty."""
     found, saved = place_of(item_directory).step, manifest.directory_step
     if found is None or saved is None or found == saved:
         return ""
@@ -169,7 +168,7 @@ def misplaced(item_directory: Path, manifest: Manifest) -> str:
 
 
 def siblings(item_directory: Path) -> list[Step]:
-    """The steps that lie beside an item directory, itself included."""
+    """Steps of an item directory's root, its own included."""
     root, item = place_of(item_directory).line
     return steps_of(root, item)
 
@@ -179,7 +178,7 @@ def _resolve_error(directory: Path, manifest: Manifest) -> AdaCheckError | None:
         if isinstance(manifest, DeltaManifest):
             resolve(directory)
         else:
-            refuse_links(directory)
+            manifest_file.refuse_links(directory)
     except AdaCheckError as error:
         return error
     return None

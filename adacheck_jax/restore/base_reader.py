@@ -16,7 +16,7 @@ import numpy as np
 
 from adacheck_jax.device import transfer
 from adacheck_jax.format.boxes import Box
-from adacheck_jax.store import aligned_read, volumes
+from adacheck_jax.store import aligned_read, volume_reader
 
 _BATCH_BYTES = 64 << 20
 """Arrays are placed on devices so much at a time, while the next two batches are read."""
@@ -67,7 +67,7 @@ def read(directory: Path, wanted: Sequence[Wanted]) -> list[Any]:
     Raises:
         ValueError: one is missing, damaged, or not as it was written.
     """
-    stores = volumes.opened(directory, [each.name for each in wanted])
+    stores = volume_reader.opened(directory, [each.name for each in wanted])
     batches = list(_batches(wanted))
     result: list[Any] = []
     reading = [_begin(stores, wanted, batch) for batch in batches[:_READ_AHEAD]]

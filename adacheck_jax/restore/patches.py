@@ -16,7 +16,7 @@ from adacheck_jax.device import transfer
 from adacheck_jax.errors import IntegrityError
 from adacheck_jax.format import pack_plan, planes
 from adacheck_jax.format.boxes import Box
-from adacheck_jax.format.lineage import Entry, Lineage
+from adacheck_jax.format.lineage import Lineage, LineageStep
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest, Encoding, Leaf, Pack
 from adacheck_jax.store import packs as arrays
 from adacheck_jax.store.packs import PackArray, PackReader
@@ -51,7 +51,7 @@ class DeltaReader:
     def __init__(
         self,
         base: BaseManifest,
-        entry: Entry,
+        entry: LineageStep,
         number: int = -1,
         shared: Shared | None = None,
     ) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from adacheck_jax.device import fingerprint, jax_settings, transfer
 from adacheck_jax.errors import FormatError, IntegrityError, unreadable
-from adacheck_jax.format import manifest as manifests
+from adacheck_jax.format import manifest_file
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.lineage import Lineage
 from adacheck_jax.format.manifest import BaseManifest, Delta, Leaf, Update
@@ -423,7 +423,7 @@ def _update_function(
     params_path: str | Mapping[str, str] | None,
 ) -> replay.UpdateFunction:
     """The stored update program, or the recorders' where this jax cannot read it."""
-    path = lineage.base_directory / manifests.update_file(replay.platform())
+    path = lineage.base_directory / manifest_file.update_file(replay.platform())
     try:
         data = path.read_bytes()
     except OSError as error:

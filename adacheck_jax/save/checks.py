@@ -28,7 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from adacheck_jax.device import fingerprint, jax_settings, transfer
-from adacheck_jax.device.fingerprint import Summing, words_of
+from adacheck_jax.device.shard_sums import Summing
+from adacheck_jax.format.fingerprint import words_of
 from adacheck_jax.save.exported_update import Engine, ExportedUpdate
 from adacheck_jax.save.snapshot import Structure
 from adacheck_jax.update import replay
@@ -311,7 +312,7 @@ class _Following:
         whole = {i: x for i, x in held.items() if i in self._compared and i not in check.after}
         if self._summing is None:
             self._summing = structure.summing_of(whole)
-        found = fingerprint.Parts(
+        found = fingerprint.Contributions(
             whole, structure.picks, structure.whole_picks, summing=self._summing
         ).sums()
         expected = check.sums()

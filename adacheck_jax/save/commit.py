@@ -12,9 +12,8 @@ from pathlib import Path
 import jax
 
 from adacheck_jax.errors import AdaCheckError, storage_named
-from adacheck_jax.format import durable, lineage
-from adacheck_jax.format import manifest as manifests
-from adacheck_jax.format.lineage import Entry, Lineage
+from adacheck_jax.format import durable, lineage, manifest_file
+from adacheck_jax.format.lineage import Lineage, LineageStep
 from adacheck_jax.format.manifest import (
     BaseManifest,
     Caution,
@@ -22,6 +21,7 @@ from adacheck_jax.format.manifest import (
     DeltaManifest,
     Encoding,
     Link,
+    Manifest,
     Pack,
     Update,
 )
@@ -29,7 +29,7 @@ from adacheck_jax.save import share
 from adacheck_jax.save.share import Report, StagedSave
 from adacheck_jax.save.staged import StagedStep
 from adacheck_jax.store import claims, links, volumes
-from adacheck_jax.store.base_writer import BaseShare, Name
+from adacheck_jax.store.base_writer import BaseWriter, Name
 from adacheck_jax.update import replay
 
 
@@ -43,7 +43,7 @@ class Committed:
         files: names of the step's files, while it was whole.
     """
 
-    manifest: manifests.Manifest
+    manifest: Manifest
     stamp: tuple[int, int, int]
     files: frozenset[str]
 
@@ -61,7 +61,7 @@ class Save:
         committed: the step, if this process committed it.
     """
 
-    def __init__(self, staged: StagedSave, base: BaseShare | None) -> None:
+    def __init__(self, staged: StagedSave, base: BaseWriter | None) -> None:
         self.staged = staged
         self.error: Exception | None = None
         self.committed: Committed | None = None
@@ -137,17 +137,17 @@ class Save:
             for report in reports:
                 contents |= report["volumes"]
             volumes.merge(directory, contents)
-            manifest: manifests.Manifest = _base_manifest(staged, reports, caution, described)
+            manifest: Manifest = _base_manifest(staged, reports, caution, described)
         else:
             manifest = _delta_manifest(staged, staged.parent, reports, caution)
         claims.remove(directory)
         # The manifest makes the step exist, and nothing is written after it. All that is not
         # durable yet becomes so at once, which the journal of a file system takes as one. Orbax's
         # rename comes next.
-        manifest = manifests.write(directory, manifest)
-        durable.sync_tree(directory, directory / manifests.FILE)
-        files = links.files_of(Entry(manifest, directory))
-        return Committed(manifest, manifests.stamp(directory), files)
+        manifest = manifest_file.write(directory, manifest)
+        durable.sync_tree(directory, directory / manifest_file.FILE)
+        files = links.files_of(LineageStep(manifest, directory))
+        return Committed(manifest, manifest_file.stamp(directory), files)
 
 
 def _base_manifest(

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from adacheck_jax.device import jax_settings
 from adacheck_jax.errors import AdaCheckError
-from adacheck_jax.format import lineage
-from adacheck_jax.format import manifest as manifests
+from adacheck_jax.format import lineage, manifest_file
 from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.format.lineage import Lineage
 from adacheck_jax.format.manifest import DeltaManifest
@@ -122,7 +121,7 @@ class Parent:
         if save is None or committed is None or not lineage.is_committed(self.directory):
             return None
         try:
-            if committed.stamp != manifests.stamp(self.directory):
+            if committed.stamp != manifest_file.stamp(self.directory):
                 return None
         except OSError:
             return None

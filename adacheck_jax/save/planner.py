@@ -342,4 +342,6 @@ def _sums_of(snapshot: Snapshot) -> Mapping[int, int]:
     """This process's contribution to the fingerprint of each leaf; waits for the state."""
     structure, arrays = snapshot.structure, dict(enumerate(snapshot.arrays))
     summing = structure.summing(snapshot.arrays)
-    return fingerprint.Parts(arrays, structure.picks, structure.whole_picks, summing=summing).sums()
+    return fingerprint.Contributions(
+        arrays, structure.picks, structure.whole_picks, summing=summing
+    ).sums()

@@ -29,10 +29,9 @@ from adacheck_jax.save.share import Attempt, Destination, StagedSave
 from adacheck_jax.save.situation import Options
 from adacheck_jax.save.snapshot import Snapshot, Structure
 from adacheck_jax.save.staged import HostCopies, StagedStep
-from adacheck_jax.store.base_writer import BaseShare, EarlierBase
-from adacheck_jax.store.buffers import Buffers
-from adacheck_jax.store.compression import Storage
-from adacheck_jax.store.delta_writer import DeltaShare, Habits
+from adacheck_jax.store.base_writer import BaseWriter, EarlierBase
+from adacheck_jax.store.delta_writer import DeltaEncodings, DeltaWriter
+from adacheck_jax.store.reused_memory import ReusedMemory
 from adacheck_jax.update.binding import Recorders
 
 _log = logging.getLogger(__name__)
@@ -58,7 +57,7 @@ class Saver:
         self._lock = threading.Lock()
         self._attempt = Attempt.first()
         self._last_base: Save | None = None
-        self._habits, self._buffers, self._storage = Habits(), Buffers(_REUSED_BYTES), Storage()
+        self._encodings, self._memory = DeltaEncodings(), ReusedMemory(_REUSED_BYTES)
         xla_call.begin()
 
     def follow(
@@ -181,7 +180,7 @@ class Saver:
         planner.parents.advance(following)
         planner.deferred.restart(following)
         if planned.is_base:
-            self._last_base, self._habits = save, Habits()
+            self._last_base, self._encodings = save, DeltaEncodings()
         return save
 
     def defer(self, state: PyTree, step: int | None) -> bool:
@@ -290,34 +289,32 @@ class Saver:
             return own, own.begin_check(checker, tip.witness, snapshot.arrays)
         return own, checker.witness(State(snapshot.arrays, planned.step, own.sums))
 
-    def _delta_share(self, planned: SavePlan, copies: HostCopies, tip: Tip | None) -> DeltaShare:
-        return DeltaShare(
+    def _delta_share(self, planned: SavePlan, copies: HostCopies, tip: Tip | None) -> DeltaWriter:
+        return DeltaWriter(
             planned.structure.leaves,
             copies.staged,
             planned.stored,
             staged.comparable(tip.host_copies if tip else staged.NOTHING, planned),
             self._options.compression,
-            self._storage,
-            self._habits,
-            self._buffers,
+            self._encodings,
+            self._memory,
         )
 
     def _base_share(
         self, course: Course, copies: HostCopies, destination: Destination
-    ) -> BaseShare:
+    ) -> BaseWriter:
         structure, parent = course.plan.structure, course.parent
         found = parent.lineage if parent else None
         earlier = None
         if found is not None and self._planner.parents.has_links(destination.directory):
             earlier = self._earlier_base(found)
-        return BaseShare(
+        return BaseWriter(
             structure.leaves,
             copies.staged,
             earlier,
             _still(structure),
             names={},
             compression=self._options.compression,
-            storage=self._storage,
         )
 
     def _earlier_base(self, parent: Lineage) -> EarlierBase:

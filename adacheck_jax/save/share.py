@@ -23,19 +23,20 @@ from typing import Any
 
 import jax
 
-from adacheck_jax.device import fingerprint, replicas
+from adacheck_jax.device import replicas
 from adacheck_jax.errors import AdaCheckError, MismatchError, ReplayError, storage_named
-from adacheck_jax.format import durable, lineage
-from adacheck_jax.format import manifest as manifests
+from adacheck_jax.format import durable, lineage, manifest_file
 from adacheck_jax.format.boxes import Blocks
+from adacheck_jax.format.fingerprint import combine
 from adacheck_jax.format.lineage import Lineage
-from adacheck_jax.format.manifest import DIRECTORY, Caution
+from adacheck_jax.format.manifest import Caution
+from adacheck_jax.format.manifest_file import DIRECTORY
 from adacheck_jax.save.exported_update import ExportedUpdate
 from adacheck_jax.save.plan import SavePlan
 from adacheck_jax.save.snapshot import Structure
 from adacheck_jax.save.staged import StagedStep
 from adacheck_jax.store import claims, delta_writer, equality, links
-from adacheck_jax.store.base_writer import BaseShare, Name
+from adacheck_jax.store.base_writer import BaseWriter, Name
 
 Report = dict[str, Any]
 """Account of what one process wrote, as JSON (:func:`write`)."""
@@ -146,7 +147,7 @@ class StagedSave:
 
 
 def write(
-    staged: StagedSave, directory: Path, base: BaseShare | None, names: Mapping[str, Name]
+    staged: StagedSave, directory: Path, base: BaseWriter | None, names: Mapping[str, Name]
 ) -> Sequence[Report]:
     """Writes this process's share, and validates it with the reports of all processes.
 
@@ -193,7 +194,7 @@ def _write(
     staged: StagedSave,
     directory: Path,
     process: int,
-    base: BaseShare | None,
+    base: BaseWriter | None,
     names: Mapping[str, Name],
 ) -> Report:
     for each in staged.steps:
@@ -211,7 +212,7 @@ def _write(
     if base is not None:
         if process == 0:
             for platform, data in staged.update.files.items():
-                durable.write(directory / manifests.update_file(platform), data)
+                durable.write(directory / manifest_file.update_file(platform), data)
         sums = staged.own.sums()  # by which an earlier base's unchanged files are found
         report |= dataclasses.replace(base, names=names).write(directory, process, sums)
     else:
@@ -233,7 +234,7 @@ def _write_deltas(
 ) -> list[dict[str, Any]]:
     if (own := steps[-1].delta) is None:
         raise AdaCheckError(f"step {steps[-1].step} was given up before it was written")
-    codec, buffers, packed = own.codec, own.buffers, []
+    codec, buffers, packed = own.codec, own.memory, []
     del own
     for each in steps:
         # Deferred steps fill the memory that they may: each is let go of as it is packed.
@@ -310,7 +311,7 @@ def by_step(reports: Sequence[Report]) -> list[tuple[Report, ...]]:
 def fingerprints_of(reports: Sequence[Report]) -> tuple[int, ...]:
     """Fingerprints of all leaves, from each process's contribution to them."""
     columns = zip(*(report["fingerprints"] for report in reports), strict=True)
-    return tuple(fingerprint.combine(column) for column in columns)
+    return tuple(combine(column) for column in columns)
 
 
 def _clear(item_directory: Path, process: int) -> None:

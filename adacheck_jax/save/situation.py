@@ -10,8 +10,8 @@ from adacheck_jax.device import replicas
 from adacheck_jax.format.lineage import Lineage
 from adacheck_jax.save.exported_update import Check, ExportedUpdate
 from adacheck_jax.save.snapshot import Structure
-from adacheck_jax.store.compression import Compression
 from adacheck_jax.store.retention import KeepLineage
+from adacheck_jax.store.zarr import Compression
 
 Counts = tuple[int, ...]
 """The update counter of each recorder in a state; none without a recorder."""
@@ -37,7 +37,7 @@ class Options:
     keep_lineage: KeepLineage | None = None
     delta: Delta = "auto"
     check: Check = "sample"
-    compression: Compression = "auto"
+    compression: Compression = "none"
     check_replicas: replicas.Mode = "warn"
 
     def __post_init__(self) -> None:

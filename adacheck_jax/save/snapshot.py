@@ -20,7 +20,7 @@ from adacheck_jax.device import (
     trees,
     xla_call,
 )
-from adacheck_jax.device.fingerprint import Summing
+from adacheck_jax.device.shard_sums import Summing
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import FormatError
 from adacheck_jax.format.manifest import Leaf
@@ -55,7 +55,7 @@ class Structure:
     placement: str
     sites: Sites | None
     local_picks: dict[int, tuple[transfer.Pick, ...]]
-    replicated: tuple[replicas.Place, ...]
+    replicated: tuple[replicas.ReplicatedLeaf, ...]
 
     @functools.cached_property
     def arguments(self) -> tuple[tuple[int, ...], ...]:
@@ -249,7 +249,7 @@ class Snapshots:
             else transfer.picks_of(array, fingerprint.accounted(array, process))
             for i, array in enumerate(arrays)
         }
-        replicated = replicas.places(tuple(named), arrays)
+        replicated = replicas.replicated_leaves(tuple(named), arrays)
         structure = Structure(
             leaves, bindings, index, picks, whole_picks, "", None, local_picks, replicated
         )

@@ -19,7 +19,7 @@ from adacheck_jax.format.lineage import Lineage
 from adacheck_jax.save.checks import Check, Checker, Findings, State, Witness
 from adacheck_jax.save.plan import Counts, SavePlan, shown
 from adacheck_jax.save.snapshot import Snapshot, Structure
-from adacheck_jax.store.delta_writer import DeltaShare
+from adacheck_jax.store.delta_writer import DeltaWriter
 
 NOTHING: Mapping[int, Blocks] = {}
 """Copies of no leaf."""
@@ -39,9 +39,9 @@ class HostCopies:
 
     staged: Joined
     kept: Mapping[int, Blocks]
-    fingerprints: fingerprint.Parts
+    fingerprints: fingerprint.Contributions
     counters: Mapping[int, Any]
-    waiting: list[Staged | fingerprint.Parts]
+    waiting: list[Staged | fingerprint.Contributions]
 
     def wait(self) -> None:
         """Waits until the state may be donated."""
@@ -79,7 +79,7 @@ def take_copies(snapshot: Snapshot, plan: SavePlan, *, every_replica: bool) -> H
         for each in staged:
             each.begin()
     joined = Joined({i: group for group in staged for i in group})
-    fingerprints = fingerprint.Parts(
+    fingerprints = fingerprint.Contributions(
         arrays,
         structure.picks,
         structure.whole_picks,
@@ -153,8 +153,8 @@ class StagedStep:
         self,
         plan: SavePlan,
         label: str,
-        fingerprints: fingerprint.Parts,
-        delta: DeltaShare | None,
+        fingerprints: fingerprint.Contributions,
+        delta: DeltaWriter | None,
         local: Mapping[int, Blocks],
         *,
         counters: Mapping[int, Any],
@@ -291,7 +291,7 @@ class StagedStep:
                 self._sums |= self.fingerprints.sums()
             return self._sums
 
-    def take_delta(self) -> DeltaShare:
+    def take_delta(self) -> DeltaWriter:
         """Hands over the copies of a delta, so that they live no longer than its packing."""
         delta, self.delta = self.delta, None
         if delta is None:

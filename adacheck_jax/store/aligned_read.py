@@ -1,7 +1,7 @@
 """Reads arrays into memory that XLA:CPU can use in place.
 
-What tensorstore allocates itself does not start where XLA wants arrays to start, and is copied once
-more when it goes to a CPU device.
+Memory that tensorstore allocates is not aligned as XLA wants it, and would be copied once more on
+its way to a CPU device.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ import numpy as np
 import tensorstore as ts
 
 ALIGNMENT_BYTES = 64
-"""Where XLA:CPU wants arrays to start."""
+"""Alignment of arrays that XLA:CPU uses in place."""
 
 
 def begin(store: Any) -> tuple[np.ndarray, Any]:
-    """Begins to read all that a tensorstore (or a part of one) holds.
+    """Begins to read a whole tensorstore, or a part of one.
 
     Args:
-        store: open, with as many elements as there is memory for.
+        store: an open tensorstore, or an indexed part of one, that fits into memory.
 
     Returns:
-        The elements, once the future has a result; and that future, which raises what reading does.
+        The elements, valid once the future has a result; and that future, which raises the errors
+        of the read.
     """
     dtype = store.dtype.numpy_dtype
     size_bytes = math.prod(store.shape) * dtype.itemsize

@@ -1,32 +1,34 @@
-"""This process's share of a base: what is new of it, and what an earlier base still holds."""
+"""One process's part of a base: volumes of new data, and links to volumes of an earlier base."""
 
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401  numpy knows bfloat16 and its kin by it
+import ml_dtypes  # noqa: F401  gives numpy bfloat16 and its kin
 import numpy as np
 
-from adacheck_jax.format import chunks, lineage, planes
+from adacheck_jax.format import boxes, lineage
 from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.format.manifest import Leaf
-from adacheck_jax.store import compression, volumes
-from adacheck_jax.store.compression import Compression, Storage
-from adacheck_jax.store.zarr import Codec
+from adacheck_jax.store import volumes
+from adacheck_jax.store.zarr import Compression, codec_of
+
+_MIN_COMPRESSED_BYTES = 1 << 12
+_STILL = ".still"
+"""End of the name of a volume with arrays that are expected not to change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """How the checkpoint's database knows a leaf.
+    """An array of a leaf in the checkpoint's database.
 
     Attributes:
-        name: of the array.
-        dtype: that it is stored in.
+        name: the array's name.
+        dtype: name of the type that its elements are stored in.
         chunk_bytes: largest chunk that the caller wants, None for no wish.
     """
 
@@ -37,13 +39,13 @@ class Name:
 
 @dataclass(frozen=True, slots=True)
 class EarlierBase:
-    """The base before this one, whose data is still good where nothing changed.
+    """The base before this one, whose data is good where nothing changed.
 
     Attributes:
-        directory: of its item.
-        step: its number.
+        directory: its item directory.
+        step: its step number.
         leaves: its leaves.
-        sums: fingerprints of what this process owned of them; empty if they are not known.
+        sums: this process's contributions to their fingerprints, by leaf index; empty if unknown.
     """
 
     directory: Path
@@ -53,17 +55,16 @@ class EarlierBase:
 
 
 @dataclass(slots=True)
-class BaseShare:
-    """What one process has to write of a base.
+class BaseWriter:
+    """Writes one process's boxes of a base.
 
     Attributes:
-        leaves: of the state.
-        blocks: this process's boxes of them.
+        leaves: every leaf of the state.
+        blocks: this process's boxes, by leaf index.
         earlier: the base before this one, where its files can be linked; else None.
-        still: the leaves that may well be the same at the next base.
-        names: of the arrays, by leaf path; what is not among them (a number) Orbax writes.
-        compression: of what is written, and how.
-        storage: where it goes; told how fast it was.
+        still: indices of the leaves that are likely to be equal in the next base.
+        names: the arrays, by leaf path; leaves without one (numbers) are written by Orbax.
+        compression: the caller's choice.
     """
 
     leaves: tuple[Leaf, ...]
@@ -72,26 +73,26 @@ class BaseShare:
     still: frozenset[int]
     names: Mapping[str, Name]
     compression: Compression
-    storage: Storage
 
     def write(self, directory: Path, process: int, sums: Mapping[int, int]) -> dict[str, Any]:
-        """Writes the share durably.
+        """Writes this process's volumes durably.
 
         Args:
-            directory: of the item.
+            directory: item directory of the base.
             process: index of this process.
-            sums: what it contributes to the leaves' fingerprints.
+            sums: this process's contributions to the leaves' fingerprints, by leaf index.
 
         Returns:
-            For the part: the volumes and what is to be taken from each, which leaves share the data
-            of which others, and which were kept from which step.
+            The report for the other processes, as JSON: ``volumes``, the arrays to take from each
+            volume; ``aliases``, pairs of leaves that share data; ``kept``, pairs of a leaf and the
+            step that wrote its data.
 
         Raises:
             OSError: from the file system.
         """
-        drafts = {i: self._part(i) for i, blocks in self.blocks.items() if blocks}
-        own = {i: part for i, part in drafts.items() if part is not None}
-        index = {part.name: i for i, part in own.items()}
+        drafts = {i: self._piece(i) for i, blocks in self.blocks.items() if blocks}
+        own = {i: piece for i, piece in drafts.items() if piece is not None}
+        index = {piece.name: i for i, piece in own.items()}
         kept: dict[str, str] = {}
         still = self.still
         if self.earlier is not None:
@@ -107,20 +108,17 @@ class BaseShare:
             names = contents.setdefault(f"{lineage.KEPT}/{volume}", [])
             assert names is not None
             names.append(name)
-        left = self._with_codecs({i: part for i, part in own.items() if part.name not in kept})
+        left = {i: self._with_codec(piece) for i, piece in own.items() if piece.name not in kept}
         aliases = []
-        # What does not change lies by itself, so that a later base finds a volume of nothing else.
+        # Arrays that do not change get a volume of their own, so that a later base finds all of it
+        # worth keeping.
         for suffix, chosen in (
-            ("", [part for i, part in left.items() if i not in still]),
-            (_STILL, [part for i, part in left.items() if i in still]),
+            ("", [piece for i, piece in left.items() if i not in still]),
+            (_STILL, [piece for i, piece in left.items() if i in still]),
         ):
             if chosen:
                 path = f"{lineage.BASE}/{process}{suffix}"
-                start_s = time.perf_counter()
                 shared = volumes.write(directory / path, chosen)
-                if all(part.codec is None for part in chosen):
-                    written_bytes = sum(part.nbytes for part in chosen)
-                    self.storage.note(written_bytes, time.perf_counter() - start_s)
                 aliases += [(index[name], index[other]) for name, other in shared.items()]
                 contents[path] = None
         return {
@@ -129,8 +127,8 @@ class BaseShare:
             "kept": [(index[name], _step_of(volume)) for name, volume in kept.items()],
         }
 
-    def _part(self, index: int) -> volumes.Part | None:
-        """This process's part of a leaf, if the leaf is an array that Orbax leaves to us."""
+    def _piece(self, index: int) -> volumes.ArrayPiece | None:
+        """This process's piece of a leaf's array; None if Orbax writes the leaf."""
         leaf = self.leaves[index]
         name = self.names.get(leaf.path)
         if name is None:
@@ -139,59 +137,35 @@ class BaseShare:
             box: block.astype(np.dtype(name.dtype), copy=False)
             for box, block in self.blocks[index].items()
         }
-        return volumes.Part(name.name, leaf.shape, chunk_shape(leaf, name.chunk_bytes), blocks)
+        shape = chunk_shape(leaf, name.chunk_bytes)
+        return volumes.ArrayPiece(name.name, leaf.shape, shape, blocks)
 
-    def _with_codecs(self, parts: Mapping[int, volumes.Part]) -> dict[int, volumes.Part]:
-        """The parts, each with the codec that elements of its type get."""
-        by_type: dict[np.dtype, list[np.ndarray]] = {}
-        for part in parts.values():
-            for block in part.blocks.values():
-                by_type.setdefault(block.dtype, []).append(block)
-        chosen = {dtype: self._codec(blocks) for dtype, blocks in by_type.items()}
-        found = {}
-        for i, part in parts.items():
-            dtype = next(iter(part.blocks.values())).dtype
-            is_small = part.nbytes < _MIN_COMPRESSED_BYTES
-            found[i] = dataclasses.replace(part, codec=None if is_small else chosen[dtype])
-        return found
-
-    def _codec(self, blocks: Sequence[np.ndarray]) -> Codec | None:
-        """The codec of elements of one type."""
-        if self.compression != "auto":
-            return compression.named(self.compression)
-        largest = max(blocks, key=lambda block: block.nbytes)
-        if self.storage.bytes_s is None or largest.nbytes < _MIN_COMPRESSED_BYTES:
-            return None
-        speeds = compression.measured(planes.sample(largest))
-        return compression.choose(self.storage.bytes_s, speeds)
+    def _with_codec(self, piece: volumes.ArrayPiece) -> volumes.ArrayPiece:
+        if piece.nbytes < _MIN_COMPRESSED_BYTES:
+            return piece
+        return dataclasses.replace(piece, codec=codec_of(self.compression))
 
     def _unchanged(self, earlier: EarlierBase, sums: Mapping[int, int]) -> frozenset[int]:
-        """The leaves of which this process's part may be what it was: it has the same sum."""
+        """Indices of the leaves of which this process's boxes have the sum that they had."""
         before = {leaf: earlier.sums.get(i) for i, leaf in enumerate(earlier.leaves)}
         return frozenset(
             i for i, leaf in enumerate(self.leaves) if leaf in before and before[leaf] == sums[i]
         )
 
 
-_MIN_COMPRESSED_BYTES = 1 << 12
-
-
 def chunk_shape(leaf: Leaf, wanted_bytes: int | None) -> tuple[int, ...]:
     """Shape of a leaf's chunks in a base.
 
     Args:
-        leaf: its description.
+        leaf: the leaf.
         wanted_bytes: largest chunk that the caller wants, None for no wish.
     """
-    max_bytes = wanted_bytes or chunks.MAX_CHUNK_BYTES
-    return chunks.chunk_shape(leaf.cuts, leaf.itemsize_bytes, max_bytes)
-
-
-_STILL = ".still"
+    max_bytes = wanted_bytes or boxes.MAX_CHUNK_BYTES
+    return boxes.chunk_shape(leaf.cuts, leaf.itemsize_bytes, max_bytes)
 
 
 def _volumes_of(base: EarlierBase, process: int) -> list[tuple[str, Path]]:
-    """The volumes of one process in a base, under the names that a later one keeps them by."""
+    """One process's volumes in a base, each under the name that a later base keeps it by."""
     own = [f"{process}", f"{process}{_STILL}"]
     found = [(f"{base.step}.{name}", base.directory / lineage.BASE / name) for name in own]
     kept = base.directory / lineage.KEPT
@@ -201,5 +175,5 @@ def _volumes_of(base: EarlierBase, process: int) -> list[tuple[str, Path]]:
 
 
 def _step_of(volume: str) -> int:
-    """The step that wrote a kept volume."""
+    """Number of the step that wrote a kept volume."""
     return int(volume.split(".", 1)[0])

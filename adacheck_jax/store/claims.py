@@ -1,8 +1,8 @@
-"""One writer of a step: of two that save the same one at once, no file gets among the other's.
+"""Claims: files of two handlers that save the same step at once are never mixed.
 
-Orbax gives both the same temporary directory: the later one removes that of the earlier one, who
-goes on writing to its path. So whoever writes holds a lock that lies beside that directory, and
-leaves a claim in it; who finds no claim of its own there afterwards has lost the step.
+Orbax gives both handlers the same temporary directory: the later one removes the directory of the
+earlier one, which goes on writing to its path. So a writer holds a lock beside that directory, and
+leaves a claim in it; a writer that does not find its own claim afterwards has lost the step.
 """
 
 from __future__ import annotations
@@ -15,28 +15,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from adacheck_jax.errors import StorageError
-from adacheck_jax.format import manifest as manifests
-from adacheck_jax.format import roots
+from adacheck_jax.format import manifest_file, roots
 from adacheck_jax.store.links import PROBE_PREFIX
 
 _PREFIX = ".claim."
 
 
 def new_token() -> str:
-    """A name for a line of steps that one handler saves, known to no other."""
+    """Unique name of one handler's line of steps."""
     return uuid.uuid4().hex
 
 
 @contextlib.contextmanager
 def writing(directory: Path, process: int, token: str) -> Iterator[None]:
-    """Claims a directory, and makes certain afterwards that it is still the one that was claimed.
+    """Claims a directory while it is written, and checks the claim afterwards.
 
-    Waits for another handler that is writing this very step.
+    Waits for another handler that is writing the same step.
 
     Args:
-        directory: the item's temporary one.
-        process: index of this process; each writes files of its own.
-        token: of the handler.
+        directory: the item's temporary directory.
+        process: index of this process, which has a claim of its own.
+        token: the handler's token.
 
     Raises:
         StorageError: another handler saves the same step.
@@ -48,7 +47,7 @@ def writing(directory: Path, process: int, token: str) -> Iterator[None]:
         except Exception as error:
             if not _is_held(directory, process, token):
                 raise _lost(directory) from error
-            with contextlib.suppress(OSError):  # the error itself is what has to be told
+            with contextlib.suppress(OSError):  # the first error is the one to raise
                 _claim(directory, process).unlink()
             raise
         if not _is_held(directory, process, token):
@@ -57,12 +56,12 @@ def writing(directory: Path, process: int, token: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def committing(directory: Path, process: int, token: str) -> Iterator[None]:
-    """Makes certain that what is to be committed was written under this claim.
+    """Holds a step's lock during the commit, and checks that the claim held while it was written.
 
     Args:
-        directory: as for :func:`writing`.
-        process: the index of the process that commits.
-        token: of the handler.
+        directory: the item's temporary directory.
+        process: index of the process that commits.
+        token: the handler's token.
 
     Raises:
         StorageError: another handler saves, or has saved, the same step.
@@ -71,7 +70,7 @@ def committing(directory: Path, process: int, token: str) -> Iterator[None]:
         final = roots.committed_path(directory)
         if not _is_held(directory, process, token) or (final != directory and final.exists()):
             raise _lost(directory)
-        descriptor = os.open(directory, os.O_RDONLY)  # keeps its number from being given again
+        descriptor = os.open(directory, os.O_RDONLY)  # keeps its inode from being reused
         try:
             yield
         except Exception as error:
@@ -79,21 +78,21 @@ def committing(directory: Path, process: int, token: str) -> Iterator[None]:
                 raise _lost(directory) from error
             raise
         else:
-            if not _is_same(directory, descriptor):  # whoever made this one waits for the lock
-                (directory / manifests.FILE).unlink(missing_ok=True)
+            if not _is_same(directory, descriptor):  # its maker waits for the lock
+                (directory / manifest_file.FILE).unlink(missing_ok=True)
                 raise _lost(directory)
         finally:
             os.close(descriptor)
 
 
 def remove(directory: Path) -> None:
-    """Removes the claims of all processes, before the manifest is written."""
-    for path in (directory / manifests.DIRECTORY).glob(f"{_PREFIX}*"):
+    """Removes the claims of all processes; called before the manifest is written."""
+    for path in (directory / manifest_file.DIRECTORY).glob(f"{_PREFIX}*"):
         path.unlink()
 
 
 def _claim(directory: Path, process: int) -> Path:
-    return directory / manifests.DIRECTORY / f"{_PREFIX}{process}"
+    return directory / manifest_file.DIRECTORY / f"{_PREFIX}{process}"
 
 
 def _take(directory: Path, process: int, token: str) -> None:
@@ -104,7 +103,7 @@ def _take(directory: Path, process: int, token: str) -> None:
     try:
         with open(path, "x") as file:
             file.write(token)
-    except FileExistsError:  # of an earlier attempt of this handler, or of another one
+    except FileExistsError:  # by an earlier attempt of this handler, or by another handler
         if not _is_held(directory, process, token):
             raise _lost(directory) from None
 
@@ -134,7 +133,7 @@ def _lost(directory: Path) -> StorageError:
 
 @contextlib.contextmanager
 def _turn(directory: Path, process: int) -> Iterator[None]:
-    """Holds the lock of a step: an empty file, which is free if it is left by a killed process."""
+    """Holds the lock of a step: a locked empty file, which a killed process leaves unlocked."""
     root, final = roots.place_of(directory).line[0], roots.committed_path(directory)
     name = ".".join(final.relative_to(root).parts)
     path = root / f"{PROBE_PREFIX}{name}.{process}{roots.TMP_SUFFIX}"
@@ -149,9 +148,9 @@ def _turn(directory: Path, process: int) -> Iterator[None]:
 def _locked(path: Path) -> int:
     while True:
         descriptor = os.open(path, os.O_RDONLY | os.O_CREAT, 0o666)
-        # Where the file system has no locks, the claim alone tells.
+        # On file systems without locks the claims alone decide.
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         if _is_same(path, descriptor):
-            return descriptor  # else who had the lock has just removed the file
+            return descriptor  # else the last holder of the lock has just removed the file
         os.close(descriptor)

@@ -1,11 +1,11 @@
-"""This process's share of deltas: its pack, and how each leaf lies in it."""
+"""One process's part of a delta: the encoding of each leaf, and the pack that holds the boxes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -13,37 +13,37 @@ from adacheck_jax.format import pack_plan, planes
 from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.format.manifest import Encoding, Leaf
 from adacheck_jax.format.pack_plan import Extent, WritePlan
-from adacheck_jax.store import compression, equality, packs
-from adacheck_jax.store.buffers import Buffers
-from adacheck_jax.store.compression import Compression, Storage
-from adacheck_jax.store.zarr import Codec
+from adacheck_jax.store import equality, packs
+from adacheck_jax.store.reused_memory import ReusedMemory
+from adacheck_jax.store.zarr import Codec, Compression, codec_of
+
+_MIN_ALIAS_BYTES = 256
+"""Smaller extents are cheaper to store than to alias."""
 
 
 @dataclass(slots=True)
-class Habits:
-    """What the deltas of one lineage have in common, so that it is found once.
+class DeltaEncodings:
+    """Choices remembered between the deltas of one lineage.
 
     Attributes:
-        choices: how leaves were chosen to be stored by themselves.
-        codec: of what is compressed, None where nothing is; unknown before the first delta.
-        letters: how all stored leaves were encoded last.
-        plan: of the packs, for these letters and no aliases.
+        choices: encodings of leaves that are stored by themselves, by leaf index.
+        letters: leaf indices and encodings of everything that the last delta stored.
+        plan: the plan of the packs for these letters and no aliases.
     """
 
     choices: dict[int, Encoding] = field(default_factory=dict)
-    codec: Codec | Literal["unknown"] | None = "unknown"
     letters: tuple[tuple[int, Encoding], ...] | None = None
     plan: WritePlan | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """What one process has to write of a delta, as it will lie in the pack.
+    """One process's section of a pack, ready to be written.
 
     Attributes:
-        raw, compressed: its sections of the two arrays.
-        letters: how the leaves are stored that this process holds something of.
-        aliases: as in :class:`~adacheck_jax.format.manifest.Pack`.
+        raw, compressed: bytes for the pack's two arrays.
+        letters: leaf indices and encodings of the leaves that this process stores boxes of.
+        aliases: pairs of extents, as in :class:`~adacheck_jax.format.manifest.Pack`.
     """
 
     raw: np.ndarray
@@ -52,7 +52,12 @@ class Packed:
     aliases: list[tuple[int, int]]
 
     def told(self, raw_zeros: packs.Ranges, compressed_zeros: packs.Ranges) -> dict[str, Any]:
-        """What the others, and the manifest, have to know of it."""
+        """Report for the other processes and for the manifest, as JSON.
+
+        Args:
+            raw_zeros: blocks of zeros that were left out of the raw array.
+            compressed_zeros: blocks of zeros that were left out of the compressed array.
+        """
         return {
             "letters": self.letters,
             "aliases": self.aliases,
@@ -62,18 +67,17 @@ class Packed:
 
 
 @dataclass(slots=True)
-class DeltaShare:
-    """What one process has to write of a delta.
+class DeltaWriter:
+    """Packs one process's boxes of a delta.
 
     Attributes:
-        leaves: of the state.
-        blocks: this process's boxes of the candidates.
-        candidates: the leaves that are stored unless they are what they would be without it.
-        previous: the same boxes of the parent, of the leaves that may be stored as differences.
-        compression: what is compressed, and how.
-        storage: where it goes.
-        habits: of the lineage's deltas; changed.
-        buffers: where the pack is put together.
+        leaves: every leaf of the state.
+        blocks: this process's boxes of the candidates, by leaf index.
+        candidates: indices of the leaves that are stored unless they equal ``previous``.
+        previous: boxes of the parent step, by leaf index; without them a leaf is stored by itself.
+        compression: the caller's choice.
+        encodings: choices of earlier deltas of the lineage; changed.
+        memory: source of the memory for the sections.
     """
 
     leaves: tuple[Leaf, ...]
@@ -81,16 +85,20 @@ class DeltaShare:
     candidates: tuple[int, ...]
     previous: Mapping[int, Blocks]
     compression: Compression
-    storage: Storage
-    habits: Habits
-    buffers: Buffers
+    encodings: DeltaEncodings
+    memory: ReusedMemory
+
+    @property
+    def codec(self) -> Codec:
+        """Codec of the compressed array; without a wish of the caller zstd, for differences."""
+        return codec_of(self.compression) or "zstd"
 
     def packed(self, process: int, process_count: int) -> Packed:
-        """Decides how each leaf is stored, and puts the pack together.
+        """Chooses each leaf's encoding, and fills this process's section of its pack.
 
         Args:
             process: index of this process.
-            process_count: how many there are.
+            process_count: number of processes.
         """
         letters = {i: self._encoding(i) for i in self.candidates}
         letters = {i: each for i, each in sorted(letters.items()) if each is not Encoding.SAME}
@@ -102,20 +110,20 @@ class DeltaShare:
             aliases = [own_aliases if each == process else () for each in range(process_count)]
             return pack_plan.plan_delta(self.leaves, tuple(letters), encodings, aliases)
 
-        if self.habits.plan is None or self.habits.letters != tuple(letters.items()):
-            self.habits.letters, self.habits.plan = tuple(letters.items()), plan_with(())
-        plan = self.habits.plan
+        if self.encodings.plan is None or self.encodings.letters != tuple(letters.items()):
+            self.encodings.letters, self.encodings.plan = tuple(letters.items()), plan_with(())
+        plan = self.encodings.plan
         aliases = self._aliases(plan.extents)
         if aliases:
             plan = plan_with(aliases)
-        raw = self.buffers.take(plan.raw_bytes[process])
-        compressed = self.buffers.take(plan.compressed_bytes[process])
+        raw = self.memory.take(plan.raw_bytes[process])
+        compressed = self.memory.take(plan.compressed_bytes[process])
         skipped = {first for first, _ in aliases}
         self._fill(raw, compressed, [x for i, x in enumerate(plan.extents) if i not in skipped])
         return Packed(raw, compressed, [*letters.items()], aliases)
 
     def _fill(self, raw: np.ndarray, compressed: np.ndarray, extents: Sequence[Extent]) -> None:
-        """Puts the stored boxes where the plan has them; gaps are filled with zeros."""
+        """Writes boxes to their planned places in the section, and zeros into the gaps."""
         end = 0
         for extent in sorted(extents, key=lambda x: x.raw_start):
             block = self.blocks[extent.leaf][extent.box]
@@ -136,7 +144,7 @@ class DeltaShare:
             planes.encode(extent.encoding, block, old, low, high)
 
     def _aliases(self, extents: Sequence[Extent]) -> list[tuple[int, int]]:
-        """Pairs of extents of this process: the first has the bytes of the second."""
+        """Pairs of equal extents of this process; only the second, an earlier one, is stored."""
         chosen = [i for i, x in enumerate(extents) if x.size_bytes >= _MIN_ALIAS_BYTES]
         blocks = [self.blocks[extents[i].leaf][extents[i].box] for i in chosen]
         kinds = [(extents[i].encoding, blocks[k].dtype.name) for k, i in enumerate(chosen)]
@@ -153,64 +161,39 @@ class DeltaShare:
         return pairs
 
     def _encoding(self, index: int) -> Encoding:
-        """How this process stores its boxes of one leaf."""
+        """Encoding of this process's boxes of one leaf."""
         blocks, previous = self.blocks[index], self.previous.get(index)
         if not blocks:
             return Encoding.SAME
         if previous is None:
-            return self._whole(index)
-        pairs = ((block, previous[box]) for box, block in blocks.items())
-        if self.compression == "none":
-            same = all(equality.same_bits(block, old) for block, old in pairs)
-            return Encoding.SAME if same else Encoding.RAW
-        return planes.choose_difference(pairs)
+            return self._encoding_alone(index)
+        return planes.choose_difference((block, previous[box]) for box, block in blocks.items())
 
-    def _whole(self, index: int) -> Encoding:
-        """How this process stores its boxes of one leaf by themselves."""
+    def _encoding_alone(self, index: int) -> Encoding:
+        """Encoding of this process's boxes of one leaf without the parent's elements."""
         if self.compression == "none":
             return Encoding.RAW
-        if index in self.habits.choices:
-            return self.habits.choices[index]
+        if index in self.encodings.choices:
+            return self.encodings.choices[index]
         chosen = planes.choose_whole(self.blocks[index].values())
-        if chosen is Encoding.EXPONENTS and self._codec() is None:
-            chosen = Encoding.RAW
         if chosen is not Encoding.PLANES:  # zeros may be a matter of this step alone
-            self.habits.choices[index] = chosen
+            self.encodings.choices[index] = chosen
         return chosen
-
-    @property
-    def codec(self) -> Codec:
-        """Of what is compressed."""
-        return self._codec() or "zstd"
-
-    def _codec(self) -> Codec | None:
-        """Of what is compressed in this lineage; None where exponents had better not be."""
-        if self.compression != "auto":
-            return compression.named(self.compression)
-        if self.habits.codec == "unknown":
-            # The record is most of what a delta stores.
-            blocks = (x for i in self.candidates for x in self.blocks[i].values() if x.size)
-            largest = max(blocks, key=lambda block: block.nbytes, default=None)
-            self.habits.codec = "zstd"  # where nothing is known of the storage
-            if largest is not None and self.storage.bytes_s is not None:
-                speeds = compression.measured(planes.exponents(largest))
-                self.habits.codec = compression.choose(self.storage.bytes_s, speeds)
-        return self.habits.codec
 
 
 def write(
-    packed: Sequence[Packed], start: Path, codec: Codec, buffers: Buffers
+    packed: Sequence[Packed], start: Path, codec: Codec, memory: ReusedMemory
 ) -> list[dict[str, Any]]:
-    """Writes what one process has of successive deltas, durably and at once.
+    """Writes one process's sections of successive deltas as one pack, durably.
 
     Args:
-        packed: of each delta.
-        start: what the paths of the files of this process's pack begin with.
-        codec: of what is compressed.
-        buffers: that the sections lie in; they are given back.
+        packed: one section a delta, oldest first.
+        start: beginning of the paths of the pack's files.
+        codec: codec of the compressed array.
+        memory: owner of the sections' memory, which is given back.
 
     Returns:
-        For the part, what is told of each delta (:meth:`Packed.told`).
+        One report a delta, from :meth:`Packed.told`.
 
     Raises:
         OSError: from the file system.
@@ -219,9 +202,5 @@ def write(
     contents = list(zip((packs.RAW, packs.COMPRESSED), sections, strict=True))
     zeros = packs.write_pack(start, contents, codec)
     for section in (*sections[0], *sections[1]):
-        buffers.give_back(section)
+        memory.give_back(section)
     return [each.told(*left_out) for each, *left_out in zip(packed, *zeros, strict=True)]
-
-
-_MIN_ALIAS_BYTES = 256
-"""Smaller extents are cheaper to store than to call equal."""

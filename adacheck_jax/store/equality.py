@@ -1,7 +1,7 @@
-"""Which of many blocks of bytes are equal: candidates by hash, and then proved.
+"""Equal blocks of bytes: found by hash, then proved.
 
-A hash collision costs a comparison and never data: two blocks are called equal only after every one
-of their bits was compared.
+A hash collision costs a comparison and never data: two blocks are called equal only after all of
+their bits were compared.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import xxhash
 
 
 def firsts(blocks: Sequence[np.ndarray], kinds: Sequence[Hashable]) -> list[int]:
-    """For each block the first one that has the same kind, size and bits: often itself.
+    """Position of the first block with the same kind, size and bits, for each block: often its own.
 
     Args:
         blocks: arrays of any element type.
-        kinds: for each block what else has to agree, such as its data type.
+        kinds: properties of each block that must agree too, such as its data type.
     """
     groups: dict[Hashable, list[int]] = {}
     for i, (block, kind) in enumerate(zip(blocks, kinds, strict=True)):
@@ -42,7 +42,7 @@ def _prove(blocks: Sequence[np.ndarray], group: Sequence[int], result: list[int]
 
 
 def _head(block: np.ndarray) -> bytes:
-    """The first few bytes, whatever the shape: blocks that differ mostly differ there."""
+    """The first few bytes: blocks that differ mostly differ there."""
     return block.flat[: _HEAD_BYTES // block.itemsize].tobytes()
 
 
@@ -50,7 +50,7 @@ _HEAD_BYTES = 64
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether two arrays of one size in bytes hold the same bytes, row-major."""
+    """True if two arrays of the same number of bytes hold the same bytes in row-major order."""
     a, b = flat_bytes(a), flat_bytes(b)
     words = a.size // 8 * 8  # wide words are compared several times as fast as bytes
     return np.array_equal(a[words:], b[words:]) and np.array_equal(
@@ -59,5 +59,5 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def flat_bytes(block: np.ndarray) -> np.ndarray:
-    """A block's bytes, row-major; a view where it is contiguous."""
+    """A block's bytes in row-major order; a view if it is contiguous."""
     return np.ascontiguousarray(block).reshape(-1).view(np.uint8)

@@ -1,4 +1,4 @@
-"""Hard links that make a delta complete in itself: to every file of all that it builds on."""
+"""Hard links that make a delta complete in itself: to every file of its lineage."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from adacheck_jax.errors import LineageError
-from adacheck_jax.format import manifest as manifests
-from adacheck_jax.format.lineage import LINEAGE, Entry, Lineage
+from adacheck_jax.format import manifest_file
+from adacheck_jax.format.lineage import LINEAGE, Lineage, LineageStep
 from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.format.roots import TMP_SUFFIX
 
 PROBE_PREFIX = ".adacheck-"
-"""Of a directory that exists for a moment, to see whether there are hard links."""
+"""Beginning of the name of a directory that exists for a moment, to try a hard link in it."""
 
 _TROUBLE = {
     *(errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENOENT),
     *(errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE, errno.ENOMEM),
 }
-"""Refusals of a hard link that pass; others are of file systems that have none."""
+"""Errors of a hard link that may pass; other errors come from file systems without hard links."""
 
 
 def can_link(directory: Path) -> bool:
-    """Whether the file system of an existing directory has hard links.
+    """True if the file system of an existing directory has hard links.
 
     Raises:
-        OSError: that cannot be told now.
+        OSError: an error that may pass.
     """
-    # A name that Orbax knows, so that what a crash leaves behind is gone when a manager is opened.
+    # A name that Orbax knows: an opening manager removes it if a crash left it behind.
     with tempfile.TemporaryDirectory(TMP_SUFFIX, PROBE_PREFIX, directory) as name:
         probe = Path(name) / "probe"
         probe.touch()
@@ -44,13 +44,13 @@ def can_link(directory: Path) -> bool:
     return True
 
 
-def files_of(entry: Entry) -> frozenset[str]:
-    """Every file of a step, and of what is linked into it, as links to them will be named.
+def files_of(entry: LineageStep) -> frozenset[str]:
+    """Names of future links to every file of a step and to the files that are linked into it.
 
     Args:
-        entry: a step in its own directory, and whole: just committed, or just restored.
+        entry: a whole step in its own directory: just committed, or just restored.
     """
-    # What is being deleted meanwhile is not there: whoever needs it will say so.
+    # A step that is being deleted gives no names; linking to it will fail.
     with contextlib.suppress(FileNotFoundError):
         return frozenset(name for name, _ in _files_of(entry))
     return frozenset()
@@ -62,22 +62,22 @@ def link_ancestors(
     """Hard-links every file of a lineage into the directory of the step that follows it.
 
     Args:
-        lineage: of the parent.
-        item_directory: of the new delta.
-        expected: the parent's files while it was whole, as :func:`files_of` told them.
+        lineage: the parent's lineage.
+        item_directory: item directory of the new delta.
+        expected: names from :func:`files_of` while the parent was whole.
 
     Raises:
-        LineageError: the parent was being deleted.
+        LineageError: the parent is being deleted.
         OSError: a link cannot be made.
     """
     made: set[str] = set()
     try:
         for entry in lineage.entries:
-            if not entry.is_link:  # those are found where they are linked into
+            if not entry.is_link:  # links are found in the directory that has them
                 _link(_files_of(entry), os.fspath(item_directory / LINEAGE), made)
-        # Whoever deletes a step may have begun before, and not be done yet.
-        every = {f"{each.step}.{manifests.NAME}" for each, _ in lineage.saves}
-        every |= expected | {f"{lineage.base.step}/{manifests.FILE}"}
+        # A deletion may have begun before the files were listed, and not be done yet.
+        every = {f"{each.step}.{manifest_file.NAME}" for each, _ in lineage.saves}
+        every |= expected | {f"{lineage.base.step}/{manifest_file.FILE}"}
         lost = min(every - made, default=None)
     except FileNotFoundError as error:
         lost = error.filename
@@ -92,12 +92,12 @@ def link_ancestors(
 
 
 def _link(files: Iterator[tuple[str, str]], top: str, made: set[str]) -> None:
-    """Links files, and makes the directories that they lie in.
+    """Links files, and makes the directories of the links.
 
     Args:
-        files: as :func:`_files_of` tells them.
-        top: where the links go.
-        made: names of links that are there; added to.
+        files: names of links and paths of files, from :func:`_files_of`.
+        top: directory for the links.
+        made: names of existing links; changed.
     """
     folders = set[str]()
     for name, path in files:
@@ -111,11 +111,11 @@ def _link(files: Iterator[tuple[str, str]], top: str, made: set[str]) -> None:
         made.add(name)
 
 
-def _files_of(entry: Entry) -> Iterator[tuple[str, str]]:
-    """The files of a step in its own directory, and of what is linked into it.
+def _files_of(entry: LineageStep) -> Iterator[tuple[str, str]]:
+    """Files of a step in its own directory, and files that are linked into it.
 
     Yields:
-        How a link to a file is named, and the file's path.
+        The name of a link to a file, and the file's path.
 
     Raises:
         FileNotFoundError: the step is being deleted.
@@ -125,7 +125,7 @@ def _files_of(entry: Entry) -> Iterator[tuple[str, str]]:
     if isinstance(entry.manifest, BaseManifest):
         yield from _below(item, f"{step}/")
         return
-    with os.scandir(f"{item}/{manifests.DIRECTORY}") as found:
+    with os.scandir(f"{item}/{manifest_file.DIRECTORY}") as found:
         for each in found:
             if not each.is_dir(follow_symlinks=False):
                 yield f"{step}.{each.name}", each.path

@@ -1,10 +1,10 @@
-"""Packs: what a process writes for a delta, as zarr3 byte arrays in one OCDBT database.
+"""Packs: one process's boxes of a delta, as zarr3 byte arrays in one OCDBT database.
 
-A delta writes the boxes that a process owns as two arrays, since tensorstore's cost (and stock
-Orbax's) is per array, not per byte: one of bytes as they are, and one that is compressed. The
-deltas of steps that were recorded and saved at once lie one after another in them, each in a
-*section* of its own. Runs of zeros (experts that got no token, rows of an embedding that saw no
-gradient) are left out, and declared. Every chunk has a crc32c.
+All boxes go into two arrays, since tensorstore's cost (and stock Orbax's) is per array, not per
+byte: one of bytes as they are, and one that is compressed. The deltas of deferred steps, which are
+saved at once, lie one after another in them, each in a *section* of its own. Runs of zeros (experts
+that got no token, rows of an embedding that saw no gradient) are left out, and declared in the
+manifest. Every chunk has a crc32c.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tensorstore as ts
@@ -32,13 +31,13 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One of the arrays that a pack may have.
+    """One of the two arrays of a pack.
 
     Attributes:
-        name: of the array in its database.
-        max_chunk_bytes: size of its largest chunk.
+        name: name of the array in its database.
+        max_chunk_bytes: largest size of a chunk.
         block_bytes: unit in which runs of zeros are left out.
-        codecs: one of which its chunks are compressed with.
+        codecs: the codecs that its chunks may have.
     """
 
     name: str
@@ -48,13 +47,13 @@ class Kind:
 
 
 RAW = Kind("pack", 1 << 20, 1 << 10, (None,))
-# Smaller chunks, so that compression spreads over threads. Only long runs are left out: the others
-# compress to less than it takes to declare them.
+# Smaller chunks, so that compression spreads over threads. Only long runs are left out: shorter
+# ones compress to less than their declaration takes.
 COMPRESSED = Kind("compressed", 1 << 18, 1 << 16, ("zstd", "lz4"))
 
 
 def _chunk_bytes(size_bytes: int, kind: Kind) -> int:
-    """Chunks are stored whole, so the last one must not stand out: equal ones waste nothing."""
+    """Size of the chunks: as equal as possible, since the last chunk is stored whole."""
     return math.ceil(size_bytes / math.ceil(size_bytes / kind.max_chunk_bytes))
 
 
@@ -66,20 +65,19 @@ def write_pack(
     """Writes one pack durably, in one transaction.
 
     Args:
-        start: what the paths of its files begin with; their directory is made if absent.
-        contents: for each array its kind and the bytes of its sections (of none nothing is
-            written), which may be changed again when this returns.
-        codec: of what is compressed.
+        start: beginning of the paths of its files; their directory is made if absent.
+        contents: kind and sections of each array. An array without bytes is not written; the
+            sections may be changed again after the call.
+        codec: codec of the compressed array.
 
     Returns:
-        For each array and section the ranges of blocks that were left out because they are all
-        zero.
+        Ranges of blocks of zeros that were left out, by array and section.
     """
     start.parent.mkdir(parents=True, exist_ok=True)
     database = zarr.database_at(start)
     zeros: list[list[Ranges]] = []
-    context = ts.Context({"file_io_sync": False})  # each file by itself would wait for the disk
-    # Atomic: one generation of the database, so that no file is written that nothing refers to.
+    context = ts.Context({"file_io_sync": False})  # else each file by itself waits for the disk
+    # Atomic: one generation of the database, so that every file is referred to.
     with ts.Transaction(atomic=True) as transaction:
         for kind, sections in contents:
             zeros.append([_zero_blocks(each, kind.block_bytes) for each in sections])
@@ -95,14 +93,14 @@ def write_pack(
                 "store_data_equal_to_fill_value": True,
             }
             store = ts.open(spec, create=True, transaction=transaction, context=context).result()
-            # It does not change before the transaction is committed, so tensorstore need not copy.
+            # The bytes do not change before the commit, so tensorstore need not copy.
             store.write(pack, can_reference_source_data_indefinitely=True).result()
     durable.sync_all([*start.parent.glob(f"{glob.escape(start.name)}.*"), start.parent])
     return zeros
 
 
 def _joined(sections: Sequence[np.ndarray], zeros: Sequence[Ranges], kind: Kind) -> np.ndarray:
-    """The bytes of an array: of all sections what is stored; a single whole one is not copied."""
+    """Stored bytes of an array: all sections without zeros; one whole section is not copied."""
     kept = [
         section[a:b]
         for section, left_out in zip(sections, zeros, strict=True)
@@ -114,15 +112,15 @@ def _joined(sections: Sequence[np.ndarray], zeros: Sequence[Ranges], kind: Kind)
 def laid_out(
     start: Path, kind: Kind, sections: Sequence[tuple[int, Ranges]]
 ) -> tuple[list[int], int]:
-    """Where the sections of an array begin in what is stored of it, and how long that is.
+    """Positions of the sections in the stored bytes of an array, and the number of these bytes.
 
     Args:
-        start: of the pack's files, for error messages.
-        kind: of the array.
-        sections: of each the length in bytes, zeros included, and the blocks that were left out.
+        start: beginning of the paths of the pack's files, for error messages.
+        kind: kind of the array.
+        sections: each section's length in bytes, zeros included, and the blocks that were left out.
 
     Raises:
-        FormatError: blocks were left out that a section does not have.
+        FormatError: a section does not have the blocks that were left out.
     """
     for size_bytes, zeros in sections:
         if zeros and zeros[-1][1] * kind.block_bytes > size_bytes:
@@ -135,25 +133,11 @@ def laid_out(
     return ends[:-1], ends[-1]
 
 
-def stored_bytes(data: np.ndarray, codecs: list[dict[str, Any]]) -> int:
-    """What some uint8 take when they are stored as one chunk."""
-    context = ts.Context()  # of its own: memory that is gone with it
-    spec = {
-        "driver": "zarr3",
-        "kvstore": {"driver": "memory", "path": "sample/"},
-        "metadata": zarr.metadata("uint8", data.shape, data.shape, codecs),
-        "store_data_equal_to_fill_value": True,
-    }
-    ts.open(spec, create=True, context=context).result().write(data).result()
-    memory = ts.KvStore.open({"driver": "memory", "path": "sample/"}, context=context).result()
-    return len(memory.read("c/0").result().value)
-
-
 def _zero_blocks(pack: np.ndarray, block_bytes: int) -> Ranges:
-    """The runs of whole blocks that are all zero."""
+    """Runs of whole blocks that are all zero."""
     count = pack.size // block_bytes
     words = pack[: count * block_bytes].view(np.uint64).reshape(count, block_bytes // 8)
-    found = np.flatnonzero(words[:, 0] == 0)  # of data that is no zero, few are looked at again
+    found = np.flatnonzero(words[:, 0] == 0)  # few blocks of other data are looked at again
     found = found[~words[found].any(axis=1)]
     if not found.size:
         return ()
@@ -164,15 +148,15 @@ def _zero_blocks(pack: np.ndarray, block_bytes: int) -> Ranges:
 
 
 class _Runs:
-    """Where the bytes of an array lie once its runs of zeros are left out.
+    """Positions of a section's bytes once its runs of zeros are left out.
 
     Args:
-        size_bytes: of the array with its zeros.
+        size_bytes: length of the section with its zeros.
         zeros: ranges of blocks that are left out.
-        kind: of the array.
+        kind: kind of the array.
 
     Attributes:
-        stored_bytes: of the array without them.
+        stored_bytes: length of the section without its zeros.
     """
 
     def __init__(self, size_bytes: int, zeros: Ranges, kind: Kind) -> None:
@@ -183,7 +167,7 @@ class _Runs:
         self.stored_bytes = size_bytes - int(self._left_out[-1])
 
     def kept(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
-        """The ranges of a span, the whole array if none is given, that are stored."""
+        """Yields the stored ranges of a span; without a span, of the whole section."""
         stop = self._size_bytes if stop is None else stop
         first = int(np.searchsorted(self._stops, start, side="right"))
         last = int(np.searchsorted(self._starts, stop))
@@ -196,7 +180,7 @@ class _Runs:
             yield start, stop
 
     def stored(self, position: int) -> int:
-        """Where, among what is stored, a byte lies that is; else where the next one does."""
+        """Position of a byte, or of the next one that was not left out, among the stored bytes."""
         run = int(np.searchsorted(self._starts, position, side="right"))
         inside = 0
         if run and position < self._stops[run - 1]:
@@ -208,13 +192,13 @@ class PackArray:
     """One array of a process's pack, opened.
 
     Args:
-        start: what the paths of the pack's files begin with.
-        kind: of the array.
-        stored_bytes: its length, by the manifest; of none nothing is there to be opened.
+        start: beginning of the paths of the pack's files.
+        kind: kind of the array.
+        stored_bytes: length of the array by the manifest; an empty array does not exist on disk.
 
     Raises:
         FormatError: there is no such array, or one of another length.
-        StorageError: it cannot be read now.
+        StorageError: the array cannot be read now.
     """
 
     def __init__(self, start: Path, kind: Kind, stored_bytes: int) -> None:
@@ -239,8 +223,8 @@ class PackArray:
                 f"{start}: expected a pack of {expected_bytes} bytes, found an array of shape "
                 f"{found[0]} and type {found[1]}. The step is damaged; restore another one."
             )
-        # A chunk is read whole, so it must not be larger than one that is written, and a chain of
-        # codecs may make much out of little.
+        # A chunk is read whole, and a crafted chain of codecs may make much out of little: only
+        # sizes and codecs that are written are accepted.
         metadata = self._store.spec().to_json()["metadata"]
         (chunk_bytes,) = metadata["chunk_grid"]["configuration"]["chunk_shape"]
         names = [codec["name"] for codec in metadata["codecs"]]
@@ -261,7 +245,7 @@ class PackArray:
 
         Raises:
             IntegrityError: a chunk is missing, truncated, or its checksum does not match.
-            StorageError: it cannot be read now.
+            StorageError: the array cannot be read now.
         """
         try:
             begun = [aligned_read.begin(self._store[a:b]) if a < b else None for a, b in spans]
@@ -278,16 +262,16 @@ class PackArray:
 
 
 class PackReader:
-    """Reads extents of one section of an array, as they were before zeros were left out.
+    """Reads one section of an array, with the zeros that were left out.
 
     Args:
-        array: that it is in.
-        size_bytes: length that the manifest gives for the section.
+        array: the array that the section is in.
+        size_bytes: length of the section by the manifest.
         zeros: ranges of blocks that the manifest declares to be zero and left out.
-        start: where the section begins in what is stored.
+        start: position of the section in the stored bytes of the array.
 
     Attributes:
-        stored_bytes: of the section, without the zeros.
+        stored_bytes: length of the section without its zeros.
     """
 
     def __init__(
@@ -303,8 +287,8 @@ class PackReader:
         """Reads byte ranges, those side by side as one, and keeps them for :meth:`read`.
 
         Args:
-            spans: half-open byte ranges of the section; none lets go of what is kept.
-            what: for error messages.
+            spans: half-open byte ranges of the section; an empty list frees the kept bytes.
+            what: leaf path or other name, for error messages.
 
         Raises:
             IntegrityError, StorageError: as from :meth:`read`.
@@ -320,7 +304,7 @@ class PackReader:
         self._held = [(*span, data) for span, data in zip(merged, read, strict=True)]
 
     def read(self, spans: Sequence[tuple[int, int]], *, what: str) -> list[np.ndarray]:
-        """Gives byte ranges: what is not held is read in parallel, checking every chunk's crc32c.
+        """Byte ranges; those not held are read in parallel, checking every chunk's crc32c.
 
         Args:
             spans: half-open byte ranges of the section.
@@ -331,7 +315,7 @@ class PackReader:
 
         Raises:
             IntegrityError: a chunk is missing, truncated, or its checksum does not match.
-            StorageError: it cannot be read now.
+            StorageError: the array cannot be read now.
         """
         held = [data for data in map(self._of_held, spans) if data is not None]
         if len(held) == len(spans):
@@ -341,7 +325,7 @@ class PackReader:
         return [self._filled(*span, data) for span, data in zip(spans, read, strict=True)]
 
     def _of_held(self, span: tuple[int, int]) -> np.ndarray | None:
-        """The bytes of a span, if they are held."""
+        """Bytes of a span, if they are held."""
         position = bisect.bisect_right(self._held, span[0], key=lambda each: each[0]) - 1
         if position < 0:
             return None
@@ -349,7 +333,7 @@ class PackReader:
         return data[span[0] - start : span[1] - start] if span[1] <= stop else None
 
     def _filled(self, start: int, stop: int, stored: np.ndarray) -> np.ndarray:
-        """The bytes of a span, with the zeros that were left out."""
+        """Bytes of a span, with the zeros that were left out."""
         if stored.size == stop - start:
             return stored
         result, position = np.zeros(stop - start, np.uint8), 0

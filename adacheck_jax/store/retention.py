@@ -1,4 +1,4 @@
-"""Keeps the steps that others build on, where there are no hard links."""
+"""A preservation policy that keeps parents of kept steps, for file systems without hard links."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class KeepLineage:
         options = ocp.CheckpointManagerOptions(preservation_policy=keep)
 
     Args:
-        inner_policy: decides which steps to keep for their own sake.
+        inner_policy: policy for the steps to keep for their own sake.
     """
 
     def __init__(self, inner_policy: _Policy) -> None:
@@ -34,26 +34,26 @@ class KeepLineage:
         self._let_go: set[int] = set()
 
     def note(self, step: int, parent: int) -> None:
-        """Learns that an item of a step builds on that of another; called by the handler.
+        """Remembers that a step builds on another; called by the handler.
 
         Args:
-            step: the manager's number of a step.
-            parent: the manager's number of the step that it builds on.
+            step: the manager's number of the step.
+            parent: the manager's number of its parent.
         """
         self._parents.setdefault(step, set()).add(parent)
 
     def lets_go(self, step: int) -> bool:
-        """Whether a step is to be deleted, and perhaps still there: nothing may build on it.
+        """True if a step may be deleted at any moment, so that no step may build on it.
 
         Args:
-            step: the manager's number of a step.
+            step: the manager's number of the step.
         """
         return step in self._let_go
 
     def should_preserve(
         self, checkpoints: Sequence[_Checkpoint], *, context: Any
     ) -> Sequence[bool]:
-        """Keeps what the inner policy keeps, and every step that those build on."""
+        """Keeps the steps that the inner policy keeps, and all steps that those build on."""
         inner = self._inner.should_preserve(checkpoints, context=context)
         kept = {c.step for c, keep in zip(checkpoints, inner, strict=True) if keep}
         waiting = list(kept)

@@ -1,4 +1,4 @@
-"""What zarr3 arrays are written as: databases that they lie in, metadata, and chains of codecs."""
+"""Specifications of zarr3 arrays: their databases, metadata, and chains of codecs."""
 
 from __future__ import annotations
 
@@ -7,29 +7,36 @@ from pathlib import Path
 from typing import Any, Literal
 
 Codec = Literal["lz4", "zstd"]
-"""Of floating-point numbers some bits hardly ever change. LZ4 finds that once equal bits lie side
-by side; zstd, where bytes are planes already, by its entropy coder."""
+"""Compressors of floating-point numbers, of which some bits hardly ever change. LZ4 finds them once
+equal bits lie side by side; zstd, where bytes are planes already, by its entropy coder."""
+Compression = Literal["none", "fast", "small"]
+"""The caller's choice: no codec, LZ4, or zstd."""
 
-
+_CODECS: dict[Compression, Codec | None] = {"none": None, "fast": "lz4", "small": "zstd"}
 _FILE_BYTES = 64 << 20
-"""Larger packs become several files, which are written at the same time: one after the other the
-page cache takes what one core copies."""
+"""Larger packs become several files, which are written at the same time: a single file would be
+written as fast as one core copies."""
+
+
+def codec_of(compression: Compression) -> Codec | None:
+    """The codec that a caller chose; None for bytes as they are."""
+    return _CODECS[compression]
 
 
 def database_in(directory: Path) -> dict[str, Any]:
-    """An OCDBT database in a directory of its own."""
+    """Specification of an OCDBT database in a directory of its own."""
     base = {"driver": "file", "path": f"{directory.resolve()}/"}
     return {"driver": "ocdbt", "base": base, "path": ""}
 
 
 def database_at(start: Path) -> dict[str, Any]:
-    """An OCDBT database that has no directory of its own: its files lie side by side.
+    """Specification of an OCDBT database whose files lie side by side, among others.
 
     Args:
-        start: what their paths begin with; then comes a dot.
+        start: beginning of the files' paths; a dot follows.
     """
     files = {"driver": "file", "path": f"{start.parent.resolve() / start.name}."}
-    # By itself OCDBT would take what it is given for a directory.
+    # By itself OCDBT would take the path for a directory.
     return {
         "driver": "ocdbt",
         "base": {"driver": "kvstack", "layers": [{"base": files}]},
@@ -42,7 +49,7 @@ def database_at(start: Path) -> dict[str, Any]:
 
 
 def array_in(database: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The zarr3 array of some name in a database; a chunk that is not there is an error."""
+    """Specification of a zarr3 array in a database; a missing chunk is an error."""
     return {
         "driver": "zarr3",
         "kvstore": {**database, "path": f"{name}/"},
@@ -51,10 +58,10 @@ def array_in(database: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def chain(codec: Codec | None, word_bytes: int = 1) -> list[dict[str, Any]]:
-    """The codecs of an array's chunks; crc32c last: the stored bytes are what is checked.
+    """Codecs of an array's chunks; crc32c comes last, so that the stored bytes are checked.
 
     Args:
-        codec: that compresses, None for none.
+        codec: the compressor, None for none.
         word_bytes: width of the elements whose bits are shuffled.
     """
     codecs: list[dict[str, Any]] = []

@@ -18,13 +18,13 @@ from adacheck_jax.format import lineage as lineages
 from adacheck_jax.format import roots
 from adacheck_jax.format.lineage import Lineage
 from adacheck_jax.format.manifest import (
-    DIRECTORY,
     BaseManifest,
     DeltaManifest,
     Encoding,
     Manifest,
     Update,
 )
+from adacheck_jax.format.manifest_file import DIRECTORY
 from adacheck_jax.format.roots import Step
 
 _LOOK_COUNT = 20

@@ -17,7 +17,7 @@ import numpy as np
 
 from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
 from adacheck_jax.errors import AdaCheckError, FormatError, StorageError, first_line
-from adacheck_jax.format import manifest as manifests
+from adacheck_jax.format import manifest_file
 from adacheck_jax.format.lineage import Lineage, identity_of
 from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.restore import patches, restorer
@@ -165,7 +165,7 @@ def cannot_replay_here(lineage: Lineage) -> str | None:
     if here not in update.programs:
         known = ", ".join(update.programs)
         return f"the update was exported for {known}, and this machine's platform is {here}"
-    path = lineage.base_directory / manifests.update_file(here)
+    path = lineage.base_directory / manifest_file.update_file(here)
     try:
         replay.load(path.read_bytes(), update, str(path))
     except FormatError as error:

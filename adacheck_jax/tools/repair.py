@@ -17,8 +17,7 @@ from pathlib import Path
 
 from adacheck_jax.errors import AdaCheckError, StorageError
 from adacheck_jax.format import lineage as lineages
-from adacheck_jax.format import manifest as manifests
-from adacheck_jax.format import roots
+from adacheck_jax.format import manifest_file, manifest_json, roots
 from adacheck_jax.format.lineage import LINEAGE, identity
 from adacheck_jax.format.roots import TMP_SUFFIX
 from adacheck_jax.tools import audit
@@ -190,12 +189,12 @@ def _judge(root: Path, step: StepReport) -> tuple[bool, str]:
         return False, "it lies behind a symbolic link, which is not followed"
     links = directory / LINEAGE
     for path in (
-        directory / manifests.FILE,
-        *links.glob(f"*/{manifests.FILE}"),
-        *links.glob(f"*.{manifests.NAME}"),
+        directory / manifest_file.FILE,
+        *links.glob(f"*/{manifest_file.FILE}"),
+        *links.glob(f"*.{manifest_file.NAME}"),
     ):
         found = _format(path)
-        if found is not None and found != manifests.FORMAT_VERSION:
+        if found is not None and found != manifest_json.FORMAT_VERSION:
             return False, f"its format version is {found}: another release may read it"
     problem = unreadable_file(directory)
     if problem is not None:

@@ -20,14 +20,16 @@ import jax.numpy as jnp
 
 from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
 from adacheck_jax.adapter.descriptions import damaged_descriptions, stored_dtype
-from adacheck_jax.device import fingerprint, trees
+from adacheck_jax.device import trees
 from adacheck_jax.errors import AdaCheckError, FormatError, IntegrityError, first_line
+from adacheck_jax.format import fingerprint, manifest_file
 from adacheck_jax.format import lineage as lineages
 from adacheck_jax.format import manifest as manifests
-from adacheck_jax.format.lineage import Entry, Lineage
+from adacheck_jax.format.byte_loops import fingerprint_of
+from adacheck_jax.format.lineage import Lineage, LineageStep
 from adacheck_jax.format.manifest import BaseManifest, Update
 from adacheck_jax.restore import patches, restorer
-from adacheck_jax.store import volumes, zarr
+from adacheck_jax.store import volume_reader, zarr
 from adacheck_jax.update import replay
 
 PLACEMENT = "placement"
@@ -181,7 +183,10 @@ class Verifier:
         return self._each(lineage, "data", self._data)
 
     def _each(
-        self, lineage: Lineage, what: str, check: Callable[[Entry, BaseManifest], list[Damage]]
+        self,
+        lineage: Lineage,
+        what: str,
+        check: Callable[[LineageStep, BaseManifest], list[Damage]],
     ) -> list[Damage]:
         found = []
         for entry in lineage.entries:
@@ -192,13 +197,13 @@ class Verifier:
             found += [_moved(each, start, entry.start) for each in damage]
         return found
 
-    def _structure(self, entry: Entry, base: BaseManifest) -> list[Damage]:
+    def _structure(self, entry: LineageStep, base: BaseManifest) -> list[Damage]:
         if not isinstance(entry.manifest, BaseManifest):
             return _delta_structure(entry, base)
         parts = [*damaged_programs(entry, base.update), *_descriptions(entry, base)]
         return parts + self._base_arrays(entry)
 
-    def _base_arrays(self, entry: Entry) -> list[Damage]:
+    def _base_arrays(self, entry: LineageStep) -> list[Damage]:
         try:
             known, _ = trees.flatten(self._stock.metadata(entry.directory).tree)
         except AdaCheckError as error:
@@ -219,17 +224,17 @@ class Verifier:
                 found.append(Damage(str(entry.directory), path, message))
         names = {leaf.name: path for path, leaf in known.items() if path in specs}
         try:
-            lost = volumes.lost_chunks(zarr.database_in(entry.directory), list(names))
+            lost = volume_reader.lost_chunks(zarr.database_in(entry.directory), list(names))
         except (ValueError, OSError) as error:
             return [*found, damage_of(error, entry.directory)]
         return found + [Damage(str(entry.directory), names[n], why) for n, why in lost.items()]
 
-    def _data(self, entry: Entry, base: BaseManifest) -> list[Damage]:
+    def _data(self, entry: LineageStep, base: BaseManifest) -> list[Damage]:
         if isinstance(entry.manifest, BaseManifest):
             return self._base_data(entry, entry.manifest)
         return _delta_data(entry, base)
 
-    def _base_data(self, entry: Entry, base: BaseManifest) -> list[Damage]:
+    def _base_data(self, entry: LineageStep, base: BaseManifest) -> list[Damage]:
         try:
             known, _ = trees.flatten(self._stock.metadata(entry.directory).tree)
         except AdaCheckError as error:
@@ -239,10 +244,10 @@ class Verifier:
             if not leaf.nbytes or leaf.path not in known:
                 continue
             try:
-                reader = volumes.ArrayReader(database, known[leaf.path].name)
+                reader = volume_reader.ArrayReader(database, known[leaf.path].name)
                 dtype = jnp.dtype(leaf.dtype)
                 parts = [
-                    fingerprint.of_block(block.astype(dtype, copy=False), box.start)
+                    fingerprint_of(block.astype(dtype, copy=False), box.start)
                     for box, block in reader.pieces()
                 ]
             except (ValueError, OSError) as error:
@@ -268,11 +273,11 @@ def _stored_leaves(manifest: Any) -> list[manifests.Leaf]:
     return [leaf for leaf in manifest.leaves if leaf.nbytes]
 
 
-def damaged_programs(entry: Entry, update: Update | None) -> list[Damage]:
+def damaged_programs(entry: LineageStep, update: Update | None) -> list[Damage]:
     """The update programs that are missing, or not those that were written."""
     found = []
     for platform, digest in ({} if update is None else update.programs).items():
-        path = entry.directory / manifests.update_file(platform)
+        path = entry.directory / manifest_file.update_file(platform)
         try:
             data = path.read_bytes()
         except OSError as error:
@@ -292,10 +297,10 @@ def _without_program(lineage: Lineage) -> list[Damage]:
         if len(damaged) < len(update.programs):
             return []
     message = "expected the update that a delta replays, found no program that is whole"
-    return [Damage(str(lineage.base_directory / manifests.FILE), None, message)]
+    return [Damage(str(lineage.base_directory / manifest_file.FILE), None, message)]
 
 
-def _descriptions(entry: Entry, base: BaseManifest) -> list[Damage]:
+def _descriptions(entry: LineageStep, base: BaseManifest) -> list[Damage]:
     """What Orbax reads beside the arrays and is not what it was."""
     return [
         dataclasses.replace(
@@ -306,7 +311,7 @@ def _descriptions(entry: Entry, base: BaseManifest) -> list[Damage]:
     ]
 
 
-def _delta_structure(entry: Entry, base: BaseManifest) -> list[Damage]:
+def _delta_structure(entry: LineageStep, base: BaseManifest) -> list[Damage]:
     manifest = entry.manifest
     assert isinstance(manifest, manifests.DeltaManifest)
     if len(manifest.fingerprints) != len(base.leaves):
@@ -315,21 +320,21 @@ def _delta_structure(entry: Entry, base: BaseManifest) -> list[Damage]:
     found = []
     packs: dict[Path, dict[str, None]] = {}
     try:
-        for reader in patches.readers(Lineage((Entry(base, entry.holder), entry))):
+        for reader in patches.readers(Lineage((LineageStep(base, entry.holder), entry))):
             for start, names in reader.open_packs().items():
                 packs.setdefault(start, {}).update(dict.fromkeys(names))
         for start, names in packs.items():
-            lost = volumes.lost_chunks(zarr.database_at(start), [*names])
+            lost = volume_reader.lost_chunks(zarr.database_at(start), [*names])
             found += [Damage(str(start), None, f"{n}: {why}") for n, why in lost.items()]
     except (AdaCheckError, ValueError, OSError) as error:
         found.append(damage_of(error, entry.place))
     return found
 
 
-def _delta_data(entry: Entry, base: BaseManifest) -> list[Damage]:
+def _delta_data(entry: LineageStep, base: BaseManifest) -> list[Damage]:
     """Reads all that a delta stores; what it stores whole is what the leaf is after the step."""
     found = []
-    lineage = Lineage((Entry(base, entry.holder), entry))
+    lineage = Lineage((LineageStep(base, entry.holder), entry))
     try:
         readers = patches.readers(lineage)
     except AdaCheckError as error:
@@ -338,7 +343,7 @@ def _delta_data(entry: Entry, base: BaseManifest) -> list[Damage]:
         for index in reader.stored:
             path = base.leaves[index].path
             try:
-                parts = [fingerprint.of_block(b, box.start) for box, b in reader.blocks(index)]
+                parts = [fingerprint_of(b, box.start) for box, b in reader.blocks(index)]
             except AdaCheckError as error:
                 found.append(dataclasses.replace(damage_of(error, entry.place), leaf=path))
                 continue

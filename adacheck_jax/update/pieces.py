@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from adacheck_jax.device.fingerprint import words_of
+from adacheck_jax.format.fingerprint import words_of
 from adacheck_jax.update.flat_jaxpr import Group, flatten, groups
 
 ROW = 128

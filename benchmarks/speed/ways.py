@@ -206,7 +206,6 @@ def all_ways(root: Path, recorder: adacheck.Recorder, saves: int) -> dict[str, C
 
     ways: dict[str, Callable[[], Way]] = {
         DELTA: ours(DELTA, max_deltas=saves),
-        "delta, compression none": ours("delta_none", max_deltas=saves, compression="none"),
         "delta, compression small": ours("delta_small", max_deltas=saves, compression="small"),
         BASE: ours(BASE, max_deltas=0),
         "base, compression fast": ours("base_fast", max_deltas=0, compression="fast"),

@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import adacheck_jax as adacheck
-from adacheck_jax.format import lineage, manifest, roots
+from adacheck_jax.format import lineage, manifest, manifest_file, roots
 from tests import support
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
 
@@ -165,7 +165,7 @@ class TestDecisions:
             expected = host_copy(state)
             manager.save(7, args=adacheck.SaveArgs(state))
             manager.wait_until_finished()
-            delta = manifest.read(tmp_path / "7" / "default")
+            delta = manifest_file.read(tmp_path / "7" / "default")
             assert isinstance(delta, manifest.DeltaManifest)
             assert not delta.has_update
             restored = manager.restore(7, args=adacheck.RestoreArgs(abstract(state)))
@@ -180,8 +180,8 @@ class TestDecisions:
             manager.save(3, args=adacheck.SaveArgs(state))
             manager.wait_until_finished()
             restored = manager.restore(3, args=adacheck.RestoreArgs(abstract(state)))
-        delta = manifest.read(tmp_path / "3" / "default")
-        paths = [leaf.path for leaf in manifest.read(tmp_path / "1" / "default").leaves]
+        delta = manifest_file.read(tmp_path / "3" / "default")
+        paths = [leaf.path for leaf in manifest_file.read(tmp_path / "1" / "default").leaves]
         assert not delta.has_update
         assert [paths[i] for i in delta.stored] == ["params/scale"]
         assert "params/scale" in delta.caution.reason
@@ -279,7 +279,7 @@ class TestDoors:
             checkpointer.wait_until_finished()
             target = adacheck.RestoreArgs(abstract(run.state, mesh_of((2, 4))))
             restored = checkpointer.restore(tmp_path / "step_2", args=target)
-        assert isinstance(manifest.read(tmp_path / "step_2"), manifest.DeltaManifest)
+        assert isinstance(manifest_file.read(tmp_path / "step_2"), manifest.DeltaManifest)
         assert_same_bits(restored, host_copy(run.state))
 
     def test_synchronous_checkpointer(self, tmp_path):

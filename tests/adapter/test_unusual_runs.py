@@ -13,13 +13,13 @@ import pytest
 from etils import epath
 
 import adacheck_jax as adacheck
-from adacheck_jax.format import lineage, manifest, roots
+from adacheck_jax.format import lineage, manifest, manifest_file, roots
 from tests import support
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
 
 
 def is_delta(directory):
-    return isinstance(manifest.read(directory), manifest.DeltaManifest)
+    return isinstance(manifest_file.read(directory), manifest.DeltaManifest)
 
 
 def test_one_handler_serves_two_items_of_a_step(tmp_path):

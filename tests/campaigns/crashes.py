@@ -43,7 +43,7 @@ from jax.sharding import NamedSharding
 import adacheck_jax as adacheck
 from adacheck_jax.device import trees
 from adacheck_jax.format import manifest as manifests
-from adacheck_jax.format import roots
+from adacheck_jax.format import manifest_file, roots
 from benchmarks.common import environment, free_port
 
 WIDTH = 64
@@ -138,7 +138,7 @@ class Run:
         """The steps that lie in that of a save, itself included."""
         if self.records:
             with contextlib.suppress(adacheck.AdaCheckError):  # a restore will tell of it
-                found = manifests.read(root / str(saved) / "default")
+                found = manifest_file.read(root / str(saved) / "default")
                 if isinstance(found, manifests.DeltaManifest):
                     return [delta.step for delta in found.deltas]
         return [saved]
@@ -205,7 +205,7 @@ def train(
                     tell(f"wrong {step}")
         step = listed[-1] if listed else 0
         newest = root / str(step) / "default"
-        kind = type(manifests.read(newest)).__name__ if step else "nothing"
+        kind = type(manifest_file.read(newest)).__name__ if step else "nothing"
         numbers = ",".join(str(number) for _, number in steps) or "0"
         tell(f"checked {numbers} {','.join(damaged) or '-'} {kind}")
         state = run.new_state() if state is None else state

@@ -23,7 +23,7 @@ import optax
 import orbax.checkpoint as ocp
 
 import adacheck_jax as adacheck
-from adacheck_jax.format import manifest
+from adacheck_jax.format import manifest, manifest_file
 from adacheck_jax.update.sampling import Sites
 
 SAVES = 3  # a base, a delta to begin with, and the one that is looked into
@@ -67,7 +67,7 @@ def is_found(elements: int, first: int, count: int, seed: int, root: Path) -> bo
                 state = {**state, "params": {"w": edited}}
             manager.save(number, args=adacheck.SaveArgs(jax.block_until_ready(state)))
             manager.wait_until_finished()
-    saved = manifest.read(root / str(begin + SAVES - 1) / "default")
+    saved = manifest_file.read(root / str(begin + SAVES - 1) / "default")
     assert isinstance(saved, manifest.DeltaManifest)
     return bool(saved.deltas[-1].unreplayed)
 

@@ -34,7 +34,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 import adacheck_jax as adacheck
 from adacheck_jax.device import trees
-from adacheck_jax.format import manifest as manifests
+from adacheck_jax.format import manifest_file
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest
 from adacheck_jax.restore.restorer import ROUNDING
 from adacheck_jax.update.recorder import RECORD_FIELD
@@ -274,7 +274,7 @@ def saved(case: Case, root: Path) -> dict[str, Any]:
     classes = dict.fromkeys(("element_wise", "reducing", "passed"), 0)
     whole: set[int] = set()
     for directory in directories:
-        manifest = manifests.read(directory / "default")
+        manifest = manifest_file.read(directory / "default")
         if isinstance(manifest, BaseManifest):
             kinds["bases"] += 1
             update = manifest.update

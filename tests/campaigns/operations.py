@@ -41,6 +41,7 @@ from orbax.checkpoint._src.multihost import multihost
 
 import adacheck_jax as adacheck
 from adacheck_jax.format import manifest as manifests
+from adacheck_jax.format import manifest_file
 from adacheck_jax.store import packs, volumes
 from benchmarks.common import environment
 from tests.campaigns import shim
@@ -246,7 +247,7 @@ class Exam:
 
     def kind(self, root: Path, step: int) -> str:
         """Whether a step that was saved is a delta or a base."""
-        found = manifests.read(root / str(step) / "default")
+        found = manifest_file.read(root / str(step) / "default")
         return "delta" if isinstance(found, manifests.DeltaManifest) else "base"
 
     def stopped(self, step: int, stride: int) -> dict[str, Any]:
@@ -363,7 +364,7 @@ class Exam:
         try:
             self.save(manager, step)
         except OSError as late:  # Orbax's store of metadata tells its own error here
-            if not has_raised or manifests.FILE in str(late):
+            if not has_raised or manifest_file.FILE in str(late):
                 raise
             self.save(manager, step)
 

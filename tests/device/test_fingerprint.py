@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from adacheck_jax.device import fingerprint, sharding, transfer, xla_call
+from adacheck_jax.device import fingerprint, shard_sums, sharding, transfer, xla_call
 from adacheck_jax.format.boxes import Box, grid
+from adacheck_jax.format.byte_loops import fingerprint_of
+from adacheck_jax.format.fingerprint import combine
 from tests import support
 from tests.strategies import cuts, shape_of
 
@@ -75,11 +77,11 @@ def random_bits(shape, dtype, seed=0):
 
 def of_parts(array, boxes):
     """The fingerprint of a whole array from those of boxes that tile it."""
-    return fingerprint.combine([fingerprint.of_block(array[b.slices], b.start) for b in boxes])
+    return combine([fingerprint_of(array[b.slices], b.start) for b in boxes])
 
 
 def device_sums(arrays):
-    return fingerprint.Summing(arrays).dispatch(arrays)
+    return shard_sums.Summing(arrays).dispatch(arrays)
 
 
 def of_arrays(arrays):
@@ -88,7 +90,7 @@ def of_arrays(arrays):
     totals = []
     for i, array in enumerate(arrays):
         held = sharding.holders_of(array.sharding, array.shape)
-        totals.append(fingerprint.combine([found[i][each[0].device] for each in held.values()]))
+        totals.append(combine([found[i][each[0].device] for each in held.values()]))
     return totals
 
 
@@ -99,7 +101,7 @@ def assert_engines_agree(arrays, dtype, engine):
     if engine == "loops" and dtype in NARROW:  # what shares a byte on a device is not for them
         assert not any(map(fingerprint.hashes_on_device, on_device))
         return
-    assert of_arrays(on_device) == [fingerprint.of_block(array) for array in arrays]
+    assert of_arrays(on_device) == [fingerprint_of(array) for array in arrays]
 
 
 @pytest.mark.covering(1)
@@ -119,7 +121,7 @@ def test_the_value_is_the_formula_that_the_format_names():
     expected = 0
     for (i, j), word in np.ndenumerate(array):
         expected += weight(0, i) * weight(1, j) * int(word)
-    assert fingerprint.of_block(array) == expected % 2**64
+    assert fingerprint_of(array) == expected % 2**64
 
 
 def weight(axis, position):
@@ -136,20 +138,20 @@ def weight(axis, position):
 
 def test_stored_fingerprints_stay_valid():
     """A change here makes every saved step unreadable: it needs a new format version."""
-    assert fingerprint.of_block(np.arange(5000, dtype=np.float32)) == 10944538534767587328
-    assert fingerprint.of_block(np.arange(6.0).reshape(2, 3)) == 14469016444869017600
+    assert fingerprint_of(np.arange(5000, dtype=np.float32)) == 10944538534767587328
+    assert fingerprint_of(np.arange(6.0).reshape(2, 3)) == 14469016444869017600
 
 
 def test_wide_elements_count_as_words_along_a_further_axis():
     array = random_bits((5, 3), "float64")
     words = np.ascontiguousarray(array).view(np.uint32).reshape(5, 3, 2)
-    assert fingerprint.of_block(array) == fingerprint.of_block(words)
+    assert fingerprint_of(array) == fingerprint_of(words)
 
 
 @given(cuts(max_length=40), st.sampled_from(WHOLE_BYTES))
 def test_parts_of_any_grid_add_up_to_the_whole(cuts, dtype):
     array = random_bits(shape_of(cuts), dtype)
-    assert of_parts(array, grid(cuts)) == fingerprint.of_block(array)
+    assert of_parts(array, grid(cuts)) == fingerprint_of(array)
 
 
 @given(
@@ -163,7 +165,7 @@ def test_parts_of_long_axes_add_up_wherever_they_are_cut(points, others, axis):
     cuts = [(0, n) for n in others]
     cuts.insert(axis, long)
     array = random_bits(shape_of(cuts), "uint8")
-    assert of_parts(array, grid(cuts)) == fingerprint.of_block(array)
+    assert of_parts(array, grid(cuts)) == fingerprint_of(array)
 
 
 @given(cuts(max_length=8), st.sampled_from(WHOLE_BYTES), st.data())
@@ -173,20 +175,20 @@ def test_any_flipped_bit_changes_the_value(cuts, dtype, data):
     changed = array.copy()
     raw = changed.reshape(-1).view(np.uint8)
     raw[data.draw(st.integers(0, raw.size - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    assert fingerprint.of_block(changed) != fingerprint.of_block(array)
+    assert fingerprint_of(changed) != fingerprint_of(array)
 
 
 @pytest.mark.parametrize("shape", [(4000,), (2, 2000), (2000, 2)])
 def test_every_swap_of_two_different_elements_changes_the_value(shape):
     array = random_bits(shape, "bfloat16").view(np.uint16)
-    whole = fingerprint.of_block(array)
+    whole = fingerprint_of(array)
     rng = np.random.default_rng(1)
     for _ in range(200):
         i, j = rng.integers(0, array.size, 2)
         flat = array.reshape(-1).copy()
         flat[i], flat[j] = flat[j], flat[i]
         same = flat[i] == flat[j]
-        assert (fingerprint.of_block(flat.reshape(shape)) == whole) == same
+        assert (fingerprint_of(flat.reshape(shape)) == whole) == same
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "uint8"])
@@ -197,12 +199,12 @@ def test_flipping_an_even_number_of_sign_bits_changes_the_value(dtype, pairs, ra
     top_bytes = changed.reshape(-1).view(np.uint8).reshape(array.size, -1)[:, -1]
     for position in random.sample(range(array.size), 2 * pairs):
         top_bytes[position] ^= 0x80
-    assert fingerprint.of_block(changed) != fingerprint.of_block(array)
+    assert fingerprint_of(changed) != fingerprint_of(array)
 
 
 def test_negative_zero_and_the_payload_of_a_nan_count():
     zeros = np.zeros(3, np.float32)
-    assert fingerprint.of_block(-zeros) != fingerprint.of_block(zeros)
+    assert fingerprint_of(-zeros) != fingerprint_of(zeros)
     nans = np.array([0x7FC00000, 0x7FC00001], np.uint32).view(np.float32)
     found = of_arrays([jnp.asarray(x) for x in nans])
     assert found[0] != found[1]
@@ -211,7 +213,7 @@ def test_negative_zero_and_the_payload_of_a_nan_count():
 def test_a_view_that_is_not_contiguous_has_the_value_of_its_copy():
     array = random_bits((40, 60, 2), "float64")
     for view in (array[::2, 5:], array.T, np.asfortranarray(array)):
-        assert fingerprint.of_block(view) == fingerprint.of_block(view.copy(order="C"))
+        assert fingerprint_of(view) == fingerprint_of(view.copy(order="C"))
 
 
 @pytest.mark.covering(2)
@@ -232,18 +234,18 @@ def test_the_value_is_the_same_under_every_sharding(mesh_shape, specs, dtype, ax
     names = ("a", "b", "c")[: len(mesh_shape)]
     mesh = jax.make_mesh(mesh_shape, names, axis_types=(axis_type,) * len(names))
     sharded = [jax.device_put(array, NamedSharding(mesh, spec)) for spec in specs]
-    whole = fingerprint.of_block(array)
+    whole = fingerprint_of(array)
     assert of_arrays(sharded) == [whole] * len(specs)
     for each in sharded:
         shards = {Box.from_slices(s.index, each.shape): s.data for s in each.addressable_shards}
-        parts = [fingerprint.of_block(np.asarray(d), b.start) for b, d in shards.items()]
-        assert fingerprint.combine(parts) == whole
+        parts = [fingerprint_of(np.asarray(d), b.start) for b, d in shards.items()]
+        assert combine(parts) == whole
 
 
 @pytest.mark.usefixtures("engine")
 def test_arrays_may_be_donated_as_soon_as_they_are_fingerprinted():
     array = jnp.arange(1 << 20, dtype=jnp.float32)
-    expected = fingerprint.of_block(np.asarray(array))
+    expected = fingerprint_of(np.asarray(array))
     sums = device_sums({0: array})
     array.delete()
     assert sums.sums() == {0: {jax.devices()[0].id: expected}}
@@ -267,7 +269,7 @@ def some_arrays(width=24):
 
 
 def whole(arrays):
-    return [fingerprint.of_block(np.asarray(array)) for array in arrays]
+    return [fingerprint_of(np.asarray(array)) for array in arrays]
 
 
 @pytest.mark.usefixtures("engine")
@@ -302,7 +304,7 @@ def test_shards_of_unequal_shapes_are_fingerprinted_one_by_one():
         addressable_shards=shards,
     )
     sums = device_sums({5: uneven}).sums()[5]
-    assert fingerprint.combine(list(sums.values())) == fingerprint.of_block(array)
+    assert combine(list(sums.values())) == fingerprint_of(array)
     assert list(sums) == [0, 1, 2]
 
 
@@ -333,9 +335,9 @@ def test_parts_take_of_replicas_that_differ_the_one_that_is_staged(monkeypatch, 
     boxes = sharding.distinct_boxes(array)
     picks = {0: transfer.picks_of(array, boxes[1:])}
     (block,) = transfer.stage({0: array}, picks)[0].values()
-    parts = fingerprint.Parts({0: array}, picks, every_replica=True)
+    parts = fingerprint.Contributions({0: array}, picks, every_replica=True)
     array.delete()
-    assert parts.sums() == {0: fingerprint.of_block(block, boxes[1].start)}
+    assert parts.sums() == {0: fingerprint_of(block, boxes[1].start)}
     assert {box: len(each) for box, each in parts.replicas[0].items()} == dict.fromkeys(boxes, 4)
     assert len({total for each in parts.replicas[0].values() for total in each.values()}) == 8
 
@@ -346,7 +348,7 @@ def test_the_engines_find_the_same_sums_of_replicas(monkeypatch):
     found = []
     for on_device in (False, True):
         monkeypatch.setattr(fingerprint, "hashes_on_device", lambda array, each=on_device: each)
-        parts = fingerprint.Parts(arrays, picks, every_replica=True)
+        parts = fingerprint.Contributions(arrays, picks, every_replica=True)
         found.append((parts.sums(), parts.replicas))
     assert found[0] == found[1]
     assert found[0][1].keys() == {3}
@@ -357,11 +359,11 @@ def test_no_replica_is_hashed_twice(monkeypatch):
     picks = {0: transfer.picks_of(array, sharding.distinct_boxes(array))}
     calls = []
     monkeypatch.setattr(fingerprint, "hashes_on_device", lambda _: False)
-    original = fingerprint.of_block
-    monkeypatch.setattr(fingerprint, "of_block", lambda *a: calls.append(a) or original(*a))
+    original = fingerprint.fingerprint_of
+    monkeypatch.setattr(fingerprint, "fingerprint_of", lambda *a: calls.append(a) or original(*a))
     for every_replica, count in ((False, 1), (True, 8)):
         calls.clear()
-        fingerprint.Parts({0: array}, picks, every_replica=every_replica).sums()
+        fingerprint.Contributions({0: array}, picks, every_replica=every_replica).sums()
         assert len(calls) == count
 
 
@@ -371,8 +373,8 @@ def test_the_guard_waits_for_a_replica_that_is_just_being_taken(monkeypatch):
     whole = NamedSharding(mesh, P())
     array = jax.device_put(np.arange(128, dtype=np.float32), whole)
     pick = (Box.full((128,)), 0, (slice(0, 128),))
-    parts = fingerprint.Parts(
-        {0: array}, {0: [pick]}, every_replica=True, owned=True, summing=fingerprint.Summing({})
+    parts = fingerprint.Contributions(
+        {0: array}, {0: [pick]}, every_replica=True, owned=True, summing=shard_sums.Summing({})
     )
     taking, go_on, take = threading.Event(), threading.Event(), fingerprint._HostShard.wait
 

@@ -367,7 +367,7 @@ def test_an_unknown_mode_is_refused():
 
 def test_the_documented_level_is_a_warning(tmp_path, caplog):
     good = jax.device_put(jnp.arange(8.0), NamedSharding(mesh_of((8,)), P()))
-    check = replicas.Check("warn", replicas.places(["w"], [good]))
+    check = replicas.Check("warn", replicas.replicated_leaves(["w"], [good]))
     sums = {0: {Box((0,), (8,)): {Holder(0, i, "cpu"): int(i == 3) for i in range(8)}}}
     with caplog.at_level(logging.INFO):
         check.settle(1, [json.loads(json.dumps(check.part(sums)))])
@@ -385,7 +385,7 @@ def test_processes_compare_one_sum_a_box(monkeypatch):
     monkeypatch.setattr(
         replicas, "_replicated", lambda *_: tuple((b, tuple(h)) for b, h in table.items())
     )
-    check = replicas.Check("raise", replicas.places(["w"], [jnp.zeros(9)]))
+    check = replicas.Check("raise", replicas.replicated_leaves(["w"], [jnp.zeros(9)]))
 
     def found(odd):
         parts = []

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from adacheck_jax.device import ownership, transfer
 from adacheck_jax.device.sharding import Layout, layout_of, layout_of_array
 from adacheck_jax.errors import FormatError
-from adacheck_jax.format import chunks, pack_plan
+from adacheck_jax.format import boxes, pack_plan
 from adacheck_jax.format.boxes import Box, grid
 from adacheck_jax.format.manifest import Encoding, Leaf
 from tests.strategies import DTYPES, boxes_in, cuts, elements, numbered, shape_of
@@ -209,7 +209,7 @@ def test_a_leaf_that_everyone_holds_is_written_in_equal_parts():
 
 @given(cuts(max_length=40), st.sampled_from([1, 4]), st.integers(1, 200))
 def test_every_box_consists_of_whole_chunks(each, itemsize_bytes, max_bytes):
-    chunk = chunks.chunk_shape(each, itemsize_bytes, max_bytes)
+    chunk = boxes.chunk_shape(each, itemsize_bytes, max_bytes)
     assert len(chunk) == len(each)
     for points, length in zip(each, chunk, strict=True):
         assert all(point % length == 0 for point in points[:-1])
@@ -217,10 +217,10 @@ def test_every_box_consists_of_whole_chunks(each, itemsize_bytes, max_bytes):
 
 
 def test_chunks_stay_below_the_bound_where_boxes_can_be_cut():
-    assert chunks.chunk_shape(((0, 50257), (0, 768)), 4, 1 << 20) == (341, 768)
-    assert chunks.chunk_shape(((0, 512, 1024), (0, 1024)), 4, 1 << 20) == (256, 1024)
-    assert chunks.chunk_shape(((0, 4, 8, 10), (0, 3)), 4) == (4, 3)
-    assert chunks.chunk_shape((), 4, 1) == ()
+    assert boxes.chunk_shape(((0, 50257), (0, 768)), 4, 1 << 20) == (341, 768)
+    assert boxes.chunk_shape(((0, 512, 1024), (0, 1024)), 4, 1 << 20) == (256, 1024)
+    assert boxes.chunk_shape(((0, 4, 8, 10), (0, 3)), 4) == (4, 3)
+    assert boxes.chunk_shape((), 4, 1) == ()
 
 
 @st.composite

@@ -85,7 +85,7 @@ def restore_last() -> dict[str, Any]:
 def fail_next() -> None:
     """Lets this process fail to write its next share."""
     todo = [OSError(28, "No space left on device")]
-    for share in (base_writer.BaseShare, delta_writer):
+    for share in (base_writer.BaseWriter, delta_writer):
 
         def write_share(*args: Any, inner: Any = share.write) -> Any:
             if todo:

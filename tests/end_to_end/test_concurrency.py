@@ -87,7 +87,7 @@ class Pair:
 
 def fail_item(patch, name):
     """Lets the writes of one item fail: ours, or that of Orbax's own handler."""
-    for share in (base_writer.BaseShare, delta_writer):
+    for share in (base_writer.BaseWriter, delta_writer):
 
         def write(self, directory, *args, inner=share.write):
             if any(part.startswith(f"{name}.") for part in directory.parts):

@@ -11,7 +11,7 @@ import pytest
 from orbax.checkpoint.checkpoint_managers import EveryNSteps, LatestN
 
 import adacheck_jax as adacheck
-from adacheck_jax.format import manifest, roots
+from adacheck_jax.format import manifest, manifest_file, roots
 from tests import support
 from tests.support import abstract, assert_same_bits, manager_of, mesh_of, save_steps
 
@@ -78,7 +78,7 @@ def test_a_lineage_goes_on_while_its_older_steps_are_deleted(tmp_path):
     handler = adacheck.AdaCheckHandler(run.recorder)
     with manager_of(tmp_path, handler, max_to_keep=1) as manager:
         saved = save_steps(manager, run, 6)
-    last = manifest.read(tmp_path / "6" / "default")
+    last = manifest_file.read(tmp_path / "6" / "default")
     assert isinstance(last, manifest.DeltaManifest)
     assert last.depth == 5
     assert restore_all(tmp_path, run, saved) == [6]
@@ -90,7 +90,7 @@ def test_deleting_the_parent_by_hand_makes_the_next_save_a_base(tmp_path):
         saved = save_steps(manager, run, 3)
         shutil.rmtree(tmp_path / "3")
         saved |= save_steps(manager, run, 2)
-    assert isinstance(manifest.read(tmp_path / "4" / "default"), manifest.BaseManifest)
+    assert isinstance(manifest_file.read(tmp_path / "4" / "default"), manifest.BaseManifest)
     assert restore_all(tmp_path, run, saved) == [1, 2, 4, 5]
 
 
@@ -128,7 +128,7 @@ class TestReferences:
                     target = adacheck.RestoreArgs(abstract(run.state))
                     run.state = manager.restore(manager.latest_step(), args=target)
                 saved = save_steps(manager, run, 2)
-        assert isinstance(manifest.read(tmp_path / "4" / "default"), manifest.DeltaManifest)
+        assert isinstance(manifest_file.read(tmp_path / "4" / "default"), manifest.DeltaManifest)
         with manager_of(tmp_path, adacheck.AdaCheckHandler()) as manager:
             assert list(manager.all_steps()) == [1, 2, 3, 4]
             target = adacheck.RestoreArgs(abstract(run.state))

@@ -17,7 +17,7 @@ import pytest
 
 import adacheck_jax as adacheck
 from adacheck_jax.device import trees
-from adacheck_jax.format import lineage, manifest, roots
+from adacheck_jax.format import lineage, manifest_file, roots
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest, Encoding
 from tests import support
 from tests.support import Run, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
@@ -28,7 +28,7 @@ STEPS = 5
 
 
 def delta_of(root: Path, step: int) -> DeltaManifest:
-    found = manifest.read(root / str(step) / "default")
+    found = manifest_file.read(root / str(step) / "default")
     assert isinstance(found, DeltaManifest)
     return found
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import adacheck_jax as adacheck
-from adacheck_jax.format import lineage, manifest
+from adacheck_jax.format import lineage, manifest, manifest_file
 from tests import support
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
 
@@ -84,7 +84,7 @@ def restored(root, step, run):
 
 
 def is_base(root, step):
-    return isinstance(manifest.read(root / str(step) / "default"), manifest.BaseManifest)
+    return isinstance(manifest_file.read(root / str(step) / "default"), manifest.BaseManifest)
 
 
 def assert_unharmed(root, run, saved):
@@ -159,7 +159,7 @@ def test_a_read_only_disk_is_told_at_once_and_training_goes_on(small_disk):
 def test_a_root_that_vanishes_while_a_save_is_in_flight(tmp_path, monkeypatch, target):
     run = support.dict_run(mesh_of((2, 2)))
     root = tmp_path / "root"
-    options = {"max_deltas": 20 if "arrays" in target else 0}
+    options = {"max_deltas": 20 if "packs" in target else 0}
     with manager_of(root, adacheck.AdaCheckHandler(run.recorder, **options)) as manager:
         save_steps(manager, run, 2)
         with monkeypatch.context() as patch:
@@ -197,7 +197,7 @@ def test_an_error_of_the_disk_is_raised_once(tmp_path, monkeypatch, number):
             def broken(*_args, **_kwargs):
                 raise OSError(number, os.strerror(number))
 
-            patch.setattr("adacheck_jax.format.manifest.os.fsync", broken)
+            patch.setattr("adacheck_jax.format.durable.os.fsync", broken)
             errors = attempt(manager, run)
         assert [type(error) for error in errors] == [adacheck.StorageError]
         assert errors[0].__cause__.errno == number

@@ -15,7 +15,7 @@ import pytest
 from etils import epath
 
 import adacheck_jax as adacheck
-from adacheck_jax.format import lineage, manifest
+from adacheck_jax.format import lineage, manifest, manifest_file
 from adacheck_jax.update import replay
 from tests import support
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
@@ -93,7 +93,7 @@ class TestAbstractState:
 
 def forget_descriptions(item):
     """Writes a base's manifest anew, as somebody would who has changed the files beside it."""
-    manifest.write(item, dataclasses.replace(manifest.read(item), described={}))
+    manifest_file.write(item, dataclasses.replace(manifest_file.read(item), described={}))
 
 
 class TestDamage:
@@ -103,10 +103,10 @@ class TestDamage:
     @pytest.mark.parametrize(
         ("step", "file", "error"),
         [
-            (1, manifest.FILE, adacheck.FormatError),
-            (3, manifest.FILE, adacheck.FormatError),
-            (3, f"{lineage.LINEAGE}/1/{manifest.update_file('cpu')}", adacheck.FormatError),
-            (3, f"{lineage.LINEAGE}/2.{manifest.NAME}", adacheck.FormatError),
+            (1, manifest_file.FILE, adacheck.FormatError),
+            (3, manifest_file.FILE, adacheck.FormatError),
+            (3, f"{lineage.LINEAGE}/1/{manifest_file.update_file('cpu')}", adacheck.FormatError),
+            (3, f"{lineage.LINEAGE}/2.{manifest_file.NAME}", adacheck.FormatError),
             (3, f"{lineage.LINEAGE}/2.delta.0.manifest.ocdbt", adacheck.FormatError),
             (3, "adacheck/delta.0.manifest.ocdbt", adacheck.FormatError),
         ],
@@ -174,7 +174,7 @@ class TestDamage:
         forged = root.parent / "forged"
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(forged, state)
-        shutil.copytree(target / manifest.DIRECTORY, forged / manifest.DIRECTORY)
+        shutil.copytree(target / manifest_file.DIRECTORY, forged / manifest_file.DIRECTORY)
         shutil.rmtree(target)
         forged.rename(target)
         with pytest.raises(adacheck.IntegrityError, match="_METADATA: expected the file that was"):
@@ -182,7 +182,7 @@ class TestDamage:
         with manager_of(root.parent / "again", adacheck.AdaCheckHandler(run.recorder)) as manager:
             manager.save(1, args=adacheck.SaveArgs(state))
         again = root.parent / "again" / "1" / "default"
-        shutil.copy(target / manifest.FILE, again / manifest.FILE)
+        shutil.copy(target / manifest_file.FILE, again / manifest_file.FILE)
         shutil.rmtree(target)
         again.rename(target)
         forget_descriptions(target)
@@ -205,7 +205,7 @@ class TestDamage:
 
     def test_an_unknown_format_version_names_the_remedy(self, copy):
         root, run = copy
-        path = root / "3" / "default" / manifest.FILE
+        path = root / "3" / "default" / manifest_file.FILE
         body = json.loads(path.read_text())
         body["format"] = 99
         path.unlink()
@@ -215,7 +215,7 @@ class TestDamage:
 
     def test_other_steps_stay_restorable(self, copy, saved_run):
         root, run = copy
-        (root / "2" / "default" / manifest.FILE).unlink()
+        (root / "2" / "default" / manifest_file.FILE).unlink()
         with pytest.raises(adacheck.FormatError):
             restore(root, 2, abstract(run.state))
         assert_same_bits(restore(root, 3, abstract(run.state)), saved_run[2][3])
@@ -356,7 +356,7 @@ def test_a_failed_save_is_raised_once_and_the_next_one_is_a_base(tmp_path, monke
                 manager.wait_until_finished()
         manager.reload()
         saved |= save_steps(manager, run, 2)
-        assert isinstance(manifest.read(tmp_path / "4" / "default"), manifest.BaseManifest)
-        assert isinstance(manifest.read(tmp_path / "5" / "default"), manifest.DeltaManifest)
+        assert isinstance(manifest_file.read(tmp_path / "4" / "default"), manifest.BaseManifest)
+        assert isinstance(manifest_file.read(tmp_path / "5" / "default"), manifest.DeltaManifest)
     for step in (1, 2, 4, 5):
         assert_same_bits(restore(tmp_path, step, abstract(run.state)), saved[step])

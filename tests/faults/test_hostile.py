@@ -21,7 +21,7 @@ import tensorstore as ts
 
 import adacheck_jax as adacheck
 from adacheck_jax import FormatError, IntegrityError
-from adacheck_jax.format import lineage, roots
+from adacheck_jax.format import lineage, manifest_file, manifest_json, roots
 from adacheck_jax.format import manifest as manifests
 from adacheck_jax.format.manifest import Update
 from adacheck_jax.restore.patches import DeltaReader
@@ -117,10 +117,10 @@ def test_metadata_as_deep_as_json_can_read_is_read_or_refused():
 
 
 def test_a_manifest_that_no_reader_would_take_is_not_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(manifests, "MAX_CONTAINERS", 5)
+    monkeypatch.setattr(manifest_json, "MAX_CONTAINERS", 5)
     with pytest.raises(FormatError, match="at most"):
-        manifests.write(tmp_path, A_BASE)
-    assert not (tmp_path / manifests.FILE).exists()
+        manifest_file.write(tmp_path, A_BASE)
+    assert not (tmp_path / manifest_file.FILE).exists()
 
 
 @pytest.mark.parametrize(("field", "value"), [("updates", 1), ("problem", {}), ("problem", 3)])
@@ -131,8 +131,8 @@ def test_a_field_of_another_type_is_not_taken_for_it(field, value):
 
 def write_steps(root, *, count=1, fingerprints=2, **changes):
     """A base and deltas that refer to one another, without data."""
-    manifests.write(root / "10", A_BASE)
-    parent = manifests.read(root / "10")
+    manifest_file.write(root / "10", A_BASE)
+    parent = manifest_file.read(root / "10")
     for number in range(1, count + 1):
         link = manifests.Link(9 + number, f"../{9 + number}", parent.checksum)
         delta = dataclasses.replace(
@@ -144,8 +144,8 @@ def write_steps(root, *, count=1, fingerprints=2, **changes):
             caution=manifests.NO_CAUTION,
             **changes,
         )
-        manifests.write(root / str(10 + number), delta)
-        parent = manifests.read(root / str(10 + number))
+        manifest_file.write(root / str(10 + number), delta)
+        parent = manifest_file.read(root / str(10 + number))
     return root / str(10 + count)
 
 
@@ -212,9 +212,9 @@ def test_a_step_that_is_referred_to_may_not_be_a_link_but_the_root_may(tmp_path)
 
 def test_a_pipe_in_the_place_of_a_manifest_is_not_waited_for(tmp_path):
     step = write_steps(tmp_path)
-    (step / manifests.FILE).unlink()
-    os.mkfifo(step / manifests.FILE)
-    for read in (manifests.read, lineage.resolve):
+    (step / manifest_file.FILE).unlink()
+    os.mkfifo(step / manifest_file.FILE)
+    for read in (manifest_file.read, lineage.resolve):
         with pytest.raises(FormatError, match=r"manifest\.json.*not followed"):
             read(step)
 
@@ -223,9 +223,9 @@ def test_a_pipe_in_the_place_of_a_manifest_is_not_waited_for(tmp_path):
     "reference", ["/etc", "..", "../..", "../../../a/b/c", "a", "../10/../..", "\0"]
 )
 def test_a_reference_leads_to_siblings_only(reference, tmp_path):
-    manifests.write(tmp_path / "10", A_BASE)
-    link = manifests.Link(10, reference, manifests.read(tmp_path / "10").checksum)
-    manifests.write(tmp_path / "11", dataclasses.replace(A_DELTA, parent=link))
+    manifest_file.write(tmp_path / "10", A_BASE)
+    link = manifests.Link(10, reference, manifest_file.read(tmp_path / "10").checksum)
+    manifest_file.write(tmp_path / "11", dataclasses.replace(A_DELTA, parent=link))
     with pytest.raises(adacheck.LineageError):
         lineage.resolve(tmp_path / "11")
 
@@ -266,7 +266,7 @@ def test_a_base_of_another_shape_than_its_manifest_says_is_refused_before_it_is_
         manager.save(0, args=adacheck.SaveArgs(state))
         manager.wait_until_finished()
         directory = tmp_path / "0" / "default"
-        manifest = manifests.read(directory)
+        manifest = manifest_file.read(directory)
         index = [leaf.path for leaf in manifest.leaves].index("w")
         for changes in (
             {"shape": (2**20, 2**30), "cuts": ((0, 2**20), (0, 2**30))},
@@ -274,7 +274,7 @@ def test_a_base_of_another_shape_than_its_manifest_says_is_refused_before_it_is_
         ):
             leaves = list(manifest.leaves)
             leaves[index] = dataclasses.replace(leaves[index], **changes)
-            manifests.write(directory, dataclasses.replace(manifest, leaves=tuple(leaves)))
+            manifest_file.write(directory, dataclasses.replace(manifest, leaves=tuple(leaves)))
             with pytest.raises(IntegrityError, match="expected leaf w of shape"):
                 adacheck.AdaCheckHandler().restore(directory)
 

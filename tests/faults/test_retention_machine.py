@@ -38,7 +38,7 @@ from orbax.checkpoint.checkpoint_managers import (
 )
 
 import adacheck_jax as adacheck
-from adacheck_jax.format import lineage, manifest, roots
+from adacheck_jax.format import lineage, manifest_file, roots
 from adacheck_jax.format.manifest import DeltaManifest, Link
 from adacheck_jax.save import exported_update
 from adacheck_jax.store import links
@@ -344,7 +344,7 @@ class Retention(RuleBasedStateMachine):
             item = half / f"default{roots.TMP_SUFFIX}"
             if self.disk:
                 shutil.copytree(self.root / str(max(self.disk)) / "default", item)
-                (item / manifest.FILE).unlink()
+                (item / manifest_file.FILE).unlink()
             else:
                 support.pack_index(item).parent.mkdir(parents=True)
                 support.pack_index(item).write_bytes(b"half")
@@ -417,7 +417,7 @@ class Retention(RuleBasedStateMachine):
         assert self.on_disk() == {*self.listed()}
         self.disk = {step: self.disk[step] for step in self.listed()}
         for step, saved in self.disk.items():
-            found = manifest.read(self.item(step))
+            found = manifest_file.read(self.item(step))
             assert found.step == step
             saved.checksum = found.checksum
             self.parents[found.checksum] = (
@@ -496,7 +496,7 @@ class Retention(RuleBasedStateMachine):
         names -= {"trash", *(name for name in names if roots.TMP_SUFFIX in name)}
         assert names == {str(step) for step in self.disk}
         for step in self.disk:
-            found = manifest.read(self.item(step))
+            found = manifest_file.read(self.item(step))
             links = self.chain(step, self.disk) if self.has_links else []
             linked = names_in(self.item(step) / lineage.LINEAGE)
             assert {name.split(".")[0] for name in linked} == {str(link.step) for link in links}

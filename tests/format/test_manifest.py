@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from adacheck_jax.errors import FormatError, IntegrityError
 from adacheck_jax.format import manifest as manifests
+from adacheck_jax.format import manifest_file, manifest_json
 from adacheck_jax.format.manifest import (
     CHECKS,
     BaseManifest,
@@ -233,23 +234,23 @@ EXAMPLES = pytest.mark.parametrize(
 
 
 def decode(data):
-    return manifests.decode(data, where="manifest.json")
+    return manifest_json.decode(data, where="manifest.json")
 
 
 def body_of(manifest):
-    body = json.loads(manifests.encode(manifest))
+    body = json.loads(manifest_json.encode(manifest))
     del body["checksum"]
     return body
 
 
 def encode_body(body):
     """A manifest file with any body and the checksum that fits it."""
-    return json.dumps({**body, "checksum": manifests.checksum_of(body)}).encode()
+    return json.dumps({**body, "checksum": manifest_json.checksum_of(body)}).encode()
 
 
 @given(bases() | deltas())
 def test_decode_undoes_encode(manifest):
-    found = decode(manifests.encode(manifest))
+    found = decode(manifest_json.encode(manifest))
     assert len(found.checksum) == 64
     assert dataclasses.replace(found, checksum="") == manifest
 
@@ -257,13 +258,13 @@ def test_decode_undoes_encode(manifest):
 @pytest.mark.parametrize("metadata", [{10: "a", 9: "b"}, {"1": "a", 1: "b"}, (1, (2,)), {None: 1}])
 def test_metadata_that_json_changes_can_still_be_read(metadata):
     manifest = dataclasses.replace(A_DELTA, custom_metadata=metadata)
-    found = decode(manifests.encode(manifest)).custom_metadata
+    found = decode(manifest_json.encode(manifest)).custom_metadata
     assert found == json.loads(json.dumps(metadata))
 
 
 @given(bases() | deltas(), st.data())
 def test_a_changed_byte_is_an_error(manifest, data):
-    encoded = bytearray(manifests.encode(manifest))
+    encoded = bytearray(manifest_json.encode(manifest))
     position = data.draw(st.integers(0, len(encoded) - 1))
     encoded[position] = data.draw(st.integers(0, 255).filter(lambda b: b != encoded[position]))
     try:
@@ -276,7 +277,7 @@ def test_a_changed_byte_is_an_error(manifest, data):
 
 @EXAMPLES
 def test_every_flipped_bit_is_an_error(manifest):
-    encoded = manifests.encode(manifest)
+    encoded = manifest_json.encode(manifest)
     for position in range(len(encoded)):
         for bit in range(8):
             changed = bytearray(encoded)
@@ -287,14 +288,14 @@ def test_every_flipped_bit_is_an_error(manifest):
 
 @EXAMPLES
 def test_every_truncation_is_an_error(manifest):
-    encoded = manifests.encode(manifest)
+    encoded = manifest_json.encode(manifest)
     for length in range(len(encoded)):
         with pytest.raises(FormatError, match="truncated"):
             decode(encoded[:length])
 
 
 def test_a_changed_value_is_told_apart_from_another_format():
-    changed = manifests.encode(A_BASE).replace(b'"step":10', b'"step":11')
+    changed = manifest_json.encode(A_BASE).replace(b'"step":10', b'"step":11')
     with pytest.raises(IntegrityError, match=r"manifest\.json.*checksum"):
         decode(changed)
 
@@ -552,7 +553,7 @@ def test_a_missing_field_is_an_error(place):
 def test_a_state_without_recorder_has_no_count():
     base = dataclasses.replace(A_BASE, update=None, counts=())
     for manifest in (base, dataclasses.replace(A_DELTA, counts=(), updates=())):
-        assert decode(manifests.encode(manifest)).counts == ()
+        assert decode(manifest_json.encode(manifest)).counts == ()
 
 
 @pytest.mark.parametrize(
@@ -629,26 +630,26 @@ def test_a_missing_field_of_the_format_version_before_is_an_error(manifest):
 
 def test_a_missing_manifest_is_an_error_that_names_the_file(tmp_path):
     with pytest.raises(FormatError, match=r"manifest\.json.*No such file"):
-        manifests.read(tmp_path)
+        manifest_file.read(tmp_path)
 
 
 def test_a_file_too_large_for_a_manifest_is_not_read(tmp_path):
-    path = tmp_path / manifests.FILE
+    path = tmp_path / manifest_file.FILE
     path.parent.mkdir()
     with open(path, "wb") as file:
-        file.truncate(manifests.MAX_MANIFEST_BYTES + 1)
+        file.truncate(manifest_json.MAX_MANIFEST_BYTES + 1)
     with pytest.raises(FormatError, match="at most"):
-        manifests.read(tmp_path)
+        manifest_file.read(tmp_path)
 
 
 @EXAMPLES
 def test_read_gives_what_write_wrote_and_leaves_no_other_file(manifest, tmp_path):
-    manifests.write(tmp_path, manifest)
-    assert dataclasses.replace(manifests.read(tmp_path), checksum="") == manifest
-    assert [p.name for p in (tmp_path / manifests.DIRECTORY).iterdir()] == ["manifest.json"]
+    manifest_file.write(tmp_path, manifest)
+    assert dataclasses.replace(manifest_file.read(tmp_path), checksum="") == manifest
+    assert [p.name for p in (tmp_path / manifest_file.DIRECTORY).iterdir()] == ["manifest.json"]
 
 
 def test_the_bytes_of_a_manifest_do_not_depend_on_the_order_of_a_mapping():
     one = dataclasses.replace(A_BASE, versions={"a": "1", "b": "2"})
     two = dataclasses.replace(A_BASE, versions={"b": "2", "a": "1"})
-    assert manifests.encode(one) == manifests.encode(two)
+    assert manifest_json.encode(one) == manifest_json.encode(two)

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from adacheck_jax.format import lineage, manifest, pack_plan
+from adacheck_jax.format import lineage, manifest, manifest_file, manifest_json, pack_plan
 from adacheck_jax.restore import patches
 from tests.fuzz import engine
 
@@ -77,7 +77,7 @@ class Manifests:
         self._root = Path(tempfile.mkdtemp(prefix="adacheck-fuzz-", dir=place))
         atexit.register(shutil.rmtree, self._root, ignore_errors=True)
         for step in ("10", "11"):
-            (self._root / step / manifest.DIRECTORY).mkdir(parents=True)
+            (self._root / step / manifest_file.DIRECTORY).mkdir(parents=True)
         self._seeds = [json.loads(path.read_text()) for path in sorted(CORPUS.glob("*.json"))]
 
     def seeds(self) -> list[Any]:
@@ -110,14 +110,14 @@ class Manifests:
             body = {}
         rng = random.Random(len(case))
         base_bytes = _file(body.get("base"), rng)
-        base = manifest.decode(base_bytes, where="base")
+        base = manifest_json.decode(base_bytes, where="base")
         delta_body = body.get("delta")
         parent = delta_body.get("parent") if isinstance(delta_body, dict) else None
         if isinstance(parent, dict) and body.get("fits", True):
             parent["checksum"] = base.checksum
         delta_bytes = _file(delta_body, rng)
         for step, data in (("10", base_bytes), ("11", delta_bytes)):
-            (self._root / step / manifest.FILE).write_bytes(data)
+            (self._root / step / manifest_file.FILE).write_bytes(data)
         found = lineage.resolve(self._root / "11")
         for delta, reader in zip(found.deltas, patches.readers(found), strict=True):
             assert reader.stored == delta.stored
@@ -129,7 +129,7 @@ def _file(body: Any, rng: random.Random) -> bytes:
     if not isinstance(body, dict):
         return json.dumps(body).encode()
     damage = body.pop("_bytes", None)
-    data = json.dumps({**body, "checksum": manifest.checksum_of(body)}).encode()
+    data = json.dumps({**body, "checksum": manifest_json.checksum_of(body)}).encode()
     if damage is not None:
         rng = random.Random(repr(damage))
         changed = bytearray(data)
@@ -154,7 +154,7 @@ def _check_plan(base: manifest.BaseManifest, delta: manifest.Delta) -> None:
             0 <= a <= b <= n
             for a, b, n in zip(extent.box.start, extent.box.stop, leaf.shape, strict=True)
         )
-        assert extent.size_bytes <= leaf.nbytes <= manifest.MAX_STATE_BYTES
+        assert extent.size_bytes <= leaf.nbytes <= manifest_json.MAX_STATE_BYTES
         assert 0 <= extent.raw_start <= extent.raw_start + extent.raw_bytes <= pack.raw_bytes
         end = extent.compressed_start + extent.compressed_bytes
         assert 0 <= extent.compressed_start <= end <= pack.compressed_bytes
@@ -179,7 +179,7 @@ def _mend(rng: random.Random, case: Any) -> None:
             prints = case[which]["fingerprints"]
             case[which]["fingerprints"] = (prints + ["0" * 16] * len(leaves))[: len(leaves)]
         packs = case["delta"]["packs"]
-        base = manifest.decode(_file(dict(case["base"]), rng), where="")
+        base = manifest_json.decode(_file(dict(case["base"]), rng), where="")
         assert isinstance(base, manifest.BaseManifest)
         plan = pack_plan.plan_delta(
             base.leaves,

@@ -12,7 +12,7 @@ import shutil
 import pytest
 
 import adacheck_jax as adacheck
-from adacheck_jax.format import lineage, manifest
+from adacheck_jax.format import lineage, manifest_file
 from adacheck_jax.restore import restorer
 from adacheck_jax.tools import audit
 from tests import support
@@ -51,7 +51,7 @@ def restore(root, run, number, **options):
 
 def test_a_bad_step_is_an_error_unless_an_older_one_is_asked_for(saved):
     root, run, states = saved
-    (item(root, 6) / manifest.FILE).unlink()
+    (item(root, 6) / manifest_file.FILE).unlink()
     with pytest.raises(adacheck.FormatError):
         restore(root, run, 6)
     state, info = restore(root, run, 6, fallback=True)
@@ -145,7 +145,7 @@ class TestInsideALineage:
         elif what == "index":
             support.pack_index(item(root, 6)).unlink()
         else:
-            (item(root, 6) / manifest.FILE).unlink()
+            (item(root, 6) / manifest_file.FILE).unlink()
         with pytest.raises((adacheck.IntegrityError, adacheck.FormatError)):
             restore(root, run, 6)
         with caplog.at_level(logging.WARNING, logger="adacheck_jax"):
@@ -176,7 +176,7 @@ class TestInsideALineage:
 
     def test_the_base_where_the_update_is_lost(self, alone):
         root, run, states = alone
-        (item(root, 6) / lineage.LINEAGE / "1" / manifest.update_file("cpu")).unlink()
+        (item(root, 6) / lineage.LINEAGE / "1" / manifest_file.update_file("cpu")).unlink()
         args = adacheck.RestoreArgs(support.abstract(run.state), fallback=True)
         handler = adacheck.AdaCheckHandler()  # which has no recorder that could stand in
         with support.manager_of(root, handler) as manager:
@@ -203,7 +203,7 @@ class TestInsideALineage:
             path.unlink()
         place = item(root, 6) / lineage.LINEAGE
         for path in place.glob("5.delta.*"):
-            os.link(path, directories[1] / manifest.DIRECTORY / path.name.removeprefix("5."))
+            os.link(path, directories[1] / manifest_file.DIRECTORY / path.name.removeprefix("5."))
         looks, look = [], restorer.newest_exact
         counted = lambda *a, **k: looks.append(1) or look(*a, **k)  # noqa: E731
         monkeypatch.setattr(restorer, "newest_exact", counted)
@@ -218,11 +218,11 @@ class TestInsideALineage:
         shutil.copytree(root / "6", root / "5")  # no links: what is damaged in one is not in other
         own = item(root, 5)
         shutil.rmtree(own / lineage.LINEAGE / "5", ignore_errors=True)
-        for path in (own / manifest.DIRECTORY).glob("*"):
+        for path in (own / manifest_file.DIRECTORY).glob("*"):
             if path.is_file():
                 path.unlink()
         for path in (own / lineage.LINEAGE).glob("5.*"):
-            path.rename(own / manifest.DIRECTORY / path.name.removeprefix("5."))
+            path.rename(own / manifest_file.DIRECTORY / path.name.removeprefix("5."))
         support.other_record(lineage.resolve(item(root, 6)).to(3))
         state, info = restore(root, run, 6, fallback=True)
         assert info.step == 5
@@ -272,8 +272,8 @@ class TestLatestRestorable:
 
     def test_what_it_finds_can_be_restored(self, saved):
         root, run, states = saved
-        (item(root, 6) / manifest.FILE).unlink()
-        (item(root, 5) / lineage.LINEAGE / "4" / manifest.FILE).unlink()
+        (item(root, 6) / manifest_file.FILE).unlink()
+        (item(root, 5) / lineage.LINEAGE / "4" / manifest_file.FILE).unlink()
         found = adacheck.latest_restorable(root)
         assert (found, found.saved, found.step) == (5, 6, 5)  # as step 6 links it
         state, _ = restore(root, run, found.saved, step=found.step)
@@ -291,14 +291,14 @@ class TestLatestRestorable:
     def test_where_nothing_verifies_the_newest_steps_error_is_raised(self, saved):
         root, _, _ = saved
         for step in range(1, STEPS + 1):
-            (item(root, step) / manifest.FILE).write_bytes(b"{}")
+            (item(root, step) / manifest_file.FILE).write_bytes(b"{}")
         with pytest.raises(adacheck.FormatError, match="/6/"):
             adacheck.latest_restorable(root)
 
     def test_all_items_of_a_step_have_to_verify_or_the_one_that_is_named(self, saved):
         root, _, _ = saved
         shutil.copytree(item(root, 6), root / "6" / "other")
-        (root / "6" / "other" / manifest.FILE).unlink()
+        (root / "6" / "other" / manifest_file.FILE).unlink()
         assert adacheck.latest_restorable(root) == 5
         assert adacheck.latest_restorable(root, "default") == 6
 
@@ -318,7 +318,7 @@ def refusing(monkeypatch, what, number):
 def test_a_step_that_cannot_be_read_now_is_no_reason_to_fall_back(saved, monkeypatch):
     root, run, states = saved
     with monkeypatch.context() as patch:
-        refusing(patch, f"/6/default/{manifest.FILE}", errno.EACCES)
+        refusing(patch, f"/6/default/{manifest_file.FILE}", errno.EACCES)
         with pytest.raises(adacheck.StorageError, match=r"/6/.*Permission denied.*try again"):
             restore(root, run, 6, fallback=True)
         with pytest.raises(adacheck.StorageError, match=r"/6/.*Permission denied"):
@@ -328,7 +328,7 @@ def test_a_step_that_cannot_be_read_now_is_no_reason_to_fall_back(saved, monkeyp
 
 def test_a_bad_sector_is(saved, monkeypatch):
     root, run, _ = saved
-    refusing(monkeypatch, f"/6/default/{manifest.FILE}", errno.EIO)
+    refusing(monkeypatch, f"/6/default/{manifest_file.FILE}", errno.EIO)
     assert restore(root, run, 6, fallback=True)[1].step == 5
     assert adacheck.latest_restorable(root) == 5
 

@@ -78,7 +78,7 @@ class Step:
 
     def reader(self, directory, **changes):
         manifest = dataclasses.replace(self.manifest, **changes)
-        return DeltaReader(self.base, lineage.Entry(manifest, directory))
+        return DeltaReader(self.base, lineage.LineageStep(manifest, directory))
 
 
 def step_of(leaves, stored, encodings, seed=0, is_near=True):

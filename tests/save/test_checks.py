@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import adacheck_jax as adacheck
-from adacheck_jax.format import manifest, roots
+from adacheck_jax.format import manifest, manifest_file, roots
 from adacheck_jax.save import checks, exported_update
 from tests import support
 from tests.save import test_waiting
@@ -118,7 +118,7 @@ def test_an_update_that_is_not_the_recorders_costs_the_leaves_that_it_changes(
         assert names(tmp_path, delta.unreplayed) == names(tmp_path, delta.stored)
         if train_step is projected:
             assert names(tmp_path, delta.stored) == {"params/in/kernel"}
-        caution = manifest.read(tmp_path / f"{step}" / "default").caution
+        caution = manifest_file.read(tmp_path / f"{step}" / "default").caution
         assert "params/in/kernel" in caution.reason
     assert_all_restorable(tmp_path, saved, run.state, mesh_of((4, 2)))
 
@@ -234,12 +234,12 @@ def test_a_leaf_that_is_wrong_in_a_few_elements_is_distrusted(tmp_path):
             saved[run.count] = host_copy(run.state)
             manager.save(run.count, args=adacheck.SaveArgs(run.state))
         saved |= save_steps(manager, run, 1)
-    index = [leaf.path for leaf in manifest.read(tmp_path / "1" / "default").leaves].index(
+    index = [leaf.path for leaf in manifest_file.read(tmp_path / "1" / "default").leaves].index(
         "params/in/kernel"
     )
     found = deltas_of(tmp_path)
     assert [index in found[step].unreplayed for step in (2, 3, 4, 5, 6)] == [False, *[True] * 4]
-    assert manifest.read(tmp_path / "6" / "default").caution.distrusted == (index,)
+    assert manifest_file.read(tmp_path / "6" / "default").caution.distrusted == (index,)
     assert_all_restorable(tmp_path, saved, run.state)
 
 
@@ -265,7 +265,7 @@ def test_a_state_put_in_place_of_another_while_the_counter_goes_on(tmp_path, wha
         manager.save(4, args=adacheck.SaveArgs(run.state))
         saved |= save_steps(manager, run, 2)
     assert kinds(tmp_path) == ["B", "R", "R", "B", "R", "R"]
-    assert "does not give the state" in manifest.read(tmp_path / "4" / "default").reason
+    assert "does not give the state" in manifest_file.read(tmp_path / "4" / "default").reason
     assert_all_restorable(tmp_path, saved, run.state)
 
 
@@ -406,7 +406,7 @@ def test_the_next_lineage_is_cautious_too(tmp_path):
     with manager_of(tmp_path, handler) as manager:
         saved = save_steps(manager, run, 5)
     assert kinds(tmp_path) == ["B", "R", "R", "B", "R"]
-    assert "params/in/kernel" in manifest.read(tmp_path / "4" / "default").caution.reason
+    assert "params/in/kernel" in manifest_file.read(tmp_path / "4" / "default").caution.reason
     assert_all_restorable(tmp_path, saved, run.state)
 
 
@@ -418,7 +418,9 @@ def test_caution_is_remembered_after_a_restart(tmp_path):
         run.state = manager.restore(3, args=adacheck.RestoreArgs(abstract(run.state)))
         saved |= save_steps(manager, run, 2)
     assert kinds(tmp_path) == ["B", "R", "R", "R", "R"]
-    reasons = {manifest.read(tmp_path / f"{n}" / "default").caution.reason for n in (2, 3, 4, 5)}
+    reasons = {
+        manifest_file.read(tmp_path / f"{n}" / "default").caution.reason for n in (2, 3, 4, 5)
+    }
     assert len(reasons) == 1
     assert_all_restorable(tmp_path, saved, run.state)
 
@@ -469,7 +471,7 @@ def test_a_counter_set_by_hand_between_steps_is_stored_in_the_delta(tmp_path):
         run.state["opt_state"] = (run.state["opt_state"][0], node)
         saved |= save_steps(manager, run, 2)
     assert kinds(tmp_path) == ["B", "R", "R", "R", "R"]
-    paths = [leaf.path for leaf in manifest.read(tmp_path / "1" / "default").leaves]
+    paths = [leaf.path for leaf in manifest_file.read(tmp_path / "1" / "default").leaves]
     wrong = [paths[i] for i in deltas_of(tmp_path)[4].unreplayed]
     assert "opt_state/1/adacheck_inner/0/count" in wrong
     assert deltas_of(tmp_path)[5].unreplayed == ()
@@ -655,7 +657,7 @@ class TestWithoutWaiting:
             for step, bits in saved.items():
                 found = manager.restore(step, args=adacheck.RestoreArgs(run.state))
                 assert test_waiting.bits_of(found) == bits
-        reason = manifest.read(tmp_path / "8" / "default").caution.reason
+        reason = manifest_file.read(tmp_path / "8" / "default").caution.reason
         assert "params/b" in reason
         self.goes_on(tmp_path, saved)
 

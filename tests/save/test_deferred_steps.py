@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import adacheck_jax as adacheck
 from adacheck_jax.cli.main import app
 from adacheck_jax.errors import IntegrityError, LineageError
-from adacheck_jax.format import lineage, manifest, roots
+from adacheck_jax.format import lineage, manifest, manifest_file, roots
 from adacheck_jax.restore import patches
 from adacheck_jax.save import parents, share
 from adacheck_jax.store import delta_writer, packs
@@ -61,7 +61,7 @@ def item(root, step):
 
 
 def manifest_of(root, step):
-    return manifest.read(item(root, step))
+    return manifest_file.read(item(root, step))
 
 
 def recorded_in(root, step):
@@ -556,7 +556,7 @@ def test_a_step_is_let_go_of_as_it_is_packed(more, tmp_path, monkeypatch):
 
 def damage_end(directory):
     """Changes a byte of what is stored of the last step."""
-    size_bytes = manifest.read(directory).packs[0].raw_bytes
+    size_bytes = manifest_file.read(directory).packs[0].raw_bytes
     pack = patches.readers(lineage.resolve(directory))[-1]._pack(0, packs.RAW)
     (end,) = pack.read([(size_bytes - 64, size_bytes)], what="the end")
     (path,) = (path for path in support.pack_files(directory) if end.tobytes() in path.read_bytes())
@@ -586,7 +586,7 @@ def test_a_recorded_step_that_is_not_what_it_was_is_found_by_replay(tmp_path):
     found = manifest_of(tmp_path, 5)
     first, *rest = found.recorded
     other = dataclasses.replace(first, fingerprints=(1, *first.fingerprints[1:]))
-    manifest.write(item(tmp_path, 5), dataclasses.replace(found, recorded=(other, *rest)))
+    manifest_file.write(item(tmp_path, 5), dataclasses.replace(found, recorded=(other, *rest)))
     assert CliRunner().invoke(app, ["verify", str(tmp_path), "--replay"]).exit_code == 1
     with pytest.raises(IntegrityError, match="leaves of step 2 do not have the bits"):
         restored(tmp_path, 5, support.abstract(run.state), step=2)

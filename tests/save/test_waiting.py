@@ -8,7 +8,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import adacheck_jax as adacheck
-from adacheck_jax.format import manifest
+from adacheck_jax.format import manifest, manifest_file
 
 ROUNDS = 150
 
@@ -77,7 +77,7 @@ def begin(manager, run):
 
 
 def kind_of(root, step):
-    return type(manifest.read(root / str(step) / "default"))
+    return type(manifest_file.read(root / str(step) / "default"))
 
 
 def test_a_delta_is_saved_while_its_step_computes(run, tmp_path):
@@ -181,7 +181,7 @@ def test_an_optimizer_that_was_reset_while_it_computes_is_refused(tmp_path):
         save(manager, 5, run)
         manager.wait_until_finished()
         assert kind_of(tmp_path, 5) is manifest.BaseManifest
-        assert "adacheck_inner" in manifest.read(tmp_path / "5" / "default").caution.reason
+        assert "adacheck_inner" in manifest_file.read(tmp_path / "5" / "default").caution.reason
 
 
 @pytest.mark.slow

@@ -12,10 +12,10 @@ import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adacheck_jax.format import chunks
+from adacheck_jax.format import boxes
 from adacheck_jax.format.boxes import Box, grid
 from adacheck_jax.store import volumes
-from adacheck_jax.store.volumes import Part
+from adacheck_jax.store.volumes import ArrayPiece
 from tests.strategies import DTYPES, any_bits, cuts, shape_of
 
 STORABLE = [dtype for dtype in DTYPES if dtype != "uint4"]  # which a base stores as uint8
@@ -25,7 +25,7 @@ def part_of(name, array, chunk_shape=None, cuts=None):
     """All of an array, cut as given."""
     boxes = [Box.full(array.shape)] if cuts is None else grid(cuts)
     blocks = {box: array[(*box.slices, ...)] for box in boxes}
-    return Part(name, array.shape, chunk_shape or array.shape, blocks)
+    return ArrayPiece(name, array.shape, chunk_shape or array.shape, blocks)
 
 
 def noise(*shape, seed=0, dtype="float32"):
@@ -112,7 +112,7 @@ def states(draw):
                 "zeros": np.zeros(shape_of(each), jnp.dtype(dtype)),
                 "repeating": np.resize(any_bits(rng, (6,), dtype), shape_of(each)),
             }[draw(kinds)]
-        chunk_shape = chunks.chunk_shape(
+        chunk_shape = boxes.chunk_shape(
             each, array.itemsize, draw(st.sampled_from([1, 64, 400, 1 << 20]))
         )
         name = f"leaf{number}.x"
@@ -327,12 +327,12 @@ def test_volumes_of_several_processes_make_one_array(each, data, tmp_path_factor
         return
     directory = tmp_path_factory.mktemp("item")
     array, other = noise(*shape), noise(*shape, seed=1, dtype="bfloat16")
-    chunk_shape = chunks.chunk_shape(each, 4, data.draw(st.sampled_from([4, 64, 1 << 20])))
+    chunk_shape = boxes.chunk_shape(each, 4, data.draw(st.sampled_from([4, 64, 1 << 20])))
     own = [{}, {}, {}]
     for box in grid(each):
         own[data.draw(st.integers(0, 2))][box] = array[(*box.slices, ...)]
     for process, blocks in enumerate(own):
-        parts = [Part("shared", shape, chunk_shape, blocks)] if blocks else []
+        parts = [ArrayPiece("shared", shape, chunk_shape, blocks)] if blocks else []
         parts.append(part_of(f"own{process}", other))
         volumes.write(directory / f"base/{process}", parts)
     volumes.merge(directory, {f"base/{process}": None for process in range(3)})
@@ -343,7 +343,7 @@ def test_volumes_of_several_processes_make_one_array(each, data, tmp_path_factor
 
 def test_what_a_process_did_not_write_is_missing_and_not_zero(tmp_path):
     array = noise(8, 64)
-    half = Part("a", (8, 64), (4, 64), {Box((0, 0), (4, 64)): array[:4]})
+    half = ArrayPiece("a", (8, 64), (4, 64), {Box((0, 0), (4, 64)): array[:4]})
     volumes.write(tmp_path / "base/0", [half])
     volumes.merge(tmp_path, {"base/0": None})
     store = stock(tmp_path, "a")
@@ -445,7 +445,7 @@ def test_an_array_of_another_type_shape_or_cut_is_not_kept(former, tmp_path):
 
 def test_only_the_boxes_that_a_process_holds_are_compared(former, tmp_path):
     upper = {Box((0, 0), (20, 100)): former["a"][:20]}
-    mine = Part("a", (40, 100), (20, 100), upper)
+    mine = ArrayPiece("a", (40, 100), (20, 100), upper)
     volumes.write(tmp_path / "mine", [mine])  # the other half was another process's
     assert volumes.keep([("7.0", tmp_path / "mine")], [mine], tmp_path / "x") == {"a": "7.0"}
     whole = part_of("a", former["a"], (20, 100))
@@ -454,7 +454,7 @@ def test_only_the_boxes_that_a_process_holds_are_compared(former, tmp_path):
 
 def test_a_chunk_that_is_missing_is_not_taken_for_zeros(tmp_path):
     zeros = np.zeros((40, 100), np.float32)
-    upper = Part("a", (40, 100), (20, 100), {Box((0, 0), (20, 100)): zeros[:20]})
+    upper = ArrayPiece("a", (40, 100), (20, 100), {Box((0, 0), (20, 100)): zeros[:20]})
     volumes.write(tmp_path / "old", [upper])
     assert keep(tmp_path, {"a": zeros}) == {}
 

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import adacheck_jax as adacheck
 from adacheck_jax.device import ownership
 from adacheck_jax.device.sharding import layout_on_mesh
-from adacheck_jax.format import manifest
+from adacheck_jax.format import manifest, manifest_file
 from adacheck_jax.format.boxes import grid
 from adacheck_jax.tools.plan import Balance, redundancy_report
 from tests import support
@@ -133,8 +133,8 @@ def test_a_real_base_and_delta_store_the_leaves_that_were_foreseen(make, tmp_pat
     report = redundancy_report(support.abstract(run.state), run.recorder)
     with support.manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
         support.save_steps(manager, run, 3)
-    base = manifest.read(tmp_path / "1" / "default")
-    delta = manifest.read(tmp_path / "3" / "default")
+    base = manifest_file.read(tmp_path / "1" / "default")
+    delta = manifest_file.read(tmp_path / "3" / "default")
     assert isinstance(delta, manifest.DeltaManifest)
 
     def stored_bytes(indices):

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import adacheck_jax as adacheck
 from adacheck_jax.cli.main import app
-from adacheck_jax.format import lineage, manifest
+from adacheck_jax.format import lineage, manifest_file
 from adacheck_jax.restore import patches
 from adacheck_jax.store import links
 from adacheck_jax.store import packs as arrays
@@ -170,7 +170,7 @@ class TestClean:
     def test_the_bits_root_has_what_it_is_meant_to_have(self, bits):
         kinds = [inspection.describe_step(bits[0], step).kind for step in range(1, 5)]
         assert kinds == ["base", "delta", "delta", "base"]
-        assert manifest.read(item(bits[0], 4)).kept
+        assert manifest_file.read(item(bits[0], 4)).kept
 
     @pytest.mark.slow
     def test_a_reducing_update_is_right_to_rounding_or_exact_and_no_damage(self, tmp_path):
@@ -183,7 +183,7 @@ class TestClean:
         self, copy, monkeypatch
     ):
         other_record(lineage.resolve(item(copy, 2)))
-        base = manifest.read(item(copy, 1))
+        base = manifest_file.read(item(copy, 1))
         paths = {leaf.path for leaf in base.leaves if leaf.path.startswith("params")}
         bound = frozenset(i for i, leaf in enumerate(base.leaves) if leaf.path in paths)
         monkeypatch.setattr(
@@ -197,13 +197,13 @@ class TestClean:
 
     def test_shared_files_are_read_once_and_updates_replayed_once(self, replayed, monkeypatch):
         read, folded = [], []
-        opened, apply = verification.volumes.ArrayReader, recompute.restorer.apply
+        opened, apply = verification.volume_reader.ArrayReader, recompute.restorer.apply
         monkeypatch.setattr(
-            verification.volumes, "ArrayReader", lambda d, n: read.append(n) or opened(d, n)
+            verification.volume_reader, "ArrayReader", lambda d, n: read.append(n) or opened(d, n)
         )
         monkeypatch.setattr(recompute.restorer, "apply", lambda *a: folded.append(1) or apply(*a))
         assert not any(damaged(replayed[0], ALL).values())
-        leaves = manifest.read(item(replayed[0], 1)).leaves
+        leaves = manifest_file.read(item(replayed[0], 1)).leaves
         # A step looks for chunks by one name, and reads by it: twice for one base, not for three.
         packs = {arrays.RAW.name, arrays.COMPRESSED.name}
         assert len([name for name in read if name not in packs]) == 2 * len(leaves)
@@ -322,7 +322,7 @@ class TestDamage:
         verification.check(item(copy, 3), read_data=False)
 
     @pytest.mark.parametrize(
-        "what", [manifest.FILE, "adacheck", "adacheck/delta.0.manifest.ocdbt", "."]
+        "what", [manifest_file.FILE, "adacheck", "adacheck/delta.0.manifest.ocdbt", "."]
     )
     def test_files_of_two_steps_that_were_swapped_are_found(self, copy, what):
         first, second, aside = item(copy, 2) / what, item(copy, 3) / what, copy.parent / "aside"
@@ -335,7 +335,7 @@ class TestDamage:
 
     def test_manifests_of_two_bases_that_were_swapped_are_found(self, tmp_path):
         save_mixed(tmp_path, adacheck.AdaCheckHandler(), [1, 2])
-        a, b = (item(tmp_path, step) / manifest.FILE for step in (1, 2))
+        a, b = (item(tmp_path, step) / manifest_file.FILE for step in (1, 2))
         first, second = a.read_bytes(), b.read_bytes()
         rewrite(a, second)
         rewrite(b, first)
@@ -361,20 +361,20 @@ class TestDamage:
 
     def test_a_base_without_update_that_lost_its_manifest_does_not_vanish(self, tmp_path):
         save_mixed(tmp_path, adacheck.AdaCheckHandler(), [1, 2])
-        (item(tmp_path, 1) / manifest.FILE).unlink()
+        (item(tmp_path, 1) / manifest_file.FILE).unlink()
         assert [bool(each) for each in damaged(tmp_path, Thoroughness()).values()] == [True, False]
 
     def test_another_platforms_program_hinders_nothing_here(self, copy):
         place = item(copy, 3) / lineage.LINEAGE / "1"
-        (place / manifest.update_file("tpu")).unlink()
+        (place / manifest_file.update_file("tpu")).unlink()
         assert damaged(copy, Thoroughness())[3]
         verification.check(item(copy, 3), read_data=False)
-        (place / manifest.update_file("cpu")).unlink()
+        (place / manifest_file.update_file("cpu")).unlink()
         with pytest.raises(adacheck.IntegrityError, match=r"update\.cpu\.stablehlo"):
             verification.check(item(copy, 3), read_data=False)
 
     def test_a_lost_program_does_not_hinder_its_base(self, copy):
-        (item(copy, 1) / manifest.update_file("cpu")).unlink()
+        (item(copy, 1) / manifest_file.update_file("cpu")).unlink()
         verification.check(item(copy, 1), read_data=False)
 
 
@@ -480,9 +480,9 @@ class TestRepair:
 
     def test_what_can_be_restored_all_the_same_stays(self, copy, replayed):
         place = item(copy, 3) / lineage.LINEAGE / "1"
-        (place / manifest.update_file("tpu")).unlink()
+        (place / manifest_file.update_file("tpu")).unlink()
         (place / "_sharding").unlink()
-        (item(copy, 1) / manifest.update_file("cpu")).unlink()
+        (item(copy, 1) / manifest_file.update_file("cpu")).unlink()
         report = repair.repair(copy, read_data=True)
         assert report.removals == ()
         assert sorted(each.path for each in report.kept) == ["1/default", "3/default"]
@@ -490,16 +490,16 @@ class TestRepair:
 
     def test_what_another_platform_may_restore_stays(self, copy):
         place = item(copy, 3) / lineage.LINEAGE / "1"
-        (place / manifest.update_file("cpu")).unlink()
+        (place / manifest_file.update_file("cpu")).unlink()
         report = repair.repair(copy)
         assert report.removals == ()
         assert "cuda, tpu" in report.kept[0].why
         for name in ("cuda", "tpu"):
-            (place / manifest.update_file(name)).unlink()
+            (place / manifest_file.update_file(name)).unlink()
         assert [each.path for each in repair.repair(copy).removals] == ["3"]
 
     def test_a_step_of_another_format_version_stays(self, copy):
-        path = item(copy, 3) / manifest.FILE
+        path = item(copy, 3) / manifest_file.FILE
         rewrite(path, json.dumps(json.loads(path.read_text()) | {"format": 99}).encode())
         report = repair.repair(copy)
         assert report.removals == ()
@@ -512,7 +512,7 @@ class TestRepair:
         handler = adacheck.AdaCheckHandler(run.recorder, keep_lineage=keep)
         with manager_of(tmp_path, handler, preservation_policy=keep) as manager:
             saved = save_steps(manager, run, 3)
-        assert manifest.read(item(tmp_path, 3)).parent.reference == "../../2/default"
+        assert manifest_file.read(item(tmp_path, 3)).parent.reference == "../../2/default"
         # Nothing but the recorded step's own leaf is wrong: the next one stores that leaf anew.
         judge = repair._judge
         monkeypatch.setattr(
@@ -546,7 +546,7 @@ class TestRepair:
         spoil(copy, 3)
         leave(tmp_path / "elsewhere")
         (copy / "8.orbax-checkpoint-tmp-1").symlink_to(tmp_path / "elsewhere")
-        inside = item(copy, 2) / manifest.DIRECTORY
+        inside = item(copy, 2) / manifest_file.DIRECTORY
         inside.rename(tmp_path / "pack")
         inside.symlink_to(tmp_path / "pack")
         (tmp_path / "pack" / "delta.0.manifest.ocdbt").unlink()

@@ -9,7 +9,7 @@ import pytest
 from optax import contrib
 
 import adacheck_jax as adacheck
-from adacheck_jax.format import manifest, roots
+from adacheck_jax.format import manifest_file, roots
 from adacheck_jax.update import exactness
 from adacheck_jax.update.exactness import Level
 from tests import support
@@ -156,7 +156,7 @@ def test_the_class_of_each_leaf_is_in_the_manifest(tmp_path):
             save_steps(manager, run, 1)
 
     def paths(name, which):
-        base = manifest.read(tmp_path / name / "1" / "default")
+        base = manifest_file.read(tmp_path / name / "1" / "default")
         return [base.leaves[i].path for i in getattr(base.update, which)]
 
     assert {"params/in/kernel", "params/scale"} <= set(paths("clip", "reducing"))

@@ -13,7 +13,7 @@ import pytest
 
 import adacheck_jax as adacheck
 from adacheck_jax.errors import FormatError
-from adacheck_jax.format import lineage, manifest
+from adacheck_jax.format import lineage, manifest_file
 from adacheck_jax.format.manifest import Update
 from adacheck_jax.update import replay, untrusted
 from tests import support
@@ -113,7 +113,7 @@ def test_what_this_process_exported_is_trusted_and_what_another_one_did_is_not(t
     support.assert_same_bits(restored(), saved[3])
     assert len(processes) == 1
     base = lineage.resolve(item).base_directory
-    (base / manifest.update_file(replay.platform())).write_bytes(b"damaged")
+    (base / manifest_file.update_file(replay.platform())).write_bytes(b"damaged")
     with pytest.raises(adacheck.IntegrityError):
         restored()
     assert len(processes) == 1

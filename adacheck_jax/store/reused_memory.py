@@ -1,7 +1,7 @@
-"""Host memory that is used again by the next save.
+"""Host memory that the next save uses again.
 
-Fresh memory costs a page fault for every 4 KiB that is first touched, which takes longer than what
-is copied into it.
+Fresh memory costs a page fault for every 4 KiB that is first touched, which takes longer than the
+copy into it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import numpy as np
 _GRAIN_BYTES = 1 << 20
 
 
-class Buffers:
-    """Keeps buffers that were given back, up to some bytes of them.
+class ReusedMemory:
+    """Buffers that were given back, up to a limit.
 
     Args:
-        kept_bytes: how much is kept at most; what is in use does not count.
+        kept_bytes: largest sum of the buffers that wait to be used again; those in use do not
+            count.
     """
 
     def __init__(self, kept_bytes: int) -> None:
@@ -26,7 +27,7 @@ class Buffers:
         self._free: list[np.ndarray] = []
 
     def take(self, size_bytes: int) -> np.ndarray:
-        """Gives a buffer to write into: uint8 of that size, of unknown content."""
+        """A buffer to write into: uint8 of that size, with any content."""
         with self._lock:
             fitting = [each for each in self._free if each.nbytes >= size_bytes]
             if fitting:
@@ -37,7 +38,7 @@ class Buffers:
         return np.empty(rounded_bytes, np.uint8)[:size_bytes]
 
     def give_back(self, buffer: np.ndarray) -> None:
-        """Takes back a buffer that nobody reads any more."""
+        """Returns a buffer that nobody reads any more."""
         whole = buffer.base if isinstance(buffer.base, np.ndarray) else buffer
         with self._lock:
             self._free.append(whole)

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import adacheck_jax
 from adacheck_jax.cli.main import app
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 COMMAND = "sys.argv[0] = 'adacheck'; from adacheck_jax.cli.main import app"
 LARGE = {"jax", "jaxlib", "numba", "orbax", "flax", "optax", "tensorstore"}
 

@@ -1,0 +1,142 @@
+"""Fingerprints: the definition, in plain numpy.
+
+The fingerprint of an array is a multilinear hash modulo 2**64 of its elements' bit patterns:
+
+    F = sum over all indices (i, j, ...) of  W0[i] * W1[j] * ... * bits[i, j, ...]
+
+with odd 64-bit weights, one vector an axis. A sum does not depend on how the array is cut into
+shards: fingerprints taken on different meshes can be compared, and partial sums of shards add up.
+Elements wider than 32 bits count as several 32-bit words along a further axis. A weight is the
+product of a factor for the position within a run of 1024 and a factor for the run, so that long
+axes need short tables. Because a word has 32 bits and the modulus 64, changed low bits are missed
+with a probability of about 2**-64 and the worst pattern, a box of flipped sign bits, with about
+2**-20; a modulus of 2**32 would miss every even number of flipped sign bits. The weights are fixed
+by the format: fingerprints guard against accidents, not against an adversary.
+
+Faster sums with the same values: :mod:`~adacheck_jax.format.byte_loops` for host memory,
+:mod:`~adacheck_jax.device.fingerprint` for arrays on devices.
+
+Reference: D. Lemire, O. Kaser, "Strongly universal string hashing is fast", 2014 (multilinear
+hashing); the weights come from SplitMix64 (Steele, Lea, Flood, OOPSLA 2014).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+RUN = 1024
+"""Positions along an axis whose weights share the factor of their run."""
+_MASK = 2**64 - 1
+_BLOCK_WORDS = 1 << 16
+"""Words that are widened to 64 bits at a time: a block stays in a core's cache."""
+
+
+def factor(positions: Any, axis: int, level: int) -> Any:
+    """Odd 64-bit factors of positions along an axis: SplitMix64.
+
+    Args:
+        positions: uint64 array, of numpy or of JAX.
+        axis: index of the axis.
+        level: 0 for a position within a run, 1 for the number of a run.
+    """
+    u64 = np.uint64
+    z = positions * u64(0x9E3779B97F4A7C15)
+    z = z + u64((2 * axis + level + 1) * 0xD1342543DE82EF95 & _MASK)
+    z = (z ^ (z >> u64(30))) * u64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> u64(27))) * u64(0x94D049BB133111EB)
+    return (z ^ (z >> u64(31))) | u64(1)
+
+
+def weights(positions: Any, axis: int) -> Any:
+    """Weights of positions along an axis.
+
+    Args:
+        positions: uint64 array, of numpy or of JAX.
+        axis: index of the axis.
+    """
+    run = np.uint64(RUN)
+    return factor(positions % run, axis, 0) * factor(positions // run, axis, 1)
+
+
+def words_of(array: np.ndarray) -> np.ndarray:
+    """View of an array's bits as unsigned words of at most 32 bits.
+
+    Args:
+        array: elements of any type that JAX has.
+
+    Returns:
+        An array of uint8, uint16 or uint32; one axis longer where elements are wider than 32 bits.
+    """
+    dtype = array.dtype
+    if dtype == np.bool_:
+        return array.view(np.uint8)
+    if dtype.kind == "V" and "int" in dtype.name:  # int4, uint4, ...: one sign-extended byte each
+        return array.astype(np.int8 if dtype.name.startswith("int") else np.uint8).view(np.uint8)
+    if dtype.itemsize <= 4:
+        return array.view(np.dtype(f"u{dtype.itemsize}"))
+    words = np.ascontiguousarray(array).reshape(*array.shape, 1).view(np.uint32)
+    return words.reshape(*array.shape, dtype.itemsize // 4)
+
+
+def multilinear(words: np.ndarray, starts: Sequence[int]) -> int:
+    """Partial sum modulo 2**64 of a block of words.
+
+    Args:
+        words: uint8, uint16 or uint32, contiguous, with one axis at least.
+        starts: position of the first word along each axis.
+    """
+    # Rows of the last axes, so many that a row fills a block if it can.
+    axis = words.ndim - 1
+    while axis > 0 and math.prod(words.shape[axis - 1 :]) <= _BLOCK_WORDS:
+        axis -= 1
+    width = math.prod(words.shape[axis:])
+    table = words.reshape(-1, width)
+    height = max(1, _BLOCK_WORDS // width)
+    total = np.zeros((), np.uint64)
+    for column in range(0, width, _BLOCK_WORDS):
+        columns = range(column, min(width, column + _BLOCK_WORDS))
+        of_columns = _weights_of(columns, words.shape, starts, range(axis, words.ndim))
+        for row in range(0, len(table), height):
+            rows = range(row, min(len(table), row + height))
+            block = table[row : rows.stop, column : columns.stop].astype(np.uint64)
+            of_rows = _weights_of(rows, words.shape, starts, range(axis))
+            total += of_rows @ (block @ of_columns)
+    return int(total)
+
+
+def _weights_of(
+    numbers: range, shape: Sequence[int], starts: Sequence[int], axes: range
+) -> np.ndarray:
+    """Products of the weights along some axes, for places numbered in row-major order."""
+    product = np.ones(len(numbers), np.uint64)
+    if not axes:
+        return product
+    lengths = [shape[axis] for axis in axes]
+    indices = np.unravel_index(np.arange(numbers.start, numbers.stop), lengths)
+    for axis, index in zip(axes, indices, strict=True):
+        product *= weights(index.astype(np.uint64) + np.uint64(starts[axis]), axis)
+    return product
+
+
+def combine(sums: Sequence[int]) -> int:
+    """Sum modulo 2**64 of partial sums: of boxes that tile a leaf, the leaf's fingerprint."""
+    return sum(sums) & _MASK
+
+
+def from_words(words: Any) -> list[int]:
+    """Sums as Python integers.
+
+    Args:
+        words: uint32 of shape (sums, 2): the low and the high half of each sum.
+    """
+    return [int(low) | int(high) << 32 for low, high in np.asarray(words)]
+
+
+def to_words(sums: Sequence[int]) -> np.ndarray:
+    """Halves of sums: uint32 of shape (sums, 2), the low half first."""
+    words = [[each & 0xFFFFFFFF, each >> 32] for each in sums]
+    return np.array(words, np.uint32).reshape(len(sums), 2)

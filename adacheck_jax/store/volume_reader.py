@@ -1,0 +1,177 @@
+"""Reads the arrays of a checkpoint's database, checking every chunk's crc32c."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from adacheck_jax.errors import first_line
+from adacheck_jax.format.boxes import Box
+from adacheck_jax.store import zarr
+
+_PIECE_BYTES = 32 << 20
+"""Bytes of an array that are read at a time, unless its chunks are larger."""
+_READ_AHEAD = 2
+_AT_ONCE = 256
+"""Chunks that are looked for at a time: each holds a file open."""
+
+_CHAINS = [
+    [codec["name"] for codec in chain]
+    for chain in (zarr.chain(None), zarr.chain("zstd"), zarr.chain("zstd", word_bytes=4))
+]
+"""Names of the codecs that arrays may be stored in."""
+
+
+class ArrayReader:
+    """Reads one array of a checkpoint's database, piece by piece, checking every chunk's crc32c.
+
+    Args:
+        database: specification of the database, from :mod:`~adacheck_jax.store.zarr`.
+        name: the array's name.
+
+    Attributes:
+        shape: global shape.
+        dtype: name of the elements' type.
+
+    Raises:
+        ValueError: there is no such array, or it cannot be opened.
+    """
+
+    def __init__(self, database: Mapping[str, Any], name: str) -> None:
+        spec = zarr.array_in(database, name)
+        self._store = ts.open(spec, open=True, read=True, context=ts.Context()).result()
+        self.shape = tuple(self._store.shape)
+        self.dtype = self._store.dtype.name
+        chunk: Any = self._store.chunk_layout.read_chunk.shape or ()
+        self._chunk_shape: tuple[int, ...] = tuple(chunk)
+
+    def chunk_keys(self) -> list[str]:
+        """Keys of all chunks of the array, below its name."""
+        counts = [-(-n // m) for n, m in zip(self.shape, self._chunk_shape, strict=True)]
+        return ["/".join(["c", *map(str, index)]) for index in np.ndindex(*counts)]
+
+    def pieces(self) -> Iterator[tuple[Box, np.ndarray]]:
+        """Yields every element once, in boxes of whole chunks; a few boxes are read ahead.
+
+        Raises:
+            ValueError: a chunk is missing, truncated, or its checksum does not match.
+        """
+        step = [*self._chunk_shape]
+        wanted_bytes, itemsize_bytes = _PIECE_BYTES, self._store.dtype.numpy_dtype.itemsize
+        for axis in reversed(range(len(step))):  # small chunks are read many at a time
+            room = wanted_bytes // max(1, math.prod(step) * itemsize_bytes)
+            count = -(-self.shape[axis] // step[axis])
+            step[axis] *= max(1, min(room, count))
+        corners = itertools.product(
+            *(range(0, length, by) for length, by in zip(self.shape, step, strict=True))
+        )
+        waiting: list[tuple[Box, Any]] = []
+        for corner in corners:
+            stop = tuple(min(n, a + m) for n, a, m in zip(self.shape, corner, step, strict=True))
+            box = Box(corner, stop)
+            waiting.append((box, self._store[(*box.slices, ...)].read()))
+            if len(waiting) > _READ_AHEAD:
+                first, data = waiting.pop(0)
+                yield first, np.asarray(data.result())
+        for first, data in waiting:
+            yield first, np.asarray(data.result())
+
+
+def described(directory: Path, names: Sequence[str]) -> list[tuple[tuple[int, ...], str, Any]]:
+    """Shapes, types and chunk shapes of arrays, without opening each.
+
+    Args:
+        directory: directory of the database.
+        names: names of arrays.
+
+    Returns:
+        One triple an array: its shape, the name of its elements' type, the shape of its chunks.
+
+    Raises:
+        ValueError: the database cannot be read, or does not describe one of them.
+    """
+    found = []
+    for name, body in zip(names, _descriptions(directory, names, ts.Context()), strict=True):
+        try:
+            chunks = body["chunk_grid"]["configuration"]["chunk_shape"]
+            found.append((tuple(body["shape"]), body["data_type"], tuple(chunks)))
+        except (LookupError, TypeError) as error:
+            raise ValueError(f"{directory}: no description of array {name} ({error!r})") from error
+    return found
+
+
+def opened(directory: Path, names: Sequence[str]) -> list[Any]:
+    """Opens arrays to be read, all at once.
+
+    Args:
+        directory: directory of the database.
+        names: names of arrays.
+
+    Returns:
+        One tensorstore an array; reads check every chunk's crc32c.
+
+    Raises:
+        ValueError: an array is missing, or not in the codecs that arrays are written in.
+    """
+    context = ts.Context()
+    opening = []
+    for name, body in zip(names, _descriptions(directory, names, context), strict=True):
+        codecs = [codec["name"] for codec in body["codecs"]]
+        if codecs not in _CHAINS:
+            raise ValueError(f"expected array {name} in one of {_CHAINS}, found {codecs}")
+        spec = {**zarr.array_in(zarr.database_in(directory), name), "metadata": body}
+        opening.append(ts.open(spec, open=True, read=True, assume_metadata=True, context=context))
+    return [each.result() for each in opening]
+
+
+def _descriptions(directory: Path, names: Sequence[str], context: Any) -> list[Any]:
+    """Stored zarr3 metadata of arrays."""
+    database = ts.KvStore.open(zarr.database_in(directory), context=context).result()
+    reads = [database.read(f"{name}/zarr.json") for name in names]
+    return [json.loads(each.result().value) for each in reads]
+
+
+def lost_chunks(database: Mapping[str, Any], names: Sequence[str]) -> dict[str, str]:
+    """Looks for every chunk of arrays, reading one byte of each.
+
+    Args:
+        database: specification of the database, from :mod:`~adacheck_jax.store.zarr`.
+        names: names of arrays.
+
+    Returns:
+        Names of the arrays that cannot be whole, each with the reason.
+
+    Raises:
+        ValueError: the database cannot be opened or listed.
+    """
+    store = ts.KvStore.open(dict(database), context=ts.Context()).result()
+    known = frozenset(store.list().result())
+    found: dict[str, str] = {}
+    for name in names:
+        try:
+            keys = [f"{name}/{key}" for key in ArrayReader(database, name).chunk_keys()]
+        except (ValueError, OSError) as error:
+            found[name] = first_line(error)
+            continue
+        missing = [key for key in keys if key.encode() not in known]
+        if missing:
+            found[name] = f"{len(missing)} of {len(keys)} chunks are missing, such as {missing[0]}"
+            continue
+        for some in range(0, len(keys), _AT_ONCE):
+            ends = [
+                store.read(key, byte_range=slice(-1, None)) for key in keys[some : some + _AT_ONCE]
+            ]
+            try:
+                for each in ends:
+                    each.result()
+            except (ValueError, OSError) as error:
+                found[name] = first_line(error)
+                break
+    return found
