@@ -32,10 +32,11 @@ import adacheck_jax as adacheck
 from adacheck_jax.adapter import base_checkpoint, handler
 from adacheck_jax.device import fingerprint, transfer
 from adacheck_jax.format import durable, manifest
-from adacheck_jax.restore import patches, restorer
+from adacheck_jax.restore import check, compiled_update, delta_reader
+from adacheck_jax.restore import replay as replaying
 from adacheck_jax.save import commit, saver
 from adacheck_jax.store import delta_writer, links
-from adacheck_jax.update import replay
+from adacheck_jax.update import program as update_program
 from benchmarks.common import environment
 from benchmarks.speed import states
 
@@ -67,12 +68,12 @@ RESTORE = [
     ("  read what describes the base", base_checkpoint.StockCheckpoints, "described"),
     ("  hold the wishes against it", handler, "Target"),
     ("  read the base", base_checkpoint.StockCheckpoints, "read"),
-    ("  replay", restorer, "replay_onto"),
-    ("    wait for the program", restorer.Folds, "of"),
+    ("  replay", replaying, "replay_onto"),
+    ("    wait for the program", compiled_update.CompiledUpdates, "get"),
     ("    read records ahead, on threads", transfer, "place_all"),
-    ("      read boxes", patches.DeltaReader, "read"),
-    ("  compare fingerprints", restorer, "verify"),
-    ("load the update, on a thread", replay, "load"),
+    ("      read boxes", delta_reader.DeltaReader, "read"),
+    ("  compare fingerprints", check, "check_bits"),
+    ("load the update, on a thread", update_program, "load"),
     ("compile it, on a thread", jax.stages.Lowered, "compile"),
 ]
 Stages = Sequence[tuple[str, Any, str]]

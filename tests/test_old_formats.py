@@ -15,7 +15,7 @@ import adacheck_jax as adacheck
 from adacheck_jax.cli.main import app
 from adacheck_jax.device import trees
 from adacheck_jax.format import manifest, roots
-from adacheck_jax.update.recorder import PASSED_FIELD
+from adacheck_jax.update.recorder_state import PASSED_FIELD
 from tests import support
 
 DATA = Path(__file__).parent / "data"

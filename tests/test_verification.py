@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import adacheck_jax as adacheck
 from adacheck_jax.cli.main import app
 from adacheck_jax.format import lineage, manifest
-from adacheck_jax.restore import patches
+from adacheck_jax.restore import delta_reader
 from adacheck_jax.store import links
 from adacheck_jax.store import packs as arrays
 from adacheck_jax.tools import audit, inspection, recompute, repair, verification
@@ -186,7 +186,7 @@ class TestClean:
         paths = {leaf.path for leaf in base.leaves if leaf.path.startswith("params")}
         bound = frozenset(i for i, leaf in enumerate(base.leaves) if leaf.path in paths)
         monkeypatch.setattr(
-            recompute.restorer, "bound_to_mesh", lambda of: bound if of.deltas else frozenset()
+            recompute.check, "bound_to_mesh", lambda of: bound if of.deltas else frozenset()
         )
         report = audit.verify_root(copy, 2, thoroughness=REPLAY)
         assert set(report.steps[0].rounded) <= paths
@@ -196,11 +196,13 @@ class TestClean:
 
     def test_shared_files_are_read_once_and_updates_replayed_once(self, replayed, monkeypatch):
         read, folded = [], []
-        opened, apply = verification.volumes.ArrayReader, recompute.restorer.apply
+        opened, apply = verification.volumes.ArrayReader, recompute.replay.apply_deltas
         monkeypatch.setattr(
             verification.volumes, "ArrayReader", lambda d, n: read.append(n) or opened(d, n)
         )
-        monkeypatch.setattr(recompute.restorer, "apply", lambda *a: folded.append(1) or apply(*a))
+        monkeypatch.setattr(
+            recompute.replay, "apply_deltas", lambda *a: folded.append(1) or apply(*a)
+        )
         assert not any(damaged(replayed[0], ALL).values())
         leaves = manifest.read(item(replayed[0], 1)).leaves
         # A step looks for chunks by one name, and reads by it: twice for one base, not for three.
@@ -214,7 +216,7 @@ class TestClean:
         assert damaged(copy, ALL) == {3: []}
 
     def test_another_devices_program_is_no_reason_to_call_a_step_damaged(self, copy, monkeypatch):
-        monkeypatch.setattr(verification.replay, "platform", lambda: "metal")
+        monkeypatch.setattr(verification.update_program, "platform", lambda: "metal")
         report = audit.verify_root(copy, thoroughness=ALL)
         assert [step.damage for step in report.steps] == [()] * 3
         assert [step.not_checked is None for step in report.steps] == [True, False, False]
@@ -258,8 +260,8 @@ def test_what_cannot_be_read_now_is_never_removed(copy, monkeypatch, what):
     if what == "manifest":
         monkeypatch.setattr(repair.lineages, "resolve", refuse)
     else:
-        monkeypatch.setattr(patches.DeltaReader, "read", refuse)
-        monkeypatch.setattr(patches.DeltaReader, "blocks", refuse)
+        monkeypatch.setattr(delta_reader.DeltaReader, "read", refuse)
+        monkeypatch.setattr(delta_reader.DeltaReader, "blocks", refuse)
     found = repair.repair(copy, read_data=True)
     assert found.removals == ()
     assert [each.path for each in found.kept] == ["3/default"]

@@ -42,7 +42,8 @@ from adacheck_jax.format import manifest as manifests
 from adacheck_jax.format.lineage import IN_PLACE, STEP_METADATA, Lineage
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest
 from adacheck_jax.format.roots import Place
-from adacheck_jax.restore import restorer
+from adacheck_jax.restore import check, replay
+from adacheck_jax.restore.compiled_update import CompiledUpdates
 from adacheck_jax.save.commit import Save
 from adacheck_jax.save.exported_update import Check
 from adacheck_jax.save.policy import Delta
@@ -429,7 +430,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         try:
             read = self._read(path, lineage, args)
             rounded = frozenset() if args.exact else read.rounded
-            found = restorer.newest_exact(read.leaves, lineage, read.folds, rounded=rounded)
+            found = replay.newest_exact(read.leaves, lineage, read.programs, rounded=rounded)
         except (FormatError, IntegrityError):  # of the base, on which all of them build
             found = None
         files, good = lineage.files, [] if found is None else found.steps
@@ -449,8 +450,8 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         if is_own and (misplaced := roots.misplaced(path, lineage.manifest)):
             _log.warning("%s: %s; it was moved there.", path, misplaced)
         read = self._read(path, lineage, args)
-        leaves = restorer.replay_onto(read.leaves, lineage, read.folds)
-        rounded = restorer.verify(leaves, lineage, path, rounded=read.rounded)
+        leaves = replay.replay_onto(read.leaves, lineage, read.programs)
+        rounded = check.check_bits(leaves, lineage, path, rounded=read.rounded)
         self.restored = self._tell(lineage, rounded, path, args.exact)
         named = {spec.path: leaf for spec, leaf in zip(lineage.base.leaves, leaves, strict=True)}
         if read.moved:
@@ -467,8 +468,8 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
 
     def _read(self, path: Path, lineage: Lineage, args: RestoreArgs) -> _Read:
         """Reads the base of a lineage to where its updates are to be replayed."""
-        folds = restorer.Folds(self._recorders, self._params_path)
-        folds.begin(lineage)
+        programs = CompiledUpdates(self._recorders, self._params_path)
+        programs.begin_loading(lineage)
         damage = base_checkpoint.damaged_descriptions(lineage.base_directory, lineage.base)
         shardings_damage = damage.pop(manifests.SHARDINGS, None)
         for error in damage.values():
@@ -479,10 +480,10 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         )
         target = Target(wishes, lineage.base, saved_tree, path, shardings_damage)
         placements = target.placements(lineage)
-        bound = restorer.bound_to_mesh(lineage)
+        bound = check.bound_to_mesh(lineage)
         there = target.saved_placements(lineage) if bound else {}
         wanted = placements | (there or {})
-        folds.compile(lineage, wanted)
+        programs.begin_compiling(lineage, wanted)
         empty = {
             leaf.path: target.empty(leaf, wanted.pop(leaf.path))
             for leaf in lineage.base.leaves
@@ -491,16 +492,16 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         specs = {leaf.path: leaf for leaf in lineage.base.leaves}
         read = self._stock.read(lineage.base_directory, wanted, specs, saved_tree) | empty
         leaves = [read[leaf.path] for leaf in lineage.base.leaves]
-        restorer.check_kinds(leaves, lineage.base, lineage.base_directory)
+        check.check_types(leaves, lineage.base, lineage.base_directory)
         moved = {each: placements[each] for each in there or ()}
-        return _Read(target, folds, leaves, bound if there is None else frozenset(), moved)
+        return _Read(target, programs, leaves, bound if there is None else frozenset(), moved)
 
     def _tell(
         self, lineage: Lineage, rounded: Sequence[int], path: Path, wants_exact: bool
     ) -> RestoreInfo:
-        count = restorer.replayed_count(lineage)
+        count = lineage.replayed_count
         paths = tuple(lineage.base.leaves[i].path for i in rounded)
-        tolerance = restorer.tolerance(lineage, rounded) if rounded else 0.0
+        tolerance = check.tolerance(lineage, rounded) if rounded else 0.0
         info = RestoreInfo(lineage.end.step, count, paths, tolerance)
         if not paths:
             return info
@@ -593,14 +594,14 @@ class _Read:
 
     Attributes:
         target: the caller's wishes.
-        folds: the update, being compiled.
+        programs: the update, being compiled.
         leaves: the base's, where its updates are replayed.
         rounded: indices of the leaves that are replayed to rounding only, on the devices here.
         moved: the shardings that are wanted of leaves that are replayed elsewhere, by leaf path.
     """
 
     target: Target
-    folds: restorer.Folds
+    programs: CompiledUpdates
     leaves: list[Any]
     rounded: frozenset[int]
     moved: dict[str, Any]

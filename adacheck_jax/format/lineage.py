@@ -167,6 +167,11 @@ class Lineage:
         """The numbers of all steps that can be restored from it, ascending."""
         return [self.base.step, *(delta.step for delta in self.deltas)]
 
+    @property
+    def replayed_count(self) -> int:
+        """Number of updates that a restore of the step replays."""
+        return sum(delta.has_update for delta in self.deltas)
+
     def to(self, step: int) -> Lineage:
         """The part of it that an earlier step is restored from.
 

@@ -43,7 +43,7 @@ from adacheck_jax.save.snapshot import Structure
 from adacheck_jax.store import claims, delta_writer, equality, links, volumes
 from adacheck_jax.store.base_writer import BaseShare
 from adacheck_jax.store.delta_writer import DeltaShare
-from adacheck_jax.update import replay
+from adacheck_jax.update import program as update_program
 
 
 @dataclass(slots=True)
@@ -422,7 +422,7 @@ class Save:
             kept=self._agreed("kept"),
             process_count=jax.process_count(),
             versions=versions(),
-            environment=replay.environment(),
+            environment=update_program.environment(),
             described=self.described,
             directory_step=self.directory_step,
             caution=self.agreed_caution,

@@ -16,7 +16,7 @@ from adacheck_jax.save import policy
 from adacheck_jax.save.exported_update import Program, Programs
 from adacheck_jax.save.policy import Counts, Decision, Delta, Tip, unplanned
 from adacheck_jax.save.snapshot import Snapshot, Structure
-from adacheck_jax.update import replay
+from adacheck_jax.update import program as update_program
 
 _log = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class Decisions:
         if not program.files:
             return unplanned(program.problem)
         update = parent.base.update
-        if update is None or program.digest != update.programs.get(replay.platform()):
+        if update is None or program.digest != update.programs.get(update_program.platform()):
             return unplanned("the update program changed")
         if update.reducing and update.placement != structure.placement:
             # Cut alike, but added up in another order: a restore replays where the base lay.

@@ -44,9 +44,9 @@ from adacheck_jax.store.buffers import Buffers
 from adacheck_jax.store.compression import Compression, Storage
 from adacheck_jax.store.delta_writer import DeltaShare, Habits
 from adacheck_jax.store.retention import KeepLineage
-from adacheck_jax.update import replay
+from adacheck_jax.update import program as update_program
 from adacheck_jax.update.binding import Recorders
-from adacheck_jax.update.recorder import find_nodes
+from adacheck_jax.update.recorder_state import find_nodes
 
 _log = logging.getLogger(__name__)
 
@@ -919,7 +919,7 @@ def _fits(known: Lineage, structure: Structure, program: Program) -> bool:
         update is not None
         and not known.problem
         and known.base.leaves == structure.leaves
-        and program.digest == update.programs.get(replay.platform())
+        and program.digest == update.programs.get(update_program.platform())
         and (not update.reducing or update.placement == structure.placement)
     )
 

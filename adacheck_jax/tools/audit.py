@@ -408,7 +408,7 @@ class _Audit:
                 damage += _new(damage, list(replayed.damage))
         found = tuple(dict.fromkeys(damage))
         unchecked = () if "replay" in checked else tuple(lineage.unchecked)
-        count = sum(delta.has_update for delta in lineage.deltas)
+        count = lineage.replayed_count
         return StepReport(
             number, place, kind, tuple(checked), found, rounded, problem, unchecked, count
         )

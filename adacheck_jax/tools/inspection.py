@@ -240,7 +240,7 @@ def describe_step(root: Path, number: int | None = None, item: str | None = None
         base=base.step,
         depth=len(lineage.deltas),
         recorded=_recorded(manifest),
-        replayed_count=sum(delta.has_update for delta in lineage.deltas),
+        replayed_count=lineage.replayed_count,
         checks=tuple(StepCheck(d.step, lineages.checked_of(d)) for d in lineage.deltas),
         problem=lineage.problem or (None if base.update else "the base holds no update program"),
         new_bytes=new_bytes(step.directory),

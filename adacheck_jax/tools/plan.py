@@ -22,14 +22,9 @@ from adacheck_jax.device.sharding import Layout
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import FormatError
 from adacheck_jax.format.boxes import Box, Cuts, cuts_of
-from adacheck_jax.update.binding import (
-    RecorderArgument,
-    bind_all,
-    leaf_types,
-    recorded_params,
-    recorders_of,
-)
-from adacheck_jax.update.recorder import find_nodes
+from adacheck_jax.update.binding import RecorderArgument, bind_all, recorders_of
+from adacheck_jax.update.params_search import leaf_types, recorded_params
+from adacheck_jax.update.recorder_state import find_nodes
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Whether a saved step computes what it did, by replaying it on one device.
 
-What depends on the order of a sum (:func:`adacheck_jax.restore.restorer.bound_to_mesh`) cannot be
+What depends on the order of a sum (:func:`adacheck_jax.restore.check.bound_to_mesh`) cannot be
 told from damage there, since all that is known of it is a fingerprint: it is named, not judged.
 """
 
@@ -20,13 +20,14 @@ from adacheck_jax.errors import AdaCheckError, FormatError, StorageError, first_
 from adacheck_jax.format import manifest as manifests
 from adacheck_jax.format.lineage import Lineage, identity_of
 from adacheck_jax.format.manifest import BaseManifest
-from adacheck_jax.restore import patches, restorer
+from adacheck_jax.restore import check, delta_reader, replay
+from adacheck_jax.restore.compiled_update import CompiledUpdates
 from adacheck_jax.tools.verification import (
     Damage,
     damage_of,
     damaged_programs,
 )
-from adacheck_jax.update import replay
+from adacheck_jax.update import program as update_program
 
 RECOMPUTED = "recomputed, it does not have the bits that were saved"
 
@@ -64,7 +65,7 @@ class Recomputation:
         self._stock = StockCheckpoints()
         self._chain: tuple[str, ...] = ()
         self._leaves: list[Any] = []
-        self._folds = restorer.Folds()
+        self._programs = CompiledUpdates()
         self._compared: dict[tuple[str, ...], _Compared] = {}
 
     def replay(self, lineage: Lineage) -> Replayed:
@@ -82,7 +83,7 @@ class Recomputation:
         if result.error is not None:
             return Replayed((result.error,))
         where, specs = str(lineage.entries[-1].holder), lineage.base.leaves
-        bound = restorer.bound_to_mesh(lineage)
+        bound = check.bound_to_mesh(lineage)
         wrong = [i for i in result.differing if i not in bound]
         rounded = tuple(specs[i].path for i in result.differing if i in bound)
         damage = tuple(Damage(where, specs[i].path, RECOMPUTED) for i in wrong)
@@ -106,13 +107,13 @@ class Recomputation:
         try:
             if len(chain) == 1:
                 self._leaves = self._base(lineage)
-                differing |= restorer.differing(self._leaves, lineage.base.fingerprints)
+                differing |= check.differing(self._leaves, lineage.base.fingerprints)
             else:
                 one = Lineage((first, entry))
-                for reader, delta in zip(patches.readers(one), one.deltas, strict=True):
+                for reader, delta in zip(delta_reader.readers_of(one), one.deltas, strict=True):
                     leaves, self._leaves = self._leaves, []  # they are donated
-                    self._leaves = restorer.apply(leaves, one, [reader], self._folds)
-                    differing |= restorer.differing(self._leaves, delta.fingerprints)
+                    self._leaves = replay.apply_deltas(leaves, one, [reader], self._programs)
+                    differing |= check.differing(self._leaves, delta.fingerprints)
         except StorageError:
             raise
         except AdaCheckError as error:
@@ -159,15 +160,15 @@ def _wide_integers(base: BaseManifest) -> Iterator[None]:
 def cannot_replay_here(lineage: Lineage) -> str | None:
     """Why no update of an undamaged lineage can be replayed on this machine; None if it can."""
     update = lineage.base.update
-    if update is None or not update.programs or not restorer.replayed_count(lineage):
+    if update is None or not update.programs or not lineage.replayed_count:
         return None
-    here = replay.platform()
+    here = update_program.platform()
     if here not in update.programs:
         known = ", ".join(update.programs)
         return f"the update was exported for {known}, and this machine's platform is {here}"
     path = lineage.base_directory / manifests.update_file(here)
     try:
-        replay.load(path.read_bytes(), update, str(path))
+        update_program.load(path.read_bytes(), update, str(path))
     except FormatError as error:
         return " ".join(str(error).split())
     except (AdaCheckError, OSError):
@@ -184,9 +185,9 @@ def try_to_restore(lineage: Lineage) -> tuple[bool | None, str]:
     problem = cannot_replay_here(lineage)
     if problem is not None:
         return None, problem
-    here = replay.platform()
+    here = update_program.platform()
     update = lineage.base.update
-    if update is not None and restorer.replayed_count(lineage):
+    if update is not None and lineage.replayed_count:
         bad = {each.hinders for each in damaged_programs(lineage.entries[0], update)}
         if here in bad and bad != update.programs.keys():
             whole = ", ".join(sorted(update.programs.keys() - bad))

@@ -29,9 +29,9 @@ from adacheck_jax.format import lineage as lineages
 from adacheck_jax.format import manifest as manifests
 from adacheck_jax.format.lineage import Entry, Lineage
 from adacheck_jax.format.manifest import BaseManifest, Update
-from adacheck_jax.restore import patches, restorer
+from adacheck_jax.restore import delta_reader
 from adacheck_jax.store import volumes, zarr
-from adacheck_jax.update import replay
+from adacheck_jax.update import program as update_program
 
 PLACEMENT = "placement"
 NUMBER = "number"
@@ -88,7 +88,7 @@ def check(item_directory: Path, *, read_data: bool, verifier: Verifier | None = 
 
 def _hindering(lineage: Lineage, read_data: bool, verifier: Verifier) -> Iterator[Damage]:
     """The damage that hinders a restore on this machine; data is read only if it is asked for."""
-    platform = replay.platform() if restorer.replayed_count(lineage) else None
+    platform = update_program.platform() if lineage.replayed_count else None
     for look in (verifier.structure, verifier.data) if read_data else (verifier.structure,):
         yield from (each for each in look(lineage) if each.hinders in (None, platform))
 
@@ -125,11 +125,11 @@ def _readable(lineage: Lineage) -> Lineage | None:
         None where nothing of the last save is left.
     """
     programs = damaged_programs(lineage.entries[0], lineage.base.update)
-    if replay.platform() in [each.hinders for each in programs]:
+    if update_program.platform() in [each.hinders for each in programs]:
         return None
     count = len(lineage.saves[-1][0].deltas)
     with contextlib.suppress(IntegrityError, FormatError):
-        for number, reader in enumerate(patches.readers(lineage)[-count:]):
+        for number, reader in enumerate(delta_reader.readers_of(lineage)[-count:]):
             try:
                 for index in reader.stored:
                     for _ in reader.blocks(index):
@@ -175,7 +175,7 @@ class Verifier:
     def structure(self, lineage: Lineage) -> list[Damage]:
         """What a step lacks, as far as can be told without reading its arrays."""
         found = self._each(lineage, "structure", self._structure)
-        if restorer.replayed_count(lineage):
+        if lineage.replayed_count:
             found += _without_program(lineage)
         return found
 
@@ -318,7 +318,7 @@ def _delta_structure(entry: Entry, base: BaseManifest) -> list[Damage]:
     found = []
     packs: dict[Path, dict[str, None]] = {}
     try:
-        for reader in patches.readers(Lineage((Entry(base, entry.holder), entry))):
+        for reader in delta_reader.readers_of(Lineage((Entry(base, entry.holder), entry))):
             for start, names in reader.open_packs().items():
                 packs.setdefault(start, {}).update(dict.fromkeys(names))
         for start, names in packs.items():
@@ -334,7 +334,7 @@ def _delta_data(entry: Entry, base: BaseManifest) -> list[Damage]:
     found = []
     lineage = Lineage((Entry(base, entry.holder), entry))
     try:
-        readers = patches.readers(lineage)
+        readers = delta_reader.readers_of(lineage)
     except AdaCheckError as error:
         return [damage_of(error, entry.place)]
     for reader, delta in zip(readers, lineage.deltas, strict=True):
@@ -345,7 +345,7 @@ def _delta_data(entry: Entry, base: BaseManifest) -> list[Damage]:
             except AdaCheckError as error:
                 found.append(dataclasses.replace(damage_of(error, entry.place), leaf=path))
                 continue
-            whole = reader.holds_all_of(index)
+            whole = reader.stores_whole(index)
             if whole and fingerprint.combine(parts) != delta.fingerprints[index]:
                 found.append(Damage(str(entry.place), path, OTHER_BITS))
     return found

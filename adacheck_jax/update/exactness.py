@@ -17,9 +17,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from adacheck_jax.update import pinning
-from adacheck_jax.update.fence import NAME
-from adacheck_jax.update.flat_jaxpr import called
+from adacheck_jax.update.pinning.fence import NAME
+from adacheck_jax.update.pinning.flat_jaxpr import called
+from adacheck_jax.update.pinning.rules import can_pin
 
 
 class Level(IntEnum):
@@ -169,7 +169,7 @@ def _equation(equation: Any, inputs: list[_Value], found: _Found) -> list[_Value
     if name == "cond":
         return _cond(equation, inputs, found)
     body = _called(equation)
-    if found.pinned and body is not None and not pinning.can_pin(equation):
+    if found.pinned and body is not None and not can_pin(equation):
         body = None
     if body is not None:
         return _walk(body, inputs, found)
@@ -183,7 +183,7 @@ def _equation(equation: Any, inputs: list[_Value], found: _Found) -> list[_Value
         ]
         return [_Value(max([level, Level.PLACE, *inside]))] * count
     own = _level(equation)
-    if found.pinned and not pinning.can_pin(equation):
+    if found.pinned and not can_pin(equation):
         own = Level.ORDER
     if own is Level.ORDER and level < Level.ORDER:
         found.primitives.add(name)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from adacheck_jax.device.fingerprint import words_of
-from adacheck_jax.update.flat_jaxpr import Group, flatten, groups
+from adacheck_jax.update.pinning.flat_jaxpr import Group, flatten, groups
 
 ROW = 128
 """Elements of a row. XLA may compile shorter ones to other arithmetic."""

@@ -21,21 +21,20 @@ from jax.sharding import NamedSharding, PartitionSpec
 from adacheck_jax.device import transfer, trees
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import RecorderError
-from adacheck_jax.update import replay
-from adacheck_jax.update.fence import zero_of
+from adacheck_jax.update import program as update_program
+from adacheck_jax.update.pinning.fence import zero_of
 from adacheck_jax.update.recorder import (
     TAKE_ARGUMENT,
     InnerElsewhere,
     Probe,
     Recorder,
-    RecorderState,
     SeparateCall,
     UpdateSignature,
     abstract,
-    passed_key,
     picked,
     reference,
 )
+from adacheck_jax.update.recorder_state import RecorderState, passed_key
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +48,9 @@ class SeparateUpdate:
     def __init__(self, tx: optax.GradientTransformation) -> None:
         self._tx = optax.with_extra_args_support(tx)
         _announce(tx)
-        self._known: dict[Any, tuple[Callable[..., Any], replay.UpdateFunction, Recorder]] = {}
+        self._known: dict[
+            Any, tuple[Callable[..., Any], update_program.UpdateFunction, Recorder]
+        ] = {}
 
     def __call__(
         self, grads: PyTree, opt_state: PyTree, params: PyTree, **extra_args: Any
@@ -110,7 +111,7 @@ class SeparateUpdate:
         extra_args: Any,
         inner: PyTree,
         is_passed: list[bool],
-    ) -> tuple[Callable[..., Any], replay.UpdateFunction, Recorder]:
+    ) -> tuple[Callable[..., Any], update_program.UpdateFunction, Recorder]:
         recorders: list[Recorder] = []
 
         def take(grads: PyTree, rest: PyTree, params: PyTree, extra_args: Any) -> PyTree:
@@ -129,7 +130,7 @@ class SeparateUpdate:
 
         after = jax.eval_shape(take, grads, rest, params, extra_args)
         leaves = jax.tree.leaves((params, rest))
-        kept = replay.common_shardings(leaves)[-len(jax.tree.leaves(rest)) :]
+        kept = update_program.common_shardings(leaves)[-len(jax.tree.leaves(rest)) :]
         shardings = jax.tree.unflatten(jax.tree.structure(after), kept)
         recorder = recorders[0]
         recorder.separate = True
@@ -139,22 +140,22 @@ class SeparateUpdate:
         parts = (params, inner, node.adacheck_record, node.adacheck_extra)
         shapes = [jax.tree.map(abstract, tree) for tree in parts]
         signature = UpdateSignature(shapes[0], shapes[1], shapes[2], shapes[3], paths)
-        function = replay.update_function(recorder, signature)
+        function = update_program.update_function(recorder, signature)
         computed = [
             x for x, each in zip(jax.tree.leaves(inner), is_passed, strict=True) if not each
         ]
         lists = [jax.tree.leaves(params), computed, *_consumed(node, inner, is_passed)]
         specs = [list(map(_raw_spec, each)) for each in lists]
-        here = replay.platform()
-        programs = replay.export(function, specs, replay.switches(1), (here,))
-        exported = replay.from_bytes(programs[here])
+        here = update_program.platform()
+        programs = update_program.export(function, specs, update_program.switches(1), (here,))
+        exported = update_program.load_own(programs[here])
 
         def take_with_zero(*arguments: Any) -> tuple[PyTree, Any]:
             return take(*arguments), zero_of(_node_of(arguments[1]).adacheck_count)
 
         taking: Any = jax.jit(take_with_zero, out_shardings=(shardings, None), donate_argnums=1)
         raw = [[*map(transfer.raw, each)] for each in lists[:2]]
-        return taking, replay.compile_fold(exported, raw[0], raw[1]), recorder
+        return taking, update_program.jit_update_like(exported, raw[0], raw[1]), recorder
 
 
 def separate_update(tx: optax.GradientTransformation) -> SeparateUpdate:
