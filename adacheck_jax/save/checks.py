@@ -34,7 +34,8 @@ from adacheck_jax.save.snapshot import Structure
 from adacheck_jax.update import program as update_program
 from adacheck_jax.update.pieces import Pieces
 from adacheck_jax.update.recorder import SeparateCall, reference
-from adacheck_jax.update.sampling import WHOLE_ELEMENTS, Sample, Taker, from_host
+from adacheck_jax.update.sample_sites import WHOLE_ELEMENTS
+from adacheck_jax.update.sampling import Sample, Taker, from_host
 
 Findings = dict[int, float]
 """For each leaf that replay gets wrong the share of the compared elements that differ."""

@@ -28,8 +28,13 @@ from adacheck_jax.update.params_search import (
     pick,
     quoted,
 )
-from adacheck_jax.update.recorder import Probe, Recorder, UpdateSignature
-from adacheck_jax.update.recorder_state import RecorderNode, find_nodes, passed_key
+from adacheck_jax.update.recorder import Probe, Recorder
+from adacheck_jax.update.recorder_state import (
+    RecorderNode,
+    UpdateSignature,
+    find_nodes,
+    passed_key,
+)
 
 Transformation = optax.GradientTransformation | optax.MultiSteps
 RecorderArgument = (

@@ -73,7 +73,7 @@ def params_roots(
     Args:
         nodes: the nodes that record anything.
         leaves: types of all leaves of the state.
-        params_path: as for :func:`recorded_params`.
+        params_path: path or paths of the params, as :func:`recorded_params` takes them.
 
     Raises:
         RecorderError: the params of a node are ambiguous, or there are none.

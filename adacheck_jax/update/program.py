@@ -28,7 +28,8 @@ from adacheck_jax.errors import FormatError, IntegrityError, first_line
 from adacheck_jax.format.manifest import Update
 from adacheck_jax.update import untrusted
 from adacheck_jax.update.binding import Binding
-from adacheck_jax.update.recorder import Recorder, UpdateSignature
+from adacheck_jax.update.recorder import Recorder
+from adacheck_jax.update.recorder_state import UpdateSignature
 
 _log = logging.getLogger(__name__)
 
@@ -144,7 +145,7 @@ def switches(
 
 
 def in_background(work: Callable[[], Any], future: Future[Any]) -> None:
-    """Loads or compiles a program on a new thread.
+    """Load or compile a program on a new thread.
 
     Args:
         work: function that returns the program.
@@ -198,7 +199,7 @@ def export(
     switches: Any,
     platforms: Sequence[str] = PLATFORMS,
 ) -> dict[str, bytes]:
-    """Exports the update program for each platform, over one device.
+    """Export the update program for each platform, over one device.
 
     One program a platform: a program for several platforms takes the platform as an argument, and
     XLA then rewrites divisions in another way than in the train step.

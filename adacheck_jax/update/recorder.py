@@ -14,7 +14,7 @@ import logging
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,14 @@ from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import RecorderError
 from adacheck_jax.update.pinning.fence import fence, zero_of
 from adacheck_jax.update.pinning.pinned_function import PinnedFunction
-from adacheck_jax.update.recorder_state import RecorderState, passed_key
+from adacheck_jax.update.recorder_state import (
+    InnerElsewhere,
+    RecorderState,
+    UpdateSignature,
+    abstract,
+    passed_key,
+    picked,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -52,29 +59,6 @@ class Probe:
 
 
 jax.tree_util.register_pytree_node(Probe, lambda probe: ((), probe), lambda probe, _: probe)
-
-
-class InnerElsewhere(NamedTuple):
-    """A stand-in for the wrapped transformation's state while only the record is taken."""
-
-
-@dataclass(frozen=True)
-class UpdateSignature:
-    """The trees that one update takes, as ``jax.ShapeDtypeStruct`` without shardings.
-
-    Attributes:
-        params: params, as the wrapped transformation's ``update`` takes them.
-        inner: the wrapped transformation's state.
-        record: gradients, in the params' tree; ``None`` in places where no gradient arrives.
-        extra: recorded extra arguments, by name.
-        passed: leaf paths, in ``inner``, of the small leaves that the update passes through.
-    """
-
-    params: PyTree
-    inner: PyTree
-    record: PyTree
-    extra: dict[str, Any]
-    passed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,17 +391,6 @@ def _wide(leaf: Any, like: Any) -> Any:
     return leaf.astype(dtype) if both_float and dtype.itemsize > leaf.dtype.itemsize else leaf
 
 
-def picked(keys: Iterable[str], inner: PyTree) -> dict[str, Any]:
-    """Copies of some leaves by their :func:`passed_key`, so that no buffer is donated twice.
-
-    Args:
-        keys: keys of the leaves.
-        inner: the wrapped transformation's state.
-    """
-    leaves = {passed_key(path): leaf for path, leaf in trees.flatten(inner)[0].items()}
-    return {key: jnp.copy(leaves[key]) for key in keys}
-
-
 def _check_arguments(tx: Any, dtype: Any) -> None:
     if isinstance(tx, Recorder):
         raise RecorderError("expected an optax transformation, found a Recorder. One is enough.")
@@ -487,12 +460,6 @@ def _record_dtype(value: Any, dtype: Any) -> Any:
     if dtype is None or not jnp.issubdtype(value.dtype, jnp.floating):
         return value.dtype
     return dtype
-
-
-def abstract(value: Any) -> jax.ShapeDtypeStruct:
-    """Shape and data type of an array or scalar."""
-    dtype = value.dtype if hasattr(value, "dtype") else jnp.result_type(value)
-    return jax.ShapeDtypeStruct(jnp.shape(value), dtype)
 
 
 # A node without leaves, as an optax transformation has none. One object wherever a tree is copied,

@@ -1,11 +1,15 @@
-"""The state of a Recorder, and its place among the leaf paths of a saved state."""
+"""The state of a Recorder, the trees of its updates, and its leaf paths in a saved state."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+
+from adacheck_jax.device import trees
 from adacheck_jax.device.trees import PyTree
 
 COUNT_FIELD = "adacheck_count"
@@ -38,6 +42,10 @@ class RecorderState(NamedTuple):
     adacheck_inner: PyTree
 
 
+class InnerElsewhere(NamedTuple):
+    """A stand-in for the wrapped transformation's state while only the record is taken."""
+
+
 def passed_key(path: str) -> str:
     """The key in ``adacheck_passed`` for a leaf path of the wrapped state.
 
@@ -51,6 +59,42 @@ def consumed_leaf(path: str) -> str:
     """The leaf path of the original of a leaf in ``adacheck_passed``; any other path as it is."""
     above, field, key = path.partition(f"/{PASSED_FIELD}/")
     return f"{above}/{INNER_FIELD}/{key.replace('.', '/')}" if field else path
+
+
+def picked(keys: Iterable[str], inner: PyTree) -> dict[str, Any]:
+    """Copies of some leaves by their :func:`passed_key`, so that no buffer is donated twice.
+
+    Args:
+        keys: keys of the leaves.
+        inner: the wrapped transformation's state.
+    """
+    leaves = {passed_key(path): leaf for path, leaf in trees.flatten(inner)[0].items()}
+    return {key: jnp.copy(leaves[key]) for key in keys}
+
+
+@dataclass(frozen=True)
+class UpdateSignature:
+    """The trees that one update takes, as ``jax.ShapeDtypeStruct`` without shardings.
+
+    Attributes:
+        params: params, as the wrapped transformation's ``update`` takes them.
+        inner: the wrapped transformation's state.
+        record: gradients, in the params' tree; ``None`` in places where no gradient arrives.
+        extra: recorded extra arguments, by name.
+        passed: leaf paths, in ``inner``, of the small leaves that the update passes through.
+    """
+
+    params: PyTree
+    inner: PyTree
+    record: PyTree
+    extra: dict[str, Any]
+    passed: tuple[str, ...] = ()
+
+
+def abstract(value: Any) -> jax.ShapeDtypeStruct:
+    """Shape and data type of an array or scalar."""
+    dtype = value.dtype if hasattr(value, "dtype") else jnp.result_type(value)
+    return jax.ShapeDtypeStruct(jnp.shape(value), dtype)
 
 
 @dataclass(frozen=True, slots=True)
