@@ -17,8 +17,8 @@ from adacheck_jax.errors import (
     StorageError,
 )
 from adacheck_jax.store.retention import KeepLineage
-from adacheck_jax.tools.audit import RestorableStep, latest_restorable
 from adacheck_jax.tools.plan import RedundancyReport, redundancy_report
+from adacheck_jax.tools.restorable import RestorableStep, latest_restorable
 from adacheck_jax.update.recorder import Recorder
 from adacheck_jax.update.recorder_state import RecorderState
 from adacheck_jax.update.separate import SeparateUpdate, separate_update

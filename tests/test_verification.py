@@ -23,6 +23,7 @@ from adacheck_jax.restore import delta_reader
 from adacheck_jax.store import links
 from adacheck_jax.store import packs as arrays
 from adacheck_jax.tools import audit, inspection, recompute, repair, verification
+from adacheck_jax.tools import steps as tools_steps
 from adacheck_jax.tools.audit import Thoroughness
 from tests import support
 from tests.support import (
@@ -43,7 +44,7 @@ ALL = Thoroughness(read_data=True, replay=True)
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch):
     monkeypatch.setattr(audit, "_LOOK_AGAIN_S", 0.001)
-    monkeypatch.setattr(inspection, "_LOOK_AGAIN_S", 0.001)
+    monkeypatch.setattr(tools_steps, "_LOOK_AGAIN_S", 0.001)
 
 
 def mixed_state(step):
@@ -440,15 +441,15 @@ class TestRepair:
         path = max(files, key=lambda p: p.stat().st_size)
         rewrite(path, support.with_flipped_data(path.read_bytes()))
         leave(copy / "7.orbax-checkpoint-tmp-12")
-        before = inspection.disk_bytes(copy)
+        before = tools_steps.disk_bytes(copy)
         plan = repair.repair(copy, read_data=True, dry_run=True)
-        assert inspection.disk_bytes(copy) == before
+        assert tools_steps.disk_bytes(copy) == before
         assert repair.repair(copy, dry_run=True).removals == plan.removals[:1]
         report = repair.repair(copy, read_data=True)
         assert [each.path for each in report.removals] == ["7.orbax-checkpoint-tmp-12", str(step)]
         assert report.removals == plan.removals
         assert report.step_count == 2
-        freed_bytes = before - inspection.disk_bytes(copy)
+        freed_bytes = before - tools_steps.disk_bytes(copy)
         assert abs(report.freed_bytes - freed_bytes) < 100_000  # directories count here too
         left = {1, 2, 3} - {step}
         assert {int(path.name) for path in copy.iterdir()} == left
@@ -534,7 +535,7 @@ class TestRepair:
         repair.repair(copy, dry_run=True)
         (deep / "new").touch()
         os.utime(deep, (0, 0))
-        with pytest.raises(inspection.InputError, match="--force"):
+        with pytest.raises(tools_steps.InputError, match="--force"):
             repair.repair(copy)
         assert deep.exists()
         assert len(repair.repair(copy, force=True).removals) == 1

@@ -26,8 +26,9 @@ from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.lineage import shown_steps
 from adacheck_jax.tools import audit, inspection
 from adacheck_jax.tools import repair as repairs
-from adacheck_jax.tools.inspection import InputError, RootSummary, StepDetails
+from adacheck_jax.tools.inspection import RootSummary, StepDetails
 from adacheck_jax.tools.plan import Balance, RedundancyReport, redundancy_report
+from adacheck_jax.tools.steps import InputError
 from adacheck_jax.update.recorder import Recorder
 
 app = typer.Typer(

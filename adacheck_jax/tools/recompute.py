@@ -1,7 +1,8 @@
-"""Whether a saved step computes what it did, by replaying it on one device.
+"""Recomputation of saved steps on one device, compared with their fingerprints.
 
-What depends on the order of a sum (:func:`adacheck_jax.restore.check.bound_to_mesh`) cannot be
-told from damage there, since all that is known of it is a fingerprint: it is named, not judged.
+The bits of some leaves depend on the order of a sum, and so on the devices that they were saved on
+(:func:`adacheck_jax.restore.check.bound_to_mesh`). A fingerprint cannot tell another order from
+damage, so such leaves are reported apart.
 """
 
 from __future__ import annotations
@@ -22,11 +23,7 @@ from adacheck_jax.format.lineage import Lineage, identity_of
 from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.restore import check, delta_reader, replay
 from adacheck_jax.restore.compiled_update import CompiledUpdates
-from adacheck_jax.tools.verification import (
-    Damage,
-    damage_of,
-    damaged_programs,
-)
+from adacheck_jax.tools.verification import Damage, damage_of, damaged_programs
 from adacheck_jax.update import program as update_program
 
 RECOMPUTED = "recomputed, it does not have the bits that were saved"
@@ -34,12 +31,12 @@ RECOMPUTED = "recomputed, it does not have the bits that were saved"
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What recomputing a step gave.
+    """The result of recomputing a step.
 
     Attributes:
-        damage: empty if every leaf has the bits that were saved.
-        rounded: leaf paths that differ, but come out of sums on devices that are not here.
-        problem: why the step cannot be recomputed on this machine, whatever its files are; or None.
+        damage: damage found; empty if every leaf has the bits that were saved.
+        rounded: leaf paths that differ, and come out of sums on devices that are not here.
+        problem: the reason why this machine cannot recompute the step, damaged or not; else None.
     """
 
     damage: tuple[Damage, ...] = ()
@@ -49,7 +46,12 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True)
 class _Compared:
-    """The leaves of one step that do not have the bits that were saved, by index; or an error."""
+    """The comparison of one step with its fingerprints.
+
+    Attributes:
+        differing: indices of the leaves that do not have the bits that were saved.
+        error: the damage that kept the step from being computed, else None.
+    """
 
     differing: tuple[int, ...] = ()
     error: Damage | None = None
@@ -58,7 +60,7 @@ class _Compared:
 class Recomputation:
     """Recomputes steps on one device, and compares every leaf with its fingerprint.
 
-    Give it the steps of one item in ascending order: then each update is replayed once.
+    Each update is replayed once if the steps of an item come in ascending order.
     """
 
     def __init__(self) -> None:
@@ -69,7 +71,11 @@ class Recomputation:
         self._compared: dict[tuple[str, ...], _Compared] = {}
 
     def replay(self, lineage: Lineage) -> Replayed:
-        """Recomputes one step."""
+        """Recompute one step.
+
+        Args:
+            lineage: the step's lineage.
+        """
         problem = cannot_replay_here(lineage)
         if problem is not None:
             return Replayed(problem=problem)
@@ -77,7 +83,7 @@ class Recomputation:
         try:
             with _wide_integers(lineage.base):
                 result = self._advanced(lineage, chain)
-        except StorageError as error:  # it may be whole: nobody is to remove it for this
+        except StorageError as error:  # the step may be whole, so this is no damage
             self._chain, self._leaves = (), []
             return Replayed(problem=" ".join(str(error).split()))
         if result.error is not None:
@@ -97,11 +103,11 @@ class Recomputation:
             if (known is None or known.error is None) and depth > len(self._chain):
                 known = self._compared[chain[:depth]] = self._step(lineage, chain[:depth])
             if known is not None and known.error is not None:
-                return known  # nothing can be built on it
+                return known  # no later step can be built
         return self._compared[chain]
 
     def _step(self, lineage: Lineage, chain: tuple[str, ...]) -> _Compared:
-        """Goes on to the next step of a lineage, and compares it."""
+        """Compute the next save of a lineage, and compare all its steps."""
         first, entry = lineage.entries[0], lineage.entries[len(chain) - 1]
         differing: set[int] = set()
         try:
@@ -146,7 +152,7 @@ def _touched(base: BaseManifest) -> frozenset[int]:
 
 @contextlib.contextmanager
 def _wide_integers(base: BaseManifest) -> Iterator[None]:
-    """Lets JAX have elements of 64 bits where the update has: Orbax reads on threads of its own."""
+    """Enable 64-bit elements, if the update has them, on all threads: Orbax reads on its own."""
     wide = ("int64", "uint64", "float64", "complex128")
     before = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
     is_wide = any(base.leaves[i].dtype in wide for i in _touched(base))
@@ -158,7 +164,7 @@ def _wide_integers(base: BaseManifest) -> Iterator[None]:
 
 
 def cannot_replay_here(lineage: Lineage) -> str | None:
-    """Why no update of an undamaged lineage can be replayed on this machine; None if it can."""
+    """The reason why this machine cannot replay even an undamaged lineage; None if it can."""
     update = lineage.base.update
     if update is None or not update.programs or not lineage.replayed_count:
         return None
@@ -172,15 +178,15 @@ def cannot_replay_here(lineage: Lineage) -> str | None:
     except FormatError as error:
         return " ".join(str(error).split())
     except (AdaCheckError, OSError):
-        return None  # damaged, as replaying it will tell
+        return None  # damaged: replaying it raises the error
     return None
 
 
 def try_to_restore(lineage: Lineage) -> tuple[bool | None, str]:
-    """Whether a step that is damaged can be restored all the same, by doing it.
+    """Recompute a damaged step, which may be restorable all the same.
 
     Returns:
-        True or False, or None where this machine cannot tell; and why.
+        True if it can be restored, False if not, None if this machine cannot know; and the reason.
     """
     problem = cannot_replay_here(lineage)
     if problem is not None:

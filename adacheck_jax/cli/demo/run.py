@@ -28,7 +28,8 @@ from rich.table import Table
 
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.tools import inspection
-from adacheck_jax.tools.inspection import InputError, StepSummary
+from adacheck_jax.tools.inspection import StepSummary
+from adacheck_jax.tools.steps import InputError
 
 _MESH = ("--mesh", "4x2", "--devices", "8")
 _POLL_S = 0.02
