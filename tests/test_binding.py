@@ -23,7 +23,8 @@ def types_of(state):
 
 
 def bind(recorder, state, params_path=None):
-    return bindings.bind(recorder, types_of(state), params_path)
+    (binding,) = bindings.bind_all({"": (recorder,)}, types_of(state), params_path)
+    return binding
 
 
 def dict_state():

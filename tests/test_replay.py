@@ -36,7 +36,9 @@ def copied(tree):
 
 
 def bind(recorder, state, params_path=None):
-    return bindings.bind(recorder, params_search.leaf_types(trees.flatten(state)[0]), params_path)
+    types = params_search.leaf_types(trees.flatten(state)[0])
+    (binding,) = bindings.bind_all({"": (recorder,)}, types, params_path)
+    return binding
 
 
 def gradients(step):

@@ -192,27 +192,6 @@ def bind_all(
     return tuple(bindings)
 
 
-def bind(recorder: Recorder, leaves: Mapping[str, LeafType], params_path: str | None) -> Binding:
-    """:func:`bind_all` for a state with one recorder.
-
-    Args:
-        recorder: the recorder that the optimizer was built with.
-        leaves: types of all leaves of the state, from :func:`leaf_types`.
-        params_path: leaf path of the params' root, or None to find it.
-
-    Raises:
-        RecorderError: as from :func:`bind_all`; or the state holds several recorders' nodes, or one
-            that records nothing.
-    """
-    bindings = bind_all({"": (recorder,)}, leaves, params_path)
-    if len(bindings) != 1:
-        raise RecorderError(
-            f"expected one Recorder that records params, found {len(bindings)} in the state "
-            f"({quoted(each.prefix for each in bindings)})."
-        )
-    return bindings[0]
-
-
 def _bind_node(
     node: RecorderNode,
     recorder: Recorder,
