@@ -27,9 +27,10 @@ if TYPE_CHECKING:  # for type checkers and editors; must name what _MODULES name
         StorageError,
     )
     from adacheck_jax.store.retention import KeepLineage
-    from adacheck_jax.tools.audit import RestorableStep, latest_restorable
     from adacheck_jax.tools.plan import RedundancyReport, redundancy_report
-    from adacheck_jax.update.recorder import Recorder, RecorderState
+    from adacheck_jax.tools.restorable import RestorableStep, latest_restorable
+    from adacheck_jax.update.recorder import Recorder
+    from adacheck_jax.update.recorder_state import RecorderState
     from adacheck_jax.update.separate import SeparateUpdate, separate_update
 
 __version__ = "0.1.0"
@@ -72,12 +73,12 @@ _MODULES = {
     "ReplicaReport": "device.replicas",
     "replica_report": "device.replicas",
     "KeepLineage": "store.retention",
-    "RestorableStep": "tools.audit",
-    "latest_restorable": "tools.audit",
+    "RestorableStep": "tools.restorable",
+    "latest_restorable": "tools.restorable",
     "RedundancyReport": "tools.plan",
     "redundancy_report": "tools.plan",
     "Recorder": "update.recorder",
-    "RecorderState": "update.recorder",
+    "RecorderState": "update.recorder_state",
     "SeparateUpdate": "update.separate",
     "separate_update": "update.separate",
 }

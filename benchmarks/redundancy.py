@@ -41,7 +41,7 @@ from adacheck_jax.cli.demo.train_lm import corpus
 from adacheck_jax.device import trees
 from adacheck_jax.format import manifest_file
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest
-from adacheck_jax.update.recorder import RECORD_FIELD
+from adacheck_jax.update.recorder_state import RECORD_FIELD
 from benchmarks.common import (
     CONTEXT,
     Block,

@@ -32,10 +32,11 @@ import adacheck_jax as adacheck
 from adacheck_jax.adapter import base_checkpoint, descriptions, handler, restoring
 from adacheck_jax.device import shard_sums, transfer
 from adacheck_jax.format import durable, manifest_file
-from adacheck_jax.restore import patches, restorer
-from adacheck_jax.save import commit, saver, staged
+from adacheck_jax.restore import check, compiled_update, delta_reader
+from adacheck_jax.restore import replay as replaying
+from adacheck_jax.save import commit, planner, saver, staged
 from adacheck_jax.store import delta_writer, links
-from adacheck_jax.update import replay
+from adacheck_jax.update import program as update_program
 from benchmarks.common import environment
 from benchmarks.speed import states
 
@@ -44,8 +45,8 @@ WHOLE = "all"
 SAVE = [
     ("async_save, on the caller's thread", handler.AdaCheckHandler, "async_save"),
     ("  begin", saver.Saver, "begin"),
-    ("    take the state apart", saver.Snapshots, "take"),
-    ("    plan", saver.Planner, "plan_save"),
+    ("    take the state apart", planner.Snapshots, "take"),
+    ("    plan", planner.Planner, "plan_save"),
     ("    copy", saver.Saver, "_copies"),
     ("      copy on the devices", transfer, "copies"),
     ("      dispatch fingerprints", shard_sums.Summing, "dispatch"),
@@ -66,12 +67,12 @@ RESTORE = [
     ("  read what describes the base", base_checkpoint.StockCheckpoints, "described"),
     ("  hold the wishes against it", restoring, "Target"),
     ("  read the base", base_checkpoint.StockCheckpoints, "read"),
-    ("  replay", restorer, "replay_onto"),
-    ("    wait for the program", restorer.Folds, "of"),
+    ("  replay", replaying, "replay_onto"),
+    ("    wait for the program", compiled_update.CompiledUpdates, "get"),
     ("    read records ahead, on threads", transfer, "place_all"),
-    ("      read boxes", patches.DeltaReader, "read"),
-    ("  compare fingerprints", restorer, "verify"),
-    ("load the update, on a thread", replay, "load"),
+    ("      read boxes", delta_reader.DeltaReader, "read"),
+    ("  compare fingerprints", check, "check_bits"),
+    ("load the update, on a thread", update_program, "load"),
     ("compile it, on a thread", jax.stages.Lowered, "compile"),
 ]
 Stages = Sequence[tuple[str, Any, str]]
@@ -189,14 +190,14 @@ def measure(root: Path, params: int, saves: int, restored_deltas: int) -> dict[s
     del state
     with ocp.CheckpointManager(root, item_handlers=adacheck.AdaCheckHandler()) as manager:
         for _ in range(4):  # the first one loads libraries
-            restoring.next_round()
-            with restoring.watching(RESTORE), restoring.timed(WHOLE, time.process_time):
+            restores.next_round()
+            with restores.watching(RESTORE), restores.timed(WHOLE, time.process_time):
                 args = adacheck.RestoreArgs(like)
                 jax.block_until_ready(manager.restore(restored_deltas, args=args))
-        restoring.rounds.pop(0)
+        restores.rounds.pop(0)
     return {
         "a delta": saving.medians([durable, blocking, *(label for label, *_ in SAVE)]),
-        f"a restore of {restored_deltas} deltas": restoring.medians(
+        f"a restore of {restored_deltas} deltas": restores.medians(
             [WHOLE, *(label for label, *_ in RESTORE)]
         ),
     }

@@ -21,7 +21,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import adacheck_jax as adacheck
 from adacheck_jax.format import lineage
 from adacheck_jax.format import planes as codecs
-from adacheck_jax.restore import patches
+from adacheck_jax.restore import delta_reader
 from adacheck_jax.store import packs
 
 WIDTH = (
@@ -286,7 +286,7 @@ def pack_index(item, process=0):
 def other_record(known: lineage.Lineage) -> str:
     """Writes the last pack of a lineage again, right checksums and one leaf changed; names it."""
     delta, entry = known.saves[-1]
-    reader = patches.readers(known)[-1]
+    reader = delta_reader.readers_of(known)[-1]
     index = max(reader.stored, key=lambda i: known.base.leaves[i].nbytes)
     extents = [e for each in reader.stored for e in reader._extents[each]]
     assert {each.process for each in extents} == {0}

@@ -192,7 +192,7 @@ class StockCheckpoints:
             path for path, leaf in found.items() if _is_plain(wanted[path], leaves[path], leaf)
         ]
         arrays = [
-            base_reader.Wanted(
+            base_reader.ReadRequest(
                 found[path].name,
                 leaves[path].shape,
                 leaves[path].itemsize_bytes,

@@ -19,7 +19,8 @@ from adacheck_jax.format import lineage as lineages
 from adacheck_jax.format import manifest as manifests
 from adacheck_jax.format import roots
 from adacheck_jax.format.lineage import Lineage
-from adacheck_jax.restore import restorer
+from adacheck_jax.restore import check, replay
+from adacheck_jax.restore.compiled_update import CompiledUpdates
 from adacheck_jax.update.binding import Recorders
 
 _log = logging.getLogger(__name__)
@@ -53,14 +54,14 @@ class _Base:
 
     Attributes:
         target: the caller's abstract state.
-        folds: the update, being compiled.
+        programs: the update, being compiled.
         leaves: the base's leaves, on the devices of the replay.
         rounded: indices of the leaves that these devices replay to rounding only.
         moved: wanted shardings of the leaves that are replayed on other devices, by leaf path.
     """
 
     target: Target
-    folds: restorer.Folds
+    programs: CompiledUpdates
     leaves: list[Any]
     rounded: frozenset[int]
     moved: dict[str, Any]
@@ -159,7 +160,7 @@ class StepRestorer:
         try:
             base = self._read(path, lineage, args)
             rounded = frozenset() if args.exact else base.rounded
-            found = restorer.newest_exact(base.leaves, lineage, base.folds, rounded=rounded)
+            found = replay.newest_exact(base.leaves, lineage, base.programs, rounded=rounded)
         except (FormatError, IntegrityError):  # of the base, so no step of this lineage is left
             found = None
         files, good = lineage.files, [] if found is None else found.steps
@@ -174,8 +175,8 @@ class StepRestorer:
         if is_own and (misplaced := roots.misplaced(path, lineage.manifest)):
             _log.warning("%s: %s; it was moved there.", path, misplaced)
         base = self._read(path, lineage, args)
-        leaves = restorer.replay_onto(base.leaves, lineage, base.folds)
-        rounded = restorer.verify(leaves, lineage, path, rounded=base.rounded)
+        leaves = replay.replay_onto(base.leaves, lineage, base.programs)
+        rounded = check.check_bits(leaves, lineage, path, rounded=base.rounded)
         info = _info(lineage, rounded, path, args.exact)
         named = {spec.path: leaf for spec, leaf in zip(lineage.base.leaves, leaves, strict=True)}
         if base.moved:
@@ -185,8 +186,8 @@ class StepRestorer:
 
     def _read(self, path: Path, lineage: Lineage, args: RestoreArgs) -> _Base:
         """Read the base of a lineage onto the devices on which its updates are replayed."""
-        folds = restorer.Folds(self._recorders, self._params_path)
-        folds.begin(lineage)
+        programs = CompiledUpdates(self._recorders, self._params_path)
+        programs.begin_loading(lineage)
         damage = descriptions.damaged_descriptions(lineage.base_directory, lineage.base)
         shardings_damage = damage.pop(manifests.SHARDINGS, None)
         for error in damage.values():
@@ -197,10 +198,10 @@ class StepRestorer:
         )
         target = Target(wishes, lineage.base, saved_tree, path, shardings_damage)
         placements = target.placements(lineage)
-        bound = restorer.bound_to_mesh(lineage)
+        bound = check.bound_to_mesh(lineage)
         there = target.saved_placements(lineage) if bound else {}
         wanted = placements | (there or {})
-        folds.compile(lineage, wanted)
+        programs.begin_compiling(lineage, wanted)
         empty = {
             leaf.path: target.empty(leaf, wanted.pop(leaf.path))
             for leaf in lineage.base.leaves
@@ -209,9 +210,9 @@ class StepRestorer:
         specs = {leaf.path: leaf for leaf in lineage.base.leaves}
         read = self._stock.read(lineage.base_directory, wanted, specs, saved_tree) | empty
         leaves = [read[leaf.path] for leaf in lineage.base.leaves]
-        restorer.check_kinds(leaves, lineage.base, lineage.base_directory)
+        check.check_types(leaves, lineage.base, lineage.base_directory)
         moved = {each: placements[each] for each in there or ()}
-        return _Base(target, folds, leaves, bound if there is None else frozenset(), moved)
+        return _Base(target, programs, leaves, bound if there is None else frozenset(), moved)
 
 
 def _info(lineage: Lineage, rounded: Sequence[int], path: Path, wants_exact: bool) -> RestoreInfo:
@@ -220,9 +221,9 @@ def _info(lineage: Lineage, rounded: Sequence[int], path: Path, wants_exact: boo
     Raises:
         IntegrityError: the caller wants exact bits, and some leaves are rounded.
     """
-    count = restorer.replayed_count(lineage)
+    count = lineage.replayed_count
     paths = tuple(lineage.base.leaves[i].path for i in rounded)
-    tolerance = restorer.tolerance(lineage, rounded) if rounded else 0.0
+    tolerance = check.tolerance(lineage, rounded) if rounded else 0.0
     info = RestoreInfo(lineage.end.step, count, paths, tolerance)
     if not paths:
         return info

@@ -17,7 +17,8 @@ from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError, MismatchError
 from adacheck_jax.format.lineage import Lineage
 from adacheck_jax.format.manifest import BaseManifest, Leaf
-from adacheck_jax.update import recorder, replay
+from adacheck_jax.update import program as update_program
+from adacheck_jax.update.recorder_state import consumed_leaf
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ class Target:
         return [
             path
             for path in self._paths
-            if path not in self._specs and recorder.consumed_leaf(path) in self._specs
+            if path not in self._specs and consumed_leaf(path) in self._specs
         ]
 
     def _check(self, where: Path) -> None:
@@ -222,7 +223,7 @@ class Target:
         every = dict(leaves)
         for path, wanted in self._consumed.items():
             value, sharding = (
-                leaves[recorder.consumed_leaf(path)],
+                leaves[consumed_leaf(path)],
                 getattr(wanted, "sharding", None),
             )
             every[path] = value if sharding is None else jax.device_put(value, sharding)
@@ -257,7 +258,7 @@ def _on_host(leaf: Any) -> Any:
     if not isinstance(leaf, jax.Array):
         return leaf
     if not leaf.is_fully_addressable:
-        whole = jax.jit(lambda x: x, out_shardings=replay.replicated(leaf.sharding))(leaf)
+        whole = jax.jit(lambda x: x, out_shardings=update_program.replicated(leaf.sharding))(leaf)
         leaf = whole.addressable_data(0)
     return np.asarray(leaf)
 
@@ -277,7 +278,7 @@ def _fitting(sharding: jax.sharding.Sharding, spec: Leaf) -> jax.sharding.Shardi
     try:
         sharding.shard_shape(shape)
     except ValueError:
-        return replay.replicated(sharding)
+        return update_program.replicated(sharding)
     return sharding
 
 

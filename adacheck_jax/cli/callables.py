@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from adacheck_jax.tools.inspection import InputError
+from adacheck_jax.tools.steps import InputError
 
 
 def call(target: str) -> Any:

@@ -22,7 +22,7 @@ import adacheck_jax
 from adacheck_jax.cli import tables
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.tools import inspection
-from adacheck_jax.tools.inspection import InputError
+from adacheck_jax.tools.steps import InputError
 
 # Commands that read arrays import their modules when they run: with them comes JAX, which takes
 # seconds to import and which ls, inspect and --help do not need.

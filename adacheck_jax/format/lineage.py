@@ -168,6 +168,11 @@ class Lineage:
         """Numbers of all steps that can be restored from the lineage, ascending."""
         return [self.base.step, *(delta.step for delta in self.deltas)]
 
+    @property
+    def replayed_count(self) -> int:
+        """Number of updates that a restore of the step replays."""
+        return sum(delta.has_update for delta in self.deltas)
+
     def to(self, step: int) -> Lineage:
         """The lineage of an earlier step, which may be a deferred one.
 

@@ -32,10 +32,11 @@ from adacheck_jax.device.shard_sums import Summing
 from adacheck_jax.format.fingerprint import words_of
 from adacheck_jax.save.exported_update import Engine, ExportedUpdate
 from adacheck_jax.save.snapshot import Structure
-from adacheck_jax.update import replay
+from adacheck_jax.update import program as update_program
 from adacheck_jax.update.pieces import Pieces
 from adacheck_jax.update.recorder import SeparateCall, reference
-from adacheck_jax.update.sampling import WHOLE_ELEMENTS, Sample, Taker, from_host
+from adacheck_jax.update.sample_sites import WHOLE_ELEMENTS
+from adacheck_jax.update.sampling import Sample, Taker, from_host
 
 Findings = dict[int, float]
 """For each leaf that replay gets wrong the share of the compared elements that differ."""
@@ -149,7 +150,7 @@ class _Sampling:
         self._taker: Taker | None = None
         self._compiled: Future[Any] = Future()
         self._x64 = transfer.x64_enabled()
-        replay.in_background(self._compile, self._compiled)
+        update_program.in_background(self._compile, self._compiled)
 
     @property
     def is_ready(self) -> bool:
@@ -165,14 +166,14 @@ class _Sampling:
             for order in (self._pieces.before, self._pieces.after)
         ]
         with jax_settings.own(self._x64):
-            switches = replay.switches(len(self._structure.bindings))
+            switches = update_program.switches(len(self._structure.bindings))
             return jax.jit(self._pieces.__call__).lower(*specs, switches).compile()
 
     def _prepare(self, arrays: Sequence[Any]) -> Taker:
         """The program that takes samples; begins to compile it at the first call."""
         if self._taker is None:
             self._taker = Taker(self._sites, self._pieces.after, arrays)
-            replay.in_background(self._taker.compile, Future())
+            update_program.in_background(self._taker.compile, Future())
         return self._taker
 
     def witness(self, state: State) -> Witness:
@@ -194,7 +195,7 @@ class _Sampling:
         taken = after.vectors(self._pieces.after)
         given = jax.device_put([before.vectors(self._pieces.before), taken])
         with jax_settings.own(self._x64):
-            switches = replay.switches(len(self._structure.bindings), updates)
+            switches = update_program.switches(len(self._structure.bindings), updates)
             results = self._compiled.result()(*given, switches)
         found = self._pieces.wrong(results, taken)
         return {i: share for i, share in found.items() if i in self._compared}
@@ -254,13 +255,17 @@ class _Following:
         """Copies on the devices that the largest leaves have in common; waits only for others."""
         touched = [i for each in self._structure.arguments for i in each]
         shardings = dict(
-            zip(touched, replay.common_shardings([state.arrays[i] for i in touched]), strict=True)
+            zip(
+                touched,
+                update_program.common_shardings([state.arrays[i] for i in touched]),
+                strict=True,
+            )
         )
         main = next((where for where in shardings.values() if where), None)
         result = transfer.copies({i: state.arrays[i] for i in indices if shardings[i]})
         for i in indices:
             if not shardings[i]:
-                placed = None if main is None else replay.replicated(main)
+                placed = None if main is None else update_program.replicated(main)
                 result[i] = jax.device_put(np.asarray(state.arrays[i]), placed)
         return result
 
@@ -293,12 +298,12 @@ class _Following:
         params, inner, record, extra = structure.arguments
         with jax_settings.own(self._x64):
             shardings = [x.sharding for x in (*held.values(), *given.values())]
-            switches = replay.switches(len(structure.bindings), updates, shardings)
+            switches = update_program.switches(len(structure.bindings), updates, shardings)
             lists = [[held[i] for i in params], [held[i] for i in inner]]
             consumed = [[given[i] for i in each] for each in (record, extra)]
             if self._fold is None:
                 assert self._program.function is not None
-                self._fold = replay.compile_fold(self._program.function, *lists)
+                self._fold = update_program.jit_update_like(self._program.function, *lists)
             outputs = jax.tree.leaves(self._fold(*lists, *consumed, switches))
         held.update(zip((*params, *inner), outputs, strict=True))
 

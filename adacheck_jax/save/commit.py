@@ -30,7 +30,7 @@ from adacheck_jax.save.share import Report, StagedSave
 from adacheck_jax.save.staged import StagedStep
 from adacheck_jax.store import claims, links, volumes
 from adacheck_jax.store.base_writer import BaseWriter, Name
-from adacheck_jax.update import replay
+from adacheck_jax.update import program as update_program
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ def _base_manifest(
         kept=_agreed(reports, "kept", staged),
         process_count=jax.process_count(),
         versions=versions(),
-        environment=replay.environment(),
+        environment=update_program.environment(),
         described=described,
         directory_step=staged.destination.step,
         caution=caution,

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 
 from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.save.snapshot import Structure
-from adacheck_jax.update import exactness, replay
+from adacheck_jax.update import exactness
+from adacheck_jax.update import program as update_program
 from adacheck_jax.update.exactness import Level
 from adacheck_jax.update.pieces import Pieces, UnevenError, row_of
 from adacheck_jax.update.recorder import Recorder
@@ -58,12 +59,12 @@ class ExportedUpdate:
     pinned: bool = False
     engine: Engine = "sample"
     pieces: Pieces | None = None
-    function: replay.UpdateFunction | None = None
+    function: update_program.UpdateFunction | None = None
 
     @property
     def digest(self) -> str:
         """Digest of this platform's program; empty where there is none."""
-        return self.digests.get(replay.platform(), "")
+        return self.digests.get(update_program.platform(), "")
 
     @property
     def stored(self) -> frozenset[int]:
@@ -126,26 +127,26 @@ class ExportedUpdates:
         if reasons := [each.unreplayable for each in recorders if each.unreplayable]:
             return ExportedUpdate({}, {}, reasons[0])
         try:
-            function = replay.joint_function(structure.bindings)
+            function = update_program.joint_function(structure.bindings)
             program = self._classify(structure, function, specs)
             if program.problem:
                 return program
-            files = replay.export(function, specs, replay.switches(len(recorders)))
+            files = update_program.export(function, specs, update_program.switches(len(recorders)))
         except Exception as error:
             return ExportedUpdate({}, {}, f"the update cannot be exported: {error}")
         if program.engine != "sample":  # what a restore will run, and not what it was exported from
-            function = replay.from_bytes(files[replay.platform()])
+            function = update_program.load_own(files[update_program.platform()])
         digests = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
         return dataclasses.replace(program, files=files, digests=digests, function=function)
 
     def _classify(
-        self, structure: Structure, function: replay.UpdateFunction, specs: list[list[Any]]
+        self, structure: Structure, function: update_program.UpdateFunction, specs: list[list[Any]]
     ) -> ExportedUpdate:
         """How exactly each leaf can be replayed, and how that is checked."""
         recorders = [each.recorder for each in structure.bindings]
         leaves = structure.leaves
         is_separate = len(recorders) == 1 and self._runs_apart(recorders[0])
-        arguments = [*specs, replay.switches(len(recorders))]
+        arguments = [*specs, update_program.switches(len(recorders))]
         pinned = all(each.pin for each in recorders)
         found = exactness.of(function, arguments, pinned=pinned)
         computed = [*structure.arguments[0], *structure.arguments[1]]
@@ -195,13 +196,13 @@ class ExportedUpdates:
 
 def _pieces(
     structure: Structure,
-    function: replay.UpdateFunction,
+    function: update_program.UpdateFunction,
     specs: list[list[Any]],
     passed: tuple[int, ...],
 ) -> Pieces | None:
     """The update on samples; None if it does something else to them than to whole leaves."""
     assert structure.sites is not None
-    switches = replay.switches(len(structure.bindings))
+    switches = update_program.switches(len(structure.bindings))
     try:
         sizes = structure.sites.sizes
         pieces = Pieces(function, specs, structure.arguments, switches, sizes, passed)

@@ -10,7 +10,7 @@ from adacheck_jax.format.manifest import Caution
 from adacheck_jax.save.plan import Decision, SavePlan
 from adacheck_jax.save.snapshot import Structure
 from adacheck_jax.save.staged import CAUSES, told
-from adacheck_jax.update.recorder import find_nodes
+from adacheck_jax.update.recorder_state import find_nodes
 
 _log = logging.getLogger(__name__)
 _REASON_LENGTH = 1000

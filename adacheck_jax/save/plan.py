@@ -18,7 +18,7 @@ from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.save.exported_update import ExportedUpdate
 from adacheck_jax.save.situation import Counts, Facts, Kind, Options, Situation
 from adacheck_jax.save.snapshot import Structure
-from adacheck_jax.update import replay
+from adacheck_jax.update import program as update_program
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,7 +382,7 @@ def _checked_replay(
     if not update.files:
         return unplanned(update.problem)
     saved = base.update
-    if saved is None or update.digest != saved.programs.get(replay.platform()):
+    if saved is None or update.digest != saved.programs.get(update_program.platform()):
         return unplanned("the update program changed")
     if saved.reducing and saved.placement != structure.placement:
         # Cut alike, but added up in another order: a restore replays where the base lay.
@@ -397,7 +397,7 @@ def _fits(lineage: Lineage, structure: Structure, update: ExportedUpdate) -> boo
         saved is not None
         and not lineage.problem
         and lineage.base.leaves == structure.leaves
-        and update.digest == saved.programs.get(replay.platform())
+        and update.digest == saved.programs.get(update_program.platform())
         and (not saved.reducing or saved.placement == structure.placement)
     )
 

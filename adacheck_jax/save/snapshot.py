@@ -26,7 +26,8 @@ from adacheck_jax.errors import FormatError
 from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.update import binding
 from adacheck_jax.update.binding import Binding, Recorders
-from adacheck_jax.update.sampling import Sites
+from adacheck_jax.update.params_search import leaf_types
+from adacheck_jax.update.sample_sites import Sites
 
 _CACHED_STRUCTURES = 8
 
@@ -213,7 +214,7 @@ class Snapshots:
         named, _ = trees.flatten(state)
         bindings: tuple[Binding, ...] = ()
         if self._recorders:
-            types = binding.leaf_types(named)
+            types = leaf_types(named)
             bindings = binding.bind_all(self._recorders, types, self._params_path)
         layouts = [sharding.layout_of_array(array) for array in arrays]
         itemsizes_bytes = [_itemsize_bytes(path, a) for path, a in zip(named, arrays, strict=True)]

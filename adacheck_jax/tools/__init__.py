@@ -1,5 +1,5 @@
-"""Roots looked at, verified and repaired, without the training run that wrote them.
+"""Tools: checkpoint roots inspected, verified and repaired without the run that wrote them.
 
-A library: whatever prints is in :mod:`~adacheck_jax.cli`. Knows every room but that one. Begin
-with :mod:`~adacheck_jax.tools.inspection`.
+A library: it prints nothing, :mod:`~adacheck_jax.cli` does. Knows every room but that one and the
+room of saves. Begin with :mod:`~adacheck_jax.tools.inspection`.
 """

@@ -1,21 +1,15 @@
-"""What a checkpoint root holds, told from manifests and file sizes alone; no array is read.
+"""Descriptions of the steps under a checkpoint root, from manifests and file sizes alone.
 
-The records here are what ``adacheck ls`` and ``adacheck inspect`` print; with ``--json`` they print
-them field by field.
+``adacheck ls`` and ``adacheck inspect`` print them; with ``--json`` field by field.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format import lineage as lineages
-from adacheck_jax.format import roots
 from adacheck_jax.format.lineage import Lineage
 from adacheck_jax.format.manifest import (
     BaseManifest,
@@ -24,15 +18,8 @@ from adacheck_jax.format.manifest import (
     Manifest,
     Update,
 )
-from adacheck_jax.format.manifest_file import DIRECTORY
 from adacheck_jax.format.roots import Step
-
-_LOOK_COUNT = 20
-_LOOK_AGAIN_S = 0.1
-
-
-class InputError(Exception):
-    """What was asked for is not there: no such root, no such step."""
+from adacheck_jax.tools.steps import InputError, disk_bytes, new_bytes, steps_under
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +27,20 @@ class StepSummary:
     """One row of ``adacheck ls``.
 
     Attributes:
-        step: step number, None where neither manifest nor directory name tells it.
+        step: step number, None if neither manifest nor directory name has it.
         item: path of the item directory, relative to the root.
-        kind: ``base`` or ``delta``; None where the manifest cannot be read.
-        update_count: updates so far, of all recorders; None without a recorder or manifest.
+        kind: ``base`` or ``delta``; None if the manifest cannot be read.
+        update_count: number of updates so far, of all recorders; None without a recorder or
+            manifest.
         parent: for a delta the step that it builds on, else None.
         depth: number of deltas since the base, 0 for a base, None without a manifest.
-        recorded: the recorded steps that were saved with it, which can be restored from it.
-        checked: how its deltas were compared with the state when they were saved: ``full``,
-            ``sample``, ``identity``, ``stored`` or ``not checked``, joined by ``+`` where it was
-            several; None for a base, and without a manifest.
+        recorded: deferred steps that were saved with it, and can be restored from it.
+        checked: the comparison of its deltas with the state when they were saved: ``full``,
+            ``sample``, ``identity``, ``stored`` or ``not checked``, several joined by ``+``; None
+            for a base, and without a manifest.
         new_bytes: bytes that this step added: its files without the links to earlier steps.
-        error: why the step cannot be restored, None if base and deltas are all there. The array
-            data itself is verified by a restore, not here.
+        error: the reason why the step cannot be restored, None if base and deltas are all there.
+            Array data is not read.
     """
 
     step: int | None
@@ -69,12 +57,12 @@ class StepSummary:
 
 @dataclass(frozen=True, slots=True)
 class RootSummary:
-    """What ``adacheck ls`` shows.
+    """The table of ``adacheck ls``.
 
     Attributes:
         root: the checkpoint root.
         disk_bytes: bytes of all files under it, each hard-linked file counted once.
-        steps: ascending.
+        steps: rows, by ascending step number.
     """
 
     root: str
@@ -83,13 +71,13 @@ class RootSummary:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class LeafGroup:
     """The leaves that play one role in an update.
 
     Attributes:
         name: ``params``, ``optimizer state``, ``record`` (with extra arguments), or ``other``.
-        leaf_count: how many.
-        leaf_bytes: their size in memory, in bytes, replicas not counted.
+        leaf_count: number of leaves.
+        leaf_bytes: their size in memory, in bytes, without replicas.
     """
 
     name: str
@@ -104,14 +92,14 @@ class LeafSummary:
     Attributes:
         path: leaf path.
         description: data type and shape.
-        group: the name of its :class:`Group`.
+        group: name of its :class:`LeafGroup`.
         exactness: for a leaf that the update computes: ``element-wise`` (exact on every mesh),
             ``reducing`` (exact where it was saved), or ``passed through``; else None.
-        source: where a restore takes it from: ``replayed`` (computed from the base by the update),
-            ``recorded`` (a delta holds it because the update consumed it), ``differences`` (of its
+        source: source of a restore: ``replayed`` (computed from the base by the update),
+            ``recorded`` (consumed by the update, and stored in a delta), ``differences`` (of its
             bits from step to step), ``stored``, ``same as`` another leaf (whose data it shares), or
-            ``kept from`` an earlier base; joined by ``+`` where it is several.
-        box_count: how many distinct boxes it was cut into when it was saved.
+            ``kept from`` an earlier base; several joined by ``+``.
+        box_count: number of distinct boxes that it was cut into when it was saved.
         leaf_bytes: its size in memory, in bytes.
         fingerprint: 16 hexadecimal digits.
     """
@@ -128,13 +116,13 @@ class LeafSummary:
 
 @dataclass(frozen=True, slots=True)
 class StepCheck:
-    """How one delta was compared with the state before it was committed.
+    """Comparison of one delta with the state before it was committed.
 
     Attributes:
         step: step number.
         checked: ``full`` (every element was replayed and compared), ``sample`` (some of every
             leaf), ``identity`` (the saved arrays are those that the update returned), ``stored``
-            (nothing is replayed), or empty: it was not.
+            (nothing is replayed), or empty if it was not compared.
     """
 
     step: int
@@ -143,25 +131,25 @@ class StepCheck:
 
 @dataclass(frozen=True, slots=True)
 class StepDetails:
-    """What ``adacheck inspect`` shows.
+    """The output of ``adacheck inspect``.
 
     Attributes:
         step: step number.
-        directory: its item directory.
+        directory: path of its item directory.
         kind: ``base`` or ``delta``.
-        reason: why it is one.
-        update_count: updates so far, of all recorders; None without a recorder.
+        reason: the reason for this kind.
+        update_count: number of updates so far, of all recorders; None without a recorder.
         parent: for a delta the step that it builds on, else None.
-        base: the step of the base that a restore starts from.
+        base: step number of the base that a restore starts from.
         depth: number of deltas since the base, 0 for a base.
-        recorded: the recorded steps that were saved with it.
-        replayed_count: how many updates a restore replays.
-        checks: of each delta that a restore reads, oldest first.
-        problem: why no further updates are replayed onto this step; None where they are.
+        recorded: deferred steps that were saved with it.
+        replayed_count: number of updates that a restore replays.
+        checks: comparisons of all deltas that a restore reads, oldest first.
+        problem: the reason why no further updates are replayed onto this step; None if they are.
         new_bytes: bytes that this step added.
-        versions: package versions that wrote the base.
-        groups: leaves by the role they play, empty ones left out.
-        leaves: in tree order.
+        versions: versions of the packages that wrote the base.
+        groups: groups of leaves by role, without empty ones.
+        leaves: leaves, in tree order.
     """
 
     step: int
@@ -178,12 +166,12 @@ class StepDetails:
     problem: str | None
     new_bytes: int
     versions: dict[str, str]
-    groups: tuple[Group, ...]
+    groups: tuple[LeafGroup, ...]
     leaves: tuple[LeafSummary, ...]
 
 
 def summarize_root(root: Path) -> RootSummary:
-    """Lists the steps under a checkpoint root.
+    """List the steps under a checkpoint root.
 
     Args:
         root: the directory given to the checkpoint manager.
@@ -192,19 +180,19 @@ def summarize_root(root: Path) -> RootSummary:
         Every step that :class:`~adacheck_jax.AdaCheckHandler` saved, damaged ones included.
 
     Raises:
-        InputError: the root is missing, is not a directory, or holds no such step.
+        InputError: the root is missing, is not a directory, or holds no step of ours.
     """
     steps = tuple(_summarize(step, root) for step in steps_under(root))
     return RootSummary(str(root), disk_bytes(root), steps)
 
 
 def describe_step(root: Path, number: int | None = None, item: str | None = None) -> StepDetails:
-    """Describes one step and its leaves.
+    """Describe one step and its leaves.
 
     Args:
         root: the directory given to the checkpoint manager.
-        number: the step, None for the newest.
-        item: name of the item directory, needed where a step holds several.
+        number: step number, None for the newest step.
+        item: name of the item directory, needed if a step holds several.
 
     Raises:
         InputError: there is no such root, step or item.
@@ -240,7 +228,7 @@ def describe_step(root: Path, number: int | None = None, item: str | None = None
         base=base.step,
         depth=len(lineage.deltas),
         recorded=_recorded(manifest),
-        replayed_count=sum(delta.has_update for delta in lineage.deltas),
+        replayed_count=lineage.replayed_count,
         checks=tuple(StepCheck(d.step, lineages.checked_of(d)) for d in lineage.deltas),
         problem=lineage.problem or (None if base.update else "the base holds no update program"),
         new_bytes=new_bytes(step.directory),
@@ -248,88 +236,6 @@ def describe_step(root: Path, number: int | None = None, item: str | None = None
         groups=_totals(leaves),
         leaves=leaves,
     )
-
-
-def new_bytes(directory: Path) -> int:
-    """Bytes of the files under a step or item directory, without its links to earlier steps."""
-    return sum(stat.st_size for stat in _stats(directory, (lineages.LINEAGE, lineages.KEPT)))
-
-
-def disk_bytes(directory: Path) -> int:
-    """Bytes of all files under a directory, each hard-linked file counted once."""
-    found = {(stat.st_dev, stat.st_ino): stat.st_size for stat in _stats(directory)}
-    return sum(found.values())
-
-
-def _stats(directory: Path, skipped: tuple[str, ...] = ()) -> Iterator[os.stat_result]:
-    """Of the files below a directory; folders with such paths at their end are left out.
-
-    What a running manager deletes meanwhile is left out too.
-    """
-    with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                if not any(entry.path.endswith(f"/{each}") for each in skipped):
-                    yield from _stats(Path(entry.path), skipped)
-                continue
-            with contextlib.suppress(FileNotFoundError):
-                yield entry.stat(follow_symlinks=False)
-
-
-def steps_under(root: Path) -> list[Step]:
-    """The steps under a root that a running manager may be changing, damaged ones included.
-
-    Raises:
-        InputError: the root is missing, is not a directory, or holds no such step.
-    """
-    if not root.exists():
-        raise InputError(
-            f"{root}: expected a checkpoint root, found nothing there. Give the directory that "
-            "the checkpoint manager was given."
-        )
-    if not root.is_dir():
-        raise InputError(
-            f"{root}: expected a checkpoint root, found a file. Give the directory that the "
-            "checkpoint manager was given."
-        )
-    steps = _settled_steps(root)
-    if not steps:
-        names = sorted(path.name for path in root.iterdir())
-        found = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-        raise InputError(
-            f"{root}: expected steps saved by AdaCheckHandler, found {found or 'nothing'}. "
-            f"{_remedy(root, names)}"
-        )
-    return steps
-
-
-def _remedy(root: Path, names: list[str]) -> str:
-    if DIRECTORY in names:
-        return f"This is one step's item directory; give {root.absolute().parent.parent}."
-    if any(name.isdecimal() for name in names):
-        return "Read steps that stock Orbax saved with ocp.StandardCheckpointer."
-    return "Give the directory that holds the step directories."
-
-
-def _settled_steps(root: Path) -> list[Step]:
-    """The steps under a root that a running manager may be changing.
-
-    A step that is being deleted looks damaged. So damage counts only where the files stay the
-    same between two looks, and a step without any file is none.
-    """
-    before: dict[Path, int] | None = None
-    steps: list[Step] = []
-    for _ in range(_LOOK_COUNT):
-        found = roots.steps_of(root)
-        suspects = [step.directory for step in found if step.error]
-        file_counts = {path: sum(1 for _ in _stats(path)) for path in suspects}
-        steps = [step for step in found if file_counts.get(step.directory, 1)]
-        damaged = {path: count for path, count in file_counts.items() if count}
-        if not damaged or damaged == before:
-            break
-        before = damaged
-        time.sleep(_LOOK_AGAIN_S)
-    return steps
 
 
 def _select(root: Path, number: int | None, item: str | None) -> Step:
@@ -407,7 +313,7 @@ def _reason(manifest: Manifest) -> str:
 
 
 def _groups_of(update: Update | None, leaf_count: int) -> list[str]:
-    """The group of each leaf, by index."""
+    """Name of each leaf's group, by leaf index."""
     groups = ["other"] * leaf_count
     if update is None:
         return groups
@@ -421,17 +327,17 @@ def _groups_of(update: Update | None, leaf_count: int) -> list[str]:
     return groups
 
 
-def _totals(leaves: tuple[LeafSummary, ...]) -> tuple[Group, ...]:
+def _totals(leaves: tuple[LeafSummary, ...]) -> tuple[LeafGroup, ...]:
     totals = []
     for name in ("params", "optimizer state", "record", "other"):
         sizes = [leaf.leaf_bytes for leaf in leaves if leaf.group == name]
         if sizes:
-            totals.append(Group(name, len(sizes), sum(sizes)))
+            totals.append(LeafGroup(name, len(sizes), sum(sizes)))
     return tuple(totals)
 
 
 def _exactness(update: Update | None) -> dict[int, str]:
-    """How exactly each leaf that the update computes is replayed, by index."""
+    """Exactness of the replay of each leaf that the update computes, by leaf index."""
     if update is None:
         return {}
     found = dict.fromkeys(update.explained, "element-wise")
@@ -440,7 +346,7 @@ def _exactness(update: Update | None) -> dict[int, str]:
 
 
 def _sources(lineage: Lineage) -> list[str]:
-    """Where a restore takes each leaf from, by index."""
+    """Source of each leaf in a restore, by leaf index."""
     base, update = lineage.base, lineage.base.update
     stored = ["stored" for _ in base.leaves]
     for index, other in base.aliases:
@@ -461,4 +367,4 @@ def _sources(lineage: Lineage) -> list[str]:
                 sources[index]["differences"] = None
             else:
                 sources[index] = {"stored": None}
-    return [" + ".join(each) or where for each, where in zip(sources, stored, strict=True)]
+    return [" + ".join(each) or own for each, own in zip(sources, stored, strict=True)]

@@ -1,9 +1,8 @@
-"""What saving a state would cost, told from shapes and shardings alone.
+"""The cost of saving a state, computed from shapes and shardings alone.
 
 No array and no device is needed: a mesh of thousands is studied on a laptop, on a
-``jax.sharding.AbstractMesh``. All numbers are upper bounds of array data. What only the content of
-an array can tell is not in them: leaves that are equal or did not change, runs of zeros, and how
-well the rest compresses.
+``jax.sharding.AbstractMesh``. All numbers are upper bounds of array data. Savings that depend on
+the content of arrays are not in them: equal leaves, unchanged leaves, runs of zeros, compression.
 """
 
 from __future__ import annotations
@@ -22,24 +21,19 @@ from adacheck_jax.device.sharding import Layout
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import FormatError
 from adacheck_jax.format.boxes import Box, Cuts, cuts_of
-from adacheck_jax.update.binding import (
-    RecorderArgument,
-    bind_all,
-    leaf_types,
-    recorded_params,
-    recorders_of,
-)
-from adacheck_jax.update.recorder import find_nodes
+from adacheck_jax.update.binding import RecorderArgument, bind_all, recorders_of
+from adacheck_jax.update.params_search import leaf_types, recorded_params
+from adacheck_jax.update.recorder_state import find_nodes
 
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """How the bytes of one save fall on the processes.
+    """Balance of the bytes of one save over the processes.
 
     Attributes:
-        min_bytes: of the process that writes least.
-        max_bytes: of the process that writes most: the others wait for it.
-        mean_bytes: of all processes.
+        min_bytes: bytes of the process that writes least.
+        max_bytes: bytes of the process that writes most: the others wait for it.
+        mean_bytes: mean bytes of all processes.
     """
 
     min_bytes: int
@@ -49,33 +43,35 @@ class Balance:
 
 @dataclass(frozen=True, slots=True)
 class RedundancyReport:
-    """What one save of a state costs, and which redundancy makes it cheaper.
+    """The cost of one save of a state, and the redundancy that makes it cheaper.
 
-    The *train state* is the state without what the Recorder adds to it. Everything about deltas is
-    None for a state without a Recorder.
+    The *train state* is the state without the leaves that the Recorder adds. All figures of deltas
+    are None for a state without a Recorder.
 
     Attributes:
-        device_count: devices of the largest mesh.
-        process_count: processes that these devices belong to.
-        leaf_count: leaves of the state, those of the Recorder among them.
-        held_bytes: the train state if every device writes all that it holds.
-        state_bytes: the train state with each distinct box once: what stock Orbax writes at every
-            save.
-        base_bytes: the state with the record: a base.
-        delta_bytes: what the update consumed, and the leaves that it does not compute: a delta of
-            one replayed update.
-        replica_bytes: declared replicas: ``held_bytes - state_bytes``.
-        computed_bytes: params and optimizer state, which a replay of the update computes.
-        record_bytes: what the update consumes: gradients, and declared extra arguments.
-        other_bytes: leaves that the update does not compute. ``delta_bytes`` is their sum with
-            ``record_bytes``.
-        base: how a base falls on the processes, by :func:`ownership.share_out`.
-        delta: how a delta falls on them.
-        max_deltas: deltas for each base.
-        amortised_bytes: mean of a save over one base and ``max_deltas`` deltas.
-        held_to_base, held_to_delta, held_to_amortised: how many times less than if every device
-            writes all that it holds; None where nothing is written.
-        stock_to_delta, stock_to_amortised: how many times less than stock Orbax.
+        device_count: number of devices of the largest mesh.
+        process_count: number of processes that these devices belong to.
+        leaf_count: number of leaves of the state, with those of the Recorder.
+        held_bytes: bytes of the train state if every device writes all that it holds.
+        state_bytes: bytes of the train state with each distinct box once, as stock Orbax writes it
+            at every save.
+        base_bytes: bytes of a base: the state with the record.
+        delta_bytes: bytes of a delta of one replayed update: the leaves that the update consumes,
+            and those that it does not compute.
+        replica_bytes: bytes of declared replicas: ``held_bytes - state_bytes``.
+        computed_bytes: bytes of params and optimizer state, which a replay computes.
+        record_bytes: bytes that the update consumes: gradients, and declared extra arguments.
+        other_bytes: bytes of leaves that the update does not compute. ``delta_bytes`` is their sum
+            with ``record_bytes``.
+        base: balance of a base over the processes, by :func:`ownership.share_out`.
+        delta: balance of a delta over the processes.
+        max_deltas: number of deltas for each base.
+        amortised_bytes: mean bytes of a save over one base and ``max_deltas`` deltas.
+        held_to_base: ``held_bytes`` divided by ``base_bytes``; None if nothing is written.
+        held_to_delta: ``held_bytes`` divided by ``delta_bytes``.
+        held_to_amortised: ``held_bytes`` divided by ``amortised_bytes``.
+        stock_to_delta: ``state_bytes`` divided by ``delta_bytes``.
+        stock_to_amortised: ``state_bytes`` divided by ``amortised_bytes``.
     """
 
     device_count: int
@@ -108,7 +104,7 @@ def redundancy_report(
     devices_per_process: int = 8,
     max_deltas: int = 20,
 ) -> RedundancyReport:
-    """Says what each save of a state would write, without a device or an array.
+    """Compute the bytes that each save of a state would write, without a device or an array.
 
     Example::
 
@@ -124,13 +120,13 @@ def redundancy_report(
         abstract_state: pytree of ``jax.ShapeDtypeStruct`` with shardings, or of arrays. If no leaf
             has a sharding, all lie on one device. A host value, or a scalar to which JAX gave no
             sharding, is counted once.
-        recorder: the one in the optimizer chain, or several, as for :class:`AdaCheckHandler`.
-            Without it the Recorder's state is found by the names of its fields.
+        recorder: the recorder in the optimizer chain, or several, as for
+            :class:`AdaCheckHandler`. Without it the Recorder's state is found by its field names.
         params_path: leaf path of the trained params, or a mapping of them by leaf-path prefix of
             the optimizer state; None to find it.
         devices_per_process: consecutive devices of an ``AbstractMesh`` that belong to one process.
             Real devices tell their process themselves.
-        max_deltas: deltas for each base; 20 is the handler's default.
+        max_deltas: number of deltas for each base; 20 is the handler's default.
 
     Raises:
         ValueError: ``devices_per_process`` is less than 1, or ``max_deltas`` is negative.
@@ -157,14 +153,14 @@ def redundancy_report(
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """One leaf: where it lies, and its bytes.
+    """One leaf on its devices.
 
     Attributes:
         layout: boxes, and the processes that hold them.
-        itemsize_bytes: of one element; of all words of one typed PRNG key.
-        leaf_bytes: every element once.
-        held_count: how often each element is held.
-        device_count: devices that hold some of it.
+        itemsize_bytes: bytes of one element; for a typed PRNG key of all its words.
+        leaf_bytes: bytes of the leaf, every element once.
+        held_count: number of devices that hold each element.
+        device_count: number of devices that hold some element.
     """
 
     layout: Layout
@@ -176,12 +172,12 @@ class _Placed:
 
 @dataclass(frozen=True, slots=True)
 class _Roles:
-    """Positions of the leaves by what the update does with them.
+    """Positions of leaves by their role in the update.
 
     Attributes:
-        added: what the Recorder adds to the train state.
-        consumed: what the update consumes, and every delta stores.
-        computed: what the update computes.
+        added: leaves that the Recorder adds to the train state.
+        consumed: leaves that the update consumes and every delta stores.
+        computed: leaves that the update computes.
     """
 
     added: frozenset[int]
@@ -236,7 +232,10 @@ def _sharding_of(leaf: Any) -> Any:
 
 
 def _needs_sharding(leaf: Any) -> bool:
-    """Host values need none; nor do scalars: under Explicit axes JAX gives counters none."""
+    """True for an array without a sharding; host values and scalars need none.
+
+    Under Explicit axes JAX gives no sharding to counters.
+    """
     host = isinstance(leaf, np.ndarray) or not np.shape(leaf)
     return _sharding_of(leaf) is None and not host
 
@@ -262,7 +261,7 @@ def _itemsize_bytes(path: str, leaf: Any) -> int:
 
 @functools.cache
 def _key_bytes(dtype: Any) -> int:
-    """All words of one key of a typed PRNG key array."""
+    """Bytes of all words of one typed PRNG key."""
     data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
     return data.size * data.dtype.itemsize
 
@@ -272,7 +271,7 @@ def _roles_of(
     recorder: RecorderArgument,
     params_path: str | Mapping[str, str] | None,
 ) -> _Roles | None:
-    """What the update does with each leaf; None without a Recorder."""
+    """Roles of the leaves; None without a Recorder."""
     index = {path: position for position, path in enumerate(named)}
     types = leaf_types(named)
     counts, consumed, computed = set[str](), set[str](), set[str]()
@@ -343,13 +342,13 @@ def _ratio(whole_bytes: float, part_bytes: float | None) -> float | None:
 
 
 def _balance(process_bytes: np.ndarray) -> Balance:
-    """Of the bytes of each process."""
+    """The balance of bytes over processes, from the bytes of each."""
     least, most = int(process_bytes.min()), int(process_bytes.max())
     return Balance(least, most, float(process_bytes.mean()))
 
 
 def _written_bytes(placed: Sequence[_Placed], first: frozenset[int]) -> np.ndarray:
-    """Bytes that each process writes of each leaf: ``[leaf, process]``."""
+    """Bytes of each leaf that each process writes: (leaves, processes)."""
     holders = {id(each.layout.replicas): each.layout.replicas for each in placed}
     processes = sorted({p for replicas in holders.values() for held in replicas for p in held})
     sole = {key: _sole_holders(replicas) for key, replicas in holders.items()}
@@ -359,8 +358,8 @@ def _written_bytes(placed: Sequence[_Placed], first: frozenset[int]) -> np.ndarr
         owners = sole[id(each.layout.replicas)]
         if owners is not None:
             np.add.at(written[index], owners, _box_bytes(each.layout.cuts, each.itemsize_bytes))
-        # A leaf that leaves no choice and loads all alike changes no choice about other leaves, so
-        # the planner need not deal its boxes out: they may be millions.
+        # A leaf whose boxes each have one holder, with equal loads, changes no choice about other
+        # leaves, so the planner need not see its boxes: they may be millions.
         if owners is None or np.ptp(written[index][processes]):
             open_to_choice.append(index)
     for index, share in _planned(placed, open_to_choice, first).items():
@@ -373,7 +372,7 @@ def _written_bytes(placed: Sequence[_Placed], first: frozenset[int]) -> np.ndarr
 def _planned(
     placed: Sequence[_Placed], indices: Sequence[int], first: frozenset[int]
 ) -> dict[int, ownership.Share]:
-    """Asks the planner of real saves how the writing of some leaves is shared."""
+    """The shares of some leaves, by the planner of real saves."""
     shares = ownership.share_out(
         [placed[i].layout for i in indices],
         [placed[i].itemsize_bytes for i in indices],
@@ -383,7 +382,7 @@ def _planned(
 
 
 def _sole_holders(replicas: Sequence[tuple[int, ...]]) -> np.ndarray | None:
-    """The process that holds each box, if no box is held by several."""
+    """The process that holds each box; None if several processes hold some box."""
     if any(len(held) > 1 for held in replicas):
         return None
     return np.array([held[0] for held in replicas])

@@ -1,7 +1,8 @@
-"""Whether a saved step computes what it did, by replaying it on one device.
+"""Recomputation of saved steps on one device, compared with their fingerprints.
 
-What depends on the order of a sum (:func:`adacheck_jax.restore.restorer.bound_to_mesh`) cannot be
-told from damage there, since all that is known of it is a fingerprint: it is named, not judged.
+The bits of some leaves depend on the order of a sum, and so on the devices that they were saved on
+(:func:`adacheck_jax.restore.check.bound_to_mesh`). A fingerprint cannot tell another order from
+damage, so such leaves are reported apart.
 """
 
 from __future__ import annotations
@@ -20,25 +21,22 @@ from adacheck_jax.errors import AdaCheckError, FormatError, StorageError, first_
 from adacheck_jax.format import manifest_file
 from adacheck_jax.format.lineage import Lineage, identity_of
 from adacheck_jax.format.manifest import BaseManifest
-from adacheck_jax.restore import patches, restorer
-from adacheck_jax.tools.verification import (
-    Damage,
-    damage_of,
-    damaged_programs,
-)
-from adacheck_jax.update import replay
+from adacheck_jax.restore import check, delta_reader, replay
+from adacheck_jax.restore.compiled_update import CompiledUpdates
+from adacheck_jax.tools.verification import Damage, damage_of, damaged_programs
+from adacheck_jax.update import program as update_program
 
 RECOMPUTED = "recomputed, it does not have the bits that were saved"
 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What recomputing a step gave.
+    """The result of recomputing a step.
 
     Attributes:
-        damage: empty if every leaf has the bits that were saved.
-        rounded: leaf paths that differ, but come out of sums on devices that are not here.
-        problem: why the step cannot be recomputed on this machine, whatever its files are; or None.
+        damage: damage found; empty if every leaf has the bits that were saved.
+        rounded: leaf paths that differ, and come out of sums on devices that are not here.
+        problem: the reason why this machine cannot recompute the step, damaged or not; else None.
     """
 
     damage: tuple[Damage, ...] = ()
@@ -48,7 +46,12 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True)
 class _Compared:
-    """The leaves of one step that do not have the bits that were saved, by index; or an error."""
+    """The comparison of one step with its fingerprints.
+
+    Attributes:
+        differing: indices of the leaves that do not have the bits that were saved.
+        error: the damage that kept the step from being computed, else None.
+    """
 
     differing: tuple[int, ...] = ()
     error: Damage | None = None
@@ -57,18 +60,22 @@ class _Compared:
 class Recomputation:
     """Recomputes steps on one device, and compares every leaf with its fingerprint.
 
-    Give it the steps of one item in ascending order: then each update is replayed once.
+    Each update is replayed once if the steps of an item come in ascending order.
     """
 
     def __init__(self) -> None:
         self._stock = StockCheckpoints()
         self._chain: tuple[str, ...] = ()
         self._leaves: list[Any] = []
-        self._folds = restorer.Folds()
+        self._programs = CompiledUpdates()
         self._compared: dict[tuple[str, ...], _Compared] = {}
 
     def replay(self, lineage: Lineage) -> Replayed:
-        """Recomputes one step."""
+        """Recompute one step.
+
+        Args:
+            lineage: the step's lineage.
+        """
         problem = cannot_replay_here(lineage)
         if problem is not None:
             return Replayed(problem=problem)
@@ -76,13 +83,13 @@ class Recomputation:
         try:
             with _wide_integers(lineage.base):
                 result = self._advanced(lineage, chain)
-        except StorageError as error:  # it may be whole: nobody is to remove it for this
+        except StorageError as error:  # the step may be whole, so this is no damage
             self._chain, self._leaves = (), []
             return Replayed(problem=" ".join(str(error).split()))
         if result.error is not None:
             return Replayed((result.error,))
         where, specs = str(lineage.entries[-1].holder), lineage.base.leaves
-        bound = restorer.bound_to_mesh(lineage)
+        bound = check.bound_to_mesh(lineage)
         wrong = [i for i in result.differing if i not in bound]
         rounded = tuple(specs[i].path for i in result.differing if i in bound)
         damage = tuple(Damage(where, specs[i].path, RECOMPUTED) for i in wrong)
@@ -96,23 +103,23 @@ class Recomputation:
             if (known is None or known.error is None) and depth > len(self._chain):
                 known = self._compared[chain[:depth]] = self._step(lineage, chain[:depth])
             if known is not None and known.error is not None:
-                return known  # nothing can be built on it
+                return known  # no later step can be built
         return self._compared[chain]
 
     def _step(self, lineage: Lineage, chain: tuple[str, ...]) -> _Compared:
-        """Goes on to the next step of a lineage, and compares it."""
+        """Compute the next save of a lineage, and compare all its steps."""
         first, entry = lineage.entries[0], lineage.entries[len(chain) - 1]
         differing: set[int] = set()
         try:
             if len(chain) == 1:
                 self._leaves = self._base(lineage)
-                differing |= restorer.differing(self._leaves, lineage.base.fingerprints)
+                differing |= check.differing(self._leaves, lineage.base.fingerprints)
             else:
                 one = Lineage((first, entry))
-                for reader, delta in zip(patches.readers(one), one.deltas, strict=True):
+                for reader, delta in zip(delta_reader.readers_of(one), one.deltas, strict=True):
                     leaves, self._leaves = self._leaves, []  # they are donated
-                    self._leaves = restorer.apply(leaves, one, [reader], self._folds)
-                    differing |= restorer.differing(self._leaves, delta.fingerprints)
+                    self._leaves = replay.apply_deltas(leaves, one, [reader], self._programs)
+                    differing |= check.differing(self._leaves, delta.fingerprints)
         except StorageError:
             raise
         except AdaCheckError as error:
@@ -145,7 +152,7 @@ def _touched(base: BaseManifest) -> frozenset[int]:
 
 @contextlib.contextmanager
 def _wide_integers(base: BaseManifest) -> Iterator[None]:
-    """Lets JAX have elements of 64 bits where the update has: Orbax reads on threads of its own."""
+    """Enable 64-bit elements, if the update has them, on all threads: Orbax reads on its own."""
     wide = ("int64", "uint64", "float64", "complex128")
     before = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
     is_wide = any(base.leaves[i].dtype in wide for i in _touched(base))
@@ -157,36 +164,36 @@ def _wide_integers(base: BaseManifest) -> Iterator[None]:
 
 
 def cannot_replay_here(lineage: Lineage) -> str | None:
-    """Why no update of an undamaged lineage can be replayed on this machine; None if it can."""
+    """The reason why this machine cannot replay even an undamaged lineage; None if it can."""
     update = lineage.base.update
-    if update is None or not update.programs or not restorer.replayed_count(lineage):
+    if update is None or not update.programs or not lineage.replayed_count:
         return None
-    here = replay.platform()
+    here = update_program.platform()
     if here not in update.programs:
         known = ", ".join(update.programs)
         return f"the update was exported for {known}, and this machine's platform is {here}"
     path = lineage.base_directory / manifest_file.update_file(here)
     try:
-        replay.load(path.read_bytes(), update, str(path))
+        update_program.load(path.read_bytes(), update, str(path))
     except FormatError as error:
         return " ".join(str(error).split())
     except (AdaCheckError, OSError):
-        return None  # damaged, as replaying it will tell
+        return None  # damaged: replaying it raises the error
     return None
 
 
 def try_to_restore(lineage: Lineage) -> tuple[bool | None, str]:
-    """Whether a step that is damaged can be restored all the same, by doing it.
+    """Recompute a damaged step, which may be restorable all the same.
 
     Returns:
-        True or False, or None where this machine cannot tell; and why.
+        True if it can be restored, False if not, None if this machine cannot know; and the reason.
     """
     problem = cannot_replay_here(lineage)
     if problem is not None:
         return None, problem
-    here = replay.platform()
+    here = update_program.platform()
     update = lineage.base.update
-    if update is not None and restorer.replayed_count(lineage):
+    if update is not None and lineage.replayed_count:
         bad = {each.hinders for each in damaged_programs(lineage.entries[0], update)}
         if here in bad and bad != update.programs.keys():
             whole = ", ".join(sorted(update.programs.keys() - bad))

@@ -1,7 +1,7 @@
-"""Removes from a checkpoint root what cannot be restored and what no step needs.
+"""Repair of a checkpoint root: steps that cannot be restored, and leftovers, are removed.
 
-A step is removed only if it fails verification, restoring it was tried and failed, and nothing that
-can be restored builds on it. What this machine cannot judge stays.
+A step is removed only if it fails verification, an attempt to restore it failed, and no step that
+can be restored builds on it. A step that this machine cannot judge stays.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from adacheck_jax.format.lineage import LINEAGE, identity
 from adacheck_jax.format.roots import TMP_SUFFIX
 from adacheck_jax.tools import audit
 from adacheck_jax.tools.audit import Leftover, Progress, StepReport, Thoroughness
-from adacheck_jax.tools.inspection import InputError
 from adacheck_jax.tools.recompute import try_to_restore
+from adacheck_jax.tools.steps import InputError
 from adacheck_jax.tools.verification import Verifier, unreadable_file, whole_part
 
 _YOUNG_S = 60.0
 """A temporary directory that changed within this time may belong to a running save."""
 _METRICS = "metrics"
-"""The item that Orbax's manager adds to a step of its own accord."""
+"""Name of the item that Orbax's manager itself adds to a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """One directory to be removed.
+    """One directory to remove.
 
     Attributes:
-        path: relative to the root.
-        why: why it is of no use.
-        freed_bytes: of files that have no hard link elsewhere.
-        identity: of the files that were judged; others are not removed.
+        path: path relative to the root.
+        why: the reason why it is of no use.
+        freed_bytes: bytes of its files that have no hard link elsewhere.
+        identity: identity of the judged files; a directory with other files is not removed.
     """
 
     path: str
@@ -50,12 +50,12 @@ class Removal:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """A directory that is damaged, or left over, and stays.
+class KeptDirectory:
+    """A damaged or left-over directory that stays.
 
     Attributes:
-        path: relative to the root.
-        why: why it stays.
+        path: path relative to the root.
+        why: the reason why it stays.
     """
 
     path: str
@@ -64,21 +64,21 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class RepairReport:
-    """What ``adacheck repair`` removed, or would.
+    """The output of ``adacheck repair``.
 
     Attributes:
         root: the checkpoint root.
-        is_dry_run: whether nothing was removed.
-        removals: what was removed, or would be.
-        kept: what is damaged or left over, and stays.
-        freed_bytes: by all removals.
-        step_count: how many steps are left.
+        is_dry_run: True if nothing was removed.
+        removals: directories that were removed, or would be.
+        kept: damaged or left-over directories that stay.
+        freed_bytes: bytes that all removals free.
+        step_count: number of steps that are left.
     """
 
     root: str
     is_dry_run: bool
     removals: tuple[Removal, ...]
-    kept: tuple[Kept, ...]
+    kept: tuple[KeptDirectory, ...]
     freed_bytes: int
     step_count: int
 
@@ -91,14 +91,14 @@ def repair(
     force: bool = False,
     progress: Progress | None = None,
 ) -> RepairReport:
-    """Removes what cannot be restored and what no step needs.
+    """Remove steps that cannot be restored, and leftovers.
 
     Args:
         root: the directory given to the checkpoint manager.
-        read_data: look for damage in every stored byte, not in the structure alone.
-        dry_run: remove nothing.
-        force: also where a manager may be saving.
-        progress: is told how far it is.
+        read_data: True to look for damage in every stored byte, not in the structure alone.
+        dry_run: True to remove nothing.
+        force: True to go on although a manager may be saving.
+        progress: callback before each step is verified.
 
     Raises:
         InputError: there is no such root, or a manager may be saving into it.
@@ -130,12 +130,12 @@ def _check_quiet(root: Path, found: Iterable[Leftover]) -> None:
 
 
 def _changed_s(directory: Path) -> float:
-    """When anything in a directory changed last; 0 if it is gone."""
+    """Time of the last change in a directory, in seconds since the epoch; 0 if it is gone."""
     return max((stat.st_mtime for stat in _stats(directory)), default=0.0)
 
 
 def _stats(directory: Path) -> Iterator[os.stat_result]:
-    """Of a directory, and of all in it; no link is followed."""
+    """The file status of a directory and of all in it; symbolic links are not followed."""
     with contextlib.suppress(OSError):
         yield os.stat(directory, follow_symlinks=False)
     for path, names, files in os.walk(directory):
@@ -146,9 +146,9 @@ def _stats(directory: Path) -> Iterator[os.stat_result]:
 
 def _plan(
     root: Path, steps: Sequence[StepReport], found: Sequence[Leftover]
-) -> tuple[list[Removal], list[Kept]]:
+) -> tuple[list[Removal], list[KeptDirectory]]:
     lost: dict[Path, str] = {}
-    kept: list[Kept] = []
+    kept: list[KeptDirectory] = []
     for step in steps:
         if not step.damage:
             continue
@@ -156,14 +156,14 @@ def _plan(
         if is_lost:
             lost[root / step.item] = why
         else:
-            kept.append(Kept(step.item, why))
+            kept.append(KeptDirectory(step.item, why))
     sound = [root / step.item for step in steps if root / step.item not in lost]
     for path, why in _alone(sound, lost).items():
-        kept.append(Kept(str(path.relative_to(root)), why))
+        kept.append(KeptDirectory(str(path.relative_to(root)), why))
         del lost[path]
     needed = _needed(sound)
     for path in sorted(lost.keys() & needed.keys()):
-        kept.append(Kept(str(path.relative_to(root)), f"{needed[path]} builds on it"))
+        kept.append(KeptDirectory(str(path.relative_to(root)), f"{needed[path]} builds on it"))
         del lost[path]
     chosen: list[tuple[Path, str]] = []
     for each in found:
@@ -172,7 +172,7 @@ def _plan(
         if _is_inside(root, root / each.path):
             chosen.append((root / each.path, each.why))
         else:
-            kept.append(Kept(each.path, "it is a symbolic link, which is not followed"))
+            kept.append(KeptDirectory(each.path, "it is a symbolic link, which is not followed"))
     chosen += _widened(root, lost)
     links: dict[tuple[int, int], int] = {}
     removals = [
@@ -183,7 +183,7 @@ def _plan(
 
 
 def _judge(root: Path, step: StepReport) -> tuple[bool, str]:
-    """Whether a damaged step is lost, and why or why not."""
+    """The judgement of a damaged step: True if it is lost, and the reason."""
     directory = root / step.item
     if not _is_inside(root, directory):
         return False, "it lies behind a symbolic link, which is not followed"
@@ -214,7 +214,7 @@ def _judge(root: Path, step: StepReport) -> tuple[bool, str]:
 
 
 def _format(path: Path) -> object:
-    """The format version that a manifest says it has, None without a manifest that can be read."""
+    """The format version in a manifest; None without a readable manifest."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         body = json.loads(path.read_bytes())
         return body.get("format") if isinstance(body, dict) else None
@@ -222,7 +222,7 @@ def _format(path: Path) -> object:
 
 
 def _needed(directories: Iterable[Path]) -> dict[Path, str]:
-    """The directories that steps refer to where there are no hard links, and by which step."""
+    """The directories that steps need, each with the name of such a step."""
     found = {}
     for directory in directories:
         try:
@@ -235,7 +235,7 @@ def _needed(directories: Iterable[Path]) -> dict[Path, str]:
 
 
 def _alone(sound: Iterable[Path], lost: Iterable[Path]) -> dict[Path, str]:
-    """The lost steps whose directories hold earlier ones that are nowhere else, and which."""
+    """Lost steps whose directories alone hold earlier steps, each with a reason to keep it."""
     known: dict[tuple[Path, str | None], set[int]] = {}
     for directory in sound:
         with contextlib.suppress(AdaCheckError):
@@ -255,7 +255,7 @@ def _alone(sound: Iterable[Path], lost: Iterable[Path]) -> dict[Path, str]:
 
 
 def _widened(root: Path, lost: dict[Path, str]) -> list[tuple[Path, str]]:
-    """Whole steps where nothing else is in them, else items."""
+    """The directories to remove: a whole step if all its items are lost, else the lost items."""
     chosen = []
     for path, why in sorted(lost.items()):
         if path.parent == root:
@@ -270,7 +270,7 @@ def _widened(root: Path, lost: dict[Path, str]) -> list[tuple[Path, str]]:
 
 
 def _freed_bytes(path: Path, links: dict[tuple[int, int], int]) -> int:
-    """Bytes of files whose last link goes with this directory; ``links`` counts those before."""
+    """Bytes of files whose last link is in a directory; ``links`` counts links removed so far."""
     freed_bytes = 0
     for stat in _stats(path):
         key = (stat.st_dev, stat.st_ino)
@@ -281,20 +281,20 @@ def _freed_bytes(path: Path, links: dict[tuple[int, int], int]) -> int:
 
 
 def _is_inside(root: Path, path: Path) -> bool:
-    """Whether a path leads to where it says, and not by way of a link to somewhere else."""
+    """True if a path lies under the root and passes no symbolic link."""
     return path != root and path.is_relative_to(root) and path.resolve() == path
 
 
-def _execute(root: Path, removals: Sequence[Removal]) -> tuple[list[Removal], list[Kept]]:
-    """Removes what is still what was judged."""
+def _execute(root: Path, removals: Sequence[Removal]) -> tuple[list[Removal], list[KeptDirectory]]:
+    """Remove the directories whose files are still the judged ones."""
     done, kept = [], []
     for each in removals:
         path = root / each.path
         if not _is_inside(root, path) or identity(path) != each.identity:
-            kept.append(Kept(each.path, "it changed meanwhile"))
+            kept.append(KeptDirectory(each.path, "it changed meanwhile"))
             continue
         if TMP_SUFFIX not in path.name:
-            # From here on no manager takes it for a step, even if this process ends midway.
+            # Renamed first: even if this process ends midway, no manager takes it for a step.
             path = path.rename(path.with_name(f"{path.name}{TMP_SUFFIX}-{os.getpid()}"))
         shutil.rmtree(path)
         done.append(each)

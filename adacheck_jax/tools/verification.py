@@ -1,7 +1,7 @@
-"""Whether a saved step is what it was: its structure, or every stored byte.
+"""Verification of one saved step: its structure, or every stored byte.
 
-A step needs the files of every step of its lineage. Where these are hard links to files that were
-seen already, they are not read again; see :class:`Verifier`.
+A step needs the files of every step of its lineage. Hard links to files that were checked already
+are not read again; see :class:`Verifier`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from adacheck_jax.format import lineage as lineages
 from adacheck_jax.format import manifest as manifests
 from adacheck_jax.format.byte_loops import fingerprint_of
 from adacheck_jax.format.lineage import Lineage, LineageStep
-from adacheck_jax.format.manifest import BaseManifest, Update
-from adacheck_jax.restore import patches, restorer
+from adacheck_jax.format.manifest import BaseManifest, DeltaManifest, Update
+from adacheck_jax.restore import delta_reader
 from adacheck_jax.store import volume_reader, zarr
-from adacheck_jax.update import replay
+from adacheck_jax.update import program as update_program
 
 PLACEMENT = "placement"
 NUMBER = "number"
@@ -38,16 +38,16 @@ NUMBER = "number"
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """One thing that is not as it was written.
+    """One difference between a stored step and the step that was written.
 
     Attributes:
-        file: the file that is damaged, the directory of the database, or what the names of a pack's
-            files begin with.
-        leaf: leaf path, None where no one leaf is.
-        message: what was expected, and what was found.
-        hinders: what alone it hinders: a platform's name for replaying there, :data:`PLACEMENT` for
-            a restore without an abstract state, :data:`NUMBER` for finding the step by its number;
-            None for every restore.
+        file: path of the damaged file, of the database's directory, or the path that the names of
+            a pack's files begin with.
+        leaf: leaf path, None if no single leaf is damaged.
+        message: the expected and the found.
+        hinders: the only use that it hinders: a platform's name for replay on that platform,
+            :data:`PLACEMENT` for a restore without an abstract state, :data:`NUMBER` for finding
+            the step by its number; None if it hinders every restore.
     """
 
     file: str
@@ -57,27 +57,27 @@ class Damage:
 
     @property
     def error(self) -> IntegrityError:
-        """As an error to be raised."""
+        """The damage as an error to raise."""
         leaf = "" if self.leaf is None else f"{self.leaf}: "
         return IntegrityError(f"{self.file}: {leaf}{self.message}. Restore another step.")
 
 
 def check(item_directory: Path, *, read_data: bool, verifier: Verifier | None = None) -> Lineage:
-    """Checks that a step has all that a restore on this machine needs.
+    """Check that a step has everything that a restore on this machine needs.
 
-    Manifests and what they say of each other, the update program, the databases, and for every
-    chunk of an array that it is there.
+    These are the manifests and their references to each other, the update program, the databases,
+    and the presence of every chunk of an array.
 
     Args:
         item_directory: the step's item directory.
-        read_data: also read every byte of the step and of those that it builds on.
-        verifier: remembers what was checked of other steps.
+        read_data: True to read every byte of the step and of the steps that it builds on, too.
+        verifier: checks of other steps, to be remembered; None to remember none.
 
     Returns:
-        What the step is restored from.
+        The step's lineage.
 
     Raises:
-        AdaCheckError: names the file and, where one is damaged, the leaf.
+        AdaCheckError: names the file and, if a leaf is damaged, the leaf.
     """
     lineage = lineages.resolve(item_directory)
     for each in _hindering(lineage, read_data, verifier or Verifier()):
@@ -86,24 +86,24 @@ def check(item_directory: Path, *, read_data: bool, verifier: Verifier | None = 
 
 
 def _hindering(lineage: Lineage, read_data: bool, verifier: Verifier) -> Iterator[Damage]:
-    """The damage that hinders a restore on this machine; data is read only if it is asked for."""
-    platform = replay.platform() if restorer.replayed_count(lineage) else None
+    """The damage that hinders a restore on this machine."""
+    platform = update_program.platform() if lineage.replayed_count else None
     for look in (verifier.structure, verifier.data) if read_data else (verifier.structure,):
         yield from (each for each in look(lineage) if each.hinders in (None, platform))
 
 
 def whole_part(lineage: Lineage, *, read_data: bool, verifier: Verifier) -> Lineage | None:
-    """The longest part of a lineage that has all that a restore on this machine needs.
+    """The longest part of a lineage that has everything that a restore on this machine needs.
 
     Args:
-        lineage: of a step that is damaged, perhaps.
-        read_data: also read every byte; only then part of what was saved at once can be had.
-        verifier: remembers what was checked of other steps.
+        lineage: the lineage of a step that may be damaged.
+        read_data: True to read every byte, too; only then a part of one save may be found.
+        verifier: checks of other steps, to be remembered.
 
     Returns:
-        What the newest step is restored from that can be; None if not even the base can.
+        The lineage of the newest step that can be restored; None if not even the base can.
     """
-    whole, bad = 0, len(lineage.entries) + 1  # what hinders a step hinders all that build on it
+    whole, bad = 0, len(lineage.entries) + 1  # damage of a step hinders all steps that build on it
     while bad - whole > 1:
         count = (whole + bad) // 2
         part = Lineage(lineage.entries[:count])
@@ -118,17 +118,13 @@ def whole_part(lineage: Lineage, *, read_data: bool, verifier: Verifier) -> Line
 
 
 def _readable(lineage: Lineage) -> Lineage | None:
-    """A lineage without the deltas of its last save that are damaged, and those after them.
-
-    Returns:
-        None where nothing of the last save is left.
-    """
+    """A lineage up to the first damaged delta of its last save; None if that is the first one."""
     programs = damaged_programs(lineage.entries[0], lineage.base.update)
-    if replay.platform() in [each.hinders for each in programs]:
+    if update_program.platform() in [each.hinders for each in programs]:
         return None
     count = len(lineage.saves[-1][0].deltas)
     with contextlib.suppress(IntegrityError, FormatError):
-        for number, reader in enumerate(patches.readers(lineage)[-count:]):
+        for number, reader in enumerate(delta_reader.readers_of(lineage)[-count:]):
             try:
                 for index in reader.stored:
                     for _ in reader.blocks(index):
@@ -139,7 +135,7 @@ def _readable(lineage: Lineage) -> Lineage | None:
 
 
 def damage_of(error: Exception, where: Path) -> Damage:
-    """An error as damage: most of ours begin with the file that they are about."""
+    """An error as damage; most errors of ours begin with the path of their file."""
     message = _ADVICE.sub("", " ".join(str(error).split())).rstrip(".")
     file, colon, rest = message.partition(": ")
     if colon and file.startswith("/"):
@@ -148,11 +144,11 @@ def damage_of(error: Exception, where: Path) -> Damage:
 
 
 _ADVICE = re.compile(r"( The step is damaged)?(;)? [Rr]estore another (step|one)\.$")
-"""What an error of a restore ends with, and a row of a table need not."""
+"""Last sentence of a restore's error, which a row of a table does not need."""
 
 
 def unreadable_file(directory: Path) -> OSError | None:
-    """Why a file that is there cannot be read: then nothing is known of it, least of all damage."""
+    """The error of a file that exists and cannot be read now: it may be whole."""
     problems: list[OSError] = []
     for path, _, files in os.walk(directory, onerror=problems.append):
         for name in files:
@@ -165,21 +161,21 @@ def unreadable_file(directory: Path) -> OSError | None:
 
 
 class Verifier:
-    """Checks steps, and remembers what it found of files that several of them share."""
+    """Checks steps, and remembers its findings about files that several of them share."""
 
     def __init__(self) -> None:
         self._stock = StockCheckpoints()
         self._known: dict[tuple[str, str], tuple[str, list[Damage]]] = {}
 
     def structure(self, lineage: Lineage) -> list[Damage]:
-        """What a step lacks, as far as can be told without reading its arrays."""
+        """Damage that is visible without reading arrays."""
         found = self._each(lineage, "structure", self._structure)
-        if restorer.replayed_count(lineage):
+        if lineage.replayed_count:
             found += _without_program(lineage)
         return found
 
     def data(self, lineage: Lineage) -> list[Damage]:
-        """What is damaged among the stored bytes of a step and of those that it builds on."""
+        """Damage of the stored bytes of a step and of the steps that it builds on."""
         return self._each(lineage, "data", self._data)
 
     def _each(
@@ -193,13 +189,13 @@ class Verifier:
             key = (what, lineages.identity_of(entry))
             if key not in self._known:
                 self._known[key] = entry.start, check(entry, lineage.base)
-            start, damage = self._known[key]  # of another link to the same files, perhaps
+            start, damage = self._known[key]  # found by another link to the same files, perhaps
             found += [_moved(each, start, entry.start) for each in damage]
         return found
 
     def _structure(self, entry: LineageStep, base: BaseManifest) -> list[Damage]:
-        if not isinstance(entry.manifest, BaseManifest):
-            return _delta_structure(entry, base)
+        if isinstance(entry.manifest, DeltaManifest):
+            return _delta_structure(entry, entry.manifest, base)
         parts = [*damaged_programs(entry, base.update), *_descriptions(entry, base)]
         return parts + self._base_arrays(entry)
 
@@ -269,12 +265,12 @@ def _moved(damage: Damage, source: str, target: str) -> Damage:
 
 
 def _stored_leaves(manifest: Any) -> list[manifests.Leaf]:
-    """Those that a base has elements of."""
+    """The leaves that a base stores elements of."""
     return [leaf for leaf in manifest.leaves if leaf.nbytes]
 
 
 def damaged_programs(entry: LineageStep, update: Update | None) -> list[Damage]:
-    """The update programs that are missing, or not those that were written."""
+    """Damage of the update programs: missing ones, and ones that do not match their digest."""
     found = []
     for platform, digest in ({} if update is None else update.programs).items():
         path = entry.directory / manifest_file.update_file(platform)
@@ -301,7 +297,7 @@ def _without_program(lineage: Lineage) -> list[Damage]:
 
 
 def _descriptions(entry: LineageStep, base: BaseManifest) -> list[Damage]:
-    """What Orbax reads beside the arrays and is not what it was."""
+    """Damage of the files that Orbax reads besides the arrays."""
     return [
         dataclasses.replace(
             damage_of(error, entry.directory),
@@ -311,16 +307,16 @@ def _descriptions(entry: LineageStep, base: BaseManifest) -> list[Damage]:
     ]
 
 
-def _delta_structure(entry: LineageStep, base: BaseManifest) -> list[Damage]:
-    manifest = entry.manifest
-    assert isinstance(manifest, manifests.DeltaManifest)
+def _delta_structure(
+    entry: LineageStep, manifest: DeltaManifest, base: BaseManifest
+) -> list[Damage]:
     if len(manifest.fingerprints) != len(base.leaves):
         message = f"expected {len(base.leaves)} fingerprints, found {len(manifest.fingerprints)}"
         return [Damage(str(entry.manifest_path), None, message)]
     found = []
     packs: dict[Path, dict[str, None]] = {}
     try:
-        for reader in patches.readers(Lineage((LineageStep(base, entry.holder), entry))):
+        for reader in delta_reader.readers_of(Lineage((LineageStep(base, entry.holder), entry))):
             for start, names in reader.open_packs().items():
                 packs.setdefault(start, {}).update(dict.fromkeys(names))
         for start, names in packs.items():
@@ -332,11 +328,11 @@ def _delta_structure(entry: LineageStep, base: BaseManifest) -> list[Damage]:
 
 
 def _delta_data(entry: LineageStep, base: BaseManifest) -> list[Damage]:
-    """Reads all that a delta stores; what it stores whole is what the leaf is after the step."""
+    """Damage of all bytes of a save's deltas; leaves stored whole must have their fingerprints."""
     found = []
     lineage = Lineage((LineageStep(base, entry.holder), entry))
     try:
-        readers = patches.readers(lineage)
+        readers = delta_reader.readers_of(lineage)
     except AdaCheckError as error:
         return [damage_of(error, entry.place)]
     for reader, delta in zip(readers, lineage.deltas, strict=True):
@@ -347,7 +343,7 @@ def _delta_data(entry: LineageStep, base: BaseManifest) -> list[Damage]:
             except AdaCheckError as error:
                 found.append(dataclasses.replace(damage_of(error, entry.place), leaf=path))
                 continue
-            whole = reader.holds_all_of(index)
+            whole = reader.stores_whole(index)
             if whole and fingerprint.combine(parts) != delta.fingerprints[index]:
                 found.append(Damage(str(entry.place), path, OTHER_BITS))
     return found

@@ -1,10 +1,9 @@
-"""How exactly an update can be replayed, read from its jaxpr.
+"""Classification of an update's results by the exactness of a replay, read from the jaxpr.
 
-Floating-point sums are not associative, so a result that a sum or a product of matrices went into
-depends on how the arrays are cut over devices and on how the compiler fused the program. Everything
-else that an update does to an array gives the same bits on every mesh: arithmetic on elements of
-the same index, and moving or comparing elements. Where elements stay in their places the update can
-moreover be computed piece by piece. The decision is made on the jaxpr, once an update program.
+Floating-point sums are not associative: a result of a sum, or of a product of matrices, depends on
+the sharding of the arrays and on the compiler's fusions. All other operations of an update give the
+same bits on every mesh: arithmetic on elements of the same index, and moving or comparing elements.
+If elements also stay in their places, the update can be computed on samples.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from adacheck_jax.update import pinning
-from adacheck_jax.update.fence import NAME
-from adacheck_jax.update.flat_jaxpr import called
+from adacheck_jax.update.pinning.fence import NAME
+from adacheck_jax.update.pinning.flat_jaxpr import called
+from adacheck_jax.update.pinning.rules import PLACING, can_pin
 
 
 class Level(IntEnum):
-    """What one result of an update depends on; each level includes those before it."""
+    """Dependence of one result of an update; each level includes those before it."""
 
     ELEMENT = 0
     """Elements of the same index, and scalars."""
     PLACE = 1
-    """Which element lies where; the bits are the same on every mesh."""
+    """The places of elements; the bits are the same on every mesh."""
     ORDER = 2
     """The order in which elements are added up."""
 
@@ -42,27 +41,19 @@ _ELEMENTWISE = """
     shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient
     sub tan tanh xor
 """
-_PLACING = """
-    argmax argmin broadcast_in_dim concatenate dynamic_slice dynamic_update_slice expand_dims gather
-    iota pad random_bits random_fold_in random_seed random_split random_unwrap random_wrap
-    reduce_and reduce_max reduce_min reduce_or reduce_xor reshape rev scatter slice sort split
-    squeeze stack threefry2x32 transpose unstack
-"""
-_LEVELS = dict.fromkeys(_ELEMENTWISE.split(), Level.ELEMENT) | dict.fromkeys(
-    _PLACING.split(), Level.PLACE
-)
+_LEVELS = dict.fromkeys(_ELEMENTWISE.split(), Level.ELEMENT) | dict.fromkeys(PLACING, Level.PLACE)
 _MODULAR = {"reduce_sum", "cumsum", "reduce_prod", "cumprod", "scatter-add"}
-"""Sums that have no order where they are taken of integers."""
+"""Sums and products that are associative on integers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exactness:
-    """What each result of an update depends on.
+    """Classification of the results of an update.
 
     Attributes:
-        levels: one a result.
-        origins: for each result the position of the input that it is, unchanged, else None.
-        primitives: the operations that made results depend on an order, sorted.
+        levels: level of each result.
+        origins: for each result the position of the input that it returns unchanged, else None.
+        primitives: names of the operations that made results depend on an order, sorted.
     """
 
     levels: tuple[Level, ...]
@@ -79,21 +70,21 @@ class _Value:
 def of(
     function: Callable[..., Any], arguments: Sequence[Any], *, pinned: bool = False
 ) -> Exactness:
-    """Reads how exactly a function can be computed again.
+    """Classify the results of a function.
 
     Args:
-        function: traced once; its results are counted in flattening order.
-        arguments: pytrees of ``jax.ShapeDtypeStruct``, whose leaves are counted likewise.
-        pinned: whether its roundings are (:mod:`adacheck_jax.update.pinning`). Then an operation
-            that cannot be pinned counts as a sum.
+        function: a function, which is traced once; results are counted in flattening order.
+        arguments: pytrees of ``jax.ShapeDtypeStruct``; inputs are counted in flattening order.
+        pinned: True if its roundings are pinned (:mod:`adacheck_jax.update.pinning`). Then an
+            operation that cannot be pinned counts as a sum.
 
     Returns:
-        The levels. An operation that is not known counts as a sum.
+        The classification. An unknown operation counts as a sum.
     """
     closed = jax.make_jaxpr(function)(*arguments)
     found: set[str] = set()
     inputs = [_Value(Level.ELEMENT, i) for i in range(len(closed.jaxpr.invars))]
-    results = _walk(closed.jaxpr, inputs, _Found(found, pinned))
+    results = _walk(closed.jaxpr, inputs, _Walk(found, pinned))
     return Exactness(
         tuple(result.level for result in results),
         tuple(result.origin for result in results),
@@ -101,33 +92,21 @@ def of(
     )
 
 
-def independent_of(
-    function: Callable[..., Any], arguments: Sequence[Any], inputs: Sequence[bool]
-) -> tuple[int, ...]:
-    """Finds the results of a function that some of its inputs, and sums, have no part in.
+def operations_of(function: Callable[..., Any], arguments: Sequence[Any]) -> list[str]:
+    """Names and constants of the operations of a function, in order.
+
+    A function that looks at the shapes of its arguments has other operations for other shapes.
 
     Args:
-        function: traced once; its results are counted in flattening order.
+        function: a function, which is traced once.
         arguments: pytrees of ``jax.ShapeDtypeStruct``.
-        inputs: for each leaf of the arguments whether it is one of those inputs.
-    """
-    closed = jax.make_jaxpr(function)(*arguments)
-    values = [_Value(Level.ORDER if touched else Level.ELEMENT) for touched in inputs]
-    results = _walk(closed.jaxpr, values, _Found(set(), pinned=False))
-    return tuple(i for i, result in enumerate(results) if result.level < Level.ORDER)
-
-
-def operations_of(function: Callable[..., Any], arguments: Sequence[Any]) -> list[str]:
-    """The operations of a function and their constants, in order.
-
-    Traced for other shapes they tell whether the function looks at shapes.
     """
     return list(_operations(jax.make_jaxpr(function)(*arguments).jaxpr))
 
 
 def _operations(jaxpr: Any) -> Any:
     for equation in jaxpr.eqns:
-        if called(equation) is None:  # equal leaves may be computed by one function
+        if called(equation) is None:  # equal leaves may share one called function
             constants = [atom.val for atom in equation.invars if hasattr(atom, "val")]
             yield f"{equation.primitive.name} {constants}"
         for body in _bodies(equation.params):
@@ -135,15 +114,20 @@ def _operations(jaxpr: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
-    """What a walk comes by, and which rules it goes by."""
+class _Walk:
+    """Settings and findings of one walk through a jaxpr.
+
+    Attributes:
+        primitives: names of the operations that made results depend on an order.
+        pinned: True if the function's roundings are pinned.
+    """
 
     primitives: set[str]
     pinned: bool
 
 
-def _walk(jaxpr: Any, inputs: Sequence[_Value], found: _Found) -> list[_Value]:
-    """The values of the outputs, given those of the inputs."""
+def _walk(jaxpr: Any, inputs: Sequence[_Value], walk: _Walk) -> list[_Value]:
+    """The values of a jaxpr's outputs, from the values of its inputs."""
     values: dict[Any, _Value] = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def value_of(atom: Any) -> _Value:
@@ -152,7 +136,7 @@ def _walk(jaxpr: Any, inputs: Sequence[_Value], found: _Found) -> list[_Value]:
         return _Value(Level.PLACE) if atom.aval.size > 1 else _CONSTANT  # a mask has places
 
     for equation in jaxpr.eqns:
-        results = _equation(equation, [value_of(atom) for atom in equation.invars], found)
+        results = _equation(equation, [value_of(atom) for atom in equation.invars], walk)
         values.update(zip(equation.outvars, results, strict=True))
     return [value_of(atom) for atom in jaxpr.outvars]
 
@@ -160,40 +144,40 @@ def _walk(jaxpr: Any, inputs: Sequence[_Value], found: _Found) -> list[_Value]:
 _CONSTANT = _Value(Level.ELEMENT)
 
 
-def _equation(equation: Any, inputs: list[_Value], found: _Found) -> list[_Value]:
+def _equation(equation: Any, inputs: list[_Value], walk: _Walk) -> list[_Value]:
     name, count = equation.primitive.name, len(equation.outvars)
     if name == "optimization_barrier":
         return inputs
-    if name == NAME:  # a canonical one changes a NaN
+    if name == NAME:  # a canonical fence changes NaNs
         return [_Value(inputs[0].level, None if equation.params["canonical"] else inputs[0].origin)]
     if name == "cond":
-        return _cond(equation, inputs, found)
+        return _cond(equation, inputs, walk)
     body = _called(equation)
-    if found.pinned and body is not None and not pinning.can_pin(equation):
+    if walk.pinned and body is not None and not can_pin(equation):
         body = None
     if body is not None:
-        return _walk(body, inputs, found)
+        return _walk(body, inputs, walk)
     level = max((value.level for value in inputs), default=Level.ELEMENT)
     bodies = list(_bodies(equation.params))
-    if bodies:  # loops: as whole as what is in them, and an element's place may have a part in it
+    if bodies:  # a loop has the level of its bodies, and may depend on elements' places
         inside = [
             result.level
             for each in bodies
-            for result in _walk(each, [_CONSTANT] * len(each.invars), found)
+            for result in _walk(each, [_CONSTANT] * len(each.invars), walk)
         ]
         return [_Value(max([level, Level.PLACE, *inside]))] * count
     own = _level(equation)
-    if found.pinned and not pinning.can_pin(equation):
+    if walk.pinned and not can_pin(equation):
         own = Level.ORDER
     if own is Level.ORDER and level < Level.ORDER:
-        found.primitives.add(name)
+        walk.primitives.add(name)
     return [_Value(max(level, own))] * count
 
 
-def _cond(equation: Any, inputs: list[_Value], found: _Found) -> list[_Value]:
-    """A result is what it is in the branches, if the choice between them is exact."""
+def _cond(equation: Any, inputs: list[_Value], walk: _Walk) -> list[_Value]:
+    """The values of a conditional: the highest level of its branches and of its choice."""
     choice, operands = inputs[0], inputs[1:]
-    branches = [_walk(each.jaxpr, operands, found) for each in equation.params["branches"]]
+    branches = [_walk(each.jaxpr, operands, walk) for each in equation.params["branches"]]
     results = []
     for each in zip(*branches, strict=True):
         origins = {value.origin for value in each}
@@ -212,7 +196,7 @@ def _level(equation: Any) -> Level:
             level = Level.PLACE  # modular arithmetic is associative
     if level is None and not (name.startswith("reduce_") and max(sizes) <= 1):
         return Level.ORDER
-    # A scalar has one place only, and gives it to whatever it is broadcast to.
+    # A scalar has only one place, and so has an array that it is broadcast to.
     is_scalar = max(sizes[: len(equation.invars)], default=2) <= 1
     is_spread = name in {"broadcast_in_dim", "random_wrap", "random_unwrap"} or max(sizes) <= 1
     return Level.ELEMENT if level is None or (is_scalar and is_spread) else level

@@ -1,8 +1,8 @@
-"""An update that leaves elements in their places, on samples of all leaves at once.
+"""An update that leaves elements in their places, evaluated on samples of all leaves at once.
 
-Leaves that go through the same operations are put one behind the other and computed together: of
-hundreds of leaves a handful of operations is left. They are those of the update's own jaxpr, mapped
-over rows of elements, so that their bits are those of the update wherever it is pinned.
+Leaves that go through the same operations are concatenated and computed together, so that hundreds
+of leaves take a handful of operations. The operations are those of the update's own jaxpr, mapped
+over rows of elements: a pinned update gives the same bits.
 """
 
 from __future__ import annotations
@@ -16,28 +16,30 @@ import jax.numpy as jnp
 import numpy as np
 
 from adacheck_jax.format.fingerprint import words_of
-from adacheck_jax.update.flat_jaxpr import Group, flatten, groups
+from adacheck_jax.update.pinning.flat_jaxpr import Group, flatten, groups
 
 ROW = 128
-"""Elements of a row. XLA may compile shorter ones to other arithmetic."""
+"""Elements of a row. XLA may compile shorter rows to other arithmetic."""
 
 Vectors = Mapping[str, Any]
-"""Samples of leaves, those of one data type one behind the other, along the last axis; by the
-type's name. The first axis has a row for each device that took a sample."""
+"""Samples of leaves by name of their data type: (devices, elements).
+
+Leaves of one type are concatenated along the last axis; each device that took a sample has a row.
+"""
 
 
 class UnevenError(Exception):
-    """An update whose leaves cannot be computed apart."""
+    """The leaves of an update cannot be computed one by one."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Groups of operations that are equal, and share their scalars.
+    """Equal groups of operations, which share their scalars.
 
     Attributes:
-        group: one of them.
-        inputs: for each of its inputs the leaves that all of them take; none for a scalar.
-        outputs: for each of its outputs the leaves that all of them compute.
+        group: one of the groups.
+        inputs: for each input of a group the leaves that the groups take; empty for a scalar.
+        outputs: for each output of a group the leaves that the groups compute.
     """
 
     group: Group
@@ -45,19 +47,22 @@ class _Batch:
     outputs: tuple[tuple[int, ...], ...]
 
 
-class Order:
+class VectorLayout:
     """The places of leaves in vectors.
 
     Args:
-        order: the leaves.
-        dtypes: name of the data type of each.
-        sizes: sampled elements of each.
+        leaves: indices of the leaves, in order.
+        dtypes: name of each leaf's data type, by leaf index.
+        sizes: number of each leaf's sampled elements, by leaf index.
+
+    Attributes:
+        lengths: length of each vector, by name of its data type.
     """
 
     def __init__(
-        self, order: Sequence[int], dtypes: Mapping[int, str], sizes: Mapping[int, int]
+        self, leaves: Sequence[int], dtypes: Mapping[int, str], sizes: Mapping[int, int]
     ) -> None:
-        self.leaves = tuple(order)
+        self.leaves = tuple(leaves)
         self.dtypes, self.sizes = dtypes, sizes
         self.lengths: dict[str, int] = {}
         self._starts: dict[int, int] = {}
@@ -66,7 +71,7 @@ class Order:
             self.lengths[dtypes[i]] = self._starts[i] + sizes[i]
 
     def of(self, vectors: Vectors, leaves: Sequence[int]) -> Any:
-        """The samples of some leaves of one data type, one behind the other."""
+        """The concatenated samples of some leaves of one data type."""
         vector, runs = vectors[self.dtypes[leaves[0]]], list[list[int]]()
         for i in leaves:
             start, stop = self._starts[i], self._starts[i] + self.sizes[i]
@@ -80,8 +85,8 @@ class Order:
         join = np.concatenate if isinstance(vector, np.ndarray) else jnp.concatenate
         return join(parts, axis=-1)
 
-    def chosen(self, vectors: Vectors, other: Order) -> Vectors:
-        """The vectors of another order of some of the leaves."""
+    def selected(self, vectors: Vectors, other: VectorLayout) -> Vectors:
+        """The vectors of another layout, of some of the leaves."""
         if other is self:
             return vectors
         by_dtype: dict[str, list[int]] = {}
@@ -94,19 +99,19 @@ class Pieces:
     """An update over samples.
 
     Args:
-        function: the update, of flat leaves and switches.
-        specs: shapes and data types of the four lists of leaves that it takes.
-        arguments: the index of each of those leaves.
-        switches: like those that it takes.
-        sizes: sampled elements of each leaf.
-        passed: leaves that it returns as it takes them.
+        function: the update over flat leaves.
+        specs: shapes and data types of its four lists of leaves.
+        arguments: leaf indices in these lists.
+        switches: an example of the update's last argument.
+        sizes: number of sampled elements of each leaf, by leaf index.
+        passed: indices of the leaves that the update returns unchanged.
 
     Attributes:
-        before: the leaves that the update computes, as they lie in vectors.
-        after: all leaves, likewise.
+        before: layout of the leaves that the update computes.
+        after: layout of all leaves.
 
     Raises:
-        UnevenError: leaves depend on others by more than scalars.
+        UnevenError: a leaf depends on another one by more than scalars.
     """
 
     def __init__(
@@ -123,10 +128,10 @@ class Pieces:
         flat = flatten(closed.jaxpr)
         indices = [i for each in arguments for i in each]
         explained = [*arguments[0], *arguments[1]]
-        consts, given = flat.inputs[: len(closed.consts)], flat.inputs[len(closed.consts) :]
+        consts, inputs = flat.inputs[: len(closed.consts)], flat.inputs[len(closed.consts) :]
         self._consts = dict(zip(consts, closed.consts, strict=True))
-        self._switches = given[-1]
-        self._leaf_of = dict(zip(given[:-1], indices, strict=True))
+        self._switches = inputs[-1]
+        self._leaf_of = dict(zip(inputs[:-1], indices, strict=True))
         leaves = [spec for each in specs for spec in each]
         dtypes = {i: str(spec.dtype) for i, spec in zip(indices, leaves, strict=True)}
         self._scalars = {i for i, spec in zip(indices, leaves, strict=True) if not spec.shape}
@@ -141,14 +146,14 @@ class Pieces:
         for op in flat.ops:
             avals |= dict(zip(op.outputs, op.avals, strict=True))
         self._batches = self._batched(groups(flat), avals, sizes)
-        order: dict[int, None] = {}
+        ordered: dict[int, None] = {}
         for batch in self._batches:
             for each in (*batch.inputs, *batch.outputs):
-                order |= dict.fromkeys(each)
-        order |= dict.fromkeys(indices)
+                ordered |= dict.fromkeys(each)
+        ordered |= dict.fromkeys(indices)
         computed = frozenset(explained).difference(passed)
-        self.before = Order([i for i in order if i in computed], dtypes, sizes)
-        self.after = Order([*order], dtypes, sizes)
+        self.before = VectorLayout([i for i in ordered if i in computed], dtypes, sizes)
+        self.after = VectorLayout([*ordered], dtypes, sizes)
 
     def _batched(
         self, found: Sequence[Group], avals: Mapping[int, Any], sizes: Mapping[int, int]
@@ -189,21 +194,21 @@ class Pieces:
         ]
 
     def __call__(self, before: Vectors, after: Vectors, switches: Any) -> list[Any]:
-        """Computes samples of the state that the update makes.
+        """Compute samples of the state after the update.
 
         Args:
-            before: vectors of the leaves that it computes, as they were; see :attr:`before`.
-            after: vectors of all leaves, as they are: what it consumed is taken from these, and
-                what it passes through.
-            switches: of the update.
+            before: samples, in the layout :attr:`before`, of the state before the update.
+            after: samples, in the layout :attr:`after`, of the state after it: leaves that the
+                update consumes or passes through are taken from these.
+            switches: the update's last argument.
 
         Returns:
-            Samples of leaves, in parts; :meth:`wrong` knows of which.
+            Samples in parts, for :meth:`wrong`.
         """
         return jax.vmap(self._row, in_axes=(0, 0, None))(before, after, switches)
 
     def _row(self, before: Vectors, after: Vectors, switches: Any) -> list[Any]:
-        """What one device computes."""
+        """The samples that one device computes."""
         computed = frozenset(self.before.leaves)
 
         def taken(leaves: Sequence[int]) -> Any:
@@ -233,14 +238,14 @@ class Pieces:
         return [ref for ref, leaf in self._result_of.items() if leaf in self._scalars]
 
     def wrong(self, results: Sequence[Any], after: Vectors) -> dict[int, float]:
-        """Compares what was computed with the state.
+        """Compare computed samples with the state.
 
         Args:
-            results: from a call.
-            after: as it was given to it, on the host.
+            results: results of a call.
+            after: the same samples as in that call, on the host.
 
         Returns:
-            For each leaf that differs the share of its sampled elements that do.
+            The share of sampled elements that differ, by index of each leaf that does.
         """
         parts = [leaves for batch in self._batches if any(batch.inputs) for leaves in batch.outputs]
         parts += [(self._result_of[ref],) for ref in self._scalar_results()]
@@ -260,18 +265,18 @@ class Pieces:
 
 
 def row_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """Shape of a row of a leaf: its number of axes, with all elements along the last one."""
+    """Shape of a row of a leaf: its number of axes, with :data:`ROW` elements along the last."""
     return (*(1,) * (len(shape) - 1), ROW) if shape else ()
 
 
 def _words(elements: np.ndarray) -> np.ndarray:
-    """The bits of some elements, a row for each."""
+    """The bits of some elements as words, a row for each element."""
     words = words_of(np.ascontiguousarray(elements))
     return words.reshape(elements.size, words.size // elements.size if elements.size else 1)
 
 
 def _mapped(batch: _Batch, shared: Mapping[int, Any], arrays: Sequence[Any]) -> list[Any]:
-    """Evaluates a group on long vectors, row by row."""
+    """Evaluate a group on long vectors, row by row."""
     refs = [ref for ref, leaves in zip(batch.group.inputs, batch.inputs, strict=True) if leaves]
     length = arrays[0].shape[0]
     if not length:
@@ -283,7 +288,7 @@ def _mapped(batch: _Batch, shared: Mapping[int, Any], arrays: Sequence[Any]) -> 
         jnp.pad(x, (0, -length % ROW)).reshape(-1, *shapes[ref])
         for ref, x in zip(refs, arrays, strict=True)
     ]
-    outputs = jax.vmap(lambda *given: _evaluated(batch, shared, given))(*rows)
+    outputs = jax.vmap(lambda *each: _evaluated(batch, shared, each))(*rows)
     return [x.reshape(-1)[:length] for x in outputs]
 
 
@@ -295,7 +300,7 @@ def _avals(batch: _Batch) -> list[Any]:
 
 
 def _evaluated(batch: _Batch, shared: Mapping[int, Any], arrays: Sequence[Any]) -> list[Any]:
-    """Evaluates the operations of a group."""
+    """Evaluate the operations of a group."""
     group = batch.group
     refs = [ref for ref, leaves in zip(group.inputs, batch.inputs, strict=True) if leaves]
     env = {**shared, **dict(zip(refs, arrays, strict=True))}

@@ -1,8 +1,8 @@
 """The update as a program of its own: exact replay for updates that reduce over elements.
 
-The bits of a sum depend on how the compiler arranged the program that it is part of. An update with
-sums inside (adafactor, muon, lamb, clipping inside the recorder) therefore replays exactly only if
-training runs the very program that replay will run: same inputs, same shardings, nothing else.
+The bits of a sum depend on the whole program around it. An update with sums inside (adafactor,
+muon, lamb, clipping inside the recorder) therefore replays exactly only if training runs the very
+program that a restore runs: same inputs, same shardings, nothing else.
 """
 
 from __future__ import annotations
@@ -21,27 +21,29 @@ from jax.sharding import NamedSharding, PartitionSpec
 from adacheck_jax.device import transfer, trees
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import RecorderError
-from adacheck_jax.update import replay
-from adacheck_jax.update.fence import zero_of
+from adacheck_jax.update import program as update_program
+from adacheck_jax.update.pinning.fence import zero_of
 from adacheck_jax.update.recorder import (
     TAKE_ARGUMENT,
-    InnerElsewhere,
     Probe,
     Recorder,
-    RecorderState,
     SeparateCall,
+    reference,
+)
+from adacheck_jax.update.recorder_state import (
+    InnerElsewhere,
+    RecorderState,
     UpdateSignature,
     abstract,
     passed_key,
     picked,
-    reference,
 )
 
 _log = logging.getLogger(__name__)
 
 
 class SeparateUpdate:
-    """``tx.update`` and ``optax.apply_updates`` in two programs: up to the record, and from it on.
+    """``tx.update`` and ``optax.apply_updates`` as two programs, the second from the record on.
 
     Made by :func:`separate_update`.
     """
@@ -49,18 +51,20 @@ class SeparateUpdate:
     def __init__(self, tx: optax.GradientTransformation) -> None:
         self._tx = optax.with_extra_args_support(tx)
         _announce(tx)
-        self._known: dict[Any, tuple[Callable[..., Any], replay.UpdateFunction, Recorder]] = {}
+        self._compiled: dict[
+            Any, tuple[Callable[..., Any], update_program.UpdateFunction, Recorder]
+        ] = {}
 
     def __call__(
         self, grads: PyTree, opt_state: PyTree, params: PyTree, **extra_args: Any
     ) -> tuple[PyTree, PyTree]:
-        """Applies one update.
+        """Apply one update.
 
         Args:
-            grads: gradients, as for ``tx.update``.
+            grads: gradients, as ``tx.update`` takes them.
             opt_state: the optimizer state; donated.
             params: the params; donated.
-            **extra_args: arrays, as for ``tx.update``.
+            **extra_args: arrays, as ``tx.update`` takes them.
 
         Returns:
             The new params and optimizer state, sharded like the former ones.
@@ -74,14 +78,16 @@ class SeparateUpdate:
                 "separate_update was called inside a compiled function, so that its update would "
                 "become part of that program. Compile the gradients alone, and call it outside."
             )
-        given = _node_of(opt_state)
-        is_passed = _is_passed(given)
-        inner = _placed(given.adacheck_inner, is_passed, params)
-        rest = _with(opt_state, given._replace(adacheck_passed={}, adacheck_inner=InnerElsewhere()))
+        before = _node_of(opt_state)
+        is_passed = _is_passed(before)
+        inner = _placed(before.adacheck_inner, is_passed, params)
+        rest = _with(
+            opt_state, before._replace(adacheck_passed={}, adacheck_inner=InnerElsewhere())
+        )
         key = (jax.tree.structure(arguments), *map(_signature, jax.tree.leaves(arguments)))
-        if key not in self._known:
-            self._known[key] = self._compile(grads, rest, params, extra_args, inner, is_passed)
-        take, fold, recorder = self._known[key]
+        if key not in self._compiled:
+            self._compiled[key] = self._compile(grads, rest, params, extra_args, inner, is_passed)
+        take, update, recorder = self._compiled[key]
         rest, zero = take(grads, rest, params, extra_args)
         node = _node_of(rest)
         leaves, treedef = jax.tree.flatten(inner)
@@ -89,7 +95,7 @@ class SeparateUpdate:
         taken = tuple(map(reference, [*jax.tree.leaves(params), *computed]))
         old_params, old_inner = _unshared(jax.tree.leaves(params), computed)
         record, extra = _consumed(node, inner, is_passed)
-        after = fold(old_params, old_inner, record, extra, zero)
+        after = update(old_params, old_inner, record, extra, zero)
         new_params = [*map(_keyed, jax.tree.leaves(params), after[0])]
         new_computed = [*map(_keyed, computed, after[1])]
         returned = tuple(map(reference, [*new_params, *new_computed]))
@@ -98,7 +104,7 @@ class SeparateUpdate:
         new_inner = treedef.unflatten(
             leaf if each else next(new) for leaf, each in zip(leaves, is_passed, strict=True)
         )
-        passed = picked(given.adacheck_passed, inner)
+        passed = picked(before.adacheck_passed, inner)
         node = node._replace(adacheck_passed=passed, adacheck_inner=new_inner)
         return jax.tree.unflatten(jax.tree.structure(params), new_params), _with(rest, node)
 
@@ -110,7 +116,7 @@ class SeparateUpdate:
         extra_args: Any,
         inner: PyTree,
         is_passed: list[bool],
-    ) -> tuple[Callable[..., Any], replay.UpdateFunction, Recorder]:
+    ) -> tuple[Callable[..., Any], update_program.UpdateFunction, Recorder]:
         recorders: list[Recorder] = []
 
         def take(grads: PyTree, rest: PyTree, params: PyTree, extra_args: Any) -> PyTree:
@@ -129,7 +135,7 @@ class SeparateUpdate:
 
         after = jax.eval_shape(take, grads, rest, params, extra_args)
         leaves = jax.tree.leaves((params, rest))
-        kept = replay.common_shardings(leaves)[-len(jax.tree.leaves(rest)) :]
+        kept = update_program.common_shardings(leaves)[-len(jax.tree.leaves(rest)) :]
         shardings = jax.tree.unflatten(jax.tree.structure(after), kept)
         recorder = recorders[0]
         recorder.separate = True
@@ -139,26 +145,26 @@ class SeparateUpdate:
         parts = (params, inner, node.adacheck_record, node.adacheck_extra)
         shapes = [jax.tree.map(abstract, tree) for tree in parts]
         signature = UpdateSignature(shapes[0], shapes[1], shapes[2], shapes[3], paths)
-        function = replay.update_function(recorder, signature)
+        function = update_program.update_function(recorder, signature)
         computed = [
             x for x, each in zip(jax.tree.leaves(inner), is_passed, strict=True) if not each
         ]
         lists = [jax.tree.leaves(params), computed, *_consumed(node, inner, is_passed)]
         specs = [list(map(_raw_spec, each)) for each in lists]
-        here = replay.platform()
-        programs = replay.export(function, specs, replay.switches(1), (here,))
-        exported = replay.from_bytes(programs[here])
+        here = update_program.platform()
+        programs = update_program.export(function, specs, update_program.switches(1), (here,))
+        exported = update_program.load_own(programs[here])
 
         def take_with_zero(*arguments: Any) -> tuple[PyTree, Any]:
             return take(*arguments), zero_of(_node_of(arguments[1]).adacheck_count)
 
         taking: Any = jax.jit(take_with_zero, out_shardings=(shardings, None), donate_argnums=1)
         raw = [[*map(transfer.raw, each)] for each in lists[:2]]
-        return taking, replay.compile_fold(exported, raw[0], raw[1]), recorder
+        return taking, update_program.jit_update_like(exported, raw[0], raw[1]), recorder
 
 
 def separate_update(tx: optax.GradientTransformation) -> SeparateUpdate:
-    """Makes an update that runs as a program of its own, so that any update replays exactly.
+    """Make an update that runs as a program of its own, so that any update replays exactly.
 
     Example, for an optimizer with sums inside::
 
@@ -181,9 +187,9 @@ def separate_update(tx: optax.GradientTransformation) -> SeparateUpdate:
 
 
 def _announce(tx: optax.GradientTransformation) -> None:
-    """Tells the recorder before its first update, so that a state saved before it is no surprise.
+    """Mark the recorder as run separately before its first update: a state may be saved earlier.
 
-    Where something around the recorder does not let this through, the first update tells it.
+    If a transformation around the recorder does not pass the probe on, the first update marks it.
     """
     probe: Any = Probe()
     try:
@@ -214,13 +220,13 @@ def _with(opt_state: PyTree, node: RecorderState) -> PyTree:
 
 
 def _is_passed(node: RecorderState) -> list[bool]:
-    """For each leaf of the inner state whether it is recorded as it was consumed."""
+    """For each leaf of the inner state, True if the update passes it through and it is recorded."""
     keys = node.adacheck_passed
     return [passed_key(path) in keys for path in trees.flatten(node.adacheck_inner)[0]]
 
 
 def _placed(inner: PyTree, is_passed: list[bool], params: PyTree) -> PyTree:
-    """The inner state, what no program returns on all devices of the params too."""
+    """The inner state, with passed-through leaves on all devices of the params."""
     shardings = [x.sharding for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
     main = max(shardings, key=lambda each: len(each.device_set), default=None)
     if not isinstance(main, NamedSharding):
@@ -237,7 +243,7 @@ def _placed(inner: PyTree, is_passed: list[bool], params: PyTree) -> PyTree:
 
 
 def _consumed(node: RecorderState, inner: PyTree, is_passed: list[bool]) -> list[list[Any]]:
-    """The record, and the extra arguments with what the update passes through."""
+    """The record; and the extra arguments with the passed-through leaves."""
     pairs = zip(jax.tree.leaves(inner), is_passed, strict=True)
     passed = [transfer.raw(leaf) for leaf, each in pairs if each]
     extra = jax.tree.leaves(node.adacheck_extra)
@@ -261,7 +267,7 @@ def _raw_spec(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _unshared(*lists: list[Any]) -> list[list[Any]]:
-    """Plain leaves that may be donated: a buffer that occurs twice is copied."""
+    """Plain leaves that can be donated: a buffer that occurs twice is copied."""
     seen: set[int] = set()
 
     def own(leaf: Any) -> Any:
@@ -275,7 +281,7 @@ def _unshared(*lists: list[Any]) -> list[list[Any]]:
 
 
 def _keyed(old: Any, new: Any) -> Any:
-    """The new leaf, a typed key where the former one was."""
+    """The new leaf, as a typed key if the old leaf is one."""
     if not transfer.is_key(old):
         return new
     return jax.random.wrap_key_data(new, impl=jax.random.key_impl(old))

@@ -1,11 +1,11 @@
-"""Update programs from files that anyone may have written: parsed apart, and refused unless pure.
+"""Update programs from untrusted files: parsed in another process, and refused unless pure.
 
-A crafted program can end the process that parses it: :mod:`adacheck_jax.update.vet_program` parses
-it first, in a process of its own. What this process exported itself needs none, and the same bytes
-are parsed there once a process. A program that parses is run only if it computes and does nothing
-else: StableHLO can call into whatever is registered in the process (Python callbacks are such
-custom calls), read and write channels to the host, and more with every release; so operations are
-allowed by name, and any other is refused.
+A crafted program can end the process that parses it, so :mod:`adacheck_jax.update.vet_program`
+parses it first, in a process of its own, once for the same bytes. Programs that this process
+exported need no such test. A program that parses is run only if it does nothing but compute.
+StableHLO can call any function that is registered in the process (Python callbacks are such custom
+calls), read and write channels to the host, and more with every release; so operations are allowed
+by name, and any other is refused.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SCRIPT = Path(__file__).with_name("vet_program.py")
 _TIMEOUT_S = 60.0
 _lock = threading.Lock()
 _verdicts: dict[str, Future[str]] = {}
-"""By digest of the bytes, why they cannot be parsed; empty where they can."""
+"""Reasons why programs cannot be parsed, by digest of their bytes; empty for good programs."""
 
 _STABLEHLO = """
     abs add and atan2 bitcast_convert broadcast_in_dim case cbrt ceil cholesky clamp compare
@@ -45,7 +45,7 @@ _STABLEHLO = """
 """
 _COLLECTIVES = """
     all_gather all_reduce all_to_all collective_permute partition_id reduce_scatter
-"""  # among the devices that run the program, where an update has a shard_map
+"""  # communication of an update inside shard_map
 _SHARDY = "manual_computation mesh reshard return sharding_constraint sharding_group"
 _CHLO = """
     acos acosh asin asinh atan atanh bessel_i1e broadcast_add broadcast_compare
@@ -78,14 +78,14 @@ CUSTOM_CALLS = frozenset(
 )
 """Targets of custom calls that an update may make: linear algebra, random bits and shardings.
 
-Of those that ``jax.export`` lets through by itself these are the pure ones. Left out are kernels
-whose code is part of the program (Pallas for TPU and GPU, Triton), TensorFlow functions, buffers
-that are not initialized, and placement in host memory.
+These are the pure ones among the targets that ``jax.export`` allows. Left out are kernels whose
+code is part of the program (Pallas for TPU and GPU, Triton), TensorFlow functions, uninitialized
+buffers, and placement in host memory.
 """
 
 
 def trust(data: bytes) -> None:
-    """Notes a program that was made here."""
+    """Note a program that this process exported: it is not parsed in another process."""
     verdict: Future[str] = Future()
     verdict.set_result("")
     with _lock:
@@ -93,7 +93,7 @@ def trust(data: bytes) -> None:
 
 
 def begin_parsing(data: bytes) -> None:
-    """Starts to parse a program in the background, ahead of :func:`check_parses`."""
+    """Start to parse a program in another process; :func:`check_parses` waits for it."""
     digest = _digest(data)
     with _lock:
         if digest in _verdicts:
@@ -101,23 +101,23 @@ def begin_parsing(data: bytes) -> None:
         verdict = _verdicts[digest] = Future()
     try:
         module = jax.export.deserialize(bytearray(data)).mlir_module_serialized
-    except Exception:  # in Python, and harmless: whoever loads it will tell
+    except Exception:  # raised in Python, and harmless: loading the program raises it again
         verdict.set_result("")
         return
-    # A daemon: whoever ends meanwhile need not wait for it.
+    # A daemon: a process that ends need not wait for it.
     thread = threading.Thread(target=_vet, args=(module, verdict), daemon=True, name="vetting")
     thread.start()
 
 
 def check_parses(data: bytes, where: str) -> None:
-    """Waits until it is known that a program can be parsed.
+    """Wait for the parse of a program in another process.
 
     Args:
         data: the serialized program.
-        where: the file, for the message.
+        where: name of its file, for the message.
 
     Raises:
-        FormatError: it ended the process that parsed it, or took too long.
+        FormatError: the program ended the process that parsed it, or took too long.
     """
     begin_parsing(data)
     verdict = _verdicts[_digest(data)].result()
@@ -159,14 +159,14 @@ def _digest(data: bytes) -> str:
 
 
 def check_operations(exported: jax.export.Exported, where: str) -> None:
-    """Refuses a program that may do anything else than compute.
+    """Refuse a program that may do anything but compute.
 
     Args:
-        exported: as ``jax.export.deserialize`` gives it; its program is not parsed yet.
-        where: the file, for the message.
+        exported: the program from ``jax.export.deserialize``, which has not parsed it yet.
+        where: name of its file, for the message.
 
     Raises:
-        FormatError: names what the program would do.
+        FormatError: names the operations that are not allowed.
     """
     effects = [*exported.ordered_effects, *exported.unordered_effects]
     if effects or exported.disabled_safety_checks:

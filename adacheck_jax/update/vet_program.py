@@ -1,10 +1,10 @@
-"""Parses the module of an exported program as a restore would, alone in a process, from its input.
+"""A script that parses the module of an exported program, read from its standard input.
 
-The parser is native code, which some crafted bytes end together with its process. The exit status
-tells: 0 if it got through, also where it refused the module, since it will do so again.
+The parser is native code, and some crafted bytes end its process. The exit status is 0 if the
+parser returned, even with an error, which it will raise again for the restore.
 
-It imports as little as it can, since a restore may wait for it: jaxlib alone takes half the time of
-jax. What that has under other names in another version is had from jax.
+A restore may wait for this process, so it imports jaxlib alone, in half the time of jax. If a
+release of jaxlib has other names, jax is imported.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from jaxlib.mlir import ir
 
 
 def parse(module: bytes) -> None:
-    """Goes through everything native that reads a program before it is compiled.
+    """Run all native code that reads a program before it is compiled.
 
     Args:
-        module: what ``jax.export`` keeps of a program: a portable artifact of StableHLO.
+        module: the program's module, a portable artifact of StableHLO, as ``jax.export`` keeps it.
     """
     with _context():
         found = _deserialize(module)
@@ -37,7 +37,7 @@ def _deserialize(module: bytes) -> Any:
 
 
 def _context() -> Any:
-    """What jax parses programs in."""
+    """An MLIR context with the dialects that jax uses."""
     try:
         from jaxlib.mlir._mlir_libs import _jax_mlir_ext
         from jaxlib.mlir.dialects import chlo, mhlo, mpmd, sdy, stablehlo
@@ -58,7 +58,7 @@ def _context() -> Any:
 
 
 class _Context(ir.Context):
-    """One that does not load every dialect there is."""
+    """A context that does not load every dialect."""
 
     def __init__(self) -> None:
         super(ir.Context, self).__init__()

@@ -24,7 +24,7 @@ import orbax.checkpoint as ocp
 
 import adacheck_jax as adacheck
 from adacheck_jax.format import manifest, manifest_file
-from adacheck_jax.update.sampling import Sites
+from adacheck_jax.update.sample_sites import Sites
 
 SAVES = 3  # a base, a delta to begin with, and the one that is looked into
 

@@ -26,8 +26,8 @@ import optax
 
 import adacheck_jax as adacheck
 from adacheck_jax.device import trees
-from adacheck_jax.format import manifest
-from adacheck_jax.update.recorder import PASSED_FIELD
+from adacheck_jax.format import manifest_json
+from adacheck_jax.update.recorder_state import PASSED_FIELD
 from tests import support
 
 DATA = Path(__file__).parent
@@ -148,7 +148,7 @@ def make(golden: Golden, root: Path) -> dict[int, np.ndarray]:
 
 def main() -> None:
     """Makes the roots of the current version."""
-    made = [each for each in GOLDEN if each.version == manifest.FORMAT_VERSION]
+    made = [each for each in GOLDEN if each.version == manifest_json.FORMAT_VERSION]
     directory = made[0].directory
     directory.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as work, io.BytesIO() as archive:

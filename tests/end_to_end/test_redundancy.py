@@ -21,7 +21,7 @@ from adacheck_jax.device import transfer
 from adacheck_jax.format import manifest, manifest_file
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.store import links, volumes
-from adacheck_jax.tools import inspection
+from adacheck_jax.tools import inspection, steps
 from tests import support
 from tests.end_to_end.test_multiprocess import launch
 
@@ -49,7 +49,7 @@ def restored(root, step, like):
 
 
 def new_bytes(root, step):
-    return inspection.new_bytes(root / str(step))
+    return steps.new_bytes(root / str(step))
 
 
 def base_of(root, step):

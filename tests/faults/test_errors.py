@@ -16,7 +16,7 @@ from etils import epath
 
 import adacheck_jax as adacheck
 from adacheck_jax.format import lineage, manifest, manifest_file
-from adacheck_jax.update import replay
+from adacheck_jax.update import program as update_program
 from tests import support
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
 
@@ -229,7 +229,7 @@ class TestUpdateProgram:
         def fail(_data):
             raise ValueError("unsupported version 99")
 
-        monkeypatch.setattr(replay.jax.export, "deserialize", fail)
+        monkeypatch.setattr(update_program.jax.export, "deserialize", fail)
 
     @pytest.mark.usefixtures("unreadable")
     def test_without_a_recorder_the_error_says_which_jax_wrote_it(self, saved_run):

@@ -24,9 +24,10 @@ from adacheck_jax import FormatError, IntegrityError
 from adacheck_jax.format import lineage, manifest_file, manifest_json, roots
 from adacheck_jax.format import manifest as manifests
 from adacheck_jax.format.manifest import Update
-from adacheck_jax.restore.patches import DeltaReader
+from adacheck_jax.restore.delta_reader import DeltaReader
 from adacheck_jax.store import packs, zarr
-from adacheck_jax.update import replay, untrusted
+from adacheck_jax.update import program as update_program
+from adacheck_jax.update import untrusted
 from tests.format.test_manifest import A_BASE, A_DELTA, body_of, decode, encode_body
 
 ROOT = Path(__file__).parents[2]
@@ -286,16 +287,18 @@ SWITCHES = jax.ShapeDtypeStruct((), "uint32")
 def exported(function, **options):
     """As a program of format version 6, or of this one if it takes switches."""
     arguments = [*SPECS, SWITCHES][: len(inspect.signature(function).parameters)]
-    program = jax.export.export(jax.jit(function), platforms=(replay.platform(),), **options)
+    program = jax.export.export(
+        jax.jit(function), platforms=(update_program.platform(),), **options
+    )
     return program(*arguments)
 
 
 def load(data):
-    digests = {replay.platform(): hashlib.sha256(data).hexdigest()}
+    digests = {update_program.platform(): hashlib.sha256(data).hexdigest()}
     update = Update(
         (), (), (), (), (0,), ((0, 0, 0, 0),), (), (), "", "", digests, jax.__version__, False
     )
-    return replay.load(data, update, "update.stablehlo")
+    return update_program.load(data, update, "update.stablehlo")
 
 
 def test_linear_algebra_and_loops_are_pure():
@@ -306,7 +309,7 @@ def test_linear_algebra_and_loops_are_pure():
         x += jax.random.normal(jax.random.key(0), x.shape) + jax.scipy.special.erf(r)
         return [x], [vectors * values + jnp.linalg.inv(record[0]) + jnp.sort(x)]
 
-    lists, switches = [[jnp.eye(4)] for _ in range(3)], replay.switches(1)
+    lists, switches = [[jnp.eye(4)] for _ in range(3)], update_program.switches(1)
     params, inner = load(bytes(exported(update).serialize()))(*lists, [], switches)
     assert params[0].shape == inner[0].shape == (4, 4)
 
@@ -318,7 +321,7 @@ def test_what_optimizers_do_is_pure_on_every_platform(name):
     params = {"a": jnp.ones((16, 16)), "b": jnp.ones(16)}
     transformation = tx(1e-3)
     state = transformation.init(params)
-    for platform in replay.PLATFORMS:
+    for platform in update_program.PLATFORMS:
         program = jax.export.export(jax.jit(transformation.update), platforms=(platform,))
         untrusted.check_operations(program(params, state, params), "update")
 
@@ -402,7 +405,7 @@ def test_a_program_that_returns_something_else_is_refused(function):
     "update", [lambda p, i, r, e: (p, i), lambda p, i, r, e, s: (p, i)], ids=["6", "7"]
 )
 def test_a_program_for_other_leaves_is_refused(update):
-    function, switches = load(bytes(exported(update).serialize())), replay.switches(1)
+    function, switches = load(bytes(exported(update).serialize())), update_program.switches(1)
     other = [[np.zeros((3, 3), np.float32)]] * 3
     with pytest.raises(FormatError, match="cannot be called"):
         function(*other, [], switches)

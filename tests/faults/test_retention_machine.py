@@ -42,7 +42,7 @@ from adacheck_jax.format import lineage, manifest_file, roots
 from adacheck_jax.format.manifest import DeltaManifest, Link
 from adacheck_jax.save import exported_update
 from adacheck_jax.store import links
-from adacheck_jax.update import replay
+from adacheck_jax.update import program as update_program
 from tests import support
 
 MESHES = [support.mesh_of(shape) for shape in ((2, 2), (4, 2), (8, 1), (1, 1))]
@@ -92,12 +92,12 @@ def _shardings(function: Any, *trees: Any) -> Any:
 
 
 MEMORY = [
-    (replay, "load", remembering(replay.load, lambda data, *_: data)),
-    (replay, "compile_fold", remembering(replay.compile_fold, _shardings)),
+    (update_program, "load", remembering(update_program.load, lambda data, *_: data)),
+    (update_program, "jit_update_like", remembering(update_program.jit_update_like, _shardings)),
     (
-        replay,
+        update_program,
         "update_function",
-        remembering(replay.update_function, lambda *args: tuple(map(id, args))),
+        remembering(update_program.update_function, lambda *args: tuple(map(id, args))),
     ),
     (
         exported_update.ExportedUpdates,

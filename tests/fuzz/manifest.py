@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from adacheck_jax.format import lineage, manifest, manifest_file, manifest_json, pack_plan
-from adacheck_jax.restore import patches
+from adacheck_jax.restore import delta_reader
 from tests.fuzz import engine
 
 CORPUS = Path(__file__).parent / "corpus" / "manifest"
@@ -119,7 +119,7 @@ class Manifests:
         for step, data in (("10", base_bytes), ("11", delta_bytes)):
             (self._root / step / manifest_file.FILE).write_bytes(data)
         found = lineage.resolve(self._root / "11")
-        for delta, reader in zip(found.deltas, patches.readers(found), strict=True):
+        for delta, reader in zip(found.deltas, delta_reader.readers_of(found), strict=True):
             assert reader.stored == delta.stored
             _check_plan(found.base, delta)
 

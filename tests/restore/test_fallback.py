@@ -13,7 +13,7 @@ import pytest
 
 import adacheck_jax as adacheck
 from adacheck_jax.format import lineage, manifest_file
-from adacheck_jax.restore import restorer
+from adacheck_jax.restore import replay
 from adacheck_jax.tools import audit
 from tests import support
 
@@ -204,9 +204,9 @@ class TestInsideALineage:
         place = item(root, 6) / lineage.LINEAGE
         for path in place.glob("5.delta.*"):
             os.link(path, directories[1] / manifest_file.DIRECTORY / path.name.removeprefix("5."))
-        looks, look = [], restorer.newest_exact
+        looks, look = [], replay.newest_exact
         counted = lambda *a, **k: looks.append(1) or look(*a, **k)  # noqa: E731
-        monkeypatch.setattr(restorer, "newest_exact", counted)
+        monkeypatch.setattr(replay, "newest_exact", counted)
         with caplog.at_level(logging.WARNING, logger="adacheck_jax"):
             state, info = restore(root, run, 6, fallback=True)
         assert (info.step, len(looks)) == (4, 1)

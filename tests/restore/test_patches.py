@@ -14,7 +14,7 @@ from adacheck_jax.errors import FormatError, IntegrityError
 from adacheck_jax.format import lineage, pack_plan
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest, Encoding, Leaf, Link, Pack
-from adacheck_jax.restore.patches import DeltaReader
+from adacheck_jax.restore.delta_reader import DeltaReader
 from adacheck_jax.store import packs as arrays
 from tests import support
 from tests.strategies import DTYPES, any_bits, boxes_in, cuts, shape_of
@@ -160,12 +160,12 @@ def test_a_leaf_that_is_stored_by_itself_is_read_without_the_old_bits(step, data
     reader = step.write(tmp_path_factory.mktemp("step"))
     for index, leaf in enumerate(step.leaves):
         if index not in step.stored:
-            assert not reader.holds_all_of(index)
+            assert not reader.stores_whole(index)
             continue
         position = step.stored.index(index)
         letters = {step.encodings[owner][position] for owner in leaf.owners}
-        assert reader.holds_all_of(index) == letters.issubset(BY_ITSELF)
-        if not reader.holds_all_of(index):
+        assert reader.stores_whole(index) == letters.issubset(BY_ITSELF)
+        if not reader.stores_whole(index):
             with pytest.raises(IntegrityError, match=rf"{leaf.path}.*stored by itself"):
                 reader.read(index, Box.full(leaf.shape))
         else:

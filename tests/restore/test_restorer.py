@@ -1,16 +1,14 @@
 """What a restore does at a time: one program, compiled while the base is read."""
 
-import sys
+import logging
 import threading
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from rich.console import Console
 
 import adacheck_jax as adacheck
-from adacheck_jax.restore import progress
 from adacheck_jax.store import packs as arrays
 from tests import support
 
@@ -54,14 +52,12 @@ def test_records_are_let_go_of_once_they_are_on_the_devices(saved, monkeypatch):
     assert not any(each._held for each in packs)
 
 
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_a_bar_is_shown_on_a_terminal_alone(is_terminal, monkeypatch, capsys):
-    monkeypatch.setattr(progress, "_PATIENCE_S", 0.0)
-    monkeypatch.setattr(
-        progress, "Console", lambda stderr: Console(file=sys.stderr, force_terminal=is_terminal)
-    )
-    assert list(progress.track(range(5), "Replaying updates")) == [*range(5)]
-    assert ("Replaying updates" in capsys.readouterr().err) == is_terminal
+def test_a_replay_is_logged_in_one_line(saved, caplog):
+    root, run, _ = saved
+    with caplog.at_level(logging.INFO, logger="adacheck_jax.restore"):
+        restore(root, run, 6)
+    said = [each.message for each in caplog.records if "Replaying" in each.message]
+    assert said == ["Replaying 5 updates onto the base of step 1, for step 6."]
 
 
 def test_an_update_of_leaves_without_elements_is_replayed(tmp_path):

@@ -19,7 +19,7 @@ import adacheck_jax as adacheck
 from adacheck_jax.cli.main import app
 from adacheck_jax.errors import IntegrityError, LineageError
 from adacheck_jax.format import lineage, manifest, manifest_file, roots
-from adacheck_jax.restore import patches
+from adacheck_jax.restore import delta_reader
 from adacheck_jax.save import parents, share
 from adacheck_jax.store import delta_writer, packs
 from tests import support
@@ -557,7 +557,7 @@ def test_a_step_is_let_go_of_as_it_is_packed(more, tmp_path, monkeypatch):
 def damage_end(directory):
     """Changes a byte of what is stored of the last step."""
     size_bytes = manifest_file.read(directory).packs[0].raw_bytes
-    pack = patches.readers(lineage.resolve(directory))[-1]._pack(0, packs.RAW)
+    pack = delta_reader.readers_of(lineage.resolve(directory))[-1]._pack(0, packs.RAW)
     (end,) = pack.read([(size_bytes - 64, size_bytes)], what="the end")
     (path,) = (path for path in support.pack_files(directory) if end.tobytes() in path.read_bytes())
     content = bytearray(path.read_bytes())

@@ -19,10 +19,11 @@ from typer.testing import CliRunner
 import adacheck_jax as adacheck
 from adacheck_jax.cli.main import app
 from adacheck_jax.format import lineage, manifest_file
-from adacheck_jax.restore import patches
+from adacheck_jax.restore import delta_reader
 from adacheck_jax.store import links
 from adacheck_jax.store import packs as arrays
 from adacheck_jax.tools import audit, inspection, recompute, repair, verification
+from adacheck_jax.tools import steps as tools_steps
 from adacheck_jax.tools.audit import Thoroughness
 from tests import support
 from tests.support import (
@@ -43,7 +44,7 @@ ALL = Thoroughness(read_data=True, replay=True)
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch):
     monkeypatch.setattr(audit, "_LOOK_AGAIN_S", 0.001)
-    monkeypatch.setattr(inspection, "_LOOK_AGAIN_S", 0.001)
+    monkeypatch.setattr(tools_steps, "_LOOK_AGAIN_S", 0.001)
 
 
 def mixed_state(step):
@@ -187,7 +188,7 @@ class TestClean:
         paths = {leaf.path for leaf in base.leaves if leaf.path.startswith("params")}
         bound = frozenset(i for i, leaf in enumerate(base.leaves) if leaf.path in paths)
         monkeypatch.setattr(
-            recompute.restorer, "bound_to_mesh", lambda of: bound if of.deltas else frozenset()
+            recompute.check, "bound_to_mesh", lambda of: bound if of.deltas else frozenset()
         )
         report = audit.verify_root(copy, 2, thoroughness=REPLAY)
         assert set(report.steps[0].rounded) <= paths
@@ -197,11 +198,13 @@ class TestClean:
 
     def test_shared_files_are_read_once_and_updates_replayed_once(self, replayed, monkeypatch):
         read, folded = [], []
-        opened, apply = verification.volume_reader.ArrayReader, recompute.restorer.apply
+        opened, apply = verification.volume_reader.ArrayReader, recompute.replay.apply_deltas
         monkeypatch.setattr(
             verification.volume_reader, "ArrayReader", lambda d, n: read.append(n) or opened(d, n)
         )
-        monkeypatch.setattr(recompute.restorer, "apply", lambda *a: folded.append(1) or apply(*a))
+        monkeypatch.setattr(
+            recompute.replay, "apply_deltas", lambda *a: folded.append(1) or apply(*a)
+        )
         assert not any(damaged(replayed[0], ALL).values())
         leaves = manifest_file.read(item(replayed[0], 1)).leaves
         # A step looks for chunks by one name, and reads by it: twice for one base, not for three.
@@ -215,7 +218,7 @@ class TestClean:
         assert damaged(copy, ALL) == {3: []}
 
     def test_another_devices_program_is_no_reason_to_call_a_step_damaged(self, copy, monkeypatch):
-        monkeypatch.setattr(verification.replay, "platform", lambda: "metal")
+        monkeypatch.setattr(verification.update_program, "platform", lambda: "metal")
         report = audit.verify_root(copy, thoroughness=ALL)
         assert [step.damage for step in report.steps] == [()] * 3
         assert [step.not_checked is None for step in report.steps] == [True, False, False]
@@ -259,8 +262,8 @@ def test_what_cannot_be_read_now_is_never_removed(copy, monkeypatch, what):
     if what == "manifest":
         monkeypatch.setattr(repair.lineages, "resolve", refuse)
     else:
-        monkeypatch.setattr(patches.DeltaReader, "read", refuse)
-        monkeypatch.setattr(patches.DeltaReader, "blocks", refuse)
+        monkeypatch.setattr(delta_reader.DeltaReader, "read", refuse)
+        monkeypatch.setattr(delta_reader.DeltaReader, "blocks", refuse)
     found = repair.repair(copy, read_data=True)
     assert found.removals == ()
     assert [each.path for each in found.kept] == ["3/default"]
@@ -439,15 +442,15 @@ class TestRepair:
         path = max(files, key=lambda p: p.stat().st_size)
         rewrite(path, support.with_flipped_data(path.read_bytes()))
         leave(copy / "7.orbax-checkpoint-tmp-12")
-        before = inspection.disk_bytes(copy)
+        before = tools_steps.disk_bytes(copy)
         plan = repair.repair(copy, read_data=True, dry_run=True)
-        assert inspection.disk_bytes(copy) == before
+        assert tools_steps.disk_bytes(copy) == before
         assert repair.repair(copy, dry_run=True).removals == plan.removals[:1]
         report = repair.repair(copy, read_data=True)
         assert [each.path for each in report.removals] == ["7.orbax-checkpoint-tmp-12", str(step)]
         assert report.removals == plan.removals
         assert report.step_count == 2
-        freed_bytes = before - inspection.disk_bytes(copy)
+        freed_bytes = before - tools_steps.disk_bytes(copy)
         assert abs(report.freed_bytes - freed_bytes) < 100_000  # directories count here too
         left = {1, 2, 3} - {step}
         assert {int(path.name) for path in copy.iterdir()} == left
@@ -533,7 +536,7 @@ class TestRepair:
         repair.repair(copy, dry_run=True)
         (deep / "new").touch()
         os.utime(deep, (0, 0))
-        with pytest.raises(inspection.InputError, match="--force"):
+        with pytest.raises(tools_steps.InputError, match="--force"):
             repair.repair(copy)
         assert deep.exists()
         assert len(repair.repair(copy, force=True).removals) == 1

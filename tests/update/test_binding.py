@@ -10,6 +10,7 @@ from flax.training.train_state import TrainState
 from adacheck_jax import Recorder, RecorderError
 from adacheck_jax.device import trees
 from adacheck_jax.update import binding as bindings
+from adacheck_jax.update import params_search
 
 PARAMS = {
     "dense": {"kernel": jnp.linspace(-1.0, 1.0, 2048).reshape(32, 64), "bias": jnp.ones(64)},
@@ -18,11 +19,12 @@ PARAMS = {
 
 
 def types_of(state):
-    return bindings.leaf_types(trees.flatten(state)[0])
+    return params_search.leaf_types(trees.flatten(state)[0])
 
 
 def bind(recorder, state, params_path=None):
-    return bindings.bind(recorder, types_of(state), params_path)
+    (binding,) = bindings.bind_all({"": (recorder,)}, types_of(state), params_path)
+    return binding
 
 
 def dict_state():
@@ -386,4 +388,6 @@ def test_a_recorder_under_vmap_is_named_as_what_it_is():
     params = {"w": jnp.ones((3, 4))}
     state = {"params": params, "opt": jax.vmap(recorder.init)(params)}
     with pytest.raises(RecorderError, match=r"has \(3,\) update counters.*vmap or jax.pmap"):
-        bindings.bind_all({"": (recorder,)}, bindings.leaf_types(trees.flatten(state)[0]), None)
+        bindings.bind_all(
+            {"": (recorder,)}, params_search.leaf_types(trees.flatten(state)[0]), None
+        )

@@ -19,10 +19,11 @@ import adacheck_jax as adacheck
 from adacheck_jax import Recorder
 from adacheck_jax.device import trees
 from adacheck_jax.format import roots
-from adacheck_jax.update import binding, exactness, replay
+from adacheck_jax.update import binding, exactness, params_search
+from adacheck_jax.update import program as update_program
 from adacheck_jax.update.exactness import Level
-from adacheck_jax.update.fence import can_fence, fence, zero_of
-from adacheck_jax.update.pinning import PinnedFunction
+from adacheck_jax.update.pinning.fence import can_fence, fence, zero_of
+from adacheck_jax.update.pinning.pinned_function import PinnedFunction
 from tests import support
 from tests.support import abstract, assert_same_bits, manager_of, mesh_of, save_steps
 
@@ -373,9 +374,9 @@ def test_a_replayed_update_has_every_bit_of_the_trained_one(name):
     state = support.place(recorder.init(initial(case)), mesh)
     if case.how != "jit":
         params, state = initial(case), recorder.init(initial(case))
-    types = binding.leaf_types(trees.flatten({"params": params, "opt": state})[0])
+    types = params_search.leaf_types(trees.flatten({"params": params, "opt": state})[0])
     (bound,) = binding.bind_all({"": (recorder,)}, types, None)
-    update = jax.jit(replay.update_function(recorder, bound.signature))
+    update = jax.jit(update_program.update_function(recorder, bound.signature))
     step = pmapped(case, recorder) if case.how == "pmap" else step_of(case, recorder, mesh)
     for number in range(3):
         rows = case.batch if number != 1 or case.how != "jit" else 1
@@ -456,7 +457,9 @@ def test_a_program_of_an_earlier_release_is_called_without_a_zero():
     spec = jax.ShapeDtypeStruct((4,), jnp.float32)
     data = jax.export.export(jax.jit(old))([spec], [spec], [spec], []).serialize()
     one = jnp.ones(4)
-    after = replay.from_bytes(bytes(data))([one], [one], [one], [], replay.switches(1))
+    after = update_program.load_own(bytes(data))(
+        [one], [one], [one], [], update_program.switches(1)
+    )
     assert_same_bits(after, [np.zeros(4, np.float32), np.ones(4, np.float32)])
 
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from adacheck_jax import Recorder, RecorderError, RecorderState
 from adacheck_jax.device import trees
-from adacheck_jax.update.recorder import find_nodes
+from adacheck_jax.update.recorder_state import find_nodes
 from tests.support import assert_same_bits, host_copy, mesh_of
 
 PARAMS = {"kernel": jnp.linspace(-1.0, 1.0, 128).reshape(16, 8), "bias": jnp.ones(8)}

@@ -11,7 +11,8 @@ from flax import nnx
 
 from adacheck_jax import Recorder, RecorderError, separate_update
 from adacheck_jax.device import trees
-from adacheck_jax.update import binding, replay
+from adacheck_jax.update import binding, params_search
+from adacheck_jax.update import program as update_program
 from tests.support import assert_same_bits, host_copy
 
 PARAMS = {"kernel": jnp.linspace(-1.0, 1.0, 12).reshape(4, 3), "bias": jnp.ones(3)}
@@ -122,14 +123,14 @@ def test_equinox_trains_with_a_recorder_as_with_what_it_wraps(chained, as_argume
 def replayed(recorder, before, after):
     """What the recorder's update makes of the state before, given the record of the one after."""
     named, later = trees.flatten(before)[0], trees.flatten(after)[0]
-    (found,) = binding.bind_all({"": (recorder,)}, binding.leaf_types(later), None)
-    function = jax.jit(replay.update_function(recorder, found.signature))
+    (found,) = binding.bind_all({"": (recorder,)}, params_search.leaf_types(later), None)
+    function = jax.jit(update_program.update_function(recorder, found.signature))
     params, inner = function(
         [named[path] for path in found.params],
         [named[path] for path in found.inner],
         [later[path] for path in found.record],
         [later[path] for path in found.extra],
-        replay.switches(1),
+        update_program.switches(1),
     )
     expected = [later[path] for path in (*found.params, *found.inner)]
     return [*params, *inner], host_copy(expected)
@@ -142,7 +143,7 @@ def test_the_update_of_a_filtered_equinox_model_is_replayed():
     after = {"net": eqx.filter(next_net, eqx.is_array), "opt": next_state}
     assert_same_bits(*replayed(recorder, before, after))
     (found,) = binding.bind_all(
-        {"": (recorder,)}, binding.leaf_types(trees.flatten(after)[0]), None
+        {"": (recorder,)}, params_search.leaf_types(trees.flatten(after)[0]), None
     )
     assert "net/table" not in found.params
     assert found.params[0] == "net/layers/0/weight"
@@ -222,7 +223,7 @@ def test_gradients_that_leave_params_out_are_recorded_and_replayed(name, given):
         states.append({"params": params, "opt": state})
         assert state.adacheck_record["bias"] is None
         (found,) = binding.bind_all(
-            {"": (recorder,)}, binding.leaf_types(trees.flatten(states[-1])[0]), None
+            {"": (recorder,)}, params_search.leaf_types(trees.flatten(states[-1])[0]), None
         )
         assert found.params == ("params/bias", "params/kernel")
         assert found.record == ("opt/adacheck_record/kernel",)
@@ -237,7 +238,7 @@ def test_params_may_be_left_out_later_and_come_back():
         assert jax.tree.structure(state.adacheck_record) == jax.tree.structure(grads)
         found = binding.bind_all(
             {"": (recorder,)},
-            binding.leaf_types(trees.flatten({"params": PARAMS, "opt": state})[0]),
+            params_search.leaf_types(trees.flatten({"params": PARAMS, "opt": state})[0]),
             None,
         )
         assert len(found[0].record) == len(jax.tree.leaves(grads))
@@ -264,7 +265,7 @@ def test_nnx_takes_a_bare_recorder():
     step(model, optimizer)
     state = nnx.state((model, optimizer))
     (found,) = binding.bind_all(
-        {"": (recorder,)}, binding.leaf_types(trees.flatten(state)[0]), None
+        {"": (recorder,)}, params_search.leaf_types(trees.flatten(state)[0]), None
     )
     assert found.recorder is recorder
 

@@ -15,7 +15,8 @@ from adacheck_jax import FormatError, IntegrityError, Recorder
 from adacheck_jax.device import trees
 from adacheck_jax.format.manifest import Update
 from adacheck_jax.update import binding as bindings
-from adacheck_jax.update import replay
+from adacheck_jax.update import params_search
+from adacheck_jax.update import program as update_program
 from tests.support import assert_same_bits, host_copy, mesh_of, place
 
 PARAMS = {
@@ -35,7 +36,9 @@ def copied(tree):
 
 
 def bind(recorder, state, params_path=None):
-    return bindings.bind(recorder, bindings.leaf_types(trees.flatten(state)[0]), params_path)
+    types = params_search.leaf_types(trees.flatten(state)[0])
+    (binding,) = bindings.bind_all({"": (recorder,)}, types, params_path)
+    return binding
 
 
 def gradients(step):
@@ -57,8 +60,10 @@ def exported(recorder, state):
         [jax.ShapeDtypeStruct(leaves[p].shape, leaves[p].dtype) for p in paths]
         for paths in (binding.params, binding.inner, binding.record, binding.extra)
     ]
-    data = replay.export(
-        replay.update_function(recorder, binding.signature), arguments, replay.switches(1)
+    data = update_program.export(
+        update_program.update_function(recorder, binding.signature),
+        arguments,
+        update_program.switches(1),
     )["cpu"]
     return data, note_of(data)
 
@@ -72,14 +77,15 @@ def note_of(data):
 
 FRESH = """
 import hashlib, jax, jax.numpy as jnp, optax
-from adacheck_jax import Recorder, replay
+from adacheck_jax import Recorder
+from adacheck_jax.update import program as update_program
 recorder = Recorder(optax.adamw(1e-2))
 params = {"kernel": jnp.ones((16, 8)), "bias": jnp.ones(8)}
 state = recorder.init(params)
 leaves = [jax.tree.leaves(t) for t in (params, state.adacheck_inner, state.adacheck_record, {})]
 arguments = [[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in each] for each in leaves]
-function = replay.update_function(recorder, recorder.signatures[0])
-programs = replay.export(function, arguments, replay.switches(1))
+function = update_program.update_function(recorder, recorder.signatures[0])
+programs = update_program.export(function, arguments, update_program.switches(1))
 print(hashlib.sha256(b"".join(programs.values())).hexdigest())
 """
 
@@ -107,14 +113,14 @@ def test_an_exported_program_with_changed_bytes_is_not_loaded():
     changed = bytearray(data)
     changed[len(data) // 2] ^= 1
     with pytest.raises(IntegrityError, match=r"update\.stablehlo.*digest"):
-        replay.load(bytes(changed), update, "update.stablehlo")
+        update_program.load(bytes(changed), update, "update.stablehlo")
 
 
 def test_bytes_that_this_jax_cannot_read_are_an_error_that_names_the_jax_to_install():
     data = b"no program"
     update = note_of(data)
     with pytest.raises(FormatError, match=rf"jax 0\.0\.1.*{jax.__version__}"):
-        replay.load(data, update, "update.stablehlo")
+        update_program.load(data, update, "update.stablehlo")
 
 
 def trained(tx, params, count):
@@ -163,8 +169,10 @@ def test_the_exported_update_folded_over_records_gives_every_bit_of_training(
     mesh = mesh_of(mesh_shape, axis_type)
     params, inner = place(copied(leaves_of(*first)), mesh)
     shardings = [x.sharding for x in params]
-    fold = replay.compile_fold(replay.load(data, update, "program"), params, inner)
-    zero = replay.switches(1)
+    fold = update_program.jit_update_like(
+        update_program.load(data, update, "program"), params, inner
+    )
+    zero = update_program.switches(1)
     for record in records:
         params, inner = fold(params, inner, place(jax.tree.leaves(record), mesh), [], zero)
     assert_same_bits((params, inner), expected)
@@ -174,9 +182,9 @@ def test_the_exported_update_folded_over_records_gives_every_bit_of_training(
 def test_the_fold_consumes_the_state_that_it_is_given():
     recorder, first, _, records = trained(optax.adamw(1e-2), PARAMS, 1)
     params, inner = copied(leaves_of(*first))
-    function = replay.update_function(recorder, recorder.signatures[0])
-    fold = replay.compile_fold(function, params, inner)
-    fold(params, inner, jax.tree.leaves(records[0]), [], replay.switches(1))
+    function = update_program.update_function(recorder, recorder.signatures[0])
+    fold = update_program.jit_update_like(function, params, inner)
+    fold(params, inner, jax.tree.leaves(records[0]), [], update_program.switches(1))
     assert all(x.is_deleted() for x in params)
 
 
@@ -196,9 +204,9 @@ def test_recorded_extra_arguments_are_replayed():
         inputs.append((jax.tree.leaves(state.adacheck_record), [state.adacheck_extra["value"]]))
     data, update = exported(recorder, {"params": PARAMS, "opt": first})
     leaves = copied(leaves_of(PARAMS, first))
-    fold = replay.compile_fold(replay.load(data, update, "program"), *leaves)
+    fold = update_program.jit_update_like(update_program.load(data, update, "program"), *leaves)
     for record, extra in inputs:
-        leaves = fold(*leaves, record, extra, replay.switches(1))
+        leaves = fold(*leaves, record, extra, update_program.switches(1))
     assert_same_bits(leaves, host_copy(leaves_of(params, state)))
 
 
@@ -222,11 +230,13 @@ def test_several_equal_leaves_on_one_device_replay_to_every_bit(name):
 
     tree = {"params": params, "opt_state": state}
     data, note = exported(recorder, tree)
-    run = jax.jit(replay.load(data, note, "update"))
+    run = jax.jit(update_program.load(data, note, "update"))
     replayed = (jax.tree.leaves(params), jax.tree.leaves(state.adacheck_inner))
     for number in range(4):
         params, state = step(params, state, number)
-        replayed = run(*replayed, jax.tree.leaves(state.adacheck_record), [], replay.switches(1))
+        replayed = run(
+            *replayed, jax.tree.leaves(state.adacheck_record), [], update_program.switches(1)
+        )
     expected = [*jax.tree.leaves(params), *jax.tree.leaves(state.adacheck_inner)]
     for a, b in zip([*replayed[0], *replayed[1]], expected, strict=True):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()

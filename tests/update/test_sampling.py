@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from adacheck_jax.update.pieces import Order
-from adacheck_jax.update.sampling import SAMPLE_ELEMENTS, WHOLE_ELEMENTS, Sites, Taker, from_host
+from adacheck_jax.update.pieces import VectorLayout
+from adacheck_jax.update.sample_sites import SAMPLE_ELEMENTS, WHOLE_ELEMENTS, Sites
+from adacheck_jax.update.sampling import Taker, from_host
 from tests.support import mesh_of
 
 MESHES = [(1,), (8,), (4, 2)]
@@ -41,7 +42,7 @@ def arrays_on(mesh, dtypes=("float32", "bfloat16", "int32")):
 
 def order_of(arrays, sites):
     dtypes = {i: str(array.dtype) for i, array in enumerate(arrays)}
-    return Order(range(len(arrays)), dtypes, sites.sizes)
+    return VectorLayout(range(len(arrays)), dtypes, sites.sizes)
 
 
 def samplers(arrays):
@@ -126,7 +127,7 @@ def test_a_sample_is_of_the_state_that_it_was_taken_of_though_that_is_donated():
 def sampled(sites, shape, number):
     """The elements of one leaf that a sample holds, as a mask."""
     values = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
-    order = Order([0], {0: "int32"}, sites.sizes)
+    order = VectorLayout([0], {0: "int32"}, sites.sizes)
     vector = from_host([values], sites, sites.starts_at(number), order).vectors(order)["int32"]
     mask = np.zeros(math.prod(shape), bool)
     mask[vector.reshape(-1)] = True
@@ -144,7 +145,7 @@ def sites_of(shape):
 @given(st.integers(0, 2**30), LARGE)
 def test_as_many_neighbours_as_the_stride_are_always_met(seed, shape):
     sites = sites_of(shape)
-    (own,) = sites.classes
+    (own,) = sites.shapes
     mask = sampled(sites, shape, seed)
     places = np.flatnonzero(mask)
     assert SAMPLE_ELEMENTS <= mask.sum() <= 2 * SAMPLE_ELEMENTS
@@ -158,7 +159,7 @@ def test_as_many_neighbours_as_the_stride_are_always_met(seed, shape):
 def test_an_element_is_missed_as_often_as_was_computed(seed, shape):
     """It is met with a probability of one to the stride."""
     sites, trials = sites_of(shape), 400
-    (own,) = sites.classes
+    (own,) = sites.shapes
     counts = sum(sampled(sites, shape, seed + number) for number in range(trials))[:-1]
     chance = 1 / own.stride
     spread = math.sqrt(trials * chance * (1 - chance))

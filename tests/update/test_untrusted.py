@@ -15,7 +15,8 @@ import adacheck_jax as adacheck
 from adacheck_jax.errors import FormatError
 from adacheck_jax.format import lineage, manifest_file
 from adacheck_jax.format.manifest import Update
-from adacheck_jax.update import replay, untrusted
+from adacheck_jax.update import program as update_program
+from adacheck_jax.update import untrusted
 from tests import support
 
 ENDED = Path(__file__).parents[1] / "fuzz/corpus/ended"
@@ -42,11 +43,11 @@ def processes(monkeypatch):
 
 
 def load(data: bytes):
-    digests = {replay.platform(): hashlib.sha256(data).hexdigest()}
+    digests = {update_program.platform(): hashlib.sha256(data).hexdigest()}
     update = Update(
         (), (), (), (), (0,), ((0, 0, 0, 0),), (), (), "", "", digests, jax.__version__, True
     )
-    return replay.load(data, update, "update.stablehlo")
+    return update_program.load(data, update, "update.stablehlo")
 
 
 @pytest.mark.parametrize("name", ["abort", "segfault"])
@@ -80,13 +81,12 @@ def test_a_good_program_is_parsed_elsewhere_once(processes):
 
 
 def test_bytes_that_do_not_match_their_digest_are_not_even_parsed(processes):
-    digests = {replay.platform(): hashlib.sha256(b"another").hexdigest()}
+    digests = {update_program.platform(): hashlib.sha256(b"another").hexdigest()}
     update = Update(
         (), (), (), (), (0,), ((0, 0, 0, 0),), (), (), "", "", digests, jax.__version__, True
     )
-    replay.begin(GOOD.read_bytes(), update)
     with pytest.raises(adacheck.IntegrityError, match="digest"):
-        replay.load(GOOD.read_bytes(), update, "update.stablehlo")
+        update_program.load(GOOD.read_bytes(), update, "update.stablehlo")
     assert not processes
 
 
@@ -113,7 +113,7 @@ def test_what_this_process_exported_is_trusted_and_what_another_one_did_is_not(t
     support.assert_same_bits(restored(), saved[3])
     assert len(processes) == 1
     base = lineage.resolve(item).base_directory
-    (base / manifest_file.update_file(replay.platform())).write_bytes(b"damaged")
+    (base / manifest_file.update_file(update_program.platform())).write_bytes(b"damaged")
     with pytest.raises(adacheck.IntegrityError):
         restored()
     assert len(processes) == 1

@@ -22,7 +22,7 @@ import orbax.checkpoint as ocp
 import adacheck_jax as adacheck
 from adacheck_jax.cli.demo import train_lm
 from adacheck_jax.device import trees
-from adacheck_jax.tools import inspection
+from adacheck_jax.tools.steps import new_bytes
 
 DEVICE_COUNT = 8
 MESH = "4x2"
@@ -110,7 +110,7 @@ def saves(root: Path) -> list[dict[str, Any]]:
     return [
         {
             "kind": kind,
-            "new_bytes": inspection.new_bytes(root / kind / str(last)),
+            "new_bytes": new_bytes(root / kind / str(last)),
             "blocking_ms": statistics.median(times_ms[_WARM_UP_SAVES:]),
         }
         for kind, times_ms in blocking_ms.items()

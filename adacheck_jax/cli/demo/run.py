@@ -17,7 +17,7 @@ from rich.console import Console
 
 from adacheck_jax.cli.demo.report import DemoReport, SaveCost
 from adacheck_jax.cli.demo.stage import Stage
-from adacheck_jax.tools.inspection import InputError
+from adacheck_jax.tools.steps import InputError
 
 
 def run_demo(

@@ -1,12 +1,12 @@
 """The fence: an operation that changes no bit, and that no compiler moves a rounding across.
 
-A fence is ``bitcast(bitcast(x, uint) | z)`` with an integer ``z`` that is zero at run time and that
-no compiler knows to be zero. It fuses like any element-wise operation, yet a product before it and
-a sum behind it stay two roundings, a conversion to a short data type stays one, and a quotient is
-not rewritten together with what surrounds it. It is an *or*: two *xor* fences in a row cancel.
+A fence is ``bitcast(bitcast(x, uint) | z)``. The integer ``z`` is zero at run time, but no compiler
+knows that. A fence fuses like any element-wise operation. Yet a product before it and a sum behind
+it stay two roundings, a conversion to a short data type is not dropped, and a quotient is not
+rewritten together with its surroundings. It is an *or*, since two *xor* fences in a row cancel.
 
-NaN is many bit patterns, and which of them a sum of two NaNs gives depends on the order of its
-operands. A canonical fence also replaces every NaN by the one that the platform makes by default.
+Many bit patterns are NaN, and the NaN that a sum of two NaNs gives depends on the order of its
+operands. A canonical fence also replaces every NaN by the platform's default one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FENCED_BITS = (8, 16, 32, 64)
 
 
 def zero_of(count: jax.Array) -> jax.Array:
-    """The ``z`` of fences, from an update counter: zero for every counter there is."""
+    """The ``z`` of fences, made of an update counter: 0 for every count that is not negative."""
     nothing = jax.lax.min(count, jax.lax.full_like(count, 0))
     return jax.lax.convert_element_type(nothing, jnp.uint32)
 
@@ -40,12 +40,12 @@ def can_fence(dtype: Any) -> bool:
 
 
 def fence(x: Any, z: Any, *, canonical: bool = False) -> Any:
-    """Fences an array.
+    """Fence an array.
 
     Args:
-        x: any array; integers, Booleans, keys and complex numbers come back as they are.
+        x: any array; integers, Booleans, keys and complex numbers are returned as they are.
         z: uint32 scalar, zero at run time.
-        canonical: also replaces every NaN by the platform's own.
+        canonical: True to replace every NaN by the platform's own.
 
     Returns:
         The same values. The derivative is the identity.
@@ -90,7 +90,7 @@ def _jvp(primals: Any, tangents: Any, *, canonical: bool) -> Any:
 
 def _batch(arguments: Any, axes: Any, *, canonical: bool) -> Any:
     (x, z), (x_axis, z_axis) = arguments, axes
-    if z_axis is not None:  # one zero is as good as another
+    if z_axis is not None:  # all are zero: take the first
         z = jax.lax.index_in_dim(z, 0, z_axis, keepdims=False)
     return fence_p.bind(x, z, canonical=canonical), x_axis
 
@@ -121,7 +121,7 @@ def _lower(ctx: Any, x: Any, z: Any, *, canonical: bool, platform: str) -> Any:
 
 
 def _nan(dtype: Any, platform: str) -> np.ndarray:
-    """The bits of the NaN that invalid operations give."""
+    """The bits of the NaN that invalid operations give on a platform."""
     info = jnp.finfo(dtype)
     positive = np.abs(np.array(np.nan, dtype)).view(f"uint{info.bits}")
     sign = np.array(1 << (info.bits - 1), positive.dtype)

@@ -1,9 +1,9 @@
-"""Export the update, load it, and fold it over records.
+"""The update program: exported, loaded, and compiled.
 
-The update program is ``tx.update`` followed by ``optax.apply_updates``, traced once over flat
-leaves and exported with ``jax.export`` for each platform, so that a process that has never seen
-the optimizer can replay it, on any mesh: a program exported for one device keeps the partitioning
-of the arrays that it is called with.
+The program is ``tx.update`` followed by ``optax.apply_updates``, traced once over flat leaves and
+exported with ``jax.export`` for each platform. A process that has never seen the optimizer can then
+replay it on any mesh: a program exported for one device is partitioned like the arrays that it is
+called with.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from adacheck_jax.errors import FormatError, IntegrityError, first_line
 from adacheck_jax.format.manifest import Update
 from adacheck_jax.update import untrusted
 from adacheck_jax.update.binding import Binding
-from adacheck_jax.update.recorder import Recorder, UpdateSignature
+from adacheck_jax.update.recorder import Recorder
+from adacheck_jax.update.recorder_state import UpdateSignature
 
 _log = logging.getLogger(__name__)
 
@@ -39,15 +40,21 @@ Leaves = Sequence[Any]
 UpdateFunction = Callable[[Leaves, Leaves, Leaves, Leaves, Any], tuple[list[Any], list[Any]]]
 """``(params, inner, record, extra, switches) -> (params, inner)``, over flat leaves.
 
-``inner`` has no part of what is recorded as it was consumed, which follows the declared extra
-arguments in ``extra``. See :func:`switches` for the last argument.
+``inner`` lacks the small leaves that the update passes through: their consumed values follow the
+declared extra arguments in ``extra``. See :func:`switches` for the last argument.
 """
 
 
 def update_function(recorder: Recorder, signature: UpdateSignature) -> UpdateFunction:
-    """The update over flat leaves, as the train step runs it; typed PRNG keys as their data.
+    """The update over flat leaves, with the bits of the train step.
 
-    Its last argument is the number 0 that fences take: see :func:`switches`.
+    Args:
+        recorder: the recorder whose update it is.
+        signature: the trees that the update takes.
+
+    Returns:
+        The function. Typed PRNG keys are passed and returned as their data; ``switches`` is the
+        number 0 that fences take.
     """
     treedefs = {name: jax.tree.structure(getattr(signature, name)) for name in _TREES}
     specs, _ = trees.flatten(signature.inner)
@@ -84,7 +91,10 @@ def update_function(recorder: Recorder, signature: UpdateSignature) -> UpdateFun
 def joint_function(bindings: Sequence[Binding]) -> UpdateFunction:
     """The updates of all recorders as one function over flat leaves.
 
-    Of several recorders each has a switch, which tells whether it made an update.
+    With several recorders, a switch of each says whether its update is made; see :func:`switches`.
+
+    Args:
+        bindings: the recorders' updates, in the order in which their leaves are joined.
     """
     functions = [update_function(each.recorder, each.signature) for each in bindings]
     if len(functions) == 1:
@@ -114,14 +124,14 @@ def switches(
     """The last argument of an update program, made without an implicit transfer.
 
     Args:
-        recorder_count: how many recorders the program is of.
-        updates: positions of those whose update is to be made.
-        shardings: of what the program is called with, None for what has none: the result lies on
-            all of their devices.
+        recorder_count: number of recorders whose updates the program makes.
+        updates: positions of the recorders whose update is made this time.
+        shardings: shardings of the program's other arguments, None for an argument without one;
+            the result lies on all of their devices.
 
     Returns:
-        Of one recorder the number 0 that its fences take; of several that, and then 1 for each that
-        makes an update and 0 for the others.
+        For one recorder the number 0 that fences take. For several a vector of this 0 followed by
+        a 1 for each recorder that makes an update and a 0 for each that does not.
     """
     value = np.zeros((), np.uint32)
     if recorder_count > 1:
@@ -134,21 +144,21 @@ def switches(
     return jax.device_put(value)
 
 
-def in_background(act: Callable[[], Any], future: Future[Any]) -> None:
-    """Loads or compiles a program in a thread of its own.
+def in_background(work: Callable[[], Any], future: Future[Any]) -> None:
+    """Load or compile a program on a new thread.
 
     Args:
-        act: does it.
-        future: gets the program, or the error.
+        work: function that returns the program.
+        future: receives the program, or the error.
     """
 
     def run() -> None:
         try:
-            future.set_result(act())
+            future.set_result(work())
         except BaseException as error:
             future.set_exception(error)
 
-    # No daemon: a process must not end while XLA compiles.
+    # Not a daemon: a process must not end while XLA compiles.
     threading.Thread(target=run, name="adacheck_compile").start()
 
 
@@ -166,7 +176,7 @@ def environment() -> dict[str, str]:
 
 
 def apply_updates(params: trees.PyTree, updates: trees.PyTree) -> trees.PyTree:
-    """As ``optax.apply_updates``; a param with None for its update stays as it is (equinox)."""
+    """``optax.apply_updates``, except that None for an update leaves a param as it is (equinox)."""
     return jax.tree.map(
         lambda p, u: p if u is None else optax.apply_updates(p, u),
         params,
@@ -189,20 +199,20 @@ def export(
     switches: Any,
     platforms: Sequence[str] = PLATFORMS,
 ) -> dict[str, bytes]:
-    """Exports the update program for each platform, over one device.
+    """Export the update program for each platform, over one device.
 
-    One program a platform: a program for several at once is compiled to other arithmetic than the
-    train step (it carries the platform as an argument, and XLA then rewrites divisions otherwise).
+    One program a platform: a program for several platforms takes the platform as an argument, and
+    XLA then rewrites divisions in another way than in the train step.
 
     Args:
-        function: from :func:`update_function`.
-        arguments: shapes and data types of the four lists of leaves.
-        switches: like those that it takes.
-        platforms: to export for, besides this one.
+        function: the update, from :func:`update_function` or :func:`joint_function`.
+        arguments: shapes and data types of its four lists of leaves.
+        switches: an example of its last argument.
+        platforms: platforms to export for, besides this process's own.
 
     Returns:
-        The serialized programs by platform, this process's platform at least. The same update gives
-        the same bytes in every process.
+        The serialized programs by platform; this process's platform is always among them. The same
+        update gives the same bytes in every process.
     """
     jitted, here = jax.jit(function), platform()
     programs = {}
@@ -210,7 +220,7 @@ def export(
         for each in dict.fromkeys((here, *platforms)):
             try:
                 exported = jax.export.export(jitted, platforms=(each,))(*arguments, switches)
-                # What is refused here no restore would run.
+                # No restore would run a program that is refused here.
                 untrusted.check_operations(exported, f"the update for {each}")
             except Exception as error:
                 if each == here:
@@ -229,7 +239,7 @@ def platform() -> str:
 
 @contextlib.contextmanager
 def _no_tracebacks() -> Iterator[None]:
-    """Keeps the caller's stack out of the program's debug locations: same update, same bytes."""
+    """Keep the caller's stack out of the program's debug locations: same update, same bytes."""
     name = "jax_traceback_in_locations_limit"
     limit = getattr(jax.config, name)
     jax.config.update(name, 0)
@@ -239,19 +249,22 @@ def _no_tracebacks() -> Iterator[None]:
         jax.config.update(name, limit)
 
 
-def begin(data: bytes, update: Update) -> None:
-    """Starts in the background what :func:`load` will wait for."""
-    if hashlib.sha256(data).hexdigest() == update.programs.get(platform()):
-        untrusted.begin_parsing(data)
-
-
 def load(data: bytes, update: Update, where: str) -> UpdateFunction:
-    """Reads an exported update program, and refuses one that does more than compute.
+    """Load an exported update program; refuse one that does more than compute.
+
+    Args:
+        data: the serialized program.
+        update: the manifest's description of the update, with the program's digest.
+        where: file name, for error messages.
+
+    Returns:
+        The update. It raises FormatError if the program does not take the leaves that it is called
+        with, or returns others.
 
     Raises:
         IntegrityError: the bytes are not those that were written.
-        FormatError: this jax cannot read it, or it is not pure, or it ends whoever parses it. What
-            is returned raises it where the program does not take the leaves that it is called with.
+        FormatError: this jax cannot read the program, or the program does more than compute, or it
+            ends the process that parses it.
     """
     if hashlib.sha256(data).hexdigest() != update.programs.get(platform()):
         raise IntegrityError(
@@ -299,18 +312,18 @@ def _described(*lists: Leaves) -> list[list[tuple[Any, Any]]]:
     return [[(leaf.shape, leaf.dtype) for leaf in leaves] for leaves in lists]
 
 
-def from_bytes(data: bytes) -> UpdateFunction:
-    """The update function of an exported program that this process wrote.
+def load_own(data: bytes) -> UpdateFunction:
+    """Load an update program that this process exported.
 
-    It is partitioned otherwise than the function that it was exported from, wherever axes are
-    Explicit: what trains, what proves and what restores an update with sums in it is this one.
+    On Explicit axes XLA partitions the exported program in another way than the function that it
+    was exported from. So an update with sums is trained, checked and restored by this function.
     """
     return _caller(jax.export.deserialize(bytearray(data)))
 
 
 def _caller(exported: jax.export.Exported) -> UpdateFunction:
     positional, _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
-    has_switches = len(positional) == 5  # programs of earlier releases have none
+    has_switches = len(positional) == 5  # programs of earlier releases take none
 
     def run(
         params: Leaves, inner: Leaves, record: Leaves, extra: Leaves, switches: Any
@@ -322,29 +335,37 @@ def _caller(exported: jax.export.Exported) -> UpdateFunction:
     return run
 
 
-def compile_fold(
+def jit_update_like(
     function: UpdateFunction, params: Iterable[jax.Array], inner: Iterable[jax.Array]
 ) -> UpdateFunction:
-    """Compiles the update for the shardings of these arrays, donating the state.
-
-    Memory stays at one state plus one record: the returned function consumes its ``params`` and
-    ``inner`` and returns the next ones in their place, with the same shardings.
-    """
+    """:func:`jit_update` for the shardings of these arrays, as far as one program can keep them."""
     params = list(params)
     kept = common_shardings([*params, *inner])
-    return fold(function, kept[: len(params)], kept[len(params) :])
+    return jit_update(function, kept[: len(params)], kept[len(params) :])
 
 
-def fold(function: UpdateFunction, params: Sequence[Any], inner: Sequence[Any]) -> Any:
-    """As :func:`compile_fold`, given the shardings of ``params`` and ``inner`` themselves."""
+def jit_update(function: UpdateFunction, params: Sequence[Any], inner: Sequence[Any]) -> Any:
+    """Wrap an update in ``jax.jit`` so that it replaces the state in place.
+
+    Memory stays at one state plus one record: ``params`` and ``inner`` are donated, and the next
+    ones take their place.
+
+    Args:
+        function: the update.
+        params: sharding of each of its params, None to leave the choice to XLA.
+        inner: sharding of each leaf of its optimizer state, likewise.
+
+    Returns:
+        The jitted function, whose results have these shardings.
+    """
     return jax.jit(function, out_shardings=([*params], [*inner]), donate_argnums=(0, 1))
 
 
 def common_shardings(arrays: Sequence[Any]) -> list[jax.sharding.Sharding | None]:
-    """The shardings that results in the place of some arrays can keep.
+    """The shardings that the results of one program can keep if they replace some arrays.
 
-    One program has one set of devices: None for an array that does not lie on the largest one, such
-    as a counter that was made on one device.
+    A program runs on one set of devices, and the largest set among the arrays' is taken. An array
+    on another set (a counter that was made on one device) gives None.
     """
     found = [array.sharding if isinstance(array, jax.Array) else None for array in arrays]
     sets = [sharding.device_set for sharding in found if sharding is not None]
@@ -353,7 +374,7 @@ def common_shardings(arrays: Sequence[Any]) -> list[jax.sharding.Sharding | None
 
 
 def replicated(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
-    """A sharding over the same devices that gives each the whole array."""
+    """A sharding that gives every one of the same devices the whole array."""
     if isinstance(sharding, jax.sharding.NamedSharding):
         return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
     if len(sharding.device_set) == 1:

@@ -1,7 +1,7 @@
 """A jaxpr as one list of operations, cut into groups that have only scalars in common.
 
-The leaves of an optimizer's state go through the same operations, each leaf for itself: the groups
-of equal leaves are equal, and whoever evaluates one can use it for all of them.
+An optimizer puts each leaf of its state through the same operations. So leaves of one shape make
+equal groups, and the evaluation of one group serves all of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 Ref = Any
-"""What an operation takes: the number of a value, or a literal."""
+"""An input of an operation: the number of a value, or a literal."""
 
 _CALLS = frozenset({"call", "checkpoint", "closed_call", "core_call", "jit", "pjit", "remat2"})
 
@@ -25,9 +25,9 @@ class Op:
     """One operation.
 
     Attributes:
-        eqn: of the jaxpr that it comes from.
-        inputs: numbers of values, or literals.
-        outputs: numbers of values.
+        eqn: the jaxpr's equation.
+        inputs: numbers of the values that it takes, or literals.
+        outputs: numbers of its results.
     """
 
     eqn: Any
@@ -52,12 +52,12 @@ class Op:
 
     @property
     def grows(self) -> bool:
-        """True where the result has more elements than the first input."""
+        """True if the result has more elements than the first input."""
         return self.avals[0].size > self.eqn.invars[0].aval.size
 
     @property
     def has_arrays(self) -> bool:
-        """True where an input or a result is more than a scalar."""
+        """True if an input or a result is no scalar."""
         return any(var.aval.shape for var in [*self.eqn.invars, *self.eqn.outvars])
 
     def context(self) -> AbstractContextManager[Any]:
@@ -65,13 +65,13 @@ class Op:
         return self.eqn.ctx.manager
 
     def bind(self, values: Sequence[Any]) -> list[Any]:
-        """Evaluates the operation as it is."""
+        """Evaluate the operation as it is."""
         primitive = self.eqn.primitive
         results = primitive.bind(*values, **primitive.get_bind_params(self.eqn.params))
         return list(results) if primitive.multiple_results else [results]
 
     def key(self) -> Any:
-        """Equal for operations that do the same; unhashable where that cannot be told."""
+        """A key that is equal for equal operations; unhashable if its parameters are."""
         context = self.eqn.ctx
         return (
             self.name,
@@ -84,12 +84,12 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """The operations of a jaxpr, calls taken apart, without those that nothing comes of.
+    """The operations of a jaxpr, with calls inlined and dead operations removed.
 
     Attributes:
-        inputs: numbers of the constants and of the inputs.
-        ops: each after those whose results it takes.
-        outputs: numbers of values, or literals.
+        inputs: numbers of the constants, and then of the inputs.
+        ops: operations, each after the operations whose results it takes.
+        outputs: numbers of the values that are returned, or literals.
     """
 
     inputs: tuple[int, ...]
@@ -98,10 +98,10 @@ class Flat:
 
 
 def flatten(jaxpr: Any) -> Flat:
-    """Takes the calls of a jaxpr apart.
+    """Inline the calls of a jaxpr, and remove its dead operations.
 
     Args:
-        jaxpr: an open one; its constants count as its first inputs.
+        jaxpr: an open jaxpr; its constants count as its first inputs.
     """
     ops: list[Op] = []
     numbers = iter(range(1 << 62))
@@ -137,7 +137,7 @@ class _Constant:
 
 
 def called(eqn: Any) -> Any:
-    """The jaxpr of a plain call, else None."""
+    """The jaxpr that a plain call runs; None for any other operation."""
     if eqn.primitive.name not in _CALLS:
         return None
     shardings = [*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ())]
@@ -158,12 +158,12 @@ def _living(ops: Sequence[Op], outputs: Sequence[Ref]) -> list[Op]:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Operations that hang together.
+    """Operations connected by arrays.
 
     Attributes:
-        ops: in order.
-        inputs: numbers of the values that they take from elsewhere, by first use.
-        outputs: numbers of the values that others take, in order.
+        ops: operations, in order.
+        inputs: numbers of the values that come from outside the group, by first use.
+        outputs: numbers of the values that are used outside the group, in order.
     """
 
     ops: tuple[Op, ...]
@@ -171,11 +171,11 @@ class Group:
     outputs: tuple[int, ...]
 
     def is_known(self, names: Collection[str]) -> bool:
-        """True where all operations are among some."""
+        """True if all operations have one of these names."""
         return all(op.name in names for op in self.ops)
 
     def key(self, rules: Sequence[Any]) -> Any:
-        """Equal for groups that do the same, each operation under its rule."""
+        """A key that is equal for equal groups, evaluated by equal rules."""
         local: dict[int, int] = {each: i for i, each in enumerate(self.inputs)}
         keys = []
         for op, rule in zip(self.ops, rules, strict=True):
@@ -199,10 +199,10 @@ def _literal(ref: Ref) -> Any:
 
 
 def groups(flat: Flat) -> list[Group]:
-    """Cuts a list of operations where only scalars go from one to the other.
+    """Cut a list of operations into groups between which only scalars pass.
 
-    A scalar that arrays went into (a norm) ends the groups that it came from: what takes it is in
-    later ones.
+    A scalar that is computed from arrays (a norm) ends their groups: operations that take it are in
+    later groups.
     """
     stages: dict[int, int] = {}
     parents: dict[Any, Any] = {}

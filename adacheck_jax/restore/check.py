@@ -1,0 +1,142 @@
+"""Comparison of restored leaves with what was saved of them: types, shapes and fingerprints."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from adacheck_jax.device import fingerprint, transfer
+from adacheck_jax.errors import IntegrityError
+from adacheck_jax.format.lineage import Lineage
+from adacheck_jax.format.manifest import BaseManifest
+from adacheck_jax.update import program as update_program
+
+ROUNDING = 1e-6
+"""Change that another order of sums makes in one update, relative to a leaf's largest value."""
+_SHOWN_COUNT = 20
+
+
+def check_types(leaves: Sequence[Any], base: BaseManifest, where: Path) -> None:
+    """Compare shapes and data types of the leaves of a base with its manifest.
+
+    Orbax takes shapes, data types and key types from files that no checksum protects.
+
+    Args:
+        leaves: the leaves as they were read; None for one that was not.
+        base: the base's manifest.
+        where: the base's directory, for the message.
+
+    Raises:
+        IntegrityError: names every leaf of another shape or data type.
+    """
+    wrong = []
+    for spec, leaf in zip(base.leaves, leaves, strict=True):
+        if hasattr(leaf, "dtype"):
+            found = f"{leaf.dtype}{list(leaf.shape)}"
+            if found != spec.description:
+                wrong.append(f"{spec.path}: expected {spec.description}, found {found}")
+    if wrong:
+        raise IntegrityError(
+            f"{where}: {len(wrong)} of {len(leaves)} leaves of the base do not have the shape and "
+            f"data type that were saved: {_shown(wrong)}. Its metadata is damaged; restore another "
+            "step."
+        )
+
+
+def differing(leaves: Sequence[Any], fingerprints: Sequence[int]) -> set[int]:
+    """Indices of the leaves whose fingerprints are not the given ones; None is left out."""
+    return _differing(_fingerprints_of(leaves), fingerprints)
+
+
+def check_bits(
+    leaves: Sequence[Any],
+    lineage: Lineage,
+    where: Path,
+    *,
+    rounded: Collection[int] = (),
+) -> list[int]:
+    """Compare every leaf with the fingerprint taken when the step was saved.
+
+    Args:
+        leaves: the restored leaves; None for one that was not asked for.
+        lineage: the lineage that ends at the step.
+        where: the step's directory, for the message.
+        rounded: indices of the leaves that need only be right to rounding.
+
+    Returns:
+        Indices of those leaves of ``rounded`` whose bits differ.
+
+    Raises:
+        IntegrityError: names every other leaf whose bits differ.
+    """
+    end, specs = lineage.end, lineage.base.leaves
+    found = _fingerprints_of(leaves)
+    different = sorted(_differing(found, end.fingerprints))
+    wrong = [specs[i].path for i in different if i not in rounded]
+    if wrong:
+        raise IntegrityError(
+            f"{where}: {len(wrong)} of {len(found)} leaves of step {end.step} do not have "
+            f"the bits that were saved: {_shown(wrong)}. The stored data is damaged, or replay of "
+            f"the update is not exact here.{_other_settings(lineage)} Nothing was returned; "
+            "restore another step, or a base step."
+        )
+    return different
+
+
+def _fingerprints_of(leaves: Sequence[Any]) -> dict[int, int]:
+    return fingerprint.of_leaves(
+        {i: transfer.raw(leaf) for i, leaf in enumerate(leaves) if leaf is not None}
+    )
+
+
+def _differing(found: dict[int, int], fingerprints: Sequence[int]) -> set[int]:
+    return {i for i, value in found.items() if value != fingerprints[i]}
+
+
+def _shown(items: Sequence[str]) -> str:
+    more = len(items) - _SHOWN_COUNT
+    return ", ".join(items[:_SHOWN_COUNT]) + (f", and {more} more" if more > 0 else "")
+
+
+def _other_settings(lineage: Lineage) -> str:
+    """A sentence that names the settings of arithmetic that differ from the save's."""
+    here, saved = update_program.environment(), lineage.base.environment
+    if not lineage.replayed_count:
+        return ""
+    other = [
+        f"{name} was {value or 'not set'} when the base was saved, and is {here[name] or 'not set'}"
+        for name, value in saved.items()
+        if name in here and here[name] != value
+    ]
+    return f" Not the same here: {'; '.join(other)}." if other else ""
+
+
+def bound_to_mesh(lineage: Lineage) -> frozenset[int]:
+    """Indices of the leaves whose bits depend on the devices that their updates are replayed on.
+
+    These are all leaves that an update with sums in it computes. Leaves without sums have exact
+    arithmetic, but belong to a program that is compiled in another way on other devices.
+    """
+    update = lineage.base.update
+    if update is None or not update.reducing or not lineage.replayed_count:
+        return frozenset()
+    return update.explained.difference(update.passed)
+
+
+def tolerance(lineage: Lineage, rounded: Sequence[int]) -> float:
+    """Approximate bound of the error of leaves that were replayed on other devices.
+
+    Args:
+        lineage: the lineage that ends at the step.
+        rounded: indices of those leaves.
+
+    Returns:
+        A bound relative to each leaf's largest value, for updates that are continuous: the effect
+        of the order of sums in float32 for each update, and one rounding to the leaf's own type.
+    """
+    dtypes = [jnp.dtype(lineage.base.leaves[i].dtype) for i in rounded]
+    roundings = [float(jnp.finfo(d).eps) for d in dtypes if jnp.issubdtype(d, jnp.inexact)]
+    return lineage.replayed_count * ROUNDING + max(roundings, default=0.0)

@@ -1,0 +1,267 @@
+"""Replay: deltas folded onto the leaves of a base.
+
+Records are read ahead and folded by the compiled update; then the leaves that no update explains
+are put in place. Knows no Orbax: the base was read already.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from adacheck_jax.device import jax_settings, transfer
+from adacheck_jax.errors import FormatError, IntegrityError
+from adacheck_jax.format.boxes import Box
+from adacheck_jax.format.lineage import Lineage
+from adacheck_jax.format.manifest import BaseManifest, Delta, Leaf, Update
+from adacheck_jax.restore import check
+from adacheck_jax.restore.compiled_update import CompiledUpdates, Shardings
+from adacheck_jax.restore.delta_reader import DeltaReader, readers_of
+from adacheck_jax.restore.patches import Patches
+from adacheck_jax.restore.working_set import WorkingSet, replay_shardings
+from adacheck_jax.update import program as update_program
+from adacheck_jax.update.program import UpdateFunction
+
+_log = logging.getLogger(__name__)
+
+_READ_AHEAD = 2
+"""Deltas whose records are read before their updates are replayed."""
+
+
+def replay_onto(leaves: Sequence[Any], lineage: Lineage, programs: CompiledUpdates) -> list[Any]:
+    """Bring the leaves of a base to the step that ends its lineage.
+
+    Args:
+        leaves: the base's leaves as they were read onto their target shardings. Those that the
+            update computes are donated.
+        lineage: the base and the deltas to replay.
+        programs: update programs that may be compiled already; one that is compiled here is added.
+
+    Returns:
+        The leaves of the step, of the types and on the shardings of the given ones.
+
+    Raises:
+        IntegrityError, FormatError: the stored data is damaged or cannot be read.
+    """
+    count, base, step = lineage.replayed_count, lineage.base.step, lineage.end.step
+    if count:
+        _log.info("Replaying %d updates onto the base of step %d, for step %d.", count, base, step)
+    return apply_deltas(leaves, lineage, readers_of(lineage), programs)
+
+
+def newest_exact(
+    leaves: Sequence[Any],
+    lineage: Lineage,
+    programs: CompiledUpdates,
+    *,
+    rounded: Collection[int] = (),
+) -> Lineage | None:
+    """The newest step of a lineage that has the bits that were saved.
+
+    Every delta is applied once, and every step compared with its fingerprints.
+
+    Args:
+        leaves: the base's leaves, as for :func:`replay_onto`.
+        lineage: the lineage of a step that cannot be restored.
+        programs: update programs that may be compiled already.
+        rounded: indices of the leaves that need only be right to rounding after a replay.
+
+    Returns:
+        The part of the lineage that ends at that step; None if not even the base is exact.
+    """
+    found = lineage.to(lineage.base.step) if _is_exact(leaves, lineage.base, ()) else None
+    try:
+        for reader, delta in zip(readers_of(lineage), lineage.deltas, strict=True):
+            leaves = apply_deltas(leaves, lineage, [reader], programs)
+            if _is_exact(leaves, delta, rounded):
+                found = lineage.to(delta.step)
+    except (IntegrityError, FormatError) as error:  # no later step can be built
+        _log.debug("%s: replayed no further: %s", lineage.base_directory, error)
+    return found
+
+
+def _is_exact(leaves: Sequence[Any], step: BaseManifest | Delta, rounded: Collection[int]) -> bool:
+    return not check.differing(leaves, step.fingerprints).difference(rounded)
+
+
+def apply_deltas(
+    leaves: Sequence[Any],
+    lineage: Lineage,
+    readers: Sequence[DeltaReader],
+    programs: CompiledUpdates,
+) -> list[Any]:
+    """Apply some deltas that follow one another in a lineage.
+
+    Args:
+        leaves: the leaves of the step before these deltas; see :func:`replay_onto`.
+        lineage: the lineage that the deltas belong to.
+        readers: readers of the deltas, oldest first.
+        programs: update programs that may be compiled already.
+
+    Returns:
+        The leaves of the step after these deltas.
+
+    Raises:
+        IntegrityError, FormatError: the stored data is damaged or cannot be read.
+    """
+    specs, update, shardings = lineage.base.leaves, lineage.base.update, {}
+    has_updates = any(reader.has_update for reader in readers)
+    if has_updates and update is not None and update.programs:
+        shardings = replay_shardings(leaves, update)
+    elif has_updates:
+        raise FormatError(
+            f"{lineage.base_directory}: expected the base of a delta to hold an update "
+            "program, found none. Restore a base step."
+        )
+    working = WorkingSet(leaves, shardings)
+    patches = Patches(working, specs)
+    if has_updates and update is not None:
+        program = programs.get(lineage, update, shardings)
+        replay = _Replay(update, program, working, patches, shardings)
+        replay.run(readers, _read_ahead(specs, update, readers, shardings))
+    else:
+        for reader in readers:
+            patches.add(reader)
+    patches.apply(range(len(specs)))
+    return working.leaves
+
+
+class _Consumed(NamedTuple):
+    """Arrays that one update consumes, on the shardings for replay."""
+
+    record: list[jax.Array]
+    extra: list[jax.Array]
+
+
+class _Replay:
+    """Updates replayed one after another by one compiled program.
+
+    Args:
+        update: the update.
+        program: the update compiled for these shardings.
+        working: all leaves of the state.
+        patches: stored leaves that wait to be put in place.
+        shardings: the shardings for replay, by leaf index.
+    """
+
+    def __init__(
+        self,
+        update: Update,
+        program: UpdateFunction,
+        working: WorkingSet,
+        patches: Patches,
+        shardings: Shardings,
+    ) -> None:
+        self._update, self._program = update, program
+        self._working, self._patches = working, patches
+        self._shardings = [*shardings.values()]
+        self._passed = frozenset(update.passed)
+        self._take()
+
+    def run(self, readers: Sequence[DeltaReader], consumed: Iterator[_Consumed]) -> None:
+        """Replay deltas, and put all leaves back.
+
+        Args:
+            readers: readers of the deltas, oldest first; those without an update too.
+            consumed: the arrays that each update consumes.
+        """
+        for reader in readers:
+            if not reader.has_update:
+                self._patches.add(reader)
+                continue
+            own = next(consumed)
+            self._replay(reader, own)
+            if reader is readers[-1]:  # then the arrays that it consumed are leaves of the state
+                for index, array in zip(self._update.consumed, own.record + own.extra, strict=True):
+                    if index in reader.stored:
+                        self._patches.replace(index, array)
+        self._put_back()
+
+    def _replay(self, reader: DeltaReader, consumed: _Consumed) -> None:
+        # A dispatched update holds its inputs. Waiting for the one before bounds the memory to this
+        # update's inputs and those read ahead. All results of a program are ready at once.
+        jax.block_until_ready((self._params or self._inner)[0])
+        unreplayed = self._patch_before(reader)
+        switches = update_program.switches(
+            len(self._update.counts), reader.updates, self._shardings
+        )
+        self._params, self._inner = self._program(
+            self._params, self._inner, consumed.record, consumed.extra, switches
+        )
+        if unreplayed:
+            self._put_back()
+            for index, leaf in unreplayed.items():
+                self._working[index] = leaf
+            self._take()
+
+    def _patch_before(self, reader: DeltaReader) -> dict[int, Any]:
+        """Put in place what the update of a delta takes, and note what the delta stores.
+
+        Leaves that the update passes through take their stored values before it runs; leaves that
+        are not replayed keep the values of the parent.
+
+        Returns:
+            The parent's leaves that the delta does not replay, by index.
+        """
+        update, patches = self._update, self._patches
+        computed = update.explained - self._passed
+        if not (
+            reader.unreplayed
+            or patches.touches(update.explained)
+            or not self._passed.isdisjoint(reader.stored)
+        ):
+            patches.add(reader)
+            return {}
+        self._put_back()
+        patches.apply(computed)
+        patches.add(reader)
+        patches.apply(self._passed)
+        unreplayed = {i: self._working[i] for i in reader.unreplayed}
+        self._take(copied=unreplayed)
+        return unreplayed
+
+    def _take(self, copied: Collection[int] = ()) -> None:
+        self._params = self._working.take(self._update.params, copied)
+        self._inner = self._working.take(self._update.inner, copied)
+
+    def _put_back(self) -> None:
+        self._working.put_back(self._update.params, self._params)
+        self._working.put_back(self._update.inner, self._inner)
+        self._params, self._inner = [], []
+
+
+def _read_ahead(
+    specs: Sequence[Leaf], update: Update, readers: Sequence[DeltaReader], shardings: Shardings
+) -> Iterator[_Consumed]:
+    """Read the arrays that each update consumes, while earlier updates are replayed."""
+    x64 = transfer.x64_enabled()
+    wanted = [(specs[i].shape, shardings[i]) for i in update.consumed]
+    boxes = {i: transfer.boxes_here(*each) for i, each in zip(update.consumed, wanted, strict=True)}
+    record_count = len(update.record)
+
+    def load(reader: DeltaReader) -> _Consumed:
+        consumed = update.consumed_by(reader.updates)
+
+        def read(position: int, box: Box) -> np.ndarray:
+            index = update.consumed[position]
+            if index not in consumed:  # it belongs to a recorder without an update
+                return np.zeros(box.shape, jnp.dtype(specs[index].dtype))
+            return reader.read(index, box)
+
+        with reader.prefetched(boxes), jax_settings.own(x64):
+            placed = transfer.place_all(wanted, read)
+            return _Consumed(placed[:record_count], placed[record_count:])
+
+    updating = [reader for reader in readers if reader.has_update]
+    with ThreadPoolExecutor(_READ_AHEAD, thread_name_prefix="adacheck_read_ahead") as pool:
+        pending = [pool.submit(load, reader) for reader in updating[:_READ_AHEAD]]
+        for following in [*updating[_READ_AHEAD:], *[None] * len(pending)]:
+            yield pending.pop(0).result()
+            if following is not None:
+                pending.append(pool.submit(load, following))

@@ -1,0 +1,125 @@
+"""The leaves of one restore while deltas are folded onto them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from adacheck_jax.device import transfer
+from adacheck_jax.format.manifest import Update
+from adacheck_jax.update import program as update_program
+
+
+def replay_shardings(leaves: Sequence[Any], update: Update) -> dict[int, jax.sharding.Sharding]:
+    """Shardings on one set of devices, where the leaves of an update lie while it is replayed.
+
+    A compiled program wants all its arrays on the same devices. Those of the largest leaf are
+    taken; a leaf that lies elsewhere (a counter on one device, a host value) is replicated there.
+
+    Args:
+        leaves: every leaf of the state, or its ``jax.ShapeDtypeStruct``.
+        update: the update.
+
+    Returns:
+        A sharding for each leaf that the update takes, by leaf index.
+    """
+    touched = [*update.params, *update.inner, *update.consumed]
+    own = {i: _sharding_of(leaves[i]) for i in touched}
+    sizes = [(len(each.device_set), leaves[i].size, i) for i, each in own.items() if each]
+    main: Any = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    if sizes:
+        main = own[max(sizes)[-1]]
+    return {
+        i: each if each and each.device_set == main.device_set else update_program.replicated(main)
+        for i, each in own.items()
+    }
+
+
+def _sharding_of(leaf: Any) -> jax.sharding.Sharding | None:
+    """The sharding of a leaf's elements; None for a leaf that is no array on devices."""
+    return getattr(transfer.raw(leaf) if transfer.is_key(leaf) else leaf, "sharding", None)
+
+
+class WorkingSet:
+    """The one owner of a state's leaves while deltas are folded onto them.
+
+    A replayed update donates its leaves. So they are taken out (:meth:`take`), and its results are
+    put back as the types and on the shardings of the leaves that they replace (:meth:`put_back`).
+
+    Args:
+        leaves: the leaves, as they were read onto their target shardings.
+        shardings: the shardings for replay, from :func:`replay_shardings`; empty without updates.
+    """
+
+    def __init__(
+        self, leaves: Sequence[Any], shardings: Mapping[int, jax.sharding.Sharding]
+    ) -> None:
+        self._leaves = list(leaves)
+        self._shardings = shardings
+        self._targets: dict[int, Any] = {}
+        self._key_impls: dict[int, Any] = {}
+
+    @property
+    def leaves(self) -> list[Any]:
+        """All leaves; None in place of one that is taken out, or that nobody asked for."""
+        return list(self._leaves)
+
+    def __getitem__(self, index: int) -> Any:
+        """One leaf; None while it is taken out, or if nobody asked for it."""
+        return self._leaves[index]
+
+    def __setitem__(self, index: int, leaf: Any) -> None:
+        """Replace a leaf that is not taken out by one of its type and sharding."""
+        self._leaves[index] = leaf
+
+    def take(self, indices: Sequence[int], copied: Collection[int] = ()) -> list[jax.Array]:
+        """Take leaves out, onto the shardings for replay.
+
+        Args:
+            indices: indices of the leaves.
+            copied: indices of the leaves of which a copy is given, since their arrays must
+                outlive a donation.
+        """
+        return [self._take(index, index in copied) for index in indices]
+
+    def _take(self, index: int, is_copied: bool) -> jax.Array:
+        taken, sharding = self._leaves[index], self._shardings[index]
+        self._leaves[index] = None
+        if transfer.is_key(taken):
+            self._key_impls[index] = jax.random.key_impl(taken)
+        leaf = transfer.raw(taken)
+        if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
+            # The type alone: a reference to the array would keep a donated one's memory.
+            self._targets[index] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+            return jnp.copy(leaf) if is_copied else leaf
+        self._targets[index] = leaf
+        placed = jax.device_put(leaf, sharding)
+        return jnp.copy(placed) if is_copied else placed
+
+    def put_back(self, indices: Sequence[int], replayed: Sequence[jax.Array]) -> None:
+        """Put the results of an update in the places of the leaves that were taken out.
+
+        Args:
+            indices: indices of the leaves.
+            replayed: an array for each, on the shardings for replay.
+        """
+        for index, array in zip(indices, replayed, strict=True):
+            target, leaf = self._targets[index], array
+            if isinstance(target, jax.Array):
+                leaf = jax.device_put(array, target.sharding)
+            elif not isinstance(target, jax.ShapeDtypeStruct):
+                leaf = like_host(target, np.asarray(array))
+            if index in self._key_impls:
+                leaf = jax.random.wrap_key_data(leaf, impl=self._key_impls[index])
+            self._leaves[index] = leaf
+
+
+def like_host(example: Any, value: np.ndarray) -> Any:
+    """A host value of an example's type: numpy stays numpy, Python scalars stay scalars."""
+    if isinstance(example, np.ndarray | np.generic):
+        return value.astype(example.dtype)
+    return type(example)(value)

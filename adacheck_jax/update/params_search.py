@@ -1,0 +1,254 @@
+"""The params of each recorder in a saved state, found by leaf paths, shapes and data types.
+
+Knows the nodes of recorders and the types of leaves, and no recorder object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from adacheck_jax.device import trees
+from adacheck_jax.errors import RecorderError
+from adacheck_jax.update.recorder_state import RecorderNode
+
+_WRAPPER_SUFFIX = "/value"  # nnx.State keeps every array under one more key of this name
+
+
+class LeafType(NamedTuple):
+    """Shape and data type of one saved leaf; a typed PRNG key has its key type."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def leaf_types(named: Mapping[str, Any]) -> dict[str, LeafType]:
+    """Shape and data type of every leaf, by leaf path.
+
+    Args:
+        named: arrays, abstract arrays or scalars, by leaf path.
+    """
+    return {
+        path: LeafType(tuple(getattr(leaf, "shape", ())), str(trees.dtype_of(leaf)))
+        for path, leaf in named.items()
+    }
+
+
+def recorded_params(
+    nodes: Sequence[RecorderNode],
+    leaves: Mapping[str, LeafType],
+    params_path: str | Mapping[str, str] | None,
+) -> tuple[str, ...]:
+    """Leaf paths of the params whose gradients are recorded.
+
+    Args:
+        nodes: the nodes of all recorders in the state.
+        leaves: types of all leaves of the state, from :func:`leaf_types`.
+        params_path: leaf path of the params' root; or a mapping to such paths by prefix of the
+            nodes; or None to find the params.
+
+    Raises:
+        RecorderError: the params of a node are ambiguous, or there are none.
+    """
+    nodes = [node for node in nodes if node.record]
+    roots = params_roots(nodes, leaves, params_path)
+    return tuple(
+        path
+        for node in nodes
+        for path in params_under(
+            roots[node.prefix], list(node.record), list(node.record), node, leaves
+        )
+    )
+
+
+def params_roots(
+    nodes: Sequence[RecorderNode],
+    leaves: Mapping[str, LeafType],
+    params_path: str | Mapping[str, str] | None,
+) -> dict[str, str]:
+    """Leaf path of the root of each node's params, by the node's prefix.
+
+    A subtree that must be the params of one node is a candidate for no other.
+
+    Args:
+        nodes: the nodes that record anything.
+        leaves: types of all leaves of the state.
+        params_path: path or paths of the params, as :func:`recorded_params` takes them.
+
+    Raises:
+        RecorderError: the params of a node are ambiguous, or there are none.
+    """
+    named = params_path if isinstance(params_path, Mapping) else {"": params_path}
+    roots = {node.prefix: covering(named, node.prefix) for node in nodes}
+    roots = {prefix: str(root) for prefix, root in roots.items() if root is not None}
+    waiting = [node for node in nodes if node.prefix not in roots]
+    candidates = {node.prefix: _candidates(node, nodes, leaves) for node in waiting}
+    taken = {path for n in nodes if n.prefix in roots for path in _below(roots[n.prefix], n)}
+    while waiting:
+        for node in waiting:
+            free = [r for r in candidates[node.prefix] if taken.isdisjoint(_below(r, node))]
+            left = _nearest(node, free or candidates[node.prefix])
+            if len(left) == 1:
+                break
+        else:
+            raise _ambiguous(waiting[0], candidates[waiting[0].prefix], len(nodes))
+        roots[node.prefix] = left[0]
+        taken.update(_below(left[0], node))
+        waiting.remove(node)
+    return roots
+
+
+def _below(root: str, node: RecorderNode) -> list[str]:
+    return [_join(root, path) if path else root for path in node.record]
+
+
+def _ambiguous(node: RecorderNode, candidates: list[str], node_count: int) -> RecorderError:
+    found = quoted(candidates) or "none"
+    argument = f"{{{node.prefix!r}: ...}}" if node_count > 1 else "..."
+    return RecorderError(
+        f"expected one subtree with the {len(node.record)} leaf paths and shapes that the Recorder "
+        f"at {node.prefix!r} records; found {found}. Say which of them the optimizer updates: "
+        f"AdaCheckHandler(recorder, params_path={argument})."
+    )
+
+
+def _candidates(
+    node: RecorderNode, nodes: Sequence[RecorderNode], leaves: Mapping[str, LeafType]
+) -> list[str]:
+    """Every subtree outside all recorders that has the record's leaf paths and shapes."""
+    wanted = {path: leaves[full].shape for path, full in node.record.items()}
+    sample = max(wanted, key=lambda path: path.count("/"))
+    inside = {_join(each.prefix, "") for each in nodes} - {""}
+    whole = any(not each.prefix for each in nodes)  # the state is the node
+    found = []
+    for path in leaves:
+        if whole or path.startswith(tuple(inside)) or not _ends_with(path, sample):
+            continue
+        root = path.removesuffix(sample).removesuffix("/")
+        types = [leaves.get(path) for path in _below(root, node)]
+        if all(
+            each is not None and each.shape == shape
+            for each, shape in zip(types, wanted.values(), strict=True)
+        ):
+            found.append(root)
+    return found
+
+
+def _nearest(node: RecorderNode, candidates: list[str]) -> list[str]:
+    """The candidate beside the node, if all have one name (``actor/params``, ``critic/params``).
+
+    Candidates of different names stay: ``opt_state/acc_grads`` may lie nearer than ``params``.
+    """
+    if len(candidates) < 2:
+        return candidates
+    shared = {root: _shared_count(root, node.prefix) for root in candidates}
+    nearest = max(candidates, key=lambda root: shared[root])
+    name = "/".join(nearest.split("/")[shared[nearest] :])
+    others = [root for root in candidates if root is not nearest]
+    if name and all(shared[r] < shared[nearest] and _ends_with(r, name) for r in others):
+        return [nearest]
+    return candidates
+
+
+def _shared_count(a: str, b: str) -> int:
+    """Number of components that two leaf paths share, from the root on."""
+    ours, theirs = a.split("/"), b.split("/")
+    pairs = list(zip(ours, theirs, strict=False))
+    return next((i for i, (x, y) in enumerate(pairs) if x != y), len(pairs))
+
+
+def _ends_with(path: str, end: str) -> bool:
+    return not end or path == end or path.endswith(f"/{end}")
+
+
+def params_under(
+    root: str,
+    relative: Sequence[str],
+    recorded: Sequence[str],
+    node: RecorderNode,
+    leaves: Mapping[str, LeafType],
+) -> tuple[str, ...]:
+    """Leaf paths of a node's params below their root.
+
+    Args:
+        root: leaf path of the params' root.
+        relative: paths of the params relative to the root.
+        recorded: paths of the gradients relative to the root; params without one are left out.
+        node: the node.
+        leaves: types of all leaves of the state.
+
+    Raises:
+        RecorderError: a param is missing, or has another shape than its gradient.
+    """
+    below = _join(root, "")
+    available = {path.removeprefix(below): path for path in leaves if path.startswith(below)}
+    if root in leaves:  # one bare array
+        available[""] = root
+    params = dict(zip(relative, pick(relative, available, "params"), strict=True))
+    for path, record in zip(recorded, pick(recorded, node.record, "record"), strict=True):
+        found, expected = leaves[params[path]].shape, leaves[record].shape
+        if found != expected:
+            raise RecorderError(
+                f"expected the params under {root!r} to have the shapes that the Recorder records, "
+                f"found {params[path]} of shape {found} for a record of shape {expected}. "
+                "Name the trained params with params_path."
+            )
+    return tuple(params.values())
+
+
+def pick(relative: Sequence[str], available: Mapping[str, str], what: str) -> tuple[str, ...]:
+    """Leaf paths in a state for paths relative to a tree.
+
+    Args:
+        relative: paths relative to the tree.
+        available: leaf paths in the state, by relative path.
+        what: name of the tree, for the message.
+
+    Raises:
+        RecorderError: names the paths that the state does not have.
+    """
+    matched = matched_paths(relative, available)
+    missing = [path for path in relative if path not in matched]
+    if missing:
+        raise RecorderError(
+            f"{len(missing)} leaves of the {what} that the update takes are not in the saved "
+            f"state: expected {few(missing)}; found {few(available)}. Save the whole train "
+            "state, or name the params with params_path."
+        )
+    return tuple(matched[path] for path in relative)
+
+
+def matched_paths(relative: Sequence[str], available: Mapping[str, str]) -> dict[str, str]:
+    """Leaf path in a state for each relative path that it has.
+
+    A path of the state may also differ from the relative one by nnx's wrapper alone.
+    """
+    same = set(relative)
+    plain = {_plain(path): full for path, full in available.items() if path not in same}
+    matched = {path: available.get(path) or plain.get(_plain(path)) for path in relative}
+    return {path: full for path, full in matched.items() if full is not None}
+
+
+def _plain(path: str) -> str:
+    return path.removesuffix(_WRAPPER_SUFFIX)
+
+
+def _join(root: str, path: str) -> str:
+    return f"{root}/{path}" if root else path
+
+
+def covering(by_prefix: Mapping[str, Any], prefix: str) -> Any:
+    """The value of the longest key that a node's prefix begins with; None without such a key."""
+    keys = [key for key in by_prefix if not key or f"{prefix}/".startswith(f"{key}/")]
+    return by_prefix[max(keys, key=len)] if keys else None
+
+
+def quoted(names: Iterable[str]) -> str:
+    """Sorted names in quotes, for a message."""
+    return ", ".join(repr(name) for name in sorted(names))
+
+
+def few(names: Iterable[str]) -> str:
+    """The first names, for a message."""
+    names = list(names)
+    return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")

@@ -1,0 +1,390 @@
+"""Pinned evaluation: every rounding of a function fixed, in whatever program it is compiled.
+
+A compiler may contract a product and a sum into one operation, divide by a broadcast scalar by
+multiplying by its reciprocal, keep more digits than a data type has, and merge constants; the
+choice depends on everything around an operation. So a function is traced, and its operations are
+evaluated one by one, with fences (:mod:`~adacheck_jax.update.pinning.fence`) between operations
+that a compiler could merge. No operation is left out or reordered. Each is rounded as it is
+written, except that a division by a scalar, or by something broadcast, is always a multiplication
+by the reciprocal.
+
+:mod:`~adacheck_jax.update.pinning.rules` says where fences stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from adacheck_jax.update.pinning.fence import fence
+from adacheck_jax.update.pinning.flat_jaxpr import Flat, Group, Op, flatten, groups
+from adacheck_jax.update.pinning.rules import CONTROL, KNOWN, Rule, rules_of
+
+_KEPT_COUNT = 8
+"""Traces that a function keeps."""
+_SMALL_COUNT = 64
+"""Elements of the largest input that is fenced if it is returned unchanged."""
+_SETTINGS = """
+    jax_default_matmul_precision jax_default_prng_impl jax_enable_x64 jax_numpy_dtype_promotion
+    jax_numpy_rank_promotion jax_threefry_partitionable
+"""
+
+
+class PinnedFunction:
+    """A function of pytrees, evaluated with fences.
+
+    Called inside another trace it is traced each time, as any function is. Called with arrays it is
+    traced once for each structure: values that it reads besides its arguments are read then, as
+    under ``jax.jit``.
+
+    Args:
+        function: a function from pytrees to a pytree. Leaves that are no arrays pass through.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._known: dict[Any, _Traced] = {}
+
+    def __call__(self, zero: Any, *trees: Any) -> Any:
+        """Evaluate the function.
+
+        Args:
+            zero: the ``z`` of the fences.
+            *trees: the function's arguments.
+        """
+        traced = self._trace(trees)
+        arrays = [_array(leaf) for leaf in jax.tree.leaves(trees) if _is_array(leaf)]
+        return traced.result(traced.pinned(zero, arrays))
+
+    def origins(self, *trees: Any) -> Any:
+        """For each result, the position of the argument leaf that it returns unchanged.
+
+        Returns:
+            A pytree like the result; None for a leaf that is computed, or is no array.
+        """
+        traced = self._trace(trees)
+        places = [i for i, leaf in enumerate(jax.tree.leaves(trees)) if _is_array(leaf)]
+        found = [None if i is None else places[i] for i in traced.pinned.origins]
+        return traced.result(found)
+
+    def _trace(self, trees: Any) -> _Traced:
+        leaves, treedef = jax.tree.flatten(trees)
+        arrays = [leaf for leaf in leaves if _is_array(leaf)]
+        is_staged = any(isinstance(leaf, jax.core.Tracer) for leaf in arrays)
+        key = None
+        if len(arrays) == len(leaves):
+            key = (treedef, *map(_aval, arrays), *_settings())
+            known = self._known.get(key)
+            if known is not None and not is_staged:
+                return known
+        traced = _Traced(self._function, leaves, treedef)
+        if key is not None and traced.is_constant and not is_staged:
+            while len(self._known) >= _KEPT_COUNT:
+                self._known.pop(next(iter(self._known)))
+            self._known[key] = traced
+        return traced
+
+
+def _settings() -> list[Any]:
+    """Settings that a trace depends on, besides its arguments."""
+    names = _SETTINGS.split()
+    return [jax.sharding.get_abstract_mesh(), *(getattr(jax.config, name) for name in names)]
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct) or core.valid_jaxtype(leaf)
+
+
+def _aval(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+
+
+class _Traced:
+    """One trace of a function of pytrees.
+
+    Attributes:
+        pinned: the traced function over flat arrays.
+        is_constant: True if it closes over no tracer, so that the trace can be used again.
+    """
+
+    def __init__(self, function: Callable[..., Any], leaves: list[Any], treedef: Any) -> None:
+        arrays = [leaf for leaf in leaves if _is_array(leaf)]
+        outcome: list[Any] = []
+
+        def flat(*values: Any) -> list[Any]:
+            remaining = iter(values)
+            trees = treedef.unflatten([next(remaining) if _is_array(x) else x for x in leaves])
+            results, out_tree = jax.tree.flatten(function(*trees))
+            others = {i: each for i, each in enumerate(results) if not _is_array(each)}
+            outcome[:] = [out_tree, len(results), others]
+            return [each for each in results if _is_array(each)]
+
+        closed = jax.make_jaxpr(flat)(*arrays)
+        self._out_tree, self._count, self._others = outcome
+        self.pinned = _Pinned(closed, [_aval(leaf).size <= _SMALL_COUNT for leaf in arrays])
+        self.is_constant = not any(isinstance(each, jax.core.Tracer) for each in closed.consts)
+
+    def result(self, arrays: Sequence[Any]) -> Any:
+        """The tree of all results, from the results that are arrays."""
+        remaining, others = iter(arrays), self._others
+        leaves = [others[i] if i in others else next(remaining) for i in range(self._count)]
+        return self._out_tree.unflatten(leaves)
+
+
+class _Pinned:
+    """A traced function, evaluated with fences.
+
+    Args:
+        closed: the closed jaxpr, from ``jax.make_jaxpr``.
+        entering: for each input, True to fence it if the function returns it unchanged: then the
+            surrounding program may have computed it.
+
+    Attributes:
+        origins: for each result, the position of the input that it returns unchanged, else None.
+    """
+
+    def __init__(self, closed: Any, entering: Sequence[bool]) -> None:
+        self._consts = closed.consts
+        flat = flatten(closed.jaxpr)
+        places = {each: i for i, each in enumerate(flat.inputs[len(self._consts) :])}
+        self.origins = tuple(
+            places.get(ref) if isinstance(ref, int) else None for ref in flat.outputs
+        )
+        fenced = [i in self.origins and each for i, each in enumerate(entering)]
+        # Constants are fenced: a compiler divides by a known constant in another way.
+        self._body = _PinnedJaxpr(flat, [*[True] * len(self._consts), *fenced], is_whole=True)
+
+    def __call__(self, zero: Any, values: Sequence[Any]) -> list[Any]:
+        """Evaluate the function.
+
+        Args:
+            zero: the ``z`` of the fences.
+            values: the function's inputs.
+
+        Returns:
+            Its results. An input that is returned unchanged comes back as the very same object; all
+            other results are fenced, and their NaNs are the platform's own.
+        """
+        return self._body(zero, [*self._consts, *values])
+
+
+class _PinnedJaxpr:
+    """The operations of one jaxpr, in groups, with the places of their fences.
+
+    Args:
+        flat: the operations.
+        entering: for each input, True to fence it first.
+        is_whole: True for a whole function, False for a jaxpr inside an operation.
+    """
+
+    def __init__(self, flat: Flat, entering: Sequence[bool], *, is_whole: bool) -> None:
+        self._flat = flat
+        self._entering = [i for i, each in zip(flat.inputs, entering, strict=True) if each]
+        finished = {ref for ref in flat.outputs if isinstance(ref, int)}
+        rules = rules_of(flat.ops, finished, is_whole=is_whole)
+        shared: dict[Any, _GroupFunction] = {}
+        self._groups: list[tuple[Group, _GroupFunction]] = []
+        for group in groups(flat):
+            own = [rules[id(op)] for op in group.ops]
+            part = shared.setdefault(group.key(own), _GroupFunction(group, own))
+            part.uses += 1
+            self._groups.append((group, part))
+
+    def __call__(self, zero: Any, values: Sequence[Any]) -> list[Any]:
+        inputs = dict(zip(self._flat.inputs, values, strict=True))
+        env = inputs | {i: fence(_array(inputs[i]), zero) for i in self._entering}
+        is_staged = any(isinstance(value, jax.core.Tracer) for value in [zero, *values])
+        for group, part in self._groups:
+            run = part.run if is_staged and part.uses == 1 else part.compiled
+            results = run(zero, *(env[i] for i in group.inputs))
+            env.update(zip(group.outputs, results, strict=True))
+        return [
+            inputs.get(ref, env[ref]) if isinstance(ref, int) else _array(ref.val)
+            for ref in self._flat.outputs
+        ]
+
+
+class _GroupFunction:
+    """A group of operations as a function of its inputs, shared by all groups equal to it.
+
+    Attributes:
+        uses: number of groups that share it.
+        compiled: the function under ``jax.jit``, if all its operations are known.
+    """
+
+    def __init__(self, group: Group, rules: Sequence[Rule]) -> None:
+        self._group, self._rules = group, rules
+        self.uses = 0
+        self.compiled: Any = jax.jit(self.run) if group.is_known(KNOWN) else self.run
+
+    def run(self, zero: Any, *values: Any) -> list[Any]:
+        """Evaluate the operations one by one, with their fences."""
+        env = dict(zip(self._group.inputs, values, strict=True))
+        for op, rule in zip(self._group.ops, self._rules, strict=True):
+            read = [env[ref] if isinstance(ref, int) else ref.val for ref in op.inputs]
+            with op.context():
+                results = _evaluate(op, rule, read, zero)
+            for i, (ref, value) in enumerate(zip(op.outputs, results, strict=True)):
+                is_fenced = rule.fenced[i] or rule.finished[i]
+                env[ref] = fence(value, zero, canonical=rule.finished[i]) if is_fenced else value
+        return [env[i] for i in self._group.outputs]
+
+
+def _array(value: Any) -> Any:
+    return value if hasattr(value, "dtype") else jnp.asarray(value)
+
+
+def _evaluate(op: Op, rule: Rule, values: list[Any], zero: Any) -> list[Any]:
+    special = _SPECIAL.get(op.name)
+    is_float = all(jnp.issubdtype(each.dtype, jnp.floating) for each in op.avals)
+    if special is not None and (is_float or op.name in CONTROL):
+        return special(op, rule, values, zero)
+    return op.bind(values)
+
+
+def _divide(op: Op, rule: Rule, values: list[Any], zero: Any) -> list[Any]:
+    dividend, divisor = values
+    if rule.divides == "as written":
+        return op.bind(values)
+    if rule.divides == "fenced":
+        return op.bind([dividend, fence(divisor, zero)])
+    divisor = jnp.asarray(divisor, op.avals[0].dtype)
+    return [jax.lax.mul(dividend, _reciprocal(divisor, zero))]
+
+
+def _reciprocal(value: Any, zero: Any) -> Any:
+    return fence(jax.lax.div(jax.lax.full_like(value, 1), value), zero)
+
+
+def _inverse_root(op: Op, rule: Rule, values: list[Any], zero: Any) -> list[Any]:
+    del op, rule
+    return [_reciprocal(fence(jax.lax.sqrt(values[0]), zero), zero)]
+
+
+def _square(op: Op, rule: Rule, values: list[Any], zero: Any) -> list[Any]:
+    del op, rule, zero
+    return [jax.lax.mul(values[0], values[0])]
+
+
+def _power(op: Op, rule: Rule, values: list[Any], zero: Any) -> list[Any]:
+    del rule
+    exponent, base = op.eqn.params["y"], values[0]
+    left, factors = abs(exponent), []
+    while left:
+        if left & 1:
+            factors.append(base)
+        left >>= 1
+        if left:
+            base = fence(jax.lax.mul(base, base), zero)
+    result = factors[0] if factors else jax.lax.full_like(base, 1)
+    for each in factors[1:]:
+        result = fence(jax.lax.mul(result, each), zero)
+    return [_reciprocal(result, zero) if exponent < 0 else result]
+
+
+def _logistic(op: Op, rule: Rule, values: list[Any], zero: Any) -> list[Any]:
+    del op, rule
+    decayed = fence(jax.lax.exp(jax.lax.neg(values[0])), zero)
+    whole = fence(jax.lax.add(jax.lax.full_like(decayed, 1), decayed), zero)
+    return [_reciprocal(whole, zero)]
+
+
+def _pinned(body: Any) -> Callable[..., list[Any]]:
+    """A jaxpr inside an operation, as a function of the fences' ``z`` and its inputs."""
+    jaxpr, consts = getattr(body, "jaxpr", body), getattr(body, "consts", ())
+    flat = flatten(jaxpr)
+    inner = _PinnedJaxpr(flat, [False] * len(flat.inputs), is_whole=False)
+    return lambda zero, *values: inner(zero, [*consts, *values])
+
+
+def _cond(op: Op, rule: Rule, values: list[Any], zero: Any) -> list[Any]:
+    del rule
+    branches = [_pinned(each) for each in op.eqn.params["branches"]]
+    return jax.lax.switch(values[0], branches, zero, *values[1:])
+
+
+def _while(op: Op, rule: Rule, values: list[Any], zero: Any) -> list[Any]:
+    del rule
+    params = op.eqn.params
+    first = params["cond_nconsts"]
+    second = first + params["body_nconsts"]
+    test, body = _pinned(params["cond_jaxpr"]), _pinned(params["body_jaxpr"])
+    return jax.lax.while_loop(
+        lambda carry: test(zero, *values[:first], *carry)[0],
+        lambda carry: body(zero, *values[first:second], *carry),
+        [_array(value) for value in values[second:]],
+    )
+
+
+def _scan(op: Op, rule: Rule, values: list[Any], zero: Any) -> list[Any]:
+    del rule
+    params = op.eqn.params
+    jaxpr = params["jaxpr"].jaxpr
+
+    def same(outer: Sequence[Any], inner: Sequence[Any]) -> int:
+        return sum(
+            len(a.aval.shape) == len(b.aval.shape) for a, b in zip(outer, inner, strict=True)
+        )
+
+    whole = same(op.eqn.invars, jaxpr.invars)  # inputs that are not cut along the loop's axis
+    carried = same(op.eqn.outvars, jaxpr.outvars)
+    constants = values[: whole - carried]
+    body = _pinned(params["jaxpr"])
+
+    def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
+        results = body(zero, *constants, *carry, *slices)
+        return results[:carried], results[carried:]
+
+    carry, stacked = jax.lax.scan(
+        step,
+        [_array(value) for value in values[whole - carried : whole]],
+        [_array(value) for value in values[whole:]],
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+    )
+    return [*carry, *stacked]
+
+
+def _custom_jvp(op: Op, rule: Rule, values: list[Any], zero: Any) -> list[Any]:
+    """Evaluate pinned; differentiate by the function's own rule."""
+    del rule
+    body = _pinned(op.eqn.params["call_jaxpr"])
+    function: Any = jax.custom_jvp(body)
+
+    @function.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        return jax.jvp(lambda *inputs: op.bind(list(inputs)), primals[1:], tangents[1:])
+
+    return function(zero, *values)
+
+
+def _custom_vjp(op: Op, rule: Rule, values: list[Any], zero: Any) -> list[Any]:
+    del rule
+    body = _pinned(op.eqn.params["call_jaxpr"])
+    function: Any = jax.custom_vjp(body)
+    function.defvjp(
+        lambda _, *inputs: jax.vjp(lambda *each: op.bind(list(each)), *inputs),
+        lambda pullback, cotangents: (np.zeros((), jax.dtypes.float0), *pullback(cotangents)),
+    )
+    return function(zero, *values)
+
+
+_SPECIAL: dict[str, Callable[[Op, Rule, list[Any], Any], list[Any]]] = {
+    "cond": _cond,
+    "custom_jvp_call": _custom_jvp,
+    "custom_vjp_call": _custom_vjp,
+    "div": _divide,
+    "integer_pow": _power,
+    "logistic": _logistic,
+    "rsqrt": _inverse_root,
+    "scan": _scan,
+    "square": _square,
+    "while": _while,
+}

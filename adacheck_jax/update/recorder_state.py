@@ -1,0 +1,155 @@
+"""The state of a Recorder, the trees of its updates, and its leaf paths in a saved state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from adacheck_jax.device import trees
+from adacheck_jax.device.trees import PyTree
+
+COUNT_FIELD = "adacheck_count"
+RECORD_FIELD = "adacheck_record"
+EXTRA_FIELD = "adacheck_extra"
+PASSED_FIELD = "adacheck_passed"
+INNER_FIELD = "adacheck_inner"
+
+
+class RecorderState(NamedTuple):
+    """State of a :class:`~adacheck_jax.Recorder`.
+
+    A saved state is searched for these field names: containers such as ``nnx.State`` keep field
+    names and lose types.
+
+    Attributes:
+        adacheck_count: int32 scalar, number of updates so far.
+        adacheck_record: gradients that the wrapped transformation received in the last update;
+            shaped and sharded like the params.
+        adacheck_extra: recorded extra arguments of the last update, by name.
+        adacheck_passed: values that the last update consumed of small leaves that it passes
+            through (a learning rate), by :func:`passed_key`.
+        adacheck_inner: the wrapped transformation's own state.
+    """
+
+    adacheck_count: Any
+    adacheck_record: PyTree
+    adacheck_extra: dict[str, Any]
+    adacheck_passed: dict[str, Any]
+    adacheck_inner: PyTree
+
+
+class InnerElsewhere(NamedTuple):
+    """A stand-in for the wrapped transformation's state while only the record is taken."""
+
+
+def passed_key(path: str) -> str:
+    """The key in ``adacheck_passed`` for a leaf path of the wrapped state.
+
+    One key, and not a tree of keys: ``optax.tree_utils.tree_get(state, "learning_rate")`` finds
+    every leaf of that key, and must find only the learning rate that the next update takes.
+    """
+    return path.replace("/", ".")
+
+
+def consumed_leaf(path: str) -> str:
+    """The leaf path of the original of a leaf in ``adacheck_passed``; any other path as it is."""
+    above, field, key = path.partition(f"/{PASSED_FIELD}/")
+    return f"{above}/{INNER_FIELD}/{key.replace('.', '/')}" if field else path
+
+
+def picked(keys: Iterable[str], inner: PyTree) -> dict[str, Any]:
+    """Copies of some leaves by their :func:`passed_key`, so that no buffer is donated twice.
+
+    Args:
+        keys: keys of the leaves.
+        inner: the wrapped transformation's state.
+    """
+    leaves = {passed_key(path): leaf for path, leaf in trees.flatten(inner)[0].items()}
+    return {key: jnp.copy(leaves[key]) for key in keys}
+
+
+@dataclass(frozen=True)
+class UpdateSignature:
+    """The trees that one update takes, as ``jax.ShapeDtypeStruct`` without shardings.
+
+    Attributes:
+        params: params, as the wrapped transformation's ``update`` takes them.
+        inner: the wrapped transformation's state.
+        record: gradients, in the params' tree; ``None`` in places where no gradient arrives.
+        extra: recorded extra arguments, by name.
+        passed: leaf paths, in ``inner``, of the small leaves that the update passes through.
+    """
+
+    params: PyTree
+    inner: PyTree
+    record: PyTree
+    extra: dict[str, Any]
+    passed: tuple[str, ...] = ()
+
+
+def abstract(value: Any) -> jax.ShapeDtypeStruct:
+    """Shape and data type of an array or scalar."""
+    dtype = value.dtype if hasattr(value, "dtype") else jnp.result_type(value)
+    return jax.ShapeDtypeStruct(jnp.shape(value), dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class RecorderNode:
+    """Leaf paths of one recorder's state in a saved state.
+
+    Attributes:
+        prefix: leaf path of the node itself; empty if the state is the node.
+        count: leaf path of the update counter.
+        record: leaf paths of the record, by path relative to the params.
+        extra: leaf paths of the recorded extra arguments, by name.
+        passed: leaf paths of the recorded values of passed-through leaves, by :func:`passed_key`.
+        inner: leaf paths of the wrapped transformation's state, by path relative to it.
+    """
+
+    prefix: str
+    count: str
+    record: dict[str, str]
+    extra: dict[str, str]
+    passed: dict[str, str]
+    inner: dict[str, str]
+
+
+def find_nodes(paths: Sequence[str]) -> list[RecorderNode]:
+    """Find the state of every recorder among the leaf paths of a saved state.
+
+    A recorder inside the transformation of another one belongs to the outer one's update, and is
+    no node.
+
+    Args:
+        paths: every leaf path of the state.
+
+    Returns:
+        The nodes, ordered by prefix; empty if the state holds no recorder's state.
+    """
+    counts = {}
+    for path in paths:
+        parts = path.split("/")
+        if COUNT_FIELD in parts:
+            above = parts[: parts.index(COUNT_FIELD)]
+            if INNER_FIELD not in above:
+                counts["/".join(above)] = path
+    return [_node_at(prefix, counts[prefix], paths) for prefix in sorted(counts)]
+
+
+def _node_at(prefix: str, count: str, paths: Sequence[str]) -> RecorderNode:
+    below = f"{prefix}/" if prefix else ""
+
+    def under(field: str) -> dict[str, str]:
+        whole = f"{below}{field}"  # a bare array has no path below the field
+        return {
+            path.removeprefix(whole).removeprefix("/"): path
+            for path in paths
+            if path == whole or path.startswith(f"{whole}/")
+        }
+
+    fields = (RECORD_FIELD, EXTRA_FIELD, PASSED_FIELD, INNER_FIELD)
+    return RecorderNode(prefix, count, *map(under, fields))

@@ -1,0 +1,158 @@
+"""Places at which a state is sampled: small leaves whole, of large ones elements a stride apart.
+
+Each device samples a box that it holds of all leaves of one shape, however each of them was cut:
+nothing crosses between devices, and each device gives one row of the sample. The first element of a
+large leaf changes from save to save. A change of as many neighbours as the stride is long is always
+met.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import jax
+import numpy as np
+
+from adacheck_jax.device import transfer
+from adacheck_jax.format.boxes import Box
+
+WHOLE_ELEMENTS = 4096
+"""Elements of the largest leaf that is sampled whole."""
+SAMPLE_ELEMENTS = 1024
+"""Elements of a larger leaf that all devices together sample."""
+_MIN_ROW = 128
+"""Elements of a larger leaf that each device samples at least."""
+
+Starts = np.ndarray
+"""First sampled element of each device of this process and each shape: int32 (rows, shapes)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledShape:
+    """The sampling of all leaves of one shape.
+
+    Attributes:
+        members: indices of the leaves.
+        sites: for each device, by id, a box that it holds of each of these leaves.
+        stride: distance between the elements taken of a site, counted row by row.
+        count: number of elements taken; past the end of a site its last one is taken again.
+        first: first element of each device, by id, for small leaves: devices with the same site
+            take turns. None to draw each at random.
+    """
+
+    members: tuple[int, ...]
+    sites: Mapping[int, Box]
+    stride: int
+    count: int
+    first: Mapping[int, int] | None
+
+
+class Sites:
+    """Places at which the leaves of one structure are sampled.
+
+    Args:
+        indices: indices of the leaves that an update takes or computes.
+        arrays: plain arrays of a state, one a leaf; only their shapes and shardings are read.
+
+    Attributes:
+        devices: ids of the devices of this process that sample, one row each.
+        shapes: the sampling of each shape.
+        uncovered: indices of the leaves of which some part is sampled nowhere, since no device
+            holds that part of all leaves of its shape.
+    """
+
+    def __init__(self, indices: Sequence[int], arrays: Sequence[Any]) -> None:
+        boxes = {i: boxes_held(arrays[i]) for i in indices}
+        everywhere: list[Any] = max((list(each) for each in boxes.values()), key=len, default=[])
+        process = jax.process_index()
+        self.devices = [d.id for d in everywhere if d.process_index == process]
+        by_shape: dict[tuple[int, ...], list[int]] = {}
+        for i in indices:
+            by_shape.setdefault(tuple(arrays[i].shape), []).append(i)
+        self.shapes: list[SampledShape] = []
+        uncovered: set[int] = set()
+        for shape, members in by_shape.items():
+            sites = {d.id: _common([boxes[i].get(d) for i in members], shape) for d in everywhere}
+            whole = {site for site in sites.values() if site is not None}
+            sizes = {site.shape for site in whole}
+            if None in sites.values() or len(sizes) != 1:
+                uncovered.update(members)
+                sites, whole = dict.fromkeys(sites, Box.full(shape)), {Box.full(shape)}
+            elif sum(site.size for site in whole) < math.prod(shape):
+                uncovered.update(members)
+            known = cast(dict[int, Box], sites)
+            self.shapes.append(_sampled_shape(tuple(members), known, math.prod(shape)))
+        self.uncovered = frozenset(uncovered)
+        self._shape_of = {i: each for each in self.shapes for i in each.members}
+
+    @property
+    def sizes(self) -> dict[int, int]:
+        """Number of elements of each leaf in a row of a sample, by leaf index."""
+        return {i: each.count for each in self.shapes for i in each.members}
+
+    def starts_at(self, number: int) -> Starts:
+        """The first elements of one sample.
+
+        Args:
+            number: the sample's number, which seeds the choice of elements.
+        """
+        starts = np.zeros((len(self.devices), len(self.shapes)), np.int32)
+        for row, device in enumerate(self.devices):
+            random = np.random.default_rng([number, device])
+            drawn = random.integers([each.stride for each in self.shapes])
+            for n, each in enumerate(self.shapes):
+                starts[row, n] = drawn[n] if each.first is None else each.first[device]
+        return starts
+
+    def position(self, index: int) -> int:
+        """The column of ``starts`` for a leaf."""
+        return self.shapes.index(self._shape_of[index])
+
+    def of(self, index: int) -> SampledShape:
+        """The sampling of a leaf and of all others of its shape."""
+        return self._shape_of[index]
+
+
+def boxes_held(array: Any) -> dict[Any, Box]:
+    """The box that each device holds of an array; empty for an array on the host."""
+    if not is_on_device(array):
+        return {}
+    indices = array.sharding.devices_indices_map(tuple(array.shape))
+    return {d: Box.from_slices(index or (), array.shape) for d, index in indices.items()}
+
+
+def _common(boxes: Sequence[Box | None], shape: tuple[int, ...]) -> Box | None:
+    """The intersection of some boxes, None if it is empty; a box that is None leaves out none."""
+    if not math.prod(shape):
+        return Box((0,) * len(shape), (0,) * len(shape))
+    common: Box | None = Box.full(shape)
+    for box in boxes:
+        if box is not None and common is not None:
+            common = common.intersect(box)
+    return common
+
+
+def _sampled_shape(members: tuple[int, ...], sites: dict[int, Box], elements: int) -> SampledShape:
+    site = next(iter(sites.values()), Box((), ()))
+    if elements <= WHOLE_ELEMENTS:
+        sharing: dict[Box, list[int]] = {}
+        for device in sorted(sites):
+            sharing.setdefault(sites[device], []).append(device)
+        stride = max(1, min(site.size, *map(len, sharing.values()))) if sharing else 1
+        first = {d: n % stride for each in sharing.values() for n, d in enumerate(each)}
+        return SampledShape(members, sites, stride, -(-site.size // stride), first)
+    wanted = min(site.size, max(_MIN_ROW, SAMPLE_ELEMENTS // max(1, len(sites))))
+    stride = site.size // wanted
+    while stride > 1 and math.gcd(stride, site.shape[-1]) > 1:  # else some columns are never met
+        stride -= 1
+    return SampledShape(members, sites, stride, -(-site.size // stride), None)
+
+
+def is_on_device(array: Any) -> bool:
+    """True for an array in the memory of devices; False if it is offloaded to the host."""
+    if not isinstance(array, jax.Array):
+        return False
+    return not transfer.on_accelerator(array) or array.sharding.memory_kind in (None, "device")
