@@ -137,6 +137,7 @@ def damage_own_pack(root, step):
 class TestInsideALineage:
     """Steps that a bad step's directory links can be had, without directories of their own."""
 
+    @pytest.mark.first(1)
     @pytest.mark.parametrize("what", ["pack", "manifest", "index"])
     def test_the_step_before_a_damaged_one(self, alone, what, caplog):
         root, run, states = alone
@@ -161,6 +162,7 @@ class TestInsideALineage:
         state, _ = restore(root, run, found.saved, step=found.step)
         support.assert_same_bits(state, states[5])
 
+    @pytest.mark.slow
     def test_the_newest_one_that_replay_reproduces(self, alone, caplog):
         root, run, states = alone
         support.other_record(lineage.resolve(item(root, 6)).to(4))
@@ -195,6 +197,7 @@ class TestInsideALineage:
         with pytest.raises(adacheck.IntegrityError, match="/6/"):
             adacheck.latest_restorable(root)
 
+    @pytest.mark.slow
     def test_files_that_steps_share_are_replayed_once(self, saved, caplog, monkeypatch):
         root, run, states = saved
         directories = [item(root, step) for step in (6, 5)]
@@ -213,6 +216,7 @@ class TestInsideALineage:
         support.assert_same_bits(state, states[4])
         assert "/5/default: it has the files of a bad step" in caplog.text
 
+    @pytest.mark.slow
     def test_a_newer_step_of_another_directory_comes_first(self, alone, tmp_path):
         root, run, states = alone
         shutil.copytree(root / "6", root / "5")  # no links: what is damaged in one is not in other
@@ -270,6 +274,7 @@ class TestLatestRestorable:
         ]
         assert all("/default" in message for message in caplog.messages)
 
+    @pytest.mark.slow
     def test_what_it_finds_can_be_restored(self, saved):
         root, run, states = saved
         (item(root, 6) / manifest.FILE).unlink()
@@ -295,6 +300,7 @@ class TestLatestRestorable:
         with pytest.raises(adacheck.FormatError, match="/6/"):
             adacheck.latest_restorable(root)
 
+    @pytest.mark.slow
     def test_all_items_of_a_step_have_to_verify_or_the_one_that_is_named(self, saved):
         root, _, _ = saved
         shutil.copytree(item(root, 6), root / "6" / "other")
