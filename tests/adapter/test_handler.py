@@ -110,6 +110,7 @@ def test_a_lineage_goes_on_after_a_restart(tmp_path):
         assert_same_bits(manager.restore(5, args=adacheck.RestoreArgs(target)), saved[5])
 
 
+@pytest.mark.slow
 def test_after_a_restart_on_another_mesh_the_lineage_begins_with_a_base(tmp_path):
     first = support.dict_run(mesh_of((4, 2)))
     with manager_of(tmp_path, adacheck.AdaCheckHandler(first.recorder)) as manager:
@@ -455,6 +456,7 @@ class TestLikeStandard:
                 assert_same_bits(restored["key"], host_copy(expected))
                 assert jnp.issubdtype(restored["keys"].dtype, jax.dtypes.prng_key)
 
+    @pytest.mark.slow
     def test_numpy_targets_come_back_on_the_host(self, tmp_path):
         run = support.dict_run(mesh_of((4, 2)))
         with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:

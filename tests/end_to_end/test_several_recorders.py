@@ -236,6 +236,7 @@ def test_one_recorder_serves_two_models(tmp_path):
     assert_restores(tmp_path, gan, saved, adacheck.AdaCheckHandler(), [(1, 1), (4, 2)])
 
 
+@pytest.mark.slow
 def test_recorded_steps_of_a_gan_restore(tmp_path):
     gan = Gan(mesh_of((1, 1)))
     schedule = SCHEDULES["alternating"]

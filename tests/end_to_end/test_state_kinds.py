@@ -379,7 +379,7 @@ class TestBesideTheOptimizer:
         for step in (2, STEPS):
             assert "ema/in/kernel" in stored_paths(tmp_path, step)
 
-    @pytest.mark.first(1)
+    @pytest.mark.slow
     @pytest.mark.parametrize("delta", ["auto", "bits"])
     def test_frozen_leaves_are_in_no_delta(self, tmp_path, delta):
         frozen = {"kernel": jnp.ones((64, 32)), "table": jnp.arange(7), "key": jax.random.key(0)}

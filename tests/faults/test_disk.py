@@ -159,7 +159,7 @@ def test_a_read_only_disk_is_told_at_once_and_training_goes_on(small_disk):
 def test_a_root_that_vanishes_while_a_save_is_in_flight(tmp_path, monkeypatch, target):
     run = support.dict_run(mesh_of((2, 2)))
     root = tmp_path / "root"
-    options = {"max_deltas": 20 if "arrays" in target else 0}
+    options = {"max_deltas": 20 if "packs" in target else 0}
     with manager_of(root, adacheck.AdaCheckHandler(run.recorder, **options)) as manager:
         save_steps(manager, run, 2)
         with monkeypatch.context() as patch:
@@ -250,7 +250,7 @@ def test_two_managers_on_one_root_never_make_a_mixture(tmp_path):
         assert parent.step == step - 2
 
 
-@pytest.mark.first(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [8, pytest.param(50, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("copies", [False, True])
 def test_a_reader_beside_a_trainer_that_deletes(tmp_path, copies, steps):

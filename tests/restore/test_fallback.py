@@ -99,6 +99,7 @@ def test_what_the_caller_got_wrong_is_no_reason_to_fall_back(saved):
             manager.restore(6, args=args)
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_an_older_step(saved):
     root, run, states = saved
     damage_base(root, 4)
@@ -332,6 +333,7 @@ def test_a_step_that_cannot_be_read_now_is_no_reason_to_fall_back(saved, monkeyp
     support.assert_same_bits(restore(root, run, 6)[0], states[6])
 
 
+@pytest.mark.slow
 def test_a_bad_sector_is(saved, monkeypatch):
     root, run, _ = saved
     refusing(monkeypatch, f"/6/default/{manifest.FILE}", errno.EIO)
