@@ -72,7 +72,8 @@ def note_of(data):
 
 FRESH = """
 import hashlib, jax, jax.numpy as jnp, optax
-from adacheck_jax import Recorder, replay
+from adacheck_jax import Recorder
+from adacheck_jax.update import replay
 recorder = Recorder(optax.adamw(1e-2))
 params = {"kernel": jnp.ones((16, 8)), "bias": jnp.ones(8)}
 state = recorder.init(params)
