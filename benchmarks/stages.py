@@ -173,7 +173,7 @@ def measure(root: Path, params: int, saves: int, restored_deltas: int) -> dict[s
     warm = 5
     recorder = states.recorder()
     state = states.train_state(params, 100, recorder)
-    step, saving, restoring = states.train_step_of(recorder), Watch(), Watch()
+    step, saving, restores = states.train_step_of(recorder), Watch(), Watch()
     depth = max(warm + saves, restored_deltas)
     own = adacheck.AdaCheckHandler(recorder, max_deltas=depth)
     durable, blocking = f"{WHOLE}, until durable", "manager.save, on the caller's thread"

@@ -70,5 +70,6 @@ def _covering(cases: list[pytest.Function], strength: int) -> list[pytest.Functi
 
 
 def _combinations(values: Iterable[tuple[int, str]], size: int) -> set[tuple[object, ...]]:
-    """All combinations of so many parameters, each with the name of its value."""
-    return set(itertools.combinations(values, size))
+    """All combinations of so many parameters, or of all, each with the name of its value."""
+    named = [*values]
+    return set(itertools.combinations(named, min(size, len(named))))

@@ -110,6 +110,7 @@ def test_a_lineage_goes_on_after_a_restart(tmp_path):
         assert_same_bits(manager.restore(5, args=adacheck.RestoreArgs(target)), saved[5])
 
 
+@pytest.mark.slow
 def test_after_a_restart_on_another_mesh_the_lineage_begins_with_a_base(tmp_path):
     first = support.dict_run(mesh_of((4, 2)))
     with manager_of(tmp_path, adacheck.AdaCheckHandler(first.recorder)) as manager:
@@ -404,6 +405,7 @@ class TestLikeStandard:
         kernel = np.asarray(whole["params"]["out"]["kernel"])[:48, :16]
         assert_same_bits(restored["params"]["out"]["kernel"], [np.ascontiguousarray(kernel)])
 
+    @pytest.mark.first(1)
     @pytest.mark.parametrize("step", [1, 2])
     def test_a_sharding_that_is_not_given_is_the_saved_one(self, tmp_path, step):
         run = support.dict_run(mesh_of((4, 2)))
@@ -415,6 +417,7 @@ class TestLikeStandard:
         kernel = restored["params"]["in"]["kernel"]
         assert kernel.sharding.is_equivalent_to(run.state["params"]["in"]["kernel"].sharding, 2)
 
+    @pytest.mark.first(1)
     @pytest.mark.parametrize("step", [1, 2])
     def test_host_values_keep_their_types(self, tmp_path, step):
         run = support.dict_run(mesh_of((4, 2)))
@@ -453,6 +456,7 @@ class TestLikeStandard:
                 assert_same_bits(restored["key"], host_copy(expected))
                 assert jnp.issubdtype(restored["keys"].dtype, jax.dtypes.prng_key)
 
+    @pytest.mark.slow
     def test_numpy_targets_come_back_on_the_host(self, tmp_path):
         run = support.dict_run(mesh_of((4, 2)))
         with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
@@ -522,6 +526,7 @@ def test_a_delta_holds_the_record_and_what_no_update_explains(tmp_path):
     assert "leaves" not in body
 
 
+@pytest.mark.slow
 def test_the_same_handler_restores_onto_a_mesh_without_the_recorders_code(tmp_path):
     """The exported update is enough: a process that never saw the optimizer restores."""
     run = support.dict_run(mesh_of((4, 2)))

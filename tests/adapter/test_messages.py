@@ -11,6 +11,7 @@ from adacheck_jax.tools import verification
 from tests.support import manager_of
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("is_inside", [True, False])
 def test_gradients_of_single_examples_tell_where_the_recorder_goes(tmp_path, is_inside):
     private = contrib.differentially_private_aggregate(1.0, 0.1, key=0)

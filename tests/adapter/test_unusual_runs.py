@@ -198,7 +198,7 @@ def simple_run(params, tx):
     return support.Run(recorder, state, step)
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "params",
     [
@@ -230,6 +230,7 @@ def test_64_bit_types_enabled_around_the_training_alone(tmp_path):
     assert is_delta(tmp_path / "3" / "default")
 
 
+@pytest.mark.slow
 def test_a_random_key_in_the_optimizers_state_is_replayed(tmp_path):
     tx = optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(3)), optax.sgd(0.1))
     run = simple_run({"w": jnp.linspace(0.0, 1.0, 64)}, tx)

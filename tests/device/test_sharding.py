@@ -183,6 +183,7 @@ def large_layouts(draw):
     return Layout(each, tuple(draw(some) for _ in grid(each)))
 
 
+@pytest.mark.slow
 @given(large_layouts(), st.sampled_from([1, 4, 16]))
 def test_large_boxes_are_cut_up_among_those_who_hold_them(layout, itemsize_bytes):
     share, again = ownership.share_out([layout] * 2, [itemsize_bytes] * 2, frozenset({1}))

@@ -184,6 +184,7 @@ def frozen_run():
     return recorder, state, advance
 
 
+@pytest.mark.slow
 def test_frozen_leaves_are_written_once_for_all_bases(tmp_path):
     recorder, state, advance = frozen_run()
     frozen_bytes = 4 * 512 * 256 * 4
@@ -280,7 +281,7 @@ def test_without_hard_links_every_base_is_whole(tmp_path, monkeypatch):
     assert new_bytes(tmp_path, 1) > 512 * 256 * 4
 
 
-@pytest.mark.first(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("compression", ["small", "none"])
 def test_experts_without_tokens_and_rows_without_gradient_cost_nothing(tmp_path, compression):
     """Expert 0 alone gets gradients, and 1 row in 64 of the embedding."""

@@ -185,6 +185,7 @@ def test_two_updates_of_one_model_between_two_saves_make_a_base(tmp_path):
     assert_restores(tmp_path, gan, saved, adacheck.AdaCheckHandler(), [(1, 1)])
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_deltas_after_a_restore(tmp_path):
     gan = Gan(mesh_of((4, 2)))
     schedule = SCHEDULES["discriminator every second step"]
@@ -235,6 +236,7 @@ def test_one_recorder_serves_two_models(tmp_path):
     assert_restores(tmp_path, gan, saved, adacheck.AdaCheckHandler(), [(1, 1), (4, 2)])
 
 
+@pytest.mark.slow
 def test_recorded_steps_of_a_gan_restore(tmp_path):
     gan = Gan(mesh_of((1, 1)))
     schedule = SCHEDULES["alternating"]

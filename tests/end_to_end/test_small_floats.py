@@ -35,7 +35,7 @@ def run_of(record_dtype, params_dtype):
     return Run(recorder, state, jax.jit(train_step, donate_argnums=0, out_shardings=shardings))
 
 
-@pytest.mark.first(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("record_dtype", "params_dtype"),
     [

@@ -248,7 +248,7 @@ def test_an_element_wise_optimizer_in_a_fused_step_is_replayed(tmp_path, name):
     assert unreplayed(tmp_path) == [()] * (STEPS - 1)
 
 
-@pytest.mark.first(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REDUCING)
 def test_what_comes_out_of_sums_in_a_fused_step_is_saved_as_differences(tmp_path, name):
     is_all = name == "clip"  # of the others some leaves are replayed
@@ -265,6 +265,7 @@ def test_an_optimizer_with_sums_in_a_program_of_its_own_is_replayed(tmp_path, na
     assert unreplayed(tmp_path) == [()] * (STEPS - 1)
 
 
+@pytest.mark.slow
 def test_frozen_params_of_a_multi_transform_keep_their_bits_and_are_not_stored(tmp_path):
     transforms = {"trained": optax.adamw(1e-2), "frozen": optax.set_to_zero()}
     run = recorded_run(optax.multi_transform(transforms, labels))
@@ -274,6 +275,7 @@ def test_frozen_params_of_a_multi_transform_keep_their_bits_and_are_not_stored(t
     assert not {p for p in stored_paths(tmp_path, STEPS) if p.startswith("params/")}
 
 
+@pytest.mark.slow
 def test_a_learning_rate_set_by_hand_is_stored_by_a_replayed_delta(tmp_path):
     run = recorded_run(optax.inject_hyperparams(optax.adamw)(1e-2))
     with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
@@ -353,6 +355,7 @@ def test_lookahead_is_replayed_where_gradients_have_the_shape_of_its_params(tmp_
     save_and_check(tmp_path, Run(recorder, state, jitted), "BRRRR")
 
 
+@pytest.mark.slow
 def test_params_that_a_masked_recorder_does_not_see_are_stored_as_they_change(tmp_path):
     recorder = adacheck.Recorder(optax.adamw(1e-2))
     others = optax.masked(optax.sgd(1e-2), lambda p: jax.tree.map(lambda x: x.ndim < 2, p))
@@ -366,7 +369,7 @@ def test_params_that_a_masked_recorder_does_not_see_are_stored_as_they_change(tm
 class TestBesideTheOptimizer:
     """Leaves that no update explains."""
 
-    @pytest.mark.first(1)
+    @pytest.mark.slow
     @pytest.mark.parametrize("delta", ["auto", "bits"])
     def test_an_average_of_the_params_outside_of_the_optimizer(self, tmp_path, delta):
         follow = lambda old, params: optax.incremental_update(params, old, 0.1)  # noqa: E731
@@ -376,7 +379,7 @@ class TestBesideTheOptimizer:
         for step in (2, STEPS):
             assert "ema/in/kernel" in stored_paths(tmp_path, step)
 
-    @pytest.mark.first(1)
+    @pytest.mark.slow
     @pytest.mark.parametrize("delta", ["auto", "bits"])
     def test_frozen_leaves_are_in_no_delta(self, tmp_path, delta):
         frozen = {"kernel": jnp.ones((64, 32)), "table": jnp.arange(7), "key": jax.random.key(0)}
@@ -386,7 +389,7 @@ class TestBesideTheOptimizer:
         for step in range(2, STEPS + 1):
             assert not {p for p in stored_paths(tmp_path, step) if p.startswith("frozen/")}
 
-    @pytest.mark.first(1)
+    @pytest.mark.slow
     @pytest.mark.parametrize("delta", ["auto", "bits"])
     def test_batch_statistics_and_dropout_keys(self, tmp_path, delta):
         run = support.nnx_run(mesh_of(SAVING))

@@ -229,6 +229,7 @@ def test_a_slow_disk_does_not_hold_up_training(tmp_path, monkeypatch):
     assert_unharmed(tmp_path, run, saved)
 
 
+@pytest.mark.slow
 def test_two_managers_on_one_root_never_make_a_mixture(tmp_path):
     """By mistake: every step is that of the one who saved it, or is refused."""
     runs = [support.dict_run(mesh_of((2, 2))) for _ in range(2)]
@@ -249,7 +250,7 @@ def test_two_managers_on_one_root_never_make_a_mixture(tmp_path):
         assert parent.step == step - 2
 
 
-@pytest.mark.first(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [8, pytest.param(50, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("copies", [False, True])
 def test_a_reader_beside_a_trainer_that_deletes(tmp_path, copies, steps):

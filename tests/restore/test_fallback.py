@@ -99,6 +99,7 @@ def test_what_the_caller_got_wrong_is_no_reason_to_fall_back(saved):
             manager.restore(6, args=args)
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_an_older_step(saved):
     root, run, states = saved
     damage_base(root, 4)
@@ -137,6 +138,7 @@ def damage_own_pack(root, step):
 class TestInsideALineage:
     """Steps that a bad step's directory links can be had, without directories of their own."""
 
+    @pytest.mark.first(1)
     @pytest.mark.parametrize("what", ["pack", "manifest", "index"])
     def test_the_step_before_a_damaged_one(self, alone, what, caplog):
         root, run, states = alone
@@ -161,6 +163,7 @@ class TestInsideALineage:
         state, _ = restore(root, run, found.saved, step=found.step)
         support.assert_same_bits(state, states[5])
 
+    @pytest.mark.slow
     def test_the_newest_one_that_replay_reproduces(self, alone, caplog):
         root, run, states = alone
         support.other_record(lineage.resolve(item(root, 6)).to(4))
@@ -195,6 +198,7 @@ class TestInsideALineage:
         with pytest.raises(adacheck.IntegrityError, match="/6/"):
             adacheck.latest_restorable(root)
 
+    @pytest.mark.slow
     def test_files_that_steps_share_are_replayed_once(self, saved, caplog, monkeypatch):
         root, run, states = saved
         directories = [item(root, step) for step in (6, 5)]
@@ -213,6 +217,7 @@ class TestInsideALineage:
         support.assert_same_bits(state, states[4])
         assert "/5/default: it has the files of a bad step" in caplog.text
 
+    @pytest.mark.slow
     def test_a_newer_step_of_another_directory_comes_first(self, alone, tmp_path):
         root, run, states = alone
         shutil.copytree(root / "6", root / "5")  # no links: what is damaged in one is not in other
@@ -270,6 +275,7 @@ class TestLatestRestorable:
         ]
         assert all("/default" in message for message in caplog.messages)
 
+    @pytest.mark.slow
     def test_what_it_finds_can_be_restored(self, saved):
         root, run, states = saved
         (item(root, 6) / manifest_file.FILE).unlink()
@@ -295,6 +301,7 @@ class TestLatestRestorable:
         with pytest.raises(adacheck.FormatError, match="/6/"):
             adacheck.latest_restorable(root)
 
+    @pytest.mark.slow
     def test_all_items_of_a_step_have_to_verify_or_the_one_that_is_named(self, saved):
         root, _, _ = saved
         shutil.copytree(item(root, 6), root / "6" / "other")
@@ -326,6 +333,7 @@ def test_a_step_that_cannot_be_read_now_is_no_reason_to_fall_back(saved, monkeyp
     support.assert_same_bits(restore(root, run, 6)[0], states[6])
 
 
+@pytest.mark.slow
 def test_a_bad_sector_is(saved, monkeypatch):
     root, run, _ = saved
     refusing(monkeypatch, f"/6/default/{manifest_file.FILE}", errno.EIO)

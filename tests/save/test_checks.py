@@ -243,7 +243,7 @@ def test_a_leaf_that_is_wrong_in_a_few_elements_is_distrusted(tmp_path):
     assert_all_restorable(tmp_path, saved, run.state)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.first(1)
 @CHECKS
 @pytest.mark.parametrize("what", ["rolled back", "swapped"])
 def test_a_state_put_in_place_of_another_while_the_counter_goes_on(tmp_path, what, check):
@@ -320,7 +320,7 @@ def masked():
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-@pytest.mark.first(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("tx", [by_size(), masked()], ids=["shapes", "places"])
 def test_an_update_that_looks_at_shapes_or_places_is_checked_in_full(tmp_path, tx):
     run = support.dict_run(mesh_of((4, 2)), tx, dtype=jnp.bfloat16)
@@ -593,7 +593,7 @@ class TestRecordedSteps:
         assert not any(each.unreplayed for each in deltas_of(tmp_path).values())
         assert_all_restorable(tmp_path, saved, run.state)
 
-    @pytest.mark.first(1)
+    @pytest.mark.slow
     @CHECKS
     def test_one_that_replay_gets_wrong_is_lost_once_and_said(self, tmp_path, check):
         """It is found in the background; from then on each step is checked before it is kept."""
@@ -760,7 +760,7 @@ class TestSeparateUpdate:
 class TestSeveralRecorders:
     """Each makes an update or none; the check replays those that did."""
 
-    @pytest.mark.first(1)
+    @pytest.mark.slow
     @CHECKS
     def test_updates_in_turn(self, tmp_path, check):
         recorders = {name: adacheck.Recorder(optax.sgd(1e-2)) for name in ("a", "b")}

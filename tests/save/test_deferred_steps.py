@@ -298,6 +298,7 @@ class TestWhatNoUpdateExplains:
         self.assert_saved(tmp_path, run, manager, states)
         assert recorded_in(tmp_path, 6) == [2, 3, 4]
 
+    @pytest.mark.slow
     def test_a_counter_that_was_set_by_hand(self, tmp_path):
         run, _, manager, states = self.recorded(tmp_path)
         run.advance()
@@ -331,7 +332,7 @@ class TestWhatNoUpdateExplains:
         self.assert_saved(tmp_path, run, manager, states)
 
 
-@pytest.mark.first(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [None, 2])
 def test_a_look_at_an_older_step_loses_nothing(step, tmp_path):
     """Through a manager of its own, which is closed before the run is saved."""

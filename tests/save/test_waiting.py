@@ -118,6 +118,7 @@ def begin_without_saving(run):
     return bits_of(run.state)
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_one_update_later_is_refused_and_the_next_is_a_base(run, tmp_path):
     with manager_of(tmp_path, run) as manager:
         saved = begin(manager, run)

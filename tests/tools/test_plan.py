@@ -127,6 +127,7 @@ def test_the_names_of_its_fields_tell_as_much_as_the_recorder_itself(make):
     assert report.state_bytes == report.computed_bytes + report.other_bytes - 4  # the count
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("make", [support.dict_run, support.nnx_run])
 def test_a_real_base_and_delta_store_the_leaves_that_were_foreseen(make, tmp_path):
     run = make(support.mesh_of((4, 2)))

@@ -274,6 +274,7 @@ HOW = ("start", "middle", "end", "truncated", "emptied", "missing")
 
 
 class TestDamage:
+    @pytest.mark.first(2)
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
     @pytest.mark.parametrize(
         ("kind", "how", "files_of_root"),

@@ -148,6 +148,7 @@ def test_a_reducing_update_in_the_train_steps_program_is_not_replayed(tmp_path, 
         assert part in warnings[0]
 
 
+@pytest.mark.slow
 def test_the_class_of_each_leaf_is_in_the_manifest(tmp_path):
     tx = optax.inject_hyperparams(optax.adam)(1e-3)
     for name, each in (("clip", CLIPPED), ("hyper", tx)):

@@ -364,7 +364,7 @@ def lists_of(bound, params, state):
     return [[leaves[path] for path in each] for each in names]
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", CASES)
 def test_a_replayed_update_has_every_bit_of_the_trained_one(name):
     case = CASES[name]

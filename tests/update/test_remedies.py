@@ -46,6 +46,7 @@ def lookahead_run(recorder, tx):
     return Run(recorder, state, jax.jit(train_step, donate_argnums=0))
 
 
+@pytest.mark.slow
 def test_a_recorder_inside_lookahead(tmp_path):
     wrapped = adacheck.Recorder(optax.lookahead(optax.adamw(1e-2), 3, 0.5))
     with pytest.raises(adacheck.RecorderError, match=r"lookahead\(Recorder\(fast\), .*params/fast"):
