@@ -72,7 +72,7 @@ _TELLS_OF_FILES = {
 
 
 def system_error(error: BaseException) -> OSError | None:
-    """What the operating system said, where that is why something failed.
+    """The operating system's error behind an exception, if there is one.
 
     Args:
         error: an ``OSError``, or one of tensorstore, which puts the number into its text.

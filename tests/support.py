@@ -296,9 +296,11 @@ def other_record(known: lineage.Lineage) -> str:
         is_raw = kind is packs.RAW
         size = delta.packs[0].raw_bytes if is_raw else delta.packs[0].compressed_bytes
         data = pack.read([(0, size)], what="all")[0].copy()
-        if not is_raw:
-            extent = next(e for e in extents if e.leaf == index)
-            spot = data[extent.compressed_start :][: extent.compressed_bytes]
+        extent = next(e for e in extents if e.leaf == index)
+        if is_raw is not bool(extent.compressed_bytes):
+            spot = data[extent.raw_start :][: extent.raw_bytes]
+            if not is_raw:
+                spot = data[extent.compressed_start :][: extent.compressed_bytes]
             spot[spot.nonzero()[0][:7]] ^= 3
         contents.append((kind, [data]))
     start = entry.pack(0)

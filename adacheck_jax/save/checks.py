@@ -39,10 +39,10 @@ from adacheck_jax.update.sample_sites import WHOLE_ELEMENTS
 from adacheck_jax.update.sampling import Sample, Taker, from_host
 
 Findings = dict[int, float]
-"""For each leaf that replay gets wrong the share of the compared elements that differ."""
+"""Share of the compared elements that differ, for each leaf that replay gets wrong."""
 
 Witness = Any
-"""What an engine keeps of a state to check the next one; opaque to everybody else."""
+"""Part of a state that an engine keeps to check the next one; opaque to everybody else."""
 
 DENSE = 1 / 16
 """From this share on a sample cannot miss an error: ``(1 - 1/16) ** 1024`` is 2e-29."""
@@ -54,9 +54,9 @@ class State:
 
     Attributes:
         arrays: plain arrays, one a leaf.
-        step: its number.
-        sums: gives what this process contributes to each leaf's fingerprint; may be called later,
-            and waits for the devices.
+        step: step number.
+        sums: function that gives this process's contribution to each leaf's fingerprint; may be
+            called later, and waits for the devices.
     """
 
     arrays: Sequence[Any]
@@ -65,11 +65,11 @@ class State:
 
 
 class Check(Protocol):
-    """The check of one delta; what it needs of the state has been taken."""
+    """The check of one delta, with all that it needs of the state."""
 
     @property
     def witness(self) -> Witness:
-        """Of the state that the delta gives."""
+        """Witness of the state that the delta gives."""
         ...
 
     def findings(self, updates: Sequence[int]) -> Findings:
@@ -97,7 +97,7 @@ class Checker(Protocol):
 
     @property
     def is_ready(self) -> bool:
-        """Whether checks need not wait for a compiler."""
+        """True if checks need not wait for a compiler."""
         ...
 
     def witness(self, state: State) -> Witness:
@@ -109,7 +109,7 @@ class Checker(Protocol):
 
         Args:
             before: witness of the parent.
-            state: that the delta is to give.
+            state: the state that the delta is to give.
         """
         ...
 
@@ -124,7 +124,7 @@ def checker_of(structure: Structure, program: ExportedUpdate) -> Checker:
 
 
 def is_sparse(structure: Structure, index: int, share: float) -> bool:
-    """Whether a later sample may miss an error that this one found."""
+    """True if a later sample may miss an error that this one found."""
     return share < DENSE and _size(structure, index) > WHOLE_ELEMENTS
 
 
@@ -349,7 +349,7 @@ class _Followed:
 
 @dataclass(frozen=True, slots=True)
 class _FollowingCheck:
-    """What the copy takes to follow by one step, and what it is compared with.
+    """A step that the second copy follows, and the state that it is compared with.
 
     Attributes:
         before: the copy at the step before.

@@ -23,30 +23,30 @@ from adacheck_jax.update.recorder import Recorder
 Check = Literal["sample", "full"]
 """Elements of a delta's replay that are compared with the state before the delta is saved."""
 Engine = Literal["sample", "full", "identity"]
-"""How it is compared: see :mod:`~adacheck_jax.save.checks`."""
+"""Ways to compare a replay with its state: see :mod:`~adacheck_jax.save.checks`."""
 
 _KNOWN_COUNT = 8
 _COPIED_BYTES = 64 * 2**20
-"""The largest state of which a copy is kept unasked, where nothing less tells."""
+"""Largest state of which a second copy is kept, unasked, where a sample could not tell."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class ExportedUpdate:
-    """The exported updates of a structure, and how exactly they can be replayed.
+    """The exported updates of a structure, and their exactness.
 
     Attributes:
-        files: the serialized program of each platform; none where there is a problem.
-        digests: digest of each of them.
-        problem: why no update can be replayed; empty if one can.
+        files: serialized program of each platform; none where there is a problem.
+        digests: digest of each file.
+        problem: reason why no update can be replayed; empty if one can.
         reducing: indices of the leaves that depend on the order of a sum.
         passed: indices of the leaves that the update returns as it took them.
         unreplayed: indices of the computed leaves that a delta stores, since another program may
             compute other bits of them, or nothing can check it.
-        pinned: whether all that is replayed computes the same bits in any program.
-        engine: how replay is checked.
-        pieces: the updates on samples, for that engine.
+        pinned: True if all that is replayed computes the same bits in any program.
+        engine: way in which replay is checked.
+        pieces: the updates on samples, for the engine of that name.
         function: the updates over flat leaves; one object, so that it is compiled once.
     """
 
@@ -76,7 +76,7 @@ class ExportedUpdates:
     """The exported updates of the structures that are saved.
 
     Args:
-        check: what the caller wants compared.
+        check: the caller's choice of what is compared.
     """
 
     def __init__(self, check: Check) -> None:
@@ -101,7 +101,7 @@ class ExportedUpdates:
         return last[2]
 
     def _runs_apart(self, recorder: Recorder) -> bool:
-        """Whether the update is run by a ``separate_update``, and does not just have one."""
+        """True if the update is run by a ``separate_update``, and does not just have one."""
         return recorder.separate and not (self._identity_fails and recorder.last_call is None)
 
     def compare_in_full(self) -> None:
@@ -142,7 +142,7 @@ class ExportedUpdates:
     def _classify(
         self, structure: Structure, function: update_program.UpdateFunction, specs: list[list[Any]]
     ) -> ExportedUpdate:
-        """How exactly each leaf can be replayed, and how that is checked."""
+        """The exactness of each leaf's replay, and the engine that checks it."""
         recorders = [each.recorder for each in structure.bindings]
         leaves = structure.leaves
         is_separate = len(recorders) == 1 and self._runs_apart(recorders[0])
@@ -217,7 +217,7 @@ def _pieces(
 
 
 def _not_exact(paths: list[str], primitives: Sequence[str]) -> str:
-    """Why an update that was part of the train step's program would not replay exactly."""
+    """Reason why an update that was part of the train step's program does not replay exactly."""
     return (
         f"{_few(paths)} come out of {', '.join(primitives)}, "
         "whose bits depend on the mesh and on how the train step was compiled, so a replayed "
@@ -228,7 +228,7 @@ def _not_exact(paths: list[str], primitives: Sequence[str]) -> str:
 
 
 def _not_sampled(paths: list[str]) -> str:
-    """Why an update would be replayed without a check."""
+    """Reason why replay of some leaves cannot be checked by a sample."""
     return (
         f"{_few(paths)} depend on more than the elements of their own places (noise, a transposed "
         "leaf, other cuts over processes), so a sample cannot tell whether replay is exact. "

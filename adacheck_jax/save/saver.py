@@ -140,6 +140,8 @@ class Saver:
         custom_metadata: Any,
     ) -> Save:
         planner, directory = self._planner, destination.directory
+        if self._last_base is not None and self._last_base.error is not None:
+            self._last_base = None  # with the copies of its state
         planner.learn()
         again = planner.superseded(step)
         course = planner.plan_save(snapshot, directory, step, replayable=replayable)

@@ -34,18 +34,18 @@ _CACHED_STRUCTURES = 8
 
 @dataclass(frozen=True)
 class Structure:
-    """What two saves of the same train state have in common.
+    """Everything that two saves of the same train state have in common.
 
     Attributes:
-        leaves: one description a leaf, in tree order.
-        bindings: the update of each recorder tied to the leaves; none without a recorder.
+        leaves: description of each leaf, in tree order.
+        bindings: update of each recorder, tied to the leaves; none without a recorder.
         index: leaf path to position.
-        picks: what this process takes of each leaf: the boxes that it owns.
-        whole_picks: whole shards that it accounts for, for fingerprints taken on devices.
+        picks: boxes of each leaf that this process owns and takes.
+        whole_picks: whole shards that this process accounts for, in fingerprints on devices.
         placement: digest of where the leaves of the update lie: devices, mesh, and cuts.
-        sites: where this process samples the leaves of the updates; None without a recorder.
-        local_picks: all of each leaf that every process of several has for itself.
-        replicated: which leaves lie on several devices in copies that are declared equal.
+        sites: places at which this process samples leaves of updates; None without a recorder.
+        local_picks: all boxes of each leaf that every process of several has for itself.
+        replicated: leaves that lie on several devices in copies declared equal.
     """
 
     leaves: tuple[Leaf, ...]
@@ -101,7 +101,7 @@ class Structure:
         return frozenset(self.index[path] for path in paths)
 
     def summing(self, arrays: Sequence[Any]) -> Summing:
-        """How the arrays of a state are fingerprinted on devices."""
+        """Programs that fingerprint the arrays of a state on devices."""
         key = xla_call.is_ready()
         if key not in self._summings:
             self._summings[key] = self.summing_of(dict(enumerate(arrays)))
@@ -130,7 +130,7 @@ class Snapshot:
     """One state to save.
 
     Attributes:
-        structure: of the state.
+        structure: structure of the state.
         arrays: plain arrays (:func:`staging.raw`), one a leaf.
     """
 
@@ -144,12 +144,12 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """A state as it was taken apart last: what the next one is compared with, one look a leaf.
+    """A state as it was taken apart last, to know the next one by one look at each leaf.
 
     Attributes:
-        treedef: of the state.
-        kinds: for each leaf its abstract value and its sharding; the objects themselves.
-        structure: what they make together.
+        treedef: tree definition of the state.
+        kinds: abstract value and sharding of each leaf; the objects themselves.
+        structure: structure of such a state.
     """
 
     treedef: Any
@@ -157,7 +157,7 @@ class _Seen:
     structure: Structure
 
     def fits(self, leaves: Sequence[Any], treedef: Any) -> bool:
-        """Whether a state has the same structure; of some that have it this is not seen."""
+        """True if a state has the same structure; a state that has it may be missed."""
         return (
             len(leaves) == len(self.kinds)
             and all(
