@@ -83,9 +83,9 @@ def _cut(layout: Layout, itemsize_bytes: int) -> Layout:
     """Cuts large boxes that several processes hold.
 
     Returns:
-        A layout with finer cuts. Where there is one piece for each holder of a box, each piece gets
-        one holder: leaves of one shape and sharding are then shared out alike, and every process
-        sees by itself which of its pieces are equal.
+        A layout with finer cuts, in which the pieces of a box have different holders. Where there
+        is one piece for each holder of a box, each piece gets one: leaves of one shape and sharding
+        are then shared out alike, and every process sees by itself which of its pieces are equal.
     """
     boxes = grid(layout.cuts)
     size_bytes = boxes[0].size * itemsize_bytes
@@ -106,5 +106,5 @@ def _cut(layout: Layout, itemsize_bytes: int) -> Layout:
         at = (*piece.start[:axis], piece.start[axis] - inside, *piece.start[axis + 1 :])
         holders = holders_at[at]
         own = inside * count // length
-        replicas.append((holders[own],) if count == len(holders) else holders)
+        replicas.append(holders[own::count])  # of no two pieces the same: nobody writes them all
     return Layout(tuple(cuts), tuple(replicas))
