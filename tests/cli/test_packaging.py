@@ -77,22 +77,13 @@ def test_another_name_is_an_attribute_error():
         adacheck_jax.Recorders  # noqa: B018
 
 
-@pytest.mark.parametrize("first", ["AdaCheckHandler", "SaveArgs", "RestoreArgs"])
-def test_orbax_finds_the_handler_once_one_of_its_names_was_used(root, first):
-    program = (
-        f"from adacheck_jax import {first}\n"
-        "import orbax.checkpoint as ocp\n"
-        f"with ocp.CheckpointManager({str(root)!r}) as manager:\n"
-        "    assert manager.restore(2)['step'] == 2"
-    )
-    assert "orbax" in large_packages_after(program)
-
-
-def test_orbax_finds_the_handler_if_it_was_imported_first(root):
-    program = (
-        "import orbax.checkpoint as ocp\n"
-        "import adacheck_jax\n"
-        f"with ocp.CheckpointManager({str(root)!r}) as manager:\n"
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("names", ["import adacheck_jax", "from adacheck_jax import Recorder"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_orbax_finds_the_handler_once_the_package_was_imported(root, names, is_first):
+    both = [names, "import orbax.checkpoint as ocp"]
+    program = "\n".join(both if is_first else both[::-1]) + (
+        f"\nwith ocp.CheckpointManager({str(root)!r}) as manager:\n"
         "    assert manager.restore(2)['step'] == 2"
     )
     assert "orbax" in large_packages_after(program)

@@ -72,7 +72,7 @@ def test_the_processes_share_the_writing(run_of_two):
     assert owners == {0, 1}
 
 
-@pytest.mark.first(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("processes", "devices"), [(1, 4), (1, 8), (4, 2)])
 def test_another_number_of_processes_restores_the_same_bits(run_of_two, processes, devices):
     out = run_of_two / f"restored-by-{processes}x{devices}"

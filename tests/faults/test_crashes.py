@@ -134,6 +134,7 @@ def test_an_operation_that_fails_fails_the_save_alone(tmp_path, save, failure):
     check_failures(operations(None, failure, *options)[failure], save, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "kills"), [(1, 3), pytest.param(2, 4, marks=pytest.mark.campaign)]
 )

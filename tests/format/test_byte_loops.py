@@ -99,6 +99,7 @@ assert byte_loops._compiler.loop("multilinear", 4) is not None
 """
 
 
+@pytest.mark.slow
 def test_the_first_call_does_not_wait_for_the_compiler():
     subprocess.run([sys.executable, "-c", FIRST_USE], check=True, timeout=300)
 

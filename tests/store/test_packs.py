@@ -370,6 +370,7 @@ def stored_bytes(directory):
     return sum(path.stat().st_size for path in data_files(directory))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("mask", [0x01, 0x80])
 def test_no_damaged_byte_of_any_file_is_ever_returned(mask, pack):
     noticed = 0
@@ -389,6 +390,7 @@ def test_no_damaged_byte_of_any_file_is_ever_returned(mask, pack):
     assert noticed > CONTENT.size
 
 
+@pytest.mark.slow
 def test_no_truncated_file_is_ever_read(pack):
     noticed = 0
     for path in data_files(pack):

@@ -121,6 +121,7 @@ def states(draw):
     return arrays, parts
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("shared_bytes", [0, 64, 256])
 @pytest.mark.parametrize("transaction_bytes", [0, 500, 1 << 28])
 @given(drawn=states())

@@ -57,6 +57,7 @@ def test_a_program_that_ends_its_parser_is_refused(name):
         load(data)
 
 
+@pytest.mark.slow
 def test_a_program_that_keeps_its_parser_busy_is_refused(monkeypatch):
     monkeypatch.setattr(untrusted, "_TIMEOUT_S", 5.0)
     with pytest.raises(FormatError, match="takes the parser more than 5 seconds"):
