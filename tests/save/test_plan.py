@@ -5,9 +5,15 @@ import types
 
 import pytest
 
+import adacheck_jax as adacheck
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest, Link, Update
 from adacheck_jax.save import plan, situation
+from adacheck_jax.save.exported_update import ExportedUpdate
 from adacheck_jax.save.situation import Options
+from adacheck_jax.save.snapshot import Snapshots
+from adacheck_jax.update import program as update_program
+from adacheck_jax.update.binding import recorders_of
+from tests import support
 
 UPDATE = Update(
     (0,), (1,), (2,), (), (3,), ((1, 1, 1, 0),), (), (), "", "", {"cpu": "0" * 64}, "0.10.2", True
@@ -203,3 +209,78 @@ def test_a_base_is_planned_where_the_options_say_so(case, is_planned):
     decision = decide(**case)
     assert decision.is_base
     assert decision.is_planned == is_planned
+
+
+@pytest.fixture(scope="module")
+def structure():
+    run = support.dict_run(support.mesh_of((1,)))
+    return Snapshots(recorders_of(run.recorder), None).take(run.state).structure
+
+
+UPDATED = ExportedUpdate({"cpu": b""}, {update_program.platform(): "0" * 64})
+
+
+def situation_of(structure, counts, *, leaves=None, deferred_count=0, step=7):
+    """A state behind step 6, which had made 6 updates and was saved as a replayed delta."""
+    update = types.SimpleNamespace(
+        programs={update_program.platform(): "0" * 64}, reducing=(), placement=""
+    )
+    base = types.SimpleNamespace(leaves=leaves or structure.leaves, update=update)
+    lineage = types.SimpleNamespace(base=base, problem="")
+    saved = situation.SavedFacts(6, structure, "replay", 1, True, True, False)
+    known = None if counts is None else (6,)
+    facts = situation.Facts(6, 5, known, lineage, deferred_count, saved, True, structure.leaves)
+    return situation.Situation(
+        *(step, structure, UPDATED, counts, True, frozenset(), facts),
+        *(True, False, True, 1, True),
+    )
+
+
+@pytest.mark.parametrize("count", [6, 7])
+def test_a_speculative_plan_that_was_checked_is_the_plan_of_known_counters(structure, count):
+    guess = plan.speculate(situation_of(structure, None), Options())
+    assert guess
+    assert guess.is_speculative
+    known = plan.plan(situation_of(structure, (count,)), Options())
+    assert guess.check((count,), (6,), 6) == known
+    assert known.check((count,), (6,), 6) is known
+    assert known.decision.updates == (0,) * (count - 6)
+    assert set(known.unchanged).isdisjoint(known.stored)
+    replayed = structure.computed_by(known.decision.updates)
+    assert {*known.unchanged, *known.stored, *replayed} == {*range(len(structure.leaves))}
+
+
+@pytest.mark.parametrize("count", [5, 8])
+def test_a_speculative_plan_is_refused_where_it_was_not_one_update(structure, count):
+    guess = plan.speculate(situation_of(structure, None), Options())
+    assert guess
+    with pytest.raises(adacheck.AdaCheckError, match=f"went from 6 to {count}: not one update"):
+        guess.check((count,), (6,), 6)
+
+
+@pytest.mark.parametrize("change", [{"step": 9}, {"step": None}, {"leaves": ()}])
+def test_nothing_is_guessed_at_another_interval_or_without_a_step(structure, change):
+    found = plan.speculate(situation_of(structure, None, **change), Options())
+    assert (found is None) == ("step" in change)
+
+
+def test_behind_deferred_steps_a_whole_state_is_a_delta_or_they_are_given_up(structure):
+    kept = plan.plan(situation_of(structure, (9,), deferred_count=2), Options())
+    assert (kept.decision.kind, kept.is_whole, kept.given_up) == ("bits", True, "")
+    assert kept.stored == tuple(range(len(structure.leaves)))
+    other = plan.plan(
+        situation_of(structure, (7,), deferred_count=2, leaves=structure.leaves[:-1]), Options()
+    )
+    assert other.is_base
+    assert "leaves" in other.given_up
+
+
+def test_what_a_check_finds_wrong_is_stored_and_the_rest_is_replayed(structure):
+    given = situation_of(structure, (7,))
+    made = plan.plan(given, Options())
+    (wrong, *others) = sorted(structure.computed - set(made.stored))
+    corrected = plan.with_wrong(made, given, frozenset({wrong}), Options())
+    assert set(corrected.stored) == {*made.stored, wrong}
+    assert corrected.unreplayed == {wrong}
+    assert wrong in corrected.kept
+    assert set(others).isdisjoint(corrected.stored)
