@@ -237,8 +237,9 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             processes all get the same answer.
 
         Raises:
-            ValueError: the step is no step number, or comes before the last one, or the handler
-                saves several lines of steps.
+            ValueError: the step is no step number, or comes before the last one, or was saved with
+                other update counters, or the handler saves several lines of steps.
+            AdaCheckError: steps recorded before are lost; told once, and recording goes on.
         """
         with self._lock:
             savers = [saver for saver in self._savers.values() if saver.has_steps]

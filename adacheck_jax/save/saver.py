@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from adacheck_jax.device import replicas, transfer, xla_call
 from adacheck_jax.device.trees import PyTree
@@ -26,7 +27,7 @@ from adacheck_jax.save.parents import Parent, Tip
 from adacheck_jax.save.plan import SavePlan, shown
 from adacheck_jax.save.planner import Course, Planner
 from adacheck_jax.save.share import Attempt, Destination, StagedSave
-from adacheck_jax.save.situation import Options
+from adacheck_jax.save.situation import Counts, Options
 from adacheck_jax.save.snapshot import Snapshot, Structure
 from adacheck_jax.save.staged import HostCopies, StagedStep
 from adacheck_jax.store.base_writer import BaseWriter, EarlierBase
@@ -196,7 +197,8 @@ class Saver:
             True if it was kept; see :meth:`~adacheck_jax.AdaCheckHandler.record_step`.
 
         Raises:
-            ValueError: a later step was saved or deferred before.
+            ValueError: a later step was saved or deferred before, or another state was saved as
+                this step.
             AdaCheckError: deferred steps are lost; told once.
         """
         with self._lock:
@@ -223,6 +225,7 @@ class Saver:
                 "not recorded; the steps before are not affected."
             )
         if number == parent.tip.step:
+            _check_same(_counts_of(planner.snapshots.take(state)), parent, number)
             return ""
         if number == last:
             deferred.cut(len(deferred) - 1)
@@ -345,6 +348,21 @@ class Saver:
                 "not saved. Give record_step the numbers of the steps, as the manager counts them.",
                 *(planned.step, shown(again.counts()), shown(counts)),
             )
+
+
+def _counts_of(snapshot: Snapshot) -> Counts:
+    """Update counters of a state; waits for them."""
+    return tuple(int(np.asarray(snapshot.arrays[i])) for i in snapshot.structure.counts)
+
+
+def _check_same(counts: Counts, parent: Parent, number: int) -> None:
+    """Raises ValueError if a step was saved with other update counters than those given."""
+    if counts != parent.counts():
+        raise ValueError(
+            f"expected step {number} as it was saved, with {shown(parent.counts())} updates, found "
+            f"a state with {shown(counts)}. It was not recorded; the steps before are not "
+            "affected. Give record_step the numbers of the steps as the manager counts them."
+        )
 
 
 def _is_of(planned: SavePlan, parent: Lineage) -> bool:

@@ -210,6 +210,28 @@ class TestNumbers:
             manager.wait_until_finished()
         assert recorded_in(tmp_path, 2) == []
 
+    @pytest.mark.parametrize("restarts", [False, True])
+    def test_another_state_of_a_saved_step_is_an_error(self, tmp_path, restarts):
+        run = support.dict_run(one_device())
+        handler = adacheck.AdaCheckHandler(run.recorder)
+        with support.manager_of(tmp_path, handler) as manager:
+            manager.save(1, args=adacheck.SaveArgs(run.advance()))
+            manager.wait_until_finished()
+        if restarts:
+            handler = adacheck.AdaCheckHandler(run.recorder)
+        with support.manager_of(tmp_path, handler) as manager:
+            if restarts:
+                target = support.abstract(run.state)
+                run.state = manager.restore(1, args=adacheck.RestoreArgs(target))
+            before = support.host_copy(run.advance())
+            with pytest.raises(ValueError, match="step 1 as it was saved, with 1 updates, found"):
+                handler.record_step(run.state, 1)
+            assert handler.record_step(run.state, 2)
+            manager.save(3, args=adacheck.SaveArgs(run.advance()))
+            manager.wait_until_finished()
+        state, _ = restored(tmp_path, 3, support.abstract(run.state), step=2)
+        support.assert_same_bits(state, before)
+
     def test_a_step_may_be_recorded_and_saved_again(self, tmp_path):
         run = support.dict_run(one_device())
         handler = adacheck.AdaCheckHandler(run.recorder)
