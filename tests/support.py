@@ -118,13 +118,44 @@ class Run:
         return self.state
 
 
+@dataclass(frozen=True)
+class Program:
+    """What a run is made of; the usual ones are shared by tests, so that each is compiled once."""
+
+    recorder: adacheck.Recorder
+    begin: Callable[[], Any]
+    train_step: Callable[[Any, Any], Any]
+
+    @classmethod
+    def of(
+        cls,
+        recorder: adacheck.Recorder,
+        begin: Callable[[], Any],
+        train_step: Callable[[Any, Any], Any],
+    ) -> Program:
+        """A program whose train step keeps the shardings of its state, and donates it."""
+        shardings = jax.tree.map(lambda x: x.sharding, begin())
+        return cls(recorder, begin, jax.jit(train_step, donate_argnums=0, out_shardings=shardings))
+
+    def run(self) -> Run:
+        return Run(self.recorder, self.begin(), self.train_step)
+
+
 def dict_run(
     mesh: jax.sharding.Mesh, tx: optax.GradientTransformation | None = None, dtype: Any = None
 ) -> Run:
+    return (_usual_dict_program(mesh, dtype) if tx is None else dict_program(mesh, tx, dtype)).run()
+
+
+def dict_program(
+    mesh: jax.sharding.Mesh, tx: optax.GradientTransformation | None = None, dtype: Any = None
+) -> Program:
     recorder, chain = recorded(tx, dtype)
-    params = initial_params()
-    state = place({"params": params, "opt_state": chain.init(params), "step": jnp.int32(0)}, mesh)
-    shardings = jax.tree.map(lambda x: x.sharding, state)
+
+    def begin() -> Any:
+        params = initial_params()
+        opt_state = chain.init(params)
+        return place({"params": params, "opt_state": opt_state, "step": jnp.int32(0)}, mesh)
 
     def train_step(state: Any, data: Any) -> Any:
         x, y = data
@@ -133,21 +164,32 @@ def dict_run(
         params = optax.apply_updates(state["params"], updates)
         return {"params": params, "opt_state": opt_state, "step": state["step"] + 1}
 
-    return Run(recorder, state, jax.jit(train_step, donate_argnums=0, out_shardings=shardings))
+    return Program.of(recorder, begin, train_step)
+
+
+@functools.cache
+def _usual_dict_program(mesh: jax.sharding.Mesh, dtype: Any) -> Program:
+    return dict_program(mesh, None, dtype)
 
 
 def linen_run(mesh: jax.sharding.Mesh) -> Run:
+    return _linen_program(mesh).run()
+
+
+@functools.cache
+def _linen_program(mesh: jax.sharding.Mesh) -> Program:
     recorder, chain = recorded(dtype=jnp.bfloat16)
-    state = TrainState.create(apply_fn=forward, params=initial_params(), tx=chain)
-    state = place(state, mesh)
-    shardings = jax.tree.map(lambda x: x.sharding, state)
+
+    def begin() -> TrainState:
+        state = TrainState.create(apply_fn=forward, params=initial_params(), tx=chain)
+        return place(state, mesh)
 
     def train_step(state: TrainState, data: Any) -> TrainState:
         x, y = data
         grads = jax.grad(lambda p: jnp.mean((state.apply_fn(p, x) - y) ** 2))(state.params)
         return state.apply_gradients(grads=grads)
 
-    return Run(recorder, state, jax.jit(train_step, donate_argnums=0, out_shardings=shardings))
+    return Program.of(recorder, begin, train_step)
 
 
 class _Model(nnx.Module):
@@ -163,12 +205,17 @@ class _Model(nnx.Module):
 
 def nnx_run(mesh: jax.sharding.Mesh) -> Run:
     """Batch statistics and dropout keys are leaves that no update explains."""
+    return _nnx_program(mesh).run()
+
+
+@functools.cache
+def _nnx_program(mesh: jax.sharding.Mesh) -> Program:
     recorder, chain = recorded()
     model = _Model(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, chain, wrt=nnx.Param)
-    graph, state = nnx.split((model, optimizer))
-    state = place(state, mesh)
-    shardings = jax.tree.map(lambda x: x.sharding, state)
+    graph, first = nnx.split((model, nnx.Optimizer(model, chain, wrt=nnx.Param)))
+
+    def begin() -> Any:
+        return place(jax.tree.map(jnp.copy, first), mesh)
 
     def train_step(state: Any, data: Any) -> Any:
         model, optimizer = nnx.merge(graph, state)
@@ -177,7 +224,7 @@ def nnx_run(mesh: jax.sharding.Mesh) -> Run:
         optimizer.update(model, grads)
         return nnx.state((model, optimizer))
 
-    return Run(recorder, state, jax.jit(train_step, donate_argnums=0, out_shardings=shardings))
+    return Program.of(recorder, begin, train_step)
 
 
 def host_copy(tree: Any) -> list[np.ndarray]:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from adacheck_jax.device import transfer
 from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.save.snapshot import Structure
 from adacheck_jax.update import exactness
@@ -48,6 +49,7 @@ class ExportedUpdate:
         engine: way in which replay is checked.
         pieces: the updates on samples, for the engine of that name.
         function: the updates over flat leaves; one object, so that it is compiled once.
+        warnings: reasons why some leaves are stored as bit patterns, to be told once.
     """
 
     files: Mapping[str, bytes]
@@ -60,6 +62,7 @@ class ExportedUpdate:
     engine: Engine = "sample"
     pieces: Pieces | None = None
     function: update_program.UpdateFunction | None = None
+    warnings: tuple[str, ...] = ()
 
     @property
     def digest(self) -> str:
@@ -81,13 +84,12 @@ class ExportedUpdates:
 
     def __init__(self, check: Check) -> None:
         self._check = check
-        self._known: dict[Any, ExportedUpdate] = {}
         self._last: tuple[Structure, Any, ExportedUpdate] | None = None
         self._identity_fails = False
         self._said: set[str] = set()
 
     def of(self, structure: Structure) -> ExportedUpdate:
-        """The updates of a structure; exported once, since a lineage keeps its update."""
+        """The updates of a structure; exported once, however many handlers a recorder has."""
         if not structure.bindings:
             return ExportedUpdate({}, {}, "no recorder")
         recorders = [each.recorder for each in structure.bindings]
@@ -111,16 +113,24 @@ class ExportedUpdates:
     def _exported(self, structure: Structure, state: Any) -> ExportedUpdate:
         arguments = structure.arguments
         specs = [[_abstract(structure.leaves[i]) for i in indices] for indices in arguments]
-        # A binding holds its signature, so the id of one is not used again.
-        signatures = tuple(id(each.signature) for each in structure.bindings)
+        signatures = [each.signature for each in structure.bindings]
         sites = structure.sites
         sharing = (sites.uncovered, tuple(sites.sizes.items())) if sites else None
-        key = (signatures, arguments, tuple(map(tuple, specs)), sharing, state)
-        if key not in self._known:
-            if len(self._known) >= _KNOWN_COUNT:  # a state whose tree changes all the time
-                self._known.clear()
-            self._known[key] = self._export(structure, specs)
-        return self._known[key]
+        shapes = (arguments, tuple(map(tuple, specs)), sharing, transfer.x64_enabled())
+        key = (self._check, state, *map(id, signatures), *shapes)
+        # With what other handlers of the recorder exported. An entry holds the signatures, so the
+        # id of one is not used again.
+        known = structure.bindings[0].recorder.exported
+        if key not in known:
+            if len(known) >= _KNOWN_COUNT:  # a state whose tree changes all the time
+                known.clear()
+            known[key] = (signatures, self._export(structure, specs))
+        exported: ExportedUpdate = known[key][1]
+        for each in exported.warnings:
+            if each not in self._said:
+                self._said.add(each)
+                _log.warning("Saving these leaves as bit patterns: %s.", each)
+        return exported
 
     def _export(self, structure: Structure, specs: list[list[Any]]) -> ExportedUpdate:
         recorders = [each.recorder for each in structure.bindings]
@@ -155,12 +165,13 @@ class ExportedUpdates:
         reducing = tuple(i for i, level in levels.items() if level is Level.ORDER)
         arrays = {i for i in computed if leaves[i].shape and i not in passed}
         unreplayed: set[int] = set()
+        warnings: list[str] = []
         if reducing and not is_separate:
             unreplayed.update(reducing)
             problem = _not_exact([leaves[i].path for i in reducing], found.primitives)
             if unreplayed.issuperset(arrays):  # replay would leave nothing but counters
                 return ExportedUpdate({}, {}, problem, reducing)
-            self._say(problem)
+            warnings.append(problem)
         engine: Engine = "full"
         pieces: Pieces | None = None
         if is_separate and not self._identity_fails:
@@ -181,17 +192,12 @@ class ExportedUpdates:
                 problem = _not_sampled([leaves[i].path for i in sorted(moved)])
                 if unreplayed.issuperset(arrays):
                     return ExportedUpdate({}, {}, problem, reducing)
-                self._say(problem)
+                warnings.append(problem)
         own = tuple(i for i in reducing if i not in unreplayed)
         return ExportedUpdate(
             *({}, {}, "", own, passed, frozenset(unreplayed), pinned and not own),
-            *(engine, pieces if engine == "sample" else None, function),
+            *(engine, pieces if engine == "sample" else None, function, tuple(warnings)),
         )
-
-    def _say(self, problem: str) -> None:
-        if problem not in self._said:
-            self._said.add(problem)
-            _log.warning("Saving these leaves as bit patterns: %s.", problem)
 
 
 def _pieces(

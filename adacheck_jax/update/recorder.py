@@ -119,6 +119,7 @@ class Recorder(optax.GradientTransformationExtraArgs):
     separate: bool
     last_call: SeparateCall | None
     pin: bool
+    exported: dict[Any, Any]
     _takes_extra: bool
     _declared: dict[str, jax.ShapeDtypeStruct]
     _pinned: PinnedFunction
@@ -150,6 +151,7 @@ class Recorder(optax.GradientTransformationExtraArgs):
         self.separate = False  # until separate_update has run
         self.last_call = None
         self.pin = pin
+        self.exported = {}  # by handlers, for the structures that they save
         self._takes_extra = isinstance(tx, optax.GradientTransformationExtraArgs)
         self._declared = {
             name: jax.ShapeDtypeStruct(jnp.shape(value), jnp.result_type(value))

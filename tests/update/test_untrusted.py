@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 import jax.export
+import optax
 import pytest
 
 import adacheck_jax as adacheck
@@ -98,7 +99,7 @@ def test_where_no_process_can_be_started_it_is_said(monkeypatch, caplog):
 
 
 def test_what_this_process_exported_is_trusted_and_what_another_one_did_is_not(tmp_path, processes):
-    run = support.dict_run(support.mesh_of((2, 2)))
+    run = support.dict_run(support.mesh_of((2, 2)), optax.adamw(1e-2))
     with support.manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
         saved = support.save_steps(manager, run, 3)
     item = tmp_path / "3" / "default"
