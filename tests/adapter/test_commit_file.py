@@ -94,6 +94,7 @@ def test_a_checkpointer_of_its_own(tmp_path):
     assert_same_bits(state, saved)
 
 
+@pytest.mark.slow
 @pytest.mark.first(1)
 @pytest.mark.parametrize("lost", [[MARK], [f"default/{MARK}", MARK]])
 def test_a_step_whose_save_was_killed_does_not_exist(tmp_path, lost):

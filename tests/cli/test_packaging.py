@@ -77,6 +77,7 @@ def test_another_name_is_an_attribute_error():
         adacheck_jax.Recorders  # noqa: B018
 
 
+@pytest.mark.first(1)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("names", ["import adacheck_jax", "from adacheck_jax import Recorder"])
 @pytest.mark.parametrize("is_first", [True, False])

@@ -138,6 +138,7 @@ def test_a_full_disk(small_disk):
     assert_unharmed(root, run, saved)
 
 
+@pytest.mark.slow
 def test_a_read_only_disk_is_told_at_once_and_training_goes_on(small_disk):
     run = support.dict_run(mesh_of((2, 2)))
     root = small_disk / "root"

@@ -68,6 +68,7 @@ def test_a_good_step_is_what_is_restored(saved, caplog):
     assert not caplog.records
 
 
+@pytest.mark.slow
 def test_every_step_of_a_damaged_lineage_is_skipped_and_told(saved, caplog):
     root, run, states = saved
     damage_base(root, 4)
@@ -341,6 +342,7 @@ def test_a_bad_sector_is(saved, monkeypatch):
     assert adacheck.latest_restorable(root) == 5
 
 
+@pytest.mark.slow
 def test_steps_that_were_swapped_are_told(saved, caplog):
     root, run, states = saved
     (root / "3").rename(root / "x")

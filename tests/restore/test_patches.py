@@ -176,6 +176,7 @@ def test_a_leaf_that_is_stored_by_itself_is_read_without_the_old_bits(step, data
             assert found.tobytes() == step.new[index][box.slices].tobytes()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("encoding", STORING)
 @pytest.mark.parametrize("dtype", DTYPES)
 @chunks_of(64)
