@@ -37,19 +37,19 @@ class Kind:
         name: name of the array in its database.
         max_chunk_bytes: largest size of a chunk.
         block_bytes: unit in which runs of zeros are left out.
-        codecs: the codecs that its chunks may have.
+        is_compressed: True if its chunks are in one of the codecs.
     """
 
     name: str
     max_chunk_bytes: int
     block_bytes: int
-    codecs: tuple[Codec | None, ...]
+    is_compressed: bool
 
 
-RAW = Kind("pack", 1 << 20, 1 << 10, (None,))
+RAW = Kind("pack", 1 << 20, 1 << 10, False)
 # Smaller chunks, so that compression spreads over threads. Only long runs are left out: shorter
 # ones compress to less than their declaration takes.
-COMPRESSED = Kind("compressed", 1 << 18, 1 << 16, ("zstd", "lz4"))
+COMPRESSED = Kind("compressed", 1 << 18, 1 << 16, True)
 
 
 def _chunk_bytes(size_bytes: int, kind: Kind) -> int:
@@ -84,7 +84,7 @@ def write_pack(
             pack = _joined(sections, zeros[-1], kind)
             if not pack.size:
                 continue
-            codecs = zarr.chain(codec if codec in kind.codecs else None)
+            codecs = zarr.chain(codec if kind.is_compressed else None)
             chunk_shape = [_chunk_bytes(pack.size, kind)]
             metadata = zarr.metadata("uint8", pack.shape, chunk_shape, codecs)
             spec = {
@@ -227,8 +227,8 @@ class PackArray:
         # sizes and codecs that are written are accepted.
         metadata = self._store.spec().to_json()["metadata"]
         (chunk_bytes,) = metadata["chunk_grid"]["configuration"]["chunk_shape"]
-        names = [codec["name"] for codec in metadata["codecs"]]
-        known = [[codec["name"] for codec in zarr.chain(each)] for each in kind.codecs]
+        names = zarr.names(metadata["codecs"])
+        known = [zarr.names(zarr.chain(c)) for c in (zarr.CODECS if kind.is_compressed else [None])]
         if chunk_bytes > kind.max_chunk_bytes or names not in known:
             raise FormatError(
                 f"{start}: expected chunks of at most {kind.max_chunk_bytes} bytes in the "

@@ -22,10 +22,11 @@ _READ_AHEAD = 2
 _AT_ONCE = 256
 """Chunks that are looked for at a time: each holds a file open."""
 
-_CHAINS = [
-    [codec["name"] for codec in chain]
-    for chain in (zarr.chain(None), zarr.chain("zstd"), zarr.chain("zstd", word_bytes=4))
-]
+_CHAINS = {
+    zarr.names(zarr.chain(codec, word_bytes))
+    for codec in (None, *zarr.CODECS)
+    for word_bytes in (1, 4)
+}
 """Names of the codecs that arrays may be stored in."""
 
 
@@ -123,9 +124,9 @@ def opened(directory: Path, names: Sequence[str]) -> list[Any]:
     context = ts.Context()
     opening = []
     for name, body in zip(names, _descriptions(directory, names, context), strict=True):
-        codecs = [codec["name"] for codec in body["codecs"]]
+        codecs = zarr.names(body["codecs"])
         if codecs not in _CHAINS:
-            raise ValueError(f"expected array {name} in one of {_CHAINS}, found {codecs}")
+            raise ValueError(f"expected array {name} in one of {sorted(_CHAINS)}, found {codecs}")
         spec = {**zarr.array_in(zarr.database_in(directory), name), "metadata": body}
         opening.append(ts.open(spec, open=True, read=True, assume_metadata=True, context=context))
     return [each.result() for each in opening]

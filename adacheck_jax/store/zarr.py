@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 Codec = Literal["lz4", "zstd"]
 """Compressors of floating-point numbers, of which some bits hardly ever change. LZ4 finds them once
@@ -12,6 +12,8 @@ equal bits lie side by side; zstd, where bytes are planes already, by its entrop
 Compression = Literal["none", "fast", "small"]
 """The caller's choice: no codec, LZ4, or zstd."""
 
+CODECS: tuple[Codec, ...] = get_args(Codec)
+"""All codecs: what reads a root accepts these and no others."""
 _CODECS: dict[Compression, Codec | None] = {"none": None, "fast": "lz4", "small": "zstd"}
 _FILE_BYTES = 64 << 20
 """Larger packs become several files, which are written at the same time: a single file would be
@@ -71,6 +73,11 @@ def chain(codec: Codec | None, word_bytes: int = 1) -> list[dict[str, Any]]:
         shuffled = {"shuffle": "bitshuffle", "typesize": word_bytes, "blocksize": 0}
         codecs = [{"name": "blosc", "configuration": {"cname": codec, "clevel": 1, **shuffled}}]
     return [{"name": "bytes"}, *codecs, {"name": "crc32c"}]
+
+
+def names(codecs: list[dict[str, Any]]) -> tuple[str, ...]:
+    """The names in a chain of codecs, as metadata tells it."""
+    return tuple(each["name"] for each in codecs)
 
 
 def metadata(

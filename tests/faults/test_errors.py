@@ -339,6 +339,11 @@ class TestPlaces:
         with pytest.raises(ValueError, match="max_deltas to be an int >= 0"):
             adacheck.AdaCheckHandler(max_deltas=-1)
 
+    @pytest.mark.parametrize("option", ["delta", "check", "compression", "check_replicas"])
+    def test_an_option_that_does_not_exist(self, option):
+        with pytest.raises(ValueError, match=rf"{option} to be one of .*'\), found 'zip'"):
+            adacheck.AdaCheckHandler(**{option: "zip"})
+
 
 def test_a_failed_save_is_raised_once_and_the_next_one_is_a_base(tmp_path, monkeypatch):
     run = support.dict_run(mesh_of((4, 2)))
