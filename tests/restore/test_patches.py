@@ -333,7 +333,7 @@ def test_of_exponents_only_the_highest_plane_is_compressed(tmp_path):
     assert 300_000 < stored < 350_000
 
 
-@chunks_of(256, codecs=(None,))  # a row each, to be found among the stored bytes
+@chunks_of(256, is_compressed=False)  # a row each, to be found among the stored bytes
 @pytest.mark.parametrize("encoding", STORING)
 def test_only_the_rows_that_are_needed_are_read_and_their_damage_names_the_leaf(encoding, tmp_path):
     leaf = leaf_of(((0, 4, 8), (0, 256)), (0, 0), "uint8")
