@@ -25,7 +25,8 @@ def place(path: Path, data: bytes) -> None:
 
 
 def _replace(path: Path, data: bytes, *, syncs: bool) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    # Not the directory above: another writer may have removed it, and make it again.
+    path.parent.mkdir(exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     with open(temporary, "wb") as file:
         file.write(data)

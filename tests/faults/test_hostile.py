@@ -132,6 +132,7 @@ def test_a_field_of_another_type_is_not_taken_for_it(field, value):
 
 def write_steps(root, *, count=1, fingerprints=2, **changes):
     """A base and deltas that refer to one another, without data."""
+    (root / "10").mkdir(parents=True, exist_ok=True)
     manifest_file.write(root / "10", A_BASE)
     parent = manifest_file.read(root / "10")
     for number in range(1, count + 1):
@@ -145,6 +146,7 @@ def write_steps(root, *, count=1, fingerprints=2, **changes):
             caution=manifests.NO_CAUTION,
             **changes,
         )
+        (root / str(10 + number)).mkdir(exist_ok=True)
         manifest_file.write(root / str(10 + number), delta)
         parent = manifest_file.read(root / str(10 + number))
     return root / str(10 + count)
@@ -224,6 +226,8 @@ def test_a_pipe_in_the_place_of_a_manifest_is_not_waited_for(tmp_path):
     "reference", ["/etc", "..", "../..", "../../../a/b/c", "a", "../10/../..", "\0"]
 )
 def test_a_reference_leads_to_siblings_only(reference, tmp_path):
+    for name in ("10", "11"):
+        (tmp_path / name).mkdir()
     manifest_file.write(tmp_path / "10", A_BASE)
     link = manifests.Link(10, reference, manifest_file.read(tmp_path / "10").checksum)
     manifest_file.write(tmp_path / "11", dataclasses.replace(A_DELTA, parent=link))
