@@ -78,7 +78,6 @@ def test_another_name_is_an_attribute_error():
 
 
 @pytest.mark.first(1)
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("names", ["import adacheck_jax", "from adacheck_jax import Recorder"])
 @pytest.mark.parametrize("is_first", [True, False])
 def test_orbax_finds_the_handler_once_the_package_was_imported(root, names, is_first):

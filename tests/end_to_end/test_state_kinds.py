@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -565,36 +566,65 @@ def trained(x64: bool) -> tuple[adacheck.Recorder, list[Any]]:
     return recorder, states
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize(
+def mixed(seed: int) -> Any:
+    """Leaves of many kinds in one state."""
+    kinds = (*(name for name in KINDS if name not in ("64 bits", "uint4", "zero-size")),)
+    return {name.replace(" ", "_"): KINDS[name](seed) for name in kinds}
+
+
+IN_DELTAS = pytest.mark.parametrize(
     ("delta", "has_recorder"),
     [("auto", True), ("bits", True), ("bits", False)],
     ids=["auto", "bits", "bits, no recorder"],
 )
+
+
+@pytest.mark.slow
+@IN_DELTAS
 @pytest.mark.parametrize("kind", KINDS)
 def test_leaves_of_each_kind_come_back_as_they_were(tmp_path, kind, delta, has_recorder):
-    make, x64 = KINDS[kind], kind == "64 bits"
-    with jax.enable_x64(True) if x64 else contextlib.nullcontext():
-        recorder, states = trained(x64) if has_recorder else (None, [{}] * (STEPS + 1))
-        state, saved = {}, {}
-        handler = adacheck.AdaCheckHandler(recorder, delta=delta)
-        with manager_of(tmp_path, handler) as manager:
-            for step in range(1, STEPS + 1):
-                state = {**states[step], "changing": make(step), "constant": make(0)}
-                saved[step] = host_copy(state)
-                manager.save(step, args=adacheck.SaveArgs(state))
-            manager.wait_until_finished()
-        assert kinds(tmp_path) == ("BRRRR" if delta == "auto" else "BDDDD")
-        assert_only_changes_are_stored(tmp_path, saved)
-        for step in range(2, STEPS + 1):
-            letters = stored_letters(tmp_path, step)
-            assert not {path for path in letters if path.startswith("constant/")}
-            expected = {f"changing/{path}" for path in changing_paths(make)}
-            assert {path for path in letters if path.startswith("changing/")} == expected
-            few = {letters[path] for path in letters if path.endswith("/few")}
-            assert few <= {Encoding.XOR, Encoding.SUBTRACT}
-        assert_restores(tmp_path, saved, state)
-        assert_types_without_a_target(tmp_path, state, kind)
+    with jax.enable_x64(True) if kind == "64 bits" else contextlib.nullcontext():
+        assert_comes_back(tmp_path, kind, KINDS[kind], delta, has_recorder)
+
+
+@pytest.mark.parametrize("kind", ["64 bits", "uint4", "zero-size"])
+def test_leaves_of_rare_kinds_come_back_as_they_were(tmp_path, kind):
+    with jax.enable_x64(True) if kind == "64 bits" else contextlib.nullcontext():
+        assert_comes_back(tmp_path, kind, KINDS[kind], "auto", True)
+
+
+@pytest.mark.first(1)
+@IN_DELTAS
+def test_leaves_of_many_kinds_in_one_state_come_back_as_they_were(tmp_path, delta, has_recorder):
+    assert_comes_back(tmp_path, "many", mixed, delta, has_recorder)
+
+
+def assert_comes_back(
+    root: Path, kind: str, make: Callable[[int], Any], delta: Any, has_recorder: bool
+) -> None:
+    states = [{}] * (STEPS + 1)
+    recorder = None
+    if has_recorder:
+        recorder, states = trained(kind == "64 bits")
+    state, saved = {}, {}
+    handler = adacheck.AdaCheckHandler(recorder, delta=delta)
+    with manager_of(root, handler) as manager:
+        for step in range(1, STEPS + 1):
+            state = {**states[step], "changing": make(step), "constant": make(0)}
+            saved[step] = host_copy(state)
+            manager.save(step, args=adacheck.SaveArgs(state))
+        manager.wait_until_finished()
+    assert kinds(root) == ("BRRRR" if delta == "auto" else "BDDDD")
+    assert_only_changes_are_stored(root, saved)
+    for step in range(2, STEPS + 1):
+        letters = stored_letters(root, step)
+        assert not {path for path in letters if path.startswith("constant/")}
+        expected = {f"changing/{path}" for path in changing_paths(make)}
+        assert {path for path in letters if path.startswith("changing/")} == expected
+        few = {letters[path] for path in letters if path.endswith("/few")}
+        assert few <= {Encoding.XOR, Encoding.SUBTRACT}
+    assert_restores(root, saved, state)
+    assert_types_without_a_target(root, state, kind)
 
 
 def changing_paths(make: Any) -> set[str]:
