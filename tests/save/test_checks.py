@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import logging
@@ -15,7 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import adacheck_jax as adacheck
-from adacheck_jax.format import manifest, manifest_file, roots
+from adacheck_jax.format import lineage, manifest, manifest_file, roots
 from adacheck_jax.save import checks, exported_update
 from tests import support
 from tests.save import test_waiting
@@ -168,7 +169,11 @@ def test_a_step_without_an_update_has_nothing_to_be_replayed(tmp_path):
     with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
         save_steps(manager, run, 2)
         manager.save(3, args=adacheck.SaveArgs(run.state))
-    assert [each.checked for each in deltas_of(tmp_path).values()] == ["sample", "stored"]
+    found = [*deltas_of(tmp_path).values()]
+    assert [each.checked for each in found] == ["sample", "stored"]
+    assert [lineage.checked_of(each) for each in found] == ["sample", "stored"]
+    # Written before checks were.
+    assert [lineage.checked_of(dataclasses.replace(x, checked="")) for x in found] == ["", "stored"]
 
 
 @pytest.mark.first(1)

@@ -14,13 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tensorstore as ts
 from typer.testing import CliRunner
 
 import adacheck_jax as adacheck
 from adacheck_jax.cli.main import app
 from adacheck_jax.format import lineage, manifest_file
 from adacheck_jax.restore import delta_reader
-from adacheck_jax.store import links
+from adacheck_jax.store import links, zarr
 from adacheck_jax.store import packs as arrays
 from adacheck_jax.tools import audit, inspection, recompute, repair, verification
 from adacheck_jax.tools import steps as tools_steps
@@ -324,6 +325,17 @@ class TestDamage:
         with pytest.raises(adacheck.IntegrityError, match=str(item(copy, 3))):
             verification.check(item(copy, 3), read_data=True)
         verification.check(item(copy, 3), read_data=False)
+
+    def test_a_chunk_that_a_pack_has_lost_is_found_without_reading_data(self, copy):
+        database = zarr.database_at(lineage.pack_in(item(copy, 3), 0))
+        store = ts.KvStore.open(database, context=ts.Context()).result()
+        chunk = next(key for key in store.list().result() if b"/c/" in key)
+        store.delete_range(ts.KvStore.KeyRange(chunk, chunk + b"\0")).result()
+        report = audit.verify_root(copy, thoroughness=Thoroughness())
+        found = {step.step: [each.message for each in step.damage] for step in report.steps}
+        assert not found[1]
+        assert not found[2]
+        assert "1 of 1 chunks are missing" in found[3][0]
 
     @pytest.mark.parametrize(
         "what", [manifest_file.FILE, "adacheck", "adacheck/delta.0.manifest.ocdbt", "."]
