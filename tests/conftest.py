@@ -33,11 +33,11 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects what is slow
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks as slow what ``covering`` and ``first`` leave out by default."""
+    """Marks as slow what ``covering`` and ``first`` leave out; of a slow test, as a campaign."""
     by_test: dict[tuple[object, ...], list[pytest.Function]] = {}
     for item in items:
-        left_out = {"slow", "campaign"}.intersection(mark.name for mark in item.iter_markers())
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not left_out:
+        is_campaign = item.get_closest_marker("campaign") is not None
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not is_campaign:
             by_test.setdefault((item.path, item.cls, item.originalname), []).append(item)
     for cases in by_test.values():
         if marker := cases[0].get_closest_marker("covering"):
@@ -48,7 +48,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             continue
         for case in cases:
             if case not in kept:
-                case.add_marker(pytest.mark.slow)
+                is_slow = case.get_closest_marker("slow") is not None
+                case.add_marker(pytest.mark.campaign if is_slow else pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:

@@ -580,6 +580,7 @@ IN_DELTAS = pytest.mark.parametrize(
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @IN_DELTAS
 @pytest.mark.parametrize("kind", KINDS)
 def test_leaves_of_each_kind_come_back_as_they_were(tmp_path, kind, delta, has_recorder):

@@ -109,7 +109,8 @@ def check_failures(found: dict[str, Any], save: str, minimum: int) -> None:
 
 # A few of all operations here; `python -m tests.campaigns.faults` tries every one of them.
 @pytest.mark.slow
-@pytest.mark.parametrize(("save", "failure"), [("base", "full"), ("delta", "once")])
+@pytest.mark.first(1)
+@pytest.mark.parametrize(("save", "failure"), [("delta", "once"), ("base", "full")])
 def test_a_save_that_is_stopped_or_fails_at_any_call_harms_nothing(
     library, tmp_path, save, failure
 ):
