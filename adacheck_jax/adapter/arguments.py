@@ -10,6 +10,9 @@ import orbax.checkpoint as ocp
 
 from adacheck_jax.device.trees import PyTree
 
+HANDLER_NAME = "adacheck_jax.handler.AdaCheckHandler"
+"""Name that Orbax writes beside every step, and finds the handler by: it never changes."""
+
 
 @dataclass
 class SaveArgs(ocp.args.CheckpointArgs):

@@ -1,0 +1,287 @@
+"""One training run: what handlers of either Orbax API remember between the steps that they save."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import orbax.checkpoint as ocp
+from etils import epath
+from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
+
+from adacheck_jax.adapter import descriptions, directories, inputs
+from adacheck_jax.adapter.arguments import RestoreArgs, RestoreInfo, SaveArgs
+from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
+from adacheck_jax.adapter.descriptions import Entry, stored_dtype
+from adacheck_jax.adapter.restoring import StepRestorer, resolve
+from adacheck_jax.device import jax_settings
+from adacheck_jax.device.trees import PyTree
+from adacheck_jax.errors import StorageError, storage_named
+from adacheck_jax.format import durable, roots
+from adacheck_jax.format.lineage import IN_PLACE, Lineage
+from adacheck_jax.format.manifest import DeltaManifest
+from adacheck_jax.format.roots import Place
+from adacheck_jax.save.commit import Save
+from adacheck_jax.save.saver import Saver
+from adacheck_jax.save.share import Destination
+from adacheck_jax.save.situation import Options
+from adacheck_jax.store.base_writer import Name, chunk_shape
+from adacheck_jax.update.binding import RecorderArgument, recorders_of
+
+
+@dataclass(slots=True)
+class Begun:
+    """A save that is not committed yet.
+
+    Attributes:
+        line: root and item that the step belongs to.
+        save: the save.
+        entries: arrays of a base that Orbax left to this library, by leaf path.
+    """
+
+    line: tuple[Path, str | None]
+    save: Save
+    entries: Mapping[str, Entry] = dataclasses.field(default_factory=dict)
+
+    @property
+    def final(self) -> Path:
+        """Directory of the item once it is committed."""
+        return self.save.staged.destination.directory
+
+
+class TrainingRun:
+    """Saves and restores the steps of one training run.
+
+    A save is three calls: :meth:`begin` on the caller's thread, :meth:`write` in every process, and
+    :meth:`commit` in one process, after the writes of all processes.
+
+    Args:
+        recorder: the :class:`Recorder`, or several; see :class:`AdaCheckHandler`.
+        options: the caller's choices.
+
+    Attributes:
+        restored: what the last restore gave; None before it.
+
+    Raises:
+        RecorderError: there is no recorder in what was given as one.
+    """
+
+    def __init__(self, recorder: RecorderArgument, options: Options) -> None:
+        self._options = options
+        self._recorders = recorders_of(recorder)
+        self.restored: RestoreInfo | None = None
+        # Managers, or one manager's saves and restores, may call from several threads.
+        self._lock = threading.Lock()
+        self._savers: dict[tuple[Path, str | None], Saver] = {}
+        self.stock = StockCheckpoints()
+        self._restorer = StepRestorer(self.stock, self._recorders, options.params_path)
+
+    @jax_settings.own()
+    def begin(
+        self, directory: Path, place: Callable[[], Place], args: SaveArgs
+    ) -> tuple[Begun, SaveArgs]:
+        """Begin a save on the caller's thread, under the caller's jax settings.
+
+        When this returns, every buffer of the state may be donated.
+
+        Args:
+            directory: absolute temporary directory of the item; it need not exist yet.
+            place: line and step of the directory, asked for once the arguments are checked.
+            args: arguments of the save.
+
+        Returns:
+            The save, and the state as it is to be stored with the arguments for Orbax.
+
+        Raises:
+            StorageError: the root cannot be written.
+            RecorderError: the recorder cannot be tied to the state.
+            MismatchError, FormatError: a leaf of the state cannot be stored.
+            ValueError: ``args.step`` is not a step number.
+        """
+        final = roots.committed_path(directory)
+        directories.check_writable(final)
+        state = inputs.checked_state(args.state, args.save_args)
+        step = inputs.step_number(args.step)
+        state, save_args, cast = inputs.apply_casts(state, args.save_args)
+        found = place()
+        custom_metadata = inputs.json_copy(args.custom_metadata)
+        with storage_named(final):
+            save = self._saver_of(found).begin(
+                Destination(final, found.step),
+                state,
+                step,
+                cast=cast,
+                custom_metadata=custom_metadata,
+            )
+        stored = SaveArgs(state, save_args=save_args, custom_metadata=custom_metadata)
+        return Begun(found.line, save), stored
+
+    async def write(self, directory: Path, begun: Begun, stored: SaveArgs) -> list[ocp.Future]:
+        """Start to write this process's share.
+
+        Args:
+            directory: absolute temporary directory of the item; it need not exist yet.
+            begun: the save.
+            stored: the state as it is to be stored, with the arguments for Orbax.
+
+        Returns:
+            Futures that complete when this process's share is durable. They wait for the
+            directories that Orbax makes.
+        """
+        futures: list[ocp.Future] = []
+        names: dict[str, Name] = {}
+        save = begun.save
+        if save.is_base:
+            futures, begun.entries = await self.stock.write(
+                epath.Path(directory), stored.state, stored.save_args, stored.custom_metadata
+            )
+            names = {
+                leaf.path: Name(entry.name, stored_dtype(leaf.dtype), entry.chunk_bytes)
+                for leaf in save.staged.structure.leaves
+                if (entry := begun.entries.get(leaf.path))
+            }
+        written = _written(save, directory, names)
+        futures.append(CommitFutureAwaitingContractedSignals(written, name="adacheck_write"))
+        return futures
+
+    @jax_settings.own()
+    def commit(self, directory: Path, begun: Begun) -> None:
+        """Commit a save, in one process, once every process has written its share.
+
+        Args:
+            directory: absolute temporary directory of the item.
+            begun: the save.
+
+        Raises:
+            StorageError: the disk is full, gone, or cannot be written.
+        """
+        with storage_named(begun.final), begun.save.committing(directory):
+            described: Mapping[str, str] = {}
+            if begun.save.is_base:
+                leaves = {leaf.path: leaf for leaf in begun.save.staged.structure.leaves}
+                entries = begun.entries.items()
+                chunks = {
+                    each: chunk_shape(leaves[each], entry.chunk_bytes) for each, entry in entries
+                }
+                described = self.stock.finalize(epath.Path(directory), begun.entries, chunks)
+            begun.save.commit(directory, described)
+
+    @jax_settings.own()
+    def record_step(self, state: PyTree, step: int | None = None) -> bool:
+        """Take hold of a step that the next save writes; see :meth:`AdaCheckHandler.record_step`.
+
+        Args:
+            state: the whole train state.
+            step: its number; None is the one after the last step.
+
+        Returns:
+            True if it was recorded.
+        """
+        with self._lock:
+            savers = [saver for saver in self._savers.values() if saver.has_steps]
+        state = inputs.checked_state(state)
+        step = inputs.step_number(step)
+        if len(savers) > 1:
+            raise ValueError(
+                f"expected a handler that saves one line of steps, found {len(savers)}: it is not "
+                "known which of them this step belongs to. Use one handler for each."
+            )
+        return bool(savers) and savers[0].defer(state, step)
+
+    @jax_settings.own()
+    def restore(self, directory: Path, args: RestoreArgs) -> PyTree:
+        """Restore a step, bit-exact and verified; see :meth:`AdaCheckHandler.restore`.
+
+        Args:
+            directory: absolute directory of the item.
+            args: arguments of the restore.
+
+        Returns:
+            The state.
+        """
+        restored = self._restorer.restore(directory, args)
+        self.restored = restored.info
+        if restored.info.exact:
+            place = roots.place_of(restored.directory)
+            saver = self._saver_of(place)
+            if restored.is_own:
+                saver.follow(restored.lineage, place.step, restored.leaves, restored.state)
+            else:
+                saver.forget()
+        return restored.state
+
+    def close(self) -> None:
+        """Release the resources of Orbax's handlers and of the savers."""
+        with self._lock:
+            savers = [*self._savers.values()]
+        for saver in savers:
+            saver.close()
+        self.stock.close()
+
+    def _saver_of(self, place: Place) -> Saver:
+        """The saver of a line of steps; a run may have several items and managers."""
+        with self._lock:
+            if place.line not in self._savers:
+                self._savers[place.line] = Saver(self._recorders, self._options)
+                self._learn_parents(*place.line)
+            return self._savers[place.line]
+
+    def _learn_parents(self, root: Path, item: str | None) -> None:
+        """Tell the preservation policy which step each delta on disk builds on."""
+        if self._options.keep_lineage is None:
+            return
+        for step in roots.steps_of(root, item):
+            if isinstance(step.manifest, DeltaManifest):
+                parent = roots.place_of(step.directory / step.manifest.parent.reference).step
+                number = roots.place_of(step.directory).step
+                if number is not None and parent is not None:
+                    self._options.keep_lineage.note(number, parent)
+
+
+def absolute(directory: epath.Path) -> Path:
+    """An absolute path, which Orbax demands for numbers and PRNG keys."""
+    return Path(directory).absolute()
+
+
+def writable(directory: epath.Path) -> Path:
+    """An absolute path that can be saved to.
+
+    Raises:
+        StorageError: it is no path of a mounted file system.
+    """
+    if "://" in str(directory):
+        raise StorageError(
+            f"{directory}: expected a path on a mounted file system, found a remote one, which "
+            "this release cannot write. Nothing was saved; mount it, or save to a local root."
+        )
+    return absolute(directory)
+
+
+def described_lineage(directory: Path) -> Lineage:
+    """The lineage of a step whose base has whole files that describe its arrays.
+
+    Args:
+        directory: absolute directory of the item.
+
+    Raises:
+        LineageError: a step that this one builds on is missing.
+        IntegrityError: a file that describes the base is damaged.
+        FormatError: a manifest is missing or cannot be read.
+    """
+    lineage = resolve(directory)
+    damage = descriptions.damaged_descriptions(lineage.base_directory, lineage.base)
+    for error in damage.values():
+        raise error
+    return lineage
+
+
+async def _written(save: Save, directory: Path, names: Mapping[str, Name]) -> None:
+    """Write this process's share of a save."""
+    if roots.is_written_in_place(directory):
+        # Before any other file: it marks the directory as not committed (see is_committed).
+        durable.write(directory / IN_PLACE, b"")
+    with jax_settings.own():  # set for this thread, so nothing may be awaited inside
+        save.write(directory, names)
