@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "adapter": ("errors", "format", "device", "store", "update", "save", "restore"),
     "tools": ("errors", "format", "device", "store", "update", "restore", "adapter"),
     "cli": ("errors", "format", "device", "store", "update", "adapter", "tools", FACADE),
+    "v1": ("adapter", FACADE),
 }
 """Rooms, lowest first, and the rooms that each may import: a design decision, made here."""
 

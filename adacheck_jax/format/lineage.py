@@ -38,7 +38,7 @@ IN_PLACE = f"{manifest_file.DIRECTORY}/in_place"
 """Empty file in a step that was not written under a temporary name: Orbax marks it at the end."""
 STEP_METADATA = "_CHECKPOINT_METADATA"
 """File that Orbax writes into the directory of a step, and not into those of its items."""
-_COMMIT_MARK = "commit_success.txt"
+COMMIT_MARK = "commit_success.txt"
 """File that Orbax writes last, into each item and then into the step."""
 
 
@@ -378,13 +378,13 @@ def is_committed(item_directory: Path) -> bool:
     parent = item_directory.parent
     is_item = (parent / STEP_METADATA).exists() and not (item_directory / STEP_METADATA).exists()
     marked = (item_directory, parent) if is_item else (item_directory,)
-    return all((each / _COMMIT_MARK).exists() for each in marked)
+    return all((each / COMMIT_MARK).exists() for each in marked)
 
 
 def _refuse_uncommitted(item_directory: Path) -> None:
     if not is_committed(item_directory):
         raise LineageError(
-            f"{item_directory}: expected a step that Orbax has committed ({_COMMIT_MARK} in it), "
+            f"{item_directory}: expected a step that Orbax has committed ({COMMIT_MARK} in it), "
             "found one whose save was interrupted or is under way. Restore another step."
         )
 

@@ -1,0 +1,232 @@
+"""The handler of Orbax v1: its calls to save, load and describe steps."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+from collections.abc import Awaitable, Generator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jax
+from etils import epath
+from orbax.checkpoint import v1 as ocp
+from orbax.checkpoint.future import Future
+
+from adacheck_jax.adapter import directories
+from adacheck_jax.adapter.arguments import HANDLER_NAME, RestoreArgs, SaveArgs
+from adacheck_jax.adapter.training_run import (
+    Begun,
+    TrainingRun,
+    absolute,
+    described_lineage,
+    writable,
+)
+from adacheck_jax.device.trees import PyTree
+from adacheck_jax.errors import storage_named
+from adacheck_jax.format import durable, manifest_file, roots
+from adacheck_jax.format.lineage import COMMIT_MARK
+from adacheck_jax.save import share
+
+_saves = itertools.count()
+"""Numbers of saves: all processes begin the same saves, so they number them alike."""
+
+TREE_METADATA = "_METADATA"
+"""Name of the file by which Orbax v1 tells a pytree from another checkpointable."""
+_HINT = (
+    "This step is a delta of adacheck_jax, and builds on another step. Load it in `with "
+    "adacheck_jax.v1.context(): ...`"
+)
+
+
+class StateHandler(ocp.handlers.CheckpointableHandler[PyTree, PyTree]):
+    """Saves every step: periodic bases, and deltas between them.
+
+    Orbax constructs one for each operation, from a subclass that :func:`handler_class` makes.
+
+    Attributes:
+        run: the training run.
+    """
+
+    run: ClassVar[TrainingRun]
+
+    async def save(
+        self, directory: ocp.path.PathAwaitingCreation, checkpointable: PyTree
+    ) -> Awaitable[None]:
+        """Start a save: decide between base and delta, stage the state, and begin to write.
+
+        When this returns, every buffer of the state may be donated.
+
+        Args:
+            directory: temporary directory of the item; it need not exist yet.
+            checkpointable: the state, or ``SaveArgs``.
+
+        Returns:
+            The rest of the save, to be awaited on another thread.
+
+        Raises:
+            StorageError: the root cannot be written.
+            RecorderError: the recorder cannot be tied to the state.
+            MismatchError, FormatError: a leaf of the state cannot be stored.
+            ValueError: the step is not a step number.
+        """
+        number = next(_saves)  # before anything may be refused in one process alone
+        is_args = isinstance(checkpointable, SaveArgs)
+        args = checkpointable if is_args else SaveArgs(checkpointable)
+        with _directories_awaited_if_refused(directory.path):
+            path = writable(directory.path)
+            begun, stored = self.run.begin(path, lambda: roots.place_in_step(path), args)
+            futures = await self.run.write(path, begun, stored)
+        return _Rest(self.run, directory, begun, futures, number)
+
+    async def load(
+        self, directory: ocp.path.Path, abstract_checkpointable: PyTree | None = None
+    ) -> Awaitable[PyTree]:
+        """Restore a step, bit-exact and verified; stock checkpoints are left to Orbax.
+
+        Args:
+            directory: directory of the item.
+            abstract_checkpointable: the abstract state, or ``RestoreArgs``. None restores every
+                leaf as it was saved, and containers become dictionaries and lists.
+
+        Returns:
+            The state, to be awaited.
+
+        Raises:
+            MismatchError: the abstract state does not fit the saved state.
+            LineageError: a step that this one builds on is missing.
+            IntegrityError: stored bits are damaged, or restored bits differ from the saved ones.
+            FormatError: a file is missing or cannot be read.
+        """
+        is_args = isinstance(abstract_checkpointable, RestoreArgs)
+        args = abstract_checkpointable if is_args else RestoreArgs(abstract_checkpointable)
+        path = absolute(directory)
+        if _is_stock(path):
+            return await ocp.handlers.PyTreeHandler().load(directory, args.abstract_state)
+        # Here and not in the awaitable: Orbax gives the errors of that one another type.
+        return _ready(self.run.restore(path, args))
+
+    async def metadata(self, directory: ocp.path.Path) -> PyTree:
+        """Orbax's tree of abstract leaves of a base or delta step.
+
+        Raises:
+            LineageError: a step that this one builds on is missing.
+            IntegrityError: a file that describes the base is damaged.
+            FormatError: a manifest is missing or cannot be read.
+        """
+        path = absolute(directory)
+        described = path if _is_stock(path) else described_lineage(path).base_directory
+        return await ocp.handlers.PyTreeHandler().metadata(epath.Path(described))
+
+    def is_handleable(self, checkpointable: Any) -> bool:
+        """True: the checkpointable has this handler's name, and :meth:`save` says what is wrong."""
+        return True
+
+    def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool:
+        """True: what has this handler's name is its own, and :meth:`load` says what is wrong."""
+        return True
+
+
+def handler_class(run: TrainingRun) -> type[StateHandler]:
+    """The handler's class for one training run.
+
+    Orbax writes a class's name beside every step, and finds the handler by it. The name is that of
+    the v0 handler, because the steps are the same: each reads what the other one wrote.
+    """
+    module, _, name = HANDLER_NAME.rpartition(".")
+    return type(name, (StateHandler,), {"run": run, "__module__": module, "__qualname__": name})
+
+
+class _Rest:
+    """The rest of a save, after the caller's thread: wait for what is written, and commit.
+
+    Args:
+        run: the training run.
+        directory: temporary directory of the item.
+        begun: the save.
+        futures: futures of what this process writes.
+        number: number of the save, the same in all processes.
+
+    Attributes:
+        commit_futures: the futures, under the name by which Orbax cancels them.
+    """
+
+    def __init__(
+        self,
+        run: TrainingRun,
+        directory: ocp.path.PathAwaitingCreation,
+        begun: Begun,
+        futures: Sequence[Future],
+        number: int,
+    ) -> None:
+        self.commit_futures = futures
+        self._run, self._directory, self._begun, self._number = run, directory, begun, number
+
+    def __await__(self) -> Generator[Any, None, None]:
+        return self._finish().__await__()
+
+    async def _finish(self) -> None:
+        path = absolute(await self._directory.await_creation())
+        await asyncio.to_thread(self._wait)
+        # The first process removes what the others wrote for each other to read.
+        await self._meet("written")
+        if jax.process_index() == 0:
+            await asyncio.to_thread(self._commit, path)
+        # Orbax renames the step as soon as its own first process is here, whichever that is.
+        await self._meet("committed")
+
+    def _wait(self) -> None:
+        for future in self.commit_futures:
+            future.result()
+
+    def _commit(self, path: Path) -> None:
+        with storage_named(self._begun.final):
+            if not self._begun.save.is_base:
+                # Without this file Orbax takes an item for no pytree, and never asks its handler.
+                durable.write(path / TREE_METADATA, _tree_metadata())
+            if roots.is_written_in_place(path):
+                # ``ocp.save`` marks the step alone, at the end; the Checkpointer its items too.
+                durable.write(path / COMMIT_MARK, b"")
+        self._run.commit(path, self._begun)
+
+    async def _meet(self, event: str) -> None:
+        """Wait for all processes, by their coordinator: no collective, which training may run."""
+        await ocp.multihost.sync_global_processes(
+            f"{self._begun.final}: {event}",
+            operation_id=f"adacheck_{self._number}",
+            timeout=int(share.TIMEOUT_S),
+        )
+
+
+def _directories_awaited_if_refused(
+    directory: ocp.path.Path,
+) -> contextlib.AbstractContextManager[None]:
+    """Wait for Orbax's directories before a save is refused, if they are being made by now.
+
+    The Checkpointer makes them on other threads, from before a handler is called; ``ocp.save``
+    makes them later, and the item's without a temporary name of its own.
+    """
+    is_later = roots.TMP_SUFFIX in directory.parent.name and roots.TMP_SUFFIX not in directory.name
+    return contextlib.nullcontext() if is_later else directories.made_even_if_refused()
+
+
+def _is_stock(directory: Path) -> bool:
+    """True for a pytree that Orbax's own handler wrote, such as weights to begin with."""
+    is_ours = (directory / manifest_file.DIRECTORY).exists()
+    return not is_ours and (directory / TREE_METADATA).exists()
+
+
+def _tree_metadata() -> bytes:
+    """A tree of one leaf for stock Orbax, whose errors name the leaf and its unknown type."""
+    entry = {
+        "key_metadata": [{"key": _HINT, "key_type": 2}],
+        "value_metadata": {"value_type": _HINT, "skip_deserialize": False},
+    }
+    tree = {"tree_metadata": {str((_HINT,)): entry}, "use_ocdbt": True, "use_zarr3": True}
+    return json.dumps(tree).encode()
+
+
+async def _ready(state: PyTree) -> PyTree:
+    return state

@@ -1,0 +1,38 @@
+"""Runs saved by the stock Checkpointer of Orbax v1."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from orbax.checkpoint import v1 as ocp
+
+from adacheck_jax.format import roots
+from tests.support import Run, host_copy
+
+
+def assert_same_leaves(found: Any, expected: list[Any]) -> None:
+    """Compares a tree that was loaded without an abstract one: its leaves come in any order."""
+    assert sorted(x.tobytes() for x in host_copy(found)) == sorted(x.tobytes() for x in expected)
+
+
+def checkpointer_of(root: Path, **options: Any) -> ocp.training.Checkpointer:
+    """A stock Checkpointer that saves every step, also while it writes the one before."""
+    every = ocp.training.save_decision_policies.FixedIntervalPolicy(1)
+    return ocp.training.Checkpointer(root, save_decision_policy=every, **options)
+
+
+def kinds_of(root: Path, item: str = "state") -> str:
+    """A letter a step, "B" or "D", as they lie on disk."""
+    return "".join(type(s.manifest).__name__[0] for s in roots.steps_of(root, item))
+
+
+def save_steps(checkpointer: ocp.training.Checkpointer, run: Run, steps: int) -> dict[int, Any]:
+    """Trains and saves every step without waiting; returns what each saved state was."""
+    saved = {}
+    for _ in range(steps):
+        run.advance()
+        saved[run.count] = host_copy(run.state)
+        assert checkpointer.save_async(run.count, run.state) is not None
+    checkpointer.wait()
+    return saved

@@ -1,0 +1,322 @@
+"""Saving every step and loading it through stock Orbax v1."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from orbax.checkpoint import v1 as ocp
+
+from adacheck_jax import v1 as adacheck
+from adacheck_jax.format import lineage
+from tests import support
+from tests.adapter.v1.common import assert_same_leaves, checkpointer_of, kinds_of, save_steps
+from tests.support import abstract, assert_same_bits, dict_run, host_copy, mesh_of
+
+policies = ocp.training.preservation_policies
+
+
+class Batches:
+    """A data iterator as Orbax v1 takes it: it saves and loads itself."""
+
+    def __init__(self, position):
+        self.position = position
+
+    async def save(self, directory):
+        position = self.position
+
+        async def write():
+            path = await directory.await_creation()
+            (path / "position").write_text(str(position))
+
+        return write()
+
+    async def load(self, directory):
+        async def read():
+            self.position = int((directory / "position").read_text())
+
+        return read()
+
+
+@pytest.mark.first(1)
+@pytest.mark.parametrize("form", [support.linen_run, support.nnx_run, dict_run])
+def test_every_step_loads_bit_exact_on_every_mesh(tmp_path, form):
+    run = form(mesh_of((4, 2)))
+    with adacheck.context(run.recorder, max_deltas=2), checkpointer_of(tmp_path) as checkpointer:
+        saved = save_steps(checkpointer, run, 4)
+    assert kinds_of(tmp_path) == "BDDB"
+    with adacheck.context(), checkpointer_of(tmp_path) as checkpointer:
+        assert [each.step for each in checkpointer.checkpoints] == [1, 2, 3, 4]
+        for shape in ((4, 2), (2, 4), (1, 1)):
+            target = abstract(run.state, mesh_of(shape))
+            for step in saved:
+                restored = checkpointer.load(step, target)
+                assert_same_bits(restored, saved[step])
+                for leaf, wanted in zip(
+                    jax.tree.leaves(restored), jax.tree.leaves(target), strict=True
+                ):
+                    assert leaf.sharding == wanted.sharding
+
+
+def test_a_run_resumes_with_a_delta(tmp_path):
+    run = dict_run(mesh_of((2, 2)))
+    with adacheck.context(run.recorder), checkpointer_of(tmp_path) as checkpointer:
+        assert checkpointer.latest is None
+        saved = save_steps(checkpointer, run, 2)
+    run.state = None
+    context = adacheck.context(run.recorder)
+    with context, checkpointer_of(tmp_path) as checkpointer:
+        target = abstract(dict_run(mesh_of((2, 2))).state)
+        run.state = checkpointer.load(None, target)
+        assert_same_bits(run.state, saved[2])
+        info = adacheck.run_of(context).restored
+        assert (info.step, info.exact, info.replayed_count) == (2, True, 1)
+        saved |= save_steps(checkpointer, run, 2)
+        assert_same_bits(checkpointer.load(4, target), saved[4])
+    assert kinds_of(tmp_path) == "BDDD"
+
+
+def test_other_checkpointables_go_on_beside_the_state(tmp_path):
+    run = dict_run(mesh_of((2,)))
+    saved = {}
+    with adacheck.context(run.recorder), checkpointer_of(tmp_path) as checkpointer:
+        for _ in range(3):
+            run.advance()
+            saved[run.count] = host_copy(run.state)
+            items = {"state": run.state, "batches": Batches(run.count), "run": {"name": "a"}}
+            assert checkpointer.save_checkpointables(
+                run.count, items, metrics={"loss": run.count}, custom_metadata={"note": "b"}
+            )
+    assert kinds_of(tmp_path) == "BDD"
+    with adacheck.context(), checkpointer_of(tmp_path) as checkpointer:
+        batches = Batches(0)
+        target = {"state": abstract(run.state), "batches": batches, "run": None}
+        restored = checkpointer.load_checkpointables(3, target)
+        assert_same_bits(restored["state"], saved[3])
+        assert batches.position == 3
+        assert restored["run"] == {"name": "a"}
+        found = checkpointer.checkpointables_metadata(3)
+        assert (found.metrics, found.custom_metadata) == ({"loss": 3}, {"note": "b"})
+        assert {"state", "batches", "run"} <= found.metadata.keys()
+
+
+def test_deleted_ancestors_are_kept_in_their_descendants(tmp_path):
+    run = dict_run(mesh_of((2,)))
+    with (
+        adacheck.context(run.recorder),
+        checkpointer_of(tmp_path, preservation_policy=policies.LatestN(2)) as checkpointer,
+    ):
+        saved = save_steps(checkpointer, run, 5)
+        assert [each.step for each in checkpointer.checkpoints] == [4, 5]
+        for step in (4, 5):
+            assert_same_bits(checkpointer.load(step, abstract(run.state)), saved[step])
+    assert kinds_of(tmp_path) == "DD"
+
+
+def test_without_hard_links_a_policy_keeps_the_ancestors(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    run = dict_run(mesh_of((2,)))
+    keep = adacheck.KeepLineage(policies.LatestN(1))
+    with (
+        adacheck.context(run.recorder, keep_lineage=keep, max_deltas=2),
+        checkpointer_of(tmp_path, preservation_policy=keep) as checkpointer,
+    ):
+        saved = save_steps(checkpointer, run, 5)
+        assert [each.step for each in checkpointer.checkpoints] == [4, 5]
+        assert_same_bits(checkpointer.load(5, abstract(run.state)), saved[5])
+    assert kinds_of(tmp_path) == "BD"
+
+
+def test_free_functions_save_and_load_any_directory(tmp_path):
+    run = dict_run(mesh_of((2, 2)))
+    saved = {}
+    with adacheck.context(run.recorder):
+        for _ in range(3):
+            run.advance()
+            saved[run.count] = host_copy(run.state)
+            ocp.save_async(tmp_path / f"step_{run.count}", run.state).result()
+        for step, expected in saved.items():
+            path = tmp_path / f"step_{step}"
+            assert_same_bits(ocp.load(path, abstract(run.state)), expected)
+            assert ocp.metadata(path).metadata["step"].shape == ()
+    assert kinds_of(tmp_path) == "BDD"
+
+
+def test_metadata_of_a_delta_describes_the_state_and_loads_it(tmp_path):
+    run = dict_run(mesh_of((4, 2)))
+    with adacheck.context(run.recorder), checkpointer_of(tmp_path) as checkpointer:
+        saved = save_steps(checkpointer, run, 2)
+        for step in (1, 2):
+            found = checkpointer.metadata(step).metadata
+            kernel = found["params"]["in"]["kernel"]
+            assert (kernel.shape, kernel.dtype) == ((64, 128), jnp.float32)
+            restored = checkpointer.load(step, found)
+            assert restored["params"]["in"]["kernel"].sharding == kernel.sharding
+            assert_same_leaves(restored, saved[step])
+        assert_same_leaves(checkpointer.load(2), saved[2])
+
+
+def test_arguments_stand_for_the_state_and_for_the_abstract_state(tmp_path):
+    run = dict_run(mesh_of((2,)))
+    context = adacheck.context(run.recorder)
+    with context, checkpointer_of(tmp_path) as checkpointer:
+        for _ in range(3):
+            run.advance()
+            if run.count == 2:
+                expected = host_copy(run.state)
+                assert adacheck.run_of(context).record_step(run.state, 2)
+            else:
+                args = adacheck.SaveArgs(run.state, custom_metadata={"note": run.count})
+                checkpointer.save_checkpointables(run.count, {"state": args})
+        target = adacheck.RestoreArgs(abstract(run.state), step=2, exact=True)
+        assert_same_bits(checkpointer.load_checkpointables(3, {"state": target})["state"], expected)
+    assert kinds_of(tmp_path) == "BD"
+    assert lineage.resolve(tmp_path / "3/state").manifest.custom_metadata == {"note": 3}
+
+
+def test_states_of_scalars_keys_and_empty_arrays(tmp_path):
+    state = {
+        "epoch": 3,
+        "rate": 0.5,
+        "key": jax.random.key(1),
+        "host": np.arange(3),
+        "empty": jnp.zeros((0, 3)),
+        "few": jnp.arange(4, dtype=jnp.int4),
+        "none": None,
+    }
+    target = jax.tree.map(lambda x: x, state)
+    with adacheck.context(delta="bits"), checkpointer_of(tmp_path) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state | {"host": state["host"] + step})
+            restored = checkpointer.load(step, target)
+            assert (restored["epoch"], restored["rate"], restored["none"]) == (3, 0.5, None)
+            assert jnp.all(
+                jax.random.key_data(restored["key"]) == jax.random.key_data(state["key"])
+            )
+            assert restored["host"].tolist() == (state["host"] + step).tolist()
+            assert restored["empty"].shape == (0, 3)
+            assert restored["few"].dtype == jnp.int4
+    assert kinds_of(tmp_path) == "BD"
+
+
+def test_stock_orbax_loads_a_base_and_says_what_loads_a_delta(tmp_path):
+    run = dict_run(mesh_of((2,)))
+    with adacheck.context(run.recorder), checkpointer_of(tmp_path) as checkpointer:
+        saved = save_steps(checkpointer, run, 2)
+    target = abstract(run.state)
+    assert_same_bits(ocp.load(tmp_path / "1", target), saved[1])
+    for wanted in (target, None):
+        with pytest.raises(Exception, match=r"adacheck_jax\.v1\.context"):
+            ocp.load(tmp_path / "2", wanted)
+    with checkpointer_of(tmp_path) as checkpointer:
+        with pytest.raises(Exception, match="state") as caught:
+            checkpointer.load(2, target)
+        assert "adacheck_jax.v1.context" in str(caught.value.__cause__)
+
+
+def test_stock_checkpoints_load_in_our_context(tmp_path):
+    weights = {"a": jnp.arange(8.0)}
+    ocp.save(tmp_path / "stock", weights)
+    with adacheck.context():
+        assert_same_bits(ocp.load(tmp_path / "stock", weights), host_copy(weights))
+        assert ocp.metadata(tmp_path / "stock").metadata["a"].shape == (8,)
+
+
+def test_errors_keep_their_types(tmp_path):
+    run = dict_run(mesh_of((2,)))
+    with adacheck.context(run.recorder), checkpointer_of(tmp_path) as checkpointer:
+        saved = save_steps(checkpointer, run, 2)
+        with pytest.raises(adacheck.MismatchError, match="does not fit what was saved"):
+            checkpointer.load(2, {"params": jnp.zeros(3)})
+        with pytest.raises(adacheck.MismatchError, match="Unsupported type"):
+            checkpointer.save(3, {"name": "text"})
+        with pytest.raises(ValueError, match="expected a step number"):
+            checkpointer.save_checkpointables(3, {"state": adacheck.SaveArgs(run.state, step=-1)})
+        (tmp_path / "1").rename(tmp_path / "gone")
+        (tmp_path / "2/state/adacheck/manifest.json").write_text("{}")
+        with pytest.raises(adacheck.AdaCheckError, match="manifest"):
+            checkpointer.load(2, abstract(run.state))
+        (tmp_path / "gone").rename(tmp_path / "1")
+        assert_same_bits(checkpointer.load(1, abstract(run.state)), saved[1])
+
+
+def test_a_refused_save_leaves_nothing_that_hinders_the_next_one(tmp_path):
+    run = dict_run(mesh_of((2,)))
+    with adacheck.context(run.recorder):
+        run.advance()
+        expected = host_copy(run.state)
+        with pytest.raises(adacheck.MismatchError):
+            ocp.save_checkpointables(tmp_path / "1", {"state": jnp.zeros(3)})
+        ocp.save(tmp_path / "1", run.state)
+        assert_same_bits(ocp.load(tmp_path / "1", abstract(run.state)), expected)
+
+
+def test_after_a_failed_save_training_goes_on(tmp_path, monkeypatch):
+    from adacheck_jax.adapter.training_run import TrainingRun
+
+    run = dict_run(mesh_of((2,)))
+    commit = TrainingRun.commit
+
+    def failing(self, directory, begun):
+        if run.count == 2:
+            raise OSError("no space")
+        commit(self, directory, begun)
+
+    monkeypatch.setattr(TrainingRun, "commit", failing)
+    with adacheck.context(run.recorder), checkpointer_of(tmp_path) as checkpointer:
+        saved = save_steps(checkpointer, run, 1)
+        run.advance()
+        with pytest.raises(OSError, match="no space"):
+            checkpointer.save(2, run.state)
+        with pytest.raises(OSError, match="no space"):
+            checkpointer.wait()  # Orbax tells the main thread too
+        checkpointer.reload()
+        saved |= save_steps(checkpointer, run, 2)
+        for step in (1, 3, 4):
+            assert_same_bits(checkpointer.load(step, abstract(run.state)), saved[step])
+        assert [each.step for each in checkpointer.checkpoints] == [1, 3, 4]
+
+
+@pytest.mark.parametrize("way", ["checkpointer", "functions"])
+def test_steps_that_are_marked_and_not_renamed(tmp_path, way):
+    run = dict_run(mesh_of((2,)))
+    parent = ocp.Context()
+    parent.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE
+    saved = {}
+    with adacheck.context(run.recorder, parent=parent) as context:
+        assert context.atomicity.mode == parent.atomicity.mode
+        if way == "checkpointer":
+            with checkpointer_of(tmp_path) as checkpointer:
+                saved = save_steps(checkpointer, run, 3)
+                for step in saved:
+                    assert_same_bits(checkpointer.load(step, abstract(run.state)), saved[step])
+        else:
+            for _ in range(3):
+                run.advance()
+                saved[run.count] = host_copy(run.state)
+                ocp.save(tmp_path / str(run.count), run.state)
+            for step in saved:
+                found = ocp.load(tmp_path / str(step), abstract(run.state))
+                assert_same_bits(found, saved[step])
+    assert kinds_of(tmp_path) == "BDD"
+    mark = tmp_path / "2/commit_success.txt"
+    mark.unlink()
+    with pytest.raises(adacheck.LineageError, match="committed"):
+        lineage.resolve(tmp_path / "2/state")
+
+
+def test_what_is_written_beside_a_step_never_changes(tmp_path):
+    run = dict_run(mesh_of((2,)))
+    with adacheck.context(run.recorder), checkpointer_of(tmp_path) as checkpointer:
+        save_steps(checkpointer, run, 2)
+    for step in (1, 2):
+        found = json.loads((tmp_path / str(step) / "_CHECKPOINT_METADATA").read_text())
+        assert found["item_handlers"] == {"state": "adacheck_jax.handler.AdaCheckHandler"}
