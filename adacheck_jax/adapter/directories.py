@@ -11,9 +11,9 @@ from pathlib import Path
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 from adacheck_jax.errors import StorageError
-from adacheck_jax.format import roots
-from adacheck_jax.format.lineage import STEP_METADATA
-from adacheck_jax.format.roots import Place
+from adacheck_jax.store.steps import roots
+from adacheck_jax.store.steps.lineage import STEP_METADATA
+from adacheck_jax.store.steps.roots import Place
 
 _DIRECTORIES_S = 5.0
 """Longest wait of a refused save for Orbax's directories."""

@@ -28,10 +28,8 @@ from adacheck_jax.errors import (
     StorageError,
     storage_named,
 )
-from adacheck_jax.format import durable, roots
-from adacheck_jax.format.lineage import IN_PLACE
+from adacheck_jax.format import durable
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest
-from adacheck_jax.format.roots import Place
 from adacheck_jax.save.commit import Save
 from adacheck_jax.save.exported_update import Check
 from adacheck_jax.save.saver import Saver
@@ -39,6 +37,9 @@ from adacheck_jax.save.share import Destination
 from adacheck_jax.save.situation import Delta, Options
 from adacheck_jax.store.base_writer import Name, chunk_shape
 from adacheck_jax.store.retention import KeepLineage
+from adacheck_jax.store.steps import roots
+from adacheck_jax.store.steps.lineage import IN_PLACE
+from adacheck_jax.store.steps.roots import Place
 from adacheck_jax.store.zarr import Compression
 from adacheck_jax.update.binding import RecorderArgument, recorders_of
 

@@ -15,12 +15,12 @@ from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
 from adacheck_jax.adapter.targets import Target, Wishes
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError, FormatError, IntegrityError, LineageError
-from adacheck_jax.format import lineage as lineages
 from adacheck_jax.format import manifest as manifests
-from adacheck_jax.format import roots
-from adacheck_jax.format.lineage import Lineage
 from adacheck_jax.restore import check, replay
 from adacheck_jax.restore.compiled_update import CompiledUpdates
+from adacheck_jax.store.steps import lineage as lineages
+from adacheck_jax.store.steps import roots
+from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.update.binding import Recorders
 
 _log = logging.getLogger(__name__)

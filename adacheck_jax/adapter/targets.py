@@ -15,8 +15,8 @@ import orbax.checkpoint as ocp
 from adacheck_jax.device import transfer, trees
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError, MismatchError
-from adacheck_jax.format.lineage import Lineage
 from adacheck_jax.format.manifest import BaseManifest, Leaf
+from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.update import program as update_program
 from adacheck_jax.update.recorder_state import consumed_leaf
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from adacheck_jax.device import fingerprint, transfer
 from adacheck_jax.errors import IntegrityError
-from adacheck_jax.format.lineage import Lineage
 from adacheck_jax.format.manifest import BaseManifest
+from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.update import program as update_program
 
 ROUNDING = 1e-6

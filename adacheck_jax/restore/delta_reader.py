@@ -13,10 +13,10 @@ import numpy as np
 from adacheck_jax.errors import IntegrityError
 from adacheck_jax.format import pack_plan, planes
 from adacheck_jax.format.boxes import Box
-from adacheck_jax.format.lineage import Lineage, LineageStep
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest, Encoding, Pack
 from adacheck_jax.store import packs
 from adacheck_jax.store.packs import PackArray, PackReader
+from adacheck_jax.store.steps.lineage import Lineage, LineageStep
 
 Spans = list[tuple[int, int]]
 """Half-open byte ranges."""

@@ -12,8 +12,7 @@ from pathlib import Path
 import jax
 
 from adacheck_jax.errors import AdaCheckError, storage_named
-from adacheck_jax.format import durable, lineage, manifest_file
-from adacheck_jax.format.lineage import Lineage, LineageStep
+from adacheck_jax.format import durable
 from adacheck_jax.format.manifest import (
     BaseManifest,
     Caution,
@@ -30,6 +29,8 @@ from adacheck_jax.save.share import Report, StagedSave
 from adacheck_jax.save.staged import StagedStep
 from adacheck_jax.store import claims, links, volumes
 from adacheck_jax.store.base_writer import BaseWriter, Name
+from adacheck_jax.store.steps import lineage, manifest_file
+from adacheck_jax.store.steps.lineage import Lineage, LineageStep
 from adacheck_jax.update import program as update_program
 
 

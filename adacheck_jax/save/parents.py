@@ -11,9 +11,7 @@ from pathlib import Path
 
 from adacheck_jax.device import jax_settings
 from adacheck_jax.errors import AdaCheckError
-from adacheck_jax.format import lineage, manifest_file
 from adacheck_jax.format.boxes import Blocks
-from adacheck_jax.format.lineage import Lineage
 from adacheck_jax.format.manifest import DeltaManifest
 from adacheck_jax.save.checks import Witness
 from adacheck_jax.save.commit import Save
@@ -23,6 +21,8 @@ from adacheck_jax.save.snapshot import Structure
 from adacheck_jax.save.staged import StagedStep
 from adacheck_jax.store import links
 from adacheck_jax.store.retention import KeepLineage
+from adacheck_jax.store.steps import lineage, manifest_file
+from adacheck_jax.store.steps.lineage import Lineage
 
 _log = logging.getLogger(__name__)
 

@@ -20,8 +20,6 @@ import jax
 from adacheck_jax.device import fingerprint
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError, ReplayError
-from adacheck_jax.format import lineage as lineages
-from adacheck_jax.format.lineage import Lineage
 from adacheck_jax.save import checks, parents, plan, staged
 from adacheck_jax.save.checks import Check, Checker, State, Witness
 from adacheck_jax.save.exported_update import ExportedUpdate, ExportedUpdates
@@ -31,6 +29,8 @@ from adacheck_jax.save.plan import SavePlan
 from adacheck_jax.save.situation import Counts, Options, Situation
 from adacheck_jax.save.snapshot import Snapshot, Snapshots, Structure
 from adacheck_jax.save.staged import StagedStep
+from adacheck_jax.store.steps import lineage as lineages
+from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.update.binding import Recorders
 
 _log = logging.getLogger(__name__)

@@ -25,18 +25,19 @@ import jax
 
 from adacheck_jax.device import replicas
 from adacheck_jax.errors import AdaCheckError, MismatchError, ReplayError, storage_named
-from adacheck_jax.format import durable, lineage, manifest_file
+from adacheck_jax.format import durable
 from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.format.fingerprint import combine
-from adacheck_jax.format.lineage import Lineage
 from adacheck_jax.format.manifest import Caution
-from adacheck_jax.format.manifest_file import DIRECTORY
 from adacheck_jax.save.exported_update import ExportedUpdate
 from adacheck_jax.save.plan import SavePlan
 from adacheck_jax.save.snapshot import Structure
 from adacheck_jax.save.staged import StagedStep
 from adacheck_jax.store import claims, delta_writer, equality, links
 from adacheck_jax.store.base_writer import BaseWriter, Name
+from adacheck_jax.store.steps import lineage, manifest_file
+from adacheck_jax.store.steps.lineage import Lineage
+from adacheck_jax.store.steps.manifest_file import DIRECTORY
 
 Report = dict[str, Any]
 """Account of what one process wrote, as JSON (:func:`write`)."""

@@ -11,10 +11,11 @@ from typing import Any
 import ml_dtypes  # noqa: F401  gives numpy bfloat16 and its kin
 import numpy as np
 
-from adacheck_jax.format import boxes, lineage
+from adacheck_jax.format import boxes
 from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.store import volumes
+from adacheck_jax.store.steps import lineage
 from adacheck_jax.store.zarr import Compression, codec_of
 
 _MIN_COMPRESSED_BYTES = 1 << 12

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from adacheck_jax.errors import StorageError
-from adacheck_jax.format import manifest_file, roots
 from adacheck_jax.store.links import PROBE_PREFIX
+from adacheck_jax.store.steps import manifest_file, roots
 
 _PREFIX = ".claim."
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from adacheck_jax.errors import LineageError
-from adacheck_jax.format import manifest_file
-from adacheck_jax.format.lineage import LINEAGE, Lineage, LineageStep
 from adacheck_jax.format.manifest import BaseManifest
-from adacheck_jax.format.roots import TMP_SUFFIX
+from adacheck_jax.store.steps import manifest_file
+from adacheck_jax.store.steps.lineage import LINEAGE, Lineage, LineageStep
+from adacheck_jax.store.steps.roots import TMP_SUFFIX
 
 PROBE_PREFIX = ".adacheck-"
 """Beginning of the name of a directory that exists for a moment, to try a hard link in it."""

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adacheck_jax.errors import AdaCheckError
-from adacheck_jax.format import lineage as lineages
-from adacheck_jax.format import roots
 from adacheck_jax.format.manifest import BaseManifest
-from adacheck_jax.format.roots import TMP_SUFFIX, Step
 from adacheck_jax.store.links import PROBE_PREFIX
+from adacheck_jax.store.steps import lineage as lineages
+from adacheck_jax.store.steps import roots
+from adacheck_jax.store.steps.roots import TMP_SUFFIX, Step
 from adacheck_jax.tools.recompute import RECOMPUTED, Recomputation
 from adacheck_jax.tools.steps import InputError, steps_under
 from adacheck_jax.tools.verification import (

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adacheck_jax.errors import AdaCheckError
-from adacheck_jax.format import lineage as lineages
-from adacheck_jax.format.lineage import Lineage
 from adacheck_jax.format.manifest import (
     BaseManifest,
     DeltaManifest,
@@ -18,7 +16,9 @@ from adacheck_jax.format.manifest import (
     Manifest,
     Update,
 )
-from adacheck_jax.format.roots import Step
+from adacheck_jax.store.steps import lineage as lineages
+from adacheck_jax.store.steps.lineage import Lineage
+from adacheck_jax.store.steps.roots import Step
 from adacheck_jax.tools.steps import InputError, disk_bytes, new_bytes, steps_under
 
 

@@ -18,11 +18,11 @@ import numpy as np
 
 from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
 from adacheck_jax.errors import AdaCheckError, FormatError, StorageError, first_line
-from adacheck_jax.format import manifest_file
-from adacheck_jax.format.lineage import Lineage, identity_of
 from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.restore import check, delta_reader, replay
 from adacheck_jax.restore.compiled_update import CompiledUpdates
+from adacheck_jax.store.steps import manifest_file
+from adacheck_jax.store.steps.lineage import Lineage, identity_of
 from adacheck_jax.tools.verification import Damage, damage_of, damaged_programs
 from adacheck_jax.update import program as update_program
 

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adacheck_jax.errors import AdaCheckError, StorageError
-from adacheck_jax.format import lineage as lineages
-from adacheck_jax.format import manifest_file, manifest_json, roots
-from adacheck_jax.format.lineage import LINEAGE, identity
-from adacheck_jax.format.roots import TMP_SUFFIX
+from adacheck_jax.format import manifest_json
+from adacheck_jax.store.steps import lineage as lineages
+from adacheck_jax.store.steps import manifest_file, roots
+from adacheck_jax.store.steps.lineage import LINEAGE, identity
+from adacheck_jax.store.steps.roots import TMP_SUFFIX
 from adacheck_jax.tools import audit
 from adacheck_jax.tools.audit import Leftover, Progress, StepReport, Thoroughness
 from adacheck_jax.tools.recompute import try_to_restore

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from adacheck_jax.errors import AdaCheckError, StorageError, unreadable
-from adacheck_jax.format import lineage as lineages
-from adacheck_jax.format import roots
-from adacheck_jax.format.lineage import Lineage
+from adacheck_jax.store.steps import lineage as lineages
+from adacheck_jax.store.steps import roots
+from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.tools.verification import Verifier, check, unreadable_file, whole_part
 
 _log = logging.getLogger(__name__)

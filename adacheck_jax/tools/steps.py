@@ -8,10 +8,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from adacheck_jax.format import lineage as lineages
-from adacheck_jax.format import roots
-from adacheck_jax.format.manifest_file import DIRECTORY
-from adacheck_jax.format.roots import Step
+from adacheck_jax.store.steps import lineage as lineages
+from adacheck_jax.store.steps import roots
+from adacheck_jax.store.steps.manifest_file import DIRECTORY
+from adacheck_jax.store.steps.roots import Step
 
 _LOOK_COUNT = 20
 _LOOK_AGAIN_S = 0.1

@@ -22,14 +22,15 @@ from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
 from adacheck_jax.adapter.descriptions import damaged_descriptions, stored_dtype
 from adacheck_jax.device import trees
 from adacheck_jax.errors import AdaCheckError, FormatError, IntegrityError, first_line
-from adacheck_jax.format import fingerprint, manifest_file
-from adacheck_jax.format import lineage as lineages
+from adacheck_jax.format import fingerprint
 from adacheck_jax.format import manifest as manifests
 from adacheck_jax.format.byte_loops import fingerprint_of
-from adacheck_jax.format.lineage import Lineage, LineageStep
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest, Update
 from adacheck_jax.restore import delta_reader
 from adacheck_jax.store import volume_reader, zarr
+from adacheck_jax.store.steps import lineage as lineages
+from adacheck_jax.store.steps import manifest_file
+from adacheck_jax.store.steps.lineage import Lineage, LineageStep
 from adacheck_jax.update import program as update_program
 
 PLACEMENT = "placement"

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 import adacheck_jax as adacheck
-from adacheck_jax.format import lineage, manifest, manifest_file
+from adacheck_jax.format import manifest
+from adacheck_jax.store.steps import lineage, manifest_file
 from tests import support
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
 

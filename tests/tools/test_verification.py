@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 
 import adacheck_jax as adacheck
 from adacheck_jax.cli.main import app
-from adacheck_jax.format import lineage, manifest_file
 from adacheck_jax.restore import delta_reader
 from adacheck_jax.store import links
 from adacheck_jax.store import packs as arrays
+from adacheck_jax.store.steps import lineage, manifest_file
 from adacheck_jax.tools import audit, inspection, recompute, repair, verification
 from adacheck_jax.tools import steps as tools_steps
 from adacheck_jax.tools.audit import Thoroughness

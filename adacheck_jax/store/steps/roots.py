@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adacheck_jax.errors import AdaCheckError
-from adacheck_jax.format import manifest_file
-from adacheck_jax.format.lineage import (
+from adacheck_jax.format.manifest import DeltaManifest, Manifest
+from adacheck_jax.store.steps import manifest_file
+from adacheck_jax.store.steps.lineage import (
     BASE,
     DELTA,
     IN_PLACE,
@@ -18,7 +19,6 @@ from adacheck_jax.format.lineage import (
     is_committed,
     resolve,
 )
-from adacheck_jax.format.manifest import DeltaManifest, Manifest
 
 TMP_SUFFIX = ".orbax-checkpoint-tmp"
 """Part of the names that Orbax gives to directories that are not committed."""

@@ -24,8 +24,8 @@ from adacheck_jax.errors import (
     LineageError,
     StorageError,
 )
-from adacheck_jax.format import manifest_file
 from adacheck_jax.format.manifest import BaseManifest, Delta, DeltaManifest, Manifest
+from adacheck_jax.store.steps import manifest_file
 
 LINEAGE = f"{manifest_file.DIRECTORY}/lineage"
 DELTA = "delta"
