@@ -28,7 +28,6 @@ from adacheck_jax.errors import (
     StorageError,
     storage_named,
 )
-from adacheck_jax.format import durable
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest
 from adacheck_jax.save.commit import Save
 from adacheck_jax.save.exported_update import Check
@@ -40,6 +39,7 @@ from adacheck_jax.store.retention import KeepLineage
 from adacheck_jax.store.steps import roots
 from adacheck_jax.store.steps.lineage import IN_PLACE
 from adacheck_jax.store.steps.roots import Place
+from adacheck_jax.store.storage.location import AnyPath, at
 from adacheck_jax.store.zarr import Compression
 from adacheck_jax.update.binding import RecorderArgument, recorders_of
 
@@ -126,10 +126,10 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         self.restored: RestoreInfo | None = None
         # Managers, or one manager's saves and restores, may call from several threads.
         self._lock = threading.Lock()
-        self._savers: dict[tuple[Path, str | None], Saver] = {}
+        self._savers: dict[tuple[AnyPath, str | None], Saver] = {}
         self._stock = StockCheckpoints()
         self._restorer = StepRestorer(self._stock, self._recorders, params_path)
-        self._begun: dict[Path, _Begun] = {}
+        self._begun: dict[AnyPath, _Begun] = {}
 
     async def async_save(self, directory: epath.Path, args: SaveArgs) -> list[ocp.Future]:
         """Start a save: decide between base and delta, stage the state, and begin to write.
@@ -353,7 +353,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
                 self._learn_parents(*place.line)
             return self._savers[place.line]
 
-    def _learn_parents(self, root: Path, item: str | None) -> None:
+    def _learn_parents(self, root: AnyPath, item: str | None) -> None:
         """Tell the preservation policy which step each delta on disk builds on."""
         if self._options.keep_lineage is None:
             return
@@ -375,7 +375,7 @@ class _Begun:
         entries: arrays of a base that Orbax left to this library, by leaf path.
     """
 
-    line: tuple[Path, str | None]
+    line: tuple[AnyPath, str | None]
     save: Save
     entries: Mapping[str, Entry] = dataclasses.field(default_factory=dict)
 
@@ -389,7 +389,9 @@ async def _written(save: Save, directory: Path, names: Mapping[str, Name]) -> No
     """Write this process's share of a save."""
     if roots.is_written_in_place(directory):
         # Before any other file: it marks the directory as not committed (see is_committed).
-        durable.write(directory / IN_PLACE, b"")
+        mark = at(directory / IN_PLACE)
+        mark.write(b"")
+        mark.sync()
     with jax_settings.own():  # set for this thread, so nothing may be awaited inside
         save.write(directory, names)
 

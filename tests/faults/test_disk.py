@@ -199,7 +199,7 @@ def test_an_error_of_the_disk_is_raised_once(tmp_path, monkeypatch, number):
             def broken(*_args, **_kwargs):
                 raise OSError(number, os.strerror(number))
 
-            patch.setattr("adacheck_jax.format.durable.os.fsync", broken)
+            patch.setattr("adacheck_jax.store.storage.posix.os.fsync", broken)
             errors = attempt(manager, run)
         assert [type(error) for error in errors] == [adacheck.StorageError]
         assert errors[0].__cause__.errno == number

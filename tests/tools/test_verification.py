@@ -200,7 +200,7 @@ class TestClean:
         read, folded = [], []
         opened, apply = verification.volume_reader.ArrayReader, recompute.replay.apply_deltas
         monkeypatch.setattr(
-            verification.volume_reader, "ArrayReader", lambda d, n: read.append(n) or opened(d, n)
+            verification.volume_reader, "ArrayReader", lambda *a: read.append(a[1]) or opened(*a)
         )
         monkeypatch.setattr(
             recompute.replay, "apply_deltas", lambda *a: folded.append(1) or apply(*a)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ Kind = Literal["value", "folder", ""]
 """A key's meaning: a value, a beginning of other keys, or nothing."""
 
 
-class NotPlainError(Exception):
+class NotPlainError(OSError):
     """A key stands for something that a storage does not follow: a link, a pipe, a device.
 
     Args:
@@ -22,7 +23,7 @@ class NotPlainError(Exception):
     """
 
     def __init__(self, key: str, kind: str) -> None:
-        super().__init__(f"{key}: {kind}")
+        super().__init__(errno.ELOOP, f"found {kind}, which is not followed", key)
         self.key = key
         self.kind = kind
 
@@ -98,7 +99,7 @@ class Storage(Protocol):
             deep: False for the values directly in it.
 
         Raises:
-            FileNotFoundError: a folder in it vanished meanwhile.
+            FileNotFoundError: a folder in it vanished meanwhile; at the end, after all others.
         """
         ...
 
@@ -148,6 +149,10 @@ class Storage(Protocol):
 
     def watched(self, prefix: str) -> AbstractContextManager[Callable[[], bool]]:
         """Yields a function that tells if a folder is still there and has not been replaced."""
+        ...
+
+    def physical(self, key: str) -> str:
+        """The key that the storage knows the same place by without following links."""
         ...
 
     def spec(self, prefix: str) -> dict[str, Any]:

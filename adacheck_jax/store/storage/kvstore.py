@@ -116,6 +116,10 @@ class KvStore:
         """Tells of no other folder: none can take another's place."""
         return contextlib.nullcontext(lambda: True)
 
+    def physical(self, key: str) -> str:
+        """The key: there are no links."""
+        return key
+
     def spec(self, prefix: str) -> dict[str, Any]:
         """Tensorstore's specification; it finds the values of ``memory://`` by the context."""
         spec: dict[str, Any] = self._store.spec().to_json()

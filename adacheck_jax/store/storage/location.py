@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tensorstore as ts
+
 from adacheck_jax.store.storage.interface import Entry, Stamp, Storage
 from adacheck_jax.store.storage.posix import Posix
 
@@ -77,9 +79,17 @@ class Location:
         """Values in a folder."""
         return (Location(self.storage, key) for key in self.storage.list(self.key, deep=deep))
 
-    def folders(self) -> list[Location]:
-        """Folders in a folder."""
-        return [self / name for name in self.storage.folders(self.key)]
+    def folders(self) -> list[str]:
+        """Names of the folders in a folder."""
+        return self.storage.folders(self.key)
+
+    def below(self, folder: Location) -> str:
+        """The part of the key below that of a folder."""
+        return self.key[len(folder.key) :].lstrip("/")
+
+    def check_plain(self) -> None:
+        """Looks for what is no plain value below."""
+        self.storage.check_plain(self.key)
 
     def delete(self) -> None:
         """Deletes a value or a folder."""
@@ -101,9 +111,25 @@ class Location:
         """A function that tells if a folder is still the same."""
         return self.storage.watched(self.key)
 
-    def spec(self, *, is_start: bool = False) -> dict[str, Any]:
-        """Tensorstore's specification of a folder; or of all keys that begin with this one."""
-        return self.storage.spec(self.key if is_start else f"{self.key}/" if self.key else "")
+    def absolute(self) -> Location:
+        """Itself: no location depends on a working directory."""
+        return self
+
+    def resolve(self) -> Location:
+        """The same place without links on the way."""
+        return Location(self.storage, self.storage.physical(self.key))
+
+    def spec(self, end: str = "/") -> dict[str, Any]:
+        """Tensorstore's specification of a folder, or of all keys that begin alike.
+
+        Args:
+            end: text between this key and the rest of the keys.
+        """
+        return self.storage.spec(f"{self.key}{end}" if self.key else "")
+
+    def context(self, **settings: Any) -> ts.Context:
+        """A new context of tensorstore, with settings of its own, for the specification."""
+        return ts.Context(settings, self.storage.context)
 
 
 AnyPath = Path | Location

@@ -8,10 +8,9 @@ import fcntl
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from adacheck_jax.store.storage.interface import Entry, Kind, NotPlainError
 
@@ -19,7 +18,7 @@ _THREADS = 8
 """Concurrent syncs share one write of the file system's journal."""
 _LINK = "a symbolic link"
 _TROUBLE = {
-    *(errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENOENT, errno.EEXIST),
+    *(errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENOENT, errno.EEXIST, errno.EMLINK),
     *(errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE, errno.ENOMEM),
 }
 """Errors of a hard link that may pass; other errors come from file systems without hard links."""
@@ -56,22 +55,20 @@ class Posix:
     def write(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
         """Writes a file under another name and renames it; if it must be absent, in place."""
         folder, name = os.path.split(key)
-        os.makedirs(folder, exist_ok=True)
-        if if_absent:
-            with open(key, "xb") as file:
-                file.write(data)
-            return
-        temporary = f"{folder}/.{name}.tmp"
-        with open(temporary, "wb") as file:
+        path, mode = (key, "xb") if if_absent else (f"{folder}/.{name}.tmp", "wb")
+        with _made(path, mode) as file:
             file.write(data)
-        os.replace(temporary, key)
+        if not if_absent:
+            os.replace(path, key)
 
     def kind(self, key: str) -> Kind:
         """The type of the file that a path leads to."""
         try:
             return "folder" if stat.S_ISDIR(os.stat(key).st_mode) else "value"
-        except (FileNotFoundError, NotADirectoryError):
-            return ""
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                return ""
+            raise
 
     def stat(self, key: str) -> Entry:
         """Describes a file by device, inode, size and time of change."""
@@ -81,16 +78,22 @@ class Posix:
 
     def list(self, prefix: str, *, deep: bool = True) -> Iterator[str]:
         """Lists files, and links without following them."""
-        try:
-            found = os.scandir(prefix)
-        except (FileNotFoundError, NotADirectoryError):
-            return
-        with found:
-            for each in found:
-                if not each.is_dir(follow_symlinks=False):
-                    yield each.path
-                elif deep:
-                    yield from _below(each.path)
+        waiting, vanished = [prefix], None
+        while waiting:
+            folder = waiting.pop()
+            try:
+                found = os.scandir(folder)
+            except (FileNotFoundError, NotADirectoryError) as error:
+                vanished = error if folder != prefix else None
+                continue
+            with found:
+                for each in found:
+                    if not each.is_dir(follow_symlinks=False):
+                        yield each.path
+                    elif deep:
+                        waiting.append(each.path)
+        if vanished is not None:
+            raise vanished
 
     def folders(self, prefix: str) -> list[str]:
         """Names of directories, and of links to directories."""
@@ -112,6 +115,8 @@ class Posix:
                         elif not each.is_file(follow_symlinks=False):
                             kind = _LINK if each.is_symlink() else "a pipe or a device"
                             raise NotPlainError(each.path, kind)
+            except NotPlainError:
+                raise
             except OSError:  # it is missing or being deleted, which reading it will report
                 continue
 
@@ -142,9 +147,10 @@ class Posix:
 
     def sync(self, *keys: str, deep: bool = False) -> None:
         """Syncs files and directories, many at once."""
-        every: Iterable[str] = keys
-        if deep:
-            every = [each for key in keys for each in _with_folders(key)]
+        every = [each for key in keys for each in _with_folders(key)] if deep else keys
+        if len(every) == 1:
+            _sync(every[0])
+            return
         with ThreadPoolExecutor(_THREADS) as threads:
             for _ in threads.map(_sync, every):
                 pass
@@ -156,7 +162,8 @@ class Posix:
         try:
             yield
         finally:
-            Path(key).unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(key)
             os.close(descriptor)
 
     @contextlib.contextmanager
@@ -168,19 +175,23 @@ class Posix:
         finally:
             os.close(descriptor)
 
+    def physical(self, key: str) -> str:
+        """The path without symbolic links."""
+        return os.path.realpath(key)
+
     def spec(self, prefix: str) -> dict[str, Any]:
         """Tensorstore's specification of files below a directory, or beside each other."""
         folder, _, rest = prefix.rpartition("/")
-        return {"driver": "file", "path": f"{Path(folder or '/').resolve()}/{rest}"}
+        return {"driver": "file", "path": f"{os.path.realpath(folder or '/')}/{rest}"}
 
 
-def _below(folder: str) -> Iterator[str]:
-    with os.scandir(folder) as found:
-        for each in found:
-            if each.is_dir(follow_symlinks=False):
-                yield from _below(each.path)
-            else:
-                yield each.path
+def _made(path: str, mode: str) -> IO[bytes]:
+    """Opens a file to be written, and makes its directory."""
+    try:
+        return open(path, mode)
+    except FileNotFoundError:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        return open(path, mode)
 
 
 def _with_folders(key: str) -> Iterator[str]:
