@@ -59,7 +59,7 @@ SAVE = [
     ("  store and sync the pack", delta_writer, "write"),
     ("commit", commit.Save, "commit"),
     ("  write the manifest", manifest_file, "write"),
-    ("  sync names and manifest", posix.Posix, "sync"),
+    ("  sync, that of the pack included", posix.Posix, "sync"),
 ]
 RESTORE = [
     ("restore, without Orbax's manager", handler.AdaCheckHandler, "restore"),
