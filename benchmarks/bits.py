@@ -34,10 +34,10 @@ import orbax.checkpoint as ocp
 
 import adacheck_jax as adacheck
 from adacheck_jax.device import trees
-from adacheck_jax.format import manifest_file
 from adacheck_jax.format import planes as codecs
 from adacheck_jax.format.manifest import BaseManifest, Encoding
 from adacheck_jax.store import packs as arrays
+from adacheck_jax.store.steps import manifest_file
 from benchmarks.common import LanguageModel, environment, new_bytes, tokens_of, width_for, words
 
 RATES = (1e-6, 1e-5, 1e-4)

@@ -16,8 +16,8 @@ import optax
 from flax import linen as nn
 
 from adacheck_jax.cli.demo.train_lm import corpus
-from adacheck_jax.format import lineage, manifest_file
 from adacheck_jax.save.commit import versions
+from adacheck_jax.store.steps import lineage, manifest_file
 
 CONTEXT, BATCH = 64, 16
 _HEAD_WIDTH = 32

@@ -39,8 +39,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import adacheck_jax as adacheck
 from adacheck_jax.cli.demo.train_lm import corpus
 from adacheck_jax.device import trees
-from adacheck_jax.format import manifest_file
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest
+from adacheck_jax.store.steps import manifest_file
 from adacheck_jax.update.recorder_state import RECORD_FIELD
 from benchmarks.common import (
     CONTEXT,

@@ -31,11 +31,12 @@ import orbax.checkpoint as ocp
 import adacheck_jax as adacheck
 from adacheck_jax.adapter import base_checkpoint, descriptions, handler, restoring
 from adacheck_jax.device import shard_sums, transfer
-from adacheck_jax.format import durable, manifest_file
 from adacheck_jax.restore import check, compiled_update, delta_reader
 from adacheck_jax.restore import replay as replaying
 from adacheck_jax.save import commit, planner, saver, staged
 from adacheck_jax.store import delta_writer, links
+from adacheck_jax.store.steps import manifest_file
+from adacheck_jax.store.storage import posix
 from adacheck_jax.update import program as update_program
 from benchmarks.common import environment
 from benchmarks.speed import states
@@ -58,7 +59,7 @@ SAVE = [
     ("  store and sync the pack", delta_writer, "write"),
     ("commit", commit.Save, "commit"),
     ("  write the manifest", manifest_file, "write"),
-    ("  sync names and manifest", durable, "sync_tree"),
+    ("  sync, that of the pack included", posix.Posix, "sync"),
 ]
 RESTORE = [
     ("restore, without Orbax's manager", handler.AdaCheckHandler, "restore"),

@@ -45,6 +45,32 @@ MAY_USE = {
 OUTSIDE = {"jax": "jax", "jaxlib": "jax", "orbax": "orbax", "tensorstore": "tensorstore"}
 LARGEST_ROOM = 12
 
+FILE_MODULES = {"os", "pathlib", "shutil", "glob", "tempfile", "fcntl"}
+MAY_TOUCH_FILES = {
+    "store.storage.posix": "it is the file system",
+    "store.storage.location": "it takes local paths",
+    "errors": "it names errors of the operating system",
+    "format.byte_loops": "it counts processors",
+    "update.program": "it reads the environment",
+    "update.untrusted": "it starts a script beside it",
+    "adapter.base_checkpoint": "Orbax writes and reads what it gives paths of",
+    "adapter.descriptions": "Orbax tells by a path where it writes",
+    "adapter.directories": "it waits for directories that Orbax makes",
+    "adapter.training_run": "Orbax's paths are handed through it",
+    "adapter.v1.handler": "Orbax calls it with paths",
+    "tools.restorable": "callers give it a path as a text",
+    "tools.repair": "it renames directories, and looks at ages and links of files",
+    "cli.callables": "it imports files of the user's",
+    "cli.main": "its arguments are paths",
+    "cli.tables": "it shows paths",
+    "cli.demo.measure": "the demonstration works in a directory of its own",
+    "cli.demo.run": "the demonstration works in a directory of its own",
+    "cli.demo.stage": "the demonstration works in a directory of its own",
+    "cli.demo.train_lm": "it learns from files",
+}
+"""Modules that import the operating system's files and paths, each with the reason; to all others
+a checkpoint is what :mod:`adacheck_jax.store.storage` holds."""
+
 
 def modules() -> dict[str, Path]:
     """Module names, relative to the package, and their files; without the rooms' docstrings."""
@@ -71,6 +97,18 @@ def imports_of(path: Path) -> tuple[set[str], set[str]]:
             elif first in OUTSIDE:
                 outside.add(OUTSIDE[first])
     return inside, outside
+
+
+def touches_files(path: Path) -> bool:
+    """True if a module imports the operating system's files or paths, or calls ``open``."""
+    nodes = [*ast.walk(ast.parse(path.read_text()))]
+    targets = {target for node in nodes for target in _targets(node)}
+    pure = {"pathlib.PurePosixPath"}
+    opens = any(
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "open"
+        for node in nodes
+    )
+    return opens or any(each.partition(".")[0] in FILE_MODULES for each in targets - pure)
 
 
 def _targets(node: ast.AST) -> list[str]:

@@ -19,10 +19,10 @@ from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import adacheck_jax as adacheck
-from adacheck_jax.format import lineage
 from adacheck_jax.format import planes as codecs
 from adacheck_jax.restore import delta_reader
 from adacheck_jax.store import packs
+from adacheck_jax.store.steps import lineage
 
 WIDTH = (
     64  # every shard stays at least 16 wide: narrower ones XLA:CPU of jax 0.12 compiles otherwise

@@ -29,6 +29,11 @@ def test_a_module_imports_what_its_room_may(name):
     assert outside <= house.MAY_USE.get(room, set())
 
 
+def test_checkpoints_are_touched_through_a_storage_alone():
+    found = {name for name, path in house.MODULES.items() if house.touches_files(path)}
+    assert found == house.MAY_TOUCH_FILES.keys(), "see MAY_TOUCH_FILES in tests/house.py"
+
+
 def test_the_facade_alone_gives_names_of_several_rooms():
     inits = {path.parent.name: path for path in house.PACKAGE.rglob("__init__.py")}
     assert {name for name, path in inits.items() if any(house.imports_of(path))} == {house.FACADE}

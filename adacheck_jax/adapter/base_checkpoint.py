@@ -29,10 +29,10 @@ from adacheck_jax.adapter.descriptions import (
 from adacheck_jax.device import jax_settings, sharding, trees
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import IntegrityError, MismatchError, first_line, unreadable
-from adacheck_jax.format import durable
 from adacheck_jax.format import manifest as manifests
 from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.restore import base_reader
+from adacheck_jax.store.storage.location import AnyPath, at
 
 
 class StockCheckpoints:
@@ -107,7 +107,7 @@ class StockCheckpoints:
         Returns:
             SHA-256 digests of the files that describe the arrays, by file name.
         """
-        if any(Path(directory).glob("ocdbt.process_*")):  # nothing to merge otherwise
+        if any(n.startswith("ocdbt.process_") for n in at(Path(directory)).folders()):
             self._writer.finalize(directory)
         shardings = {
             sharding_key(entry.name): entry.sharding
@@ -125,15 +125,14 @@ class StockCheckpoints:
             }
             for path, entry in entries.items()
         ]
-        top = Path(directory)
-        durable.write(top / manifests.SHARDINGS, json.dumps(shardings).encode())
-        durable.write(
-            top / "array_metadatas/process_0", json.dumps({"array_metadatas": arrays}).encode()
-        )
-        durable.sync(top / "_METADATA")  # Orbax leaves it in the page cache
+        top = at(Path(directory))
+        sharded, described = top / manifests.SHARDINGS, top / "array_metadatas/process_0"
+        sharded.write(json.dumps(shardings).encode())
+        described.write(json.dumps({"array_metadatas": arrays}).encode())
+        sharded.sync(described, top / "_METADATA")  # Orbax leaves its own in the page cache
         return {name: digest_of(top / name) for name in manifests.DESCRIPTIONS}
 
-    def metadata(self, directory: Path) -> Any:
+    def metadata(self, directory: AnyPath) -> Any:
         """Orbax's metadata of a base: its tree with shapes, data types and shardings.
 
         Raises:
@@ -141,9 +140,9 @@ class StockCheckpoints:
             StorageError: it cannot be read now.
         """
         with _damage_named(directory):
-            return self._reader.metadata(epath.Path(directory))
+            return self._reader.metadata(epath.Path(str(directory)))
 
-    def described(self, directory: Path) -> PyTree:
+    def described(self, directory: AnyPath) -> PyTree:
         """The tree of :meth:`metadata` for a base of this library, with less about each array.
 
         Raises:
@@ -151,11 +150,11 @@ class StockCheckpoints:
             StorageError: it cannot be read now.
         """
         with _damage_named(directory):
-            return self._describer.metadata(epath.Path(directory)).tree
+            return self._describer.metadata(epath.Path(str(directory))).tree
 
     def read(
         self,
-        directory: Path,
+        directory: AnyPath,
         wanted: Mapping[str, Any],
         leaves: Mapping[str, Leaf],
         metadata_tree: PyTree,
@@ -215,7 +214,7 @@ class StockCheckpoints:
         }
 
     def _read_by_orbax(
-        self, directory: Path, wanted: Mapping[str, Any], metadata_tree: PyTree
+        self, directory: AnyPath, wanted: Mapping[str, Any], metadata_tree: PyTree
     ) -> dict[str, Any]:
         """Read the wanted leaves through Orbax, which knows every type; None for the others."""
 
@@ -230,7 +229,7 @@ class StockCheckpoints:
             restore_args=jax.tree_util.tree_map_with_path(argument, metadata_tree),
         )
         with _damage_named(directory):
-            tree = self._reader.restore(epath.Path(directory), args=args)
+            tree = self._reader.restore(epath.Path(str(directory)), args=args)
         read, _ = trees.flatten(tree)
         return {path: None if leaf is ocp.PLACEHOLDER else leaf for path, leaf in read.items()}
 
@@ -274,7 +273,7 @@ def _restore_args(wanted: Any, leaf: Any) -> ocp.RestoreArgs:
 
 
 @contextlib.contextmanager
-def _damage_named(directory: Path) -> Iterator[None]:
+def _damage_named(directory: AnyPath) -> Iterator[None]:
     """Raise ``IntegrityError`` for the many errors that reading damaged files raises."""
     try:
         yield

@@ -21,6 +21,7 @@ from adacheck_jax.errors import AdaCheckError, IntegrityError, unreadable
 from adacheck_jax.format import manifest as manifests
 from adacheck_jax.format.manifest import BaseManifest, Leaf
 from adacheck_jax.store import volume_reader
+from adacheck_jax.store.storage.location import AnyPath, at
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ class DescribedArrays(ocp.type_handlers.ArrayHandler):
         shardings: dict[str, Any] = {}
         # Damage of this file is found by its digest in the manifest.
         with contextlib.suppress(OSError, ValueError):
-            shardings = json.loads((directory / manifests.SHARDINGS).read_bytes())
+            shardings = json.loads(at(directory / manifests.SHARDINGS).read())
         found = volume_reader.described(directory, [info.name for info in infos])
         return [
             ocp.metadata.ArrayMetadata(
@@ -148,7 +149,7 @@ def stored_dtype(dtype: str) -> str:
     return _WIDENED.get(dtype, dtype)
 
 
-def damaged_descriptions(directory: Path, base: BaseManifest) -> dict[str, AdaCheckError]:
+def damaged_descriptions(directory: AnyPath, base: BaseManifest) -> dict[str, AdaCheckError]:
     """Errors of the files that describe a base's arrays, by file name; empty if all are whole.
 
     Args:
@@ -174,12 +175,12 @@ def damaged_descriptions(directory: Path, base: BaseManifest) -> dict[str, AdaCh
     return found
 
 
-def digest_of(path: Path) -> str:
+def digest_of(path: AnyPath) -> str:
     """SHA-256 digest of a file, in hexadecimal."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return hashlib.sha256(at(path).read()).hexdigest()
 
 
-def check_described(directory: Path, expected: Leaf, found: Any) -> None:
+def check_described(directory: AnyPath, expected: Leaf, found: Any) -> None:
     """Compare an array's own description with the manifest's, and its chunks with its shape.
 
     Args:

@@ -11,9 +11,10 @@ from pathlib import Path
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 from adacheck_jax.errors import StorageError
-from adacheck_jax.format import roots
-from adacheck_jax.format.lineage import STEP_METADATA
-from adacheck_jax.format.roots import Place
+from adacheck_jax.store.steps import roots
+from adacheck_jax.store.steps.lineage import STEP_METADATA
+from adacheck_jax.store.steps.roots import Place
+from adacheck_jax.store.storage.location import AnyPath
 
 _DIRECTORIES_S = 5.0
 """Longest wait of a refused save for Orbax's directories."""
@@ -63,7 +64,7 @@ def place_while_saved(directory: Path) -> Place:
     return roots.place_of(directory)
 
 
-def check_writable(final: Path) -> None:
+def check_writable(final: AnyPath) -> None:
     """Refuse a step directory that cannot be made.
 
     Args:
@@ -72,7 +73,7 @@ def check_writable(final: Path) -> None:
     Raises:
         StorageError: the nearest existing parent is a file or cannot be written.
     """
-    existing = final.parent
+    existing = Path(str(final)).parent
     while not existing.exists():
         existing = existing.parent
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):

@@ -6,7 +6,6 @@ import asyncio
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -24,11 +23,12 @@ from adacheck_jax.adapter.training_run import (
 from adacheck_jax.device import replicas
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError
-from adacheck_jax.format import roots
 from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.save.exported_update import Check
 from adacheck_jax.save.situation import Delta, Options
 from adacheck_jax.store.retention import KeepLineage
+from adacheck_jax.store.steps import roots
+from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.store.zarr import Compression
 from adacheck_jax.update.binding import RecorderArgument
 
@@ -111,7 +111,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         )
         self._run = TrainingRun(recorder, options)
         self._lock = threading.Lock()  # a manager's saves and restores may be on several threads
-        self._begun: dict[Path, Begun] = {}
+        self._begun: dict[AnyPath, Begun] = {}
 
     @property
     def restored(self) -> RestoreInfo | None:

@@ -6,7 +6,6 @@ import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from adacheck_jax.adapter import descriptions
@@ -15,12 +14,13 @@ from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
 from adacheck_jax.adapter.targets import Target, Wishes
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError, FormatError, IntegrityError, LineageError
-from adacheck_jax.format import lineage as lineages
 from adacheck_jax.format import manifest as manifests
-from adacheck_jax.format import roots
-from adacheck_jax.format.lineage import Lineage
 from adacheck_jax.restore import check, replay
 from adacheck_jax.restore.compiled_update import CompiledUpdates
+from adacheck_jax.store.steps import lineage as lineages
+from adacheck_jax.store.steps import roots
+from adacheck_jax.store.steps.lineage import Lineage
+from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.update.binding import Recorders
 
 _log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Restored:
 
     state: PyTree
     info: RestoreInfo
-    directory: Path
+    directory: AnyPath
     lineage: Lineage
     leaves: list[Any]
     is_own: bool
@@ -86,7 +86,7 @@ class StepRestorer:
         self._recorders = recorders
         self._params_path = params_path
 
-    def restore(self, path: Path, args: RestoreArgs) -> Restored:
+    def restore(self, path: AnyPath, args: RestoreArgs) -> Restored:
         """Restore a step, or with ``fallback`` the newest older one that can be restored.
 
         Args:
@@ -107,7 +107,7 @@ class StepRestorer:
                 raise
             return self._restore_older(path, args, error)
 
-    def _restore_older(self, path: Path, args: RestoreArgs, error: AdaCheckError) -> Restored:
+    def _restore_older(self, path: AnyPath, args: RestoreArgs, error: AdaCheckError) -> Restored:
         """Restore the newest step before a bad one, from its own lineage or another directory.
 
         The bad step's own lineage comes first: its steps need not have directories of their own.
@@ -141,8 +141,8 @@ class StepRestorer:
         raise error
 
     def _newest_within(
-        self, path: Path, args: RestoreArgs, bad: set[tuple[str, ...]]
-    ) -> tuple[Path, Lineage] | None:
+        self, path: AnyPath, args: RestoreArgs, bad: set[tuple[str, ...]]
+    ) -> tuple[AnyPath, Lineage] | None:
         """The newest exact step in a bad step's directory.
 
         Args:
@@ -168,7 +168,7 @@ class StepRestorer:
             bad.add((*files[: len(part.entries)], str(part.left_out)))
         return None if found is None else (path, found)
 
-    def _restore(self, path: Path, lineage: Lineage, args: RestoreArgs) -> Restored:
+    def _restore(self, path: AnyPath, lineage: Lineage, args: RestoreArgs) -> Restored:
         """Restore the last step of a lineage that a step's directory holds."""
         end = lineage.entries[-1]
         is_own = end.holder == path and not end.is_link
@@ -184,7 +184,7 @@ class StepRestorer:
         state = base.target.finish(named)
         return Restored(state, info, path, lineage, leaves, is_own and not lineage.left_out)
 
-    def _read(self, path: Path, lineage: Lineage, args: RestoreArgs) -> _Base:
+    def _read(self, path: AnyPath, lineage: Lineage, args: RestoreArgs) -> _Base:
         """Read the base of a lineage onto the devices on which its updates are replayed."""
         programs = CompiledUpdates(self._recorders, self._params_path)
         programs.begin_loading(lineage)
@@ -215,7 +215,9 @@ class StepRestorer:
         return _Base(target, programs, leaves, bound if there is None else frozenset(), moved)
 
 
-def _info(lineage: Lineage, rounded: Sequence[int], path: Path, wants_exact: bool) -> RestoreInfo:
+def _info(
+    lineage: Lineage, rounded: Sequence[int], path: AnyPath, wants_exact: bool
+) -> RestoreInfo:
     """Report of a restore; warns about rounded leaves, or refuses them.
 
     Raises:
@@ -243,7 +245,7 @@ def _info(lineage: Lineage, rounded: Sequence[int], path: Path, wants_exact: boo
     return info
 
 
-def resolve(path: Path) -> Lineage:
+def resolve(path: AnyPath) -> Lineage:
     """The base and deltas that a step is restored from.
 
     Raises:
@@ -258,7 +260,7 @@ def resolve(path: Path) -> Lineage:
         raise LineageError(f"{error} Steps that can be restored: {hint}.") from error
 
 
-def _earlier(path: Path, step: int) -> Lineage:
+def _earlier(path: AnyPath, step: int) -> Lineage:
     """The lineage of an earlier step that a directory holds."""
     try:
         return lineages.held(path).to(step)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,8 +14,9 @@ import orbax.checkpoint as ocp
 from adacheck_jax.device import transfer, trees
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError, MismatchError
-from adacheck_jax.format.lineage import Lineage
 from adacheck_jax.format.manifest import BaseManifest, Leaf
+from adacheck_jax.store.steps.lineage import Lineage
+from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.update import program as update_program
 from adacheck_jax.update.recorder_state import consumed_leaf
 
@@ -51,7 +51,7 @@ class Target:
         wishes: Wishes,
         base: BaseManifest,
         saved_tree: PyTree,
-        where: Path,
+        where: AnyPath,
         shardings_damage: AdaCheckError | None = None,
     ) -> None:
         self._wishes = wishes
@@ -97,7 +97,7 @@ class Target:
             if path not in self._specs and consumed_leaf(path) in self._specs
         ]
 
-    def _check(self, where: Path) -> None:
+    def _check(self, where: AnyPath) -> None:
         expected = {path: spec.description for path, spec in self._specs.items()}
         found = {
             path: self._describe(leaf, self._specs.get(path)) for path, leaf in self._wanted.items()

@@ -20,15 +20,16 @@ from adacheck_jax.adapter.restoring import StepRestorer, resolve
 from adacheck_jax.device import jax_settings
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import StorageError, storage_named
-from adacheck_jax.format import durable, roots
-from adacheck_jax.format.lineage import IN_PLACE, Lineage
 from adacheck_jax.format.manifest import DeltaManifest
-from adacheck_jax.format.roots import Place
 from adacheck_jax.save.commit import Save
 from adacheck_jax.save.saver import Saver
 from adacheck_jax.save.share import Destination
 from adacheck_jax.save.situation import Options
 from adacheck_jax.store.base_writer import Name, chunk_shape
+from adacheck_jax.store.steps import roots
+from adacheck_jax.store.steps.lineage import IN_PLACE, Lineage
+from adacheck_jax.store.steps.roots import Place
+from adacheck_jax.store.storage.location import AnyPath, at
 from adacheck_jax.update.binding import RecorderArgument, recorders_of
 
 
@@ -42,12 +43,12 @@ class Begun:
         entries: arrays of a base that Orbax left to this library, by leaf path.
     """
 
-    line: tuple[Path, str | None]
+    line: tuple[AnyPath, str | None]
     save: Save
     entries: Mapping[str, Entry] = dataclasses.field(default_factory=dict)
 
     @property
-    def final(self) -> Path:
+    def final(self) -> AnyPath:
         """Directory of the item once it is committed."""
         return self.save.staged.destination.directory
 
@@ -75,7 +76,7 @@ class TrainingRun:
         self.restored: RestoreInfo | None = None
         # Managers, or one manager's saves and restores, may call from several threads.
         self._lock = threading.Lock()
-        self._savers: dict[tuple[Path, str | None], Saver] = {}
+        self._savers: dict[tuple[AnyPath, str | None], Saver] = {}
         self.stock = StockCheckpoints()
         self._restorer = StepRestorer(self.stock, self._recorders, options.params_path)
 
@@ -229,7 +230,7 @@ class TrainingRun:
                 self._learn_parents(*place.line)
             return self._savers[place.line]
 
-    def _learn_parents(self, root: Path, item: str | None) -> None:
+    def _learn_parents(self, root: AnyPath, item: str | None) -> None:
         """Tell the preservation policy which step each delta on disk builds on."""
         if self._options.keep_lineage is None:
             return
@@ -282,6 +283,8 @@ async def _written(save: Save, directory: Path, names: Mapping[str, Name]) -> No
     """Write this process's share of a save."""
     if roots.is_written_in_place(directory):
         # Before any other file: it marks the directory as not committed (see is_committed).
-        durable.write(directory / IN_PLACE, b"")
+        mark = at(directory / IN_PLACE)
+        mark.write(b"")
+        mark.sync()
     with jax_settings.own():  # set for this thread, so nothing may be awaited inside
         save.write(directory, names)

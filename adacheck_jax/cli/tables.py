@@ -11,7 +11,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from adacheck_jax.format.lineage import shown_steps
+from adacheck_jax.store.steps.lineage import shown_steps
 
 if TYPE_CHECKING:  # the modules of some import JAX, which ``adacheck ls`` does not need
     from adacheck_jax.tools.audit import RootReport

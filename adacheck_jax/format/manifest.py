@@ -2,7 +2,8 @@
 
 A base's manifest describes the leaves; a delta's manifest names its parent and does not repeat what
 the base says, so its size does not grow with the lineage. The JSON form is in
-:mod:`~adacheck_jax.format.manifest_json`, the file in :mod:`~adacheck_jax.format.manifest_file`.
+:mod:`~adacheck_jax.format.manifest_json`, the file in
+:mod:`~adacheck_jax.store.steps.manifest_file`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ import numpy as np
 from adacheck_jax.device import transfer
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.store import aligned_read, volume_reader
+from adacheck_jax.store.storage.location import AnyPath
 
 _BATCH_BYTES = 64 << 20
 """Size of a batch of arrays that is placed on devices at once."""
@@ -55,7 +55,7 @@ class ReadRequest:
         return sum(box.size for box in self.boxes) * self.itemsize_bytes
 
 
-def read(directory: Path, requests: Sequence[ReadRequest]) -> list[Any]:
+def read(directory: AnyPath, requests: Sequence[ReadRequest]) -> list[Any]:
     """Read arrays; each process reads only the boxes that its devices need.
 
     Args:

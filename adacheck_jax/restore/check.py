@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 
 from adacheck_jax.device import fingerprint, transfer
 from adacheck_jax.errors import IntegrityError
-from adacheck_jax.format.lineage import Lineage
 from adacheck_jax.format.manifest import BaseManifest
+from adacheck_jax.store.steps.lineage import Lineage
+from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.update import program as update_program
 
 ROUNDING = 1e-6
@@ -19,7 +19,7 @@ ROUNDING = 1e-6
 _SHOWN_COUNT = 20
 
 
-def check_types(leaves: Sequence[Any], base: BaseManifest, where: Path) -> None:
+def check_types(leaves: Sequence[Any], base: BaseManifest, where: AnyPath) -> None:
     """Compare shapes and data types of the leaves of a base with its manifest.
 
     Orbax takes shapes, data types and key types from files that no checksum protects.
@@ -54,7 +54,7 @@ def differing(leaves: Sequence[Any], fingerprints: Sequence[int]) -> set[int]:
 def check_bits(
     leaves: Sequence[Any],
     lineage: Lineage,
-    where: Path,
+    where: AnyPath,
     *,
     rounded: Collection[int] = (),
 ) -> list[int]:

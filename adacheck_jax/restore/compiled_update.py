@@ -13,10 +13,11 @@ import jax.numpy as jnp
 
 from adacheck_jax.device import jax_settings, transfer
 from adacheck_jax.errors import FormatError, unreadable
-from adacheck_jax.format import manifest_file
-from adacheck_jax.format.lineage import Lineage
 from adacheck_jax.format.manifest import Leaf, Update
 from adacheck_jax.restore.working_set import replay_shardings
+from adacheck_jax.store.steps import manifest_file
+from adacheck_jax.store.steps.lineage import Lineage
+from adacheck_jax.store.storage.location import at
 from adacheck_jax.update import program as update_program
 from adacheck_jax.update.binding import Recorders, bind_all
 from adacheck_jax.update.params_search import LeafType
@@ -135,7 +136,7 @@ def _load(
     """The stored update program, or the recorders' updates where this jax cannot read it."""
     path = lineage.base_directory / manifest_file.update_file(update_program.platform())
     try:
-        data = path.read_bytes()
+        data = at(path).read()
     except OSError as error:
         if refused := unreadable(path, error):
             raise refused from error

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import ml_dtypes  # noqa: F401  numpy knows bfloat16 and its kin by it
 import numpy as np
@@ -13,10 +12,11 @@ import numpy as np
 from adacheck_jax.errors import IntegrityError
 from adacheck_jax.format import pack_plan, planes
 from adacheck_jax.format.boxes import Box
-from adacheck_jax.format.lineage import Lineage, LineageStep
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest, Encoding, Pack
 from adacheck_jax.store import packs
 from adacheck_jax.store.packs import PackArray, PackReader
+from adacheck_jax.store.steps.lineage import Lineage, LineageStep
+from adacheck_jax.store.storage.location import AnyPath
 
 Spans = list[tuple[int, int]]
 """Half-open byte ranges."""
@@ -32,7 +32,7 @@ class ReaderCache:
     """
 
     plans: dict[Hashable, pack_plan.WritePlan] = field(default_factory=dict)
-    opened: dict[tuple[Path, packs.Kind], PackArray] = field(default_factory=dict)
+    opened: dict[tuple[AnyPath, packs.Kind], PackArray] = field(default_factory=dict)
 
 
 class DeltaReader:
@@ -127,7 +127,7 @@ class DeltaReader:
         has_differences = any(extent.encoding.is_difference for extent in extents)
         return not has_differences and len(extents) == len(self._leaves[index].owners)
 
-    def open_packs(self) -> dict[Path, list[str]]:
+    def open_packs(self) -> dict[AnyPath, list[str]]:
         """Open every pack of the delta.
 
         Returns:
@@ -136,7 +136,7 @@ class DeltaReader:
         Raises:
             FormatError: a pack is missing, or has another length than the manifest says.
         """
-        found: dict[Path, list[str]] = {}
+        found: dict[AnyPath, list[str]] = {}
         for process in range(len(self._delta.packs)):
             for kind in (packs.RAW, packs.COMPRESSED):
                 if self._pack(process, kind).stored_bytes:

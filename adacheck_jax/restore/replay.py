@@ -18,13 +18,13 @@ import numpy as np
 from adacheck_jax.device import jax_settings, transfer
 from adacheck_jax.errors import FormatError, IntegrityError
 from adacheck_jax.format.boxes import Box
-from adacheck_jax.format.lineage import Lineage
 from adacheck_jax.format.manifest import BaseManifest, Delta, Leaf, Update
 from adacheck_jax.restore import check
 from adacheck_jax.restore.compiled_update import CompiledUpdates, Shardings
 from adacheck_jax.restore.delta_reader import DeltaReader, readers_of
 from adacheck_jax.restore.patches import Patches
 from adacheck_jax.restore.working_set import WorkingSet, replay_shardings
+from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.update import program as update_program
 from adacheck_jax.update.program import UpdateFunction
 

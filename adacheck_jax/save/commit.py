@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import importlib.metadata
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 
 import jax
 
 from adacheck_jax.errors import AdaCheckError, storage_named
-from adacheck_jax.format import durable, lineage, manifest_file
-from adacheck_jax.format.lineage import Lineage, LineageStep
 from adacheck_jax.format.manifest import (
     BaseManifest,
     Caution,
@@ -26,10 +24,16 @@ from adacheck_jax.format.manifest import (
     Update,
 )
 from adacheck_jax.save import share
-from adacheck_jax.save.share import Report, StagedSave
+from adacheck_jax.save.share import StagedSave
 from adacheck_jax.save.staged import StagedStep
 from adacheck_jax.store import claims, links, volumes
 from adacheck_jax.store.base_writer import BaseWriter, Name
+from adacheck_jax.store.steps import lineage, manifest_file
+from adacheck_jax.store.steps import reports as reported
+from adacheck_jax.store.steps.lineage import Lineage, LineageStep
+from adacheck_jax.store.steps.reports import Report
+from adacheck_jax.store.storage.interface import Stamp
+from adacheck_jax.store.storage.location import AnyPath, at
 from adacheck_jax.update import program as update_program
 
 
@@ -44,7 +48,7 @@ class Committed:
     """
 
     manifest: Manifest
-    stamp: tuple[int, int, int]
+    stamp: Stamp
     files: frozenset[str]
 
 
@@ -81,7 +85,7 @@ class Save:
         distrusted = {*own.distrusted, *(i for _, indices in told for i in indices)}
         return Caution(next(filter(None, reasons), ""), tuple(sorted(distrusted)))
 
-    def write(self, directory: Path, names: Mapping[str, Name]) -> None:
+    def write(self, directory: AnyPath, names: Mapping[str, Name]) -> None:
         """Writes this process's share.
 
         Args:
@@ -108,11 +112,11 @@ class Save:
             self.error = error
             raise
 
-    def committing(self, directory: Path) -> AbstractContextManager[None]:
+    def committing(self, directory: AnyPath) -> AbstractContextManager[None]:
         """Makes certain that a directory holds this save and no other; see :mod:`claims`."""
         return claims.committing(directory, jax.process_index(), self.staged.attempt.token)
 
-    def commit(self, directory: Path, described: Mapping[str, str]) -> None:
+    def commit(self, directory: AnyPath, described: Mapping[str, str]) -> None:
         """Writes the manifest, on one process.
 
         The bytes of all that it speaks of are durable before this is called; the names of the
@@ -128,10 +132,10 @@ class Save:
         with storage_named(self.staged.destination.directory):
             self.committed = self._commit(directory, described)
 
-    def _commit(self, directory: Path, described: Mapping[str, str]) -> Committed:
+    def _commit(self, directory: AnyPath, described: Mapping[str, str]) -> Committed:
         staged, reports, caution = self.staged, self._reports, self.agreed_caution
         if len(reports) > 1:
-            share.remove_reports(directory)
+            reported.remove(directory)
         if staged.parent is None:
             contents: dict[str, Sequence[str] | None] = {}
             for report in reports:
@@ -144,8 +148,10 @@ class Save:
         # The manifest makes the step exist, and nothing is written after it. All that is not
         # durable yet becomes so at once, which the journal of a file system takes as one. Orbax's
         # rename comes next.
+        if not at(directory).is_folder:  # another writer removed it, and is to make it itself
+            raise FileNotFoundError(errno.ENOENT, "no such directory", str(directory))
         manifest = manifest_file.write(directory, manifest)
-        durable.sync_tree(directory, directory / manifest_file.FILE)
+        at(directory).sync(at(directory / manifest_file.FILE), deep=True)
         files = links.files_of(LineageStep(manifest, directory))
         return Committed(manifest, manifest_file.stamp(directory), files)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 
-from adacheck_jax.format import lineage
 from adacheck_jax.format.manifest import Caution
 from adacheck_jax.save.plan import Decision, SavePlan
 from adacheck_jax.save.snapshot import Structure
 from adacheck_jax.save.staged import CAUSES, told
+from adacheck_jax.store.steps import lineage
 from adacheck_jax.update.recorder_state import find_nodes
 
 _log = logging.getLogger(__name__)

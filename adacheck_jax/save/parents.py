@@ -7,13 +7,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 from adacheck_jax.device import jax_settings
 from adacheck_jax.errors import AdaCheckError
-from adacheck_jax.format import lineage, manifest_file
 from adacheck_jax.format.boxes import Blocks
-from adacheck_jax.format.lineage import Lineage
 from adacheck_jax.format.manifest import DeltaManifest
 from adacheck_jax.save.checks import Witness
 from adacheck_jax.save.commit import Save
@@ -23,6 +20,9 @@ from adacheck_jax.save.snapshot import Structure
 from adacheck_jax.save.staged import StagedStep
 from adacheck_jax.store import links
 from adacheck_jax.store.retention import KeepLineage
+from adacheck_jax.store.steps import lineage, manifest_file
+from adacheck_jax.store.steps.lineage import Lineage
+from adacheck_jax.store.storage.location import AnyPath, at
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class Parent:
 
     def __init__(
         self,
-        directory: Path,
+        directory: AnyPath,
         number: int | None,
         tip: Tip,
         save: Save | None,
@@ -145,7 +145,7 @@ class Parents:
     def __init__(self, keep_lineage: KeepLineage | None) -> None:
         self._keep_lineage = keep_lineage
         self._candidates: tuple[Parent, ...] = ()
-        self._links: dict[Path, bool] = {}
+        self._links: dict[AnyPath, bool] = {}
         self.saved: Parent | None = None
 
     @property
@@ -174,7 +174,7 @@ class Parents:
         """Notes that a step was restored that nothing can build on."""
         self._candidates = ()
 
-    def look(self, parent: Parent, final_directory: Path) -> bool:
+    def look(self, parent: Parent, final_directory: AnyPath) -> bool:
         """True if a delta can follow a step by what is on the disk now.
 
         Args:
@@ -189,7 +189,7 @@ class Parents:
             parent.refuse()
         return parent.lineage is not None
 
-    def choose(self, final_directory: Path, counts: Counts) -> Parent | None:
+    def choose(self, final_directory: AnyPath, counts: Counts) -> Parent | None:
         """The step that a delta would follow: of those on the disk the first that counters follow.
 
         Args:
@@ -214,18 +214,23 @@ class Parents:
         if keep is not None and parent and parent.number is not None and number is not None:
             keep.note(number, parent.number)
 
-    def has_links(self, final_directory: Path) -> bool:
+    def has_links(self, final_directory: AnyPath) -> bool:
         """True if steps beside this one can be hard-linked; probed once a root."""
         root = final_directory.parent
-        while not root.is_dir() or (root / lineage.STEP_METADATA).exists():  # a root, not a step
+        while root != root.parent and not _is_root(root):
             root = root.parent
         if root not in self._links:
             self._links[root] = links.can_link(root)
         return self._links[root]
 
-    def keeps_ancestors(self, final_directory: Path) -> bool:
+    def keeps_ancestors(self, final_directory: AnyPath) -> bool:
         """True if the steps that a delta builds on live as long as it does."""
         return self._keep_lineage is not None or self.has_links(final_directory)
+
+
+def _is_root(directory: AnyPath) -> bool:
+    """True if a directory exists and is not a step's."""
+    return at(directory).is_folder and not at(directory / lineage.STEP_METADATA).exists
 
 
 def facts_of(parent: Parent, tip: Tip, *, knows_counts: bool) -> Facts:

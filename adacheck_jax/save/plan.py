@@ -13,11 +13,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from adacheck_jax.errors import AdaCheckError
-from adacheck_jax.format.lineage import Lineage
 from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.save.exported_update import ExportedUpdate
 from adacheck_jax.save.situation import Counts, Facts, Kind, Options, Situation
 from adacheck_jax.save.snapshot import Structure
+from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.update import program as update_program
 
 

@@ -13,15 +13,12 @@ import functools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import jax
 
 from adacheck_jax.device import fingerprint
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError, ReplayError
-from adacheck_jax.format import lineage as lineages
-from adacheck_jax.format.lineage import Lineage
 from adacheck_jax.save import checks, parents, plan, staged
 from adacheck_jax.save.checks import Check, Checker, State, Witness
 from adacheck_jax.save.exported_update import ExportedUpdate, ExportedUpdates
@@ -31,6 +28,9 @@ from adacheck_jax.save.plan import SavePlan
 from adacheck_jax.save.situation import Counts, Options, Situation
 from adacheck_jax.save.snapshot import Snapshot, Snapshots, Structure
 from adacheck_jax.save.staged import StagedStep
+from adacheck_jax.store.steps import lineage as lineages
+from adacheck_jax.store.steps.lineage import Lineage
+from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.update.binding import Recorders
 
 _log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class Planner:
         self._checker: tuple[Structure, ExportedUpdate, Checker] | None = None
 
     def plan_save(
-        self, snapshot: Snapshot, directory: Path, step: int | None, *, replayable: bool
+        self, snapshot: Snapshot, directory: AnyPath, step: int | None, *, replayable: bool
     ) -> Course:
         """Plans a save: without a look at the state's values if it is still being computed.
 
@@ -138,7 +138,7 @@ class Planner:
     def _situation(
         self,
         snapshot: Snapshot,
-        directory: Path,
+        directory: AnyPath,
         step: int | None,
         counts: Counts | None,
         parent: Parent | None,

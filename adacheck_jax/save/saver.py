@@ -17,8 +17,6 @@ import numpy as np
 
 from adacheck_jax.device import replicas, transfer, xla_call
 from adacheck_jax.device.trees import PyTree
-from adacheck_jax.format import lineage as lineages
-from adacheck_jax.format.lineage import Lineage
 from adacheck_jax.save import staged
 from adacheck_jax.save.checks import State, Witness
 from adacheck_jax.save.commit import Save
@@ -33,6 +31,8 @@ from adacheck_jax.save.staged import HostCopies, StagedStep
 from adacheck_jax.store.base_writer import BaseWriter, EarlierBase
 from adacheck_jax.store.delta_writer import DeltaEncodings, DeltaWriter
 from adacheck_jax.store.reused_memory import ReusedMemory
+from adacheck_jax.store.steps import lineage as lineages
+from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.update.binding import Recorders
 
 _log = logging.getLogger(__name__)

@@ -8,43 +8,30 @@ wait for it. Nothing here makes a step exist: that is left to :mod:`~adacheck_ja
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
-import json
-import os
-import shutil
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from adacheck_jax.device import replicas
-from adacheck_jax.errors import AdaCheckError, MismatchError, ReplayError, storage_named
-from adacheck_jax.format import durable, lineage, manifest_file
+from adacheck_jax.errors import AdaCheckError, MismatchError, storage_named
 from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.format.fingerprint import combine
-from adacheck_jax.format.lineage import Lineage
 from adacheck_jax.format.manifest import Caution
-from adacheck_jax.format.manifest_file import DIRECTORY
 from adacheck_jax.save.exported_update import ExportedUpdate
 from adacheck_jax.save.plan import SavePlan
 from adacheck_jax.save.snapshot import Structure
 from adacheck_jax.save.staged import StagedStep
 from adacheck_jax.store import claims, delta_writer, equality, links
 from adacheck_jax.store.base_writer import BaseWriter, Name
-
-Report = dict[str, Any]
-"""Account of what one process wrote, as JSON (:func:`write`)."""
-
-FOLDER = f"{DIRECTORY}/parts"
-TIMEOUT_S = 600.0
-"""Longest wait for another process's report: as long as Orbax waits by default."""
-_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.05
+from adacheck_jax.store.steps import lineage, manifest_file, reports
+from adacheck_jax.store.steps.lineage import Lineage
+from adacheck_jax.store.steps.reports import Report
+from adacheck_jax.store.storage.location import AnyPath, at
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +43,7 @@ class Destination:
         step: the number in the name of the step's directory, None if there is none.
     """
 
-    directory: Path
+    directory: AnyPath
     step: int | None
 
 
@@ -147,7 +134,7 @@ class StagedSave:
 
 
 def write(
-    staged: StagedSave, directory: Path, base: BaseWriter | None, names: Mapping[str, Name]
+    staged: StagedSave, directory: AnyPath, base: BaseWriter | None, names: Mapping[str, Name]
 ) -> Sequence[Report]:
     """Writes this process's share, and validates it with the reports of all processes.
 
@@ -174,25 +161,24 @@ def write(
             if attempt.is_over:
                 raise AdaCheckError(f"step {staged.own.step}: given up, it is being saved again")
             with claims.writing(directory, process, attempt.token):
-                _clear(directory, process)
-                reports = [_write(staged, directory, process, base, names)]
+                every: Sequence[Report] = [_write(staged, directory, process, base, names)]
     except Exception as error:
         if count > 1 and not attempt.is_over:
-            _publish_failure(directory, process, error)
+            reports.publish_failure(directory, process, error)
         raise
     finally:
         for each in staged.steps:
             each.release()
     if count > 1 and not attempt.is_over:
-        _publish(directory, process, reports[0])
-        reports = _gather(directory, count)
-    _validate(staged, reports)
-    return reports
+        reports.publish(directory, process, every[0])
+        every = reports.gather(directory, count)
+    _validate(staged, every)
+    return every
 
 
 def _write(
     staged: StagedSave,
-    directory: Path,
+    directory: AnyPath,
     process: int,
     base: BaseWriter | None,
     names: Mapping[str, Name],
@@ -212,7 +198,9 @@ def _write(
     if base is not None:
         if process == 0:
             for platform, data in staged.update.files.items():
-                durable.write(directory / manifest_file.update_file(platform), data)
+                program = at(directory / manifest_file.update_file(platform))
+                program.write(data)
+                program.sync()
         sums = staged.own.sums()  # by which an earlier base's unchanged files are found
         report |= dataclasses.replace(base, names=names).write(directory, process, sums)
     else:
@@ -230,7 +218,7 @@ def _write(
 
 
 def _write_deltas(
-    steps: Sequence[StagedStep], directory: Path, process: int
+    steps: Sequence[StagedStep], directory: AnyPath, process: int
 ) -> list[dict[str, Any]]:
     if (own := steps[-1].delta) is None:
         raise AdaCheckError(f"step {steps[-1].step} was given up before it was written")
@@ -314,76 +302,9 @@ def fingerprints_of(reports: Sequence[Report]) -> tuple[int, ...]:
     return tuple(combine(column) for column in columns)
 
 
-def _clear(item_directory: Path, process: int) -> None:
-    """Removes what an earlier attempt, or another handler, wrote after Orbax had made room."""
-    own = [f"{lineage.BASE}/{process}{rest}" for rest in ("", ".*")]
-    own += [f"{lineage.KEPT}/*.{process}{rest}" for rest in ("", ".*")]
-    for pattern in [*own, lineage.LINEAGE] if process == 0 else own:
-        for path in item_directory.glob(pattern):
-            shutil.rmtree(path)
-    pack = lineage.pack_in(item_directory, process)
-    names = [f"{pack.name}.*", "update.*"] if process == 0 else [f"{pack.name}.*"]
-    for path in (each for name in names for each in pack.parent.glob(name)):
-        path.unlink()
-
-
 def _digest(blocks: Blocks) -> str:
     """A digest by which processes see, without an exchange of data, whether they hold the same."""
     digest = hashlib.sha256()
     for _, block in sorted(blocks.items()):
         digest.update(equality.flat_bytes(block).data)
     return digest.hexdigest()
-
-
-def _publish(item_directory: Path, process: int, report: Report) -> None:
-    """Writes a process's report; a reader sees all of it or nothing."""
-    path = item_directory / FOLDER / f"{process}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(report))
-    os.replace(temporary, path)
-
-
-def _publish_failure(item_directory: Path, process: int, error: BaseException) -> None:
-    """Reports that this process has failed, if the disk still takes a report."""
-    with contextlib.suppress(OSError):
-        text, is_replay = f"{type(error).__name__}: {error}", isinstance(error, ReplayError)
-        _publish(item_directory, process, {"error": text, "is_replay": is_replay})
-
-
-def _gather(item_directory: Path, process_count: int) -> list[Report]:
-    """Reports of all processes, in the order of the processes; waits for them.
-
-    Raises:
-        AdaCheckError: a process has failed, or its report does not come.
-        ReplayError: a process found that replay does not give its state.
-    """
-    deadline_s, pause_s = time.monotonic() + TIMEOUT_S, _FIRST_PAUSE_S
-    found: list[Report] = []
-    while len(found) < process_count:
-        path = item_directory / FOLDER / f"{len(found)}.json"
-        try:
-            report = json.loads(path.read_text())
-        except FileNotFoundError:
-            if time.monotonic() > deadline_s:
-                raise AdaCheckError(
-                    f"{path}: expected what process {len(found)} wrote of this step, found nothing "
-                    f"for {TIMEOUT_S:.0f} s. Check that all processes see the same root, and that "
-                    "it is alive. The step is not saved."
-                ) from None
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LAST_PAUSE_S)
-            continue
-        if "error" in report:
-            kind = ReplayError if report["is_replay"] else AdaCheckError
-            raise kind(
-                f"process {len(found)} could not write its share ({report['error']}). The step is "
-                "not saved."
-            )
-        found.append(report)
-    return found
-
-
-def remove_reports(item_directory: Path) -> None:
-    """Removes the reports: the manifest holds all that outlives the save."""
-    shutil.rmtree(item_directory / FOLDER)

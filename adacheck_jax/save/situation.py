@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from adacheck_jax.device import replicas
-from adacheck_jax.format.lineage import Lineage
 from adacheck_jax.save.exported_update import Check, ExportedUpdate
 from adacheck_jax.save.snapshot import Structure
 from adacheck_jax.store.retention import KeepLineage
+from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.zarr import Compression
 
 Counts = tuple[int, ...]

@@ -5,21 +5,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes  # noqa: F401  gives numpy bfloat16 and its kin
 import numpy as np
 
-from adacheck_jax.format import boxes, lineage
+from adacheck_jax.format import boxes
 from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.store import volumes
+from adacheck_jax.store.steps import lineage
+from adacheck_jax.store.storage.location import AnyPath, at
 from adacheck_jax.store.zarr import Compression, codec_of
 
 _MIN_COMPRESSED_BYTES = 1 << 12
-_STILL = ".still"
-"""End of the name of a volume with arrays that are expected not to change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ class EarlierBase:
         sums: this process's contributions to their fingerprints, by leaf index; empty if unknown.
     """
 
-    directory: Path
+    directory: AnyPath
     step: int
     leaves: tuple[Leaf, ...]
     sums: Mapping[int, int]
@@ -74,7 +73,7 @@ class BaseWriter:
     names: Mapping[str, Name]
     compression: Compression
 
-    def write(self, directory: Path, process: int, sums: Mapping[int, int]) -> dict[str, Any]:
+    def write(self, directory: AnyPath, process: int, sums: Mapping[int, int]) -> dict[str, Any]:
         """Writes this process's volumes durably.
 
         Args:
@@ -114,7 +113,7 @@ class BaseWriter:
         # worth keeping.
         for suffix, chosen in (
             ("", [piece for i, piece in left.items() if i not in still]),
-            (_STILL, [piece for i, piece in left.items() if i in still]),
+            (lineage.STILL, [piece for i, piece in left.items() if i in still]),
         ):
             if chosen:
                 path = f"{lineage.BASE}/{process}{suffix}"
@@ -164,13 +163,12 @@ def chunk_shape(leaf: Leaf, wanted_bytes: int | None) -> tuple[int, ...]:
     return boxes.chunk_shape(leaf.cuts, leaf.itemsize_bytes, max_bytes)
 
 
-def _volumes_of(base: EarlierBase, process: int) -> list[tuple[str, Path]]:
+def _volumes_of(base: EarlierBase, process: int) -> list[tuple[str, AnyPath]]:
     """One process's volumes in a base, each under the name that a later base keeps it by."""
-    own = [f"{process}", f"{process}{_STILL}"]
-    found = [(f"{base.step}.{name}", base.directory / lineage.BASE / name) for name in own]
-    kept = base.directory / lineage.KEPT
-    names = [path.name for path in kept.iterdir()] if kept.is_dir() else []
-    names = [name for name in names if name.split(".", 1)[1] in own]
+    own = [f"{process}", f"{process}{lineage.STILL}"]
+    top, kept = base.directory / lineage.BASE, base.directory / lineage.KEPT
+    found: list[tuple[str, AnyPath]] = [(f"{base.step}.{name}", top / name) for name in own]
+    names = [name for name in at(kept).folders() if name.split(".", 1)[1] in own]
     return found + [(n, kept / n) for n in sorted(names, key=_step_of, reverse=True)]
 
 

@@ -8,15 +8,14 @@ leaves a claim in it; a writer that does not find its own claim afterwards has l
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
 
 from adacheck_jax.errors import StorageError
-from adacheck_jax.format import manifest_file, roots
 from adacheck_jax.store.links import PROBE_PREFIX
+from adacheck_jax.store.steps import manifest_file, roots
+from adacheck_jax.store.steps.lineage import BASE, DELTA, KEPT, LINEAGE, STILL
+from adacheck_jax.store.storage.location import AnyPath, at
 
 _PREFIX = ".claim."
 
@@ -27,10 +26,11 @@ def new_token() -> str:
 
 
 @contextlib.contextmanager
-def writing(directory: Path, process: int, token: str) -> Iterator[None]:
+def writing(directory: AnyPath, process: int, token: str) -> Iterator[None]:
     """Claims a directory while it is written, and checks the claim afterwards.
 
-    Waits for another handler that is writing the same step.
+    Waits for another handler that is writing the same step, and removes what an earlier attempt has
+    left.
 
     Args:
         directory: the item's temporary directory.
@@ -43,19 +43,20 @@ def writing(directory: Path, process: int, token: str) -> Iterator[None]:
     with _turn(directory, process):
         _take(directory, process, token)
         try:
+            _clear(directory, process)
             yield
         except Exception as error:
             if not _is_held(directory, process, token):
                 raise _lost(directory) from error
             with contextlib.suppress(OSError):  # the first error is the one to raise
-                _claim(directory, process).unlink()
+                at(_claim(directory, process)).delete()
             raise
         if not _is_held(directory, process, token):
             raise _lost(directory)
 
 
 @contextlib.contextmanager
-def committing(directory: Path, process: int, token: str) -> Iterator[None]:
+def committing(directory: AnyPath, process: int, token: str) -> Iterator[None]:
     """Holds a step's lock during the commit, and checks that the claim held while it was written.
 
     Args:
@@ -68,60 +69,64 @@ def committing(directory: Path, process: int, token: str) -> Iterator[None]:
     """
     with _turn(directory, process):
         final = roots.committed_path(directory)
-        if not _is_held(directory, process, token) or (final != directory and final.exists()):
+        if not _is_held(directory, process, token) or (final != directory and at(final).exists):
             raise _lost(directory)
-        descriptor = os.open(directory, os.O_RDONLY)  # keeps its inode from being reused
-        try:
-            yield
-        except Exception as error:
-            if not _is_same(directory, descriptor):
-                raise _lost(directory) from error
-            raise
-        else:
-            if not _is_same(directory, descriptor):  # its maker waits for the lock
-                (directory / manifest_file.FILE).unlink(missing_ok=True)
+        with at(directory).watched() as is_same:
+            try:
+                yield
+            except Exception as error:
+                if not is_same():
+                    raise _lost(directory) from error
+                raise
+            if not is_same():  # the maker of another one waits for the lock
+                at(directory / manifest_file.FILE).delete()
                 raise _lost(directory)
-        finally:
-            os.close(descriptor)
 
 
-def remove(directory: Path) -> None:
+def remove(directory: AnyPath) -> None:
     """Removes the claims of all processes; called before the manifest is written."""
-    for path in (directory / manifest_file.DIRECTORY).glob(f"{_PREFIX}*"):
-        path.unlink()
+    for each in at(directory / manifest_file.DIRECTORY).list(deep=False):
+        if each.name.startswith(_PREFIX):
+            each.delete()
 
 
-def _claim(directory: Path, process: int) -> Path:
+def _claim(directory: AnyPath, process: int) -> AnyPath:
     return directory / manifest_file.DIRECTORY / f"{_PREFIX}{process}"
 
 
-def _take(directory: Path, process: int, token: str) -> None:
-    if not (roots.is_written_in_place(directory) or directory.is_dir()):
+def _take(directory: AnyPath, process: int, token: str) -> None:
+    if not (roots.is_written_in_place(directory) or at(directory).is_folder):
         raise _lost(directory)
-    path = _claim(directory, process)
-    path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with open(path, "x") as file:
-            file.write(token)
+        at(_claim(directory, process)).write(token.encode(), if_absent=True)
     except FileExistsError:  # by an earlier attempt of this handler, or by another handler
         if not _is_held(directory, process, token):
             raise _lost(directory) from None
 
 
-def _is_held(directory: Path, process: int, token: str) -> bool:
+def _is_held(directory: AnyPath, process: int, token: str) -> bool:
     try:
-        return _claim(directory, process).read_text() == token
+        return at(_claim(directory, process)).read() == token.encode()
     except (FileNotFoundError, NotADirectoryError):
         return False
 
 
-def _is_same(path: Path, descriptor: int) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        return os.path.samestat(os.stat(path), os.fstat(descriptor))
-    return False
+def _clear(directory: AnyPath, process: int) -> None:
+    """Removes what an earlier attempt, or another handler, wrote after Orbax had made room."""
+    own = (f"{process}", f"{process}{STILL}")
+    doomed = [directory / BASE / name for name in at(directory / BASE).folders() if name in own]
+    kept = at(directory / KEPT).folders()
+    doomed += [directory / KEPT / name for name in kept if name.partition(".")[2] in own]
+    begins = (f"{DELTA}.{process}.", *(["update."] if process == 0 else []))
+    ours = at(directory / manifest_file.DIRECTORY).list(deep=False)
+    doomed += [each for each in ours if each.name.startswith(begins)]
+    if process == 0:
+        doomed.append(directory / LINEAGE)
+    for each in doomed:
+        at(each).delete()
 
 
-def _lost(directory: Path) -> StorageError:
+def _lost(directory: AnyPath) -> StorageError:
     return StorageError(
         f"{roots.committed_path(directory)}: expected one writer, found that another handler or "
         "process saves the same step into the same root at the same time, or has removed the "
@@ -132,25 +137,9 @@ def _lost(directory: Path) -> StorageError:
 
 
 @contextlib.contextmanager
-def _turn(directory: Path, process: int) -> Iterator[None]:
-    """Holds the lock of a step: a locked empty file, which a killed process leaves unlocked."""
-    root, final = roots.place_of(directory).line[0], roots.committed_path(directory)
-    name = ".".join(final.relative_to(root).parts)
-    path = root / f"{PROBE_PREFIX}{name}.{process}{roots.TMP_SUFFIX}"
-    descriptor = _locked(path)
-    try:
+def _turn(directory: AnyPath, process: int) -> Iterator[None]:
+    """Holds the lock of a step, where there are locks; elsewhere the claims alone decide."""
+    (root, item), final = roots.place_of(directory).line, roots.committed_path(directory)
+    name = final.name if item is None else f"{final.parent.name}.{final.name}"
+    with at(root / f"{PROBE_PREFIX}{name}.{process}{roots.TMP_SUFFIX}").lock():
         yield
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(descriptor)
-
-
-def _locked(path: Path) -> int:
-    while True:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CREAT, 0o666)
-        # On file systems without locks the claims alone decide.
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if _is_same(path, descriptor):
-            return descriptor  # else the last holder of the lock has just removed the file
-        os.close(descriptor)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from adacheck_jax.format.manifest import Encoding, Leaf
 from adacheck_jax.format.pack_plan import Extent, WritePlan
 from adacheck_jax.store import equality, packs
 from adacheck_jax.store.reused_memory import ReusedMemory
+from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.store.zarr import Codec, Compression, codec_of
 
 _MIN_ALIAS_BYTES = 256
@@ -182,7 +182,7 @@ class DeltaWriter:
 
 
 def write(
-    packed: Sequence[Packed], start: Path, codec: Codec, memory: ReusedMemory
+    packed: Sequence[Packed], start: AnyPath, codec: Codec, memory: ReusedMemory
 ) -> list[dict[str, Any]]:
     """Writes one process's sections of successive deltas as one pack, durably.
 

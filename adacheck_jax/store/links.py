@@ -2,46 +2,35 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import os
-import tempfile
+import uuid
 from collections.abc import Iterator
-from pathlib import Path
 
 from adacheck_jax.errors import LineageError
-from adacheck_jax.format import manifest_file
-from adacheck_jax.format.lineage import LINEAGE, Lineage, LineageStep
 from adacheck_jax.format.manifest import BaseManifest
-from adacheck_jax.format.roots import TMP_SUFFIX
+from adacheck_jax.store.steps import manifest_file
+from adacheck_jax.store.steps.lineage import LINEAGE, Lineage, LineageStep
+from adacheck_jax.store.steps.roots import TMP_SUFFIX
+from adacheck_jax.store.storage.location import AnyPath, Location, at
 
 PROBE_PREFIX = ".adacheck-"
 """Beginning of the name of a directory that exists for a moment, to try a hard link in it."""
 
-_TROUBLE = {
-    *(errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENOENT),
-    *(errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE, errno.ENOMEM),
-}
-"""Errors of a hard link that may pass; other errors come from file systems without hard links."""
 
-
-def can_link(directory: Path) -> bool:
+def can_link(directory: AnyPath) -> bool:
     """True if the file system of an existing directory has hard links.
 
     Raises:
         OSError: an error that may pass.
     """
     # A name that Orbax knows: an opening manager removes it if a crash left it behind.
-    with tempfile.TemporaryDirectory(TMP_SUFFIX, PROBE_PREFIX, directory) as name:
-        probe = Path(name) / "probe"
-        probe.touch()
-        try:
-            os.link(probe, probe.with_name("link"))
-        except OSError as error:
-            if error.errno in _TROUBLE:
-                raise
-            return False
-    return True
+    folder = at(directory) / f"{PROBE_PREFIX}{uuid.uuid4().hex}{TMP_SUFFIX}"
+    probe = folder / "probe"
+    try:
+        probe.write(b"", if_absent=True)
+        return (folder / "link").adopt(probe)
+    finally:
+        folder.delete()
 
 
 def files_of(entry: LineageStep) -> frozenset[str]:
@@ -50,14 +39,14 @@ def files_of(entry: LineageStep) -> frozenset[str]:
     Args:
         entry: a whole step in its own directory: just committed, or just restored.
     """
-    # A step that is being deleted gives no names; linking to it will fail.
-    with contextlib.suppress(FileNotFoundError):
+    try:
         return frozenset(name for name, _ in _files_of(entry))
-    return frozenset()
+    except FileNotFoundError:  # it is being deleted; linking to it will fail
+        return frozenset()
 
 
 def link_ancestors(
-    lineage: Lineage, item_directory: Path, expected: frozenset[str] = frozenset()
+    lineage: Lineage, item_directory: AnyPath, expected: frozenset[str] = frozenset()
 ) -> None:
     """Hard-links every file of a lineage into the directory of the step that follows it.
 
@@ -74,7 +63,7 @@ def link_ancestors(
     try:
         for entry in lineage.entries:
             if not entry.is_link:  # links are found in the directory that has them
-                _link(_files_of(entry), os.fspath(item_directory / LINEAGE), made)
+                _link(_files_of(entry), at(item_directory / LINEAGE), made)
         # A deletion may have begun before the files were listed, and not be done yet.
         every = {f"{each.step}.{manifest_file.NAME}" for each, _ in lineage.saves}
         every |= expected | {f"{lineage.base.step}/{manifest_file.FILE}"}
@@ -91,52 +80,38 @@ def link_ancestors(
         )
 
 
-def _link(files: Iterator[tuple[str, str]], top: str, made: set[str]) -> None:
-    """Links files, and makes the directories of the links.
+def _link(files: Iterator[tuple[str, Location]], top: Location, made: set[str]) -> None:
+    """Links files.
 
     Args:
-        files: names of links and paths of files, from :func:`_files_of`.
+        files: names of links and places of files, from :func:`_files_of`.
         top: directory for the links.
         made: names of existing links; changed.
     """
-    folders = set[str]()
-    for name, path in files:
-        if name in made:
-            continue
-        folder = name.rpartition("/")[0]
-        if folder not in folders:
-            os.makedirs(f"{top}/{folder}", exist_ok=True)
-            folders.add(folder)
-        os.link(path, f"{top}/{name}", follow_symlinks=False)
-        made.add(name)
+    for name, file in files:
+        if name not in made:
+            if not (top / name).adopt(file):
+                raise OSError(errno.ENOTSUP, "hard links cannot be made any more", str(top / name))
+            made.add(name)
 
 
-def _files_of(entry: LineageStep) -> Iterator[tuple[str, str]]:
+def _files_of(entry: LineageStep) -> Iterator[tuple[str, Location]]:
     """Files of a step in its own directory, and files that are linked into it.
 
     Yields:
-        The name of a link to a file, and the file's path.
+        The name of a link to a file, and the file's place.
 
     Raises:
         FileNotFoundError: the step is being deleted.
     """
     assert not entry.is_link
-    item, step = os.fspath(entry.holder), entry.manifest.step
+    item, step = at(entry.holder), entry.manifest.step
     if isinstance(entry.manifest, BaseManifest):
-        yield from _below(item, f"{step}/")
+        for each in item.list():
+            yield f"{step}/{each.below(item)}", each
         return
-    with os.scandir(f"{item}/{manifest_file.DIRECTORY}") as found:
-        for each in found:
-            if not each.is_dir(follow_symlinks=False):
-                yield f"{step}.{each.name}", each.path
-    if os.path.isdir(f"{item}/{LINEAGE}"):
-        yield from _below(f"{item}/{LINEAGE}", "")
-
-
-def _below(directory: str, prefix: str) -> Iterator[tuple[str, str]]:
-    with os.scandir(directory) as found:
-        for each in found:
-            if each.is_dir(follow_symlinks=False):
-                yield from _below(each.path, f"{prefix}{each.name}/")
-            else:
-                yield f"{prefix}{each.name}", each.path
+    for each in (item / manifest_file.DIRECTORY).list(deep=False):
+        yield f"{step}.{each.name}", each
+    links = item / LINEAGE
+    for each in links.list():
+        yield each.below(links), each

@@ -10,19 +10,17 @@ manifest. Every chunk has a crc32c.
 from __future__ import annotations
 
 import bisect
-import glob
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import tensorstore as ts
 
 from adacheck_jax.errors import FormatError, IntegrityError, first_line, unreadable
-from adacheck_jax.format import durable
 from adacheck_jax.store import aligned_read, zarr
+from adacheck_jax.store.storage.location import AnyPath, at
 from adacheck_jax.store.zarr import Codec
 
 Ranges = tuple[tuple[int, int], ...]
@@ -58,7 +56,7 @@ def _chunk_bytes(size_bytes: int, kind: Kind) -> int:
 
 
 def write_pack(
-    start: Path,
+    start: AnyPath,
     contents: Sequence[tuple[Kind, Sequence[np.ndarray]]],
     codec: Codec = "zstd",
 ) -> list[list[Ranges]]:
@@ -73,10 +71,9 @@ def write_pack(
     Returns:
         Ranges of blocks of zeros that were left out, by array and section.
     """
-    start.parent.mkdir(parents=True, exist_ok=True)
     database = zarr.database_at(start)
     zeros: list[list[Ranges]] = []
-    context = ts.Context({"file_io_sync": False})  # else each file by itself waits for the disk
+    context = at(start).context(file_io_sync=False)  # else each file by itself waits for the disk
     # Atomic: one generation of the database, so that every file is referred to.
     with ts.Transaction(atomic=True) as transaction:
         for kind, sections in contents:
@@ -95,7 +92,10 @@ def write_pack(
             store = ts.open(spec, create=True, transaction=transaction, context=context).result()
             # The bytes do not change before the commit, so tensorstore need not copy.
             store.write(pack, can_reference_source_data_indefinitely=True).result()
-    durable.sync_all([*start.parent.glob(f"{glob.escape(start.name)}.*"), start.parent])
+    folder, beginning = at(start).parent, f"{start.name}."
+    files = [each for each in folder.list(deep=False) if each.name.startswith(beginning)]
+    if files:
+        folder.sync(*files)
     return zeros
 
 
@@ -110,7 +110,7 @@ def _joined(sections: Sequence[np.ndarray], zeros: Sequence[Ranges], kind: Kind)
 
 
 def laid_out(
-    start: Path, kind: Kind, sections: Sequence[tuple[int, Ranges]]
+    start: AnyPath, kind: Kind, sections: Sequence[tuple[int, Ranges]]
 ) -> tuple[list[int], int]:
     """Positions of the sections in the stored bytes of an array, and the number of these bytes.
 
@@ -201,7 +201,7 @@ class PackArray:
         StorageError: the array cannot be read now.
     """
 
-    def __init__(self, start: Path, kind: Kind, stored_bytes: int) -> None:
+    def __init__(self, start: AnyPath, kind: Kind, stored_bytes: int) -> None:
         self.start = start
         self.kind = kind
         self.stored_bytes = expected_bytes = stored_bytes
@@ -209,7 +209,7 @@ class PackArray:
             return
         spec = zarr.array_in(zarr.database_at(start), kind.name)
         try:
-            self._store = ts.open(spec, open=True, read=True).result()
+            self._store = ts.open(spec, open=True, read=True, context=at(start).context()).result()
         except Exception as error:
             if refused := unreadable(start, error):
                 raise refused from error

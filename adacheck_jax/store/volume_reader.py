@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ import tensorstore as ts
 from adacheck_jax.errors import first_line
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.store import zarr
+from adacheck_jax.store.storage.location import AnyPath, at
 
 _PIECE_BYTES = 32 << 20
 """Bytes of an array that are read at a time, unless its chunks are larger."""
@@ -36,6 +36,7 @@ class ArrayReader:
     Args:
         database: specification of the database, from :mod:`~adacheck_jax.store.zarr`.
         name: the array's name.
+        context: context of the storage that the database lies in; None for local files.
 
     Attributes:
         shape: global shape.
@@ -45,9 +46,12 @@ class ArrayReader:
         ValueError: there is no such array, or it cannot be opened.
     """
 
-    def __init__(self, database: Mapping[str, Any], name: str) -> None:
+    def __init__(
+        self, database: Mapping[str, Any], name: str, context: ts.Context | None = None
+    ) -> None:
         spec = zarr.array_in(database, name)
-        self._store = ts.open(spec, open=True, read=True, context=ts.Context()).result()
+        context = context or ts.Context()
+        self._store = ts.open(spec, open=True, read=True, context=context).result()
         self.shape = tuple(self._store.shape)
         self.dtype = self._store.dtype.name
         chunk: Any = self._store.chunk_layout.read_chunk.shape or ()
@@ -85,7 +89,7 @@ class ArrayReader:
             yield first, np.asarray(data.result())
 
 
-def described(directory: Path, names: Sequence[str]) -> list[tuple[tuple[int, ...], str, Any]]:
+def described(directory: AnyPath, names: Sequence[str]) -> list[tuple[tuple[int, ...], str, Any]]:
     """Shapes, types and chunk shapes of arrays, without opening each.
 
     Args:
@@ -98,8 +102,8 @@ def described(directory: Path, names: Sequence[str]) -> list[tuple[tuple[int, ..
     Raises:
         ValueError: the database cannot be read, or does not describe one of them.
     """
-    found = []
-    for name, body in zip(names, _descriptions(directory, names, ts.Context()), strict=True):
+    found, bodies = [], _descriptions(directory, names, at(directory).context())
+    for name, body in zip(names, bodies, strict=True):
         try:
             chunks = body["chunk_grid"]["configuration"]["chunk_shape"]
             found.append((tuple(body["shape"]), body["data_type"], tuple(chunks)))
@@ -108,7 +112,7 @@ def described(directory: Path, names: Sequence[str]) -> list[tuple[tuple[int, ..
     return found
 
 
-def opened(directory: Path, names: Sequence[str]) -> list[Any]:
+def opened(directory: AnyPath, names: Sequence[str]) -> list[Any]:
     """Opens arrays to be read, all at once.
 
     Args:
@@ -121,7 +125,7 @@ def opened(directory: Path, names: Sequence[str]) -> list[Any]:
     Raises:
         ValueError: an array is missing, or not in the codecs that arrays are written in.
     """
-    context = ts.Context()
+    context = at(directory).context()
     opening = []
     for name, body in zip(names, _descriptions(directory, names, context), strict=True):
         codecs = zarr.names(body["codecs"])
@@ -132,19 +136,22 @@ def opened(directory: Path, names: Sequence[str]) -> list[Any]:
     return [each.result() for each in opening]
 
 
-def _descriptions(directory: Path, names: Sequence[str], context: Any) -> list[Any]:
+def _descriptions(directory: AnyPath, names: Sequence[str], context: Any) -> list[Any]:
     """Stored zarr3 metadata of arrays."""
     database = ts.KvStore.open(zarr.database_in(directory), context=context).result()
     reads = [database.read(f"{name}/zarr.json") for name in names]
     return [json.loads(each.result().value) for each in reads]
 
 
-def lost_chunks(database: Mapping[str, Any], names: Sequence[str]) -> dict[str, str]:
+def lost_chunks(
+    database: Mapping[str, Any], names: Sequence[str], context: ts.Context | None = None
+) -> dict[str, str]:
     """Looks for every chunk of arrays, reading one byte of each.
 
     Args:
         database: specification of the database, from :mod:`~adacheck_jax.store.zarr`.
         names: names of arrays.
+        context: context of the storage that the database lies in; None for local files.
 
     Returns:
         Names of the arrays that cannot be whole, each with the reason.
@@ -152,12 +159,13 @@ def lost_chunks(database: Mapping[str, Any], names: Sequence[str]) -> dict[str, 
     Raises:
         ValueError: the database cannot be opened or listed.
     """
-    store = ts.KvStore.open(dict(database), context=ts.Context()).result()
+    context = context or ts.Context()
+    store = ts.KvStore.open(dict(database), context=context).result()
     known = frozenset(store.list().result())
     found: dict[str, str] = {}
     for name in names:
         try:
-            keys = [f"{name}/{key}" for key in ArrayReader(database, name).chunk_keys()]
+            keys = [f"{name}/{key}" for key in ArrayReader(database, name, context).chunk_keys()]
         except (ValueError, OSError) as error:
             found[name] = first_line(error)
             continue

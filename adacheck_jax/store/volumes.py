@@ -8,12 +8,11 @@ holds them is hard-linked, and referred to. Every chunk has a crc32c.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ import tensorstore as ts
 
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.store import equality, zarr
+from adacheck_jax.store.storage.location import AnyPath, at
 from adacheck_jax.store.zarr import Codec
 
 _TRANSACTION_BYTES = 1 << 28
@@ -89,7 +89,7 @@ class _Chunk:
         return self.source is self
 
 
-def write(directory: Path, pieces: Sequence[ArrayPiece]) -> dict[str, str]:
+def write(directory: AnyPath, pieces: Sequence[ArrayPiece]) -> dict[str, str]:
     """Writes one volume durably.
 
     Args:
@@ -100,14 +100,13 @@ def write(directory: Path, pieces: Sequence[ArrayPiece]) -> dict[str, str]:
         Names of pieces that equal another piece and refer to its chunks, each with the name of that
         one.
     """
-    directory.mkdir(parents=True, exist_ok=True)
     chunks = [[*_chunks(piece)] for piece in pieces]
     every = [*itertools.chain.from_iterable(chunks)]
     for chunk, first in zip(
         every, equality.firsts([c.data for c in every], [*map(_kind, every)]), strict=True
     ):
         chunk.source = every[first]
-    context = ts.Context()
+    context = at(directory).context()
     for batch in _batches(chunks):
         with ts.Transaction(atomic=False) as transaction:
             for own in batch:
@@ -169,7 +168,7 @@ def _batches(chunks: Sequence[Sequence[_Chunk]]) -> Iterator[list[Sequence[_Chun
 
 
 def _write_piece(
-    directory: Path, chunks: Sequence[_Chunk], context: ts.Context, transaction: ts.Transaction
+    directory: AnyPath, chunks: Sequence[_Chunk], context: ts.Context, transaction: ts.Transaction
 ) -> None:
     piece = chunks[0].piece
     spec = {
@@ -188,7 +187,7 @@ def _write_piece(
 
 
 def _refer(
-    directory: Path, chunks: Sequence[_Chunk], context: ts.Context, transaction: ts.Transaction
+    directory: AnyPath, chunks: Sequence[_Chunk], context: ts.Context, transaction: ts.Transaction
 ) -> None:
     """Makes chunks refer to the stored bytes of their sources."""
     database = ts.KvStore.open(zarr.database_in(directory), context=context).result()
@@ -205,7 +204,7 @@ def _refer(
 
 
 def keep(
-    earlier: Sequence[tuple[str, Path]], pieces: Sequence[ArrayPiece], directory: Path
+    earlier: Sequence[tuple[str, AnyPath]], pieces: Sequence[ArrayPiece], directory: AnyPath
 ) -> dict[str, str]:
     """Hard-links the volumes that hold unchanged arrays.
 
@@ -227,48 +226,48 @@ def keep(
             # A merge takes all keys below an array's name, so an array below another is not kept.
             outer = {str(path) for each in names for path in PurePosixPath(each).parents}
             held = [left[each] for each in names if each in left and each not in outer]
-            stats = [path.stat() for path in source.rglob("*") if path.is_file()]
-            total_bytes = sum(stat.st_size for stat in stats)
+            stats = [each.stat() for each in at(source).list()]
+            total_bytes = sum(stat.size_bytes for stat in stats)
             if sum(piece.nbytes for piece in held) < _WORTHWHILE * total_bytes or not held:
                 continue
-            if max(stat.st_nlink for stat in stats) > _MAX_LINKS:
+            if max(stat.link_count for stat in stats) > _MAX_LINKS:
                 continue
             _link(source, directory / name)
             equal = [piece for piece in held if _holds(directory / name, piece)]
         except (OSError, ValueError):  # deleted meanwhile, or damaged: written again
-            shutil.rmtree(directory / name, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                at(directory / name).delete()
             continue
         if sum(piece.nbytes for piece in equal) < _WORTHWHILE * total_bytes:
-            shutil.rmtree(directory / name)
+            at(directory / name).delete()
             continue
         kept |= {piece.name: name for piece in equal}
         left = {each: piece for each, piece in left.items() if each not in kept}
     return kept
 
 
-def _names(directory: Path) -> list[str]:
+def _names(directory: AnyPath) -> list[str]:
     """Names of the arrays that a volume holds."""
-    if not directory.is_dir():
+    if not at(directory).is_folder:
         return []
-    database = ts.KvStore.open(zarr.database_in(directory)).result()
+    database = ts.KvStore.open(
+        zarr.database_in(directory), context=at(directory).context()
+    ).result()
     keys = [key.decode() for key in database.list().result()]
     return [key.removesuffix("/zarr.json") for key in keys if key.endswith("/zarr.json")]
 
 
-def _link(source: Path, target: Path) -> None:
-    target.mkdir(parents=True)
-    for path in source.rglob("*"):
-        if path.is_dir():
-            (target / path.relative_to(source)).mkdir(parents=True, exist_ok=True)
-        else:
-            (target / path.relative_to(source)).parent.mkdir(parents=True, exist_ok=True)
-            os.link(path, target / path.relative_to(source), follow_symlinks=False)
+def _link(source: AnyPath, target: AnyPath) -> None:
+    folder = at(source)
+    for each in folder.list():
+        if not at(target / each.below(folder)).adopt(each):
+            raise OSError(f"{source}: cannot be linked")
 
 
-def _holds(directory: Path, piece: ArrayPiece) -> bool:
+def _holds(directory: AnyPath, piece: ArrayPiece) -> bool:
     """True if a volume holds exactly a piece's elements, cut into the same chunks."""
     spec = zarr.array_in(zarr.database_in(directory), piece.name)
-    store = ts.open(spec, open=True, read=True).result()
+    store = ts.open(spec, open=True, read=True, context=at(directory).context()).result()
     found = store.spec().to_json()["metadata"]
     if any(found.get(key) != value for key, value in _comparable(piece.metadata).items()):
         return False
@@ -282,7 +281,7 @@ def _comparable(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return {key: metadata[key] for key in ("data_type", "shape", "chunk_grid")}
 
 
-def merge(item_directory: Path, contents: Mapping[str, Sequence[str] | None]) -> None:
+def merge(item_directory: AnyPath, contents: Mapping[str, Sequence[str] | None]) -> None:
     """Makes the arrays of some volumes part of the checkpoint's own database.
 
     Args:
@@ -291,7 +290,7 @@ def merge(item_directory: Path, contents: Mapping[str, Sequence[str] | None]) ->
         contents: names of the arrays to take, by path of the volume relative to the item directory;
             None for all of them.
     """
-    context = ts.Context()
+    context = at(item_directory).context()
     checkpoint = ts.KvStore.open(zarr.database_in(item_directory), context=context).result()
     copies = []
     with ts.Transaction(atomic=True) as transaction:

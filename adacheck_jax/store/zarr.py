@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal, get_args
+
+from adacheck_jax.store.storage.location import AnyPath, at
 
 Codec = Literal["lz4", "zstd"]
 """Compressors of floating-point numbers, of which some bits hardly ever change. LZ4 finds them once
@@ -25,23 +26,21 @@ def codec_of(compression: Compression) -> Codec | None:
     return _CODECS[compression]
 
 
-def database_in(directory: Path) -> dict[str, Any]:
+def database_in(directory: AnyPath) -> dict[str, Any]:
     """Specification of an OCDBT database in a directory of its own."""
-    base = {"driver": "file", "path": f"{directory.resolve()}/"}
-    return {"driver": "ocdbt", "base": base, "path": ""}
+    return {"driver": "ocdbt", "base": at(directory).spec(), "path": ""}
 
 
-def database_at(start: Path) -> dict[str, Any]:
+def database_at(start: AnyPath) -> dict[str, Any]:
     """Specification of an OCDBT database whose files lie side by side, among others.
 
     Args:
         start: beginning of the files' paths; a dot follows.
     """
-    files = {"driver": "file", "path": f"{start.parent.resolve() / start.name}."}
     # By itself OCDBT would take the path for a directory.
     return {
         "driver": "ocdbt",
-        "base": {"driver": "kvstack", "layers": [{"base": files}]},
+        "base": {"driver": "kvstack", "layers": [{"base": at(start).spec(".")}]},
         "path": "",
         "value_data_prefix": "",
         "btree_node_data_prefix": "",

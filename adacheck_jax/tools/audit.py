@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from adacheck_jax.errors import AdaCheckError
-from adacheck_jax.format import lineage as lineages
-from adacheck_jax.format import roots
 from adacheck_jax.format.manifest import BaseManifest
-from adacheck_jax.format.roots import TMP_SUFFIX, Step
 from adacheck_jax.store.links import PROBE_PREFIX
+from adacheck_jax.store.steps import lineage as lineages
+from adacheck_jax.store.steps import roots
+from adacheck_jax.store.steps.roots import TMP_SUFFIX, Step
+from adacheck_jax.store.storage.location import AnyPath, Location, at
 from adacheck_jax.tools.recompute import RECOMPUTED, Recomputation
 from adacheck_jax.tools.steps import InputError, steps_under
 from adacheck_jax.tools.verification import (
@@ -122,7 +121,7 @@ class RootReport:
 
 
 def verify_root(
-    root: Path,
+    root: AnyPath,
     number: int | None = None,
     item: str | None = None,
     thoroughness: Thoroughness | None = None,
@@ -148,7 +147,7 @@ def verify_root(
     try:
         steps = _selected(root, steps_under(root), number, item)
     except InputError:
-        only_leftovers = root.is_dir() and any(each.is_temporary for each in leftovers(root))
+        only_leftovers = at(root).is_folder and any(each.is_temporary for each in leftovers(root))
         if not only_leftovers or (number, item) != (None, None):
             raise
         steps = []  # a first save was interrupted
@@ -158,7 +157,7 @@ def verify_root(
     ordered = sorted(steps, key=lambda each: (each.directory.name, each.step, each.directory))
     for done, step in enumerate(ordered):
         if progress is not None:
-            progress(done, len(ordered), str(step.directory.relative_to(root)))
+            progress(done, len(ordered), at(step.directory).below(at(root)))
         report = audit.report(step)
         if report is not None:
             reports.append(report)
@@ -196,7 +195,7 @@ def _of(count: int, every: Sequence[StepReport]) -> str:
 
 
 def _selected(
-    root: Path, every: Sequence[Step], number: int | None, item: str | None
+    root: AnyPath, every: Sequence[Step], number: int | None, item: str | None
 ) -> list[Step]:
     steps = [step for step in every if item in (None, step.directory.name)]
     if not steps:
@@ -214,7 +213,7 @@ def _selected(
     return chosen
 
 
-def _chosen(steps: Sequence[Step], wanted: Thoroughness) -> frozenset[Path]:
+def _chosen(steps: Sequence[Step], wanted: Thoroughness) -> frozenset[AnyPath]:
     """The steps whose data is read."""
     paths = [step.directory for step in steps]
     if wanted.read_data:
@@ -226,7 +225,7 @@ def _chosen(steps: Sequence[Step], wanted: Thoroughness) -> frozenset[Path]:
 class _Audit:
     """Verifies one step after the other, and remembers findings about files that they share."""
 
-    def __init__(self, root: Path, wanted: Thoroughness, chosen: frozenset[Path]) -> None:
+    def __init__(self, root: AnyPath, wanted: Thoroughness, chosen: frozenset[AnyPath]) -> None:
         self._root, self._wanted, self._chosen = root, wanted, chosen
         self._verifier, self._recomputation = Verifier(), Recomputation()
 
@@ -255,7 +254,7 @@ class _Audit:
         kind = None if manifest is None else "delta"
         if isinstance(manifest, BaseManifest):
             kind = "base"
-        place = str(step.directory.relative_to(self._root))
+        place = at(step.directory).below(at(self._root))
         checked, rounded, problem = ["structure"], (), None
         damage: list[Damage] = []
         if manifest is not None:
@@ -306,19 +305,20 @@ def _new(known: Sequence[Damage], found: Sequence[Damage]) -> list[Damage]:
     return new
 
 
-def leftovers(root: Path) -> list[Leftover]:
+def leftovers(root: AnyPath) -> list[Leftover]:
     """Directories under a root, and in its step directories, that are no steps."""
     found = []
-    ours = {path for each in roots.items_of(root) for path in (each, each.parent)}
-    unfinished = {path for each in roots.uncommitted_of(root) for path in (each, each.parent)}
-    for path in _directories(root):
-        relative = str(path.relative_to(root))
+    top = at(root)
+    ours = {path for each in roots.items_of(top) for path in (each, each.parent)}
+    unfinished = {path for each in roots.uncommitted_of(top) for path in (each, each.parent)}
+    for path in _directories(top):
+        relative = path.below(top)
         is_named_temporary = TMP_SUFFIX in path.name or path.name.startswith(PROBE_PREFIX)
         if is_named_temporary or path in unfinished:
             found.append(Leftover(relative, "left by an interrupted save", True))
         elif path in ours:
             found += [
-                Leftover(str(inner.relative_to(root)), "left by an interrupted save", True)
+                Leftover(inner.below(top), "left by an interrupted save", True)
                 for inner in _directories(path)
                 if TMP_SUFFIX in inner.name
             ]
@@ -327,9 +327,8 @@ def leftovers(root: Path) -> list[Leftover]:
     return found
 
 
-def _directories(parent: Path) -> list[Path]:
+def _directories(parent: Location) -> list[Location]:
     try:
-        names = sorted(os.listdir(parent))
+        return [parent / name for name in sorted(parent.folders())]
     except OSError:
         return []
-    return [parent / name for name in names if (parent / name).is_dir()]

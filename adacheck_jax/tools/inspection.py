@@ -6,11 +6,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from adacheck_jax.errors import AdaCheckError
-from adacheck_jax.format import lineage as lineages
-from adacheck_jax.format.lineage import Lineage
 from adacheck_jax.format.manifest import (
     BaseManifest,
     DeltaManifest,
@@ -18,7 +15,10 @@ from adacheck_jax.format.manifest import (
     Manifest,
     Update,
 )
-from adacheck_jax.format.roots import Step
+from adacheck_jax.store.steps import lineage as lineages
+from adacheck_jax.store.steps.lineage import Lineage
+from adacheck_jax.store.steps.roots import Step
+from adacheck_jax.store.storage.location import AnyPath, at
 from adacheck_jax.tools.steps import InputError, disk_bytes, new_bytes, steps_under
 
 
@@ -170,7 +170,7 @@ class StepDetails:
     leaves: tuple[LeafSummary, ...]
 
 
-def summarize_root(root: Path) -> RootSummary:
+def summarize_root(root: AnyPath) -> RootSummary:
     """List the steps under a checkpoint root.
 
     Args:
@@ -186,7 +186,7 @@ def summarize_root(root: Path) -> RootSummary:
     return RootSummary(str(root), disk_bytes(root), steps)
 
 
-def describe_step(root: Path, number: int | None = None, item: str | None = None) -> StepDetails:
+def describe_step(root: AnyPath, number: int | None = None, item: str | None = None) -> StepDetails:
     """Describe one step and its leaves.
 
     Args:
@@ -238,7 +238,7 @@ def describe_step(root: Path, number: int | None = None, item: str | None = None
     )
 
 
-def _select(root: Path, number: int | None, item: str | None) -> Step:
+def _select(root: AnyPath, number: int | None, item: str | None) -> Step:
     steps = steps_under(root)
     items = sorted({step.directory.name for step in steps})
     if item is not None and item not in items:
@@ -263,11 +263,11 @@ def _select(root: Path, number: int | None, item: str | None) -> Step:
     return chosen[0]
 
 
-def _summarize(step: Step, root: Path) -> StepSummary:
+def _summarize(step: Step, root: AnyPath) -> StepSummary:
     manifest = step.manifest
     return StepSummary(
         step=None if step.step < 0 else step.step,
-        item=str(step.directory.relative_to(root)),
+        item=at(step.directory).below(at(root)),
         kind=_kind(manifest) if manifest else None,
         update_count=sum(manifest.counts) if manifest and manifest.counts else None,
         parent=_parent(manifest) if manifest else None,

@@ -18,11 +18,12 @@ import numpy as np
 
 from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
 from adacheck_jax.errors import AdaCheckError, FormatError, StorageError, first_line
-from adacheck_jax.format import manifest_file
-from adacheck_jax.format.lineage import Lineage, identity_of
 from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.restore import check, delta_reader, replay
 from adacheck_jax.restore.compiled_update import CompiledUpdates
+from adacheck_jax.store.steps import manifest_file
+from adacheck_jax.store.steps.lineage import Lineage, identity_of
+from adacheck_jax.store.storage.location import at
 from adacheck_jax.tools.verification import Damage, damage_of, damaged_programs
 from adacheck_jax.update import program as update_program
 
@@ -174,7 +175,7 @@ def cannot_replay_here(lineage: Lineage) -> str | None:
         return f"the update was exported for {known}, and this machine's platform is {here}"
     path = lineage.base_directory / manifest_file.update_file(here)
     try:
-        update_program.load(path.read_bytes(), update, str(path))
+        update_program.load(at(path).read(), update, str(path))
     except FormatError as error:
         return " ".join(str(error).split())
     except (AdaCheckError, OSError):

@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adacheck_jax.errors import AdaCheckError, StorageError
-from adacheck_jax.format import lineage as lineages
-from adacheck_jax.format import manifest_file, manifest_json, roots
-from adacheck_jax.format.lineage import LINEAGE, identity
-from adacheck_jax.format.roots import TMP_SUFFIX
+from adacheck_jax.format import manifest_json
+from adacheck_jax.store.steps import lineage as lineages
+from adacheck_jax.store.steps import manifest_file, roots
+from adacheck_jax.store.steps.lineage import identity
+from adacheck_jax.store.steps.roots import TMP_SUFFIX
+from adacheck_jax.store.storage.location import AnyPath, Location, at
 from adacheck_jax.tools import audit
 from adacheck_jax.tools.audit import Leftover, Progress, StepReport, Thoroughness
 from adacheck_jax.tools.recompute import try_to_restore
@@ -187,13 +189,9 @@ def _judge(root: Path, step: StepReport) -> tuple[bool, str]:
     directory = root / step.item
     if not _is_inside(root, directory):
         return False, "it lies behind a symbolic link, which is not followed"
-    links = directory / LINEAGE
-    for path in (
-        directory / manifest_file.FILE,
-        *links.glob(f"*/{manifest_file.FILE}"),
-        *links.glob(f"*.{manifest_file.NAME}"),
-    ):
-        found = _format(path)
+    own = at(directory / manifest_file.FILE)
+    for manifest in (own, *lineages.linked_manifests(directory)):
+        found = _format(manifest)
         if found is not None and found != manifest_json.FORMAT_VERSION:
             return False, f"its format version is {found}: another release may read it"
     problem = unreadable_file(directory)
@@ -213,10 +211,10 @@ def _judge(root: Path, step: StepReport) -> tuple[bool, str]:
     return False, why if can is not False else "replaying it on this machine is not exact"
 
 
-def _format(path: Path) -> object:
+def _format(manifest: Location) -> object:
     """The format version in a manifest; None without a readable manifest."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        body = json.loads(path.read_bytes())
+        body = json.loads(manifest.read())
         return body.get("format") if isinstance(body, dict) else None
     return None
 
@@ -236,7 +234,7 @@ def _needed(directories: Iterable[Path]) -> dict[Path, str]:
 
 def _alone(sound: Iterable[Path], lost: Iterable[Path]) -> dict[Path, str]:
     """Lost steps whose directories alone hold earlier steps, each with a reason to keep it."""
-    known: dict[tuple[Path, str | None], set[int]] = {}
+    known: dict[tuple[AnyPath, str | None], set[int]] = {}
     for directory in sound:
         with contextlib.suppress(AdaCheckError):
             steps = lineages.resolve(directory).steps

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from adacheck_jax.errors import AdaCheckError, StorageError, unreadable
-from adacheck_jax.format import lineage as lineages
-from adacheck_jax.format import roots
-from adacheck_jax.format.lineage import Lineage
+from adacheck_jax.store.steps import lineage as lineages
+from adacheck_jax.store.steps import roots
+from adacheck_jax.store.steps.lineage import Lineage
+from adacheck_jax.store.storage.location import AnyPath, at
 from adacheck_jax.tools.verification import Verifier, check, unreadable_file, whole_part
 
 _log = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ def latest_restorable(
             should not begin anew unasked.
         StorageError: a step cannot be read now, and may be whole.
     """
-    steps: dict[int, list[Path]] = {}
+    steps: dict[int, list[AnyPath]] = {}
     for path in roots.items_of(Path(root).absolute()):
         number = roots.place_of(path).step
         if number is not None and item in (None, path.name):
@@ -77,12 +78,15 @@ def latest_restorable(
         if inner is not None and inner > number:
             break
         try:
-            found = [check(path, read_data=read_data, verifier=verifier) for path in sorted(paths)]
+            found = [
+                check(path, read_data=read_data, verifier=verifier)
+                for path in sorted(paths, key=str)
+            ]
         except StorageError:
             raise
         except AdaCheckError as error:
             _refuse_unreadable(paths, error)
-            if all(path.is_dir() for path in paths):  # else it was deleted meanwhile
+            if all(at(path).is_folder for path in paths):  # else it was deleted meanwhile
                 _log.warning("Skipping step %d, which does not verify: %s", number, error)
                 first = first or error
                 another = _newest_within(number, paths, read_data, verifier)
@@ -100,7 +104,7 @@ def latest_restorable(
     return inner
 
 
-def _refuse_unreadable(paths: Sequence[Path], error: AdaCheckError) -> None:
+def _refuse_unreadable(paths: Sequence[AnyPath], error: AdaCheckError) -> None:
     """Raise a StorageError in place of an error if files cannot be read now."""
     for path in paths:
         problem = unreadable_file(path)
@@ -109,7 +113,7 @@ def _refuse_unreadable(paths: Sequence[Path], error: AdaCheckError) -> None:
 
 
 def _newest_within(
-    number: int, paths: Sequence[Path], read_data: bool, verifier: Verifier
+    number: int, paths: Sequence[AnyPath], read_data: bool, verifier: Verifier
 ) -> RestorableStep | None:
     """The newest step in a bad step's directory that verifies in every item."""
     common: set[int] | None = None

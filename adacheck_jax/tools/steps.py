@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
-from adacheck_jax.format import lineage as lineages
-from adacheck_jax.format import roots
-from adacheck_jax.format.manifest_file import DIRECTORY
-from adacheck_jax.format.roots import Step
+from adacheck_jax.store.steps import lineage as lineages
+from adacheck_jax.store.steps import roots
+from adacheck_jax.store.steps.manifest_file import DIRECTORY
+from adacheck_jax.store.steps.roots import Step
+from adacheck_jax.store.storage.interface import Entry
+from adacheck_jax.store.storage.location import AnyPath, at
 
 _LOOK_COUNT = 20
 _LOOK_AGAIN_S = 0.1
@@ -21,7 +21,7 @@ class InputError(Exception):
     """The root, step or item that a caller names does not exist, or cannot be used now."""
 
 
-def steps_under(root: Path) -> list[Step]:
+def steps_under(root: AnyPath) -> list[Step]:
     """The steps under a root, damaged ones included.
 
     Args:
@@ -30,19 +30,20 @@ def steps_under(root: Path) -> list[Step]:
     Raises:
         InputError: the root is missing, is not a directory, or holds no step of ours.
     """
-    if not root.exists():
+    if not at(root).exists:
         raise InputError(
             f"{root}: expected a checkpoint root, found nothing there. Give the directory that "
             "the checkpoint manager was given."
         )
-    if not root.is_dir():
+    if not at(root).is_folder:
         raise InputError(
             f"{root}: expected a checkpoint root, found a file. Give the directory that the "
             "checkpoint manager was given."
         )
     steps = _settled_steps(root)
     if not steps:
-        names = sorted(path.name for path in root.iterdir())
+        top = at(root)
+        names = sorted([*top.folders(), *(each.name for each in top.list(deep=False))])
         found = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
         raise InputError(
             f"{root}: expected steps saved by AdaCheckHandler, found {found or 'nothing'}. "
@@ -51,26 +52,26 @@ def steps_under(root: Path) -> list[Step]:
     return steps
 
 
-def _remedy(root: Path, names: list[str]) -> str:
+def _remedy(root: AnyPath, names: list[str]) -> str:
     if DIRECTORY in names:
-        return f"This is one step's item directory; give {root.absolute().parent.parent}."
+        return f"This is one step's item directory; give {at(root).parent.parent}."
     if any(name.isdecimal() for name in names):
         return "Read steps that stock Orbax saved with ocp.StandardCheckpointer."
     return "Give the directory that holds the step directories."
 
 
-def _settled_steps(root: Path) -> list[Step]:
+def _settled_steps(root: AnyPath) -> list[Step]:
     """The steps under a root, without those that are being deleted.
 
     A step that is being deleted looks damaged. So damage counts only if the number of files stays
     the same between two looks, and a step without files is no step.
     """
-    before: dict[Path, int] | None = None
+    before: dict[AnyPath, int] | None = None
     steps: list[Step] = []
     for _ in range(_LOOK_COUNT):
         found = roots.steps_of(root)
         suspects = [step.directory for step in found if step.error]
-        file_counts = {path: sum(1 for _ in _stats(path)) for path in suspects}
+        file_counts = {path: sum(1 for _ in _files(path)) for path in suspects}
         steps = [step for step in found if file_counts.get(step.directory, 1)]
         damaged = {path: count for path, count in file_counts.items() if count}
         if not damaged or damaged == before:
@@ -80,29 +81,28 @@ def _settled_steps(root: Path) -> list[Step]:
     return steps
 
 
-def new_bytes(directory: Path) -> int:
+def new_bytes(directory: AnyPath) -> int:
     """Bytes of the files under a step or item directory, without its links to earlier steps."""
-    return sum(stat.st_size for stat in _stats(directory, (lineages.LINEAGE, lineages.KEPT)))
+    return sum(each.size_bytes for each in _files(directory, (lineages.LINEAGE, lineages.KEPT)))
 
 
-def disk_bytes(directory: Path) -> int:
+def disk_bytes(directory: AnyPath) -> int:
     """Bytes of all files under a directory, each hard-linked file counted once."""
-    found = {(stat.st_dev, stat.st_ino): stat.st_size for stat in _stats(directory)}
+    found = {each.stamp: each.size_bytes for each in _files(directory)}
     return sum(found.values())
 
 
-def _stats(directory: Path, skipped: tuple[str, ...] = ()) -> Iterator[os.stat_result]:
-    """Sizes and inodes of the files under a directory; files deleted meanwhile are left out.
+def _files(directory: AnyPath, skipped: tuple[str, ...] = ()) -> Iterator[Entry]:
+    """Descriptions of the files under a directory; files deleted meanwhile are left out.
 
     Args:
         directory: the directory.
         skipped: relative paths of folders to leave out, wherever they lie.
     """
-    with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                if not any(entry.path.endswith(f"/{each}") for each in skipped):
-                    yield from _stats(Path(entry.path), skipped)
-                continue
-            with contextlib.suppress(FileNotFoundError):
-                yield entry.stat(follow_symlinks=False)
+    top = at(directory)
+    with contextlib.suppress(FileNotFoundError):
+        for each in top.list():
+            path = f"/{each.below(top)}"
+            if not any(f"/{folder}/" in path for folder in skipped):
+                with contextlib.suppress(FileNotFoundError):
+                    yield each.stat()

@@ -9,11 +9,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,14 +20,17 @@ from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
 from adacheck_jax.adapter.descriptions import damaged_descriptions, stored_dtype
 from adacheck_jax.device import trees
 from adacheck_jax.errors import AdaCheckError, FormatError, IntegrityError, first_line
-from adacheck_jax.format import fingerprint, manifest_file
-from adacheck_jax.format import lineage as lineages
+from adacheck_jax.format import fingerprint
 from adacheck_jax.format import manifest as manifests
 from adacheck_jax.format.byte_loops import fingerprint_of
-from adacheck_jax.format.lineage import Lineage, LineageStep
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest, Update
 from adacheck_jax.restore import delta_reader
 from adacheck_jax.store import volume_reader, zarr
+from adacheck_jax.store.steps import lineage as lineages
+from adacheck_jax.store.steps import manifest_file
+from adacheck_jax.store.steps.lineage import Lineage, LineageStep
+from adacheck_jax.store.storage.interface import NotPlainError
+from adacheck_jax.store.storage.location import AnyPath, at
 from adacheck_jax.update import program as update_program
 
 PLACEMENT = "placement"
@@ -62,7 +63,7 @@ class Damage:
         return IntegrityError(f"{self.file}: {leaf}{self.message}. Restore another step.")
 
 
-def check(item_directory: Path, *, read_data: bool, verifier: Verifier | None = None) -> Lineage:
+def check(item_directory: AnyPath, *, read_data: bool, verifier: Verifier | None = None) -> Lineage:
     """Check that a step has everything that a restore on this machine needs.
 
     These are the manifests and their references to each other, the update program, the databases,
@@ -134,7 +135,7 @@ def _readable(lineage: Lineage) -> Lineage | None:
     return None
 
 
-def damage_of(error: Exception, where: Path) -> Damage:
+def damage_of(error: Exception, where: AnyPath) -> Damage:
     """An error as damage; most errors of ours begin with the path of their file."""
     message = _ADVICE.sub("", " ".join(str(error).split())).rstrip(".")
     file, colon, rest = message.partition(": ")
@@ -147,17 +148,19 @@ _ADVICE = re.compile(r"( The step is damaged)?(;)? [Rr]estore another (step|one)
 """Last sentence of a restore's error, which a row of a table does not need."""
 
 
-def unreadable_file(directory: Path) -> OSError | None:
+def unreadable_file(directory: AnyPath) -> OSError | None:
     """The error of a file that exists and cannot be read now: it may be whole."""
     problems: list[OSError] = []
-    for path, _, files in os.walk(directory, onerror=problems.append):
-        for name in files:
+    try:
+        for each in at(directory).list():
             try:
-                with open(Path(path, name), "rb") as file:
-                    file.read(1)
+                each.read(0, 1)
             except OSError as error:
                 problems.append(error)
-    return next((each for each in problems if not isinstance(each, FileNotFoundError)), None)
+    except OSError as error:
+        problems.append(error)
+    known = FileNotFoundError | NotPlainError
+    return next((each for each in problems if not isinstance(each, known)), None)
 
 
 class Verifier:
@@ -220,7 +223,9 @@ class Verifier:
                 found.append(Damage(str(entry.directory), path, message))
         names = {leaf.name: path for path, leaf in known.items() if path in specs}
         try:
-            lost = volume_reader.lost_chunks(zarr.database_in(entry.directory), list(names))
+            lost = volume_reader.lost_chunks(
+                zarr.database_in(entry.directory), list(names), at(entry.directory).context()
+            )
         except (ValueError, OSError) as error:
             return [*found, damage_of(error, entry.directory)]
         return found + [Damage(str(entry.directory), names[n], why) for n, why in lost.items()]
@@ -240,7 +245,8 @@ class Verifier:
             if not leaf.nbytes or leaf.path not in known:
                 continue
             try:
-                reader = volume_reader.ArrayReader(database, known[leaf.path].name)
+                context, name = at(entry.directory).context(), known[leaf.path].name
+                reader = volume_reader.ArrayReader(database, name, context)
                 dtype = jnp.dtype(leaf.dtype)
                 parts = [
                     fingerprint_of(block.astype(dtype, copy=False), box.start)
@@ -275,7 +281,7 @@ def damaged_programs(entry: LineageStep, update: Update | None) -> list[Damage]:
     for platform, digest in ({} if update is None else update.programs).items():
         path = entry.directory / manifest_file.update_file(platform)
         try:
-            data = path.read_bytes()
+            data = at(path).read()
         except OSError as error:
             message = f"expected the exported update, found none ({error.strerror})"
             found.append(Damage(str(path), None, message, platform))
@@ -314,13 +320,13 @@ def _delta_structure(
         message = f"expected {len(base.leaves)} fingerprints, found {len(manifest.fingerprints)}"
         return [Damage(str(entry.manifest_path), None, message)]
     found = []
-    packs: dict[Path, dict[str, None]] = {}
+    packs: dict[AnyPath, dict[str, None]] = {}
     try:
         for reader in delta_reader.readers_of(Lineage((LineageStep(base, entry.holder), entry))):
             for start, names in reader.open_packs().items():
                 packs.setdefault(start, {}).update(dict.fromkeys(names))
         for start, names in packs.items():
-            lost = volume_reader.lost_chunks(zarr.database_at(start), [*names])
+            lost = volume_reader.lost_chunks(zarr.database_at(start), [*names], at(start).context())
             found += [Damage(str(start), None, f"{n}: {why}") for n, why in lost.items()]
     except (AdaCheckError, ValueError, OSError) as error:
         found.append(damage_of(error, entry.place))

@@ -14,7 +14,7 @@ import optax
 import orbax.checkpoint as ocp
 
 import adacheck_jax as adacheck
-from adacheck_jax.format import lineage
+from adacheck_jax.store.steps import lineage
 from benchmarks.speed import measure, states
 
 

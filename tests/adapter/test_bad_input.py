@@ -10,7 +10,7 @@ import adacheck_jax as adacheck
 from adacheck_jax.adapter import inputs
 from adacheck_jax.errors import FormatError, MismatchError
 from adacheck_jax.format.manifest import ITEMSIZES_BYTES
-from adacheck_jax.format.roots import steps_of
+from adacheck_jax.store.steps.roots import steps_of
 from tests.support import assert_same_bits, dict_run, host_copy, manager_of, mesh_of, save_steps
 
 X = jnp.ones(3)

@@ -10,8 +10,8 @@ import pytest
 
 import adacheck_jax as adacheck
 from adacheck_jax.errors import LineageError
-from adacheck_jax.format import lineage, roots
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest
+from adacheck_jax.store.steps import lineage, roots
 from adacheck_jax.tools import audit
 from tests.support import abstract, assert_same_bits, dict_run, host_copy, mesh_of, save_steps
 

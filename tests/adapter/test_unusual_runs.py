@@ -13,7 +13,8 @@ import pytest
 from etils import epath
 
 import adacheck_jax as adacheck
-from adacheck_jax.format import lineage, manifest, manifest_file, roots
+from adacheck_jax.format import manifest
+from adacheck_jax.store.steps import lineage, manifest_file, roots
 from tests import support
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
 

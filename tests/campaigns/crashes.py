@@ -43,7 +43,7 @@ from jax.sharding import NamedSharding
 import adacheck_jax as adacheck
 from adacheck_jax.device import trees
 from adacheck_jax.format import manifest as manifests
-from adacheck_jax.format import manifest_file, roots
+from adacheck_jax.store.steps import manifest_file, roots
 from benchmarks.common import environment, free_port
 
 WIDTH = 64

@@ -34,9 +34,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 import adacheck_jax as adacheck
 from adacheck_jax.device import trees
-from adacheck_jax.format import manifest_file
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest
 from adacheck_jax.restore.check import ROUNDING
+from adacheck_jax.store.steps import manifest_file
 from adacheck_jax.update.recorder_state import RECORD_FIELD
 from benchmarks.common import LanguageModel, environment, new_bytes, tokens_of, words
 

@@ -41,8 +41,8 @@ from orbax.checkpoint._src.multihost import multihost
 
 import adacheck_jax as adacheck
 from adacheck_jax.format import manifest as manifests
-from adacheck_jax.format import manifest_file
 from adacheck_jax.store import packs, volumes
+from adacheck_jax.store.steps import manifest_file
 from benchmarks.common import environment
 from tests.campaigns import shim
 from tests.campaigns.crashes import KEPT_STEPS, Run, compile_once, digest

@@ -20,12 +20,12 @@ import pytest
 from etils import epath
 
 import adacheck_jax as adacheck
-from adacheck_jax.format import lineage, roots
 from adacheck_jax.save import commit
 from adacheck_jax.save.saver import Saver
 from adacheck_jax.save.share import Destination
 from adacheck_jax.save.situation import Options
 from adacheck_jax.store import base_writer, delta_writer, packs, volumes
+from adacheck_jax.store.steps import lineage, roots
 from tests import support
 from tests.end_to_end.test_multiprocess import finish, launch, leaves, start
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps

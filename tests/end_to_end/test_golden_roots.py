@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 import adacheck_jax as adacheck
 from adacheck_jax.cli.main import app
-from adacheck_jax.format import manifest, manifest_json, roots
+from adacheck_jax.format import manifest, manifest_json
+from adacheck_jax.store.steps import roots
 from tests import support
 from tests.data.make_golden import GOLDEN, bits_of, initial_state, train_step
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from adacheck_jax.format import lineage, manifest, roots
+from adacheck_jax.format import manifest
+from adacheck_jax.store.steps import lineage, roots
 from benchmarks.common import free_port
 
 WORKER = "tests.end_to_end.multiprocess_worker"

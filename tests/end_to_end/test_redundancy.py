@@ -18,9 +18,10 @@ from jax.sharding import PartitionSpec as P
 
 import adacheck_jax as adacheck
 from adacheck_jax.device import transfer
-from adacheck_jax.format import manifest, manifest_file
+from adacheck_jax.format import manifest
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.store import links, volumes
+from adacheck_jax.store.steps import manifest_file
 from adacheck_jax.tools import inspection, steps
 from tests import support
 from tests.end_to_end.test_multiprocess import launch

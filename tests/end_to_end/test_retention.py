@@ -11,7 +11,8 @@ import pytest
 from orbax.checkpoint.checkpoint_managers import EveryNSteps, LatestN
 
 import adacheck_jax as adacheck
-from adacheck_jax.format import manifest, manifest_file, roots
+from adacheck_jax.format import manifest
+from adacheck_jax.store.steps import manifest_file, roots
 from tests import support
 from tests.support import abstract, assert_same_bits, manager_of, mesh_of, save_steps
 

@@ -12,7 +12,7 @@ import pytest
 
 import adacheck_jax as adacheck
 from adacheck_jax import RecorderError
-from adacheck_jax.format import roots
+from adacheck_jax.store.steps import roots
 from adacheck_jax.tools import inspection
 from tests.support import (
     WIDTH,

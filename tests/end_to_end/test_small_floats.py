@@ -9,8 +9,8 @@ import optax
 import pytest
 
 import adacheck_jax as adacheck
-from adacheck_jax.format import roots
 from adacheck_jax.format.manifest import DeltaManifest
+from adacheck_jax.store.steps import roots
 from tests import support
 from tests.support import Run, abstract, assert_same_bits, manager_of, mesh_of, save_steps
 

@@ -18,8 +18,8 @@ import pytest
 
 import adacheck_jax as adacheck
 from adacheck_jax.device import trees
-from adacheck_jax.format import lineage, manifest_file, roots
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest, Encoding
+from adacheck_jax.store.steps import lineage, manifest_file, roots
 from tests import support
 from tests.support import Run, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
 

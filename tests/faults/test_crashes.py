@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 import adacheck_jax as adacheck
-from adacheck_jax.format import roots
 from adacheck_jax.save import commit
+from adacheck_jax.store.steps import roots
 from tests import support
 from tests.campaigns import crashes, shim
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps

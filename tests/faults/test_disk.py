@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 import adacheck_jax as adacheck
-from adacheck_jax.format import lineage, manifest, manifest_file
+from adacheck_jax.format import manifest
+from adacheck_jax.store.steps import lineage, manifest_file
 from tests import support
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
 
@@ -198,7 +199,7 @@ def test_an_error_of_the_disk_is_raised_once(tmp_path, monkeypatch, number):
             def broken(*_args, **_kwargs):
                 raise OSError(number, os.strerror(number))
 
-            patch.setattr("adacheck_jax.format.durable.os.fsync", broken)
+            patch.setattr("adacheck_jax.store.storage.posix.os.fsync", broken)
             errors = attempt(manager, run)
         assert [type(error) for error in errors] == [adacheck.StorageError]
         assert errors[0].__cause__.errno == number

@@ -21,11 +21,12 @@ import tensorstore as ts
 
 import adacheck_jax as adacheck
 from adacheck_jax import FormatError, IntegrityError
-from adacheck_jax.format import lineage, manifest_file, manifest_json, roots
 from adacheck_jax.format import manifest as manifests
+from adacheck_jax.format import manifest_json
 from adacheck_jax.format.manifest import Update
 from adacheck_jax.restore.delta_reader import DeltaReader
 from adacheck_jax.store import packs, zarr
+from adacheck_jax.store.steps import lineage, manifest_file, roots
 from adacheck_jax.update import program as update_program
 from adacheck_jax.update import untrusted
 from tests.format.test_manifest import A_BASE, A_DELTA, body_of, decode, encode_body

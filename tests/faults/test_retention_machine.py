@@ -38,10 +38,10 @@ from orbax.checkpoint.checkpoint_managers import (
 )
 
 import adacheck_jax as adacheck
-from adacheck_jax.format import lineage, manifest_file, roots
 from adacheck_jax.format.manifest import DeltaManifest, Link
 from adacheck_jax.save import exported_update
 from adacheck_jax.store import links
+from adacheck_jax.store.steps import lineage, manifest_file, roots
 from adacheck_jax.update import program as update_program
 from tests import support
 

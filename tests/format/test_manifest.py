@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from adacheck_jax.errors import FormatError, IntegrityError
 from adacheck_jax.format import manifest as manifests
-from adacheck_jax.format import manifest_file, manifest_json
+from adacheck_jax.format import manifest_json
 from adacheck_jax.format.manifest import (
     CHECKS,
     BaseManifest,
@@ -21,6 +21,7 @@ from adacheck_jax.format.manifest import (
     Pack,
     Update,
 )
+from adacheck_jax.store.steps import manifest_file
 from tests.strategies import cuts, shape_of
 
 natural = st.integers(0, 2**40)

@@ -16,8 +16,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from adacheck_jax.format import lineage, manifest, manifest_file, manifest_json, pack_plan
+from adacheck_jax.format import manifest, manifest_json, pack_plan
 from adacheck_jax.restore import delta_reader
+from adacheck_jax.store.steps import lineage, manifest_file
 from tests.fuzz import engine
 
 CORPUS = Path(__file__).parent / "corpus" / "manifest"

@@ -12,8 +12,8 @@ import shutil
 import pytest
 
 import adacheck_jax as adacheck
-from adacheck_jax.format import lineage, manifest_file
 from adacheck_jax.restore import replay
+from adacheck_jax.store.steps import lineage, manifest_file
 from adacheck_jax.tools import audit
 from tests import support
 

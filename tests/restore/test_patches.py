@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adacheck_jax.errors import FormatError, IntegrityError
-from adacheck_jax.format import lineage, pack_plan
+from adacheck_jax.format import pack_plan
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest, Encoding, Leaf, Link, Pack
 from adacheck_jax.restore.delta_reader import DeltaReader
 from adacheck_jax.store import packs as arrays
+from adacheck_jax.store.steps import lineage
 from tests import support
 from tests.strategies import DTYPES, any_bits, boxes_in, cuts, shape_of
 

@@ -16,8 +16,9 @@ import orbax.checkpoint as ocp
 import pytest
 
 import adacheck_jax as adacheck
-from adacheck_jax.format import lineage, manifest, manifest_file, roots
+from adacheck_jax.format import manifest
 from adacheck_jax.save import checks, exported_update
+from adacheck_jax.store.steps import lineage, manifest_file, roots
 from tests import support
 from tests.save import test_waiting
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps

@@ -18,10 +18,11 @@ from typer.testing import CliRunner
 import adacheck_jax as adacheck
 from adacheck_jax.cli.main import app
 from adacheck_jax.errors import IntegrityError, LineageError
-from adacheck_jax.format import lineage, manifest, manifest_file, roots
+from adacheck_jax.format import manifest
 from adacheck_jax.restore import delta_reader
 from adacheck_jax.save import parents, share
 from adacheck_jax.store import delta_writer, packs
+from adacheck_jax.store.steps import lineage, manifest_file, roots
 from tests import support
 from tests.end_to_end.test_multiprocess import launch, leaves
 from tests.save import test_waiting

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import adacheck_jax as adacheck
-from adacheck_jax.format import roots
+from adacheck_jax.store.steps import roots
 from tests import support
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of
 

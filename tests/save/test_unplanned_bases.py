@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 import adacheck_jax as adacheck
-from adacheck_jax.format import roots
 from adacheck_jax.format.manifest import BaseManifest
+from adacheck_jax.store.steps import roots
 from tests import support
 from tests.support import manager_of, mesh_of
 

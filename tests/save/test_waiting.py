@@ -8,7 +8,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 import adacheck_jax as adacheck
-from adacheck_jax.format import manifest, manifest_file
+from adacheck_jax.format import manifest
+from adacheck_jax.store.steps import manifest_file
 
 ROUNDS = 150
 

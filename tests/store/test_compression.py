@@ -6,11 +6,11 @@ import orbax.checkpoint as ocp
 import pytest
 
 import adacheck_jax as adacheck
-from adacheck_jax.format import manifest_file
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.manifest import Encoding
 from adacheck_jax.store import packs as arrays
 from adacheck_jax.store import volume_reader, volumes, zarr
+from adacheck_jax.store.steps import manifest_file
 from tests import support
 
 

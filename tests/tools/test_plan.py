@@ -17,8 +17,9 @@ from jax.sharding import PartitionSpec as P
 import adacheck_jax as adacheck
 from adacheck_jax.device import ownership
 from adacheck_jax.device.sharding import layout_on_mesh
-from adacheck_jax.format import manifest, manifest_file
+from adacheck_jax.format import manifest
 from adacheck_jax.format.boxes import grid
+from adacheck_jax.store.steps import manifest_file
 from adacheck_jax.tools.plan import Balance, redundancy_report
 from tests import support
 from tests.device.test_abstract_mesh import placements

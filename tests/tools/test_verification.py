@@ -19,10 +19,10 @@ from typer.testing import CliRunner
 
 import adacheck_jax as adacheck
 from adacheck_jax.cli.main import app
-from adacheck_jax.format import lineage, manifest_file
 from adacheck_jax.restore import delta_reader
 from adacheck_jax.store import links, zarr
 from adacheck_jax.store import packs as arrays
+from adacheck_jax.store.steps import lineage, manifest_file
 from adacheck_jax.tools import audit, inspection, recompute, repair, verification
 from adacheck_jax.tools import steps as tools_steps
 from adacheck_jax.tools.audit import Thoroughness
@@ -201,7 +201,7 @@ class TestClean:
         read, folded = [], []
         opened, apply = verification.volume_reader.ArrayReader, recompute.replay.apply_deltas
         monkeypatch.setattr(
-            verification.volume_reader, "ArrayReader", lambda d, n: read.append(n) or opened(d, n)
+            verification.volume_reader, "ArrayReader", lambda *a: read.append(a[1]) or opened(*a)
         )
         monkeypatch.setattr(
             recompute.replay, "apply_deltas", lambda *a: folded.append(1) or apply(*a)

@@ -9,7 +9,7 @@ import pytest
 from optax import contrib
 
 import adacheck_jax as adacheck
-from adacheck_jax.format import manifest_file, roots
+from adacheck_jax.store.steps import manifest_file, roots
 from adacheck_jax.update import exactness
 from adacheck_jax.update.exactness import Level
 from tests import support

@@ -18,7 +18,7 @@ from optax import contrib
 import adacheck_jax as adacheck
 from adacheck_jax import Recorder
 from adacheck_jax.device import trees
-from adacheck_jax.format import roots
+from adacheck_jax.store.steps import roots
 from adacheck_jax.update import binding, exactness, params_search
 from adacheck_jax.update import program as update_program
 from adacheck_jax.update.exactness import Level

@@ -19,7 +19,8 @@ from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import adacheck_jax as adacheck
-from adacheck_jax.format import manifest, roots
+from adacheck_jax.format import manifest
+from adacheck_jax.store.steps import roots
 from tests import support
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
 

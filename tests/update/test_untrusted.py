@@ -14,8 +14,8 @@ import pytest
 
 import adacheck_jax as adacheck
 from adacheck_jax.errors import FormatError
-from adacheck_jax.format import lineage, manifest_file
 from adacheck_jax.format.manifest import Update
+from adacheck_jax.store.steps import lineage, manifest_file
 from adacheck_jax.update import program as update_program
 from adacheck_jax.update import untrusted
 from tests import support

@@ -26,9 +26,9 @@ from adacheck_jax.adapter.training_run import (
 )
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import storage_named
-from adacheck_jax.format import durable, manifest_file, roots
-from adacheck_jax.format.lineage import COMMIT_MARK
-from adacheck_jax.save import share
+from adacheck_jax.store.steps import manifest_file, reports, roots
+from adacheck_jax.store.steps.lineage import COMMIT_MARK
+from adacheck_jax.store.storage.location import at
 
 _saves = itertools.count()
 """Numbers of saves: all processes begin the same saves, so they number them alike."""
@@ -118,7 +118,7 @@ class StateHandler(ocp.handlers.CheckpointableHandler[PyTree, PyTree]):
         """
         path = absolute(directory)
         described = path if _is_stock(path) else described_lineage(path).base_directory
-        return await ocp.handlers.PyTreeHandler().metadata(epath.Path(described))
+        return await ocp.handlers.PyTreeHandler().metadata(epath.Path(str(described)))
 
     def is_handleable(self, checkpointable: Any) -> bool:
         """True: the checkpointable has this handler's name, and :meth:`save` says what is wrong."""
@@ -185,10 +185,10 @@ class _Rest:
         with storage_named(self._begun.final):
             if not self._begun.save.is_base:
                 # Without this file Orbax takes an item for no pytree, and never asks its handler.
-                durable.write(path / TREE_METADATA, _tree_metadata())
+                _write(path / TREE_METADATA, _tree_metadata())
             if roots.is_written_in_place(path):
                 # ``ocp.save`` marks the step alone, at the end; the Checkpointer its items too.
-                durable.write(path / COMMIT_MARK, b"")
+                _write(path / COMMIT_MARK, b"")
         self._run.commit(path, self._begun)
 
     async def _meet(self, event: str) -> None:
@@ -196,7 +196,7 @@ class _Rest:
         await ocp.multihost.sync_global_processes(
             f"{self._begun.final}: {event}",
             operation_id=f"adacheck_{self._number}",
-            timeout=int(share.TIMEOUT_S),
+            timeout=int(reports.TIMEOUT_S),
         )
 
 
@@ -216,6 +216,12 @@ def _is_stock(directory: Path) -> bool:
     """True for a pytree that Orbax's own handler wrote, such as weights to begin with."""
     is_ours = (directory / manifest_file.DIRECTORY).exists()
     return not is_ours and (directory / TREE_METADATA).exists()
+
+
+def _write(path: Path, data: bytes) -> None:
+    place = at(path)
+    place.write(data)
+    place.sync()
 
 
 def _tree_metadata() -> bytes:

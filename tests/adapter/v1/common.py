@@ -7,7 +7,7 @@ from typing import Any
 
 from orbax.checkpoint import v1 as ocp
 
-from adacheck_jax.format import roots
+from adacheck_jax.store.steps import roots
 from tests.support import Run, host_copy
 
 

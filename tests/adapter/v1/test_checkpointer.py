@@ -13,7 +13,7 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 from adacheck_jax import v1 as adacheck
-from adacheck_jax.format import lineage
+from adacheck_jax.store.steps import lineage
 from tests import support
 from tests.adapter.v1.common import assert_same_leaves, checkpointer_of, kinds_of, save_steps
 from tests.support import abstract, assert_same_bits, dict_run, host_copy, mesh_of

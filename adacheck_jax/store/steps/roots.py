@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from adacheck_jax.errors import AdaCheckError
-from adacheck_jax.format import manifest_file
-from adacheck_jax.format.lineage import (
+from adacheck_jax.format.manifest import DeltaManifest, Manifest
+from adacheck_jax.store.steps import manifest_file
+from adacheck_jax.store.steps.lineage import (
     BASE,
     DELTA,
     IN_PLACE,
     KEPT,
     LINEAGE,
-    STEP_METADATA,
     is_committed,
+    is_item,
     resolve,
 )
-from adacheck_jax.format.manifest import DeltaManifest, Manifest
+from adacheck_jax.store.storage.location import AnyPath, at
 
 TMP_SUFFIX = ".orbax-checkpoint-tmp"
 """Part of the names that Orbax gives to directories that are not committed."""
@@ -36,12 +35,12 @@ class Step:
     """
 
     step: int
-    directory: Path
+    directory: AnyPath
     manifest: Manifest | None
     error: AdaCheckError | None
 
 
-def items_of(root: Path) -> list[Path]:
+def items_of(root: AnyPath) -> list[AnyPath]:
     """Committed item directories of ours under a checkpoint root, in no particular order.
 
     Steps that a manager deletes meanwhile are left out.
@@ -49,12 +48,12 @@ def items_of(root: Path) -> list[Path]:
     return [path for path in _ours_under(root) if is_committed(path)]
 
 
-def uncommitted_of(root: Path) -> list[Path]:
+def uncommitted_of(root: AnyPath) -> list[AnyPath]:
     """Item directories whose save was interrupted or is under way, though named as committed."""
     return [path for path in _ours_under(root) if not is_committed(path)]
 
 
-def _ours_under(root: Path) -> list[Path]:
+def _ours_under(root: AnyPath) -> list[AnyPath]:
     found = []
     for step_directory in _directories(root):
         candidates = [step_directory, *_directories(step_directory)]
@@ -62,26 +61,21 @@ def _ours_under(root: Path) -> list[Path]:
     return found
 
 
-def _is_ours(path: Path) -> bool:
+def _is_ours(path: AnyPath) -> bool:
     """True if a directory holds our folder; an item may have our folder's name."""
-    ours = path / manifest_file.DIRECTORY
     traces = (manifest_file.FILE, LINEAGE, BASE, KEPT, IN_PLACE)
-    return any((path / name).exists() for name in traces) or (
-        ours.is_dir() and any(any(ours.glob(f"{name}.*")) for name in ("update", DELTA))
+    return any(at(path / name).exists for name in traces) or any(
+        each.name.startswith(("update.", f"{DELTA}."))
+        for each in at(path / manifest_file.DIRECTORY).list(deep=False)
     )
 
 
-def _directories(parent: Path) -> list[Path]:
+def _directories(parent: AnyPath) -> list[AnyPath]:
     """Committed directories in another one; none if it does not exist (any more)."""
-    try:
-        names = os.listdir(parent)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    paths = [parent / name for name in names if TMP_SUFFIX not in name]
-    return [path for path in paths if path.is_dir()]
+    return [parent / name for name in at(parent).folders() if TMP_SUFFIX not in name]
 
 
-def steps_of(root: Path, item: str | None = None) -> list[Step]:
+def steps_of(root: AnyPath, item: str | None = None) -> list[Step]:
     """Steps under a checkpoint root, ascending, each with the error that keeps it from a restore.
 
     Args:
@@ -99,11 +93,11 @@ def steps_of(root: Path, item: str | None = None) -> list[Step]:
             manifest, error = None, unreadable
         if manifest is not None:
             error = _resolve_error(directory, manifest)
-        if error is not None and not directory.is_dir():
+        if error is not None and not at(directory).is_folder:
             continue  # deleted while it was looked at
         number = manifest.step if manifest else place_of(directory).step
         steps.append(Step(-1 if number is None else number, directory, manifest, error))
-    return sorted(steps, key=lambda step: (step.step, step.directory))
+    return sorted(steps, key=lambda step: (step.step, str(step.directory)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,38 +110,36 @@ class Place:
         step: number in the name of the step's directory, None if it has none.
     """
 
-    line: tuple[Path, str | None]
+    line: tuple[AnyPath, str | None]
     step: int | None
 
 
-def place_of(item_directory: Path) -> Place:
+def place_of(item_directory: AnyPath) -> Place:
     """Place of an item directory, which may be temporary or not exist yet."""
-    parent = item_directory.parent
-    is_item = TMP_SUFFIX in parent.name or (
-        (parent / STEP_METADATA).exists() and not (item_directory / STEP_METADATA).exists()
-    )
-    return place_in_step(item_directory) if is_item else place_of_step(item_directory)
+    in_step = TMP_SUFFIX in item_directory.parent.name or is_item(item_directory)
+    return place_in_step(item_directory) if in_step else place_of_step(item_directory)
 
 
-def place_in_step(item_directory: Path) -> Place:
+def place_in_step(item_directory: AnyPath) -> Place:
     """Place of a directory that is known to be one of several items of a step."""
     step = item_directory.parent
     return Place((step.parent, _committed(item_directory.name)), _number_in(_committed(step.name)))
 
 
-def place_of_step(directory: Path) -> Place:
+def place_of_step(directory: AnyPath) -> Place:
     """Place of a directory that is known to be a step's own."""
     return Place((directory.parent, None), _number_in(_committed(directory.name)))
 
 
-def is_written_in_place(item_directory: Path) -> bool:
+def is_written_in_place(item_directory: AnyPath) -> bool:
     """True if a directory that is being saved into keeps its name when it is committed."""
     return not any(TMP_SUFFIX in each.name for each in (item_directory, item_directory.parent))
 
 
-def committed_path(directory: Path) -> Path:
+def committed_path(directory: AnyPath) -> AnyPath:
     """Path of a directory, temporary or not, once Orbax has committed it."""
-    return Path(*map(_committed, directory.parts))
+    parent = directory.parent
+    return directory if parent == directory else committed_path(parent) / _committed(directory.name)
 
 
 def _committed(name: str) -> str:
@@ -159,7 +151,7 @@ def _number_in(name: str) -> int | None:
     return int(digits) if digits.isdecimal() else None
 
 
-def misplaced(item_directory: Path, manifest: Manifest) -> str:
+def misplaced(item_directory: AnyPath, manifest: Manifest) -> str:
     """Warning that a step was saved in a directory of another number; else empty."""
     found, saved = place_of(item_directory).step, manifest.directory_step
     if found is None or saved is None or found == saved:
@@ -167,13 +159,13 @@ def misplaced(item_directory: Path, manifest: Manifest) -> str:
     return f"expected what was saved as step {found}, found what was saved as step {saved}"
 
 
-def siblings(item_directory: Path) -> list[Step]:
+def siblings(item_directory: AnyPath) -> list[Step]:
     """Steps of an item directory's root, its own included."""
     root, item = place_of(item_directory).line
     return steps_of(root, item)
 
 
-def _resolve_error(directory: Path, manifest: Manifest) -> AdaCheckError | None:
+def _resolve_error(directory: AnyPath, manifest: Manifest) -> AdaCheckError | None:
     try:
         if isinstance(manifest, DeltaManifest):
             resolve(directory)

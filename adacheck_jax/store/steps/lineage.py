@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
+import posixpath
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import PurePosixPath
 
 from adacheck_jax.errors import (
     AdaCheckError,
@@ -24,14 +24,18 @@ from adacheck_jax.errors import (
     LineageError,
     StorageError,
 )
-from adacheck_jax.format import manifest_file
 from adacheck_jax.format.manifest import BaseManifest, Delta, DeltaManifest, Manifest
+from adacheck_jax.store.steps import manifest_file
+from adacheck_jax.store.storage.interface import NotPlainError
+from adacheck_jax.store.storage.location import AnyPath, Location, at
 
 LINEAGE = f"{manifest_file.DIRECTORY}/lineage"
 DELTA = "delta"
 """Beginning of the names of a pack's files; a dot, the process and a dot follow."""
 BASE = f"{manifest_file.DIRECTORY}/base"
 """Folder of the volumes of a base, one or two a process."""
+STILL = ".still"
+"""End of the name of a volume with arrays that are expected not to change."""
 KEPT = f"{manifest_file.DIRECTORY}/kept"
 """Folder of hard links to volumes of earlier bases whose arrays have not changed since."""
 IN_PLACE = f"{manifest_file.DIRECTORY}/in_place"
@@ -53,11 +57,11 @@ class LineageStep:
     """
 
     manifest: Manifest
-    holder: Path
+    holder: AnyPath
     is_link: bool = False
 
     @property
-    def directory(self) -> Path:
+    def directory(self) -> AnyPath:
         """For a base: directory of the stock Orbax checkpoint."""
         return self.holder / LINEAGE / str(self.manifest.step) if self.is_link else self.holder
 
@@ -65,33 +69,32 @@ class LineageStep:
     def start(self) -> str:
         """Beginning of the paths of the step's files, and of no other step's."""
         if isinstance(self.manifest, BaseManifest):
-            return os.fspath(self.directory)
-        folder = (
-            f"{LINEAGE}/{self.manifest.step}." if self.is_link else f"{manifest_file.DIRECTORY}/"
-        )
-        return f"{self.holder}/{folder}"
+            return str(self.directory)
+        return str(self.path(DELTA)).removesuffix(DELTA)
 
     @property
-    def place(self) -> Path:
+    def place(self) -> AnyPath:
         """Path for messages."""
         return self.directory if isinstance(self.manifest, BaseManifest) else self.path(DELTA)
 
     @property
-    def manifest_path(self) -> Path:
+    def manifest_path(self) -> AnyPath:
         """Path of the manifest."""
         if isinstance(self.manifest, BaseManifest):
             return self.directory / manifest_file.FILE
         return self.path(manifest_file.NAME)
 
-    def path(self, name: str) -> Path:
+    def path(self, name: str) -> AnyPath:
         """Path of a file of a delta.
 
         Args:
             name: the file's name in the step's own ``adacheck`` folder.
         """
-        return Path(f"{self.start}{name}")
+        if self.is_link:
+            return self.holder / LINEAGE / f"{self.manifest.step}.{name}"
+        return self.holder / manifest_file.DIRECTORY / name
 
-    def pack(self, process: int) -> Path:
+    def pack(self, process: int) -> AnyPath:
         """Beginning of the paths of one process's pack."""
         return self.path(_pack(process))
 
@@ -100,7 +103,7 @@ def _pack(process: int) -> str:
     return f"{DELTA}.{process}"
 
 
-def pack_in(item_directory: Path, process: int) -> Path:
+def pack_in(item_directory: AnyPath, process: int) -> AnyPath:
     """Beginning of the paths of the pack that a process writes; a dot follows."""
     return item_directory / manifest_file.DIRECTORY / _pack(process)
 
@@ -126,7 +129,7 @@ class Lineage:
         return first
 
     @property
-    def base_directory(self) -> Path:
+    def base_directory(self) -> AnyPath:
         """Directory of the stock Orbax checkpoint to start from."""
         return self.entries[0].directory
 
@@ -214,9 +217,9 @@ class Lineage:
         first, last = self.entries[0], self.entries[-1]
         # Links in the last step are deleted with it: two looks tell as much as one at each.
         chosen = (first, last) if first.holder == last.holder else self.entries
-        return all(entry.manifest_path.is_file() for entry in chosen)
+        return all(at(entry.manifest_path).exists for entry in chosen)
 
-    def followed_by(self, manifest: DeltaManifest, directory: Path, *, linked: bool) -> Lineage:
+    def followed_by(self, manifest: DeltaManifest, directory: AnyPath, *, linked: bool) -> Lineage:
         """The lineage of the next delta.
 
         Args:
@@ -232,7 +235,7 @@ class Lineage:
         return Lineage((*entries, LineageStep(manifest, directory)))
 
 
-def resolve(item_directory: Path) -> Lineage:
+def resolve(item_directory: AnyPath) -> Lineage:
     """Finds the base and the deltas that reproduce one step, and checks every parent.
 
     Args:
@@ -249,7 +252,7 @@ def resolve(item_directory: Path) -> Lineage:
     return _resolved(LineageStep(manifest_file.read(item_directory), item_directory))
 
 
-def held(item_directory: Path) -> Lineage:
+def held(item_directory: AnyPath) -> Lineage:
     """The longest lineage in the directory of a step, which may be damaged.
 
     Args:
@@ -274,18 +277,28 @@ def held(item_directory: Path) -> Lineage:
         raise error
 
 
-def _linked(item_directory: Path) -> Iterator[LineageStep]:
+def _linked(item_directory: AnyPath) -> Iterator[LineageStep]:
     """Steps linked into a directory whose own manifests are whole, newest first."""
-    links, found = item_directory / LINEAGE, {}
-    for path in (*links.glob(f"*/{manifest_file.FILE}"), *links.glob(f"*.{manifest_file.NAME}")):
-        name = path.relative_to(links).parts[0].split(".", maxsplit=1)[0]
+    found = {}
+    for path in linked_manifests(item_directory):
+        name = path.below(at(item_directory / LINEAGE)).partition("/")[0].partition(".")[0]
         if name.isdecimal():
             found[int(name)] = path
-    for step, path in sorted(found.items(), reverse=True):
+    for step, path in sorted(found.items(), key=lambda each: each[0], reverse=True):
         with contextlib.suppress(IntegrityError, FormatError):
             manifest = manifest_file.read_file(path)
             if manifest.step == step:
                 yield LineageStep(manifest, item_directory, is_link=True)
+
+
+def linked_manifests(item_directory: AnyPath) -> Iterator[Location]:
+    """Manifests of earlier steps that are linked into the directory of a step."""
+    links = at(item_directory / LINEAGE)
+    bases = (links / name / manifest_file.FILE for name in links.folders())
+    yield from (each for each in bases if each.exists)
+    for each in links.list(deep=False):
+        if each.name.endswith(f".{manifest_file.NAME}"):
+            yield each
 
 
 def _resolved(entry: LineageStep) -> Lineage:
@@ -334,22 +347,20 @@ def checked_of(delta: Delta) -> str:
     return getattr(delta, "checked", "") or ("" if delta.has_update else "stored")
 
 
-def identity(directory: Path) -> str:
+def identity(directory: AnyPath) -> str:
     """Digest of the names and inodes of all files under a directory; empty if there are none.
 
     Two directories with hard links to the same files under the same names have the same digest.
     """
-    paths = [os.path.join(path, name) for path, _, files in os.walk(directory) for name in files]
-    return _identity(paths, os.fspath(directory))
+    return _identity(at(directory).list(), at(directory).key)
 
 
-def _identity(paths: Iterable[str], start: str) -> str:
+def _identity(files: Iterable[Location], start: str) -> str:
     found = []
-    for path in paths:
-        with contextlib.suppress(OSError):
-            stat = os.stat(path)
-            name = path.removeprefix(start)
-            found.append((name, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns))
+    with contextlib.suppress(OSError):  # a folder vanished while it was listed
+        for each in files:
+            with contextlib.suppress(OSError):
+                found.append((each.key.removeprefix(start), *each.stamp))
     return hashlib.sha256(repr(sorted(found)).encode()).hexdigest() if found else ""
 
 
@@ -357,14 +368,12 @@ def identity_of(entry: LineageStep) -> str:
     """Digest of one step's files, as :func:`identity`, without its links to earlier steps."""
     if isinstance(entry.manifest, BaseManifest):
         return identity(entry.directory)
-    with contextlib.suppress(OSError), os.scandir(os.path.dirname(entry.start)) as found:
-        own = [each for each in found if each.path.startswith(entry.start)]
-        files = [each.path for each in own if not each.is_dir(follow_symlinks=False)]
-        return _identity(files, entry.start)
-    return ""
+    start = at(entry.path(DELTA)).key.removesuffix(DELTA)
+    files = at(entry.path(DELTA)).parent.list(deep=False)
+    return _identity((each for each in files if each.key.startswith(start)), start)
 
 
-def is_committed(item_directory: Path) -> bool:
+def is_committed(item_directory: AnyPath) -> bool:
     """True if Orbax committed a step whose directory has no temporary name.
 
     Orbax renames a step to commit it. On object stores, and with ``AtomicityMode.COMMIT_FILE``, it
@@ -373,15 +382,20 @@ def is_committed(item_directory: Path) -> bool:
     Args:
         item_directory: item directory of a step.
     """
-    if not (item_directory / IN_PLACE).exists():
+    if not at(item_directory / IN_PLACE).exists:
         return True
-    parent = item_directory.parent
-    is_item = (parent / STEP_METADATA).exists() and not (item_directory / STEP_METADATA).exists()
-    marked = (item_directory, parent) if is_item else (item_directory,)
-    return all((each / COMMIT_MARK).exists() for each in marked)
+    marked = (
+        (item_directory, item_directory.parent) if is_item(item_directory) else (item_directory,)
+    )
+    return all(at(each / COMMIT_MARK).exists for each in marked)
 
 
-def _refuse_uncommitted(item_directory: Path) -> None:
+def is_item(directory: AnyPath) -> bool:
+    """True if a directory lies in that of its step, by what Orbax wrote into both."""
+    return at(directory.parent / STEP_METADATA).exists and not at(directory / STEP_METADATA).exists
+
+
+def _refuse_uncommitted(item_directory: AnyPath) -> None:
     if not is_committed(item_directory):
         raise LineageError(
             f"{item_directory}: expected a step that Orbax has committed ({COMMIT_MARK} in it), "
@@ -401,7 +415,7 @@ def shown_steps(steps: Sequence[int]) -> str:
     return ", ".join(["...", *names[-10:]] if len(names) > 10 else names) or "none"
 
 
-def follow(known: Sequence[Lineage], item_directory: Path) -> Lineage:
+def follow(known: Sequence[Lineage], item_directory: AnyPath) -> Lineage:
     """Resolves a step as :func:`resolve` does, but reads one manifest if its lineage is known.
 
     Args:
@@ -417,12 +431,12 @@ def follow(known: Sequence[Lineage], item_directory: Path) -> Lineage:
             isinstance(manifest, DeltaManifest)
             and manifest.parent.checksum == each.manifest.checksum
         ):
-            linked = (item_directory / LINEAGE).is_dir()
+            linked = at(item_directory / LINEAGE).is_folder
             return each.followed_by(manifest, item_directory, linked=linked)
     return resolve(item_directory)
 
 
-def _find(child: DeltaManifest, entry: LineageStep, holders: Sequence[Path]) -> LineageStep:
+def _find(child: DeltaManifest, entry: LineageStep, holders: Sequence[AnyPath]) -> LineageStep:
     """The parent of a delta.
 
     Args:
@@ -433,17 +447,18 @@ def _find(child: DeltaManifest, entry: LineageStep, holders: Sequence[Path]) -> 
     parent = child.parent
     for holder in holders:
         linked = holder / LINEAGE / str(parent.step)
-        if linked.is_dir():
+        if at(linked).is_folder:
             return LineageStep(manifest_file.read(linked), holder, is_link=True)
         path = linked.with_name(f"{parent.step}.{manifest_file.NAME}")
-        if path.exists():
+        if at(path).exists:
             return LineageStep(manifest_file.read_file(path), holder, is_link=True)
-    places = [holders[0] / LINEAGE / f"{parent.step}[.{manifest_file.NAME}]"]
+    places: list[AnyPath] = [holders[0] / LINEAGE / f"{parent.step}[.{manifest_file.NAME}]"]
     # A directory with links has links to all; and a reference holds for the delta's own directory.
-    if not (entry.is_link or (entry.holder / LINEAGE).is_dir()):
+    if not (entry.is_link or at(entry.holder / LINEAGE).is_folder):
         places.append(entry.holder / parent.reference)
-        if _is_reference(parent.reference) and places[-1].is_dir():
-            found = _plain_sibling(entry.holder, parent.reference)
+        if _is_reference(parent.reference) and (
+            found := _plain_sibling(entry.holder, parent.reference)
+        ):
             _refuse_uncommitted(found)
             return LineageStep(manifest_file.read(found), found)
     raise LineageError(
@@ -452,31 +467,35 @@ def _find(child: DeltaManifest, entry: LineageStep, holders: Sequence[Path]) -> 
     )
 
 
-def _plain_sibling(directory: Path, relative: str) -> Path:
-    """The directory that a reference names.
+def _plain_sibling(directory: AnyPath, relative: str) -> AnyPath | None:
+    """The directory that a reference names; None if there is none.
 
     Raises:
         FormatError: it, its step, or something in it is a symbolic link.
     """
-    parts = Path(relative).parts  # as many names as steps up; see _is_reference
-    found = directory.joinpath(*parts[: len(parts) // 2]).resolve()
+    parts = PurePosixPath(relative).parts  # as many names as steps up; see _is_reference
+    found = directory.resolve()
+    for _ in parts[: len(parts) // 2]:
+        found = found.parent
     for name in parts[len(parts) // 2 :]:
-        found /= name
-        if found.is_symlink():
-            raise manifest_file.not_plain(found, "a symbolic link")
+        found = found / name
+        if found.resolve() != found:
+            raise manifest_file.not_plain(NotPlainError(str(found), "a symbolic link"))
+    if not at(found).is_folder:
+        return None
     manifest_file.refuse_links(found)
     return found
 
 
-def reference(from_directory: Path, to_directory: Path) -> str | None:
+def reference(from_directory: AnyPath, to_directory: AnyPath) -> str | None:
     """Relative path from one step's item directory to another's; None if they are not siblings."""
-    relative = os.path.relpath(to_directory, from_directory)
+    relative = posixpath.relpath(str(to_directory), str(from_directory))
     return relative if _is_reference(relative) else None
 
 
 def _is_reference(relative: str) -> bool:
     """True if a path names a sibling (``../other``) or a sibling's item (``../../5/state``)."""
-    parts = Path(relative).parts
+    parts = PurePosixPath(relative).parts
     names = [part for part in parts if part != ".."]
     ups = len(parts) - len(names)
     return ups == len(names) <= 2 and parts[:ups] == ("..",) * ups and ups > 0

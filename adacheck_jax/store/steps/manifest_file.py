@@ -1,0 +1,105 @@
+"""The manifest file, which makes a saved step exist: names, reading, writing.
+
+It is written last, after every byte that it speaks of, and it carries a checksum of itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from adacheck_jax.errors import FormatError, unreadable
+from adacheck_jax.format import manifest_json
+from adacheck_jax.format.manifest import Manifest
+from adacheck_jax.store.storage.interface import NotPlainError, Stamp
+from adacheck_jax.store.storage.location import AnyPath, at
+
+DIRECTORY = "adacheck"
+"""Name of our folder inside an item's directory."""
+NAME = "manifest.json"
+FILE = f"{DIRECTORY}/{NAME}"
+
+
+def update_file(platform: str) -> str:
+    """Path of a platform's update program, relative to a base's item directory."""
+    return f"{DIRECTORY}/update.{platform}.stablehlo"
+
+
+def read(item_directory: AnyPath) -> Manifest:
+    """Reads the manifest of an item directory.
+
+    Raises:
+        FormatError: there is no manifest, or the file is not a manifest.
+        IntegrityError: the manifest does not match its checksum.
+        StorageError: the file cannot be read now.
+    """
+    return read_file(item_directory / FILE)
+
+
+def read_file(path: AnyPath) -> Manifest:
+    """Reads a manifest from its own path; raises as :func:`read` does."""
+    try:
+        data = at(path).read(stop=manifest_json.MAX_MANIFEST_BYTES + 1)
+    except NotPlainError as error:
+        raise not_plain(error) from error
+    except OSError as error:
+        if refused := unreadable(path, error):
+            raise refused from error
+        raise FormatError(
+            f"{path}: expected the manifest of a step saved by AdaCheckHandler, found none "
+            f"({error.strerror}). A step that stock Orbax saved is read with "
+            "ocp.StandardCheckpointer; a step that lost its manifest cannot be verified."
+        ) from error
+    if len(data) > manifest_json.MAX_MANIFEST_BYTES:
+        raise FormatError(
+            f"{path}: expected a manifest of at most {manifest_json.MAX_MANIFEST_BYTES} bytes, "
+            "found more. The file is not a manifest; restore another step."
+        )
+    return manifest_json.decode(data, where=str(path))
+
+
+def stamp(item_directory: AnyPath) -> Stamp:
+    """Identity of a manifest file: equal if it is still the same file.
+
+    Raises:
+        OSError: there is no manifest.
+    """
+    return at(item_directory / FILE).stamp
+
+
+def not_plain(error: NotPlainError) -> FormatError:
+    """Error for an entry of a step's directory that is neither a file nor a directory."""
+    return FormatError(
+        f"{error.key}: expected plain files and directories in a step's directory, found "
+        f"{error.kind}, which is not followed: it may lead anywhere. Put what it stands for in its "
+        "place, or restore another step."
+    )
+
+
+def refuse_links(directory: AnyPath) -> None:
+    """Refuses symbolic links, pipes and devices anywhere below a step's item directory.
+
+    No save writes such entries: one that is there leads to other files. The directory itself and
+    those above it may be links: they are the user's.
+
+    Raises:
+        FormatError: names the first such entry.
+    """
+    try:
+        at(directory).check_plain()
+    except NotPlainError as error:
+        raise not_plain(error) from error
+
+
+def write(item_directory: AnyPath, manifest: Manifest) -> Manifest:
+    """Writes the manifest; the caller makes it durable.
+
+    Returns:
+        The manifest with its checksum.
+
+    Raises:
+        FormatError: it is larger than readers accept.
+    """
+    data, checksum = manifest_json.encoded(manifest)
+    manifest_json.check_counts(data, str(item_directory / FILE))
+    at(item_directory / FILE).write(data)
+    return dataclasses.replace(manifest, checksum=checksum)

@@ -1,0 +1,231 @@
+"""The file system as a storage: a key is an absolute path."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import IO, Any
+
+from adacheck_jax.store.storage.interface import Entry, Kind, NotPlainError
+
+_THREADS = 8
+"""Concurrent syncs share one write of the file system's journal."""
+_LINK = "a symbolic link"
+_TROUBLE = {
+    *(errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENOENT, errno.EEXIST, errno.EMLINK),
+    *(errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE, errno.ENOMEM),
+}
+"""Errors of a hard link that may pass; other errors come from file systems without hard links."""
+
+
+class Posix:
+    """Files and directories; see :class:`~adacheck_jax.store.storage.interface.Storage`."""
+
+    context = None
+
+    def shown(self, key: str) -> str:
+        """The path."""
+        return key
+
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Reads bytes of a plain file in a plain directory."""
+        if os.path.islink(parent := os.path.dirname(key)):
+            raise NotPlainError(parent, _LINK)
+        try:
+            descriptor = os.open(key, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise NotPlainError(key, _LINK) from error
+            raise
+        with open(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise NotPlainError(key, "no file")
+            end = status.st_size if stop is None else min(stop, status.st_size)
+            if start:
+                file.seek(start)
+            return file.read(max(0, end - start))
+
+    def write(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
+        """Writes a file under another name and renames it; if it must be absent, in place."""
+        folder, name = os.path.split(key)
+        path, mode = (key, "xb") if if_absent else (f"{folder}/.{name}.tmp", "wb")
+        with _made(path, mode) as file:
+            file.write(data)
+        if not if_absent:
+            os.replace(path, key)
+
+    def kind(self, key: str) -> Kind:
+        """The type of the file that a path leads to."""
+        try:
+            return "folder" if stat.S_ISDIR(os.stat(key).st_mode) else "value"
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                return ""
+            raise
+
+    def stat(self, key: str) -> Entry:
+        """Describes a file by device, inode, size and time of change."""
+        status = os.stat(key, follow_symlinks=False)
+        stamp = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        return Entry(stamp, status.st_size, status.st_nlink)
+
+    def list(self, prefix: str, *, deep: bool = True) -> Iterator[str]:
+        """Lists files, and links without following them."""
+        waiting, vanished = [prefix], None
+        while waiting:
+            folder = waiting.pop()
+            try:
+                found = os.scandir(folder)
+            except (FileNotFoundError, NotADirectoryError) as error:
+                vanished = error if folder != prefix else None
+                continue
+            with found:
+                for each in found:
+                    if not each.is_dir(follow_symlinks=False):
+                        yield each.path
+                    elif deep:
+                        waiting.append(each.path)
+        if vanished is not None:
+            raise vanished
+
+    def folders(self, prefix: str) -> list[str]:
+        """Names of directories, and of links to directories."""
+        try:
+            with os.scandir(prefix) as found:
+                return [each.name for each in found if each.is_dir()]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def check_plain(self, prefix: str) -> None:
+        """Refuses symbolic links, pipes and devices anywhere below a directory."""
+        waiting = [prefix]
+        while waiting:
+            try:
+                with os.scandir(waiting.pop()) as found:
+                    for each in found:
+                        if each.is_dir(follow_symlinks=False):
+                            waiting.append(each.path)
+                        elif not each.is_file(follow_symlinks=False):
+                            kind = _LINK if each.is_symlink() else "a pipe or a device"
+                            raise NotPlainError(each.path, kind)
+            except NotPlainError:
+                raise
+            except OSError:  # it is missing or being deleted, which reading it will report
+                continue
+
+    def delete(self, key: str) -> None:
+        """Deletes a file or a directory; a link is not followed."""
+        try:
+            os.unlink(key)
+        except FileNotFoundError:
+            return
+        except (IsADirectoryError, PermissionError):
+            if not os.path.isdir(key):
+                raise
+            shutil.rmtree(key)
+
+    def adopt(self, source: str, key: str) -> bool:
+        """Makes a hard link, and its directory."""
+        try:
+            try:
+                os.link(source, key, follow_symlinks=False)
+            except FileNotFoundError:
+                os.makedirs(os.path.dirname(key), exist_ok=True)
+                os.link(source, key, follow_symlinks=False)
+        except OSError as error:
+            if error.errno in _TROUBLE:
+                raise
+            return False
+        return True
+
+    def sync(self, *keys: str, deep: bool = False) -> None:
+        """Syncs files and directories, many at once."""
+        every = [each for key in keys for each in _with_folders(key)] if deep else keys
+        if len(every) == 1:
+            _sync(every[0])
+            return
+        with ThreadPoolExecutor(_THREADS) as threads:
+            for _ in threads.map(_sync, every):
+                pass
+
+    @contextlib.contextmanager
+    def lock(self, key: str) -> Iterator[None]:
+        """Holds a locked empty file, which a killed process leaves unlocked."""
+        descriptor = _locked(key)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(key)
+            os.close(descriptor)
+
+    @contextlib.contextmanager
+    def watched(self, prefix: str) -> Iterator[Callable[[], bool]]:
+        """Compares the inode of a directory, which is kept open so that no other can get it."""
+        descriptor = os.open(prefix, os.O_RDONLY)
+        try:
+            yield lambda: _is_same(prefix, descriptor)
+        finally:
+            os.close(descriptor)
+
+    def physical(self, key: str) -> str:
+        """The path without symbolic links."""
+        return os.path.realpath(key)
+
+    def spec(self, prefix: str) -> dict[str, Any]:
+        """Tensorstore's specification of files below a directory, or beside each other."""
+        folder, _, rest = prefix.rpartition("/")
+        return {"driver": "file", "path": f"{os.path.realpath(folder or '/')}/{rest}"}
+
+
+def _made(path: str, mode: str) -> IO[bytes]:
+    """Opens a file to be written, and makes its directory."""
+    try:
+        return open(path, mode)
+    except FileNotFoundError:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        return open(path, mode)
+
+
+def _with_folders(key: str) -> Iterator[str]:
+    """A path, and those of the directories below it."""
+    yield key
+    try:
+        with os.scandir(key) as found:
+            inner = [each.path for each in found if each.is_dir(follow_symlinks=False)]
+    except NotADirectoryError:
+        return
+    for each in inner:
+        yield from _with_folders(each)
+
+
+def _sync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _locked(path: str) -> int:
+    while True:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CREAT, 0o666)
+        # On file systems without locks nobody waits.
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if _is_same(path, descriptor):
+            return descriptor  # else the last holder of the lock has just removed the file
+        os.close(descriptor)
+
+
+def _is_same(path: str, descriptor: int) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    return False

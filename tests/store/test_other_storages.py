@@ -1,0 +1,153 @@
+"""What this library writes of a step, written into and read from storages that are no directory."""
+
+import dataclasses
+import errno
+import threading
+import uuid
+
+import numpy as np
+import pytest
+
+from adacheck_jax.errors import AdaCheckError, FormatError, StorageError
+from adacheck_jax.format.boxes import Box
+from adacheck_jax.format.manifest import NO_CAUTION, Link
+from adacheck_jax.store import claims, links, packs, volume_reader, volumes, zarr
+from adacheck_jax.store.steps import lineage, manifest_file, reports, roots
+from adacheck_jax.store.storage.kvstore import KvStore
+from adacheck_jax.store.storage.location import Location, at
+from adacheck_jax.store.storage.posix import Posix
+from tests import support
+from tests.format.test_manifest import A_BASE, A_DELTA
+
+
+@pytest.fixture(params=["memory", "directory"])
+def root(request, tmp_path):
+    return in_memory() if request.param == "memory" else at(tmp_path)
+
+
+def in_memory(kind=KvStore):
+    return Location(kind(f"memory://{uuid.uuid4().hex}/root"), "run")
+
+
+def noise(size, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+
+
+def test_a_pack_is_read_as_it_was_written(root):
+    raw, compressed = noise(3 << 20), np.repeat(noise(1 << 16), 8)
+    raw[5000:9000] = 0
+    start = lineage.pack_in(root / "3", 0)
+    zeros = packs.write_pack(start, [(packs.RAW, [raw]), (packs.COMPRESSED, [compressed])])
+    for kind, data, (left_out,) in zip(
+        (packs.RAW, packs.COMPRESSED), (raw, compressed), zeros, strict=True
+    ):
+        reader = support.pack_reader(start, kind, data.size, left_out)
+        (found,) = reader.read([(0, data.size)], what="all")
+        np.testing.assert_array_equal(found, data)
+    assert all(each.name.startswith("delta.0.") for each in (root / "3").list())
+
+
+def test_volumes_are_merged_and_read_as_they_were_written(root):
+    item, arrays = (
+        root / "1",
+        {name: noise(6000, i).reshape(60, 100) for i, name in enumerate("ab")},
+    )
+    arrays["c"] = arrays["a"]
+    for process, names in enumerate(("ac", "b")):
+        pieces = [
+            volumes.ArrayPiece(n, (60, 100), (20, 100), {Box.full((60, 100)): arrays[n]})
+            for n in names
+        ]
+        shared = volumes.write(item / lineage.BASE / f"{process}", pieces)
+        assert shared == ({"c": "a"} if process == 0 else {})
+    volumes.merge(item, {f"{lineage.BASE}/{process}": None for process in (0, 1)})
+    for name, store in zip("abc", volume_reader.opened(item, "abc"), strict=True):
+        np.testing.assert_array_equal(store.read().result(), arrays[name])
+    assert volume_reader.described(item, "a") == [((60, 100), "uint8", (20, 100))]
+    reader = volume_reader.ArrayReader(zarr.database_in(item), "b", item.context())
+    np.testing.assert_array_equal(np.concatenate([b for _, b in reader.pieces()]), arrays["b"])
+
+
+def write_steps(root):
+    """A base and a delta that refers to it."""
+    base = manifest_file.write(root / "10", A_BASE)
+    link = Link(10, lineage.reference(root / "11", root / "10"), base.checksum)
+    delta = dataclasses.replace(A_DELTA, step=11, parent=link, depth=1, caution=NO_CAUTION)
+    return base, manifest_file.write(root / "11", delta)
+
+
+def test_manifests_make_steps_and_lineages(root):
+    base, delta = write_steps(root)
+    found = lineage.resolve(root / "11")
+    assert [each.manifest for each in found.entries] == [base, delta]
+    assert [each.holder for each in found.entries] == [root.resolve() / "10", root / "11"]
+    assert found.exists()
+    assert [(s.step, s.directory, s.error) for s in roots.steps_of(root)] == [
+        (10, root / "10", None),
+        (11, root / "11", None),
+    ]
+    assert lineage.follow([lineage.resolve(root / "10")], root / "11").entries[-1].manifest == delta
+    (root / "10").delete()
+    assert not found.exists()
+    with pytest.raises(AdaCheckError, match="found nothing there"):
+        lineage.resolve(root / "11")
+
+
+def test_links_are_probed_and_named(root):
+    write_steps(root)
+    assert links.can_link(root) is isinstance(root.storage, Posix)
+    names = links.files_of(lineage.resolve(root / "10").entries[-1])
+    assert f"10/{manifest_file.FILE}" in names
+
+
+def test_of_two_writers_of_a_step_one_is_refused(root):
+    step = root / "3"
+    with claims.writing(step, 0, "one"):
+        (step / lineage.BASE / "0/file").write(b"1")
+    with pytest.raises(StorageError, match="expected one writer"), claims.writing(step, 0, "two"):
+        pass
+    with claims.writing(step, 0, "one"):
+        assert not [*(step / lineage.BASE).list()], "what an earlier attempt left is removed"
+    with claims.committing(step, 0, "one"):
+        claims.remove(step)
+    assert [*step.list()] == []
+
+
+def test_reports_are_gathered_from_all_processes(root):
+    def publish():
+        for process in (1, 0, 2):
+            reports.publish(root / "3", process, {"from": process})
+
+    thread = threading.Thread(target=publish)
+    thread.start()
+    assert [each["from"] for each in reports.gather(root / "3", 3)] == [0, 1, 2]
+    thread.join()
+    reports.publish_failure(root / "3", 1, OSError("gone"))
+    with pytest.raises(AdaCheckError, match="process 1 could not write its share"):
+        reports.gather(root / "3", 3)
+    reports.remove(root / "3")
+    assert not [*(root / "3").list()]
+
+
+class Failing(KvStore):
+    """A store of which one write fails."""
+
+    fails_at = 0
+
+    def write(self, key, data, *, if_absent=False):
+        self.fails_at -= 1
+        if not self.fails_at:
+            raise OSError(errno.EREMOTEIO, "the store is away", self.shown(key))
+        super().write(key, data, if_absent=if_absent)
+
+
+def test_a_manifest_whose_write_fails_makes_no_step():
+    root = in_memory(Failing)
+    root.storage.fails_at = 2
+    with pytest.raises(OSError, match="away"):
+        write_steps(root)
+    assert [each.step for each in roots.steps_of(root)] == [10]
+    with pytest.raises(FormatError, match="found none"):
+        manifest_file.read(root / "11")
+    write_steps(root)
+    assert len(lineage.resolve(root / "11").entries) == 2

@@ -1,0 +1,231 @@
+"""One suite that every storage passes."""
+
+import dataclasses
+import errno
+import itertools
+import os
+import threading
+import uuid
+from typing import Any
+
+import pytest
+import tensorstore as ts
+
+from adacheck_jax.store.storage.interface import NotPlainError
+from adacheck_jax.store.storage.kvstore import KvStore
+from adacheck_jax.store.storage.location import Location, at
+
+
+class Conformance:
+    """Promises of :class:`~adacheck_jax.store.storage.interface.Storage`.
+
+    A subclass has the fixture ``top``, an empty folder in a storage.
+    """
+
+    links: bool
+
+    def test_a_value_is_read_as_it_was_written_last(self, top: Location):
+        value = top / "a/b/value"
+        for data in (b"first", b"", b"another one"):
+            value.write(data)
+            assert value.read() == data
+
+    def test_a_range_is_read_and_less_where_the_value_ends(self, top: Location):
+        (top / "value").write(b"0123456789")
+        for start, stop in itertools.product((0, 3, 10, 12), (None, 0, 5, 10, 20)):
+            if stop is None or start <= stop:
+                assert (top / "value").read(start, stop) == b"0123456789"[start:stop]
+
+    def test_what_is_not_there_is_not_found(self, top: Location):
+        (top / "value").write(b"1")
+        for missing in (top / "other", top / "folder/value"):
+            with pytest.raises(FileNotFoundError):
+                missing.read()
+            with pytest.raises(FileNotFoundError):
+                missing.stat()
+            assert not missing.exists
+            missing.delete()
+            assert [*missing.list()] == missing.folders() == []
+
+    def test_a_folder_is_where_a_value_is_below(self, top: Location):
+        (top / "a/b/value").write(b"1")
+        assert (top / "a").is_folder
+        assert (top / "a/b").is_folder
+        assert (top / "a/b/value").exists
+        assert not (top / "a/b/value").is_folder
+        assert not (top / "a/b/val").exists
+
+    def test_keys_are_listed_of_one_folder_or_of_all_below(self, top: Location):
+        keys = {"1", "2", "a/1", "a/b/2", "ab/3", "a.c"}
+        for each in keys:
+            (top / each).write(each.encode())
+        assert {*top.list()} == {top / each for each in keys}
+        assert {*top.list(deep=False)} == {top / each for each in ("1", "2", "a.c")}
+        assert {*(top / "a").list()} == {top / "a/1", top / "a/b/2"}
+        assert {*(top / "a").list(deep=False)} == {top / "a/1"}
+        assert {*top.folders()} == {"a", "ab"}
+        assert (top / "a").folders() == ["b"]
+        assert [*(top / "1").list()] == []
+
+    def test_a_folder_is_deleted_with_all_below_and_nothing_else(self, top: Location):
+        for each in ("a/1", "a/b/2", "ab", "a.c"):
+            (top / each).write(b"1")
+        (top / "a").delete()
+        assert {*top.list()} == {top / "ab", top / "a.c"}
+        (top / "ab").delete()
+        assert [*top.list()] == [top / "a.c"]
+
+    def test_a_value_that_must_be_absent_is_written_once(self, top: Location):
+        value = top / "folder/value"
+        value.write(b"first", if_absent=True)
+        with pytest.raises(FileExistsError):
+            value.write(b"second", if_absent=True)
+        assert value.read() == b"first"
+
+    def test_of_many_writers_one_finds_a_value_absent(self, top: Location):
+        barrier, won = threading.Barrier(8), []
+
+        def write(number: int) -> None:
+            barrier.wait()
+            try:
+                (top / "value").write(b"%d" % number, if_absent=True)
+            except FileExistsError:
+                return
+            won.append(number)
+
+        threads = [threading.Thread(target=write, args=(i,)) for i in range(8)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        assert (top / "value").read() == b"%d" % won[0]
+        assert len(won) == 1
+
+    def test_another_value_has_another_stamp(self, top: Location):
+        (top / "value").write(b"1")
+        before = (top / "value").stamp
+        assert (top / "value").stamp == before
+        (top / "value").write(b"22")
+        assert (top / "value").stamp != before
+
+    def test_an_adopted_value_outlives_its_first_key(self, top: Location):
+        (top / "value").write(b"1")
+        assert (top / "a/b/link").adopt(top / "value") is self.links
+        assert (top / "a/b/link").exists is self.links
+        (top / "value").delete()
+        if self.links:
+            assert (top / "a/b/link").read() == b"1"
+
+    def test_sync_and_looks_take_any_tree(self, top: Location):
+        (top / "a/b/value").write(b"1")
+        top.sync(top / "a/b/value", deep=True)
+        (top / "a/b").sync(top / "a/b/value")
+        top.check_plain()
+
+    def test_a_folder_is_watched_and_a_key_locked(self, top: Location):
+        (top / "a/value").write(b"1")
+        with (top / "a").watched() as is_same, (top / ".lock").lock():
+            assert is_same()
+        assert not (top / ".lock").exists
+
+    def test_tensorstore_writes_where_keys_are_read(self, top: Location):
+        for spec, key in [(top.spec(), "array"), ((top / "b").spec("."), "array")]:
+            store = ts.KvStore.open(spec, context=top.context()).result()
+            store.write(key, b"bytes").result()
+        assert (top / "array").read() == (top / "b.array").read() == b"bytes"
+
+    def test_a_location_has_the_arithmetic_of_paths(self, top: Location):
+        value = top / "a" / "b"
+        assert (value.name, value.parent.name, value.parent.parent) == ("b", "a", top)
+        assert value.with_name("c") == top / "a/c"
+        assert str(value) == f"{top}/a/b"
+        assert value.below(top) == "a/b"
+        assert value.resolve() == top.resolve() / "a/b"
+
+
+class TestPosix(Conformance):
+    links = True
+
+    @pytest.fixture
+    def top(self, tmp_path):
+        return at(tmp_path)
+
+    def test_links_pipes_and_what_is_below_a_link_are_refused(self, top: Location):
+        (top / "folder/value").write(b"1")
+        os.symlink((top / "folder/value").key, (top / "folder/link").key)
+        os.symlink((top / "folder").key, (top / "linked").key)
+        os.mkfifo((top / "pipe").key)
+        for each in ("folder/link", "linked/value", "pipe"):
+            with pytest.raises(NotPlainError):
+                (top / each).read()
+        for each in (top, top / "folder"):
+            with pytest.raises(NotPlainError):
+                each.check_plain()
+        assert top / "linked" in [*top.list()], "it is a value, not a folder to go down"
+        (top / "linked").delete()
+        assert (top / "folder/value").read() == b"1"
+
+    def test_a_directory_that_was_replaced_is_another(self, top: Location):
+        (top / "a/value").write(b"1")
+        with (top / "a").watched() as is_same:
+            (top / "a").delete()
+            assert not is_same()
+            (top / "a/value").write(b"1")
+            assert not is_same()
+
+    def test_no_link_means_false_and_a_full_disk_an_error(self, top: Location, monkeypatch):
+        (top / "value").write(b"1")
+        for number, expected in ((errno.EPERM, False), (errno.ENOSPC, None)):
+
+            def fail(*_: Any, number: int = number, **__: Any) -> None:
+                raise OSError(number, os.strerror(number))
+
+            monkeypatch.setattr(os, "link", fail)
+            if expected is None:
+                with pytest.raises(OSError, match="space"):
+                    (top / "link").adopt(top / "value")
+            else:
+                assert (top / "link").adopt(top / "value") is expected
+
+    def test_a_write_that_fails_leaves_the_value_before(self, top: Location, monkeypatch):
+        (top / "value").write(b"before")
+
+        def fail(*_: Any) -> None:
+            raise OSError(errno.ENOSPC, "no space")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", fail)
+            with pytest.raises(OSError, match="space"):
+                (top / "value").write(b"after")
+        assert (top / "value").read() == b"before"
+        (top / "value").write(b"after")
+        assert (top / "value").read() == b"after"
+
+
+class TestKvStore(Conformance):
+    links = False
+
+    @pytest.fixture
+    def top(self):
+        return Location(KvStore(f"memory://{uuid.uuid4().hex}/root"), "run")
+
+    def test_absence_is_a_condition_in_other_drivers_too(self, tmp_path):
+        value = Location(KvStore(f"file://{tmp_path}"), "value")
+        value.write(b"first", if_absent=True)
+        with pytest.raises(FileExistsError):
+            value.write(b"second", if_absent=True)
+        assert value.read() == b"first"
+
+    def test_the_top_of_a_store_lists_and_shows_all(self, top: Location):
+        (top / "value").write(b"1")
+        everything = Location(top.storage, "")
+        assert [*everything.list()] == [top / "value"]
+        assert everything.folders() == ["run"]
+        assert str(top / "value").endswith("/root/run/value")
+
+    def test_an_error_of_the_store_is_an_error_of_a_system(self, top: Location):
+        broken = dataclasses.replace(top, key="\0" * 3)
+        broken.storage._store = ts.KvStore.open("file:///dev/null/").result()
+        for operation in (broken.read, broken.stat, lambda: broken.write(b"1")):
+            with pytest.raises(OSError, match="://"):
+                operation()
