@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers and editors; must name what _MODULES names
     from adacheck_jax.adapter.handler import AdaCheckHandler, RestoreArgs, RestoreInfo, SaveArgs
+    from adacheck_jax.adapter.processes import wait_for_processes
     from adacheck_jax.device.replicas import Divergence, ReplicaReport, replica_report
     from adacheck_jax.errors import (
         AdaCheckError,
@@ -61,6 +62,7 @@ __all__ = [
     "redundancy_report",
     "replica_report",
     "separate_update",
+    "wait_for_processes",
 ]
 
 _MODULES = {
@@ -69,6 +71,7 @@ _MODULES = {
     "RestoreArgs": "adapter.handler",
     "RestoreInfo": "adapter.handler",
     "SaveArgs": "adapter.handler",
+    "wait_for_processes": "adapter.processes",
     "Divergence": "device.replicas",
     "ReplicaReport": "device.replicas",
     "replica_report": "device.replicas",

@@ -71,16 +71,29 @@ _TELLS_OF_FILES = {
 """Errors that tell that a file is not as it was written, not that it cannot be had now."""
 
 
+_REFUSALS = {
+    "PERMISSION_DENIED": errno.EACCES,
+    "UNAUTHENTICATED": errno.EACCES,
+    "UNAVAILABLE": errno.EREMOTEIO,
+    "DEADLINE_EXCEEDED": errno.ETIMEDOUT,
+    "RESOURCE_EXHAUSTED": errno.EAGAIN,
+}
+"""Answers of an object store that say nothing about its values, as tensorstore names them."""
+
+
 def system_error(error: BaseException) -> OSError | None:
     """The operating system's error behind an exception, if there is one.
 
     Args:
-        error: an ``OSError``, or one of tensorstore, which puts the number into its text.
+        error: an ``OSError``, or one of tensorstore, which puts the number, or what an object store
+            answered, into its text.
     """
     if isinstance(error, OSError):
         return error
-    found = re.search(r"os_error_code='(\d+)'", str(error))
-    return OSError(int(found[1]), os.strerror(int(found[1]))) if found else None
+    if found := re.search(r"os_error_code='(\d+)'", str(error)):
+        return OSError(int(found[1]), os.strerror(int(found[1])))
+    found = re.search(rf"\b({'|'.join(_REFUSALS)}): ", str(error))
+    return OSError(_REFUSALS[found[1]], os.strerror(_REFUSALS[found[1]])) if found else None
 
 
 def unreadable(where: object, error: BaseException) -> StorageError | None:

@@ -5,11 +5,14 @@ cache is shared by all worker processes and kept between runs. Hypothesis profil
 of the tests that run by default, stand here too.
 """
 
+from __future__ import annotations
+
 import gc
 import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = (
@@ -24,6 +27,9 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from tests.object_stores import Store
 
 settings.register_profile("default", max_examples=10, deadline=None)
 settings.register_profile("ci", max_examples=30, deadline=None)
@@ -74,3 +80,23 @@ def _combinations(values: Iterable[tuple[int, str]], size: int) -> set[tuple[obj
     """All combinations of so many parameters, or of all, each with the name of its value."""
     named = [*values]
     return set(itertools.combinations(named, min(size, len(named))))
+
+
+@pytest.fixture(scope="session")
+def gcs() -> Iterator[Store]:
+    """Google's Cloud Storage on this machine, for all tests of a process."""
+    from tests import object_stores  # which not every environment can start
+
+    with object_stores.gcs() as store:
+        os.environ.update(store.environment)
+        yield store
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[Store]:
+    """Amazon's S3 on this machine, for all tests of a process."""
+    from tests import object_stores  # which not every environment can start
+
+    with object_stores.s3() as store:
+        os.environ.update(store.environment)
+        yield store

@@ -43,6 +43,24 @@ def test_every_way_keeps_every_step():
 
 
 @pytest.mark.slow
+def test_object_stores_are_measured_beside_stock_orbax():
+    size = {"params": 10_000, "leaves": 2, "saves": 3}
+    found = child.measure("stores", kind="gcs", delay_ms=0, **size)["rows"]
+    assert found["delta"]["own_requests"] == 5, "and one for the mark of its parent"
+    assert found["delta"]["requests"] > 6
+    assert found["stock Orbax"]["own_requests"] == 0
+    assert found["stock Orbax's restore"]["received_bytes"] > 10_000
+
+
+@pytest.mark.slow
+def test_fingerprints_are_measured_with_and_without_the_call():
+    found = child.measure("fingerprints", devices=2, params=2000, leaves=4, rounds=6)
+    assert len(found["rows"]) == 3
+    for row in found["rows"].values():
+        assert [*row] == ["durable_s", "cpu_s", "record_s"]
+
+
+@pytest.mark.slow
 def test_a_measurement_that_fails_says_why():
     with pytest.raises(RuntimeError, match="unexpected keyword argument 'parms'"):
         child.measure("saves", parms=1)
@@ -65,6 +83,10 @@ def test_a_report_tells_everything_that_was_measured(saves, tmp_path):
             "rows": {"nothing saved": step, "every step": {**step, "step_s": 0.125}},
         },
         "recording": [{"state_bytes": 1e6, "every": 20, "rows": {"recorded": KEPT}}],
+        "fingerprints": [
+            {"devices": 8, "leaves": 102, "state_bytes": 1e6}
+            | {"rows": {"as it is": {"durable_s": {"median": 0.1, "ratio": 1.0}}}}
+        ],
         "growth": [{"of": "devices", "at": n, "costs": {ways.DELTA: COST}} for n in (1, 4)],
     }
     text = report.markdown(json.loads(json.dumps(results)))
@@ -72,6 +94,7 @@ def test_a_report_tells_everything_that_was_measured(saves, tmp_path):
     assert "| 10 | 1,200 | 1,000 = 500 + 100 + 400 | 1.20 | 5.00 |" in text
     assert "| every step | 125 | 25 % | 150 |" in text
     assert "| 1.00 MB | recorded | 1.5 | 1.0 | 20.0 | 8.0 |" in text
+    assert "| 8 | as it is | 100 (1.00) |" in text
     assert "| devices | 4 | delta | 10.0 | 200 | 100 | 2.00 |" in text
     for name in COMPARED:
         assert f"| {name} |" in text

@@ -7,9 +7,9 @@ Orbax alone can read a base. It writes the metadata of a base and its Python sca
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,13 +26,21 @@ from adacheck_jax.adapter.descriptions import (
     sharding_key,
     stored_dtype,
 )
-from adacheck_jax.device import jax_settings, sharding, trees
+from adacheck_jax.device import jax_settings, sharding, transfer, trees
 from adacheck_jax.device.trees import PyTree
-from adacheck_jax.errors import IntegrityError, MismatchError, first_line, unreadable
+from adacheck_jax.errors import (
+    AdaCheckError,
+    IntegrityError,
+    MismatchError,
+    StorageError,
+    first_line,
+    unreadable,
+)
 from adacheck_jax.format import manifest as manifests
 from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.restore import base_reader
-from adacheck_jax.store.storage.location import AnyPath, at
+from adacheck_jax.restore.shared_reads import ReadOnce
+from adacheck_jax.store.storage.location import AnyPath, at, located
 
 
 class StockCheckpoints:
@@ -46,10 +54,37 @@ class StockCheckpoints:
         registry = types.create_type_handler_registry(*scalars, *arrays)
         self._writer = ocp.PyTreeCheckpointHandler(use_zarr3=True, type_handler_registry=registry)
         self._reader = ocp.PyTreeCheckpointHandler()
-        described = (jax.Array, descriptions.DescribedArrays()), (np.ndarray, types.NumpyHandler())
+        kinds = (int, float, np.ndarray, jax.Array)
+        numbers = descriptions.DescribedScalars()
+        described = numbers, numbers, descriptions.DescribedNumpy(), descriptions.DescribedArrays()
         self._describer = ocp.PyTreeCheckpointHandler(
-            type_handler_registry=types.create_type_handler_registry(*scalars, *described)
+            type_handler_registry=types.create_type_handler_registry(
+                *zip(kinds, described, strict=True)
+            )
         )
+
+    def check_reachable(self, directory: AnyPath, state: PyTree) -> None:
+        """Refuse a state of which Orbax would have to write or read leaves where it cannot.
+
+        Args:
+            directory: directory of the step.
+            state: the full state.
+
+        Raises:
+            MismatchError: the step lies on ``s3://``, and a leaf is a number or a PRNG key.
+        """
+        if _is_reachable(directory):
+            return
+        for path, leaf in trees.flatten(state)[0].items():
+            is_number = isinstance(leaf, int | float) and not isinstance(leaf, np.generic)
+            if is_number or transfer.is_key(leaf):
+                kind = "a typed PRNG key" if transfer.is_key(leaf) else type(leaf).__name__
+                raise MismatchError(
+                    f"leaf {path}: expected an array, found {kind}, which Orbax itself stores and "
+                    f"reads; {_why_unreachable()}. Nothing was saved at {directory}; save "
+                    "jax.numpy.asarray(number), jax.random.key_data(key), or to gs:// or a file "
+                    "system."
+                )
 
     async def write(
         self, directory: epath.Path, state: PyTree, save_args: PyTree, custom_metadata: Any
@@ -80,7 +115,7 @@ class StockCheckpoints:
             futures = list(await self._writer.async_save(directory, args=args) or [])
         finally:
             for handler in self._noted:
-                entries |= handler.take(Path(directory))
+                entries |= handler.take(str(directory))
         names: dict[str, str] = {}
         for path, entry in entries.items():
             other = names.setdefault(entry.name, path)
@@ -107,7 +142,7 @@ class StockCheckpoints:
         Returns:
             SHA-256 digests of the files that describe the arrays, by file name.
         """
-        if any(n.startswith("ocdbt.process_") for n in at(Path(directory)).folders()):
+        if any(n.startswith("ocdbt.process_") for n in at(located(str(directory))).folders()):
             self._writer.finalize(directory)
         shardings = {
             sharding_key(entry.name): entry.sharding
@@ -125,7 +160,7 @@ class StockCheckpoints:
             }
             for path, entry in entries.items()
         ]
-        top = at(Path(directory))
+        top = at(located(str(directory)))
         sharded, described = top / manifests.SHARDINGS, top / "array_metadatas/process_0"
         sharded.write(json.dumps(shardings).encode())
         described.write(json.dumps({"array_metadatas": arrays}).encode())
@@ -139,8 +174,9 @@ class StockCheckpoints:
             IntegrityError: Orbax cannot read it.
             StorageError: it cannot be read now.
         """
+        orbax = self._reader if _is_reachable(directory) else self._describer
         with _damage_named(directory):
-            return self._reader.metadata(epath.Path(str(directory)))
+            return orbax.metadata(epath.Path(str(directory)))
 
     def described(self, directory: AnyPath) -> PyTree:
         """The tree of :meth:`metadata` for a base of this library, with less about each array.
@@ -158,6 +194,7 @@ class StockCheckpoints:
         wanted: Mapping[str, Any],
         leaves: Mapping[str, Leaf],
         metadata_tree: PyTree,
+        read_once: ReadOnce = None,
     ) -> dict[str, Any]:
         """Read a state, in each process only the boxes that its devices need.
 
@@ -168,6 +205,7 @@ class StockCheckpoints:
                 not among them.
             leaves: the manifest's record of every leaf, by leaf path.
             metadata_tree: Orbax's tree of them (see :meth:`described`).
+            read_once: as for :func:`base_reader.read`; collective.
 
         Returns:
             Leaves by leaf path; None for a leaf left out.
@@ -175,7 +213,7 @@ class StockCheckpoints:
         Raises:
             IntegrityError: Orbax cannot read it, or its leaves, or the shape or type of one, are
                 not the expected ones; raised before memory is allocated for them.
-            StorageError: it cannot be read now.
+            StorageError: it cannot be read now, or not from ``s3://``.
         """
         found, _ = trees.flatten(metadata_tree)
         if found.keys() != wanted.keys():
@@ -200,11 +238,18 @@ class StockCheckpoints:
             for path in direct
         ]
         with _damage_named(directory):
-            read = dict(zip(direct, base_reader.read(directory, arrays), strict=True))
-        rest = {path: None if path in read else wanted[path] for path in wanted}
-        if any(each is not None for each in rest.values()):
+            read = dict(zip(direct, base_reader.read(directory, arrays, read_once), strict=True))
+        rest = {path: None if path in read else _readable(wanted[path]) for path in wanted}
+        by_orbax = [path for path, each in rest.items() if each is not None]
+        if by_orbax:
+            if not _is_reachable(directory):
+                raise StorageError(
+                    f"{directory}: expected arrays alone, found numbers or PRNG keys, which Orbax "
+                    f"itself reads ({', '.join(by_orbax[:5])}); {_why_unreachable()}. Copy the "
+                    "root to gs:// or a file system."
+                )
             read |= {
-                path: leaf
+                path: leaf if rest[path] is wanted[path] else transfer.moved(leaf, wanted[path])
                 for path, leaf in self._read_by_orbax(directory, rest, metadata_tree).items()
                 if path not in read
             }
@@ -240,6 +285,16 @@ class StockCheckpoints:
         self._describer.close()
 
 
+def _is_reachable(directory: AnyPath) -> bool:
+    """True if Orbax can write and read arrays there, numbers and PRNG keys among them."""
+    return not str(directory).startswith("s3://")
+
+
+def _why_unreachable() -> str:
+    release = importlib.metadata.version("orbax-checkpoint")
+    return f"no release of Orbax up to {release} reaches arrays on s3://"
+
+
 def _is_empty(leaf: Any) -> bool:
     return isinstance(leaf, np.ndarray | jax.Array) and leaf.size == 0
 
@@ -264,6 +319,12 @@ def _is_plain(wanted: Any, leaf: Leaf, found: Any) -> bool:
     return wanted is not None and not is_scalar and leaf.key_type is None
 
 
+def _readable(wanted: Any) -> Any:
+    """A placement that Orbax can read onto: it makes no array without a shard in this process."""
+    is_elsewhere = isinstance(wanted, jax.sharding.Sharding) and not wanted.addressable_devices
+    return jax.sharding.SingleDeviceSharding(jax.local_devices()[0]) if is_elsewhere else wanted
+
+
 def _restore_args(wanted: Any, leaf: Any) -> ocp.RestoreArgs:
     if isinstance(leaf, ocp.metadata.ScalarMetadata) or wanted is None:
         return ocp.RestoreArgs()
@@ -277,8 +338,13 @@ def _damage_named(directory: AnyPath) -> Iterator[None]:
     """Raise ``IntegrityError`` for the many errors that reading damaged files raises."""
     try:
         yield
-    except (MemoryError, jax.errors.JaxRuntimeError):
-        raise  # too little memory, not damage
+    except (MemoryError, jax.errors.JaxRuntimeError, AdaCheckError):
+        raise  # too little memory, not damage; or named already
+    except ImportError as error:
+        raise StorageError(
+            f"{directory}: Orbax cannot reach it ({first_line(error)}). Install what it needs: "
+            "adacheck-jax[gs] for gs://, adacheck-jax[s3] for s3://."
+        ) from error
     except Exception as error:
         if refused := unreadable(directory, error):
             raise refused from error

@@ -9,7 +9,6 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,7 +20,7 @@ from adacheck_jax.errors import AdaCheckError, IntegrityError, unreadable
 from adacheck_jax.format import manifest as manifests
 from adacheck_jax.format.manifest import BaseManifest, Leaf
 from adacheck_jax.store import volume_reader
-from adacheck_jax.store.storage.location import AnyPath, at
+from adacheck_jax.store.storage.location import AnyPath, at, located
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +45,9 @@ class _Noted(ocp.type_handlers.TypeHandler):
 
     def __init__(self) -> None:
         super().__init__()
-        self._entries: dict[Path, dict[str, Entry]] = {}
+        self._entries: dict[str, dict[str, Entry]] = {}
 
-    def take(self, directory: Path) -> dict[str, Entry]:
+    def take(self, directory: str) -> dict[str, Entry]:
         """Remove and return the arrays noted for a directory, by leaf path."""
         return self._entries.pop(directory, {})
 
@@ -59,7 +58,7 @@ class _Noted(ocp.type_handlers.TypeHandler):
         pairs = zip(values, infos, args or [None] * len(values), strict=True)
         noted = {trees.leaf_path(info.keypath): _entry(v, info, a) for v, info, a in pairs}
         # By directory: Orbax saves the items of a step at the same time.
-        self._entries[Path(infos[0].parent_dir)] = noted
+        self._entries[str(infos[0].parent_dir)] = noted
         return []
 
 
@@ -71,17 +70,17 @@ class NotedNumpy(_Noted, ocp.type_handlers.NumpyHandler):
     """Notes numpy arrays."""
 
 
-class DescribedArrays(ocp.type_handlers.ArrayHandler):
+class _Described(ocp.type_handlers.TypeHandler):
     """Type handler that describes all arrays of a base with one reading of each file.
 
-    Orbax would open every array, and for each array the file of shardings.
+    Orbax would open every array, and for each array the file of shardings; and none on ``s3://``.
     """
 
-    async def metadata(self, infos: Sequence[Any]) -> Sequence[ocp.metadata.ArrayMetadata]:
+    async def metadata(self, infos: Sequence[Any]) -> Sequence[Any]:
         """Describe the arrays; Orbax calls this once for all arrays of a checkpoint."""
         if not infos[0].use_zarr3:  # not written by this library
             return await super().metadata(infos)
-        directory = Path(infos[0].parent_dir)
+        directory = located(str(infos[0].parent_dir))
         shardings: dict[str, Any] = {}
         # Damage of this file is found by its digest in the manifest.
         with contextlib.suppress(OSError, ValueError):
@@ -97,6 +96,25 @@ class DescribedArrays(ocp.type_handlers.ArrayHandler):
                 storage=ocp.metadata.StorageMetadata(chunk_shape=chunk_shape),
             )
             for info, (shape, dtype, chunk_shape) in zip(infos, found, strict=True)
+        ]
+
+
+class DescribedArrays(_Described, ocp.type_handlers.ArrayHandler):
+    """Describes JAX arrays."""
+
+
+class DescribedNumpy(_Described, ocp.type_handlers.NumpyHandler):
+    """Describes numpy arrays."""
+
+
+class DescribedScalars(_Described, ocp.type_handlers.ScalarHandler):
+    """Describes Python numbers."""
+
+    async def metadata(self, infos: Sequence[Any]) -> Sequence[ocp.metadata.ScalarMetadata]:
+        """Describe the numbers."""
+        return [
+            ocp.metadata.ScalarMetadata(each.name, each.directory, dtype=each.dtype)
+            for each in await super().metadata(infos)
         ]
 
 

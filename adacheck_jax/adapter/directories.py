@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import os
 import time
 from collections.abc import Iterator
@@ -12,13 +13,15 @@ from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 from adacheck_jax.errors import StorageError
 from adacheck_jax.store.steps import roots
-from adacheck_jax.store.steps.lineage import STEP_METADATA
+from adacheck_jax.store.steps.lineage import STEP_METADATA, is_told_by_names
 from adacheck_jax.store.steps.roots import Place
-from adacheck_jax.store.storage.location import AnyPath
+from adacheck_jax.store.storage.location import AnyPath, at
 
 _DIRECTORIES_S = 5.0
 """Longest wait of a refused save for Orbax's directories."""
 _STEP_METADATA_S = 1.0
+_LOOK_S = 0.001
+_LOOK_BY_REQUEST_S = 0.05
 """Longest wait of a save for a file that Orbax is about to write into the step's directory."""
 
 
@@ -45,7 +48,7 @@ def made_even_if_refused() -> Iterator[None]:
         raise
 
 
-def place_while_saved(directory: Path) -> Place:
+def place_while_saved(directory: AnyPath) -> Place:
     """The line and step of a directory that is being saved.
 
     Orbax may write a step in place, without a temporary name that tells an item from a step. Then
@@ -54,25 +57,41 @@ def place_while_saved(directory: Path) -> Place:
     """
     if not roots.is_written_in_place(directory):
         return roots.place_of(directory)
+    place = at(directory)
+    if not place.on_file_system and is_told_by_names(place):
+        return roots.place_of(directory)
     _wait_for_directories()
-    marks = directory / STEP_METADATA, directory.parent / STEP_METADATA
+    marks = place / STEP_METADATA, place.parent / STEP_METADATA
     until_s = time.monotonic() + _STEP_METADATA_S
-    while directory.exists() and not any(each.exists() for each in marks):
+    while place.exists and not any(each.exists for each in marks):
         if time.monotonic() > until_s:
             break
-        time.sleep(0.001)
+        time.sleep(_LOOK_S if place.on_file_system else _LOOK_BY_REQUEST_S)
     return roots.place_of(directory)
 
 
-def check_writable(final: AnyPath) -> None:
-    """Refuse a step directory that cannot be made.
+def check_writable(directory: AnyPath) -> None:
+    """Refuse a step directory that cannot be made, or not be committed.
 
     Args:
-        final: the directory's path after the commit; it and its parents may not exist yet.
+        directory: temporary directory of an item; it and its parents may not exist yet.
 
     Raises:
-        StorageError: the nearest existing parent is a file or cannot be written.
+        StorageError: the nearest existing parent is a file or cannot be written; or Orbax would
+            rename a directory of an object store, which has none.
     """
+    final = roots.committed_path(directory)
+    if not at(directory).on_file_system:
+        if roots.is_written_in_place(directory):
+            return
+        raise StorageError(
+            f"{final}: expected a step that Orbax writes in place, found one under a temporary "
+            "name, which an object store cannot rename at once. No release of Orbax up to "
+            f"{importlib.metadata.version('orbax-checkpoint')} knows s3:// by itself as it knows "
+            "gs://. Nothing was saved; give the manager the option "
+            "atomicity_options=ocp.options.AtomicityOptions("
+            "mode=ocp.options.AtomicityMode.COMMIT_FILE)."
+        )
     existing = Path(str(final)).parent
     while not existing.exists():
         existing = existing.parent

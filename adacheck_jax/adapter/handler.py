@@ -18,7 +18,6 @@ from adacheck_jax.adapter.training_run import (
     TrainingRun,
     absolute,
     described_lineage,
-    writable,
 )
 from adacheck_jax.device import replicas
 from adacheck_jax.device.trees import PyTree
@@ -27,7 +26,7 @@ from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.save.exported_update import Check
 from adacheck_jax.save.situation import Delta, Options
 from adacheck_jax.store.retention import KeepLineage
-from adacheck_jax.store.steps import roots
+from adacheck_jax.store.steps import roots, stock
 from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.store.zarr import Compression
 from adacheck_jax.update.binding import RecorderArgument
@@ -140,7 +139,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             return await self._run.write(absolute(directory), *self._begin(directory, args))
 
     def _begin(self, directory: epath.Path, args: SaveArgs) -> tuple[Begun, SaveArgs]:
-        path = writable(directory)
+        path = absolute(directory)
         begun, stored = self._run.begin(path, lambda: directories.place_while_saved(path), args)
         with self._lock:
             # Several saves may be under way: items of one step, or several managers. A save that
@@ -209,10 +208,10 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         self._run.commit(path, begun)
 
     def restore(self, directory: epath.Path, args: RestoreArgs | None = None) -> PyTree:
-        """Restore a step, bit-exact and verified.
+        """Restore a step, bit-exact and verified; one that stock Orbax saved, as Orbax reads it.
 
-        Sets ``self.restored``: the step's number, which ``fallback`` may make an older one, and
-        how exact it is.
+        Sets ``self.restored``: the step's number, which ``fallback`` may make an older one, how
+        exact it is, and if it was verified.
 
         Args:
             directory: directory of the item.
@@ -231,13 +230,15 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         return self._run.restore(absolute(directory), args or RestoreArgs())
 
     def metadata(self, directory: epath.Path) -> Any:
-        """Orbax's tree metadata of a base or delta step.
+        """Orbax's tree metadata of a base or delta step, or of one that stock Orbax saved.
 
         Raises:
             LineageError: a step that this one builds on is missing.
             IntegrityError: a file that describes the base is damaged.
             FormatError: a manifest is missing or cannot be read.
         """
+        if stock.is_stock(absolute(directory)):
+            return self._run.stock.metadata(absolute(directory))
         lineage = described_lineage(absolute(directory))
         metadata = self._run.stock.metadata(lineage.base_directory)
         if isinstance(lineage.manifest, BaseManifest):

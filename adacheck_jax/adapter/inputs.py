@@ -47,6 +47,22 @@ def step_number(step: Any) -> int | None:
     return number
 
 
+def file_bytes(size: Any) -> int | None:
+    """A caller's size of data files, in bytes, as a Python integer; None stays None.
+
+    Raises:
+        ValueError: it is not an integer, or negative, or needs more than 63 bits.
+    """
+    if size is None:
+        return None
+    if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size <= _MAX_STEP:
+        raise ValueError(
+            "expected ocdbt_target_data_file_size, an integer from 0 to 2**63 - 1, found "
+            f"{size!r}. Nothing was saved; 0 sets no limit."
+        )
+    return size
+
+
 def checked_state(state: PyTree, save_args: PyTree | None = None) -> PyTree:
     """Refuse a state that no base can hold: leaves that ``StandardSave`` refuses or loses.
 
@@ -79,6 +95,11 @@ def checked_state(state: PyTree, save_args: PyTree | None = None) -> PyTree:
         _check_leaf(path, alike.get(path, leaf))
         if arg is not None and arg.aggregate:
             raise MismatchError(f"leaf {path}: SaveArgs(aggregate=True) is not supported here.")
+        if arg is not None and getattr(arg, "shard_axes", ()):
+            raise MismatchError(
+                f"leaf {path}: SaveArgs(shard_axes={arg.shard_axes}) is not supported here: "
+                "chunks are cut within the boxes of the sharding. Nothing was saved; leave it out."
+            )
     return trees.unflatten(treedef, (leaves | alike).values()) if alike else state
 
 

@@ -8,17 +8,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from adacheck_jax.adapter import descriptions
+from adacheck_jax.adapter import descriptions, stock_restore
 from adacheck_jax.adapter.arguments import RestoreArgs, RestoreInfo
 from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
 from adacheck_jax.adapter.targets import Target, Wishes
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError, FormatError, IntegrityError, LineageError
 from adacheck_jax.format import manifest as manifests
-from adacheck_jax.restore import check, replay
-from adacheck_jax.restore.compiled_update import CompiledUpdates
+from adacheck_jax.restore import check, replay, working_set
+from adacheck_jax.restore.compiled_update import CompiledUpdates, abstract_leaf
 from adacheck_jax.store.steps import lineage as lineages
-from adacheck_jax.store.steps import roots
+from adacheck_jax.store.steps import roots, stock
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.update.binding import Recorders
@@ -34,7 +34,7 @@ class Restored:
         state: the tree that the caller gets.
         info: the step's number, and how exact its leaves are.
         directory: item directory that the step was read from.
-        lineage: base and deltas that were read.
+        lineage: base and deltas that were read; None if stock Orbax saved the step.
         leaves: verified leaves in the base's order, on the devices of the replay.
         is_own: True if the step is the directory's own, so that a delta may build on it; False for
             an earlier step that the directory also holds.
@@ -43,7 +43,7 @@ class Restored:
     state: PyTree
     info: RestoreInfo
     directory: AnyPath
-    lineage: Lineage
+    lineage: Lineage | None
     leaves: list[Any]
     is_own: bool
 
@@ -55,7 +55,7 @@ class _Base:
     Attributes:
         target: the caller's abstract state.
         programs: the update, being compiled.
-        leaves: the base's leaves, on the devices of the replay.
+        leaves: the base's leaves, on the devices of the replay; see :func:`replay_onto`.
         rounded: indices of the leaves that these devices replay to rounding only.
         moved: wanted shardings of the leaves that are replayed on other devices, by leaf path.
     """
@@ -100,6 +100,8 @@ class StepRestorer:
             FormatError: a file is missing or cannot be read.
         """
         try:
+            if args.step is None and stock.is_stock(path):
+                return _restored_stock(path, args)
             lineage = resolve(path) if args.step is None else _earlier(path, args.step)
             return self._restore(path, lineage, args)
         except (FormatError, IntegrityError, LineageError) as error:
@@ -137,6 +139,7 @@ class StepRestorer:
                     inner = max(found, key=lambda each: each[1].end.step, default=None)
                 continue
             _log.warning("Restored step %d instead of step %s.", restored.info.step, wanted)
+            _tell_passed_over(path, restored.info.step, wanted)
             return restored
         raise error
 
@@ -160,7 +163,9 @@ class StepRestorer:
         try:
             base = self._read(path, lineage, args)
             rounded = frozenset() if args.exact else base.rounded
-            found = replay.newest_exact(base.leaves, lineage, base.programs, rounded=rounded)
+            found = replay.newest_exact(
+                base.leaves, lineage, base.programs, rounded=rounded, read_once=args.read_once
+            )
         except (FormatError, IntegrityError):  # of the base, so no step of this lineage is left
             found = None
         files, good = lineage.files, [] if found is None else found.steps
@@ -175,7 +180,7 @@ class StepRestorer:
         if is_own and (misplaced := roots.misplaced(path, lineage.manifest)):
             _log.warning("%s: %s; it was moved there.", path, misplaced)
         base = self._read(path, lineage, args)
-        leaves = replay.replay_onto(base.leaves, lineage, base.programs)
+        leaves = replay.replay_onto(base.leaves, lineage, base.programs, args.read_once)
         rounded = check.check_bits(leaves, lineage, path, rounded=base.rounded)
         info = _info(lineage, rounded, path, args.exact)
         named = {spec.path: leaf for spec, leaf in zip(lineage.base.leaves, leaves, strict=True)}
@@ -194,13 +199,20 @@ class StepRestorer:
             raise error
         saved_tree = self._stock.described(lineage.base_directory)
         wishes = Wishes(
-            args.abstract_state, args.strict, args.support_layout, args.fallback_sharding
+            args.abstract_state,
+            args.partial_restore,
+            args.strict,
+            args.support_layout,
+            args.fallback_sharding,
         )
         target = Target(wishes, lineage.base, saved_tree, path, shardings_damage)
         placements = target.placements(lineage)
         bound = check.bound_to_mesh(lineage)
         there = target.saved_placements(lineage) if bound else {}
-        wanted = placements | (there or {})
+        rounded = bound if there is None else frozenset[int]()
+        there = {} if there is None else there
+        there |= _apart(lineage, placements | there)
+        wanted = placements | there
         programs.begin_compiling(lineage, wanted)
         empty = {
             leaf.path: target.empty(leaf, wanted.pop(leaf.path))
@@ -208,11 +220,49 @@ class StepRestorer:
             if not leaf.nbytes
         }
         specs = {leaf.path: leaf for leaf in lineage.base.leaves}
-        read = self._stock.read(lineage.base_directory, wanted, specs, saved_tree) | empty
+        abstract = {
+            path: abstract_leaf(specs[path], wanted[path])
+            for path in target.taken_from_deltas(lineage)
+            if path not in empty
+        }
+        wanted |= dict.fromkeys(abstract)
+        read = self._stock.read(lineage.base_directory, wanted, specs, saved_tree, args.read_once)
+        read |= abstract | empty
         leaves = [read[leaf.path] for leaf in lineage.base.leaves]
         check.check_types(leaves, lineage.base, lineage.base_directory)
-        moved = {each: placements[each] for each in there or ()}
-        return _Base(target, programs, leaves, bound if there is None else frozenset(), moved)
+        moved = {each: placements[each] for each in there}
+        return _Base(target, programs, leaves, rounded, moved)
+
+
+def _apart(lineage: Lineage, placements: Mapping[str, Any]) -> dict[str, Any]:
+    """Shardings for replay of the leaves that lie in some processes alone, by leaf path."""
+    update, specs = lineage.base.update, lineage.base.leaves
+    if update is None or not lineage.replayed_count:
+        return {}
+    leaves = [abstract_leaf(spec, placements[spec.path]) for spec in specs]
+    found = working_set.apart_shardings(leaves, update)
+    return {specs[i].path: sharding for i, sharding in found.items()}
+
+
+def _restored_stock(path: AnyPath, args: RestoreArgs) -> Restored:
+    """A step that stock Orbax saved, which no delta can build on."""
+    state = stock_restore.restore(path, args)
+    return Restored(state, stock_info(path), path, None, [], is_own=False)
+
+
+def stock_info(path: AnyPath) -> RestoreInfo:
+    """Report of the restore of a step that stock Orbax saved; its number is -1 if it has none."""
+    step = roots.place_of(path).step
+    return RestoreInfo(-1 if step is None else step, 0, (), 0.0, verified=False)
+
+
+def _tell_passed_over(path: AnyPath, found: int, wanted: int | None) -> None:
+    """Log which steps that stock Orbax saved lie between a bad step and the one in its place."""
+    there = stock.steps_under(*roots.place_of(path).line) if wanted is not None else {}
+    passed = sorted(step for step in there if found < step < (wanted or 0))
+    if passed:
+        told = "Passed over steps %s, which stock Orbax saved: nothing can verify them."
+        _log.warning(told, lineages.shown_steps(passed))
 
 
 def _info(

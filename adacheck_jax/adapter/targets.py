@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +28,7 @@ class Wishes:
     """Form in which a caller wants a state; the fields are those of ``RestoreArgs``."""
 
     abstract_state: PyTree | None
+    partial_restore: bool
     strict: bool
     support_layout: bool
     fallback_sharding: jax.sharding.Sharding | None
@@ -70,20 +73,22 @@ class Target:
             self._wanted, self._treedef = trees.flatten(state)
             self._paths = tuple(self._wanted)
             self._consumed = {p: self._wanted.pop(p) for p in self._unsaved_copies()}
-            self._wanted |= dict.fromkeys(self._emptied(state), ocp.PLACEHOLDER)
+            missing = self._specs.keys() - self._wanted.keys()
+            if missing:
+                left_out = missing if wishes.partial_restore else self._left_out(missing, state)
+                self._wanted |= dict.fromkeys(left_out, ocp.PLACEHOLDER)
             self._check(where)
 
-    def _emptied(self, state: PyTree) -> list[str]:
-        """Leaf paths of saved leaves that the abstract state replaces by None or an empty node.
+    def _left_out(self, missing: AbstractSet[str], state: PyTree) -> AbstractSet[str]:
+        """Leaf paths of saved leaves that the abstract state has no leaf for, on purpose.
 
-        As with ``StandardRestore``, such a leaf is left out (a ``MaskedNode`` of optax).
+        As with ``StandardRestore``, None or an empty node stands for a leaf that is left out (a
+        ``MaskedNode`` of optax). A placeholder stands for all leaves below its place.
         """
-        missing = self._specs.keys() - self._wanted.keys()
-        if not missing:
-            return []
         pairs, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_empty_node)
         empty = {trees.leaf_path(keys) for keys, node in pairs if _is_empty_node(node)}
-        return sorted(missing & empty)
+        nodes = {path for path, leaf in self._wanted.items() if leaf is ocp.PLACEHOLDER}
+        return {path for path in missing if path in empty or not nodes.isdisjoint(_above(path))}
 
     def _unsaved_copies(self) -> list[str]:
         """Leaf paths of wanted copies that the recorder of the saved step did not keep.
@@ -99,15 +104,21 @@ class Target:
 
     def _check(self, where: AnyPath) -> None:
         expected = {path: spec.description for path, spec in self._specs.items()}
+        pairs, _ = jax.tree_util.tree_flatten_with_path(self._saved_tree, is_leaf=_is_empty_node)
+        nodes = {trees.leaf_path(keys) for keys, _ in pairs} - self._specs.keys()
+        nodes |= {node for path in self._specs for node in _above(path)}
         found = {
-            path: self._describe(leaf, self._specs.get(path)) for path, leaf in self._wanted.items()
+            path: self._describe(leaf, self._specs.get(path))
+            for path, leaf in self._wanted.items()
+            if leaf is not ocp.PLACEHOLDER or path not in nodes
         }
         trees.check_same_leaves(
             expected,
             found,
             where=f"{where}: the abstract state does not fit what was saved",
             remedy="Build the abstract state from the code that saved it (jax.eval_shape), mark "
-            "leaves to leave out with ocp.PLACEHOLDER, or pass no abstract state.",
+            "leaves to leave out with ocp.PLACEHOLDER, leave out all that it does not have with "
+            "partial_restore=True, or pass no abstract state.",
         )
 
     def _describe(self, leaf: Any, spec: Leaf | None) -> str:
@@ -169,13 +180,26 @@ class Target:
             if wanted is np.ndarray:
                 leaves[path] = _on_host(leaf)
             elif not isinstance(leaf, jax.Array) or leaf.sharding != wanted:
-                leaves[path] = jax.device_put(leaf, wanted)
+                is_array = isinstance(leaf, jax.Array)
+                leaves[path] = (transfer.moved if is_array else jax.device_put)(leaf, wanted)
+
+    def taken_from_deltas(self, lineage: Lineage) -> set[str]:
+        """Leaf paths of leaves left out that a replay takes from its deltas, not from the base."""
+        update = lineage.base.update
+        if update is None or not lineage.replayed_count:
+            return set()
+        specs = [lineage.base.leaves[i] for i in update.consumed]
+        return {
+            each.path
+            for each in specs
+            if self._wanted[each.path] is ocp.PLACEHOLDER and each.key_type is None
+        }
 
     def placements(self, lineage: Lineage) -> dict[str, Any]:
         """Placement of each leaf, by leaf path: a sharding, ``np.ndarray``, or None for unread."""
         update = lineage.base.update
         needed: set[int] = set()
-        if update is not None and lineage.deltas:
+        if update is not None and lineage.replayed_count:
             needed = {*update.explained, *update.consumed}
         result = {}
         for index, (path, spec) in enumerate(self._specs.items()):
@@ -228,7 +252,7 @@ class Target:
             )
             every[path] = value if sharding is None else jax.device_put(value, sharding)
         asked = self._wanted | self._consumed
-        finished = (self._finish(every[path], asked[path]) for path in self._paths)
+        finished = (self._finish(every.get(path), asked[path]) for path in self._paths)
         return trees.unflatten(self._treedef, finished)
 
     def _finish(self, value: Any, wanted: Any) -> Any:
@@ -246,6 +270,11 @@ class Target:
             value = value.astype(wanted.dtype)
         layout = getattr(wanted, "format", None) if self._wishes.support_layout else None
         return value if layout is None else jax.device_put(value, layout)
+
+
+def _above(path: str) -> Iterator[str]:
+    """Paths of the nodes that a leaf lies below."""
+    return itertools.accumulate(path.split("/")[:-1], "{}/{}".format)
 
 
 def _is_empty_node(node: Any) -> bool:

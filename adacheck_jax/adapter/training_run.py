@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
-from adacheck_jax.adapter import descriptions, directories, inputs
+from adacheck_jax.adapter import descriptions, directories, inputs, processes
 from adacheck_jax.adapter.arguments import RestoreArgs, RestoreInfo, SaveArgs
 from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
 from adacheck_jax.adapter.descriptions import Entry, stored_dtype
-from adacheck_jax.adapter.restoring import StepRestorer, resolve
+from adacheck_jax.adapter.restoring import StepRestorer, resolve, stock_info
 from adacheck_jax.device import jax_settings
 from adacheck_jax.device.trees import PyTree
-from adacheck_jax.errors import StorageError, storage_named
+from adacheck_jax.errors import storage_named
 from adacheck_jax.format.manifest import DeltaManifest
 from adacheck_jax.save.commit import Save
 from adacheck_jax.save.saver import Saver
-from adacheck_jax.save.share import Destination
+from adacheck_jax.save.share import SHARES, Destination, Exchange
 from adacheck_jax.save.situation import Options
-from adacheck_jax.store.base_writer import Name, chunk_shape
+from adacheck_jax.store.base_writer import Layout, Name, chunk_shape
 from adacheck_jax.store.steps import roots
 from adacheck_jax.store.steps.lineage import IN_PLACE, Lineage
 from adacheck_jax.store.steps.roots import Place
-from adacheck_jax.store.storage.location import AnyPath, at
+from adacheck_jax.store.storage.location import AnyPath, at, located
 from adacheck_jax.update.binding import RecorderArgument, recorders_of
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -51,6 +54,11 @@ class Begun:
     def final(self) -> AnyPath:
         """Directory of the item once it is committed."""
         return self.save.staged.destination.directory
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """Exchange with the other processes; None if there is none."""
+        return self.save.staged.attempt.exchange
 
 
 class TrainingRun:
@@ -82,7 +90,7 @@ class TrainingRun:
 
     @jax_settings.own()
     def begin(
-        self, directory: Path, place: Callable[[], Place], args: SaveArgs
+        self, directory: AnyPath, place: Callable[[], Place], args: SaveArgs
     ) -> tuple[Begun, SaveArgs]:
         """Begin a save on the caller's thread, under the caller's jax settings.
 
@@ -97,15 +105,25 @@ class TrainingRun:
             The save, and the state as it is to be stored with the arguments for Orbax.
 
         Raises:
+            AdaCheckError: there are several processes, and no coordination service.
             StorageError: the root cannot be written.
             RecorderError: the recorder cannot be tied to the state.
             MismatchError, FormatError: a leaf of the state cannot be stored.
             ValueError: ``args.step`` is not a step number.
         """
         final = roots.committed_path(directory)
-        directories.check_writable(final)
+        exchange = processes.exchange(final)  # before anything is refused in one process alone
+        with _told(exchange):
+            directories.check_writable(directory)
+            return self._begin(final, place, args, exchange)
+
+    def _begin(
+        self, final: AnyPath, place: Callable[[], Place], args: SaveArgs, exchange: Exchange | None
+    ) -> tuple[Begun, SaveArgs]:
         state = inputs.checked_state(args.state, args.save_args)
+        self.stock.check_reachable(final, state)
         step = inputs.step_number(args.step)
+        file_bytes = inputs.file_bytes(args.ocdbt_target_data_file_size)
         state, save_args, cast = inputs.apply_casts(state, args.save_args)
         found = place()
         custom_metadata = inputs.json_copy(args.custom_metadata)
@@ -116,11 +134,17 @@ class TrainingRun:
                 step,
                 cast=cast,
                 custom_metadata=custom_metadata,
+                exchange=exchange,
             )
-        stored = SaveArgs(state, save_args=save_args, custom_metadata=custom_metadata)
+        stored = SaveArgs(
+            state,
+            save_args=save_args,
+            custom_metadata=custom_metadata,
+            ocdbt_target_data_file_size=file_bytes,
+        )
         return Begun(found.line, save), stored
 
-    async def write(self, directory: Path, begun: Begun, stored: SaveArgs) -> list[ocp.Future]:
+    async def write(self, directory: AnyPath, begun: Begun, stored: SaveArgs) -> list[ocp.Future]:
         """Start to write this process's share.
 
         Args:
@@ -136,20 +160,25 @@ class TrainingRun:
         names: dict[str, Name] = {}
         save = begun.save
         if save.is_base:
-            futures, begun.entries = await self.stock.write(
-                epath.Path(directory), stored.state, stored.save_args, stored.custom_metadata
-            )
+            with _told(begun.exchange):
+                futures, begun.entries = await self.stock.write(
+                    epath.Path(str(directory)),
+                    stored.state,
+                    stored.save_args,
+                    stored.custom_metadata,
+                )
             names = {
                 leaf.path: Name(entry.name, stored_dtype(leaf.dtype), entry.chunk_bytes)
                 for leaf in save.staged.structure.leaves
                 if (entry := begun.entries.get(leaf.path))
             }
-        written = _written(save, directory, names)
+        layout = Layout(names, stored.ocdbt_target_data_file_size)
+        written = _written(save, directory, layout)
         futures.append(CommitFutureAwaitingContractedSignals(written, name="adacheck_write"))
         return futures
 
     @jax_settings.own()
-    def commit(self, directory: Path, begun: Begun) -> None:
+    def commit(self, directory: AnyPath, begun: Begun) -> None:
         """Commit a save, in one process, once every process has written its share.
 
         Args:
@@ -167,7 +196,7 @@ class TrainingRun:
                 chunks = {
                     each: chunk_shape(leaves[each], entry.chunk_bytes) for each, entry in entries
                 }
-                described = self.stock.finalize(epath.Path(directory), begun.entries, chunks)
+                described = self.stock.finalize(epath.Path(str(directory)), begun.entries, chunks)
             begun.save.commit(directory, described)
 
     @jax_settings.own()
@@ -193,7 +222,7 @@ class TrainingRun:
         return bool(savers) and savers[0].defer(state, step)
 
     @jax_settings.own()
-    def restore(self, directory: Path, args: RestoreArgs) -> PyTree:
+    def restore(self, directory: AnyPath, args: RestoreArgs) -> PyTree:
         """Restore a step, bit-exact and verified; see :meth:`AdaCheckHandler.restore`.
 
         Args:
@@ -204,6 +233,9 @@ class TrainingRun:
             The state.
         """
         restored = self._restorer.restore(directory, args)
+        if restored.lineage is None:
+            self.note_stock(restored.directory)
+            return restored.state
         self.restored = restored.info
         if restored.info.exact:
             place = roots.place_of(restored.directory)
@@ -213,6 +245,16 @@ class TrainingRun:
             else:
                 saver.forget()
         return restored.state
+
+    def note_stock(self, directory: AnyPath) -> None:
+        """Note that a step was restored that stock Orbax saved: the next save is a base.
+
+        Args:
+            directory: absolute directory of the item.
+        """
+        _log.warning("%s: stock Orbax saved this step: it was read, and not verified.", directory)
+        self.restored = stock_info(directory)
+        self._saver_of(roots.place_of(directory)).forget()
 
     def close(self) -> None:
         """Release the resources of Orbax's handlers and of the savers."""
@@ -242,26 +284,27 @@ class TrainingRun:
                     self._options.keep_lineage.note(number, parent)
 
 
-def absolute(directory: epath.Path) -> Path:
-    """An absolute path, which Orbax demands for numbers and PRNG keys."""
-    return Path(directory).absolute()
+@contextlib.contextmanager
+def _told(exchange: Exchange | None) -> Iterator[None]:
+    """Tell the other processes of an error, or they would wait for this one."""
+    try:
+        yield
+    except Exception as error:
+        if exchange is not None:
+            exchange.fail(SHARES, error)
+        raise
 
 
-def writable(directory: epath.Path) -> Path:
-    """An absolute path that can be saved to.
+def absolute(directory: epath.Path) -> AnyPath:
+    """An absolute path, which Orbax demands for numbers and PRNG keys; or a place in a store.
 
     Raises:
-        StorageError: it is no path of a mounted file system.
+        StorageError: a URL of a kind that is not supported.
     """
-    if "://" in str(directory):
-        raise StorageError(
-            f"{directory}: expected a path on a mounted file system, found a remote one, which "
-            "this release cannot write. Nothing was saved; mount it, or save to a local root."
-        )
-    return absolute(directory)
+    return located(str(directory))
 
 
-def described_lineage(directory: Path) -> Lineage:
+def described_lineage(directory: AnyPath) -> Lineage:
     """The lineage of a step whose base has whole files that describe its arrays.
 
     Args:
@@ -279,12 +322,12 @@ def described_lineage(directory: Path) -> Lineage:
     return lineage
 
 
-async def _written(save: Save, directory: Path, names: Mapping[str, Name]) -> None:
+async def _written(save: Save, directory: AnyPath, layout: Layout) -> None:
     """Write this process's share of a save."""
-    if roots.is_written_in_place(directory):
+    if at(directory).on_file_system and roots.is_written_in_place(directory):
         # Before any other file: it marks the directory as not committed (see is_committed).
         mark = at(directory / IN_PLACE)
         mark.write(b"")
         mark.sync()
     with jax_settings.own():  # set for this thread, so nothing may be awaited inside
-        save.write(directory, names)
+        save.write(directory, layout)

@@ -20,7 +20,8 @@ from rich.console import Console
 
 import adacheck_jax
 from adacheck_jax.cli import tables
-from adacheck_jax.errors import AdaCheckError
+from adacheck_jax.errors import AdaCheckError, StorageError
+from adacheck_jax.store.storage.location import AnyPath, located
 from adacheck_jax.tools import inspection
 from adacheck_jax.tools.steps import InputError
 
@@ -54,7 +55,9 @@ def _main(
     """Look at checkpoints in which every training step is a base or a delta."""
 
 
-Root = Annotated[Path, typer.Argument(help="Directory given to the checkpoint manager.")]
+Root = Annotated[
+    str, typer.Argument(help="Directory or URL (gs://, s3://) given to the checkpoint manager.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
 
@@ -63,11 +66,12 @@ def ls(root: Root, as_json: Json = False) -> None:
     """List the steps under ROOT: base or delta, what each builds on, what it added.
 
     Exit code 1 if a step cannot be restored. Array data is verified by a restore, not here.
-    With --json: root, disk_bytes, and steps, each with step, item, kind, update_count, parent,
-    depth, recorded, checked, new_bytes and error (null if all is well).
+    With --json: root, disk_bytes, stock_steps (saved without this library), and steps, each with
+    step, item, kind, update_count, parent, depth, recorded, checked, new_bytes and error (null if
+    all is well).
     """
     with _errors():
-        summary = inspection.summarize_root(root)
+        summary = inspection.summarize_root(_root(root))
     if as_json:
         _print_json(summary)
     else:
@@ -97,7 +101,7 @@ def inspect(
     leaves (path, description, group, exactness, source, box_count, leaf_bytes, fingerprint).
     """
     with _errors():
-        details = inspection.describe_step(root, step, item)
+        details = inspection.describe_step(_root(root), step, item)
     if as_json:
         _print_json(details)
     else:
@@ -132,7 +136,7 @@ def verify(
     with _errors():
         wanted = audit.Thoroughness(read_data, _part(read_data_subset), seed, replay)
         with _progress() as progress:
-            report = audit.verify_root(root, step, item, wanted, progress)
+            report = audit.verify_root(_root(root), step, item, wanted, progress)
     if as_json:
         _print_json(report)
     else:
@@ -166,7 +170,7 @@ def repair(
 
     with _errors(), _progress() as progress:
         report = repairs.repair(
-            root, read_data=read_data, dry_run=dry_run, force=force, progress=progress
+            _root(root), read_data=read_data, dry_run=dry_run, force=force, progress=progress
         )
     if as_json:
         _print_json(report)
@@ -271,6 +275,18 @@ def demo(
         reports.show(report, console)
     if report.failures:
         raise typer.Exit(1)
+
+
+def _root(text: str) -> AnyPath:
+    """The root that a user names.
+
+    Raises:
+        InputError: a URL of an unknown kind.
+    """
+    try:
+        return located(text)
+    except StorageError as error:
+        raise InputError(str(error)) from error
 
 
 @contextlib.contextmanager

@@ -38,6 +38,11 @@ def _add_row(table: Table, *cells: object) -> None:
     table.add_row(*(Text("" if cell is None else str(cell)) for cell in cells))
 
 
+def _bytes(count: int | None) -> str:
+    """A size; a mark where an object store does not tell it."""
+    return "?" if count is None else decimal(count)
+
+
 def show_root(summary: RootSummary) -> None:
     """Print the steps under a root."""
     numbers = ("step", "updates", "depth", "new bytes")
@@ -58,13 +63,16 @@ def show_root(summary: RootSummary) -> None:
             step.depth,
             *((shown_steps(step.recorded) if step.recorded else None,) if is_recorded else ()),
             step.checked,
-            decimal(step.new_bytes),
+            _bytes(step.new_bytes),
             "ok" if step.error is None else _first_sentence(step.error),
         )
     console = _console()
     console.print(table)
-    total = f"{decimal(summary.disk_bytes)} on disk, each hard-linked file counted once"
+    total = f"{_bytes(summary.disk_bytes)} on disk, each hard-linked file counted once"
     console.print(total, style="dim", highlight=False)
+    if summary.stock_steps:
+        shown = shown_steps(summary.stock_steps)
+        console.print(f"saved by stock Orbax, not verified: steps {shown}", highlight=False)
 
 
 def _first_sentence(message: str) -> str:
@@ -93,7 +101,7 @@ def show_step(details: StepDetails) -> None:
     )
     replayable = "yes" if details.problem is None else f"no: {details.problem}"
     _add_row(facts, "updates replayed", replayable)
-    _add_row(facts, "new bytes", decimal(details.new_bytes))
+    _add_row(facts, "new bytes", _bytes(details.new_bytes))
     _add_row(facts, "written by", ", ".join(f"{k} {v}" for k, v in details.versions.items()))
     groups = _table("group", "leaves", "bytes", right=("leaves", "bytes"))
     for group in details.groups:

@@ -191,12 +191,13 @@ def of_leaves(arrays: Mapping[int, Any]) -> dict[int, int]:
     picks = {
         index: transfer.picks_of(x, accounted(x, 0 if index in local else process))
         for index, x in arrays.items()
+        if index in local or x.addressable_shards  # else other processes alone hold it
     }
-    sums = Contributions(arrays, picks).sums()
+    sums = Contributions({index: arrays[index] for index in picks}, picks).sums()
     if jax.process_count() == 1:
         return sums
     own = {index: sums[index] for index in local}
-    gathered = multihost_utils.process_allgather(to_words([sums[i] for i in arrays]))
+    gathered = multihost_utils.process_allgather(to_words([sums.get(i, 0) for i in arrays]))
     columns = zip(*(from_words(each) for each in gathered), strict=True)
     return dict(zip(arrays, map(combine, columns), strict=True)) | own
 

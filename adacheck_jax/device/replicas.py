@@ -287,8 +287,6 @@ class Check:
                 f"{message}. The step is not saved: go on from the last one that is, which has the "
                 "same bits on every replica; adacheck.replica_report(state) looks again."
             )
-        if jax.process_index():
-            return  # one process logs
         _log.warning(
             "%s. The step is saved as one replica has it; the last step that was saved without "
             'this warning is sound. check_replicas="raise" refuses such steps.',

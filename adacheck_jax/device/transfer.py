@@ -257,46 +257,70 @@ def boxes_here(shape: Sequence[int], sharding: jax.sharding.Sharding) -> list[Bo
 
 
 def place_all(
-    wanted: Sequence[tuple[Sequence[int], jax.sharding.Sharding]],
-    read: Callable[[int, Box], np.ndarray],
+    wanted: Sequence[jax.ShapeDtypeStruct], read: Callable[[int, Box], np.ndarray]
 ) -> list[jax.Array]:
-    """Builds global arrays as :func:`place` does; all arrays on single devices at once.
+    """Builds global arrays as :func:`place` does; all arrays on single devices here at once.
 
     Args:
-        wanted: global shapes and target shardings.
+        wanted: global shapes, data types and target shardings.
         read: function from the position of an array and a box to the elements, which must not
             change afterwards: the array may use their memory.
     """
     result: list[Any] = [None] * len(wanted)
-    alone = [i for i, (_, sharding) in enumerate(wanted) if len(sharding.device_set) == 1]
-    blocks = [read(i, Box.full(wanted[i][0])) for i in alone]
-    placed = jax.device_put(blocks, [wanted[i][1] for i in alone])
+    alone = [i for i, each in enumerate(wanted) if _is_on_one_device_here(each.sharding)]
+    blocks = [read(i, Box.full(wanted[i].shape)) for i in alone]
+    placed = jax.device_put(blocks, [wanted[i].sharding for i in alone])
     for i, array in zip(alone, placed, strict=True):
         result[i] = array
-    for i, (shape, sharding) in enumerate(wanted):
+    for i, each in enumerate(wanted):
         if result[i] is None:
-            result[i] = place(shape, sharding, functools.partial(read, i))
+            result[i] = place(each, functools.partial(read, i))
     return result
 
 
-def place(
-    shape: Sequence[int],
-    sharding: jax.sharding.Sharding,
-    read: Callable[[Box], np.ndarray],
-) -> jax.Array:
+def _is_on_one_device_here(sharding: Any) -> bool:
+    return len(sharding.device_set) == 1 and sharding.is_fully_addressable
+
+
+def place(wanted: jax.ShapeDtypeStruct, read: Callable[[Box], np.ndarray]) -> jax.Array:
     """Builds a global array from the boxes that this process's devices need.
 
     Args:
-        shape: global shape.
-        sharding: target sharding.
+        wanted: global shape, data type and target sharding. If none of its devices belongs to this
+            process, the array has no shard here.
         read: function from a box in global coordinates to its elements; called once a distinct box.
     """
+    sharding: Any = wanted.sharding
+    if not sharding.addressable_devices:
+        dtype = jax.dtypes.canonicalize_dtype(wanted.dtype)
+        return jax.make_array_from_single_device_arrays(wanted.shape, sharding, [], dtype=dtype)
     cache: Blocks = {}
 
     def block(index: tuple[slice, ...] | None) -> np.ndarray:
-        box = Box.from_slices(index or (), shape)
+        box = Box.from_slices(index or (), wanted.shape)
         if box not in cache:
             cache[box] = read(box)
         return cache[box]
 
-    return jax.make_array_from_callback(tuple(shape), sharding, block)
+    return jax.make_array_from_callback(wanted.shape, sharding, block)
+
+
+def moved(array: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
+    """An array on another sharding.
+
+    What each process holds whole is placed without an exchange: JAX refuses one between devices of
+    different processes on some platforms.
+
+    Args:
+        array: plain array, or typed PRNG keys; of one process alone only if all have the same.
+        sharding: target sharding; none of its devices need belong to this process.
+    """
+    is_here = array.is_fully_addressable and sharding.is_fully_addressable
+    if is_here or not array.is_fully_replicated or not array.addressable_shards:
+        return jax.device_put(array, sharding)
+    if is_key(array):
+        data = moved(jax.random.key_data(array), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
+    whole = np.asarray(array.addressable_data(0))
+    wanted = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+    return place(wanted, lambda box: whole[box.slices])

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from adacheck_jax.device import fingerprint, transfer
 from adacheck_jax.errors import IntegrityError
 from adacheck_jax.format.manifest import BaseManifest
+from adacheck_jax.restore.working_set import is_abstract
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.update import program as update_program
@@ -25,7 +26,7 @@ def check_types(leaves: Sequence[Any], base: BaseManifest, where: AnyPath) -> No
     Orbax takes shapes, data types and key types from files that no checksum protects.
 
     Args:
-        leaves: the leaves as they were read; None for one that was not.
+        leaves: the leaves as they were read; None or abstract for one that was not.
         base: the base's manifest.
         where: the base's directory, for the message.
 
@@ -47,7 +48,7 @@ def check_types(leaves: Sequence[Any], base: BaseManifest, where: AnyPath) -> No
 
 
 def differing(leaves: Sequence[Any], fingerprints: Sequence[int]) -> set[int]:
-    """Indices of the leaves whose fingerprints are not the given ones; None is left out."""
+    """Indices of the leaves whose fingerprints are not the given ones; absent ones are left out."""
     return _differing(_fingerprints_of(leaves), fingerprints)
 
 
@@ -88,8 +89,12 @@ def check_bits(
 
 def _fingerprints_of(leaves: Sequence[Any]) -> dict[int, int]:
     return fingerprint.of_leaves(
-        {i: transfer.raw(leaf) for i, leaf in enumerate(leaves) if leaf is not None}
+        {i: transfer.raw(leaf) for i, leaf in enumerate(leaves) if not _is_absent(leaf)}
     )
+
+
+def _is_absent(leaf: Any) -> bool:
+    return leaf is None or is_abstract(leaf)
 
 
 def _differing(found: dict[int, int], fingerprints: Sequence[int]) -> set[int]:

@@ -71,7 +71,7 @@ class CompiledUpdates:
             return
         if any(specs[i].key_type for i in (*update.inner, *update.extra)):
             return  # the sharding of a key's data is known once the key is read
-        leaves = [_abstract(spec, placements[spec.path]) for spec in specs]
+        leaves = [abstract_leaf(spec, placements[spec.path]) for spec in specs]
         shardings = replay_shardings(leaves, update)
         future = self._compiled[_key(lineage, shardings)] = Future()
         x64 = transfer.x64_enabled()
@@ -80,7 +80,7 @@ class CompiledUpdates:
             with jax_settings.own(x64):
                 jitted = self._jitted(lineage, update, shardings)
                 lists = update.params, update.inner, update.record, update.extra
-                abstract = [[_abstract(specs[i], shardings[i]) for i in each] for each in lists]
+                abstract = [[abstract_leaf(specs[i], shardings[i]) for i in each] for each in lists]
                 every = [shardings[i] for each in lists for i in each]
                 switches = update_program.switches(len(update.counts), shardings=every)
                 return jitted.lower(*abstract, switches).compile()
@@ -119,8 +119,8 @@ def _key(lineage: Lineage, shardings: Shardings) -> Hashable:
     return lineage.base.checksum, *shardings.values()
 
 
-def _abstract(spec: Leaf, sharding: Any) -> jax.ShapeDtypeStruct:
-    """A leaf that is not read yet; a host value if its placement is no sharding."""
+def abstract_leaf(spec: Leaf, sharding: Any) -> jax.ShapeDtypeStruct:
+    """A leaf that is not read, or not yet; a host value if its placement is no sharding."""
     on_devices = isinstance(sharding, jax.sharding.Sharding)
     return jax.ShapeDtypeStruct(
         spec.shape, jnp.dtype(spec.dtype), sharding=sharding if on_devices else None

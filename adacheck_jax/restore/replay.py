@@ -8,43 +8,45 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from adacheck_jax.device import jax_settings, transfer
 from adacheck_jax.errors import FormatError, IntegrityError
-from adacheck_jax.format.boxes import Box
-from adacheck_jax.format.manifest import BaseManifest, Delta, Leaf, Update
+from adacheck_jax.format.manifest import BaseManifest, Delta, Update
 from adacheck_jax.restore import check
 from adacheck_jax.restore.compiled_update import CompiledUpdates, Shardings
 from adacheck_jax.restore.delta_reader import DeltaReader, readers_of
 from adacheck_jax.restore.patches import Patches
-from adacheck_jax.restore.working_set import WorkingSet, replay_shardings
+from adacheck_jax.restore.records import Consumed, read_ahead
+from adacheck_jax.restore.shared_reads import ReadOnce
+from adacheck_jax.restore.working_set import WorkingSet, is_abstract, replay_shardings
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.update import program as update_program
 from adacheck_jax.update.program import UpdateFunction
 
 _log = logging.getLogger(__name__)
 
-_READ_AHEAD = 2
-"""Deltas whose records are read before their updates are replayed."""
 
-
-def replay_onto(leaves: Sequence[Any], lineage: Lineage, programs: CompiledUpdates) -> list[Any]:
+def replay_onto(
+    leaves: Sequence[Any],
+    lineage: Lineage,
+    programs: CompiledUpdates,
+    read_once: ReadOnce = None,
+) -> list[Any]:
     """Bring the leaves of a base to the step that ends its lineage.
 
     Args:
-        leaves: the base's leaves as they were read onto their target shardings. Those that the
-            update computes are donated.
+        leaves: the base's leaves as they were read onto their target shardings; None for one that
+            nobody asked for, or its ``jax.ShapeDtypeStruct`` if updates consume it, which take it
+            from the deltas. Those that the update computes are donated.
         lineage: the base and the deltas to replay.
         programs: update programs that may be compiled already; one that is compiled here is added.
+        read_once: True to read each box of a record in one process, as for the base; collective.
 
     Returns:
-        The leaves of the step, of the types and on the shardings of the given ones.
+        The leaves of the step, of the types and on the shardings of the given ones; None for one
+        that was not given.
 
     Raises:
         IntegrityError, FormatError: the stored data is damaged or cannot be read.
@@ -52,7 +54,8 @@ def replay_onto(leaves: Sequence[Any], lineage: Lineage, programs: CompiledUpdat
     count, base, step = lineage.replayed_count, lineage.base.step, lineage.end.step
     if count:
         _log.info("Replaying %d updates onto the base of step %d, for step %d.", count, base, step)
-    return apply_deltas(leaves, lineage, readers_of(lineage), programs)
+    replayed = apply_deltas(leaves, lineage, readers_of(lineage), programs, read_once)
+    return [None if is_abstract(leaf) else leaf for leaf in replayed]
 
 
 def newest_exact(
@@ -61,6 +64,7 @@ def newest_exact(
     programs: CompiledUpdates,
     *,
     rounded: Collection[int] = (),
+    read_once: ReadOnce = None,
 ) -> Lineage | None:
     """The newest step of a lineage that has the bits that were saved.
 
@@ -71,6 +75,7 @@ def newest_exact(
         lineage: the lineage of a step that cannot be restored.
         programs: update programs that may be compiled already.
         rounded: indices of the leaves that need only be right to rounding after a replay.
+        read_once: as for :func:`replay_onto`.
 
     Returns:
         The part of the lineage that ends at that step; None if not even the base is exact.
@@ -78,7 +83,7 @@ def newest_exact(
     found = lineage.to(lineage.base.step) if _is_exact(leaves, lineage.base, ()) else None
     try:
         for reader, delta in zip(readers_of(lineage), lineage.deltas, strict=True):
-            leaves = apply_deltas(leaves, lineage, [reader], programs)
+            leaves = apply_deltas(leaves, lineage, [reader], programs, read_once)
             if _is_exact(leaves, delta, rounded):
                 found = lineage.to(delta.step)
     except (IntegrityError, FormatError) as error:  # no later step can be built
@@ -95,6 +100,7 @@ def apply_deltas(
     lineage: Lineage,
     readers: Sequence[DeltaReader],
     programs: CompiledUpdates,
+    read_once: ReadOnce = False,
 ) -> list[Any]:
     """Apply some deltas that follow one another in a lineage.
 
@@ -103,6 +109,7 @@ def apply_deltas(
         lineage: the lineage that the deltas belong to.
         readers: readers of the deltas, oldest first.
         programs: update programs that may be compiled already.
+        read_once: as for :func:`replay_onto`.
 
     Returns:
         The leaves of the step after these deltas.
@@ -124,19 +131,14 @@ def apply_deltas(
     if has_updates and update is not None:
         program = programs.get(lineage, update, shardings)
         replay = _Replay(update, program, working, patches, shardings)
-        replay.run(readers, _read_ahead(specs, update, readers, shardings))
+        where = lineage.base_directory
+        records = read_ahead(specs, update, readers, shardings, read_once, where)
+        replay.run(readers, records)
     else:
         for reader in readers:
             patches.add(reader)
     patches.apply(range(len(specs)))
     return working.leaves
-
-
-class _Consumed(NamedTuple):
-    """Arrays that one update consumes, on the shardings for replay."""
-
-    record: list[jax.Array]
-    extra: list[jax.Array]
 
 
 class _Replay:
@@ -164,7 +166,7 @@ class _Replay:
         self._passed = frozenset(update.passed)
         self._take()
 
-    def run(self, readers: Sequence[DeltaReader], consumed: Iterator[_Consumed]) -> None:
+    def run(self, readers: Sequence[DeltaReader], consumed: Iterator[Consumed]) -> None:
         """Replay deltas, and put all leaves back.
 
         Args:
@@ -183,7 +185,7 @@ class _Replay:
                         self._patches.replace(index, array)
         self._put_back()
 
-    def _replay(self, reader: DeltaReader, consumed: _Consumed) -> None:
+    def _replay(self, reader: DeltaReader, consumed: Consumed) -> None:
         # A dispatched update holds its inputs. Waiting for the one before bounds the memory to this
         # update's inputs and those read ahead. All results of a program are ready at once.
         jax.block_until_ready((self._params or self._inner)[0])
@@ -234,34 +236,3 @@ class _Replay:
         self._working.put_back(self._update.params, self._params)
         self._working.put_back(self._update.inner, self._inner)
         self._params, self._inner = [], []
-
-
-def _read_ahead(
-    specs: Sequence[Leaf], update: Update, readers: Sequence[DeltaReader], shardings: Shardings
-) -> Iterator[_Consumed]:
-    """Read the arrays that each update consumes, while earlier updates are replayed."""
-    x64 = transfer.x64_enabled()
-    wanted = [(specs[i].shape, shardings[i]) for i in update.consumed]
-    boxes = {i: transfer.boxes_here(*each) for i, each in zip(update.consumed, wanted, strict=True)}
-    record_count = len(update.record)
-
-    def load(reader: DeltaReader) -> _Consumed:
-        consumed = update.consumed_by(reader.updates)
-
-        def read(position: int, box: Box) -> np.ndarray:
-            index = update.consumed[position]
-            if index not in consumed:  # it belongs to a recorder without an update
-                return np.zeros(box.shape, jnp.dtype(specs[index].dtype))
-            return reader.read(index, box)
-
-        with reader.prefetched(boxes), jax_settings.own(x64):
-            placed = transfer.place_all(wanted, read)
-            return _Consumed(placed[:record_count], placed[record_count:])
-
-    updating = [reader for reader in readers if reader.has_update]
-    with ThreadPoolExecutor(_READ_AHEAD, thread_name_prefix="adacheck_read_ahead") as pool:
-        pending = [pool.submit(load, reader) for reader in updating[:_READ_AHEAD]]
-        for following in [*updating[_READ_AHEAD:], *[None] * len(pending)]:
-            yield pending.pop(0).result()
-            if following is not None:
-                pending.append(pool.submit(load, following))

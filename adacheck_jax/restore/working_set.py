@@ -27,21 +27,56 @@ def replay_shardings(leaves: Sequence[Any], update: Update) -> dict[int, jax.sha
     Returns:
         A sharding for each leaf that the update takes, by leaf index.
     """
-    touched = [*update.params, *update.inner, *update.consumed]
-    own = {i: _sharding_of(leaves[i]) for i in touched}
-    sizes = [(len(each.device_set), leaves[i].size, i) for i, each in own.items() if each]
-    main: Any = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    if sizes:
-        main = own[max(sizes)[-1]]
+    own, main = _shardings_of(leaves, update)
     return {
         i: each if each and each.device_set == main.device_set else update_program.replicated(main)
         for i, each in own.items()
     }
 
 
+def apart_shardings(leaves: Sequence[Any], update: Update) -> dict[int, jax.sharding.Sharding]:
+    """Shardings for replay of the leaves that some of the replaying processes do not hold.
+
+    These are read onto them at once: a process without a leaf could not give it to the program.
+
+    Args:
+        leaves: the ``jax.ShapeDtypeStruct`` of every leaf of the state.
+        update: the update.
+    """
+    own, main = _shardings_of(leaves, update)
+    everyone = _processes(main)
+    return {
+        i: update_program.replicated(main)
+        for i, each in own.items()
+        if each and not everyone <= _processes(each)
+    }
+
+
+def _processes(sharding: jax.sharding.Sharding) -> set[int]:
+    return {device.process_index for device in sharding.device_set}
+
+
+def _shardings_of(
+    leaves: Sequence[Any], update: Update
+) -> tuple[dict[int, jax.sharding.Sharding | None], jax.sharding.Sharding]:
+    """Shardings of the leaves that an update takes, and that of the largest of them."""
+    touched = [*update.params, *update.inner, *update.consumed]
+    own = {i: _sharding_of(leaves[i]) for i in touched}
+    sizes = [(len(each.device_set), leaves[i].size, i) for i, each in own.items() if each]
+    main: Any = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    if sizes:
+        main = own[max(sizes)[-1]]
+    return own, main
+
+
 def _sharding_of(leaf: Any) -> jax.sharding.Sharding | None:
     """The sharding of a leaf's elements; None for a leaf that is no array on devices."""
     return getattr(transfer.raw(leaf) if transfer.is_key(leaf) else leaf, "sharding", None)
+
+
+def is_abstract(leaf: Any) -> bool:
+    """True for a leaf that was not read, of which only type and sharding are known."""
+    return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
 class WorkingSet:
@@ -65,12 +100,13 @@ class WorkingSet:
 
     @property
     def leaves(self) -> list[Any]:
-        """All leaves; None in place of one that is taken out, or that nobody asked for."""
+        """All leaves; None in place of one that is taken out, or as it was given."""
         return list(self._leaves)
 
     def __getitem__(self, index: int) -> Any:
         """One leaf; None while it is taken out, or if nobody asked for it."""
-        return self._leaves[index]
+        leaf = self._leaves[index]
+        return None if is_abstract(leaf) else leaf
 
     def __setitem__(self, index: int, leaf: Any) -> None:
         """Replace a leaf that is not taken out by one of its type and sharding."""

@@ -24,14 +24,12 @@ from adacheck_jax.format.manifest import (
     Update,
 )
 from adacheck_jax.save import share
-from adacheck_jax.save.share import StagedSave
+from adacheck_jax.save.share import Report, StagedSave, Written
 from adacheck_jax.save.staged import StagedStep
 from adacheck_jax.store import claims, links, volumes
-from adacheck_jax.store.base_writer import BaseWriter, Name
+from adacheck_jax.store.base_writer import BaseWriter, Layout
 from adacheck_jax.store.steps import lineage, manifest_file
-from adacheck_jax.store.steps import reports as reported
 from adacheck_jax.store.steps.lineage import Lineage, LineageStep
-from adacheck_jax.store.steps.reports import Report
 from adacheck_jax.store.storage.interface import Stamp
 from adacheck_jax.store.storage.location import AnyPath, at
 from adacheck_jax.update import program as update_program
@@ -70,7 +68,7 @@ class Save:
         self.error: Exception | None = None
         self.committed: Committed | None = None
         self._base = base
-        self._reports: Sequence[Report] = ()
+        self._written: Written | None = None
 
     @property
     def is_base(self) -> bool:
@@ -80,17 +78,14 @@ class Save:
     @property
     def agreed_caution(self) -> Caution:
         """Findings of the checks of any process, as all know them once their shares are written."""
-        own, told = self.staged.caution, [report["caution"] for report in self._reports]
-        reasons = [own.reason, *(reason for reason, _ in told)]
-        distrusted = {*own.distrusted, *(i for _, indices in told for i in indices)}
-        return Caution(next(filter(None, reasons), ""), tuple(sorted(distrusted)))
+        return self._written.caution if self._written else self.staged.caution
 
-    def write(self, directory: AnyPath, names: Mapping[str, Name]) -> None:
+    def write(self, directory: AnyPath, layout: Layout) -> None:
         """Writes this process's share.
 
         Args:
             directory: the item's temporary directory.
-            names: arrays of a base, by leaf path.
+            layout: form of the arrays of a base.
 
         Raises:
             AdaCheckError: as :func:`~adacheck_jax.save.share.write` raises it; names the deferred
@@ -98,7 +93,7 @@ class Save:
         """
         base, self._base = self._base, None  # a save that failed is kept, the copies are not
         try:
-            self._reports = share.write(self.staged, directory, base, names)
+            self._written = share.write(self.staged, directory, base, layout)
         except AdaCheckError as error:
             self.error = error
             if deferred := [each.step for each in self.staged.steps[:-1]]:
@@ -133,9 +128,11 @@ class Save:
             self.committed = self._commit(directory, described)
 
     def _commit(self, directory: AnyPath, described: Mapping[str, str]) -> Committed:
-        staged, reports, caution = self.staged, self._reports, self.agreed_caution
-        if len(reports) > 1:
-            reported.remove(directory)
+        staged, caution = self.staged, self.agreed_caution
+        reports = self._written.reports() if self._written else ()
+        place, claim = at(directory), staged.attempt.claim
+        if claim is not None and staged.parent is None:  # its files lie where another's would
+            claims.check(directory, claim)
         if staged.parent is None:
             contents: dict[str, Sequence[str] | None] = {}
             for report in reports:
@@ -148,12 +145,17 @@ class Save:
         # The manifest makes the step exist, and nothing is written after it. All that is not
         # durable yet becomes so at once, which the journal of a file system takes as one. Orbax's
         # rename comes next.
-        if not at(directory).is_folder:  # another writer removed it, and is to make it itself
+        if place.on_file_system and not place.is_folder:  # another writer is to make it itself
             raise FileNotFoundError(errno.ENOENT, "no such directory", str(directory))
-        manifest = manifest_file.write(directory, manifest)
-        at(directory).sync(at(directory / manifest_file.FILE), deep=True)
-        files = links.files_of(LineageStep(manifest, directory))
-        return Committed(manifest, manifest_file.stamp(directory), files)
+        try:
+            manifest, stamp = manifest_file.write(directory, manifest, claim)
+        except FileExistsError:
+            raise claims.lost(directory) from None
+        place.sync(place / manifest_file.FILE, deep=True)
+        files = frozenset[str]()
+        if place.on_file_system:
+            files = links.files_of(LineageStep(manifest, directory))
+        return Committed(manifest, stamp, files)
 
 
 def _base_manifest(

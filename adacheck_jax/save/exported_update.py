@@ -26,7 +26,6 @@ Check = Literal["sample", "full"]
 Engine = Literal["sample", "full", "identity"]
 """Ways to compare a replay with its state: see :mod:`~adacheck_jax.save.checks`."""
 
-_KNOWN_COUNT = 8
 _COPIED_BYTES = 64 * 2**20
 """Largest state of which a second copy is kept, unasked, where a sample could not tell."""
 
@@ -117,15 +116,9 @@ class ExportedUpdates:
         sites = structure.sites
         sharing = (sites.uncovered, tuple(sites.sizes.items())) if sites else None
         shapes = (arguments, tuple(map(tuple, specs)), sharing, transfer.x64_enabled())
-        key = (self._check, state, *map(id, signatures), *shapes)
-        # With what other handlers of the recorder exported. An entry holds the signatures, so the
-        # id of one is not used again.
-        known = structure.bindings[0].recorder.exported
-        if key not in known:
-            if len(known) >= _KNOWN_COUNT:  # a state whose tree changes all the time
-                known.clear()
-            known[key] = (signatures, self._export(structure, specs))
-        exported: ExportedUpdate = known[key][1]
+        key = (self._check, state, *signatures, *shapes)
+        recorder = structure.bindings[0].recorder
+        exported = recorder.once(key, lambda: self._export(structure, specs))
         for each in exported.warnings:
             if each not in self._said:
                 self._said.add(each)

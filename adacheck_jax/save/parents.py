@@ -20,8 +20,9 @@ from adacheck_jax.save.snapshot import Structure
 from adacheck_jax.save.staged import StagedStep
 from adacheck_jax.store import links
 from adacheck_jax.store.retention import KeepLineage
-from adacheck_jax.store.steps import lineage, manifest_file
+from adacheck_jax.store.steps import lineage
 from adacheck_jax.store.steps.lineage import Lineage
+from adacheck_jax.store.storage.interface import Stamp
 from adacheck_jax.store.storage.location import AnyPath, at
 
 _log = logging.getLogger(__name__)
@@ -86,6 +87,12 @@ class Parent:
         committed = self.save.committed if self.save else None
         return committed.files if committed else self._files
 
+    @property
+    def stamp(self) -> Stamp | None:
+        """Identity of its manifest; None if this process did not write it."""
+        committed = self.save.committed if self.save else None
+        return committed.stamp if committed else None
+
     def counts(self) -> Counts:
         """Update counters of its state; waits for them."""
         if self.tip.staged is not None:
@@ -118,13 +125,15 @@ class Parent:
         """Its lineage as this process committed it, if it is on the disk unchanged."""
         save = self.save
         committed = save.committed if save else None
-        if save is None or committed is None or not lineage.is_committed(self.directory):
+        if save is None or committed is None:
             return None
-        try:
-            if committed.stamp != manifest_file.stamp(self.directory):
+        # In a store looks cost requests: they are left to the save itself, in the background.
+        if at(self.directory).on_file_system:
+            try:
+                if not lineage.is_there(self.directory, committed.stamp):
+                    return None
+            except OSError:
                 return None
-        except OSError:
-            return None
         parent, manifest = save.staged.parent, committed.manifest
         if isinstance(manifest, DeltaManifest) and parent is not None:
             return parent.followed_by(manifest, self.directory, linked=save.staged.links)
@@ -216,6 +225,8 @@ class Parents:
 
     def has_links(self, final_directory: AnyPath) -> bool:
         """True if steps beside this one can be hard-linked; probed once a root."""
+        if not at(final_directory).on_file_system:
+            return False
         root = final_directory.parent
         while root != root.parent and not _is_root(root):
             root = root.parent
@@ -225,7 +236,10 @@ class Parents:
 
     def keeps_ancestors(self, final_directory: AnyPath) -> bool:
         """True if the steps that a delta builds on live as long as it does."""
-        return self._keep_lineage is not None or self.has_links(final_directory)
+        keep = self._keep_lineage
+        # A manager asks with each save: one that did not so far has another policy, or none.
+        is_kept = keep is not None and (keep.is_asked or self.saved is None)
+        return is_kept or self.has_links(final_directory)
 
 
 def _is_root(directory: AnyPath) -> bool:

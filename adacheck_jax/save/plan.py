@@ -298,8 +298,10 @@ def _decided(
         return unplanned(_first_difference(base, structure)), notices
     if not situation.keeps_ancestors:
         base_only, notice = _bases_only(
-            "the file system has no hard links, and the handler has no KeepLineage policy that "
-            "would keep the steps that deltas refer to (AdaCheckHandler(keep_lineage=...))"
+            "the storage has no hard links, and the handler has no policy that keeps what deltas "
+            "refer to; give handler and manager the same one, such as keep = "
+            "adacheck.KeepLineage(LatestN(3)): AdaCheckHandler(..., keep_lineage=keep) and "
+            "CheckpointManagerOptions(preservation_policy=keep)"
         )
         return base_only, notices + notice
     if decision.kind == "bits":

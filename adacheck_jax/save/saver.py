@@ -24,11 +24,11 @@ from adacheck_jax.save.notices import Notices
 from adacheck_jax.save.parents import Parent, Tip
 from adacheck_jax.save.plan import SavePlan, shown
 from adacheck_jax.save.planner import Course, Planner
-from adacheck_jax.save.share import Attempt, Destination, StagedSave
+from adacheck_jax.save.share import Attempt, Destination, Exchange, StagedSave
 from adacheck_jax.save.situation import Counts, Options
 from adacheck_jax.save.snapshot import Snapshot, Structure
 from adacheck_jax.save.staged import HostCopies, StagedStep
-from adacheck_jax.store.base_writer import BaseWriter, EarlierBase
+from adacheck_jax.store.base_writer import BaseWriter, EarlierBase, Layout
 from adacheck_jax.store.delta_writer import DeltaEncodings, DeltaWriter
 from adacheck_jax.store.reused_memory import ReusedMemory
 from adacheck_jax.store.steps import lineage as lineages
@@ -111,6 +111,7 @@ class Saver:
         *,
         cast: frozenset[str] = frozenset(),
         custom_metadata: Any = None,
+        exchange: Exchange | None = None,
     ) -> Save:
         """Plans and stages a save; the only part of it that blocks the caller.
 
@@ -120,6 +121,7 @@ class Saver:
             step: its number; None takes it from the directory's name, else from the counter.
             cast: leaf paths that are stored in another data type than they are trained in.
             custom_metadata: the caller's own JSON.
+            exchange: exchange with the other processes; None if there is none.
 
         Returns:
             The save, to be written and committed.
@@ -130,7 +132,7 @@ class Saver:
                 self._hint_at_recorder(snapshot.structure)
             replayable = not cast & _bound_paths(snapshot.structure)
             step = destination.step if step is None else step
-            return self._begin(snapshot, destination, step, replayable, custom_metadata)
+            return self._begin(snapshot, destination, step, replayable, custom_metadata, exchange)
 
     def _begin(
         self,
@@ -139,6 +141,7 @@ class Saver:
         step: int | None,
         replayable: bool,
         custom_metadata: Any,
+        exchange: Exchange | None,
     ) -> Save:
         planner, directory = self._planner, destination.directory
         if self._last_base is not None and self._last_base.error is not None:
@@ -159,7 +162,7 @@ class Saver:
         copies.wait()
         saved = planner.parents.saved
         self._attempt = self._attempt.next(
-            repeats=saved is not None and saved.directory == directory
+            exchange, repeats=saved is not None and saved.directory == directory
         )
         found = parent.lineage if parent else None
         ready = StagedSave(
@@ -167,6 +170,7 @@ class Saver:
             destination=destination,
             parent=found,
             parent_files=parent.files if parent else frozenset(),
+            parent_stamp=parent.stamp if parent else None,
             links=found is not None and planner.parents.has_links(directory),
             before=course.tip.step if course.tip else planned.step,
             caution=planner.distrust.caution(planned.structure),
@@ -318,7 +322,7 @@ class Saver:
             copies.staged,
             earlier,
             _still(structure),
-            names={},
+            Layout({}),
             compression=self._options.compression,
         )
 

@@ -1,19 +1,21 @@
 """One process's share of a save: written, reported to the other processes, validated with theirs.
 
-Each process publishes a report, one small JSON file on the shared root, waits for the reports of
-all, in the background and before Orbax's own barrier, and validates them as all others do. So if
-one has failed, or they do not agree, all of them raise, instead of one that raises while the others
-wait for it. Nothing here makes a step exist: that is left to :mod:`~adacheck_jax.save.commit`.
+Each process posts a report, in the background and before Orbax's own barrier. One process validates
+the reports of all, and all get its answer. So if one has failed, or they do not agree, all of them
+raise, instead of one that raises while the others wait for it. Nothing here makes a step exist:
+that is left to :mod:`~adacheck_jax.save.commit`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
@@ -27,11 +29,56 @@ from adacheck_jax.save.plan import SavePlan
 from adacheck_jax.save.snapshot import Structure
 from adacheck_jax.save.staged import StagedStep
 from adacheck_jax.store import claims, delta_writer, equality, links
-from adacheck_jax.store.base_writer import BaseWriter, Name
-from adacheck_jax.store.steps import lineage, manifest_file, reports
+from adacheck_jax.store.base_writer import BaseWriter, Layout
+from adacheck_jax.store.steps import lineage, manifest_file
 from adacheck_jax.store.steps.lineage import Lineage
-from adacheck_jax.store.steps.reports import Report
+from adacheck_jax.store.storage.interface import Stamp
 from adacheck_jax.store.storage.location import AnyPath, at
+
+Report = dict[str, Any]
+"""Account of what one process wrote, as JSON."""
+
+SHARES = "shares"
+"""Topic of the exchange about what each process wrote."""
+
+
+class Exchange(Protocol):
+    """What the processes of a run tell each other about one attempt to save a step."""
+
+    def agree(
+        self,
+        topic: str,
+        own: Report,
+        judge: Callable[[Sequence[Report]], Report],
+        is_over: Callable[[], bool] = ...,
+    ) -> Report:
+        """Posts this process's report, and waits until all have posted theirs and one judged them.
+
+        Args:
+            topic: name of what is agreed on, once an attempt.
+            own: report of this process.
+            judge: gives the answer to the reports of all processes, in their order, or raises;
+                called in process 0.
+            is_over: true once nobody waits for this attempt any more.
+
+        Returns:
+            The answer, the same in all processes.
+
+        Raises:
+            AdaCheckError: a process failed, is gone, or does not report in time; or ``judge``
+                raised it, and then all processes raise it.
+        """
+        ...
+
+    def fail(self, topic: str, error: BaseException) -> None:
+        """Tells the other processes, instead of a report, that this one failed."""
+
+    def reports(self, topic: str) -> Sequence[Report]:
+        """The reports of all processes on a topic that they agreed on."""
+        ...
+
+    def forget(self) -> None:
+        """Lets go of what was told, once all processes are past this attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,24 +103,50 @@ class Attempt:
     Args:
         turn: lock held by the save that writes, of all saves of a training run: one at a time.
         token: mark of all files that the training run writes.
+        exchange: exchange with the other processes; None if there is none.
+        earlier: exchanges of attempts before, which some process may still read.
+
+    Attributes:
+        claim: identity of this process's claim in a store; see :mod:`~adacheck_jax.store.claims`.
     """
 
-    def __init__(self, turn: threading.Lock, token: str) -> None:
+    def __init__(
+        self,
+        turn: threading.Lock,
+        token: str,
+        exchange: Exchange | None = None,
+        earlier: Sequence[Exchange] = (),
+    ) -> None:
         self.turn, self.token, self.is_over = turn, token, False
+        self.claim: Stamp | None = None
+        self.exchange, self._earlier = exchange, earlier
 
     @classmethod
     def first(cls) -> Attempt:
         """The first attempt of a training run."""
         return cls(threading.Lock(), claims.new_token())
 
-    def next(self, *, repeats: bool) -> Attempt:
+    def next(self, exchange: Exchange | None, *, repeats: bool) -> Attempt:
         """The attempt that follows.
 
         Args:
+            exchange: its exchange with the other processes; None if there is none.
             repeats: True if it saves the same step: then this attempt is over.
         """
         self.is_over = repeats
-        return Attempt(self.turn, self.token)
+        earlier = [*self._earlier, *([self.exchange] if self.exchange else [])]
+        return Attempt(self.turn, self.token, exchange, earlier)
+
+    def agree(self, own: Report, judge: Callable[[Sequence[Report]], Report]) -> Report:
+        """Agrees with the other processes on what was written; see :class:`Exchange`."""
+        if self.exchange is None:
+            return judge([own])
+        answer = self.exchange.agree(SHARES, own, judge, lambda: self.is_over)
+        # All processes have begun this attempt, so none waits in an earlier one.
+        for each in self._earlier:
+            each.forget()
+        self._earlier = ()
+        return answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +158,7 @@ class StagedSave:
         destination: place on the disk.
         parent: lineage that a delta follows; None for a base.
         parent_files: names of the parent's files; empty if this process does not know them.
+        parent_stamp: identity of the parent's manifest; None if this process did not write it.
         links: True if the parent's files are hard-linked.
         before: number of the step that the saved one followed, saved or deferred; its own number if
             there is none.
@@ -99,6 +173,7 @@ class StagedSave:
     destination: Destination
     parent: Lineage | None
     parent_files: frozenset[str]
+    parent_stamp: Stamp | None
     links: bool
     before: int
     caution: Caution
@@ -133,47 +208,56 @@ class StagedSave:
         return self.parent.manifest.depth + len(self.steps) if self.parent else 0
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What all processes wrote of a save, as they agreed on it.
+
+    Attributes:
+        caution: findings of the checks of any process.
+        reports: gives the reports of all processes.
+    """
+
+    caution: Caution
+    reports: Callable[[], Sequence[Report]]
+
+
 def write(
-    staged: StagedSave, directory: AnyPath, base: BaseWriter | None, names: Mapping[str, Name]
-) -> Sequence[Report]:
-    """Writes this process's share, and validates it with the reports of all processes.
+    staged: StagedSave, directory: AnyPath, base: BaseWriter | None, layout: Layout
+) -> Written:
+    """Writes this process's share, and agrees on it with all processes.
 
     Args:
         staged: the save.
         directory: the item's temporary directory.
         base: copies of what a base stores; None for a delta.
-        names: arrays of a base, by leaf path; all else (a number) Orbax writes.
-
-    Returns:
-        The reports of all processes.
+        layout: form of the arrays of a base.
 
     Raises:
-        AdaCheckError: another process failed, or they did not decide alike; or the step is being
-            saved again.
+        AdaCheckError: another process failed or is gone, or they did not decide alike; or the step
+            is being saved again.
         MismatchError: leaves that each process has for itself are not equal.
         ReplicaError: replicas differ, and the handler was told to refuse such steps.
         ReplayError: replay does not give a state that is gone.
         StorageError: the disk is full, gone, or cannot be written.
     """
-    process, count, attempt = jax.process_index(), jax.process_count(), staged.attempt
+    process, attempt = jax.process_index(), staged.attempt
+    exchange = attempt.exchange
     try:
         with attempt.turn, storage_named(staged.destination.directory):
             if attempt.is_over:
                 raise AdaCheckError(f"step {staged.own.step}: given up, it is being saved again")
-            with claims.writing(directory, process, attempt.token):
-                every: Sequence[Report] = [_write(staged, directory, process, base, names)]
+            with claims.writing(directory, process, attempt.token) as attempt.claim:
+                own = _write(staged, directory, process, base, layout)
     except Exception as error:
-        if count > 1 and not attempt.is_over:
-            reports.publish_failure(directory, process, error)
+        if exchange is not None and not attempt.is_over:
+            exchange.fail(SHARES, error)
         raise
     finally:
         for each in staged.steps:
             each.release()
-    if count > 1 and not attempt.is_over:
-        reports.publish(directory, process, every[0])
-        every = reports.gather(directory, count)
-    _validate(staged, every)
-    return every
+    answer = attempt.agree(own, functools.partial(_validated, staged))
+    caution = Caution(answer["reason"], tuple(answer["distrusted"]))
+    return Written(caution, lambda: exchange.reports(SHARES) if exchange else [own])
 
 
 def _write(
@@ -181,7 +265,7 @@ def _write(
     directory: AnyPath,
     process: int,
     base: BaseWriter | None,
-    names: Mapping[str, Name],
+    layout: Layout,
 ) -> Report:
     for each in staged.steps:
         each.bring()
@@ -202,12 +286,18 @@ def _write(
                 program.write(data)
                 program.sync()
         sums = staged.own.sums()  # by which an earlier base's unchanged files are found
-        report |= dataclasses.replace(base, names=names).write(directory, process, sums)
+        report |= dataclasses.replace(base, layout=layout).write(directory, process, sums)
     else:
         if process == 0 and staged.parent and staged.links:
             # First of all: what is linked can no longer be deleted under this step.
             links.link_ancestors(staged.parent, directory, staged.parent_files)
-        written = _write_deltas(staged.steps, directory, process)
+        with ThreadPoolExecutor(1) as thread:  # in a store requests need not wait for each other
+            looked = None
+            if process == 0 and staged.parent and not staged.links:
+                looked = thread.submit(lineage.check_ancestors, staged.parent, staged.parent_stamp)
+            written = _write_deltas(staged.steps, directory, process)
+            if looked is not None:
+                looked.result()
     # Devices compute fingerprints while the delta is written.
     report["steps"] = [
         _reported(staged, each) | own for each, own in zip(staged.steps, written, strict=True)
@@ -245,8 +335,8 @@ def _reported(staged: StagedSave, step: StagedStep) -> dict[str, Any]:
     }
 
 
-def _validate(staged: StagedSave, reports: Sequence[Report]) -> None:
-    """Raises where the step may not be committed; in every process alike."""
+def _validated(staged: StagedSave, reports: Sequence[Report]) -> Report:
+    """The answer to the reports of all processes; raises where the step may not be committed."""
     step = staged.own.step
     decisions = {(each["is_base"], each["parent"], *each["numbers"]) for each in reports}
     if len(decisions) != 1:
@@ -262,11 +352,25 @@ def _validate(staged: StagedSave, reports: Sequence[Report]) -> None:
         _validate_unchanged(staged, each, before, found)
         staged.replicas.settle(each.step, [report["replicas"] for report in own])
         before = found
+    told = [report["caution"] for report in reports]
+    return {
+        "reason": next(filter(None, (reason for reason, _ in told)), ""),
+        "distrusted": sorted({i for _, indices in told for i in indices}),
+    }
 
 
 def _validate_local(step: int, reports: Sequence[Report], structure: Structure) -> None:
-    for i, expected in reports[0]["local"]:
-        other = [p for p, report in enumerate(reports) if dict(report["local"])[i] != expected]
+    told = [dict(report["local"]) for report in reports]
+    for i in sorted({index for each in told for index in each}):
+        holders = [p for p, each in enumerate(told) if i in each]
+        if len(holders) < len(told):
+            raise MismatchError(
+                f"leaf {structure.leaves[i].path}: it lies on devices of process {holders[0]} "
+                "alone, where it cannot be told from one that every process has for itself. "
+                f"Step {step} is not saved. Place it on devices of all processes "
+                "(jax.device_put onto a global sharding), or leave it out of the state."
+            )
+        other = [p for p, each in enumerate(told) if each[i] != told[0][i]]
         if other:
             raise MismatchError(
                 f"leaf {structure.leaves[i].path}: it lies on every process by itself, so "

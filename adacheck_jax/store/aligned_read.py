@@ -27,8 +27,17 @@ def begin(store: Any) -> tuple[np.ndarray, Any]:
         of the read.
     """
     dtype = store.dtype.numpy_dtype
-    size_bytes = math.prod(store.shape) * dtype.itemsize
-    memory = np.empty(size_bytes + ALIGNMENT_BYTES, np.uint8)
+    elements = empty(math.prod(store.shape) * dtype.itemsize).view(dtype).reshape(store.shape)
+    return elements, begin_into(store, elements)
+
+
+def begin_into(store: Any, elements: np.ndarray) -> Any:
+    """Begins to read into memory of the caller's; returns the future, as :func:`begin` does."""
+    return ts.array(elements).write(store)
+
+
+def empty(nbytes: int) -> np.ndarray:
+    """Aligned memory for some bytes, which hold anything."""
+    memory = np.empty(nbytes + ALIGNMENT_BYTES, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT_BYTES
-    elements = memory[start : start + size_bytes].view(dtype).reshape(store.shape)
-    return elements, ts.array(elements).write(store)
+    return memory[start : start + nbytes]

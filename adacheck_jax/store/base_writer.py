@@ -37,6 +37,19 @@ class Name:
 
 
 @dataclass(frozen=True, slots=True)
+class Layout:
+    """Form in which the arrays of a base are stored.
+
+    Attributes:
+        names: the arrays, by leaf path; leaves without one (numbers) are written by Orbax.
+        file_bytes: size in bytes at which a data file is full; see :func:`volumes.write`.
+    """
+
+    names: Mapping[str, Name]
+    file_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class EarlierBase:
     """The base before this one, whose data is good where nothing changed.
 
@@ -62,7 +75,7 @@ class BaseWriter:
         blocks: this process's boxes, by leaf index.
         earlier: the base before this one, where its files can be linked; else None.
         still: indices of the leaves that are likely to be equal in the next base.
-        names: the arrays, by leaf path; leaves without one (numbers) are written by Orbax.
+        layout: form of the arrays.
         compression: the caller's choice.
     """
 
@@ -70,7 +83,7 @@ class BaseWriter:
     blocks: Mapping[int, Blocks]
     earlier: EarlierBase | None
     still: frozenset[int]
-    names: Mapping[str, Name]
+    layout: Layout
     compression: Compression
 
     def write(self, directory: AnyPath, process: int, sums: Mapping[int, int]) -> dict[str, Any]:
@@ -117,7 +130,7 @@ class BaseWriter:
         ):
             if chosen:
                 path = f"{lineage.BASE}/{process}{suffix}"
-                shared = volumes.write(directory / path, chosen)
+                shared = volumes.write(directory / path, chosen, self.layout.file_bytes)
                 aliases += [(index[name], index[other]) for name, other in shared.items()]
                 contents[path] = None
         return {
@@ -129,7 +142,7 @@ class BaseWriter:
     def _piece(self, index: int) -> volumes.ArrayPiece | None:
         """This process's piece of a leaf's array; None if Orbax writes the leaf."""
         leaf = self.leaves[index]
-        name = self.names.get(leaf.path)
+        name = self.layout.names.get(leaf.path)
         if name is None:
             return None
         blocks = {

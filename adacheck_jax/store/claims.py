@@ -3,11 +3,16 @@
 Orbax gives both handlers the same temporary directory: the later one removes the directory of the
 earlier one, which goes on writing to its path. So a writer holds a lock beside that directory, and
 leaves a claim in it; a writer that does not find its own claim afterwards has lost the step.
+
+An object store has no locks, but conditions. There the claim of the first process lies where the
+manifest will: the manifest is written only in the place of that very claim, and no process writes
+over a file of a delta.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import uuid
 from collections.abc import Iterator
 
@@ -15,6 +20,7 @@ from adacheck_jax.errors import StorageError
 from adacheck_jax.store.links import PROBE_PREFIX
 from adacheck_jax.store.steps import manifest_file, roots
 from adacheck_jax.store.steps.lineage import BASE, DELTA, KEPT, LINEAGE, STILL
+from adacheck_jax.store.storage.interface import Stamp
 from adacheck_jax.store.storage.location import AnyPath, at
 
 _PREFIX = ".claim."
@@ -26,7 +32,7 @@ def new_token() -> str:
 
 
 @contextlib.contextmanager
-def writing(directory: AnyPath, process: int, token: str) -> Iterator[None]:
+def writing(directory: AnyPath, process: int, token: str) -> Iterator[Stamp | None]:
     """Claims a directory while it is written, and checks the claim afterwards.
 
     Waits for another handler that is writing the same step, and removes what an earlier attempt has
@@ -37,22 +43,52 @@ def writing(directory: AnyPath, process: int, token: str) -> Iterator[None]:
         process: index of this process, which has a claim of its own.
         token: the handler's token.
 
+    Yields:
+        In a store the identity of the claim that the manifest replaces; else None.
+
     Raises:
         StorageError: another handler saves the same step.
     """
+    if not at(directory).on_file_system:
+        yield _taken(directory, token) if process == 0 else None
+        return
     with _turn(directory, process):
         _take(directory, process, token)
         try:
             _clear(directory, process)
-            yield
+            yield None
         except Exception as error:
             if not _is_held(directory, process, token):
-                raise _lost(directory) from error
+                raise lost(directory) from error
             with contextlib.suppress(OSError):  # the first error is the one to raise
                 at(_claim(directory, process)).delete()
             raise
         if not _is_held(directory, process, token):
-            raise _lost(directory)
+            raise lost(directory)
+
+
+def _taken(directory: AnyPath, token: str) -> Stamp:
+    """Claims a step in a store; an earlier attempt of the same handler had the same claim."""
+    try:
+        return at(directory / manifest_file.FILE).write(_body(token), if_absent=True)
+    except FileExistsError:
+        raise lost(directory) from None
+
+
+def check(directory: AnyPath, claim: Stamp) -> None:
+    """Looks for a claim in a store.
+
+    Raises:
+        StorageError: it is not there any more.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        if at(directory / manifest_file.FILE).stamp == claim:
+            return
+    raise lost(directory)
+
+
+def _body(token: str) -> bytes:
+    return json.dumps({"claim": token}).encode()
 
 
 @contextlib.contextmanager
@@ -67,24 +103,29 @@ def committing(directory: AnyPath, process: int, token: str) -> Iterator[None]:
     Raises:
         StorageError: another handler saves, or has saved, the same step.
     """
+    if not at(directory).on_file_system:
+        yield
+        return
     with _turn(directory, process):
         final = roots.committed_path(directory)
         if not _is_held(directory, process, token) or (final != directory and at(final).exists):
-            raise _lost(directory)
+            raise lost(directory)
         with at(directory).watched() as is_same:
             try:
                 yield
             except Exception as error:
                 if not is_same():
-                    raise _lost(directory) from error
+                    raise lost(directory) from error
                 raise
             if not is_same():  # the maker of another one waits for the lock
                 at(directory / manifest_file.FILE).delete()
-                raise _lost(directory)
+                raise lost(directory)
 
 
 def remove(directory: AnyPath) -> None:
     """Removes the claims of all processes; called before the manifest is written."""
+    if not at(directory).on_file_system:
+        return
     for each in at(directory / manifest_file.DIRECTORY).list(deep=False):
         if each.name.startswith(_PREFIX):
             each.delete()
@@ -96,12 +137,12 @@ def _claim(directory: AnyPath, process: int) -> AnyPath:
 
 def _take(directory: AnyPath, process: int, token: str) -> None:
     if not (roots.is_written_in_place(directory) or at(directory).is_folder):
-        raise _lost(directory)
+        raise lost(directory)
     try:
         at(_claim(directory, process)).write(token.encode(), if_absent=True)
     except FileExistsError:  # by an earlier attempt of this handler, or by another handler
         if not _is_held(directory, process, token):
-            raise _lost(directory) from None
+            raise lost(directory) from None
 
 
 def _is_held(directory: AnyPath, process: int, token: str) -> bool:
@@ -126,7 +167,8 @@ def _clear(directory: AnyPath, process: int) -> None:
         at(each).delete()
 
 
-def _lost(directory: AnyPath) -> StorageError:
+def lost(directory: AnyPath) -> StorageError:
+    """Error of a writer whose step another one has taken."""
     return StorageError(
         f"{roots.committed_path(directory)}: expected one writer, found that another handler or "
         "process saves the same step into the same root at the same time, or has removed the "

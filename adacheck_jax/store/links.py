@@ -28,7 +28,7 @@ def can_link(directory: AnyPath) -> bool:
     probe = folder / "probe"
     try:
         probe.write(b"", if_absent=True)
-        return (folder / "link").adopt(probe)
+        return folder.adopt({"link": probe.key})
     finally:
         folder.delete()
 
@@ -80,26 +80,25 @@ def link_ancestors(
         )
 
 
-def _link(files: Iterator[tuple[str, Location]], top: Location, made: set[str]) -> None:
+def _link(files: Iterator[tuple[str, str]], top: Location, made: set[str]) -> None:
     """Links files.
 
     Args:
-        files: names of links and places of files, from :func:`_files_of`.
+        files: names of links and keys of files, from :func:`_files_of`.
         top: directory for the links.
         made: names of existing links; changed.
     """
-    for name, file in files:
-        if name not in made:
-            if not (top / name).adopt(file):
-                raise OSError(errno.ENOTSUP, "hard links cannot be made any more", str(top / name))
-            made.add(name)
+    new = {name: key for name, key in files if name not in made}
+    if not top.adopt(new):
+        raise OSError(errno.ENOTSUP, "hard links cannot be made any more", str(top))
+    made.update(new)
 
 
-def _files_of(entry: LineageStep) -> Iterator[tuple[str, Location]]:
+def _files_of(entry: LineageStep) -> Iterator[tuple[str, str]]:
     """Files of a step in its own directory, and files that are linked into it.
 
     Yields:
-        The name of a link to a file, and the file's place.
+        The name of a link to a file, and the file's key.
 
     Raises:
         FileNotFoundError: the step is being deleted.
@@ -107,11 +106,13 @@ def _files_of(entry: LineageStep) -> Iterator[tuple[str, Location]]:
     assert not entry.is_link
     item, step = at(entry.holder), entry.manifest.step
     if isinstance(entry.manifest, BaseManifest):
-        for each in item.list():
-            yield f"{step}/{each.below(item)}", each
+        yield from _below(item, f"{step}/")
         return
-    for each in (item / manifest_file.DIRECTORY).list(deep=False):
-        yield f"{step}.{each.name}", each
-    links = item / LINEAGE
-    for each in links.list():
-        yield each.below(links), each
+    yield from _below(item / manifest_file.DIRECTORY, f"{step}.", deep=False)
+    yield from _below(item / LINEAGE, "")
+
+
+def _below(folder: Location, start: str, *, deep: bool = True) -> Iterator[tuple[str, str]]:
+    # Keys, not locations: a save lists every file of its lineage.
+    for key in folder.storage.list(folder.key, deep=deep):
+        yield f"{start}{key.removeprefix(folder.key).lstrip('/')}", key

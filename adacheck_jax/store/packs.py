@@ -13,15 +13,22 @@ import bisect
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import tensorstore as ts
 
 from adacheck_jax.errors import FormatError, IntegrityError, first_line, unreadable
 from adacheck_jax.store import aligned_read, zarr
-from adacheck_jax.store.storage.location import AnyPath, at
+from adacheck_jax.store.storage.interface import Storage
+from adacheck_jax.store.storage.kvstore import KvStore
+from adacheck_jax.store.storage.location import AnyPath, Location, at
 from adacheck_jax.store.zarr import Codec
+
+_UPLOADS = 4
+"""Files that are written at once: each is held in memory twice meanwhile."""
 
 Ranges = tuple[tuple[int, int], ...]
 """Ascending half-open ranges."""
@@ -71,9 +78,30 @@ def write_pack(
     Returns:
         Ranges of blocks of zeros that were left out, by array and section.
     """
-    database = zarr.database_at(start)
+    place = at(start)
+    if place.on_file_system:
+        context = place.context(file_io_sync=False)  # else each file by itself waits for the disk
+        zeros = _write(zarr.database_at(place), context, contents, codec)
+        beginning = f"{place.name}."
+        files = [e for e in place.parent.list(deep=False) if e.name.startswith(beginning)]
+        if files:
+            place.parent.sync(*files)
+        return zeros
+    # Tensorstore would ask and write five times in turn. Files made in memory are written at once.
+    memory = Location(KvStore("memory://pack"), place.name)
+    zeros = _write(zarr.database_at(memory), memory.context(), contents, codec)
+    _move(memory.storage, place.parent)
+    return zeros
+
+
+def _write(
+    database: dict[str, Any],
+    context: ts.Context,
+    contents: Sequence[tuple[Kind, Sequence[np.ndarray]]],
+    codec: Codec,
+) -> list[list[Ranges]]:
+    """Writes the arrays of a pack; returns the ranges that were left out."""
     zeros: list[list[Ranges]] = []
-    context = at(start).context(file_io_sync=False)  # else each file by itself waits for the disk
     # Atomic: one generation of the database, so that every file is referred to.
     with ts.Transaction(atomic=True) as transaction:
         for kind, sections in contents:
@@ -92,11 +120,19 @@ def write_pack(
             store = ts.open(spec, create=True, transaction=transaction, context=context).result()
             # The bytes do not change before the commit, so tensorstore need not copy.
             store.write(pack, can_reference_source_data_indefinitely=True).result()
-    folder, beginning = at(start).parent, f"{start.name}."
-    files = [each for each in folder.list(deep=False) if each.name.startswith(beginning)]
-    if files:
-        folder.sync(*files)
     return zeros
+
+
+def _move(source: Storage, folder: Location) -> None:
+    """Writes all values of a store in memory into a folder, several at once, where none may be."""
+
+    def move(key: str) -> None:
+        (folder / key).write(source.read(key), if_absent=True)
+        source.delete(key)
+
+    with ThreadPoolExecutor(_UPLOADS) as threads:
+        for _ in threads.map(move, [*source.list("")]):
+            pass
 
 
 def _joined(sections: Sequence[np.ndarray], zeros: Sequence[Ranges], kind: Kind) -> np.ndarray:

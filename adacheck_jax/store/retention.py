@@ -26,12 +26,16 @@ class KeepLineage:
 
     Args:
         inner_policy: policy for the steps to keep for their own sake.
+
+    Attributes:
+        is_asked: True once a manager asked which steps to keep, which it does with each save.
     """
 
     def __init__(self, inner_policy: _Policy) -> None:
         self._inner = inner_policy
         self._parents: dict[int, set[int]] = {}
         self._let_go: set[int] = set()
+        self.is_asked = False
 
     def note(self, step: int, parent: int) -> None:
         """Remembers that a step builds on another; called by the handler.
@@ -54,6 +58,7 @@ class KeepLineage:
         self, checkpoints: Sequence[_Checkpoint], *, context: Any
     ) -> Sequence[bool]:
         """Keeps the steps that the inner policy keeps, and all steps that those build on."""
+        self.is_asked = True
         inner = self._inner.should_preserve(checkpoints, context=context)
         kept = {c.step for c, keep in zip(checkpoints, inner, strict=True) if keep}
         waiting = list(kept)

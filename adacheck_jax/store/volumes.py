@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -89,12 +90,16 @@ class _Chunk:
         return self.source is self
 
 
-def write(directory: AnyPath, pieces: Sequence[ArrayPiece]) -> dict[str, str]:
+def write(
+    directory: AnyPath, pieces: Sequence[ArrayPiece], file_bytes: int | None = None
+) -> dict[str, str]:
     """Writes one volume durably.
 
     Args:
         directory: directory of the OCDBT database; made if absent.
         pieces: one piece an array; no name twice, no piece without a block.
+        file_bytes: size in bytes at which a data file is full, 0 for no limit, None for OCDBT's own
+            limit. A chunk is not cut.
 
     Returns:
         Names of pieces that equal another piece and refer to its chunks, each with the name of that
@@ -106,11 +111,11 @@ def write(directory: AnyPath, pieces: Sequence[ArrayPiece]) -> dict[str, str]:
         every, equality.firsts([c.data for c in every], [*map(_kind, every)]), strict=True
     ):
         chunk.source = every[first]
-    context = at(directory).context()
+    context, database = at(directory).context(), zarr.database_in(directory, file_bytes)
     for batch in _batches(chunks):
         with ts.Transaction(atomic=False) as transaction:
             for own in batch:
-                _write_piece(directory, own, context, transaction)
+                _write_piece(database, own, context, transaction)
     referring = [chunk for chunk in every if not chunk.is_own]
     if referring:
         with ts.Transaction(atomic=True) as transaction:
@@ -168,15 +173,23 @@ def _batches(chunks: Sequence[Sequence[_Chunk]]) -> Iterator[list[Sequence[_Chun
 
 
 def _write_piece(
-    directory: AnyPath, chunks: Sequence[_Chunk], context: ts.Context, transaction: ts.Transaction
+    database: Mapping[str, Any],
+    chunks: Sequence[_Chunk],
+    context: ts.Context,
+    transaction: ts.Transaction,
 ) -> None:
     piece = chunks[0].piece
     spec = {
-        **zarr.array_in(zarr.database_in(directory), piece.name),
+        **zarr.array_in(database, piece.name),
         "metadata": piece.metadata,
         "store_data_equal_to_fill_value": True,  # stock Orbax takes absence for loss
     }
-    store = ts.open(spec, create=True, context=context, transaction=transaction).result()
+    # Not by ``create``, which first asks the storage, for each array again, if there is one.
+    within = {"context": context, "transaction": transaction}
+    store = ts.open(spec, open=True, assume_metadata=True, **within).result()
+    described = json.dumps(store.spec().to_json()["metadata"]).encode()
+    kvstore = ts.KvStore.open(database, context=context).result().with_transaction(transaction)
+    kvstore.write(f"{piece.name}/zarr.json", described).result()
     if all(chunk.is_own for chunk in chunks):
         blocks = [*piece.blocks.items()]
     else:
@@ -259,9 +272,8 @@ def _names(directory: AnyPath) -> list[str]:
 
 def _link(source: AnyPath, target: AnyPath) -> None:
     folder = at(source)
-    for each in folder.list():
-        if not at(target / each.below(folder)).adopt(each):
-            raise OSError(f"{source}: cannot be linked")
+    if not at(target).adopt({each.below(folder): each.key for each in folder.list()}):
+        raise OSError(f"{source}: cannot be linked")
 
 
 def _holds(directory: AnyPath, piece: ArrayPiece) -> bool:

@@ -19,6 +19,8 @@ _CODECS: dict[Compression, Codec | None] = {"none": None, "fast": "lz4", "small"
 _FILE_BYTES = 64 << 20
 """Larger packs become several files, which are written at the same time: a single file would be
 written as fast as one core copies."""
+_GAP_BYTES = 1 << 16
+"""Unwanted bytes between two ranges that are read with them: a request takes as long."""
 
 
 def codec_of(compression: Compression) -> Codec | None:
@@ -26,9 +28,28 @@ def codec_of(compression: Compression) -> Codec | None:
     return _CODECS[compression]
 
 
-def database_in(directory: AnyPath) -> dict[str, Any]:
-    """Specification of an OCDBT database in a directory of its own."""
-    return {"driver": "ocdbt", "base": at(directory).spec(), "path": ""}
+def database_in(directory: AnyPath, file_bytes: int | None = None) -> dict[str, Any]:
+    """Specification of an OCDBT database in a directory of its own.
+
+    Args:
+        directory: the directory.
+        file_bytes: size in bytes at which a data file that is written is full, 0 for no limit, None
+            for OCDBT's own limit.
+    """
+    limit = {} if file_bytes is None else {"target_data_file_size": file_bytes}
+    base = {"driver": "ocdbt", "base": at(directory).spec(), "path": ""}
+    return base | limit | _few_requests(directory)
+
+
+def _few_requests(path: AnyPath) -> dict[str, Any]:
+    """Settings by which ranges close to each other are read from a store with one request."""
+    if at(path).on_file_system:
+        return {}
+    return {
+        "experimental_read_coalescing_threshold_bytes": _GAP_BYTES,
+        "experimental_read_coalescing_merged_bytes": _FILE_BYTES,
+        "experimental_read_coalescing_interval": "1ms",
+    }
 
 
 def database_at(start: AnyPath) -> dict[str, Any]:
@@ -46,6 +67,7 @@ def database_at(start: AnyPath) -> dict[str, Any]:
         "btree_node_data_prefix": "",
         "version_tree_node_data_prefix": "",
         "target_data_file_size": _FILE_BYTES,
+        **_few_requests(start),
     }
 
 

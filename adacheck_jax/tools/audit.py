@@ -154,7 +154,7 @@ def verify_root(
     audit = _Audit(root, wanted, _chosen(steps, wanted))
     reports = []
     # Item by item, so that each lineage is replayed once.
-    ordered = sorted(steps, key=lambda each: (each.directory.name, each.step, each.directory))
+    ordered = sorted(steps, key=lambda each: (each.directory.name, each.step, str(each.directory)))
     for done, step in enumerate(ordered):
         if progress is not None:
             progress(done, len(ordered), at(step.directory).below(at(root)))

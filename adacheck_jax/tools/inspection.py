@@ -16,6 +16,7 @@ from adacheck_jax.format.manifest import (
     Update,
 )
 from adacheck_jax.store.steps import lineage as lineages
+from adacheck_jax.store.steps import stock
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.steps.roots import Step
 from adacheck_jax.store.storage.location import AnyPath, at
@@ -38,7 +39,8 @@ class StepSummary:
         checked: the comparison of its deltas with the state when they were saved: ``full``,
             ``sample``, ``identity``, ``stored`` or ``not checked``, several joined by ``+``; None
             for a base, and without a manifest.
-        new_bytes: bytes that this step added: its files without the links to earlier steps.
+        new_bytes: bytes that this step added: its files without the links to earlier steps; None in
+            an object store.
         error: the reason why the step cannot be restored, None if base and deltas are all there.
             Array data is not read.
     """
@@ -51,7 +53,7 @@ class StepSummary:
     depth: int | None
     recorded: tuple[int, ...]
     checked: str | None
-    new_bytes: int
+    new_bytes: int | None
     error: str | None
 
 
@@ -61,13 +63,17 @@ class RootSummary:
 
     Attributes:
         root: the checkpoint root.
-        disk_bytes: bytes of all files under it, each hard-linked file counted once.
+        disk_bytes: bytes of all files under it, each hard-linked file counted once; None in
+            an object store.
         steps: rows, by ascending step number.
+        stock_steps: numbers of the steps that stock Orbax saved, ascending: they can be restored,
+            and nothing can verify them.
     """
 
     root: str
-    disk_bytes: int
+    disk_bytes: int | None
     steps: tuple[StepSummary, ...]
+    stock_steps: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +152,7 @@ class StepDetails:
         replayed_count: number of updates that a restore replays.
         checks: comparisons of all deltas that a restore reads, oldest first.
         problem: the reason why no further updates are replayed onto this step; None if they are.
-        new_bytes: bytes that this step added.
+        new_bytes: bytes that this step added; None in an object store.
         versions: versions of the packages that wrote the base.
         groups: groups of leaves by role, without empty ones.
         leaves: leaves, in tree order.
@@ -164,7 +170,7 @@ class StepDetails:
     replayed_count: int
     checks: tuple[StepCheck, ...]
     problem: str | None
-    new_bytes: int
+    new_bytes: int | None
     versions: dict[str, str]
     groups: tuple[LeafGroup, ...]
     leaves: tuple[LeafSummary, ...]
@@ -183,7 +189,8 @@ def summarize_root(root: AnyPath) -> RootSummary:
         InputError: the root is missing, is not a directory, or holds no step of ours.
     """
     steps = tuple(_summarize(step, root) for step in steps_under(root))
-    return RootSummary(str(root), disk_bytes(root), steps)
+    others = tuple(sorted(stock.steps_under(root)))
+    return RootSummary(str(root), disk_bytes(root), steps, others)
 
 
 def describe_step(root: AnyPath, number: int | None = None, item: str | None = None) -> StepDetails:

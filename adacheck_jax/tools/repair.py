@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
+import uuid
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from adacheck_jax.errors import AdaCheckError, StorageError
+from etils import epath
+
+from adacheck_jax.errors import AdaCheckError, StorageError, first_line
 from adacheck_jax.format import manifest_json
 from adacheck_jax.store.steps import lineage as lineages
 from adacheck_jax.store.steps import manifest_file, roots
-from adacheck_jax.store.steps.lineage import identity
+from adacheck_jax.store.steps.lineage import COMMIT_MARK, identity
 from adacheck_jax.store.steps.roots import TMP_SUFFIX
+from adacheck_jax.store.storage.interface import Stamp
 from adacheck_jax.store.storage.location import AnyPath, Location, at
 from adacheck_jax.tools import audit
 from adacheck_jax.tools.audit import Leftover, Progress, StepReport, Thoroughness
@@ -41,7 +42,8 @@ class Removal:
     Attributes:
         path: path relative to the root.
         why: the reason why it is of no use.
-        freed_bytes: bytes of its files that have no hard link elsewhere.
+        freed_bytes: bytes of its files that have no hard link elsewhere; 0 where the storage does
+            not tell sizes.
         identity: identity of the judged files; a directory with other files is not removed.
     """
 
@@ -86,7 +88,7 @@ class RepairReport:
 
 
 def repair(
-    root: Path,
+    root: AnyPath,
     *,
     read_data: bool = False,
     dry_run: bool = False,
@@ -103,10 +105,11 @@ def repair(
         progress: callback before each step is verified.
 
     Raises:
-        InputError: there is no such root, or a manager may be saving into it.
+        InputError: there is no such root, Orbax cannot read it, or a manager may be saving into it.
     """
-    root = root.resolve()
+    root = at(root).resolve()
     report = audit.verify_root(root, thoroughness=Thoroughness(read_data), progress=progress)
+    _check_readable(root)
     if not force:
         _check_quiet(root, report.leftovers)
     removals, kept = _plan(root, report.steps, report.leftovers)
@@ -115,41 +118,43 @@ def repair(
         kept += changed
     left = report.steps
     gone = {each.path for each in removals}
-    left = [s for s in left if not gone.intersection((s.item, str(Path(s.item).parent)))]
+    left = [s for s in left if not gone.intersection((s.item, s.item.rpartition("/")[0]))]
     freed_bytes = sum(each.freed_bytes for each in removals)
     return RepairReport(str(root), dry_run, tuple(removals), tuple(kept), freed_bytes, len(left))
 
 
-def _check_quiet(root: Path, found: Iterable[Leftover]) -> None:
+def _check_readable(root: Location) -> None:
+    """Refuse a root that Orbax, which reads bases, does not find: every step would look lost."""
+    try:
+        problem = "" if epath.Path(str(root)).exists() else "it finds nothing there"
+    except Exception as error:  # it knows no such paths, or lacks the package that reads them
+        problem = f"{type(error).__name__}: {first_line(error)}"
+    if problem:
+        raise InputError(
+            f"{root}: expected a checkpoint root that Orbax can read, found that it cannot "
+            f"({problem}). Nothing was removed; install what Orbax needs there, or repair a copy."
+        )
+
+
+def _check_quiet(root: Location, found: Iterable[Leftover]) -> None:
     for each in found:
-        age_s = time.time() - _changed_s(root / each.path)
-        if each.is_temporary and age_s < _YOUNG_S:
+        if not each.is_temporary:
+            continue
+        changed_s = (root / each.path).changed_s()
+        age_s = None if changed_s is None else time.time() - changed_s
+        if age_s is None or age_s < _YOUNG_S:
+            when = "at an unknown time" if age_s is None else f"{max(0, round(age_s))} seconds ago"
             raise InputError(
                 f"{root / each.path}: expected no save under way, found a temporary directory that "
-                f"changed {max(0, round(age_s))} seconds ago. Nothing was removed; stop the "
+                f"changed {when}. Nothing was removed; stop the "
                 "training run, wait a minute, or pass --force if nothing is saving."
             )
 
 
-def _changed_s(directory: Path) -> float:
-    """Time of the last change in a directory, in seconds since the epoch; 0 if it is gone."""
-    return max((stat.st_mtime for stat in _stats(directory)), default=0.0)
-
-
-def _stats(directory: Path) -> Iterator[os.stat_result]:
-    """The file status of a directory and of all in it; symbolic links are not followed."""
-    with contextlib.suppress(OSError):
-        yield os.stat(directory, follow_symlinks=False)
-    for path, names, files in os.walk(directory):
-        for name in (*names, *files):
-            with contextlib.suppress(OSError):
-                yield os.stat(Path(path, name), follow_symlinks=False)
-
-
 def _plan(
-    root: Path, steps: Sequence[StepReport], found: Sequence[Leftover]
+    root: Location, steps: Sequence[StepReport], found: Sequence[Leftover]
 ) -> tuple[list[Removal], list[KeptDirectory]]:
-    lost: dict[Path, str] = {}
+    lost: dict[Location, str] = {}
     kept: list[KeptDirectory] = []
     for step in steps:
         if not step.damage:
@@ -161,33 +166,33 @@ def _plan(
             kept.append(KeptDirectory(step.item, why))
     sound = [root / step.item for step in steps if root / step.item not in lost]
     for path, why in _alone(sound, lost).items():
-        kept.append(KeptDirectory(str(path.relative_to(root)), why))
+        kept.append(KeptDirectory(path.below(root), why))
         del lost[path]
     needed = _needed(sound)
-    for path in sorted(lost.keys() & needed.keys()):
-        kept.append(KeptDirectory(str(path.relative_to(root)), f"{needed[path]} builds on it"))
+    for path in [each for each in lost if each in needed]:
+        kept.append(KeptDirectory(path.below(root), f"{needed[path]} builds on it"))
         del lost[path]
-    chosen: list[tuple[Path, str]] = []
+    chosen: list[tuple[Location, str]] = []
     for each in found:
         if not each.is_temporary:
             continue
-        if _is_inside(root, root / each.path):
+        if _is_plain(root / each.path):
             chosen.append((root / each.path, each.why))
         else:
             kept.append(KeptDirectory(each.path, "it is a symbolic link, which is not followed"))
     chosen += _widened(root, lost)
-    links: dict[tuple[int, int], int] = {}
+    links: dict[Stamp, int] = {}
     removals = [
-        Removal(str(path.relative_to(root)), why, _freed_bytes(path, links), identity(path))
+        Removal(path.below(root), why, _freed_bytes(path, links), identity(path))
         for path, why in chosen
     ]
     return removals, kept
 
 
-def _judge(root: Path, step: StepReport) -> tuple[bool, str]:
+def _judge(root: Location, step: StepReport) -> tuple[bool, str]:
     """The judgement of a damaged step: True if it is lost, and the reason."""
     directory = root / step.item
-    if not _is_inside(root, directory):
+    if not _is_plain(directory):
         return False, "it lies behind a symbolic link, which is not followed"
     own = at(directory / manifest_file.FILE)
     for manifest in (own, *lineages.linked_manifests(directory)):
@@ -219,7 +224,7 @@ def _format(manifest: Location) -> object:
     return None
 
 
-def _needed(directories: Iterable[Path]) -> dict[Path, str]:
+def _needed(directories: Iterable[Location]) -> dict[Location, str]:
     """The directories that steps need, each with the name of such a step."""
     found = {}
     for directory in directories:
@@ -228,11 +233,11 @@ def _needed(directories: Iterable[Path]) -> dict[Path, str]:
         except AdaCheckError:
             continue
         for entry in lineage.entries:
-            found.setdefault(entry.holder.resolve(), f"step {lineage.manifest.step}")
+            found.setdefault(at(entry.holder).resolve(), f"step {lineage.manifest.step}")
     return found
 
 
-def _alone(sound: Iterable[Path], lost: Iterable[Path]) -> dict[Path, str]:
+def _alone(sound: Iterable[Location], lost: Iterable[Location]) -> dict[Location, str]:
     """Lost steps whose directories alone hold earlier steps, each with a reason to keep it."""
     known: dict[tuple[AnyPath, str | None], set[int]] = {}
     for directory in sound:
@@ -252,14 +257,14 @@ def _alone(sound: Iterable[Path], lost: Iterable[Path]) -> dict[Path, str]:
     return found
 
 
-def _widened(root: Path, lost: dict[Path, str]) -> list[tuple[Path, str]]:
+def _widened(root: Location, lost: dict[Location, str]) -> list[tuple[Location, str]]:
     """The directories to remove: a whole step if all its items are lost, else the lost items."""
     chosen = []
-    for path, why in sorted(lost.items()):
+    for path, why in sorted(lost.items(), key=lambda each: each[0].key):
         if path.parent == root:
             chosen.append((path, why))
             continue
-        items = {each for each in path.parent.iterdir() if each.is_dir()}
+        items = {path.parent / name for name in path.parent.folders()}
         if items - {path.parent / _METRICS} <= lost.keys():
             chosen.append((path.parent, why))
         else:
@@ -267,33 +272,45 @@ def _widened(root: Path, lost: dict[Path, str]) -> list[tuple[Path, str]]:
     return list({path: (path, why) for path, why in reversed(chosen)}.values())[::-1]
 
 
-def _freed_bytes(path: Path, links: dict[tuple[int, int], int]) -> int:
+def _freed_bytes(path: Location, links: dict[Stamp, int]) -> int:
     """Bytes of files whose last link is in a directory; ``links`` counts links removed so far."""
     freed_bytes = 0
-    for stat in _stats(path):
-        key = (stat.st_dev, stat.st_ino)
-        links[key] = links.get(key, 0) + 1
-        if links[key] == stat.st_nlink:
-            freed_bytes += stat.st_size
+    with contextlib.suppress(FileNotFoundError):
+        for each in path.list():
+            with contextlib.suppress(OSError):
+                entry = each.stat()
+                links[entry.stamp] = links.get(entry.stamp, 0) + 1
+                if links[entry.stamp] == entry.link_count:
+                    freed_bytes += entry.size_bytes
     return freed_bytes
 
 
-def _is_inside(root: Path, path: Path) -> bool:
-    """True if a path lies under the root and passes no symbolic link."""
-    return path != root and path.is_relative_to(root) and path.resolve() == path
+def _is_plain(path: Location) -> bool:
+    """True if no part of a path below the root, which is resolved, is a symbolic link."""
+    return path.resolve() == path
 
 
-def _execute(root: Path, removals: Sequence[Removal]) -> tuple[list[Removal], list[KeptDirectory]]:
+def _execute(
+    root: Location, removals: Sequence[Removal]
+) -> tuple[list[Removal], list[KeptDirectory]]:
     """Remove the directories whose files are still the judged ones."""
     done, kept = [], []
     for each in removals:
         path = root / each.path
-        if not _is_inside(root, path) or identity(path) != each.identity:
+        if not _is_plain(path) or identity(path) != each.identity:
             kept.append(KeptDirectory(each.path, "it changed meanwhile"))
             continue
-        if TMP_SUFFIX not in path.name:
-            # Renamed first: even if this process ends midway, no manager takes it for a step.
-            path = path.rename(path.with_name(f"{path.name}{TMP_SUFFIX}-{os.getpid()}"))
-        shutil.rmtree(path)
+        _remove(path)
         done.append(each)
     return done, kept
+
+
+def _remove(path: Location) -> None:
+    """Remove a directory; if this process ends midway, no manager takes the rest for a step."""
+    if TMP_SUFFIX not in path.name:
+        name = f"{path.name}{TMP_SUFFIX}-{uuid.uuid4().hex}"
+        if path.rename(name):
+            path = path.with_name(name)
+        else:  # where nothing is renamed, a step counts by its mark
+            (path / COMMIT_MARK).delete()
+    path.delete()

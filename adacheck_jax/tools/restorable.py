@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
-from adacheck_jax.errors import AdaCheckError, StorageError, unreadable
+from adacheck_jax.errors import AdaCheckError, IntegrityError, StorageError, unreadable
 from adacheck_jax.store.steps import lineage as lineages
-from adacheck_jax.store.steps import roots
+from adacheck_jax.store.steps import roots, stock
 from adacheck_jax.store.steps.lineage import Lineage
-from adacheck_jax.store.storage.location import AnyPath, at
+from adacheck_jax.store.storage.location import AnyPath, at, located
 from adacheck_jax.tools.verification import Verifier, check, unreadable_file, whole_part
 
 _log = logging.getLogger(__name__)
@@ -46,16 +45,17 @@ def latest_restorable(
 ) -> RestorableStep | None:
     """The newest step that verifies, for a script that would rather go on than stop.
 
-    Newer steps that do not verify are skipped, and the log says why. The directory of a damaged
-    step may hold earlier steps that verify: see :class:`RestorableStep`. Every process may call
-    this, and finds the same step under a shared root. ``RestoreArgs(fallback=True)`` does the same
-    during a restore, and so reads each file once.
+    Newer steps that do not verify are skipped, and the log says why; so are steps that stock Orbax
+    saved, which nothing can verify. The directory of a damaged step may hold earlier steps that
+    verify: see :class:`RestorableStep`. Every process may call this, and finds the same step under
+    a shared root. ``RestoreArgs(fallback=True)`` does the same during a restore, and so reads each
+    file once.
 
     No update is replayed. If the delta of a step was not checked when it was saved (an earlier
     release wrote it), its bytes may be whole although its replay is not exact: the log says so.
 
     Args:
-        root: the directory given to the checkpoint manager.
+        root: the directory or URL given to the checkpoint manager.
         item: name of the item that has to verify; None for every item of a step.
         read_data: True to read every stored byte; False to check only the structure, in a fraction
             of a second: then a flipped bit is found by the restore.
@@ -68,40 +68,58 @@ def latest_restorable(
             should not begin anew unasked.
         StorageError: a step cannot be read now, and may be whole.
     """
-    steps: dict[int, list[AnyPath]] = {}
-    for path in roots.items_of(Path(root).absolute()):
-        number = roots.place_of(path).step
-        if number is not None and item in (None, path.name):
-            steps.setdefault(number, []).append(path)
-    verifier, first, inner = Verifier(), None, None
-    for number, paths in sorted(steps.items(), reverse=True):
+    path = located(os.fspath(root))
+    steps, verifier, first, inner = _steps_of(path, item), Verifier(), None, None
+    for number, paths in sorted((steps | stock.steps_under(path, item)).items(), reverse=True):
         if inner is not None and inner > number:
             break
         try:
-            found = [
-                check(path, read_data=read_data, verifier=verifier)
-                for path in sorted(paths, key=str)
-            ]
+            _verify(number, paths, read_data, verifier)
         except StorageError:
             raise
         except AdaCheckError as error:
             _refuse_unreadable(paths, error)
-            if all(at(path).is_folder for path in paths):  # else it was deleted meanwhile
+            if all(at(each).is_folder for each in paths):  # else it was deleted meanwhile
                 _log.warning("Skipping step %d, which does not verify: %s", number, error)
                 first = first or error
                 another = _newest_within(number, paths, read_data, verifier)
                 inner = max(filter(None, (inner, another)), default=None)
             continue
-        _tell_unchecked(number, found)
         return RestorableStep(number)
     if inner is None and first is not None:
         raise first
     if inner is not None:
         told = "Step %d verifies, and is restored from step %d with RestoreArgs(step=%d)."
         _log.warning(told, inner, inner.saved, inner.step)
-        held = [lineages.held(path) for path in steps[inner.saved]]
+        held = [lineages.held(each) for each in steps[inner.saved]]
         _tell_unchecked(inner, [each.to(inner) for each in held])
     return inner
+
+
+def _steps_of(root: AnyPath, item: str | None) -> dict[int, list[AnyPath]]:
+    """Item directories of this library under a root, by step number."""
+    steps: dict[int, list[AnyPath]] = {}
+    for path in roots.items_of(root):
+        number = roots.place_of(path).step
+        if number is not None and item in (None, path.name):
+            steps.setdefault(number, []).append(path)
+    return steps
+
+
+def _verify(number: int, paths: Sequence[AnyPath], read_data: bool, verifier: Verifier) -> None:
+    """Verify all items of a step.
+
+    Raises:
+        AdaCheckError: one of them does not verify, or stock Orbax saved it.
+    """
+    for path in paths:
+        if stock.is_stock(path):
+            raise IntegrityError(
+                f"{path}: expected a step with fingerprints, found one that stock Orbax saved, "
+                "which nothing can verify. To go on from it, restore it by its number."
+            )
+    found = [check(path, read_data=read_data, verifier=verifier) for path in sorted(paths, key=str)]
+    _tell_unchecked(number, found)
 
 
 def _refuse_unreadable(paths: Sequence[AnyPath], error: AdaCheckError) -> None:

@@ -81,13 +81,20 @@ def _settled_steps(root: AnyPath) -> list[Step]:
     return steps
 
 
-def new_bytes(directory: AnyPath) -> int:
-    """Bytes of the files under a step or item directory, without its links to earlier steps."""
+def new_bytes(directory: AnyPath) -> int | None:
+    """Bytes of the files under a step or item directory, without its links to earlier steps.
+
+    None in an object store: tensorstore tells a value's size only with the value.
+    """
+    if not at(directory).on_file_system:
+        return None
     return sum(each.size_bytes for each in _files(directory, (lineages.LINEAGE, lineages.KEPT)))
 
 
-def disk_bytes(directory: AnyPath) -> int:
-    """Bytes of all files under a directory, each hard-linked file counted once."""
+def disk_bytes(directory: AnyPath) -> int | None:
+    """Bytes of all files under a directory, each hard-linked file counted once; as above."""
+    if not at(directory).on_file_system:
+        return None
     found = {each.stamp: each.size_bytes for each in _files(directory)}
     return sum(found.values())
 

@@ -204,7 +204,7 @@ class Verifier:
 
     def _base_arrays(self, entry: LineageStep) -> list[Damage]:
         try:
-            known, _ = trees.flatten(self._stock.metadata(entry.directory).tree)
+            known, _ = trees.flatten(self._stock.described(entry.directory))
         except AdaCheckError as error:
             return [damage_of(error, entry.directory)]
         specs = {leaf.path: leaf for leaf in _stored_leaves(entry.manifest)}
@@ -237,7 +237,7 @@ class Verifier:
 
     def _base_data(self, entry: LineageStep, base: BaseManifest) -> list[Damage]:
         try:
-            known, _ = trees.flatten(self._stock.metadata(entry.directory).tree)
+            known, _ = trees.flatten(self._stock.described(entry.directory))
         except AdaCheckError as error:
             return [damage_of(error, entry.directory)]
         found, database = [], zarr.database_in(entry.directory)

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -37,11 +37,14 @@ from adacheck_jax.update.recorder_state import (
 )
 
 _log = logging.getLogger(__name__)
+_Value = TypeVar("_Value")
 
 TAKE_ARGUMENT = "adacheck_take"
 """Extra argument of ``update``: a list that receives the record; then no update is computed."""
 SMALL_COUNT = 64
 """Elements of the largest passed-through leaf of which the consumed value is recorded."""
+_KEPT_COUNT = 8
+"""Values that a recorder keeps for its handlers; a state's tree may change all the time."""
 _OWNER = "adacheck_recorder"
 """Attribute of a recorder's functions that holds the recorder."""
 
@@ -119,7 +122,7 @@ class Recorder(optax.GradientTransformationExtraArgs):
     separate: bool
     last_call: SeparateCall | None
     pin: bool
-    exported: dict[Any, Any]
+    _kept: dict[Hashable, Any]
     _takes_extra: bool
     _declared: dict[str, jax.ShapeDtypeStruct]
     _pinned: PinnedFunction
@@ -151,7 +154,7 @@ class Recorder(optax.GradientTransformationExtraArgs):
         self.separate = False  # until separate_update has run
         self.last_call = None
         self.pin = pin
-        self.exported = {}  # by handlers, for the structures that they save
+        self._kept = {}
         self._takes_extra = isinstance(tx, optax.GradientTransformationExtraArgs)
         self._declared = {
             name: jax.ShapeDtypeStruct(jnp.shape(value), jnp.result_type(value))
@@ -159,6 +162,21 @@ class Recorder(optax.GradientTransformationExtraArgs):
         }
         self._pinned = PinnedFunction(self._updated)
         return self
+
+    def once(self, key: Hashable, make: Callable[[], _Value]) -> _Value:
+        """Make a value once for all handlers of this recorder, such as its exported update.
+
+        It lives no longer than the recorder, which it may refer to.
+
+        Args:
+            key: all that the value depends on besides this recorder.
+            make: function that makes it.
+        """
+        if key not in self._kept:
+            if len(self._kept) >= _KEPT_COUNT:
+                self._kept.clear()
+            self._kept[key] = make()
+        return self._kept[key]
 
     def _init(self, params: PyTree) -> RecorderState:
         """The state before the first update."""

@@ -72,9 +72,11 @@ def picked(keys: Iterable[str], inner: PyTree) -> dict[str, Any]:
     return {key: jnp.copy(leaves[key]) for key in keys}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class UpdateSignature:
     """The trees that one update takes, as ``jax.ShapeDtypeStruct`` without shardings.
+
+    Equal to itself alone, and hashable.
 
     Attributes:
         params: params, as the wrapped transformation's ``update`` takes them.

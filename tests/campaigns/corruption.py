@@ -14,13 +14,15 @@ with what was saved, leaf by leaf and bit by bit:
 * crash, hang: of the process that restores; there is a time limit a restore.
 
 Stock Orbax saves the same states into roots of its own, which are damaged alike; there any
-exception counts as refused.
+exception counts as refused. ``--store gcs`` (or ``s3``) has all of it in an object store on this
+machine, whose values are damaged as files would be.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import functools
 import json
 import os
@@ -31,6 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -41,11 +44,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
+from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 import adacheck_jax as adacheck
 from adacheck_jax.device import trees
+from adacheck_jax.store.storage.location import AnyPath, Location, at, located
 from benchmarks.common import environment
+from tests import object_stores
 from tests.campaigns.damage import KINDS, Patient
 
 DEVICE_COUNT = 4
@@ -163,7 +170,22 @@ def states(case: Case) -> Iterator[tuple[adacheck.Recorder, Any]]:
         yield recorder, state
 
 
-def handlers(case: Case, recorder: adacheck.Recorder | None = None) -> Any:
+def manager_of(
+    case: Case, root: AnyPath, recorder: adacheck.Recorder | None = None
+) -> tuple[ocp.CheckpointManager, Any]:
+    """A stock manager, and what handles its items."""
+    # A policy that no manager asks keeps nothing, so that a handler saves bases alone.
+    keep = adacheck.KeepLineage(preservation_policy.LatestN(100))
+    handler = handlers(case, recorder, keep)
+    options = ocp.CheckpointManagerOptions(preservation_policy=keep)
+    if not at(root).on_file_system:
+        mode = ocp.options.AtomicityMode.COMMIT_FILE
+        options.atomicity_options = ocp.options.AtomicityOptions(mode=mode)
+    place = epath.Path(str(root))
+    return ocp.CheckpointManager(place, item_handlers=handler, options=options), handler
+
+
+def handlers(case: Case, recorder: adacheck.Recorder | None, keep: adacheck.KeepLineage) -> Any:
     if case.stock:
         return ocp.StandardCheckpointHandler()
     new = functools.partial(
@@ -172,6 +194,7 @@ def handlers(case: Case, recorder: adacheck.Recorder | None = None) -> Any:
         max_deltas=case.max_deltas,
         delta=case.delta,
         params_path="params",
+        keep_lineage=keep,
     )
     return {item: new() for item in case.items} if case.items else new()
 
@@ -190,13 +213,12 @@ def kind_of(leaf: Any) -> str:
     return f"{type(leaf).__name__} {getattr(leaf, 'dtype', '')}"
 
 
-def build(case: Case, root: Path) -> list[Any]:
+def build(case: Case, root: AnyPath) -> list[Any]:
     """Saves a run of a kind; returns its states."""
     manager, handler, kept = None, None, []
     for step, (recorder, state) in enumerate(states(case), start=1):
         if manager is None:
-            handler = handlers(case, recorder)
-            manager = ocp.CheckpointManager(root, item_handlers=handler)
+            manager, handler = manager_of(case, root, recorder)
         kept.append(jax.tree.map(lambda x: x, state))
         if step not in case.saved_steps:
             if not handler.record_step(state, step):
@@ -220,7 +242,7 @@ class Judge:
         saved: what :func:`build` gave.
     """
 
-    def __init__(self, case: Case, root: Path, saved: Sequence[Any]) -> None:
+    def __init__(self, case: Case, root: AnyPath, saved: Sequence[Any]) -> None:
         self._case, self._root = case, root
         self._saved = dict(enumerate(saved, start=1))
         self._leaves = {
@@ -250,7 +272,7 @@ class Judge:
         return jax.tree.map(leaf, self._saved[step])
 
     def _manager(self) -> ocp.CheckpointManager:
-        return ocp.CheckpointManager(self._root, item_handlers=handlers(self._case))
+        return manager_of(self._case, self._root)[0]
 
     def _restore(self, step: int, form: int) -> list[Any]:
         """The items of a step, as a new handler restores them."""
@@ -312,14 +334,46 @@ class Judge:
         return ""
 
 
-def work(case: Case, root: Path, seed: int, numbers: Sequence[int]) -> None:
+class Mirror:
+    """A local copy of a root in a store, and what was changed in it since.
+
+    Args:
+        root: the root.
+        copy: local directory for its values.
+    """
+
+    def __init__(self, root: Location, copy: Path) -> None:
+        self._root, self._copy = root, copy
+        self._known = {each.below(root): each.read() for each in root.list()}
+        for name, data in self._known.items():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            (copy / name).write_bytes(data)
+
+    def push(self) -> None:
+        """Does to the root what was done to the copy."""
+        files = (path for path in self._copy.rglob("*") if path.is_file())
+        now = {path.relative_to(self._copy).as_posix(): path.read_bytes() for path in files}
+        for name in self._known.keys() | now.keys():
+            if name not in now:
+                (self._root / name).delete()
+            elif now[name] != self._known.get(name):
+                (self._root / name).write(now[name])
+        self._known = now
+        object_stores.forget_listings()
+
+
+def work(case: Case, root: Path, url: str, seed: int, numbers: Sequence[int]) -> None:
     """In a child process: does what each number says, and tells of it line by line."""
-    saved = build(case, root)
-    judge = Judge(case, root, saved)
+    place = located(url) if url else root
+    saved = build(case, place)
+    judge = Judge(case, place, saved)
+    mirror = Mirror(at(place), root) if url else None
     for number in numbers:
         rng = random.Random(f"{seed} {case.name} {number}")
         patient = Patient(root, case.saved_steps)
         damage = patient.damage(rng)
+        if mirror is not None:
+            mirror.push()
         tell({"number": number, **asdict(damage)})
         for saved_step in damage.steps:
             step = rng.choice(case.steps_in(saved_step)) if case.every > 1 else saved_step
@@ -327,6 +381,8 @@ def work(case: Case, root: Path, seed: int, numbers: Sequence[int]) -> None:
             outcome, detail = judge.judge(step, form)
             tell({"number": number, "step": step, "form": form, "outcome": outcome, "why": detail})
         patient.heal()
+        if mirror is not None:
+            mirror.push()
     tell({"number": None})
 
 
@@ -343,6 +399,7 @@ class Child:
     seed: int
     root: Path
     log: Any
+    bucket: str = ""
     process: Any = None
     heard_s: float = 0.0
     doing: dict[str, Any] = field(default_factory=dict)
@@ -355,6 +412,8 @@ class Child:
         command = [sys.executable, "-m", "tests.campaigns.corruption", "--work", self.case.name]
         command += ["--root", str(self.root / "root"), "--seed", str(self.seed)]
         command += ["--numbers", ",".join(map(str, self.numbers))]
+        if self.bucket:
+            command += ["--url", f"{self.bucket}/{uuid.uuid4().hex}"]
         self.process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
@@ -408,18 +467,18 @@ def read_lines(child: Child) -> Iterator[dict[str, Any]]:
 
 
 def run(
-    count: int, stock_count: int, seed: int, root: Path, cases: Sequence[Case]
+    count: int, stock_count: int, seed: int, root: Path, cases: Sequence[Case], bucket: str = ""
 ) -> dict[str, Any]:
     found: list[dict[str, Any]] = []
     shares = []
     for total, is_stock in ((count, False), (stock_count, True)):
         group = [case for case in cases if case.stock == is_stock]
-        shares += [(case, total // len(group)) for case in group]
+        shares += [(case, total // len(group)) for case in group if total]
     started_s = time.monotonic()
     with open(root / "log", "w+") as log:
         for case, share in shares:
             place = root / str(CASES.index(case))
-            child = Child(case, list(range(share)), seed, place, log)
+            child = Child(case, list(range(share)), seed, place, log, bucket)
             watch(child, found)
             print(f"{case.name}: {time.monotonic() - started_s:.0f} s", file=sys.stderr, flush=True)
     return {"seed": seed, "seconds": round(time.monotonic() - started_s), **environment()} | {
@@ -443,6 +502,8 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=[c.name for c in CASES], metavar="NAME")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print JSON instead of Markdown")
+    parser.add_argument("--store", choices=("gcs", "s3"), help="object store to save into")
+    parser.add_argument("--url", default="", help=argparse.SUPPRESS)
     parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--root", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--numbers", help=argparse.SUPPRESS)
@@ -450,12 +511,14 @@ def main() -> None:
     if arguments.work:
         case = next(case for case in CASES if case.name == arguments.work)
         numbers = list(map(int, arguments.numbers.split(",")))
-        work(case, arguments.root, arguments.seed, numbers)
+        work(case, arguments.root, arguments.url, arguments.seed, numbers)
         return
     stock_count = arguments.count if arguments.stock_count is None else arguments.stock_count
-    with tempfile.TemporaryDirectory() as root:
+    with tempfile.TemporaryDirectory() as root, contextlib.ExitStack() as stack:
         cases = [c for c in CASES if c.name in (arguments.cases or [c.name for c in CASES])]
-        result = run(arguments.count, stock_count, arguments.seed, Path(root), cases)
+        kind = arguments.store
+        bucket = stack.enter_context(object_stores.served(kind)) if kind else ""
+        result = run(arguments.count, stock_count, arguments.seed, Path(root), cases, bucket)
     if arguments.json:
         print(json.dumps(result, indent=1))
         return

@@ -10,7 +10,8 @@ killing one first, or both at once. ``--record`` records most steps and saves th
 that are listed after a kill, and those in them, are all restored.
 
 A process takes seconds to import JAX, so each is forked from one that has imported it and done
-nothing else: what it knows of the run it has from disk.
+nothing else: what it knows of the run it has from disk. ``--store gcs`` (or ``s3``) saves into an
+object store on this machine instead, a process of its own that nobody kills.
 """
 
 from __future__ import annotations
@@ -38,13 +39,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+from etils import epath
 from jax.sharding import NamedSharding
+from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 import adacheck_jax as adacheck
 from adacheck_jax.device import trees
 from adacheck_jax.format import manifest as manifests
 from adacheck_jax.store.steps import manifest_file, roots
+from adacheck_jax.store.storage.location import located
 from benchmarks.common import environment, free_port
+from tests import object_stores
 
 WIDTH = 64
 DEVICES = 8
@@ -122,23 +127,31 @@ class Run:
         data = np.random.default_rng(step).standard_normal((16, WIDTH)).astype(np.float32)
         return self._step(state, data)
 
-    def open_manager(self, root: Path, **options: Any) -> ocp.CheckpointManager:
+    def open_manager(self, root: Path | str, **options: Any) -> ocp.CheckpointManager:
         """A stock manager of a new handler, as a new process would have it."""
+        is_url, keep = "://" in str(root), None
+        if is_url:
+            keep = adacheck.KeepLineage(preservation_policy.LatestN(KEPT_STEPS))
+            mode = ocp.options.AtomicityMode.COMMIT_FILE
+            options["atomicity_options"] = ocp.options.AtomicityOptions(mode=mode)
         self.handler = adacheck.AdaCheckHandler(
             self._recorder,
             max_deltas=MAX_RECORDING_DELTAS if self.records else MAX_DELTAS,
             delta=self._delta,
+            keep_lineage=keep,
         )
-        options = {"max_to_keep": KEPT_STEPS} | options
+        kept = {"preservation_policy": keep} if keep else {"max_to_keep": KEPT_STEPS}
         return ocp.CheckpointManager(
-            root, item_handlers=self.handler, options=ocp.CheckpointManagerOptions(**options)
+            epath.Path(root),
+            item_handlers=self.handler,
+            options=ocp.CheckpointManagerOptions(**(kept | options)),
         )
 
-    def steps_in(self, root: Path, saved: int) -> list[int]:
+    def steps_in(self, root: Path | str, saved: int) -> list[int]:
         """The steps that lie in that of a save, itself included."""
         if self.records:
             with contextlib.suppress(adacheck.AdaCheckError):  # a restore will tell of it
-                found = manifest_file.read(root / str(saved) / "default")
+                found = manifest_file.read(located(str(root)) / str(saved) / "default")
                 if isinstance(found, manifests.DeltaManifest):
                     return [delta.step for delta in found.deltas]
         return [saved]
@@ -176,7 +189,7 @@ def digest(state: Any) -> str:
 
 
 def train(
-    root: Path, reference: Path, seed: int, records: bool, tell: Callable[[str], None]
+    root: Path | str, reference: Path, seed: int, records: bool, tell: Callable[[str], None]
 ) -> None:
     """Checks all that is listed, resumes and trains until it is killed or the run is over.
 
@@ -204,7 +217,7 @@ def train(
                 if digest(state) != digests[step]:
                     tell(f"wrong {step}")
         step = listed[-1] if listed else 0
-        newest = root / str(step) / "default"
+        newest = located(str(root)) / str(step) / "default"
         kind = type(manifest_file.read(newest)).__name__ if step else "nothing"
         numbers = ",".join(str(number) for _, number in steps) or "0"
         tell(f"checked {numbers} {','.join(damaged) or '-'} {kind}")
@@ -372,13 +385,17 @@ class Killer:
         process_count: processes that save together.
         seed: of the moments.
         records: whether they record steps.
+        bucket: URL to save under; None for the directory.
     """
 
-    def __init__(self, directory: Path, process_count: int, seed: int, records: bool) -> None:
+    def __init__(
+        self, directory: Path, process_count: int, seed: int, records: bool, bucket: str | None
+    ) -> None:
         self._directory, self._count, self._records = directory, process_count, records
         self._rng = random.Random(seed)
         self._reference = directory / "reference.json"
-        self._root, self._newest = directory / "root-0", 0
+        self._top = bucket or str(directory)
+        self._root, self._newest = f"{self._top}/root-0", 0
         self.tally = Tally()
 
     def prepare(self) -> None:
@@ -426,7 +443,9 @@ class Killer:
         self._judge(children, statuses)
 
     def _note_moment(self) -> None:
-        names = os.listdir(self._root) if self._root.is_dir() else []
+        if "://" in self._root:  # a process that uses tensorstore cannot be forked
+            return
+        names = os.listdir(self._root) if os.path.isdir(self._root) else []
         saving = any(roots.TMP_SUFFIX in name for name in names)
         steps = [name for name in names if name.isdecimal()]
         moment = "deleting" if len(steps) > KEPT_STEPS else "saving" if saving else "between saves"
@@ -438,7 +457,7 @@ class Killer:
             for line in child.lines:
                 word, *values = line.split()
                 if word == "wrong":
-                    tally.wrong.append(f"{self._root.name}: step {values[0]}")
+                    tally.wrong.append(f"{self._root}: step {values[0]}")
                 elif word == "checked" and index == 0:
                     self._judge_start(*values)
                 elif word == "committed" and index == 0:
@@ -452,8 +471,8 @@ class Killer:
                 tally.failures.append(f"{where}: a process failed")
         if any("over" in child.lines for child in children):
             tally.runs += 1
-            shutil.rmtree(self._root)
-            self._root, self._newest = self._directory / f"root-{tally.runs}", 0
+            shutil.rmtree(self._root, ignore_errors="://" in self._root)
+            self._root, self._newest = f"{self._top}/root-{tally.runs}", 0
 
     def _judge_start(self, listed: str, damaged: str, kind: str) -> None:
         steps = {int(step) for step in listed.split(",")}
@@ -461,12 +480,12 @@ class Killer:
         kept = range(max(1, newest - KEPT_STEPS + 1), newest + 1)
         for step in range(max(1, self._newest - KEPT_STEPS + 1), self._newest + 1):
             if step > newest - KEPT_STEPS and step not in steps:
-                self.tally.lost.append(f"{self._root.name}: step {step} of {listed}")
+                self.tally.lost.append(f"{self._root}: step {step} of {listed}")
         self.tally.checked += len(steps - {0})
         for each in damaged.split(",") if damaged != "-" else []:
             step = int(each.split(":")[0])
             if step in kept:
-                self.tally.lost.append(f"{self._root.name}: {each} of {listed}")
+                self.tally.lost.append(f"{self._root}: {each} of {listed}")
             self.tally.half_deleted += 1
             self.tally.checked -= 1
         self.tally.kinds[kind] += 1
@@ -507,20 +526,24 @@ def main(arguments: list[str] | None = None) -> Tally:
     parser.add_argument("--minutes", type=float, default=1e6, help="stop after so many")
     parser.add_argument("--directory", type=Path, help="to work in; kept if something fails")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--store", choices=("gcs", "s3"), help="object store to save into")
     args = parser.parse_args(arguments)
     directory = args.directory or Path(tempfile.mkdtemp(prefix="crashes-"))
     start_s = time.monotonic()
     if args.record and args.processes > 1:
         parser.error("--record: expected one process")
-    killer = Killer(directory, args.processes, args.seed, args.record)
-    killer.prepare()
-    while killer.tally.kills < args.kills and time.monotonic() - start_s < args.minutes * 60:
-        killer.kill_once()
-        if killer.tally.kills % 10 == 0:
-            seconds = time.monotonic() - start_s
-            print(f"{killer.tally.kills} kills, {seconds:.0f} s", file=sys.stderr, flush=True)
+    with contextlib.ExitStack() as stack:
+        served = stack.enter_context(object_stores.served(args.store)) if args.store else None
+        killer = Killer(directory, args.processes, args.seed, args.record, served)
+        killer.prepare()
+        while killer.tally.kills < args.kills and time.monotonic() - start_s < args.minutes * 60:
+            killer.kill_once()
+            if killer.tally.kills % 10 == 0:
+                seconds = time.monotonic() - start_s
+                print(f"{killer.tally.kills} kills, {seconds:.0f} s", file=sys.stderr, flush=True)
     if args.json:
-        found = {"processes": args.processes, "seed": args.seed, **vars(killer.tally)}
+        options = {"processes": args.processes, "seed": args.seed, "store": args.store}
+        found = {**options, **vars(killer.tally)}
         print(json.dumps({**environment(), **found}, indent=1))
     else:
         show(killer.tally, args.processes, time.monotonic() - start_s)

@@ -9,23 +9,18 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import sys
 from pathlib import Path
 
-mode, process, processes, port, root, out, devices = sys.argv[1:]
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+from tests.one_process import own  # isort: skip
 
-import jax  # noqa: E402
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(f"127.0.0.1:{port}", int(processes), int(process))
+import adacheck_jax as adacheck
+from tests import support
 
-import numpy as np  # noqa: E402
-from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
-
-import adacheck_jax as adacheck  # noqa: E402
-from tests import support  # noqa: E402
+mode, root, out, devices = own.mode, own.root, own.out, own.devices
 
 # Each box of the kernel lies on two devices of either process.
 order = np.array(jax.devices()).reshape(2, 2, 2).transpose(0, 2, 1).reshape(4, 2)
@@ -63,7 +58,7 @@ class Messages(logging.Handler):
 
 messages: list[str] = []
 logging.getLogger("adacheck_jax.device.replicas").addHandler(Messages())
-here = jax.make_mesh((int(devices),), ("here",), devices=jax.local_devices())
+here = jax.make_mesh((devices,), ("here",), devices=jax.local_devices())
 alone = jax.device_put(jax.numpy.arange(3), NamedSharding(here, PartitionSpec()))
 good = adacheck.replica_report(state_of(0) | {"alone": alone, "uncommitted": jax.numpy.ones(3)})
 assert good.divergences == ()
@@ -85,6 +80,6 @@ summary = {
     ],
     "message": " | ".join(messages),
     "steps": steps,
-    "bad": jax.devices()[int(devices) + 2].id,
+    "bad": jax.devices()[devices + 2].id,
 }
-Path(f"{out}-{process}.json").write_text(json.dumps(summary))
+Path(f"{out}-{own.process}.json").write_text(json.dumps(summary))

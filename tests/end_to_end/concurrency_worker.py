@@ -9,42 +9,27 @@ exists; last: restores the last step; or failing: saves of which one process can
 from __future__ import annotations
 
 import json
-import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-mode, process, processes, port, root, out, devices = sys.argv[1:]
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+from tests.one_process import own, write  # isort: skip
 
-import jax  # noqa: E402
+import jax
+import numpy as np
 
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-if int(processes) > 1:
-    jax.distributed.initialize(f"127.0.0.1:{port}", int(processes), int(process))
+import adacheck_jax as adacheck
+from adacheck_jax.save import commit
+from adacheck_jax.store import base_writer, delta_writer
+from tests import support
 
-import numpy as np  # noqa: E402
-from jax.experimental import multihost_utils  # noqa: E402
-
-import adacheck_jax as adacheck  # noqa: E402
-from adacheck_jax.save import commit  # noqa: E402
-from adacheck_jax.store import base_writer, delta_writer  # noqa: E402
-from tests import support  # noqa: E402
-
+mode, process, root, out = own.mode, own.process, own.root, own.out
 HELD_STEP, LAST_STEP = 3, 2000
 
 
 def save(manager: Any) -> None:
     manager.save(run.count, args=adacheck.SaveArgs(run.state))
-
-
-def write(state: Any, name: str) -> None:
-    """The whole state as this process can gather it."""
-    whole = multihost_utils.process_allgather(state, tiled=True)
-    if jax.process_index() == 0:
-        np.savez(f"{out}-{name}.npz", *map(np.asarray, jax.tree.leaves(whole)))
 
 
 def hold(step: int) -> None:
@@ -116,12 +101,12 @@ def save_while_one_fails() -> dict[str, Any]:
         for step in (1, 2, 3):
             states[step] = blocks(run.advance())
             manager.wait_until_finished()
-            if step == 3 and process == "1":
+            if step == 3 and process == 1:
                 fail_next()
             save(manager)
         states[4] = blocks(run.advance())
         errors = [error_of(save, manager)]
-        if process == "0":
+        if process == 0:
             fail_next()
         save(manager)
         errors.append(error_of(manager.wait_until_finished))

@@ -8,27 +8,22 @@ MODE is equal: every process has the same; or unequal: process 1 has another lea
 from __future__ import annotations
 
 import json
-import os
-import sys
 from pathlib import Path
 
-mode, process, processes, port, root, out, devices = sys.argv[1:]
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+from tests.one_process import own  # isort: skip
 
-import jax  # noqa: E402
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(f"127.0.0.1:{port}", int(processes), int(process))
+import adacheck_jax as adacheck
+from tests import support
 
-import numpy as np  # noqa: E402
-from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
-
-import adacheck_jax as adacheck  # noqa: E402
-from tests import support  # noqa: E402
+mode, root, out, devices = own.mode, own.root, own.out, own.devices
 
 SIZE = 1 << 21
 mesh = support.mesh_of((jax.device_count(),))
-here = jax.make_mesh((int(devices),), ("here",), devices=jax.local_devices())
+here = jax.make_mesh((devices,), ("here",), devices=jax.local_devices())
 rng = np.random.default_rng(0)
 whole = rng.standard_normal((2048, 1024)).astype(np.float32)
 state = {
@@ -58,4 +53,4 @@ for key, value in expected.items():
     assert np.asarray(restored[key]).tobytes() == value.tobytes(), key
     assert type(restored[key]) is type(state[key]), key
     assert getattr(restored[key], "sharding", 0) == getattr(state[key], "sharding", 0), key
-Path(f"{out}-{process}.json").write_text(json.dumps({"steps": steps, "message": message}))
+Path(f"{out}-{own.process}.json").write_text(json.dumps({"steps": steps, "message": message}))

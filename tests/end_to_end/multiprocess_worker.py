@@ -9,37 +9,19 @@ saves a run that changes params after the update; or no-scalars, which saves one
 
 from __future__ import annotations
 
-import os
-import sys
 from typing import Any
 
-mode, process, processes, port, root, out, devices = sys.argv[1:]
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+from tests.one_process import own, write  # isort: skip
 
-import jax  # noqa: E402
+import jax
+import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_managers import LatestN
 
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-if int(processes) > 1:
-    jax.distributed.initialize(f"127.0.0.1:{port}", int(processes), int(process))
-
-import numpy as np  # noqa: E402
-from jax.experimental import multihost_utils  # noqa: E402
-
-import adacheck_jax as adacheck  # noqa: E402
-from tests import support  # noqa: E402
+import adacheck_jax as adacheck
+from tests import support
 
 STEPS = 3
-
-
-def write(state: object, name: str) -> None:
-    """The whole state as this process can gather it."""
-    gathered = [
-        np.asarray(x) for x in jax.tree.leaves(multihost_utils.process_allgather(state, tiled=True))
-    ]
-    if jax.process_index() == 0:
-        np.savez(f"{out}-{name}.npz", *gathered)
-
-
+mode = own.mode
 mesh = support.mesh_of((jax.device_count() // 2, 2))
 if mode == "no-scalars":  # then most processes own no scalar of the update at all
 
@@ -58,9 +40,13 @@ if mode == "no-scalars":  # then most processes own no scalar of the update at a
         forward,
     )
 run = support.dict_run(mesh)
+keep, options = None, {}
+if "://" in own.root:  # an object store
+    keep = adacheck.KeepLineage(LatestN(10))
+    in_place = ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE)
+    options = {"preservation_policy": keep, "atomicity_options": in_place}
 handler = adacheck.AdaCheckHandler(
-    run.recorder,
-    delta="bits" if mode == "bits" else "auto",
+    run.recorder, delta="bits" if mode == "bits" else "auto", keep_lineage=keep
 )
 if mode == "projected":
     train_step = run.train_step
@@ -72,7 +58,7 @@ if mode == "projected":
         return state
 
     run.train_step = projected
-with support.manager_of(root, handler) as manager:
+with support.manager_of(own.root, handler, **options) as manager:
     if mode == "restore":
         for step in (1, STEPS):
             target = adacheck.RestoreArgs(support.abstract(run.state))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +12,14 @@ import pytest
 
 from adacheck_jax.format import manifest
 from adacheck_jax.store.steps import lineage, roots
+from adacheck_jax.store.storage.location import located
 from benchmarks.common import free_port
 
 WORKER = "tests.end_to_end.multiprocess_worker"
 
 
 def start(
-    mode: str, processes: int, root: Path, out: Path, devices: int, worker: str = WORKER
+    mode: str, processes: int, root: Path | str, out: Path, devices: int, worker: str = WORKER
 ) -> list[subprocess.Popen[str]]:
     port = free_port()
     return [
@@ -44,7 +46,7 @@ def finish(children: list[subprocess.Popen[str]]) -> None:
 
 
 def launch(
-    mode: str, processes: int, root: Path, out: Path, devices: int, worker: str = WORKER
+    mode: str, processes: int, root: Path | str, out: Path, devices: int, worker: str = WORKER
 ) -> None:
     finish(start(mode, processes, root, out, devices, worker))
 
@@ -92,6 +94,21 @@ def test_a_lineage_goes_on_after_a_restart_of_all_processes(run_of_two):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gcs", "s3"])
+def test_several_processes_save_into_an_object_store(tmp_path, request, kind):
+    root = f"{request.getfixturevalue(kind).url}/{uuid.uuid4().hex}"
+    launch("save", 2, root, tmp_path / "out", devices=2)
+    launch("restore", 1, root, tmp_path / "restored", devices=4)
+    for step in (1, 3):
+        restored = leaves(tmp_path / f"restored-restored{step}.npz")
+        assert restored == leaves(tmp_path / f"out-saved{step}.npz")
+    launch("resume", 2, root, tmp_path / "resumed", devices=2)
+    found = [step.manifest for step in roots.steps_of(located(root))]
+    assert [type(each) for each in found] == [manifest.BaseManifest] + [manifest.DeltaManifest] * 5
+    assert all(len(each.packs) == 2 for each in found[1:])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "kinds", "has_update"),
     [("bits", "BDD", [False, False]), ("projected", "BDD", [True, True])],
@@ -127,3 +144,14 @@ def test_a_process_that_owns_no_scalar_checks_its_share(tmp_path):
     assert "".join(type(each).__name__[0] for each in found) == "BDD"
     assert [each.checked for each in found[1:]] == ["sample", "sample"]
     assert not any(each.caution.reason for each in found)
+
+
+@pytest.mark.slow
+@pytest.mark.first(1)
+@pytest.mark.parametrize(("processes", "devices"), [(2, 2), (4, 1)])
+def test_leaves_on_devices_of_one_process_are_restored_there(tmp_path, processes, devices):
+    worker = "tests.end_to_end.one_holder_worker"
+    launch("save", 1, tmp_path / "run", tmp_path / "out", 2, worker)
+    kinds = [type(step.manifest).__name__[0] for step in roots.steps_of(tmp_path / "run")]
+    assert kinds == ["B", "D", "D"]
+    launch("restore", processes, tmp_path / "run", tmp_path / "out", devices, worker)

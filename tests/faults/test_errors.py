@@ -17,6 +17,7 @@ from etils import epath
 import adacheck_jax as adacheck
 from adacheck_jax.format import manifest
 from adacheck_jax.store.steps import lineage, manifest_file
+from adacheck_jax.store.storage.location import located
 from adacheck_jax.update import program as update_program
 from tests import support
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
@@ -317,17 +318,20 @@ class TestPlaces:
         with pytest.raises(adacheck.StorageError, match="is a file"):
             handler.save(epath.Path(tmp_path / "file" / "1"), args)
 
-    def test_a_remote_root(self):
-        handler = adacheck.AdaCheckHandler()
-        with pytest.raises(adacheck.StorageError, match="remote"):
-            handler.save(epath.Path("gs://bucket/run/1"), adacheck.SaveArgs({"x": jnp.ones(3)}))
+    @pytest.mark.parametrize("url", ["hdfs://host/run/1", "file:///run/1", "gs://", "s3:///run"])
+    def test_a_url_of_no_known_kind(self, url):
+        with pytest.raises(adacheck.StorageError, match="gs://BUCKET/"):
+            located(url)
 
-    def test_a_stock_step_is_not_mistaken_for_ours(self, tmp_path):
+    def test_a_stock_step_holds_no_earlier_steps(self, tmp_path):
         with manager_of(tmp_path, ocp.StandardCheckpointHandler()) as manager:
             manager.save(1, args=ocp.args.StandardSave({"x": jnp.ones(3)}))
             manager.wait_until_finished()
-        with pytest.raises(adacheck.FormatError, match="StandardCheckpointer"):
-            restore(tmp_path, 1)
+        with (
+            manager_of(tmp_path, adacheck.AdaCheckHandler()) as manager,
+            pytest.raises(adacheck.FormatError, match="StandardCheckpointer"),
+        ):
+            manager.restore(1, args=adacheck.RestoreArgs(step=0))
 
     def test_a_value_that_cannot_be_stored(self, tmp_path):
         with (

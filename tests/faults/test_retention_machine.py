@@ -8,11 +8,12 @@ import shutil
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import jax
@@ -21,6 +22,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from etils import epath
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -42,8 +44,9 @@ from adacheck_jax.format.manifest import DeltaManifest, Link
 from adacheck_jax.save import exported_update
 from adacheck_jax.store import links
 from adacheck_jax.store.steps import lineage, manifest_file, roots
+from adacheck_jax.store.storage.location import Location, located
 from adacheck_jax.update import program as update_program
-from tests import support
+from tests import object_stores, support
 
 MESHES = [support.mesh_of(shape) for shape in ((2, 2), (4, 2), (8, 1), (1, 1))]
 SHAPES = {"w": (32, 64), "b": (64,)}
@@ -278,7 +281,8 @@ class Retention(RuleBasedStateMachine):
         self.used.add(step)
         if self.has_links:
             self.settle()  # or else a step that is built on may go meanwhile, which is an error
-        shutil.rmtree(self.root / "trash", ignore_errors=True)  # Orbax does not replace in there
+        if "todelete_subdir" in self.options:  # Orbax does not replace in there
+            shutil.rmtree(self.root / "trash", ignore_errors=True)
         bits = support.host_copy(self.state)
         if not self.manager.save(step, args=adacheck.SaveArgs(self.state), **options):
             return
@@ -301,11 +305,9 @@ class Retention(RuleBasedStateMachine):
         self.settle()
         step = data.draw(st.sampled_from(sorted(self.disk)))
         if how == "remove":
-            shutil.rmtree(self.root / str(step))
+            self.remove(step)
         else:
-            shutil.rmtree(self.outside / str(step), ignore_errors=True)
-            self.outside.mkdir(exist_ok=True)
-            shutil.move(self.root / str(step), self.outside / str(step))
+            self.put_away(step)
             self.moved[step] = self.disk[step]
         self.forget(step)
         self.hidden.add(step)
@@ -315,11 +317,36 @@ class Retention(RuleBasedStateMachine):
     def bring_back(self, data):
         self.settle()
         step = data.draw(st.sampled_from(sorted(set(self.moved) - set(self.disk))))
-        shutil.rmtree(self.half_written(step), ignore_errors=True)
-        shutil.move(self.outside / str(step), self.root / str(step))
+        self.put_back(step)
         self.disk[step] = self.moved.pop(step)
         self.manager.reload()
         self.hidden = set()
+
+    def remove(self, step: int) -> None:
+        shutil.rmtree(self.root / str(step))
+
+    def put_away(self, step: int) -> None:
+        shutil.rmtree(self.outside / str(step), ignore_errors=True)
+        self.outside.mkdir(exist_ok=True)
+        shutil.move(self.root / str(step), self.outside / str(step))
+
+    def put_back(self, step: int) -> None:
+        shutil.rmtree(self.half_written(step), ignore_errors=True)
+        shutil.move(self.outside / str(step), self.root / str(step))
+
+    def leave_half(self, step: int) -> None:
+        """What a killed save of a step leaves behind."""
+        # Under the name that Orbax itself gives, which the save of that step replaces. Under
+        # another it would stay beside the step, and Orbax would delete it instead of the step.
+        half = self.half_written(step)
+        shutil.rmtree(half, ignore_errors=True)
+        item = half / f"default{roots.TMP_SUFFIX}"
+        if self.disk:
+            shutil.copytree(self.root / str(max(self.disk)) / "default", item)
+            (item / manifest_file.FILE).unlink()
+        else:
+            support.pack_index(item).parent.mkdir(parents=True)
+            support.pack_index(item).write_bytes(b"half")
 
     def forget(self, step: int) -> None:
         saved = self.disk.pop(step, None)
@@ -337,17 +364,7 @@ class Retention(RuleBasedStateMachine):
         """Nothing is closed; the next life may find what was half written."""
         self.settle()
         if leaves_more:
-            # Under the name that Orbax itself gives, which the save of that step replaces. Under
-            # another it would stay beside the step, and Orbax would delete it instead of the step.
-            half = self.half_written(max(self.used, default=0) + 1)
-            shutil.rmtree(half, ignore_errors=True)
-            item = half / f"default{roots.TMP_SUFFIX}"
-            if self.disk:
-                shutil.copytree(self.root / str(max(self.disk)) / "default", item)
-                (item / manifest_file.FILE).unlink()
-            else:
-                support.pack_index(item).parent.mkdir(parents=True)
-                support.pack_index(item).write_bytes(b"half")
+            self.leave_half(max(self.used, default=0) + 1)
         self.start()
         if resumes:
             self.resume()
@@ -388,7 +405,7 @@ class Retention(RuleBasedStateMachine):
         lost = self.missing(step, self.moved)
         target = adacheck.RestoreArgs(support.abstract(START))
         with ocp.Checkpointer(adacheck.AdaCheckHandler()) as checkpointer:
-            path = self.outside / str(step) / "default"
+            path = epath.Path(self.outside) / str(step) / "default"
             if lost is None:
                 found = checkpointer.restore(path, args=target)
                 support.assert_same_bits(found, self.moved[step].bits)
@@ -481,7 +498,7 @@ class Retention(RuleBasedStateMachine):
         if not self.managers:
             return
         self.settle()
-        steps = roots.steps_of(self.root)
+        steps = roots.steps_of(located(str(self.root)))
         assert [s.step for s in steps] == sorted(self.disk)
         assert {s.step for s in steps if s.error is None} == {
             s for s in self.disk if self.missing(s, self.disk) is None
@@ -541,6 +558,64 @@ class RetentionOfReferences(Retention):
     has_links = False
 
 
+class RetentionInStore(RetentionOfReferences):
+    """The same in an object store, where Orbax marks steps and there are no directories."""
+
+    url: ClassVar[str]
+
+    def __init__(self) -> None:
+        super().__init__()
+        top = located(f"{self.url}/{uuid.uuid4().hex}")
+        self.place, self.away = top / "run", top / "outside"
+        self.root, self.outside = (epath.Path(str(each)) for each in (self.place, self.away))
+
+    def start(self) -> None:
+        self.options = {}  # nothing is renamed to be deleted, or deleted in the background
+        super().start()
+
+    def item(self, step: int) -> Location:
+        return self.place / str(step) / "default"
+
+    def on_disk(self) -> set[int]:
+        names = {name for name in self.place.folders() if name.isdecimal()}
+        return {int(n) for n in names if (self.place / n / lineage.COMMIT_MARK).exists}
+
+    def remove(self, step: int) -> None:
+        (self.place / str(step)).delete()
+        object_stores.forget_listings()
+
+    def put_away(self, step: int) -> None:
+        (self.away / str(step)).delete()
+        _copy(self.place / str(step), self.away / str(step))
+        self.remove(step)
+
+    def put_back(self, step: int) -> None:
+        (self.place / str(step)).delete()
+        _copy(self.away / str(step), self.place / str(step))
+        (self.away / str(step)).delete()
+        object_stores.forget_listings()
+
+    def leave_half(self, step: int) -> None:
+        if self.disk:
+            _copy(self.item(max(self.disk)), self.item(step))
+            (self.item(step) / manifest_file.FILE).delete()
+        else:
+            (self.item(step) / manifest_file.FILE).write(b'{"claim": "of a dead process"}')
+
+    @invariant()
+    def nothing_is_left_that_no_step_needs(self):
+        if not self.managers:
+            return
+        self.settle()
+        half = {int(name) for name in self.place.folders()} - {*self.disk}
+        assert all(not (self.place / str(n) / lineage.COMMIT_MARK).exists for n in half)
+
+
+def _copy(source: Location, target: Location) -> None:
+    for each in source.list():
+        (target / each.below(source)).write(each.read())
+
+
 def sizes(examples: int, **options: Any) -> settings:
     return settings(
         max_examples=examples,
@@ -549,6 +624,11 @@ def sizes(examples: int, **options: Any) -> settings:
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
         **options,
     )
+
+
+@pytest.fixture
+def served(gcs):
+    RetentionInStore.url = gcs.url
 
 
 # The same examples each time; `python -m tests.campaigns.retention` tries others.
@@ -561,8 +641,20 @@ class TestRetention(Retention.TestCase):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("served")
+class TestRetentionInStore(RetentionInStore.TestCase):
+    settings = FEW
+
+
+@pytest.mark.slow
 class TestRetentionOfReferences(RetentionOfReferences.TestCase):
     settings = FEW
+
+
+@pytest.mark.campaign
+@pytest.mark.usefixtures("served")
+class TestRetentionInStoreAtLength(RetentionInStore.TestCase):
+    settings = MANY
 
 
 @pytest.mark.campaign

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import threading
 import time
 
@@ -154,6 +155,22 @@ def test_a_step_that_another_one_has_committed_is_not_committed_again(tmp_path):
     refused = pytest.raises(adacheck.StorageError, match=r"/3: expected one writer")
     with refused, claims.committing(directory, 0, token):
         raise AssertionError("nothing may be written here")
+
+
+def test_a_directory_that_another_writer_has_removed_is_not_made_anew(tmp_path, monkeypatch):
+    """Removed after the last look at the claim: the other one's mkdir would find a directory."""
+    run, removed = support.dict_run(mesh_of((1,))), []
+
+    def remove(directory):
+        shutil.rmtree(directory)
+        removed.append(directory)
+
+    monkeypatch.setattr(claims, "remove", remove)
+    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
+        manager.save(1, args=adacheck.SaveArgs(run.advance()))
+        with pytest.raises(adacheck.StorageError, match=r"/1/default: expected one writer"):
+            manager.wait_until_finished()
+        assert [directory.exists() for directory in removed] == [False]
 
 
 def test_a_lock_that_a_killed_process_left_is_free(tmp_path):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import errno
-import threading
 import uuid
 
 import numpy as np
@@ -12,7 +11,7 @@ from adacheck_jax.errors import AdaCheckError, FormatError, StorageError
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.manifest import NO_CAUTION, Link
 from adacheck_jax.store import claims, links, packs, volume_reader, volumes, zarr
-from adacheck_jax.store.steps import lineage, manifest_file, reports, roots
+from adacheck_jax.store.steps import lineage, manifest_file, roots
 from adacheck_jax.store.storage.kvstore import KvStore
 from adacheck_jax.store.storage.location import Location, at
 from adacheck_jax.store.storage.posix import Posix
@@ -70,10 +69,12 @@ def test_volumes_are_merged_and_read_as_they_were_written(root):
 
 def write_steps(root):
     """A base and a delta that refers to it."""
-    base = manifest_file.write(root / "10", A_BASE)
+    base, _ = manifest_file.write(root / "10", A_BASE)
+    for step in ("10", "11"):
+        (root / step / lineage.COMMIT_MARK).write(b"")
     link = Link(10, lineage.reference(root / "11", root / "10"), base.checksum)
     delta = dataclasses.replace(A_DELTA, step=11, parent=link, depth=1, caution=NO_CAUTION)
-    return base, manifest_file.write(root / "11", delta)
+    return base, manifest_file.write(root / "11", delta)[0]
 
 
 def test_manifests_make_steps_and_lineages(root):
@@ -88,7 +89,7 @@ def test_manifests_make_steps_and_lineages(root):
     ]
     assert lineage.follow([lineage.resolve(root / "10")], root / "11").entries[-1].manifest == delta
     (root / "10").delete()
-    assert not found.exists()
+    assert found.exists() is not root.on_file_system, "a store is not asked"
     with pytest.raises(AdaCheckError, match="found nothing there"):
         lineage.resolve(root / "11")
 
@@ -100,8 +101,8 @@ def test_links_are_probed_and_named(root):
     assert f"10/{manifest_file.FILE}" in names
 
 
-def test_of_two_writers_of_a_step_one_is_refused(root):
-    step = root / "3"
+def test_of_two_writers_of_a_step_one_is_refused(tmp_path):
+    step = at(tmp_path) / "3"
     with claims.writing(step, 0, "one"):
         (step / lineage.BASE / "0/file").write(b"1")
     with pytest.raises(StorageError, match="expected one writer"), claims.writing(step, 0, "two"):
@@ -113,20 +114,22 @@ def test_of_two_writers_of_a_step_one_is_refused(root):
     assert [*step.list()] == []
 
 
-def test_reports_are_gathered_from_all_processes(root):
-    def publish():
-        for process in (1, 0, 2):
-            reports.publish(root / "3", process, {"from": process})
-
-    thread = threading.Thread(target=publish)
-    thread.start()
-    assert [each["from"] for each in reports.gather(root / "3", 3)] == [0, 1, 2]
-    thread.join()
-    reports.publish_failure(root / "3", 1, OSError("gone"))
-    with pytest.raises(AdaCheckError, match="process 1 could not write its share"):
-        reports.gather(root / "3", 3)
-    reports.remove(root / "3")
-    assert not [*(root / "3").list()]
+def test_in_a_store_the_manifest_replaces_its_own_claim_alone():
+    step = in_memory() / "3"
+    with claims.writing(step, 0, "one") as claim, claims.writing(step, 1, "one") as other:
+        assert other is None
+    with claims.writing(step, 0, "one") as again:
+        assert again == claim, "an earlier attempt of the same handler"
+    with pytest.raises(StorageError, match="expected one writer"), claims.writing(step, 0, "two"):
+        pass
+    claims.check(step, claim)
+    manifest_file.write(step, A_BASE, claim)
+    for late in (lambda: claims.check(step, claim), lambda: claims.check(step.parent, claim)):
+        with pytest.raises(StorageError, match="expected one writer"):
+            late()
+    with pytest.raises(FileExistsError):
+        manifest_file.write(step, A_DELTA, claim)
+    assert manifest_file.read(step).step == A_BASE.step
 
 
 class Failing(KvStore):
@@ -134,16 +137,16 @@ class Failing(KvStore):
 
     fails_at = 0
 
-    def write(self, key, data, *, if_absent=False):
+    def write(self, key, data, **conditions):
         self.fails_at -= 1
         if not self.fails_at:
             raise OSError(errno.EREMOTEIO, "the store is away", self.shown(key))
-        super().write(key, data, if_absent=if_absent)
+        return super().write(key, data, **conditions)
 
 
 def test_a_manifest_whose_write_fails_makes_no_step():
     root = in_memory(Failing)
-    root.storage.fails_at = 2
+    root.storage.fails_at = 4
     with pytest.raises(OSError, match="away"):
         write_steps(root)
     assert [each.step for each in roots.steps_of(root)] == [10]

@@ -1,11 +1,13 @@
 """One suite that every storage passes."""
 
+import contextlib
 import dataclasses
 import errno
 import itertools
 import os
 import threading
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ import tensorstore as ts
 
 from adacheck_jax.store.storage.interface import NotPlainError
 from adacheck_jax.store.storage.kvstore import KvStore
-from adacheck_jax.store.storage.location import Location, at
+from adacheck_jax.store.storage.location import Location, at, located
 
 
 class Conformance:
@@ -23,6 +25,7 @@ class Conformance:
     """
 
     links: bool
+    renames: bool
 
     def test_a_value_is_read_as_it_was_written_last(self, top: Location):
         value = top / "a/b/value"
@@ -66,6 +69,8 @@ class Conformance:
         assert {*top.folders()} == {"a", "ab"}
         assert (top / "a").folders() == ["b"]
         assert [*(top / "1").list()] == []
+        assert {*top.list(names=("2", "a"))} == {top / k for k in ("2", "a/1", "a/b/2")}
+        assert {*top.list(names=("2", "a"), deep=False)} == {top / "2"}
 
     def test_a_folder_is_deleted_with_all_below_and_nothing_else(self, top: Location):
         for each in ("a/1", "a/b/2", "ab", "a.c"):
@@ -83,23 +88,8 @@ class Conformance:
         assert value.read() == b"first"
 
     def test_of_many_writers_one_finds_a_value_absent(self, top: Location):
-        barrier, won = threading.Barrier(8), []
-
-        def write(number: int) -> None:
-            barrier.wait()
-            try:
-                (top / "value").write(b"%d" % number, if_absent=True)
-            except FileExistsError:
-                return
-            won.append(number)
-
-        threads = [threading.Thread(target=write, args=(i,)) for i in range(8)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
-        assert (top / "value").read() == b"%d" % won[0]
-        assert len(won) == 1
+        winner = winner_of(lambda data: (top / "value").write(data, if_absent=True))
+        assert (top / "value").read() == winner
 
     def test_another_value_has_another_stamp(self, top: Location):
         (top / "value").write(b"1")
@@ -110,11 +100,20 @@ class Conformance:
 
     def test_an_adopted_value_outlives_its_first_key(self, top: Location):
         (top / "value").write(b"1")
-        assert (top / "a/b/link").adopt(top / "value") is self.links
+        values = dict.fromkeys(("a/b/link", "a/b/other", "link"), (top / "value").key)
+        assert top.adopt(values) is self.links
         assert (top / "a/b/link").exists is self.links
         (top / "value").delete()
         if self.links:
-            assert (top / "a/b/link").read() == b"1"
+            assert [(top / name).read() for name in values] == [b"1"] * 3
+
+    def test_a_folder_is_renamed_whole_or_not_at_all(self, top: Location):
+        for each in ("a/1", "a/b/2", "ab"):
+            (top / each).write(each.encode())
+        assert (top / "a").rename("c") is self.renames
+        name = "c" if self.renames else "a"
+        assert {*top.list()} == {top / f"{name}/1", top / f"{name}/b/2", top / "ab"}
+        assert (top / name / "b/2").read() == b"a/b/2"
 
     def test_sync_and_looks_take_any_tree(self, top: Location):
         (top / "a/b/value").write(b"1")
@@ -142,9 +141,48 @@ class Conformance:
         assert value.below(top) == "a/b"
         assert value.resolve() == top.resolve() / "a/b"
 
+    def test_a_value_is_replaced_if_it_is_still_the_same(self, top: Location):
+        first = (top / "value").write(b"first")
+        assert (top / "value").stamp == first
+        second = (top / "value").write(b"second", replacing=first)
+        assert (top / "value").stamp == second != first
+        with pytest.raises(FileExistsError):
+            (top / "value").write(b"third", replacing=first)
+        assert (top / "value").read() == b"second"
+        (top / "value").delete()
+        with pytest.raises(FileExistsError):
+            (top / "value").write(b"third", replacing=second)
+        assert not (top / "value").exists
+
+    def test_of_many_writers_one_replaces_a_value(self, top: Location):
+        if top.on_file_system:
+            pytest.skip("a file system looks before it writes")
+        first = (top / "value").write(b"first")
+        winner = winner_of(lambda data: (top / "value").write(data, replacing=first))
+        assert (top / "value").read() == winner
+
+
+def winner_of(write: Callable[[bytes], Any]) -> bytes:
+    """What the only one of eight threads wrote that was not refused."""
+    barrier, won = threading.Barrier(8), []
+
+    def run(number: int) -> None:
+        barrier.wait()
+        with contextlib.suppress(FileExistsError):
+            write(b"%d" % number)
+            won.append(b"%d" % number)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(8)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    (winner,) = won
+    return winner
+
 
 class TestPosix(Conformance):
-    links = True
+    links = renames = True
 
     @pytest.fixture
     def top(self, tmp_path):
@@ -165,6 +203,18 @@ class TestPosix(Conformance):
         (top / "linked").delete()
         assert (top / "folder/value").read() == b"1"
 
+    def test_a_change_anywhere_in_a_folder_is_its_last(self, top: Location):
+        (top / "a/b/value").write(b"1")
+        (top / "elsewhere").write(b"1")
+        os.symlink((top / "elsewhere").key, (top / "a/link").key)
+        every = ("a/b/value", "a/link", "a/b", "a")
+        for newest in every:
+            for each in every:
+                times = (0, 100 if each == newest else 50)
+                os.utime((top / each).key, times, follow_symlinks=False)
+            assert (top / "a").changed_s() == 100
+        assert (top / "b").changed_s() == 0
+
     def test_a_directory_that_was_replaced_is_another(self, top: Location):
         (top / "a/value").write(b"1")
         with (top / "a").watched() as is_same:
@@ -183,9 +233,9 @@ class TestPosix(Conformance):
             monkeypatch.setattr(os, "link", fail)
             if expected is None:
                 with pytest.raises(OSError, match="space"):
-                    (top / "link").adopt(top / "value")
+                    top.adopt({"link": (top / "value").key})
             else:
-                assert (top / "link").adopt(top / "value") is expected
+                assert top.adopt({"link": (top / "value").key}) is expected
 
     def test_a_write_that_fails_leaves_the_value_before(self, top: Location, monkeypatch):
         (top / "value").write(b"before")
@@ -203,11 +253,32 @@ class TestPosix(Conformance):
 
 
 class TestKvStore(Conformance):
-    links = False
+    links = renames = False
 
     @pytest.fixture
     def top(self):
         return Location(KvStore(f"memory://{uuid.uuid4().hex}/root"), "run")
+
+    def test_a_listed_view_does_not_change(self, top: Location):
+        for each in ("a/1", "a/b/2", "c"):
+            (top / each).write(each.encode())
+        listed = top.listed()
+        (top / "a/b/3").write(b"3")
+        (top / "c").delete()
+        assert {*listed.list()} == {top / each for each in ("a/1", "a/b/2", "c")}
+        assert {*listed.list(deep=False)} == {top / "c"}
+        assert listed.folders() == ["a"]
+        assert [(listed / n).exists for n in ("a", "a/b/3", "c", "d")] == [True, False, True, False]
+        assert (listed / "a").is_folder
+        assert not (listed / "c").is_folder
+        assert (listed / "a/1").read() == b"a/1"
+        with pytest.raises(FileNotFoundError):
+            (listed / "a/b/3").read()
+        assert listed == top
+        assert top == listed
+        assert hash(listed) == hash(top)
+        assert (listed / "a").listed().storage is listed.storage
+        assert (listed.parent / "other").exists is False
 
     def test_absence_is_a_condition_in_other_drivers_too(self, tmp_path):
         value = Location(KvStore(f"file://{tmp_path}"), "value")
@@ -215,6 +286,10 @@ class TestKvStore(Conformance):
         with pytest.raises(FileExistsError):
             value.write(b"second", if_absent=True)
         assert value.read() == b"first"
+
+    def test_no_time_is_told(self, top: Location):
+        (top / "a/value").write(b"1")
+        assert (top / "a").changed_s() is None
 
     def test_the_top_of_a_store_lists_and_shows_all(self, top: Location):
         (top / "value").write(b"1")
@@ -229,3 +304,60 @@ class TestKvStore(Conformance):
         for operation in (broken.read, broken.stat, lambda: broken.write(b"1")):
             with pytest.raises(OSError, match="://"):
                 operation()
+
+
+class _Served(Conformance):
+    """A store behind a proxy; a subclass names the server and the fault that it has."""
+
+    links = renames = False
+    server: str
+    fault: str
+
+    @pytest.fixture
+    def top(self, request):
+        proxy = request.getfixturevalue(self.server).proxy
+        url = request.getfixturevalue(self.server).url
+        seen: set[str] = set()
+
+        def refuse(method: str, path: str) -> int:
+            request = f"{method} {path.split('tensorstore=', maxsplit=1)[0]}"
+            is_first, _ = request not in seen, seen.add(request)
+            return 503 if is_first and len(seen) % 3 == 0 else 0
+
+        if self.fault == "fails once":
+            proxy.refuse = refuse
+        proxy.delay_s = 0.02 if self.fault == "slow" else 0.0
+        yield located(f"{url}/{uuid.uuid4().hex}")
+        proxy.reset()
+
+    def test_tensorstore_writes_where_keys_are_read(self, top: Location):
+        super().test_tensorstore_writes_where_keys_are_read(top)
+        assert not top.on_file_system
+
+
+class TestGcs(_Served):
+    server, fault = "gcs", ""
+
+
+class TestS3(_Served):
+    server, fault = "s3", ""
+
+
+@pytest.mark.slow
+class TestSlowGcs(_Served):
+    server, fault = "gcs", "slow"
+
+
+@pytest.mark.slow
+class TestSlowS3(_Served):
+    server, fault = "s3", "slow"
+
+
+@pytest.mark.slow
+class TestFailingGcs(_Served):
+    server, fault = "gcs", "fails once"
+
+
+@pytest.mark.slow
+class TestFailingS3(_Served):
+    server, fault = "s3", "fails once"

@@ -7,12 +7,14 @@ import os
 import shutil
 import subprocess
 import time
+import uuid
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
 from typer.testing import CliRunner
@@ -23,6 +25,8 @@ from adacheck_jax.restore import delta_reader
 from adacheck_jax.store import links, zarr
 from adacheck_jax.store import packs as arrays
 from adacheck_jax.store.steps import lineage, manifest_file
+from adacheck_jax.store.storage.kvstore import KvStore
+from adacheck_jax.store.storage.location import Location, at
 from adacheck_jax.tools import audit, inspection, recompute, repair, verification
 from adacheck_jax.tools import steps as tools_steps
 from adacheck_jax.tools.audit import Thoroughness
@@ -603,6 +607,70 @@ class TestRepair:
         report = repair.repair(copy)
         assert report.removals == ()
         assert "Permission denied" in report.kept[0].why
+
+
+def in_memory(root: Location) -> Location:
+    """A copy in a key-value store."""
+    top = Location(KvStore(f"memory://{uuid.uuid4().hex}"), root.name)
+    for each in root.list():
+        (top / each.below(root)).write(each.read())
+    return top
+
+
+class TestRepairOfKeys:
+    """Where nothing is renamed, steps count by Orbax's marks; neither ages nor sizes are told."""
+
+    @pytest.fixture
+    def keys(self, tmp_path):
+        """Steps in a store; Orbax reads them by the paths that they were copied from."""
+        run = support.dict_run(mesh_of((4, 2)))
+        atomicity = ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE)
+        handler = adacheck.AdaCheckHandler(run.recorder)
+        with manager_of(tmp_path, handler, atomicity_options=atomicity) as manager:
+            save_steps(manager, run, 3)
+        top = in_memory(at(tmp_path))
+        top.storage.shown = lambda key: f"{tmp_path.parent}/{key}"
+        return top
+
+    def test_a_sound_root_is_left_alone(self, keys):
+        before = {*keys.list()}
+        report = repair.repair(keys, read_data=True)
+        assert (report.removals, report.kept, report.step_count) == ((), (), 3)
+        assert {*keys.list()} == before
+
+    def test_a_lost_step_goes_and_its_mark_goes_first(self, keys, monkeypatch):
+        (keys / "3/default/adacheck/delta.0.manifest.ocdbt").delete()
+        deleted, delete = [], KvStore.delete
+
+        def told(store, key):
+            deleted.append(key)
+            delete(store, key)
+
+        monkeypatch.setattr(KvStore, "delete", told)
+        report = repair.repair(keys, read_data=True)
+        assert [(each.path, each.freed_bytes) for each in report.removals] == [("3", 0)]
+        assert report.step_count == 2
+        assert deleted == [f"{keys.key}/3/{lineage.COMMIT_MARK}", f"{keys.key}/3"]
+        assert sorted(keys.folders()) == ["1", "2"]
+        assert not audit.verify_root(keys, thoroughness=DATA).damaged_count
+
+    def test_an_uncommitted_step_goes_if_the_caller_says_that_nothing_is_saved(self, keys):
+        (keys / "3" / lineage.COMMIT_MARK).delete()
+        before = {*keys.list()}
+        with pytest.raises(tools_steps.InputError, match=r"at an unknown time.*--force"):
+            repair.repair(keys)
+        assert {*keys.list()} == before
+        report = repair.repair(keys, force=True)
+        assert [each.path for each in report.removals] == ["3"]
+        assert sorted(keys.folders()) == ["1", "2"]
+
+    def test_nothing_goes_where_orbax_reads_nothing(self, keys):
+        """Every base looks lost there."""
+        top = in_memory(keys)
+        before = {*top.list()}
+        with pytest.raises(tools_steps.InputError, match="a checkpoint root that Orbax can read"):
+            repair.repair(top, force=True)
+        assert {*top.list()} == before
 
 
 class _KeepAll:

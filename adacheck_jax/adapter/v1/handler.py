@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
 from collections.abc import Awaitable, Generator, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
-import jax
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 from orbax.checkpoint.future import Future
@@ -22,19 +19,19 @@ from adacheck_jax.adapter.training_run import (
     TrainingRun,
     absolute,
     described_lineage,
-    writable,
 )
+from adacheck_jax.adapter.v1 import options
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import storage_named
-from adacheck_jax.store.steps import manifest_file, reports, roots
+from adacheck_jax.save.share import Report
+from adacheck_jax.store.steps import roots
 from adacheck_jax.store.steps.lineage import COMMIT_MARK
-from adacheck_jax.store.storage.location import at
+from adacheck_jax.store.steps.stock import TREE_METADATA, is_stock
+from adacheck_jax.store.storage.location import AnyPath, at
 
-_saves = itertools.count()
-"""Numbers of saves: all processes begin the same saves, so they number them alike."""
+_COMMIT = "commit"
+"""Topic of the exchange about the commit."""
 
-TREE_METADATA = "_METADATA"
-"""Name of the file by which Orbax v1 tells a pytree from another checkpointable."""
 _HINT = (
     "This step is a delta of adacheck_jax, and builds on another step. Load it in `with "
     "adacheck_jax.v1.context(): ...`"
@@ -70,16 +67,15 @@ class StateHandler(ocp.handlers.CheckpointableHandler[PyTree, PyTree]):
             StorageError: the root cannot be written.
             RecorderError: the recorder cannot be tied to the state.
             MismatchError, FormatError: a leaf of the state cannot be stored.
-            ValueError: the step is not a step number.
+            ValueError: the step is not a step number, or the context wants another form of storage.
         """
-        number = next(_saves)  # before anything may be refused in one process alone
         is_args = isinstance(checkpointable, SaveArgs)
         args = checkpointable if is_args else SaveArgs(checkpointable)
         with _directories_awaited_if_refused(directory.path):
-            path = writable(directory.path)
+            path, args = absolute(directory.path), options.saving(args)
             begun, stored = self.run.begin(path, lambda: roots.place_in_step(path), args)
             futures = await self.run.write(path, begun, stored)
-        return _Rest(self.run, directory, begun, futures, number)
+        return _Rest(self.run, directory, begun, futures)
 
     async def load(
         self, directory: ocp.path.Path, abstract_checkpointable: PyTree | None = None
@@ -99,12 +95,16 @@ class StateHandler(ocp.handlers.CheckpointableHandler[PyTree, PyTree]):
             LineageError: a step that this one builds on is missing.
             IntegrityError: stored bits are damaged, or restored bits differ from the saved ones.
             FormatError: a file is missing or cannot be read.
+            ValueError: the context wants another way of loading.
         """
         is_args = isinstance(abstract_checkpointable, RestoreArgs)
         args = abstract_checkpointable if is_args else RestoreArgs(abstract_checkpointable)
         path = absolute(directory)
-        if _is_stock(path):
-            return await ocp.handlers.PyTreeHandler().load(directory, args.abstract_state)
+        if is_stock(path) and not is_args:
+            loading = await ocp.handlers.PyTreeHandler().load(directory, abstract_checkpointable)
+            self.run.note_stock(path)
+            return loading
+        args = options.loading(args)
         # Here and not in the awaitable: Orbax gives the errors of that one another type.
         return _ready(self.run.restore(path, args))
 
@@ -117,7 +117,7 @@ class StateHandler(ocp.handlers.CheckpointableHandler[PyTree, PyTree]):
             FormatError: a manifest is missing or cannot be read.
         """
         path = absolute(directory)
-        described = path if _is_stock(path) else described_lineage(path).base_directory
+        described = path if is_stock(path) else described_lineage(path).base_directory
         return await ocp.handlers.PyTreeHandler().metadata(epath.Path(str(described)))
 
     def is_handleable(self, checkpointable: Any) -> bool:
@@ -147,7 +147,6 @@ class _Rest:
         directory: temporary directory of the item.
         begun: the save.
         futures: futures of what this process writes.
-        number: number of the save, the same in all processes.
 
     Attributes:
         commit_futures: the futures, under the name by which Orbax cancels them.
@@ -159,29 +158,37 @@ class _Rest:
         directory: ocp.path.PathAwaitingCreation,
         begun: Begun,
         futures: Sequence[Future],
-        number: int,
     ) -> None:
         self.commit_futures = futures
-        self._run, self._directory, self._begun, self._number = run, directory, begun, number
+        self._run, self._directory, self._begun = run, directory, begun
 
     def __await__(self) -> Generator[Any, None, None]:
         return self._finish().__await__()
 
     async def _finish(self) -> None:
         path = absolute(await self._directory.await_creation())
-        await asyncio.to_thread(self._wait)
-        # The first process removes what the others wrote for each other to read.
-        await self._meet("written")
-        if jax.process_index() == 0:
-            await asyncio.to_thread(self._commit, path)
-        # Orbax renames the step as soon as its own first process is here, whichever that is.
-        await self._meet("committed")
+        await asyncio.to_thread(self._commit_together, path)
 
-    def _wait(self) -> None:
-        for future in self.commit_futures:
-            future.result()
+    def _commit_together(self, path: AnyPath) -> None:
+        """Commit in one process, once all have written; the others wait for it.
 
-    def _commit(self, path: Path) -> None:
+        The first process commits, but Orbax renames the step as soon as its own first process is
+        here, whichever that is.
+        """
+        exchange = self._begun.exchange
+        try:
+            for future in self.commit_futures:
+                future.result()
+        except Exception as error:
+            if exchange is not None:
+                exchange.fail(_COMMIT, error)
+            raise
+        if exchange is None:
+            self._commit(path)
+        else:
+            exchange.agree(_COMMIT, {}, lambda _: self._commit(path))
+
+    def _commit(self, path: AnyPath) -> Report:
         with storage_named(self._begun.final):
             if not self._begun.save.is_base:
                 # Without this file Orbax takes an item for no pytree, and never asks its handler.
@@ -190,14 +197,7 @@ class _Rest:
                 # ``ocp.save`` marks the step alone, at the end; the Checkpointer its items too.
                 _write(path / COMMIT_MARK, b"")
         self._run.commit(path, self._begun)
-
-    async def _meet(self, event: str) -> None:
-        """Wait for all processes, by their coordinator: no collective, which training may run."""
-        await ocp.multihost.sync_global_processes(
-            f"{self._begun.final}: {event}",
-            operation_id=f"adacheck_{self._number}",
-            timeout=int(reports.TIMEOUT_S),
-        )
+        return {}
 
 
 def _directories_awaited_if_refused(
@@ -212,13 +212,7 @@ def _directories_awaited_if_refused(
     return contextlib.nullcontext() if is_later else directories.made_even_if_refused()
 
 
-def _is_stock(directory: Path) -> bool:
-    """True for a pytree that Orbax's own handler wrote, such as weights to begin with."""
-    is_ours = (directory / manifest_file.DIRECTORY).exists()
-    return not is_ours and (directory / TREE_METADATA).exists()
-
-
-def _write(path: Path, data: bytes) -> None:
+def _write(path: AnyPath, data: bytes) -> None:
     place = at(path)
     place.write(data)
     place.sync()

@@ -26,7 +26,7 @@ from adacheck_jax.errors import (
 )
 from adacheck_jax.format.manifest import BaseManifest, Delta, DeltaManifest, Manifest
 from adacheck_jax.store.steps import manifest_file
-from adacheck_jax.store.storage.interface import NotPlainError
+from adacheck_jax.store.storage.interface import NotPlainError, Stamp
 from adacheck_jax.store.storage.location import AnyPath, Location, at
 
 LINEAGE = f"{manifest_file.DIRECTORY}/lineage"
@@ -213,7 +213,9 @@ class Lineage:
         return (*map(identity_of, self.entries), str(self.left_out))
 
     def exists(self) -> bool:
-        """True if every step is still on disk."""
+        """True if every step is still on disk; in a store, where looks cost, it is taken for so."""
+        if not at(self.entries[-1].holder).on_file_system:
+            return True
         first, last = self.entries[0], self.entries[-1]
         # Links in the last step are deleted with it: two looks tell as much as one at each.
         chosen = (first, last) if first.holder == last.holder else self.entries
@@ -247,9 +249,18 @@ def resolve(item_directory: AnyPath) -> Lineage:
         LineageError: a step of the lineage is missing, was replaced, or was not committed by
             Orbax.
     """
+    item_directory = _for_many_looks(item_directory)
     manifest_file.refuse_links(item_directory)
     _refuse_uncommitted(item_directory)
     return _resolved(LineageStep(manifest_file.read(item_directory), item_directory))
+
+
+def _for_many_looks(item_directory: AnyPath) -> AnyPath:
+    """An item directory in a store, in a view of its root."""
+    if at(item_directory).on_file_system:
+        return item_directory
+    root = item_directory.parent.parent if is_item(item_directory) else item_directory.parent
+    return Location(at(root).listed().storage, at(item_directory).key)
 
 
 def held(item_directory: AnyPath) -> Lineage:
@@ -265,6 +276,7 @@ def held(item_directory: AnyPath) -> Lineage:
     Raises:
         AdaCheckError: there is none; the error is that of :func:`resolve` for the step itself.
     """
+    item_directory = _for_many_looks(item_directory)
     try:
         return resolve(item_directory)
     except StorageError:
@@ -382,17 +394,84 @@ def is_committed(item_directory: AnyPath) -> bool:
     Args:
         item_directory: item directory of a step.
     """
-    if not at(item_directory / IN_PLACE).exists:
-        return True
-    marked = (
-        (item_directory, item_directory.parent) if is_item(item_directory) else (item_directory,)
+    if at(item_directory).on_file_system:
+        if not at(item_directory / IN_PLACE).exists:
+            return True
+        step = item_directory.parent if is_item(item_directory) else item_directory
+        return at(step / COMMIT_MARK).exists
+    # Of an item both are marked, the step last; a step by itself may lie in any folder.
+    return at(item_directory / COMMIT_MARK).exists and (
+        at(item_directory.parent / COMMIT_MARK).exists
+        or not at(item_directory.parent / STEP_METADATA).exists
     )
-    return all(at(each / COMMIT_MARK).exists for each in marked)
+
+
+def is_there(item_directory: AnyPath, stamp: Stamp | None) -> bool:
+    """True if a step is committed, by the same manifest as before.
+
+    Args:
+        item_directory: its item directory.
+        stamp: identity of the manifest; None for any.
+
+    Raises:
+        OSError: there is no manifest.
+    """
+    found = manifest_file.stamp(item_directory)
+    return is_committed(item_directory) and stamp in (None, found)
+
+
+def check_ancestors(ancestors: Lineage, stamp: Stamp | None) -> None:
+    """Looks for the lineage of a delta that is being saved into a store: two requests.
+
+    Args:
+        ancestors: the parent's lineage, as it was known when the save began.
+        stamp: identity of the parent's manifest; None if it is not known.
+
+    Raises:
+        LineageError: a step is gone, or the parent was replaced, or Orbax did not commit it.
+    """
+    parent = ancestors.entries[-1]
+    holders = [at(entry.holder) for entry in ancestors.entries]
+    steps = [each.parent if is_item(each) else each for each in holders]
+    names = sorted(each.name for each in steps)
+    there = {each.key for each in steps[0].parent.list(names=(names[0], names[-1]))}
+    needed = [at(entry.manifest_path) for entry in ancestors.entries]
+    needed.append(at(ancestors.base_directory / "manifest.ocdbt"))  # which names all its files
+    marks = {each / COMMIT_MARK for each in (holders[-1], steps[-1])}
+    if (steps[-1] / STEP_METADATA).key not in there:  # the item lies in no step
+        marks = {holders[-1] / COMMIT_MARK}
+    lost = [each for each in (*needed, *marks) if each.key not in there]
+    with contextlib.suppress(FileNotFoundError):
+        if not lost and stamp in (None, manifest_file.stamp(parent.holder)):
+            return
+    raise LineageError(
+        f"{lost[0] if lost else needed[-1]}: step {parent.manifest.step}, which is built on, was "
+        "deleted or replaced, it or a step before it, or Orbax has not committed it "
+        f"({COMMIT_MARK} in it). This step is not saved, the next one will be a base."
+    )
 
 
 def is_item(directory: AnyPath) -> bool:
-    """True if a directory lies in that of its step, by what Orbax wrote into both."""
+    """True if a directory lies in that of its step.
+
+    It is told by what Orbax wrote into both. In a store, where a look costs a request if nothing is
+    listed yet, the names tell if they can: steps end with a number.
+    """
+    if at(directory).looks_cost and is_told_by_names(directory):
+        return _is_numbered(directory.parent.name)
     return at(directory.parent / STEP_METADATA).exists and not at(directory / STEP_METADATA).exists
+
+
+def is_told_by_names(directory: AnyPath) -> bool:
+    """True if either a directory or the one that it lies in is named like a step.
+
+    Of ``run_7/5`` and ``step_3/7`` both are, and one stands for a step, the other for an item.
+    """
+    return _is_numbered(directory.parent.name) != _is_numbered(directory.name)
+
+
+def _is_numbered(name: str) -> bool:
+    return name.rpartition("_")[2].isdecimal()
 
 
 def _refuse_uncommitted(item_directory: AnyPath) -> None:

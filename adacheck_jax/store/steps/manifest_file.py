@@ -90,16 +90,24 @@ def refuse_links(directory: AnyPath) -> None:
         raise not_plain(error) from error
 
 
-def write(item_directory: AnyPath, manifest: Manifest) -> Manifest:
+def write(
+    item_directory: AnyPath, manifest: Manifest, claim: Stamp | None = None
+) -> tuple[Manifest, Stamp]:
     """Writes the manifest; the caller makes it durable.
 
+    Args:
+        item_directory: the step's item directory.
+        manifest: the manifest.
+        claim: identity of a claim in its place, the only value that it may replace.
+
     Returns:
-        The manifest with its checksum.
+        The manifest with its checksum, and the identity of its file.
 
     Raises:
         FormatError: it is larger than readers accept.
+        FileExistsError: the claim is not there any more.
     """
     data, checksum = manifest_json.encoded(manifest)
     manifest_json.check_counts(data, str(item_directory / FILE))
-    at(item_directory / FILE).write(data)
-    return dataclasses.replace(manifest, checksum=checksum)
+    stamp = at(item_directory / FILE).write(data, replacing=claim)
+    return dataclasses.replace(manifest, checksum=checksum), stamp

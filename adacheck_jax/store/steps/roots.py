@@ -55,7 +55,7 @@ def uncommitted_of(root: AnyPath) -> list[AnyPath]:
 
 def _ours_under(root: AnyPath) -> list[AnyPath]:
     found = []
-    for step_directory in _directories(root):
+    for step_directory in _directories(root if at(root).on_file_system else at(root).listed()):
         candidates = [step_directory, *_directories(step_directory)]
         found += [path for path in candidates if _is_ours(path)]
     return found

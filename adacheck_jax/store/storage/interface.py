@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -34,7 +34,7 @@ class Entry:
 
     Attributes:
         stamp: identity of the value.
-        size_bytes: length of the value; 0 if the storage tells it with the bytes alone.
+        size_bytes: length of the value; 0 in a store, which tells it with the bytes alone.
         link_count: number of keys that share the value.
     """
 
@@ -49,6 +49,16 @@ class Storage(Protocol):
     A *folder* is a beginning of keys, up to a slash: there is one wherever there is a value below.
     Methods raise ``OSError``: ``FileNotFoundError`` for a value that is not there.
     """
+
+    @property
+    def is_file_system(self) -> bool:
+        """True if there are hard links, locks, and folders that can be renamed."""
+        ...
+
+    @property
+    def looks_cost(self) -> bool:
+        """True if each look for a key is a request to a store."""
+        ...
 
     @property
     def context(self) -> Any:
@@ -72,7 +82,9 @@ class Storage(Protocol):
         """
         ...
 
-    def write(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
+    def write(
+        self, key: str, data: bytes, *, if_absent: bool = False, replacing: Stamp | None = None
+    ) -> Stamp:
         """Writes a value; a reader finds all of it, or what was there before.
 
         Args:
@@ -80,6 +92,11 @@ class Storage(Protocol):
             data: bytes of the value.
             if_absent: True to raise ``FileExistsError`` if there is a value: of several writers one
                 succeeds, and a reader may find the value before its bytes.
+            replacing: identity of the only value that may be replaced; ``FileExistsError`` if there
+                is another one, or none. A file system looks before it writes, a store while.
+
+        Returns:
+            Identity of the written value.
         """
         ...
 
@@ -91,15 +108,27 @@ class Storage(Protocol):
         """Describes a value without reading it; a link is described and not followed."""
         ...
 
-    def list(self, prefix: str, *, deep: bool = True) -> Iterator[str]:
+    def list(
+        self, prefix: str, *, deep: bool = True, names: tuple[str, str] | None = None
+    ) -> Iterator[str]:
         """Lists keys in a folder, in no particular order; none if there is no such folder.
 
         Args:
             prefix: key of a folder.
             deep: False for the values directly in it.
+            names: first and last name in the folder, by the order of their characters; a store
+                is asked for what lies between and a file system looks at all. None for all names.
 
         Raises:
             FileNotFoundError: a folder in it vanished meanwhile; at the end, after all others.
+        """
+        ...
+
+    def listed(self, prefix: str) -> Storage:
+        """A view for many looks at the keys of a folder; where a look costs much, all at once.
+
+        Args:
+            prefix: key of the folder.
         """
         ...
 
@@ -119,15 +148,34 @@ class Storage(Protocol):
         """Deletes a value, or a folder and all below it; nothing happens if there is none."""
         ...
 
-    def adopt(self, source: str, key: str) -> bool:
-        """Gives a value another key without a copy, so that it outlives its first one.
+    def adopt(self, values: Mapping[str, str]) -> bool:
+        """Gives values other keys without a copy, so that they outlive their first ones.
 
         Args:
-            source: key of the value.
-            key: new key.
+            values: key of each value, by its new key.
 
         Returns:
             False if the storage cannot do this (it has no hard links).
+        """
+        ...
+
+    def rename(self, source: str, key: str) -> bool:
+        """Gives a folder another key; a reader finds all that is below under one of the two.
+
+        Args:
+            source: key of the folder.
+            key: new key, in the same folder; nothing is there.
+
+        Returns:
+            False if the storage cannot do this at once; then nothing has changed.
+        """
+        ...
+
+    def changed_s(self, prefix: str) -> float | None:
+        """Time of the last change in a folder, in seconds since the epoch.
+
+        Returns:
+            None if the storage does not tell times; else 0 if there is no such folder.
         """
         ...
 

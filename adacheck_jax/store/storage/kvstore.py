@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import errno
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import tensorstore as ts
 
 from adacheck_jax.errors import first_line
-from adacheck_jax.store.storage.interface import Entry, Kind
+from adacheck_jax.store.storage.interface import Entry, Kind, Stamp
 
 _NO_VALUE = b"\x02"
 """Generation of a key that has no value, by which a write is made conditional."""
@@ -24,13 +26,22 @@ class KvStore:
 
     Args:
         url: URL of a key-value store.
-        context: context with the connections, and with the values of ``memory://``.
+        context: context with the values of ``memory://``.
     """
 
+    is_file_system = False
+    looks_cost = True
+
     def __init__(self, url: str, context: ts.Context | None = None) -> None:
-        self.context = context or ts.Context()
         self._url = f"{url.rstrip('/')}/"
-        self._store = ts.KvStore.open(self._url, context=self.context).result()
+        spec: Any = ts.KvStore.Spec(self._url).to_json()
+        # Else none: tensorstore remembers databases in a context, also those deleted meanwhile.
+        self.context = context or (ts.Context() if spec["driver"] == "memory" else None)
+        if spec["driver"] == "s3":  # tensorstore does not read these variables
+            variables = {"endpoint": "AWS_ENDPOINT_URL", "aws_region": "AWS_REGION"}
+            spec |= {key: os.environ[name] for key, name in variables.items() if name in os.environ}
+        self._lists_spans = spec["driver"] != "s3"  # it takes their ends for a common beginning
+        self._store = ts.KvStore.open(spec, context=self.context).result()
 
     def shown(self, key: str) -> str:
         """The URL."""
@@ -54,18 +65,26 @@ class KvStore:
             raise FileNotFoundError(errno.ENOENT, "no such value", self.shown(key))
         return found.value
 
-    def write(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
-        """Writes a value, under the condition that there is none if it must be absent."""
-        condition = _NO_VALUE if if_absent else None
+    def write(
+        self, key: str, data: bytes, *, if_absent: bool = False, replacing: Stamp | None = None
+    ) -> Stamp:
+        """Writes a value, under a condition on its generation."""
+        condition = _NO_VALUE if if_absent else replacing[0] if replacing else None
         with self._named(key):
-            written = self._store.write(key, data, if_equal=condition).result()
-        if not written.generation:
-            raise FileExistsError(errno.EEXIST, "expected no value", self.shown(key))
+            generation = self._store.write(key, data, if_equal=condition).result().generation
+            if not generation:
+                found = self._store.read(key).result()
+                # Tensorstore tries again where an answer is lost, and then finds its own value.
+                if found.state != "value" or found.value != data:
+                    what = "no value" if if_absent else "another value"
+                    raise FileExistsError(errno.EEXIST, f"expected {what}", self.shown(key))
+                generation = found.stamp.generation
+        return (generation,)
 
     def kind(self, key: str) -> Kind:
         """Looks for a value, then for keys below."""
         with self._named(key):
-            if self._store.read(key, byte_range=slice(0, 0)).result().state == "value":
+            if key and self._store.read(key, byte_range=slice(0, 0)).result().state == "value":
                 return "value"
         return "folder" if any(True for _ in self.list(key)) else ""
 
@@ -76,15 +95,26 @@ class KvStore:
             self._value(reading, key)
             return Entry((reading.result().stamp.generation,))
 
-    def list(self, prefix: str, *, deep: bool = True) -> Iterator[str]:
+    def list(
+        self, prefix: str, *, deep: bool = True, names: tuple[str, str] | None = None
+    ) -> Iterator[str]:
         """Lists the keys that begin with a folder's."""
         start = f"{prefix}/" if prefix else ""
+        span = _below(start)
+        if names is not None and self._lists_spans:
+            last = _below(f"{start}{names[1]}/").exclusive_max
+            span = ts.KvStore.KeyRange(f"{start}{names[0]}", last)
         with self._named(prefix):
-            found = self._store.list(_below(start)).result()
+            found = self._store.list(span).result()
         for each in found:
             key = each.decode()
-            if deep or "/" not in key[len(start) :]:
+            name, slash, _ = key[len(start) :].partition("/")
+            if (deep or not slash) and (names is None or names[0] <= name <= names[1]):
                 yield key
+
+    def listed(self, prefix: str) -> KvStore:
+        """Lists all keys below, once."""
+        return Listed(self, prefix)
 
     def folders(self, prefix: str) -> list[str]:
         """Names before a slash in the keys of a folder."""
@@ -98,12 +128,20 @@ class KvStore:
     def delete(self, key: str) -> None:
         """Deletes a value, and the keys that begin with a folder's."""
         with self._named(key):
-            self._store.write(key, None).result()
-            self._store.delete_range(_below(f"{key}/")).result()
+            if key:
+                self._store.write(key, None).result()
+            self._store.delete_range(_below(f"{key}/" if key else "")).result()
 
-    def adopt(self, source: str, key: str) -> bool:
+    def adopt(self, values: Mapping[str, str]) -> bool:
         """Does nothing: there are no links."""
         return False
+
+    def rename(self, source: str, key: str) -> bool:
+        """Does nothing: keys are copied one by one."""
+        return False
+
+    def changed_s(self, prefix: str) -> None:
+        """Does not tell."""
 
     def sync(self, *keys: str, deep: bool = False) -> None:
         """Does nothing: what was written is durable."""
@@ -132,6 +170,66 @@ class KvStore:
             yield
         except ValueError as error:
             raise OSError(errno.EREMOTEIO, first_line(error), self.shown(key)) from error
+
+
+class Listed(KvStore):
+    """A view of a store as it was listed at one moment: no key below a prefix comes or goes.
+
+    To look for keys costs no request more. Values are read from the store. It equals the store, so
+    that locations in both are equal.
+
+    Args:
+        store: the store.
+        prefix: key of a folder; other keys are looked for in the store.
+    """
+
+    looks_cost = False
+
+    def __init__(self, store: KvStore, prefix: str) -> None:
+        vars(self).update(vars(store))
+        self._viewed = store
+        self._start = f"{prefix}/" if prefix else ""
+        self._keys = sorted(store.list(prefix))
+
+    def __eq__(self, other: object) -> bool:
+        return self._viewed == (other._viewed if isinstance(other, Listed) else other)
+
+    def __hash__(self) -> int:
+        return hash(self._viewed)
+
+    def listed(self, prefix: str) -> KvStore:
+        """Itself, if its listing tells of that folder."""
+        return self if f"{prefix}/".startswith(self._start) else self._viewed.listed(prefix)
+
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Reads a value that was there."""
+        if key.startswith(self._start) and self.kind(key) != "value":
+            raise FileNotFoundError(errno.ENOENT, "no such value", self.shown(key))
+        return super().read(key, start, stop)
+
+    def kind(self, key: str) -> Kind:
+        """Looks into the listing."""
+        if not key.startswith(self._start):
+            return super().kind(key)
+        first = bisect.bisect_left(self._keys, key)
+        if self._keys[first : first + 1] == [key]:
+            return "value"
+        return "folder" if next(self.list(key), None) is not None else ""
+
+    def list(
+        self, prefix: str, *, deep: bool = True, names: tuple[str, str] | None = None
+    ) -> Iterator[str]:
+        """Goes through the listing."""
+        start = f"{prefix}/" if prefix else ""
+        if names is not None or not start.startswith(self._start):
+            yield from self._viewed.list(prefix, deep=deep, names=names)
+            return
+        for number in range(bisect.bisect_left(self._keys, start), len(self._keys)):
+            key = self._keys[number]
+            if not key.startswith(start):
+                return
+            if deep or "/" not in key[len(start) :]:
+                yield key
 
 
 def _below(start: str) -> ts.KvStore.KeyRange:

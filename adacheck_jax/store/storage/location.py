@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+import posixpath
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from adacheck_jax.errors import StorageError
 from adacheck_jax.store.storage.interface import Entry, Stamp, Storage
 from adacheck_jax.store.storage.posix import Posix
 
@@ -15,6 +18,7 @@ if TYPE_CHECKING:
     import tensorstore as ts
 
 _POSIX = Posix()
+_SCHEMES = ("gs", "s3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,16 @@ class Location:
         return self.parent / name
 
     @property
+    def on_file_system(self) -> bool:
+        """True if there are hard links, locks, and folders that can be renamed."""
+        return self.storage.is_file_system
+
+    @property
+    def looks_cost(self) -> bool:
+        """True if each look is a request to a store."""
+        return self.storage.looks_cost
+
+    @property
     def exists(self) -> bool:
         """True if there is a value or a folder."""
         return bool(self.storage.kind(self.key))
@@ -63,9 +77,11 @@ class Location:
         """Bytes of a value."""
         return self.storage.read(self.key, start, stop)
 
-    def write(self, data: bytes, *, if_absent: bool = False) -> None:
+    def write(
+        self, data: bytes, *, if_absent: bool = False, replacing: Stamp | None = None
+    ) -> Stamp:
         """Writes a value."""
-        self.storage.write(self.key, data, if_absent=if_absent)
+        return self.storage.write(self.key, data, if_absent=if_absent, replacing=replacing)
 
     def stat(self) -> Entry:
         """Description of a value."""
@@ -76,9 +92,16 @@ class Location:
         """Identity of a value."""
         return self.stat().stamp
 
-    def list(self, *, deep: bool = True) -> Iterator[Location]:
+    def list(
+        self, *, deep: bool = True, names: tuple[str, str] | None = None
+    ) -> Iterator[Location]:
         """Values in a folder."""
-        return (Location(self.storage, key) for key in self.storage.list(self.key, deep=deep))
+        found = self.storage.list(self.key, deep=deep, names=names)
+        return (Location(self.storage, key) for key in found)
+
+    def listed(self) -> Location:
+        """The same folder in a view for many looks."""
+        return Location(self.storage.listed(self.key), self.key)
 
     def folders(self) -> list[str]:
         """Names of the folders in a folder."""
@@ -96,9 +119,22 @@ class Location:
         """Deletes a value or a folder."""
         self.storage.delete(self.key)
 
-    def adopt(self, source: Location) -> bool:
-        """Makes a link to a value of the same storage; False if it has no links."""
-        return source.storage is self.storage and self.storage.adopt(source.key, self.key)
+    def adopt(self, values: Mapping[str, str]) -> bool:
+        """Makes links in this folder; False if the storage has none.
+
+        Args:
+            values: keys of values of the same storage, by the name of the link.
+        """
+        start = (self / "").key
+        return self.storage.adopt({f"{start}{name}": key for name, key in values.items()})
+
+    def rename(self, name: str) -> bool:
+        """Gives a folder another name; False if the storage cannot."""
+        return self.storage.rename(self.key, self.with_name(name).key)
+
+    def changed_s(self) -> float | None:
+        """Time of the last change in a folder; None if the storage does not tell it."""
+        return self.storage.changed_s(self.key)
 
     def sync(self, *values: Location, deep: bool = False) -> None:
         """Makes this, and values, durable."""
@@ -138,6 +174,35 @@ class Location:
 AnyPath = Path | Location
 """Path of a local file or directory, or a location in another storage: all that reads and writes
 checkpoints takes both, and begins with :func:`at`."""
+
+
+@functools.cache
+def _bucket(url: str) -> Storage:
+    """The storage of a URL: one for all locations in a process, with its connections."""
+    from adacheck_jax.store.storage.kvstore import KvStore  # which loads tensorstore
+
+    return KvStore(url)
+
+
+def located(text: str) -> AnyPath:
+    """The absolute path, or the location in an object store, that a user names.
+
+    Args:
+        text: a local path, or a URL: ``gs://bucket/...`` or ``s3://bucket/...``.
+
+    Raises:
+        StorageError: a URL of another kind.
+    """
+    scheme, mark, rest = text.partition("://")
+    if not mark:
+        return Path(text).absolute()
+    bucket, _, key = rest.partition("/")
+    if scheme not in _SCHEMES or not bucket:
+        raise StorageError(
+            f"{text}: expected a local path, {' or '.join(f'{s}://BUCKET/...' for s in _SCHEMES)}, "
+            "found another URL. Mount it, or name another root; nothing was read or written."
+        )
+    return Location(_bucket(f"{scheme}://{bucket}"), posixpath.normpath(key) if key else "")
 
 
 def at(path: AnyPath) -> Location:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any
 
-from adacheck_jax.store.storage.interface import Entry, Kind, NotPlainError
+from adacheck_jax.store.storage.interface import Entry, Kind, NotPlainError, Stamp
 
 _THREADS = 8
 """Concurrent syncs share one write of the file system's journal."""
@@ -27,6 +28,8 @@ _TROUBLE = {
 class Posix:
     """Files and directories; see :class:`~adacheck_jax.store.storage.interface.Storage`."""
 
+    is_file_system = True
+    looks_cost = False
     context = None
 
     def shown(self, key: str) -> str:
@@ -52,14 +55,21 @@ class Posix:
                 file.seek(start)
             return file.read(max(0, end - start))
 
-    def write(self, key: str, data: bytes, *, if_absent: bool = False) -> None:
+    def write(
+        self, key: str, data: bytes, *, if_absent: bool = False, replacing: Stamp | None = None
+    ) -> Stamp:
         """Writes a file under another name and renames it; if it must be absent, in place."""
+        if replacing is not None and (not self.kind(key) or self.stat(key).stamp != replacing):
+            raise FileExistsError(errno.EEXIST, "expected another value", key)
         folder, name = os.path.split(key)
         path, mode = (key, "xb") if if_absent else (f"{folder}/.{name}.tmp", "wb")
         with _made(path, mode) as file:
             file.write(data)
+            file.flush()
+            stamp = _stamp(os.fstat(file.fileno()))
         if not if_absent:
             os.replace(path, key)
+        return stamp
 
     def kind(self, key: str) -> Kind:
         """The type of the file that a path leads to."""
@@ -73,11 +83,18 @@ class Posix:
     def stat(self, key: str) -> Entry:
         """Describes a file by device, inode, size and time of change."""
         status = os.stat(key, follow_symlinks=False)
-        stamp = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-        return Entry(stamp, status.st_size, status.st_nlink)
+        return Entry(_stamp(status), status.st_size, status.st_nlink)
 
-    def list(self, prefix: str, *, deep: bool = True) -> Iterator[str]:
+    def list(
+        self, prefix: str, *, deep: bool = True, names: tuple[str, str] | None = None
+    ) -> Iterator[str]:
         """Lists files, and links without following them."""
+        if names is not None:
+            start = len(prefix) + 1
+            for key in self.list(prefix, deep=deep):
+                if names[0] <= key[start:].partition("/")[0] <= names[1]:
+                    yield key
+            return
         waiting, vanished = [prefix], None
         while waiting:
             folder = waiting.pop()
@@ -94,6 +111,10 @@ class Posix:
                         waiting.append(each.path)
         if vanished is not None:
             raise vanished
+
+    def listed(self, prefix: str) -> Posix:
+        """Itself: looking is cheap."""
+        return self
 
     def folders(self, prefix: str) -> list[str]:
         """Names of directories, and of links to directories."""
@@ -131,19 +152,31 @@ class Posix:
                 raise
             shutil.rmtree(key)
 
-    def adopt(self, source: str, key: str) -> bool:
-        """Makes a hard link, and its directory."""
-        try:
+    def adopt(self, values: Mapping[str, str]) -> bool:
+        """Makes hard links, and each of their directories once."""
+        folders = set[str]()
+        for key, source in values.items():
+            folder = key.rpartition("/")[0]
             try:
+                if folder not in folders:
+                    os.makedirs(folder, exist_ok=True)
+                    folders.add(folder)
                 os.link(source, key, follow_symlinks=False)
-            except FileNotFoundError:
-                os.makedirs(os.path.dirname(key), exist_ok=True)
-                os.link(source, key, follow_symlinks=False)
-        except OSError as error:
-            if error.errno in _TROUBLE:
-                raise
-            return False
+            except OSError as error:
+                if error.errno in _TROUBLE:
+                    raise
+                return False
         return True
+
+    def rename(self, source: str, key: str) -> bool:
+        """Renames a directory."""
+        os.rename(source, key)
+        return True
+
+    def changed_s(self, prefix: str) -> float:
+        """The latest time of a directory and of all in it; a link is not followed."""
+        every = (f"{path}/{x}" for path, *names in os.walk(prefix) for x in itertools.chain(*names))
+        return max(map(_changed_s, itertools.chain([prefix], every)))
 
     def sync(self, *keys: str, deep: bool = False) -> None:
         """Syncs files and directories, many at once."""
@@ -185,6 +218,10 @@ class Posix:
         return {"driver": "file", "path": f"{os.path.realpath(folder or '/')}/{rest}"}
 
 
+def _stamp(status: os.stat_result) -> Stamp:
+    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
 def _made(path: str, mode: str) -> IO[bytes]:
     """Opens a file to be written, and makes its directory."""
     try:
@@ -204,6 +241,13 @@ def _with_folders(key: str) -> Iterator[str]:
         return
     for each in inner:
         yield from _with_folders(each)
+
+
+def _changed_s(path: str) -> float:
+    """Time of the last change of a file or a directory itself; 0 if it is gone."""
+    with contextlib.suppress(OSError):
+        return os.stat(path, follow_symlinks=False).st_mtime
+    return 0.0
 
 
 def _sync(path: str) -> None:

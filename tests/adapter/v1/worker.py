@@ -7,39 +7,19 @@ MODE is save, resume or restore; or functions, which saves by ``ocp.save_async``
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 
-mode, process, processes, port, root, out, devices = sys.argv[1:]
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+from tests.one_process import own, write  # isort: skip
 
-import jax  # noqa: E402
+import jax
+from orbax.checkpoint import v1 as ocp
 
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-if int(processes) > 1:
-    jax.distributed.initialize(f"127.0.0.1:{port}", int(processes), int(process))
-
-import numpy as np  # noqa: E402
-from jax.experimental import multihost_utils  # noqa: E402
-from orbax.checkpoint import v1 as ocp  # noqa: E402
-
-from adacheck_jax import v1 as adacheck  # noqa: E402
-from tests import support  # noqa: E402
-from tests.adapter.v1.common import checkpointer_of  # noqa: E402
+from adacheck_jax import v1 as adacheck
+from tests import support
+from tests.adapter.v1.common import checkpointer_of
 
 STEPS = 3
-
-
-def write(state: object, name: str) -> None:
-    """The whole state as this process can gather it."""
-    gathered = [
-        np.asarray(x) for x in jax.tree.leaves(multihost_utils.process_allgather(state, tiled=True))
-    ]
-    if jax.process_index() == 0:
-        np.savez(f"{out}-{name}.npz", *gathered)
-
-
+mode, root = own.mode, Path(own.root)
 mesh = support.mesh_of((jax.device_count() // 2, 2))
 run = support.dict_run(mesh)
 with adacheck.context(run.recorder) as context:
@@ -50,14 +30,14 @@ with adacheck.context(run.recorder) as context:
                 run.advance()
                 write(run.state, f"saved{run.count}")
                 items = {"state": run.state, "other": run.state}
-                saving = ocp.save_checkpointables_async(Path(root) / str(run.count), items)
+                saving = ocp.save_checkpointables_async(root / str(run.count), items)
                 saving.result()
             for name in ("state", "other"):
                 target = {name: support.abstract(run.state)}
-                found = ocp.load_checkpointables(Path(root) / str(STEPS), target)[name]
+                found = ocp.load_checkpointables(root / str(STEPS), target)[name]
                 write(found, f"restored-{name}")
     else:
-        with checkpointer_of(Path(root)) as checkpointer:
+        with checkpointer_of(root) as checkpointer:
             if mode == "restore":
                 for step in (1, STEPS):
                     write(checkpointer.load(step, support.abstract(run.state)), f"restored{step}")

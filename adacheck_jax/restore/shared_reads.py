@@ -1,0 +1,292 @@
+"""Reads of stored parts that several processes need: each reads its share, and gives it away.
+
+The bytes are exchanged as they are stored, so that every bit pattern of every type survives. What
+stops one process from reading is told to all, and all of them raise: none waits for another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from adacheck_jax.device import exchange
+from adacheck_jax.device.sharding import holders_of
+from adacheck_jax.errors import IntegrityError, MismatchError, StorageError, unreadable
+from adacheck_jax.format.boxes import Box, Cuts
+from adacheck_jax.restore import shares
+from adacheck_jax.restore.shares import Exchange, SharedBox
+from adacheck_jax.store import aligned_read
+from adacheck_jax.store.storage.location import AnyPath, at
+
+_DONE, _DAMAGED, _UNREADABLE = 0, 1, 2
+
+ReadOnce = bool | None
+"""True or False as the caller wants it; None to decide by the storage, and by the bytes saved."""
+WORTHWHILE_BYTES = 256 << 20
+"""Bytes that a process reads in vain, on average, from which on the others are asked."""
+
+
+def shared_boxes(
+    array: int,
+    shape: tuple[int, ...],
+    sharding: jax.sharding.Sharding | None,
+    itemsize_bytes: int,
+    cuts: Cuts,
+) -> list[SharedBox]:
+    """The boxes of whole stored parts of an array that devices of several processes need.
+
+    Args:
+        array: position of the array among those that are read together.
+        shape: global shape.
+        sharding: target sharding; None for a host array, of which nothing is shared.
+        itemsize_bytes: bytes of an element.
+        cuts: cut points at which the array is stored in parts.
+    """
+    if sharding is None or sharding.is_fully_addressable:
+        return []
+    needed = {
+        box: {each.process for each in devices}
+        for box, devices in holders_of(sharding, shape).items()
+    }
+    return [
+        SharedBox(array, box, holders, itemsize_bytes, cuts)
+        for box, holders in shares.zones(needed, shape, cuts)
+        if len(holders) > 1 and box.size
+    ]
+
+
+def wholes(exchanges: Sequence[Exchange]) -> dict[int, list[Box]]:
+    """The shared boxes of some exchanges, by position of the array."""
+    found: dict[int, dict[Box, None]] = {}
+    for each in exchanges:
+        for piece in each.pieces:
+            found.setdefault(piece.array, {})[piece.whole] = None
+    return {array: [*boxes] for array, boxes in found.items()}
+
+
+def without(box: Box, shared: Sequence[Box]) -> list[Box]:
+    """The parts of a box that lie in none of some other boxes, which do not overlap."""
+    left = [box]
+    for each in shared:
+        left = [part for one in left for part in _difference(one, each)]
+    return left
+
+
+def _difference(box: Box, other: Box) -> list[Box]:
+    common = box.intersect(other)
+    if common is None:
+        return [box]
+    found = []
+    for axis in range(len(box.start)):
+        for start, stop in (
+            (box.start[axis], common.start[axis]),
+            (common.stop[axis], box.stop[axis]),
+        ):
+            if start < stop:
+                found.append(
+                    Box(
+                        (*common.start[:axis], start, *box.start[axis + 1 :]),
+                        (*common.stop[:axis], stop, *box.stop[axis + 1 :]),
+                    )
+                )
+    return found
+
+
+def put_together(box: Box, parts: Sequence[tuple[Box, np.ndarray]]) -> np.ndarray:
+    """Elements of a box, from parts that cover it: a view of one, or a copy of several.
+
+    Args:
+        box: the box.
+        parts: boxes of the same array, with their elements.
+    """
+    for around, data in parts:
+        if around.contains(box):
+            return data[(*box.relative_to(around.start).slices, ...)]
+    dtype = parts[0][1].dtype
+    memory = aligned_read.empty(box.size * dtype.itemsize).view(dtype).reshape(box.shape)
+    for each, data in parts:
+        common = box.intersect(each)
+        if common is not None:
+            source = data[(*common.relative_to(each.start).slices, ...)]
+            memory[(*common.relative_to(box.start).slices, ...)] = source
+    return memory
+
+
+def members(
+    shared: Sequence[SharedBox], choice: ReadOnce, where: AnyPath, *, times: int = 1
+) -> tuple[int, ...]:
+    """The processes that read together, ascending; none if each reads for itself.
+
+    Args:
+        shared: all shared boxes of a restore, of all processes.
+        choice: the caller's wish.
+        where: directory that is read from.
+        times: number of times that they are read.
+    """
+    found = {process for each in shared for process in each.holders}
+    is_worthwhile = may_share(choice, where)
+    if choice is None and is_worthwhile:
+        saved_bytes = times * sum(each.nbytes * (len(each.holders) - 1) for each in shared)
+        is_worthwhile = saved_bytes >= WORTHWHILE_BYTES * len(found)
+    return tuple(sorted(found)) if is_worthwhile else ()
+
+
+def may_share(choice: ReadOnce, where: AnyPath) -> bool:
+    """True if processes read together, given that enough bytes are saved; see :func:`members`."""
+    return at(where).spec()["driver"] != "file" if choice is None else choice
+
+
+class SharedReads:
+    """Reads that processes share, batch by batch.
+
+    Args:
+        members: the processes, this one among them.
+        where: directory that is read from, for messages.
+        batches: exchanges of each batch, the same in every process.
+    """
+
+    def __init__(
+        self, members: tuple[int, ...], where: AnyPath, batches: Sequence[Sequence[Exchange]]
+    ) -> None:
+        self._members = members
+        self._where = where
+        text = repr([*batches]).encode()
+        self._digest = np.frombuffer(hashlib.sha256(text).digest(), np.uint8)
+
+    def finish(self, batch: OwnShare) -> dict[tuple[int, Box], np.ndarray]:
+        """Exchange what each process read of one batch. Collective; in the order of the batches.
+
+        Args:
+            batch: this process's share, from :func:`begin`.
+
+        Returns:
+            Elements of each shared box that this process needs, by position of the array and box.
+
+        Raises:
+            AdaCheckError: as from :meth:`agree`; or what stopped this process from reading.
+        """
+        self.agree(batch.wait())
+        found: dict[tuple[int, Box], np.ndarray] = {}
+        for each, row in zip(batch.exchanges, batch.rows, strict=True):
+            found |= _assembled(each, exchange.gather(row, each.holders), batch.dtypes)
+        return found
+
+    def agree(self, failure: Exception | None) -> None:
+        """Tell the others of a failure, or hear of theirs. Collective.
+
+        Args:
+            failure: error of this process, which is raised again; None for none.
+
+        Raises:
+            IntegrityError: another process found damage.
+            StorageError: another process cannot read now what may be whole.
+            MismatchError: another process reads something else.
+        """
+        status = _DONE
+        if failure is not None:
+            cannot_now = isinstance(failure, MemoryError | StorageError)
+            cannot_now = cannot_now or unreadable(self._where, failure) is not None
+            status = _UNREADABLE if cannot_now else _DAMAGED
+        row = np.concatenate([np.array([status], np.uint8), self._digest])
+        told = exchange.gather(row, self._members)[:, : row.size]
+        if failure is not None:
+            raise failure
+        for process, each in zip(self._members, told, strict=True):
+            if each[0] == _UNREADABLE:
+                raise StorageError(
+                    f"{self._where}: process {process} cannot read its share now; its log says "
+                    "why. What is there may be whole: try again."
+                )
+            if each[0] != _DONE:
+                raise IntegrityError(
+                    f"{self._where}: process {process} found its share damaged; its log says "
+                    "where. Restore another step."
+                )
+            if not np.array_equal(each[1:], self._digest):
+                raise MismatchError(
+                    f"{self._where}: expected the same restore in all processes, found that "
+                    f"process {process} restores another step, or onto other shardings, than "
+                    f"process {jax.process_index()}. Nothing was returned."
+                )
+
+
+@dataclass(slots=True)
+class OwnShare:
+    """One process's share of a batch: rows of bytes that are being read.
+
+    Attributes:
+        exchanges: the exchanges that this process takes part in.
+        rows: its row of each.
+        dtypes: type of the stored elements of each array.
+        futures: futures that are done once the rows are read.
+        failure: error that stopped a read from beginning; None for none.
+    """
+
+    exchanges: list[Exchange]
+    rows: list[np.ndarray]
+    dtypes: Mapping[int, np.dtype]
+    futures: list[Any]
+    failure: Exception | None = None
+
+    def wait(self) -> Exception | None:
+        """Wait until all is read; returns the first error."""
+        for future in self.futures:
+            try:
+                future.result()
+            except Exception as error:
+                self.failure = self.failure or error
+        return self.failure
+
+
+def begin(
+    exchanges: Sequence[Exchange],
+    dtypes: Mapping[int, np.dtype],
+    read: Callable[[int, Box, np.ndarray], Any],
+) -> OwnShare:
+    """Begin to read this process's share of a batch; also on background threads.
+
+    Args:
+        exchanges: the batch's exchanges.
+        dtypes: type of the stored elements of each array, by position.
+        read: function that begins to read a box of an array into given memory; returns a future,
+            or None if it is done.
+    """
+    process = jax.process_index()
+    share = OwnShare([e for e in exchanges if process in e.holders], [], dtypes, [])
+    for each in share.exchanges:
+        row = aligned_read.empty(exchange.padded_length(each.row_bytes))
+        share.rows.append(row)
+        for piece in each.pieces:
+            if each.holders[piece.reader] != process or share.failure is not None:
+                continue
+            part = row[piece.start : piece.start + piece.nbytes]
+            part = part.view(dtypes[piece.array]).reshape(piece.box.shape)
+            try:
+                future = read(piece.array, piece.box, part)
+            except Exception as error:
+                share.failure = error
+            else:
+                share.futures += [] if future is None else [future]
+    return share
+
+
+def _assembled(
+    each: Exchange, rows: np.ndarray, dtypes: Mapping[int, np.dtype]
+) -> dict[tuple[int, Box], np.ndarray]:
+    """Blocks of the shared boxes, from the rows of all processes."""
+    found: dict[tuple[int, Box], np.ndarray] = {}
+    for piece in each.pieces:
+        dtype = dtypes[piece.array]
+        key = piece.array, piece.whole
+        if key not in found:
+            memory = aligned_read.empty(piece.whole.size * dtype.itemsize)
+            found[key] = memory.view(dtype).reshape(piece.whole.shape)
+        part = rows[piece.reader, piece.start : piece.start + piece.nbytes]
+        inside = piece.box.relative_to(piece.whole.start).slices
+        found[key][(*inside, ...)] = part.view(dtype).reshape(piece.box.shape)
+    return found

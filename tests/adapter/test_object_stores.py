@@ -1,0 +1,430 @@
+"""Steps in object stores, through the stock manager, from servers on this machine."""
+
+import json
+import uuid
+from urllib.parse import unquote
+
+import jax
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from etils import epath
+from orbax.checkpoint.checkpoint_managers import preservation_policy
+from typer.testing import CliRunner
+
+import adacheck_jax as adacheck
+from adacheck_jax.cli.main import app
+from adacheck_jax.errors import LineageError, MismatchError, StorageError
+from adacheck_jax.format.manifest import BaseManifest, DeltaManifest
+from adacheck_jax.store.steps import lineage, manifest_file, roots
+from adacheck_jax.store.storage.location import located
+from adacheck_jax.tools import audit
+from tests.support import (
+    abstract,
+    assert_same_bits,
+    batch,
+    dict_run,
+    host_copy,
+    mesh_of,
+    save_steps,
+)
+
+
+@pytest.fixture(params=["gcs", pytest.param("s3", marks=pytest.mark.slow)])
+def store(request):
+    found = request.getfixturevalue(request.param)
+    yield found
+    found.proxy.reset()
+
+
+@pytest.fixture
+def root(store):
+    return f"{store.url}/{uuid.uuid4().hex}"
+
+
+def kept(count=3):
+    return adacheck.KeepLineage(preservation_policy.LatestN(count))
+
+
+def manager_of(root, run, keep=None, **options):
+    keep = keep or kept()
+    handler = adacheck.AdaCheckHandler(run.recorder, keep_lineage=keep, **options)
+    return stock_manager(root, handler, preservation_policy=keep)
+
+
+def stock_manager(root, handler, **options):
+    if root.startswith("s3"):  # as Orbax does by itself on gs://
+        mode = ocp.options.AtomicityMode.COMMIT_FILE
+        options["atomicity_options"] = ocp.options.AtomicityOptions(mode=mode)
+    options = ocp.CheckpointManagerOptions(**options)
+    return ocp.CheckpointManager(epath.Path(root), item_handlers=handler, options=options)
+
+
+def kinds_of(root):
+    return [(step.step, type(step.manifest)) for step in roots.steps_of(located(root))]
+
+
+def test_steps_are_saved_retained_and_restored_on_other_meshes(root):
+    run = dict_run(mesh_of((4,)))
+    with manager_of(root, run, max_deltas=4) as manager:
+        saved = save_steps(manager, run, 8)
+        assert manager.all_steps() == [6, 7, 8]
+    assert kinds_of(root) == [(6, BaseManifest), (7, DeltaManifest), (8, DeltaManifest)]
+    assert all(each.error is None for each in roots.steps_of(located(root)))
+    assert adacheck.latest_restorable(root) == 8
+    with manager_of(root, run) as manager:  # another process, as far as the handler knows
+        for shape in ((1,), (2,), (2, 4)):
+            args = adacheck.RestoreArgs(abstract(run.state, mesh_of(shape)))
+            for step in (6, 8):
+                assert_same_bits(manager.restore(step, args=args), saved[step])
+        run.state = manager.restore(8, args=adacheck.RestoreArgs(abstract(run.state)))
+        save_steps(manager, run, 1)
+    assert kinds_of(root)[-1] == (9, DeltaManifest)
+
+
+def test_an_ancestor_lives_as_long_as_a_step_needs_it(root):
+    run = dict_run(mesh_of((1,)))
+    with manager_of(root, run, kept(1)) as manager:
+        saved = save_steps(manager, run, 4)
+        assert manager.all_steps() == [1, 2, 3, 4]
+        args = adacheck.RestoreArgs(abstract(run.state))
+        assert_same_bits(manager.restore(4, args=args), saved[4])
+    with manager_of(root, run, kept(1), max_deltas=0) as manager:
+        manager.restore(4, args=args)
+        save_steps(manager, run, 1)
+        assert manager.all_steps() == [5]
+
+
+def test_without_a_policy_that_keeps_parents_each_step_is_a_base(root, caplog):
+    run = dict_run(mesh_of((1,)))
+    handler = adacheck.AdaCheckHandler(run.recorder)
+    with stock_manager(root, handler) as manager:
+        save_steps(manager, run, 2)
+    assert kinds_of(root) == [(1, BaseManifest), (2, BaseManifest)]
+    assert "keep_lineage" in caplog.text
+
+
+def test_a_policy_that_the_manager_does_not_know_keeps_nothing(root, caplog):
+    run = dict_run(mesh_of((1,)))
+    handler = adacheck.AdaCheckHandler(run.recorder, keep_lineage=kept())
+    with stock_manager(root, handler, max_to_keep=2) as manager:
+        saved = save_steps(manager, run, 5)
+        args = adacheck.RestoreArgs(abstract(run.state))
+        for step in manager.all_steps():
+            assert_same_bits(manager.restore(step, args=args), saved[step])
+    assert kinds_of(root) == [(4, BaseManifest), (5, BaseManifest)]
+    assert "give handler and manager the same one" in caplog.text
+
+
+def test_recorded_steps_are_written_with_the_next_one(root):
+    run, saved = dict_run(mesh_of((2,))), {}
+    keep = kept()
+    handler = adacheck.AdaCheckHandler(run.recorder, keep_lineage=keep)
+    with stock_manager(root, handler, preservation_policy=keep) as manager:
+        save_steps(manager, run, 1)
+        for step in (2, 3):
+            saved[step] = host_copy(run.advance())
+            assert handler.record_step(run.state, step)
+        save_steps(manager, run, 1)
+        for step, state in saved.items():
+            args = adacheck.RestoreArgs(abstract(run.state), step=step)
+            assert_same_bits(manager.restore(4, args=args), state)
+
+
+@pytest.mark.parametrize("store", ["gcs"], indirect=True)  # of S3 tensorstore asks twice
+def test_a_delta_is_six_requests(root, store):
+    run = dict_run(mesh_of((1,)))
+    with manager_of(root, run) as manager:
+        for _ in range(3):
+            save_steps(manager, run, 1)
+            store.proxy.requests.clear()
+        save_steps(manager, run, 1)
+    # Orbax's file system asks without these marks of tensorstore.
+    ours = [
+        (each.method, each.key.rpartition("/")[2])
+        for each in store.proxy.requests
+        if any(mark in each.path for mark in ("tensorstore=", "ifGenerationMatch", "startOffset"))
+    ]
+    assert len(ours) == 6
+    looks = [manifest_file.NAME, "o"]  # the parent's, and a listing of the lineage
+    assert sorted(name for method, name in ours if method == "GET") == looks
+
+
+def test_a_step_without_orbaxs_mark_does_not_exist(root):
+    run = dict_run(mesh_of((1,)))
+    with manager_of(root, run) as manager:
+        saved = save_steps(manager, run, 3)
+    (located(root) / "3" / lineage.COMMIT_MARK).delete()
+    assert [number for number, _ in kinds_of(root)] == [1, 2]
+    assert adacheck.latest_restorable(root) == 2
+    with pytest.raises(LineageError, match="expected a step that Orbax has committed"):
+        lineage.resolve(located(root) / "3/default")
+    with manager_of(root, run) as manager:
+        assert manager.latest_step() == 2
+        run.state = manager.restore(2, args=adacheck.RestoreArgs(abstract(run.state)))
+        assert_same_bits(run.state, saved[2])
+        run.count = 2
+        save_steps(manager, run, 1)
+    assert kinds_of(root)[-1] == (3, DeltaManifest)
+
+
+@pytest.mark.parametrize(
+    "lost", ["deleted", "replaced", "uncommitted", "base deleted", "data deleted"]
+)
+def test_no_delta_is_left_behind_a_parent_that_is_gone(root, lost):
+    run = dict_run(mesh_of((1,)))
+    with manager_of(root, run) as manager:
+        save_steps(manager, run, 3)
+        step = located(root) / "3"
+        base = located(root) / "1" / "default"
+        if lost == "base deleted":
+            (base / manifest_file.FILE).delete()
+        elif lost == "data deleted":
+            (base / "manifest.ocdbt").delete()
+        elif lost == "deleted":
+            step.delete()
+        elif lost == "replaced":
+            manifest = step / "default" / manifest_file.FILE
+            manifest.write(manifest.read() + b" ")
+        elif lost == "uncommitted":
+            (step / lineage.COMMIT_MARK).delete()
+        with pytest.raises(LineageError, match="This step is not saved, the next one will be"):
+            save_steps(manager, run, 1)
+        (saved,) = save_steps(manager, run, 1).values()
+        args = adacheck.RestoreArgs(abstract(run.state))
+        assert_same_bits(manager.restore(manager.latest_step(), args=args), saved)
+    assert kinds_of(root)[-1][1] is BaseManifest
+
+
+def test_of_two_jobs_that_save_a_step_one_is_told(root):
+    first, second = dict_run(mesh_of((1,))), dict_run(mesh_of((1,)))
+    with manager_of(root, first) as one:
+        saved = save_steps(one, first, 2)
+        with manager_of(root, second) as two:
+            args = adacheck.RestoreArgs(abstract(first.state))
+            second.state = two.restore(2, args=args)
+            # The first job lingers: it has begun a step, which the second one saves meanwhile.
+            with pytest.MonkeyPatch.context() as patch:
+                commit = manifest_file.write
+
+                def late(*args):
+                    patch.undo()
+                    second.state = second.train_step(second.state, batch(99))
+                    saved[3] = host_copy(second.state)
+                    two.save(3, args=adacheck.SaveArgs(second.state))
+                    two.wait_until_finished()
+                    return commit(*args)
+
+                patch.setattr(manifest_file, "write", late)
+                with pytest.raises(StorageError, match="expected one writer"):
+                    save_steps(one, first, 1)
+    with manager_of(root, first) as manager:
+        assert_same_bits(manager.restore(3, args=args), saved[3])
+
+
+def test_tools_take_urls(root):
+    run = dict_run(mesh_of((1,)))
+    with manager_of(root, run) as manager:
+        save_steps(manager, run, 3)
+    runner = CliRunner()
+    listed = runner.invoke(app, ["ls", root, "--json"])
+    assert listed.exit_code == 0, listed.output
+    assert [each["kind"] for each in json.loads(listed.stdout)["steps"]] == ["base"] + 2 * ["delta"]
+    assert runner.invoke(app, ["ls", root]).exit_code == 0
+    assert runner.invoke(app, ["inspect", root, "3"]).exit_code == 0
+    for option in ("--read-data", "--replay"):
+        assert runner.invoke(app, ["verify", root, option]).exit_code == 0
+    files = (located(root) / "3/default/adacheck").list()
+    (damaged,) = (each for each in files if "delta" in each.name and "manifest" not in each.name)
+    content = bytearray(damaged.read())
+    content[len(content) // 2] ^= 1
+    damaged.write(bytes(content))
+    assert runner.invoke(app, ["verify", root, "--read-data"]).exit_code == 1
+    assert audit.verify_root(located(root)).damaged_count == 0, "no data is read"
+    assert adacheck.latest_restorable(root) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.first(1)
+def test_a_server_that_fails_for_a_while_costs_no_step(root, store):
+    run, seen = dict_run(mesh_of((1,))), set()
+
+    def refuse(method, path):
+        key = (method, path.split("tensorstore=")[0])
+        if "adacheck" in path and key not in seen:
+            seen.add(key)
+            return 503
+        return 0
+
+    with manager_of(root, run) as manager:
+        store.proxy.refuse = refuse
+        saved = save_steps(manager, run, 3)
+        args = adacheck.RestoreArgs(abstract(run.state))
+        for step in (1, 3):
+            assert_same_bits(manager.restore(step, args=args), saved[step])
+    assert len(seen) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("store", ["gcs"], indirect=True)  # its conditions are in the address
+def test_an_answer_that_is_lost_costs_no_step(root, store):
+    run, lost = dict_run(mesh_of((1,))), set()
+
+    def forget(_, path):
+        value, condition, _ = path.partition("&ifGenerationMatch=")
+        is_first = bool(condition) and value not in lost
+        lost.add(value)
+        return is_first
+
+    with manager_of(root, run) as manager:
+        store.proxy.forget = forget
+        saved = save_steps(manager, run, 3)
+        args = adacheck.RestoreArgs(abstract(run.state))
+        for step in (1, 3):
+            assert_same_bits(manager.restore(step, args=args), saved[step])
+    assert any(manifest_file.NAME in each for each in lost)
+
+
+def test_credentials_reach_neither_files_nor_messages(root, store):
+    run = dict_run(mesh_of((1,)))
+    with manager_of(root, run) as manager:
+        save_steps(manager, run, 2)
+    secret = b"secret-of-the-test"
+    assert secret in repr(store.environment).encode()
+    for each in located(root).list():
+        if not each.name.startswith("_"):
+            assert secret not in each.read()
+
+
+def test_an_optimizer_that_sums_is_exact_too(root):
+    run = dict_run(mesh_of((2,)), optax.adafactor(1e-2))
+    with manager_of(root, run) as manager:
+        saved = save_steps(manager, run, 3)
+        args = adacheck.RestoreArgs(abstract(run.state))
+        assert_same_bits(manager.restore(3, args=args), saved[3])
+
+
+def test_a_store_that_would_have_to_rename_is_refused(s3):
+    run = dict_run(mesh_of((1,)))
+    root = epath.Path(f"{s3.url}/{uuid.uuid4().hex}")
+    handler = adacheck.AdaCheckHandler(run.recorder)
+    with (
+        ocp.CheckpointManager(root, item_handlers=handler) as manager,
+        pytest.raises(StorageError, match=r"AtomicityMode\.COMMIT_FILE"),
+    ):
+        save_steps(manager, run, 1)
+
+
+@pytest.mark.parametrize("kind", ["int", "float", "a typed PRNG key"])
+def test_leaves_that_orbax_itself_would_store_on_s3_are_refused(s3, kind):
+    leaf = {"int": 3, "float": 0.5, "a typed PRNG key": jax.random.key(3)}[kind]
+    root = f"{s3.url}/{uuid.uuid4().hex}"
+    with stock_manager(root, adacheck.AdaCheckHandler()) as manager:
+        with pytest.raises(MismatchError, match=rf"leaf bad: expected an array, found {kind}"):
+            manager.save(1, args=adacheck.SaveArgs({"good": np.ones(3), "bad": leaf}))
+        assert not (located(root) / "1/default").exists
+        manager.save(2, args=adacheck.SaveArgs({"good": np.ones(3)}))
+
+
+def test_host_arrays_and_descriptions_need_no_file_system(s3):
+    root = f"{s3.url}/{uuid.uuid4().hex}"
+    state = {"array": np.arange(3.0), "number": np.float64(2), "device": jax.numpy.ones(2)}
+    with stock_manager(root, adacheck.AdaCheckHandler()) as manager:
+        manager.save(1, args=adacheck.SaveArgs(state))
+        manager.wait_until_finished()
+        for args in (adacheck.RestoreArgs(state), adacheck.RestoreArgs()):
+            assert_same_bits(manager.restore(1, args=args), host_copy(state))
+        described = manager.item_metadata(1).tree
+    assert {name: leaf.shape for name, leaf in described.items()} == {
+        "array": (3,),
+        "number": (),
+        "device": (2,),
+    }
+
+
+def test_a_base_with_a_number_that_came_from_another_storage_is_not_called_damaged(s3, tmp_path):
+    state = {"number": 3, "array": np.ones(3)}
+    with ocp.CheckpointManager(tmp_path, item_handlers=adacheck.AdaCheckHandler()) as manager:
+        manager.save(1, args=adacheck.SaveArgs(state))
+    root = f"{s3.url}/{uuid.uuid4().hex}"
+    for file in tmp_path.rglob("*"):
+        if file.is_file():
+            (located(root) / str(file.relative_to(tmp_path))).write(file.read_bytes())
+    (located(root) / "1" / lineage.COMMIT_MARK).write(b"")
+    with (
+        stock_manager(root, adacheck.AdaCheckHandler()) as manager,
+        pytest.raises(StorageError, match=r"Orbax itself reads \(number\); no release of Orbax"),
+    ):
+        manager.restore(1, args=adacheck.RestoreArgs(state))
+
+
+@pytest.mark.parametrize("store", ["gcs"], indirect=True)  # a checkpointer renames elsewhere
+@pytest.mark.parametrize("place", ["run_7/5", "run_7/final", "final", "20261123/step_5"])
+def test_a_checkpointer_saves_under_any_name(root, place):
+    run = dict_run(mesh_of((1,)))
+    path = epath.Path(f"{root}/{place}")
+    run.advance()
+    with ocp.AsyncCheckpointer(adacheck.AdaCheckHandler(run.recorder)) as checkpointer:
+        checkpointer.save(path, args=adacheck.SaveArgs(run.state))
+        checkpointer.wait_until_finished()
+        args = adacheck.RestoreArgs(abstract(run.state))
+        assert_same_bits(checkpointer.restore(path, args=args), host_copy(run.state))
+    report = audit.verify_root(located(f"{root}/{place}").parent)
+    assert [each.damage for each in report.steps] == [()]
+
+
+def test_what_may_not_be_read_now_is_not_damaged(root, store):
+    run = dict_run(mesh_of((1,)))
+    with manager_of(root, run) as manager:
+        save_steps(manager, run, 3)
+        args = adacheck.RestoreArgs(abstract(run.state), fallback=True)
+        for part in ("adacheck/base/", "adacheck/delta"):
+            store.proxy.refuse = lambda method, path, own=part: (
+                403 if method == "GET" and own in unquote(path) else 0
+            )
+            with pytest.raises(StorageError, match="cannot be read now"):
+                manager.restore(3, args=args)
+            with pytest.raises(StorageError):
+                adacheck.latest_restorable(root)
+            before = {*located(root).list()}
+            CliRunner().invoke(app, ["repair", root])
+            assert {*located(root).list()} == before
+            store.proxy.reset()
+
+
+def test_a_base_that_failed_is_saved_again_by_the_same_process(root, store):
+    run = dict_run(mesh_of((1,)))
+    with manager_of(root, run) as manager:
+        store.proxy.refuse = lambda method, path: (
+            403 if method in ("POST", "PUT") and "default/d/" in unquote(path) else 0
+        )
+        with pytest.raises(StorageError, match="This step is not saved"):
+            save_steps(manager, run, 1)
+        store.proxy.reset()
+        manager.reload()
+        manager.save(1, args=adacheck.SaveArgs(run.state), force=True)
+        manager.wait_until_finished()
+        args = adacheck.RestoreArgs(abstract(run.state))
+        assert_same_bits(manager.restore(1, args=args), host_copy(run.state))
+
+
+def test_steps_with_a_prefix_and_items_that_are_numbers(root):
+    run, keep = dict_run(mesh_of((1,))), kept()
+    handlers = {"7": adacheck.AdaCheckHandler(run.recorder, keep_lineage=keep)}
+    saved = {}
+    with stock_manager(root, handlers, preservation_policy=keep, step_prefix="step") as manager:
+        for step in (1, 2):
+            saved[step] = host_copy(run.advance())
+            manager.save(step, args=ocp.args.Composite(**{"7": adacheck.SaveArgs(run.state)}))
+        manager.wait_until_finished()
+    assert kinds_of(root) == [(1, BaseManifest), (2, DeltaManifest)]
+    assert adacheck.latest_restorable(root) == 2
+    assert CliRunner().invoke(app, ["verify", root]).exit_code == 0
+
+
+def test_the_top_of_a_bucket_is_a_root_to_tools(store):
+    runner = CliRunner()
+    for command in ("ls", "verify"):
+        found = runner.invoke(app, [command, store.url])
+        assert "Errno" not in found.output

@@ -1,0 +1,220 @@
+"""What processes tell each other about a save; they are threads here, and the service a dict."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import jax
+import pytest
+
+from adacheck_jax.adapter import processes
+from adacheck_jax.adapter.processes import Exchange, Patience, Processes
+from adacheck_jax.errors import AdaCheckError, MismatchError, ReplayError
+from tests.adapter.memory_service import MemoryService
+
+QUICK = Patience(look_s=0.05)
+BOUNDED = Patience(report_s=0.6, answer_s=60.0, silence_s=60.0, beat_s=0.02, look_s=0.05)
+SILENCED = Patience(silence_s=1.0, beat_s=0.02, look_s=0.05)
+"""Bounds of which only the ones that a test is about can be reached in its time."""
+
+
+class Run:
+    """Processes that share one service."""
+
+    def __init__(self, count: int, patience: Patience) -> None:
+        self.service, self.count = MemoryService(), count
+        self.processes = [Processes(i, count, self.service, patience) for i in range(count)]
+
+    def exchanges(self, directory: str = "/run/3") -> list[Exchange]:
+        return [each.exchange(directory) for each in self.processes]
+
+    def close(self) -> None:
+        for each in self.processes:
+            each.close()
+
+
+@pytest.fixture
+def run_of():
+    runs: list[Run] = []
+
+    def make(count: int, patience: Patience = QUICK) -> Run:
+        runs.append(Run(count, patience))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.close()
+
+
+def together(*calls: Callable[[], Any]) -> list[Future[Any]]:
+    """Runs what each process does, at the same time."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [pool.submit(call) for call in calls]
+
+
+def numbers(reports: Any) -> dict[str, Any]:
+    return {"numbers": [report["number"] for report in reports]}
+
+
+def agreeing(exchange: Exchange, number: int, **options: Any) -> Callable[[], Any]:
+    return lambda: exchange.agree("shares", {"number": number}, numbers, **options)
+
+
+def messages(futures: list[Future[Any]]) -> list[str]:
+    return [str(future.exception()) for future in futures]
+
+
+def test_all_get_the_answer_to_the_reports_of_all(run_of):
+    exchanges = run_of(3).exchanges()
+    found = together(*(agreeing(each, n) for n, each in enumerate(exchanges)))
+    assert [each.result() for each in found] == [{"numbers": [0, 1, 2]}] * 3
+    for each in exchanges:  # whichever commits
+        assert [report["number"] for report in each.reports("shares")] == [0, 1, 2]
+
+
+def test_an_error_of_the_judge_is_raised_in_all(run_of):
+    def judge(reports):
+        raise MismatchError("not equal")
+
+    exchanges = run_of(3).exchanges()
+    found = together(*(lambda e=each: e.agree("shares", {}, judge) for each in exchanges))
+    assert messages(found) == ["not equal"] * 3
+    assert {type(each.exception()) for each in found} == {MismatchError}
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_the_others_are_told_of_a_process_that_failed(run_of, failing):
+    exchanges = run_of(3).exchanges()
+    exchanges[failing].fail("shares", ReplayError("other bits"))
+    others = [each for n, each in enumerate(exchanges) if n != failing]
+    for each in together(*(agreeing(each, 0) for each in others)):
+        with pytest.raises(ReplayError, match=f"process {failing} could not write its share.*bits"):
+            each.result()
+
+
+def test_a_failure_is_told_while_another_process_is_still_writing(run_of):
+    """The report of process 1 is waited for first."""
+    first, _, last, slow = run_of(4).exchanges()
+    last.fail("shares", OSError("disk full"))
+    for each in together(agreeing(first, 0), agreeing(slow, 3)):
+        with pytest.raises(AdaCheckError, match=r"process 2 could not write.*disk full"):
+            each.result()
+
+
+def test_a_process_that_is_gone_is_named_in_all_others(run_of):
+    run = run_of(4, SILENCED)
+    exchanges = run.exchanges()
+    for gone in (1, 3):
+        run.processes[gone].close()
+    found = together(*(agreeing(exchanges[n], n) for n in (0, 2)))
+    for each in found:
+        with pytest.raises(AdaCheckError, match=r"/run/3: .* of processes 1, 3, found no sign"):
+            each.result()
+
+
+def test_who_was_silent_in_one_wait_is_gone_in_the_next(run_of):
+    """Or a save that several waits make up would take the time of each."""
+    run = run_of(2, SILENCED)
+    run.exchanges()
+    first, gone = run.processes
+    gone.close()
+    with pytest.raises(AdaCheckError, match="no sign of life"):
+        first.barrier("one", 60.0)
+    assert first.silent([1]) == [1]
+    gone.client.key_value_set_bytes("adacheck/beat/1", b"back", allow_overwrite=True)
+    assert first.silent([1]) == []
+
+
+def test_process_0_that_is_gone_is_named(run_of):
+    """It need not be the one that holds the service."""
+    run = run_of(2, SILENCED)
+    _, other = run.exchanges()
+    run.processes[0].close()
+    with pytest.raises(AdaCheckError, match=r"of process 0, found no sign of life"):
+        agreeing(other, 1)()
+
+
+def test_a_process_that_lives_but_does_not_report_is_waited_for_longer(run_of):
+    run = run_of(3, BOUNDED)
+    first, second, _ = run.exchanges()
+    for each in together(agreeing(first, 0), agreeing(second, 1)):
+        with pytest.raises(AdaCheckError, match=r"hear of process 2, found nothing in time"):
+            each.result()
+
+
+def test_a_process_that_did_not_begin_to_save_yet_is_not_taken_for_dead(run_of):
+    run = run_of(2, replace(SILENCED, report_s=2.0))
+    first = run.processes[0].exchange("/run/3")
+    with pytest.raises(AdaCheckError, match=r"hear of process 1, found nothing in time"):
+        agreeing(first, 0)()
+
+
+def test_a_step_that_is_saved_again_is_another_exchange(run_of):
+    run = run_of(2)
+    one, other = run.exchanges(), run.exchanges("/run/4")
+    again = run.exchanges()
+    one[1].fail("shares", OSError("disk full"))
+    for pair in (again, other):
+        found = together(*(agreeing(each, n) for n, each in enumerate(pair)))
+        assert [each.result() for each in found] == [{"numbers": [0, 1]}] * 2
+
+
+def test_a_save_that_was_given_up_stops_waiting(run_of):
+    first, second = run_of(2).exchanges()
+    is_over = threading.Event()
+    with ThreadPoolExecutor() as pool:
+        waiting = [pool.submit(agreeing(first, 0, is_over=is_over.is_set))]
+        is_over.set()
+        assert "being saved again" in messages(waiting)[0]
+    with pytest.raises(AdaCheckError, match="being saved again"):
+        second.agree("shares", {}, numbers, is_over.is_set)
+
+
+def test_what_was_told_is_deleted(run_of):
+    run = run_of(2)
+    for step in (3, 4):
+        exchanges = run.exchanges(f"/run/{step}")
+        together(*(agreeing(each, n) for n, each in enumerate(exchanges)))
+        for each in exchanges:
+            each.forget()
+    run.close()
+    assert {key.split("/")[1] for key in run.service.values} == {"beat"}
+
+
+def test_the_end_of_the_service_is_an_error_that_says_so(run_of):
+    run = run_of(2)
+    first, second = run.exchanges()
+    run.service.error = jax.errors.JaxRuntimeError("UNAVAILABLE: Socket closed\nand more")
+    for each in (first, second):
+        with pytest.raises(AdaCheckError, match=r"coordination service .* UNAVAILABLE: Socket"):
+            agreeing(each, 0)()
+        each.fail("shares", OSError("disk full"))  # nobody can be told
+
+
+def test_a_barrier_may_be_used_again_and_leaves_little(run_of):
+    run = run_of(2)
+    for _ in range(100):
+        calls = [lambda p=each: p.barrier("same", 60.0) for each in run.processes]
+        assert [each.result() for each in together(*calls)] == [None, None]
+    run.close()
+    assert len(run.service.values) < 300
+
+
+def test_a_barrier_names_who_is_gone(run_of):
+    run = run_of(2, SILENCED)
+    run.exchanges()
+    run.processes[1].close()
+    with pytest.raises(AdaCheckError, match=r"barrier same: .* process 1, found no sign") as found:
+        run.processes[0].barrier("same", 60.0)
+    assert "is not saved" not in str(found.value), "the step may be committed by then"
+
+
+def test_several_processes_without_a_service_are_refused(monkeypatch):
+    assert processes.exchange("/run/3") is None, "one process needs none"
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(AdaCheckError, match=r"2 processes .* call jax.distributed.initialize"):
+        processes.exchange("/run/3")

@@ -1,0 +1,184 @@
+"""Steps that stock Orbax saved, under a root on which this library goes on."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from orbax.checkpoint import v1
+from typer.testing import CliRunner
+
+import adacheck_jax as adacheck
+from adacheck_jax import v1 as adacheck_v1
+from adacheck_jax.cli import main
+from adacheck_jax.store.steps import roots
+from tests import support
+from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
+
+
+def save_stock(root, step, state, kind="standard"):
+    """Saves a step as a run without this library does."""
+    if kind == "standard":
+        with ocp.CheckpointManager(root) as manager:
+            manager.save(step, args=ocp.args.StandardSave(state))
+    elif kind == "pytree":
+        with ocp.CheckpointManager(root) as manager:
+            manager.save(step, args=ocp.args.PyTreeSave(state))
+    else:
+        handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False)
+        with ocp.CheckpointManager(root, item_handlers=handler) as manager:
+            manager.save(step, args=ocp.args.PyTreeSave(state))
+
+
+def kinds_of(root):
+    return {step.step: type(step.manifest).__name__[0] for step in roots.steps_of(root)}
+
+
+@pytest.mark.parametrize("kind", ["standard", "pytree", "zarr"])
+def test_a_run_goes_on_from_a_stock_step(tmp_path, kind, caplog):
+    run = support.dict_run(mesh_of((4, 2)))
+    run.advance()
+    first = host_copy(run.state)
+    save_stock(tmp_path, 1, run.state, kind)
+    handler = adacheck.AdaCheckHandler(run.recorder)
+    with manager_of(tmp_path, handler) as manager:
+        run.state = manager.restore(1, args=adacheck.RestoreArgs(abstract(run.state)))
+        assert_same_bits(run.state, first)
+        assert handler.restored == adacheck.RestoreInfo(1, 0, (), 0.0, verified=False)
+        assert not handler.restored.exact
+        assert "not verified" in caplog.text
+        saved = save_steps(manager, run, 2)
+        assert kinds_of(tmp_path) == {2: "B", 3: "D"}
+        assert_same_bits(
+            manager.restore(3, args=adacheck.RestoreArgs(abstract(run.state))), saved[3]
+        )
+        assert handler.restored.exact
+
+
+def test_a_checkpointer_without_a_manager(tmp_path):
+    state = {"a": jnp.arange(4.0)}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "weights", state)
+    handler = adacheck.AdaCheckHandler()
+    with ocp.Checkpointer(handler) as checkpointer:
+        args = adacheck.RestoreArgs(abstract(state))
+        assert_same_bits(checkpointer.restore(tmp_path / "weights", args=args), host_copy(state))
+    assert handler.restored == adacheck.RestoreInfo(-1, 0, (), 0.0, verified=False)
+
+
+def test_parts_and_casts_of_a_stock_step(tmp_path):
+    state = {"params": {"a": jnp.arange(4.0), "b": jnp.ones(2)}, "step": jnp.int32(3)}
+    save_stock(tmp_path, 1, state)
+    target = abstract(state)
+    alone = jax.sharding.SingleDeviceSharding(jax.devices()[1])
+    half = jax.ShapeDtypeStruct((4,), jnp.bfloat16, sharding=alone)
+    with manager_of(tmp_path, adacheck.AdaCheckHandler()) as manager:
+        found = manager.restore(
+            1, args=adacheck.RestoreArgs({"params": {"a": half}}, partial_restore=True)
+        )
+        assert (found["params"]["a"].dtype, found["params"]["a"].sharding) == (half.dtype, alone)
+        np.testing.assert_array_equal(found["params"]["a"], jnp.arange(4.0))
+        found = manager.restore(1, args=adacheck.RestoreArgs({**target, "step": ocp.PLACEHOLDER}))
+        assert found["step"] is ocp.PLACEHOLDER
+        assert_same_bits(found["params"], host_copy(state["params"]))
+        assert_same_bits(manager.restore(1, args=adacheck.RestoreArgs()), host_copy(state))
+        assert manager.item_metadata(1).tree["params"]["a"].shape == (4,)
+        wide = {**target, "step": jax.ShapeDtypeStruct((2,), jnp.int32)}
+        with pytest.raises(ValueError, match=r"not compatible|mismatch|shape"):
+            manager.restore(1, args=adacheck.RestoreArgs(wide))
+        with pytest.raises(adacheck.IntegrityError, match="stock Orbax saved"):
+            manager.restore(1, args=adacheck.RestoreArgs(target, exact=True))
+
+
+@pytest.fixture
+def mixed_root(tmp_path):
+    """Steps 1 and 2 by this library, 3 by stock Orbax, 4 by this library, 5 by stock Orbax."""
+    run = support.dict_run(mesh_of((2, 2)))
+    states = {}
+    for step in range(1, 6):
+        run.advance()
+        states[step] = host_copy(run.state)
+        if step in (3, 5):
+            save_stock(tmp_path, step, run.state)
+            continue
+        with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
+            manager.save(step, args=adacheck.SaveArgs(run.state))
+    return tmp_path, run, states
+
+
+def test_fallback_takes_a_verified_step(mixed_root, caplog):
+    root, run, states = mixed_root
+    (root / "4" / "default" / "adacheck" / "manifest.json").write_text("{}")
+    handler = adacheck.AdaCheckHandler()
+    args = adacheck.RestoreArgs(abstract(run.state), fallback=True)
+    with manager_of(root, handler) as manager:
+        assert_same_bits(manager.restore(4, args=args), states[2])
+        assert handler.restored == adacheck.RestoreInfo(2, handler.restored.replayed_count, (), 0.0)
+        assert "Passed over steps 3, which stock Orbax saved" in caplog.text
+        for path in (root / "5" / "default").glob("d/*"):
+            path.write_bytes(b"")
+        assert_same_bits(manager.restore(5, args=args), states[2])
+        assert handler.restored.verified
+
+
+def test_the_newest_restorable_step_is_one_that_verifies(mixed_root, caplog):
+    root, _, _ = mixed_root
+    assert adacheck.latest_restorable(root) == 4
+    assert "Skipping step 5" in caplog.text
+    (root / "4" / "default" / "adacheck" / "manifest.json").write_text("{}")
+    assert adacheck.latest_restorable(root) == 2
+    assert adacheck.latest_restorable(root, "default") == 2
+    assert adacheck.latest_restorable(root, "absent") is None
+
+
+def test_stock_steps_alone_are_no_reason_to_begin_anew(tmp_path):
+    save_stock(tmp_path, 7, {"a": jnp.arange(3.0)})
+    with pytest.raises(adacheck.IntegrityError, match=r"7.*which nothing can verify"):
+        adacheck.latest_restorable(tmp_path)
+
+
+def test_a_stock_item_beside_ours_is_no_stock_step(tmp_path):
+    handlers = {"state": adacheck.AdaCheckHandler(), "data": ocp.StandardCheckpointHandler()}
+    with manager_of(tmp_path, handlers) as manager:
+        args = {
+            "state": adacheck.SaveArgs({"a": jnp.arange(3.0)}),
+            "data": ocp.args.StandardSave({"b": jnp.arange(3.0)}),
+        }
+        manager.save(1, args=ocp.args.Composite(**args))
+    assert adacheck.latest_restorable(tmp_path) == 1
+    assert (
+        json.loads(CliRunner().invoke(main.app, ["ls", str(tmp_path), "--json"]).stdout)[
+            "stock_steps"
+        ]
+        == []
+    )
+
+
+def test_ls_names_stock_steps(mixed_root):
+    root, _, _ = mixed_root
+    told = CliRunner().invoke(main.app, ["ls", str(root)])
+    assert "saved by stock Orbax, not verified: steps 3, 5" in told.stdout
+    found = json.loads(CliRunner().invoke(main.app, ["ls", str(root), "--json"]).stdout)
+    assert found["stock_steps"] == [3, 5]
+    assert [step["step"] for step in found["steps"]] == [1, 2, 4]
+
+
+def test_v1_says_that_a_stock_step_was_not_verified(tmp_path, caplog):
+    caplog.set_level(logging.WARNING)
+    weights = {"a": jnp.arange(8.0), "b": jnp.ones(2)}
+    v1.save(tmp_path / "step_3", weights)
+    context = adacheck_v1.context()
+    with context:
+        assert_same_bits(v1.load(tmp_path / "step_3", weights), host_copy(weights))
+        assert adacheck_v1.run_of(context).restored == adacheck.RestoreInfo(
+            3, 0, (), 0.0, verified=False
+        )
+        assert "not verified" in caplog.text
+        wanted = adacheck_v1.RestoreArgs({"a": abstract(weights["a"])}, partial_restore=True)
+        found = v1.load_checkpointables(tmp_path / "step_3", {"state": wanted})["state"]
+        assert_same_bits(found, host_copy(weights["a"]))

@@ -1,0 +1,69 @@
+"""One process of a run of several: its arguments, and JAX set up for them.
+
+A worker imports this before anything else that imports JAX:
+``python -m WORKER MODE PROCESS PROCESSES PORT ROOT OUT DEVICES``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Arguments of a worker.
+
+    Attributes:
+        mode: what to do.
+        process: index of this process.
+        processes: number of processes.
+        port: port of the coordination service.
+        root: checkpoint root.
+        out: beginning of the paths of what this process writes for the test.
+        devices: number of devices of each process.
+        heartbeat_s: seconds without a heartbeat after which JAX takes a process for dead.
+    """
+
+    mode: str
+    process: int
+    processes: int
+    port: int
+    root: str
+    out: str
+    devices: int
+    heartbeat_s: int = 100
+
+
+def parsed(argv: list[str]) -> Arguments:
+    """The arguments of a command line."""
+    mode, process, processes, port, root, out, devices, *more = argv
+    heartbeat_s = int(more[0]) if more else Arguments.heartbeat_s
+    numbers = int(process), int(processes), int(port)
+    return Arguments(mode, *numbers, root, out, int(devices), heartbeat_s)
+
+
+own = parsed(sys.argv[1:])
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={own.devices}"
+
+import jax  # noqa: E402
+
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+if own.processes > 1:
+    jax.distributed.initialize(
+        f"127.0.0.1:{own.port}",
+        own.processes,
+        own.process,
+        heartbeat_timeout_seconds=own.heartbeat_s,
+    )
+
+import numpy as np  # noqa: E402
+from jax.experimental import multihost_utils  # noqa: E402
+
+
+def write(state: object, name: str) -> None:
+    """Writes the whole state to OUT-NAME.npz; all processes call it."""
+    whole = multihost_utils.process_allgather(state, tiled=True)
+    if jax.process_index() == 0:
+        np.savez(f"{own.out}-{name}.npz", *map(np.asarray, jax.tree.leaves(whole)))

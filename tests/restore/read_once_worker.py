@@ -1,0 +1,105 @@
+"""One of several processes that restore together, and compare what they get with what was saved.
+
+Usage: read_once_worker.py MODE PROCESS PROCESSES PORT ROOT OUT DEVICES
+
+MODE is restore, or damaged: then the first process finds its reads failing, and all have to raise.
+Prints a line of JSON: the bytes that were read from files, by layout and way of reading.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+mode, process, processes, port, root, out, devices = sys.argv[1:]
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+
+import jax  # noqa: E402
+
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+if int(processes) > 1:
+    jax.distributed.initialize(f"127.0.0.1:{port}", int(processes), int(process))
+
+import numpy as np  # noqa: E402
+import orbax.checkpoint as ocp  # noqa: E402
+import tensorstore as ts  # noqa: E402
+from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
+
+import adacheck_jax as adacheck  # noqa: E402
+from adacheck_jax.store import aligned_read  # noqa: E402
+from tests.restore.read_once_state import saved_run  # noqa: E402
+
+LAYOUTS = {"replicated": (), "cut": ("data",), "half cut": ("half",)}
+"""Mesh axes that cut the first axis of each array whose length they divide."""
+
+
+def bytes_read() -> int:
+    found = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
+    return sum(int(value["value"]) for each in found for value in each["values"])
+
+
+def target_of(state: Any, axes: tuple[str, ...]) -> Any:
+    count = jax.device_count()
+    mesh = jax.make_mesh((count // 2, 2), ("half", "pair")) if "half" in axes else None
+    mesh = mesh or jax.make_mesh((count,), ("data",))
+    cuts = int(np.prod([mesh.shape[axis] for axis in axes]))
+
+    def leaf(path: Any, x: Any) -> Any:
+        if not hasattr(x, "dtype"):
+            return x
+        name = jax.tree_util.keystr(path)
+        if "host" in name:
+            return np.empty(x.shape, x.dtype)
+        is_cut = bool(axes) and x.ndim > 0 and x.shape[0] % cuts == 0
+        spec = PartitionSpec(axes) if is_cut else PartitionSpec()
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree_util.tree_map_with_path(leaf, state)
+
+
+def bits(leaf: Any) -> list[tuple[Any, bytes]]:
+    """Bytes of every shard on this process."""
+    if not isinstance(leaf, jax.Array):
+        return [((), np.asarray(leaf).tobytes())]
+    leaf = (
+        jax.random.key_data(leaf)
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        else leaf
+    )
+    return [(str(s.index), np.asarray(s.data).tobytes()) for s in leaf.addressable_shards]
+
+
+_, state = saved_run()
+if mode == "damaged" and process == "0":
+    aligned_read.begin_into = lambda *_: (_ for _ in ()).throw(ValueError("a bad chunk"))
+counts: dict[str, dict[str, int]] = {}
+for name, axes in LAYOUTS.items():
+    found = {}
+    for way in (False, True):
+        with ocp.CheckpointManager(root, item_handlers=adacheck.AdaCheckHandler()) as manager:
+            before = bytes_read()
+            args = adacheck.RestoreArgs(target_of(state, axes), read_once=way)
+            if mode == "damaged" and way:
+                try:
+                    manager.restore(2, args=args)
+                except adacheck.IntegrityError as error:
+                    print(json.dumps(str(error)))
+                    sys.exit()
+                raise AssertionError("expected every process to raise")
+            if mode == "damaged":
+                continue
+            found[way] = manager.restore(2, args=args)
+            way_name = "together" if way else "alone"
+            counts.setdefault(name, {})[way_name] = bytes_read() - before
+    for alone, together in zip(*map(jax.tree.leaves, (found[False], found[True])), strict=True):
+        assert getattr(alone, "sharding", None) == getattr(together, "sharding", None)
+        assert bits(alone) == bits(together)
+    with np.load(out) as saved:
+        for key, leaf in zip(saved.files, jax.tree.leaves(found[True]), strict=True):
+            for index, data in bits(leaf):
+                whole = saved[key]
+                part = whole if index == () else whole[eval(str(index))]
+                assert np.ascontiguousarray(part).tobytes() == data, key
+print(json.dumps(counts))

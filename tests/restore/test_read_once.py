@@ -1,0 +1,222 @@
+"""Boxes that several processes need are read by one, and exchanged bit by bit."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import adacheck_jax as adacheck
+from adacheck_jax.device import exchange
+from adacheck_jax.format.boxes import Box, grid
+from adacheck_jax.restore import shared_reads, shares
+from adacheck_jax.restore.shares import SharedBox
+from adacheck_jax.store.steps import roots
+from adacheck_jax.store.storage.kvstore import KvStore
+from adacheck_jax.store.storage.location import Location
+from tests.end_to_end.test_multiprocess import start
+from tests.restore.read_once_state import advance, saved_run
+from tests.support import host_copy
+
+WORKER = "tests.restore.read_once_worker"
+
+
+@st.composite
+def shared_boxes(draw):
+    """Shared boxes of a few arrays, with any cut points and any holders."""
+    found = []
+    for array in range(draw(st.integers(1, 4))):
+        shape = tuple(draw(st.lists(st.integers(1, 40), max_size=3)))
+        cuts = tuple(
+            tuple(sorted({0, length, *draw(st.sets(st.integers(0, length), max_size=6))}))
+            for length in shape
+        )
+        lines = tuple(
+            tuple(sorted({0, length, *draw(st.sets(st.integers(0, length), max_size=1))}))
+            for length in shape
+        )
+        for box in grid(lines):
+            holders = draw(st.sets(st.integers(0, 5), min_size=2, max_size=4))
+            itemsize = draw(st.sampled_from([1, 2, 4, 8]))
+            found.append(SharedBox(array, box, tuple(sorted(holders)), itemsize, cuts))
+    return found
+
+
+@given(shared_boxes())
+def test_every_element_is_read_once_by_a_holder(boxes):
+    exchanges = shares.plan(boxes)
+    assert [each.holders for each in exchanges] == sorted({box.holders for box in boxes})
+    pieces = {}
+    for each in exchanges:
+        rows = {}
+        for piece in each.pieces:
+            pieces.setdefault((piece.array, piece.whole), []).append(piece.box)
+            assert 0 <= piece.reader < len(each.holders)
+            assert piece.start % 64 == 0
+            assert piece.start + piece.nbytes <= each.row_bytes
+            rows.setdefault(piece.reader, []).append((piece.start, piece.start + piece.nbytes))
+        for spans in rows.values():
+            assert all(a[1] <= b[0] for a, b in itertools.pairwise(sorted(spans)))
+    assert pieces.keys() == {(box.array, box.box) for box in boxes}
+    for box in boxes:
+        parts = pieces[box.array, box.box]
+        counts = np.zeros(box.box.shape, int)
+        for part in parts:
+            counts[part.relative_to(box.box.start).slices] += 1
+        assert (counts == 1).all()
+        for part in parts:  # no stored part is cut in two
+            for axis, points in enumerate(box.cuts):
+                for end in (part.start[axis], part.stop[axis]):
+                    assert end in (*points, box.box.start[axis], box.box.stop[axis])
+
+
+@given(shared_boxes())
+def test_the_bytes_are_shared_out_evenly(boxes):
+    for each in shares.plan(boxes):
+        of_these = [box for box in boxes if box.holders == each.holders]
+        loads = [0] * len(each.holders)
+        for piece in each.pieces:
+            loads[piece.reader] += piece.nbytes
+        unit = max(
+            slab.size * box.itemsize_bytes
+            for box in of_these
+            for slab in shares._slabs(box.box, box.cuts)
+        )
+        assert max(loads) <= sum(loads) / len(loads) + unit
+
+
+def lines(draw, length, most):
+    return tuple(sorted({0, length, *draw(st.sets(st.integers(0, length), max_size=most))}))
+
+
+@given(st.data())
+def test_a_stored_part_is_read_by_one_process(data):
+    """A process reads what its zones leave of its boxes, and no stored part that another reads."""
+    shape = tuple(data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=3)))
+    needed = {
+        box: data.draw(st.sets(st.integers(0, 3), min_size=1, max_size=3))
+        for box in grid(tuple(lines(data.draw, length, 3) for length in shape))
+    }
+    stored = tuple(lines(data.draw, length, 4) for length in shape)
+    zones = shares.zones(needed, shape, stored)
+    for part in grid(stored):
+        (around,) = [box for box, _ in zones if box.contains(part)]
+        assert sum(zone.size for zone, _ in zones) == Box.full(shape).size
+        users = {p for box, each in needed.items() if box.intersect(part) for p in each}
+        assert dict(zones)[around] == tuple(sorted(users))
+    whole = np.arange(np.prod(shape)).reshape(shape)
+    for process in range(4):
+        shared = [box for box, each in zones if len(each) > 1 and process in each]
+        own = [
+            part
+            for box, p in needed.items()
+            if process in p
+            for part in shared_reads.without(box, shared)
+        ]
+        for part in own:
+            readers = {p for box, each in zones if box.intersect(part) for p in each}
+            assert readers == {process}
+        parts = [(box, whole[box.slices]) for box in [*shared, *own]]
+        for box in [box for box, each in needed.items() if process in each]:
+            assert (shared_reads.put_together(box, parts) == whole[box.slices]).all()
+
+
+@pytest.mark.parametrize("nbytes", [1, 33, 64, 65, 4095, 4097, 1 << 20, (1 << 20) + 1, 67_000_000])
+def test_rows_have_few_lengths(nbytes):
+    length = exchange.padded_length(nbytes)
+    assert nbytes <= length <= max(nbytes + 64, nbytes * 1.25)
+    assert len({exchange.padded_length(n) for n in range(1 << 16, 1 << 17, 97)}) <= 17
+
+
+def test_who_reads_together(tmp_path):
+    remote = Location(KvStore("memory://root"), "run")
+    large = [SharedBox(0, Box((0,), (shared_reads.WORTHWHILE_BYTES,)), (0, 1), 2, ())]
+    few = [SharedBox(0, Box((0,), (8,)), (1, 2), 4, ())]
+    assert shared_reads.members(large, None, remote) == (0, 1)
+    assert shared_reads.members(few, None, remote) == ()
+    times = shared_reads.WORTHWHILE_BYTES
+    assert shared_reads.members(few, None, remote, times=times) == (1, 2)
+    assert shared_reads.members(large, None, tmp_path) == ()
+    for where in (remote, tmp_path):
+        assert shared_reads.members(large, False, where) == ()
+        assert shared_reads.members(few, True, where) == (1, 2)
+        assert shared_reads.members([], True, where) == ()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A base and two deltas, saved by one process, and the bits of the last step."""
+    root = tmp_path_factory.mktemp("read_once")
+    recorder, state = saved_run()
+    with ocp.CheckpointManager(
+        root / "run", item_handlers=adacheck.AdaCheckHandler(recorder)
+    ) as manager:
+        for step in range(3):
+            manager.save(step, args=adacheck.SaveArgs(state))
+            state = advance(recorder, state, step) if step < 2 else state
+    assert [type(s.manifest).__name__[0] for s in roots.steps_of(root / "run")] == ["B", "D", "D"]
+    np.savez(root / "bits.npz", *[words(x) for x in host_copy(state)])
+    return root
+
+
+def words(array):
+    """Elements as unsigned integers, which a file keeps bit by bit."""
+    return (
+        np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}").reshape(array.shape)
+        if (array.dtype.kind != "c")
+        else array
+    )
+
+
+def restored(root, mode, processes, devices):
+    children = start(mode, processes, root / "run", root / "bits.npz", devices, WORKER)
+    try:
+        outputs = [child.communicate(timeout=400)[0] for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    for child, output in zip(children, outputs, strict=True):
+        assert child.returncode == 0, output
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
+
+
+@pytest.mark.parametrize(
+    ("processes", "devices"),
+    [
+        (2, 2),
+        pytest.param(4, 1, marks=pytest.mark.slow),
+        pytest.param(3, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_processes_read_each_box_once(saved, processes, devices):
+    found = restored(saved, "restore", processes, devices)
+    for layout in found[0]:
+        alone, together = (sum(e[layout][way] for e in found) for way in ("alone", "together"))
+        assert together < 1.1 * alone
+        stored = sum(e["replicated"]["alone"] for e in found) / processes
+        assert together < 1.3 * stored, layout
+
+
+def test_a_process_that_cannot_read_stops_all(saved):
+    first, second = restored(saved, "damaged", 2, 1)
+    assert "a bad chunk" in first
+    assert "process 0 found its share damaged" in second
+
+
+def test_one_process_alone_shares_nothing(saved, monkeypatch):
+    def refuse(*_):
+        raise AssertionError("one process has nobody to share with")
+
+    monkeypatch.setattr(shared_reads, "SharedReads", refuse)
+    monkeypatch.setattr(exchange, "gather", refuse)
+    with ocp.CheckpointManager(saved / "run", item_handlers=adacheck.AdaCheckHandler()) as manager:
+        _, target = saved_run()
+        found = manager.restore(2, args=adacheck.RestoreArgs(target, read_once=True))
+    with np.load(saved / "bits.npz") as expected:
+        for name, leaf in zip(expected.files, host_copy(found), strict=True):
+            assert words(leaf).tobytes() == expected[name].tobytes()

@@ -1,0 +1,59 @@
+"""Exported updates: made once for all handlers of a recorder, and gone with it."""
+
+import gc
+import weakref
+
+import jax.numpy as jnp
+import optax
+
+import adacheck_jax as adacheck
+from adacheck_jax.save.exported_update import ExportedUpdates
+from adacheck_jax.save.snapshot import Snapshots
+from adacheck_jax.update import program as update_program
+from adacheck_jax.update.binding import recorders_of
+
+
+def exported_by_a_new_handler(recorder, params, check="full"):
+    state = {"params": params, "opt": recorder.init(params)}
+    structure = Snapshots(recorders_of(recorder), None).take(state).structure
+    return ExportedUpdates(check).of(structure)
+
+
+def test_an_update_is_exported_once_for_all_handlers_of_a_recorder(monkeypatch):
+    export, count = update_program.export, []
+
+    def counted(*args):
+        count.append(1)
+        return export(*args)
+
+    monkeypatch.setattr(update_program, "export", counted)
+    recorder, params = adacheck.Recorder(optax.sgd(0.1, momentum=0.9)), {"w": jnp.ones(8)}
+    first = exported_by_a_new_handler(recorder, params)
+    assert first.files
+    assert exported_by_a_new_handler(recorder, params) is first
+    assert len(count) == 1
+    assert exported_by_a_new_handler(recorder, params, check="sample") is not first
+    other = exported_by_a_new_handler(recorder, {"w": jnp.ones(9)})
+    assert other.digests != first.digests
+    another = adacheck.Recorder(optax.sgd(0.1, momentum=0.9))
+    assert exported_by_a_new_handler(another, params) is not first
+    assert len(count) == 4
+
+
+def test_what_is_kept_for_handlers_lives_as_long_as_the_recorder():
+    def functions_of_a_recorder():
+        recorder = adacheck.Recorder(optax.sgd(0.1))
+        assert recorder.once("key", lambda: [recorder]) == [recorder]
+        assert recorder.once("key", list) == [recorder]
+        return weakref.ref(recorder.init)
+
+    functions = functions_of_a_recorder()
+    gc.collect()
+    assert functions() is None
+
+
+def test_a_recorder_keeps_few_values():
+    recorder = adacheck.Recorder(optax.sgd(0.1))
+    made = [recorder.once(key, object) for key in range(100)]
+    assert recorder.once(99, object) is made[99]
+    assert recorder.once(0, object) is not made[0]
