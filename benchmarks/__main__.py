@@ -105,6 +105,23 @@ def checks(is_full: bool) -> Any:
     return child.measure("checks", params=8_300_000, leaves=100, **rounds)
 
 
+def fingerprints(is_full: bool) -> list[Any]:
+    """Deltas and recorded steps of 17 MB of params, on one device and on eight."""
+    size = {"params": 4_200_000, "leaves": 25, "rounds": 40 if is_full else 8}
+    return [child.measure("fingerprints", devices=devices, **size) for devices in (1, 8)]
+
+
+def stores(is_full: bool) -> list[Any]:
+    """12 MB in 81 arrays, in an object store on this machine whose requests take 0 and 30 ms."""
+    size = {"params": 1_000_000, "leaves": 20, "saves": 10 if is_full else 3}
+    kinds = ("gcs", "s3") if is_full else ("gcs",)
+    return [
+        child.measure("stores", kind=kind, delay_ms=delay, **size)
+        for kind in kinds
+        for delay in (0, 30)
+    ]
+
+
 MEASUREMENTS = {
     "saves": saves,
     "large saves": large_saves,
@@ -113,6 +130,8 @@ MEASUREMENTS = {
     "recording": recording,
     "pinning": pinning,
     "checks": checks,
+    "fingerprints": fingerprints,
+    "stores": stores,
     "growth": growth,
 }
 

@@ -161,6 +161,44 @@ def _checks(result: Mapping[str, Any]) -> str:
     return f"{about}.\n\n" + _table(head, cells)
 
 
+def _stores(results: Sequence[Mapping[str, Any]]) -> str:
+    parts = []
+    for result in results:
+        cells = [
+            [
+                name,
+                _ms(row["blocking_s"]),
+                _ms(row["mean_blocking_s"]),
+                _ms(row["durable_s"]),
+                f"{row['own_requests']:.0f} of {row['requests']:.0f}",
+                _mb(row["sent_bytes"]),
+                _mb(row["received_bytes"]),
+            ]
+            for name, row in result["rows"].items()
+        ]
+        head = ["", "blocking ms", "mean", "durable ms", "requests", "MB sent", "MB received"]
+        about = (
+            f"{result['kind']}, each request {result['delay_ms']} ms longer; "
+            f"{_mb(result['state_bytes'])} MB in {result['leaves']} arrays. Of the requests those "
+            "for files of this library come first; the others are Orbax's."
+        )
+        parts += [about, _table(head, cells)]
+    return "\n\n".join(parts)
+
+
+def _fingerprints(results: Sequence[Mapping[str, Any]]) -> str:
+    cells = []
+    for result in results:
+        for name, row in result["rows"].items():
+            times = [f"{_ms(each['median'])} ({each['ratio']:.2f})" for each in row.values()]
+            cells.append([str(result["devices"]), name, *times])
+    first = results[0]
+    size = f"{first['leaves']} arrays, {_mb(first['state_bytes'])} MB"
+    about = f"{size}; half of them whole on each device"
+    head = ["devices", "fingerprints", "a delta durable, ms", "its CPU ms", "record_step, ms"]
+    return f"{about}.\n\n" + _table(head, cells)
+
+
 _GROWN = ("blocking_s", "durable_s", "cpu_s")
 
 
@@ -182,6 +220,8 @@ _TABLES: dict[str, tuple[str, Any]] = {
     "recording": ("Short steps, each kept", _recording),
     "pinning": ("Pinned updates beside unpinned ones", _pinning),
     "checks": ("Deltas that are checked", _checks),
+    "fingerprints": ("Fingerprints and the comparison of replicas", _fingerprints),
+    "stores": ("Object stores", _stores),
     "growth": ("How the cost of a save grows", _growth),
 }
 
