@@ -13,7 +13,7 @@ from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 from adacheck_jax.errors import StorageError
 from adacheck_jax.store.steps import roots
-from adacheck_jax.store.steps.lineage import STEP_METADATA, is_told_by_names
+from adacheck_jax.store.steps.marks import STEP_METADATA, is_told_by_names
 from adacheck_jax.store.steps.roots import Place
 from adacheck_jax.store.storage.location import AnyPath, at
 

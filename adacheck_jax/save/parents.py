@@ -20,7 +20,7 @@ from adacheck_jax.save.snapshot import Structure
 from adacheck_jax.save.staged import StagedStep
 from adacheck_jax.store import links
 from adacheck_jax.store.retention import KeepLineage
-from adacheck_jax.store.steps import lineage
+from adacheck_jax.store.steps import lineage, marks
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.interface import Stamp
 from adacheck_jax.store.storage.location import AnyPath, at
@@ -130,7 +130,7 @@ class Parent:
         # In a store looks cost requests: they are left to the save itself, in the background.
         if at(self.directory).on_file_system:
             try:
-                if not lineage.is_there(self.directory, committed.stamp):
+                if not marks.is_there(self.directory, committed.stamp):
                     return None
             except OSError:
                 return None
@@ -244,7 +244,7 @@ class Parents:
 
 def _is_root(directory: AnyPath) -> bool:
     """True if a directory exists and is not a step's."""
-    return at(directory).is_folder and not at(directory / lineage.STEP_METADATA).exists
+    return at(directory).is_folder and not at(directory / marks.STEP_METADATA).exists
 
 
 def facts_of(parent: Parent, tip: Tip, *, knows_counts: bool) -> Facts:

@@ -294,7 +294,9 @@ def _write(
         with ThreadPoolExecutor(1) as thread:  # in a store requests need not wait for each other
             looked = None
             if process == 0 and staged.parent and not staged.links:
-                looked = thread.submit(lineage.check_ancestors, staged.parent, staged.parent_stamp)
+                looked = thread.submit(
+                    lineage.check_ancestors, staged.parent, staged.parent_stamp, directory
+                )
             written = _write_deltas(staged.steps, directory, process)
             if looked is not None:
                 looked.result()

@@ -19,7 +19,8 @@ from adacheck_jax.errors import AdaCheckError, StorageError, first_line
 from adacheck_jax.format import manifest_json
 from adacheck_jax.store.steps import lineage as lineages
 from adacheck_jax.store.steps import manifest_file, roots
-from adacheck_jax.store.steps.lineage import COMMIT_MARK, identity
+from adacheck_jax.store.steps.lineage import identity
+from adacheck_jax.store.steps.marks import COMMIT_MARK
 from adacheck_jax.store.steps.roots import TMP_SUFFIX
 from adacheck_jax.store.storage.interface import Stamp
 from adacheck_jax.store.storage.location import AnyPath, Location, at

@@ -11,7 +11,7 @@ import pytest
 import adacheck_jax as adacheck
 from adacheck_jax.errors import LineageError
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest
-from adacheck_jax.store.steps import lineage, roots
+from adacheck_jax.store.steps import lineage, marks, roots
 from adacheck_jax.tools import audit
 from tests.support import abstract, assert_same_bits, dict_run, host_copy, mesh_of, save_steps
 
@@ -51,7 +51,7 @@ BASE_AND_DELTAS = [(1, BaseManifest), (2, DeltaManifest), (3, DeltaManifest)]
 def test_steps_are_deltas_under_their_numbers(tmp_path, options):
     run, saved = saved_run(tmp_path, **options)
     assert kinds_of(tmp_path) == BASE_AND_DELTAS
-    assert all((tmp_path / "2/default" / name).exists() for name in (MARK, lineage.IN_PLACE))
+    assert all((tmp_path / "2/default" / name).exists() for name in (MARK, marks.IN_PLACE))
     assert adacheck.latest_restorable(tmp_path) == 3
     assert not audit.verify_root(tmp_path).damaged_count
     with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder), **options) as manager:

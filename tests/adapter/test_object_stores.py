@@ -17,7 +17,7 @@ import adacheck_jax as adacheck
 from adacheck_jax.cli.main import app
 from adacheck_jax.errors import LineageError, MismatchError, StorageError
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest
-from adacheck_jax.store.steps import lineage, manifest_file, roots
+from adacheck_jax.store.steps import lineage, manifest_file, marks, roots
 from adacheck_jax.store.storage.location import located
 from adacheck_jax.tools import audit
 from tests.support import (
@@ -155,7 +155,7 @@ def test_a_step_without_orbaxs_mark_does_not_exist(root):
     run = dict_run(mesh_of((1,)))
     with manager_of(root, run) as manager:
         saved = save_steps(manager, run, 3)
-    (located(root) / "3" / lineage.COMMIT_MARK).delete()
+    (located(root) / "3" / marks.COMMIT_MARK).delete()
     assert [number for number, _ in kinds_of(root)] == [1, 2]
     assert adacheck.latest_restorable(root) == 2
     with pytest.raises(LineageError, match="expected a step that Orbax has committed"):
@@ -188,7 +188,7 @@ def test_no_delta_is_left_behind_a_parent_that_is_gone(root, lost):
             manifest = step / "default" / manifest_file.FILE
             manifest.write(manifest.read() + b" ")
         elif lost == "uncommitted":
-            (step / lineage.COMMIT_MARK).delete()
+            (step / marks.COMMIT_MARK).delete()
         with pytest.raises(LineageError, match="This step is not saved, the next one will be"):
             save_steps(manager, run, 1)
         (saved,) = save_steps(manager, run, 1).values()
@@ -351,7 +351,7 @@ def test_a_base_with_a_number_that_came_from_another_storage_is_not_called_damag
     for file in tmp_path.rglob("*"):
         if file.is_file():
             (located(root) / str(file.relative_to(tmp_path))).write(file.read_bytes())
-    (located(root) / "1" / lineage.COMMIT_MARK).write(b"")
+    (located(root) / "1" / marks.COMMIT_MARK).write(b"")
     with (
         stock_manager(root, adacheck.AdaCheckHandler()) as manager,
         pytest.raises(StorageError, match=r"Orbax itself reads \(number\); no release of Orbax"),

@@ -43,7 +43,7 @@ import adacheck_jax as adacheck
 from adacheck_jax.format.manifest import DeltaManifest, Link
 from adacheck_jax.save import exported_update
 from adacheck_jax.store import links
-from adacheck_jax.store.steps import lineage, manifest_file, roots
+from adacheck_jax.store.steps import lineage, manifest_file, marks, roots
 from adacheck_jax.store.storage.location import Location, located
 from adacheck_jax.update import program as update_program
 from tests import object_stores, support
@@ -578,7 +578,7 @@ class RetentionInStore(RetentionOfReferences):
 
     def on_disk(self) -> set[int]:
         names = {name for name in self.place.folders() if name.isdecimal()}
-        return {int(n) for n in names if (self.place / n / lineage.COMMIT_MARK).exists}
+        return {int(n) for n in names if (self.place / n / marks.COMMIT_MARK).exists}
 
     def remove(self, step: int) -> None:
         (self.place / str(step)).delete()
@@ -608,7 +608,7 @@ class RetentionInStore(RetentionOfReferences):
             return
         self.settle()
         half = {int(name) for name in self.place.folders()} - {*self.disk}
-        assert all(not (self.place / str(n) / lineage.COMMIT_MARK).exists for n in half)
+        assert all(not (self.place / str(n) / marks.COMMIT_MARK).exists for n in half)
 
 
 def _copy(source: Location, target: Location) -> None:

@@ -11,7 +11,7 @@ from adacheck_jax.errors import AdaCheckError, FormatError, StorageError
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.manifest import NO_CAUTION, Link
 from adacheck_jax.store import claims, links, packs, volume_reader, volumes, zarr
-from adacheck_jax.store.steps import lineage, manifest_file, roots
+from adacheck_jax.store.steps import lineage, manifest_file, marks, roots
 from adacheck_jax.store.storage.kvstore import KvStore
 from adacheck_jax.store.storage.location import Location, at
 from adacheck_jax.store.storage.posix import Posix
@@ -71,7 +71,7 @@ def write_steps(root):
     """A base and a delta that refers to it."""
     base, _ = manifest_file.write(root / "10", A_BASE)
     for step in ("10", "11"):
-        (root / step / lineage.COMMIT_MARK).write(b"")
+        (root / step / marks.COMMIT_MARK).write(b"")
     link = Link(10, lineage.reference(root / "11", root / "10"), base.checksum)
     delta = dataclasses.replace(A_DELTA, step=11, parent=link, depth=1, caution=NO_CAUTION)
     return base, manifest_file.write(root / "11", delta)[0]

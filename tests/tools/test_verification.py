@@ -24,7 +24,7 @@ from adacheck_jax.cli.main import app
 from adacheck_jax.restore import delta_reader
 from adacheck_jax.store import links, zarr
 from adacheck_jax.store import packs as arrays
-from adacheck_jax.store.steps import lineage, manifest_file
+from adacheck_jax.store.steps import lineage, manifest_file, marks
 from adacheck_jax.store.storage.kvstore import KvStore
 from adacheck_jax.store.storage.location import Location, at
 from adacheck_jax.tools import audit, inspection, recompute, repair, verification
@@ -650,12 +650,12 @@ class TestRepairOfKeys:
         report = repair.repair(keys, read_data=True)
         assert [(each.path, each.freed_bytes) for each in report.removals] == [("3", 0)]
         assert report.step_count == 2
-        assert deleted == [f"{keys.key}/3/{lineage.COMMIT_MARK}", f"{keys.key}/3"]
+        assert deleted == [f"{keys.key}/3/{marks.COMMIT_MARK}", f"{keys.key}/3"]
         assert sorted(keys.folders()) == ["1", "2"]
         assert not audit.verify_root(keys, thoroughness=DATA).damaged_count
 
     def test_an_uncommitted_step_goes_if_the_caller_says_that_nothing_is_saved(self, keys):
-        (keys / "3" / lineage.COMMIT_MARK).delete()
+        (keys / "3" / marks.COMMIT_MARK).delete()
         before = {*keys.list()}
         with pytest.raises(tools_steps.InputError, match=r"at an unknown time.*--force"):
             repair.repair(keys)

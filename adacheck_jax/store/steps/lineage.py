@@ -25,7 +25,7 @@ from adacheck_jax.errors import (
     StorageError,
 )
 from adacheck_jax.format.manifest import BaseManifest, Delta, DeltaManifest, Manifest
-from adacheck_jax.store.steps import manifest_file
+from adacheck_jax.store.steps import manifest_file, marks
 from adacheck_jax.store.storage.interface import NotPlainError, Stamp
 from adacheck_jax.store.storage.location import AnyPath, Location, at
 
@@ -38,12 +38,6 @@ STILL = ".still"
 """End of the name of a volume with arrays that are expected not to change."""
 KEPT = f"{manifest_file.DIRECTORY}/kept"
 """Folder of hard links to volumes of earlier bases whose arrays have not changed since."""
-IN_PLACE = f"{manifest_file.DIRECTORY}/in_place"
-"""Empty file in a step that was not written under a temporary name: Orbax marks it at the end."""
-STEP_METADATA = "_CHECKPOINT_METADATA"
-"""File that Orbax writes into the directory of a step, and not into those of its items."""
-COMMIT_MARK = "commit_success.txt"
-"""File that Orbax writes last, into each item and then into the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +245,7 @@ def resolve(item_directory: AnyPath) -> Lineage:
     """
     item_directory = _for_many_looks(item_directory)
     manifest_file.refuse_links(item_directory)
-    _refuse_uncommitted(item_directory)
+    marks.refuse_uncommitted(item_directory)
     return _resolved(LineageStep(manifest_file.read(item_directory), item_directory))
 
 
@@ -259,7 +253,7 @@ def _for_many_looks(item_directory: AnyPath) -> AnyPath:
     """An item directory in a store, in a view of its root."""
     if at(item_directory).on_file_system:
         return item_directory
-    root = item_directory.parent.parent if is_item(item_directory) else item_directory.parent
+    root = item_directory.parent.parent if marks.is_item(item_directory) else item_directory.parent
     return Location(at(root).listed().storage, at(item_directory).key)
 
 
@@ -385,101 +379,38 @@ def identity_of(entry: LineageStep) -> str:
     return _identity((each for each in files if each.key.startswith(start)), start)
 
 
-def is_committed(item_directory: AnyPath) -> bool:
-    """True if Orbax committed a step whose directory has no temporary name.
-
-    Orbax renames a step to commit it. On object stores, and with ``AtomicityMode.COMMIT_FILE``, it
-    writes into the final directory instead, and adds a mark at the end.
-
-    Args:
-        item_directory: item directory of a step.
-    """
-    if at(item_directory).on_file_system:
-        if not at(item_directory / IN_PLACE).exists:
-            return True
-        step = item_directory.parent if is_item(item_directory) else item_directory
-        return at(step / COMMIT_MARK).exists
-    # Of an item both are marked, the step last; a step by itself may lie in any folder.
-    return at(item_directory / COMMIT_MARK).exists and (
-        at(item_directory.parent / COMMIT_MARK).exists
-        or not at(item_directory.parent / STEP_METADATA).exists
-    )
-
-
-def is_there(item_directory: AnyPath, stamp: Stamp | None) -> bool:
-    """True if a step is committed, by the same manifest as before.
-
-    Args:
-        item_directory: its item directory.
-        stamp: identity of the manifest; None for any.
-
-    Raises:
-        OSError: there is no manifest.
-    """
-    found = manifest_file.stamp(item_directory)
-    return is_committed(item_directory) and stamp in (None, found)
-
-
-def check_ancestors(ancestors: Lineage, stamp: Stamp | None) -> None:
+def check_ancestors(ancestors: Lineage, stamp: Stamp | None, item_directory: AnyPath) -> None:
     """Looks for the lineage of a delta that is being saved into a store: two requests.
 
     Args:
         ancestors: the parent's lineage, as it was known when the save began.
         stamp: identity of the parent's manifest; None if it is not known.
+        item_directory: item directory of the delta, not in a view that was listed before.
 
     Raises:
         LineageError: a step is gone, or the parent was replaced, or Orbax did not commit it.
     """
     parent = ancestors.entries[-1]
     holders = [at(entry.holder) for entry in ancestors.entries]
-    steps = [each.parent if is_item(each) else each for each in holders]
+    steps = [each.parent if marks.is_item(each) else each for each in holders]
     names = sorted(each.name for each in steps)
-    there = {each.key for each in steps[0].parent.list(names=(names[0], names[-1]))}
+    root = Location(at(item_directory).storage, steps[0].parent.key)
+    view = root.listed((names[0], names[-1])).storage
     needed = [at(entry.manifest_path) for entry in ancestors.entries]
     needed.append(at(ancestors.base_directory / "manifest.ocdbt"))  # which names all its files
-    marks = {each / COMMIT_MARK for each in (holders[-1], steps[-1])}
-    if (steps[-1] / STEP_METADATA).key not in there:  # the item lies in no step
-        marks = {holders[-1] / COMMIT_MARK}
-    lost = [each for each in (*needed, *marks) if each.key not in there]
+    lost = [each for each in needed if not Location(view, each.key).exists]
     with contextlib.suppress(FileNotFoundError):
-        if not lost and stamp in (None, manifest_file.stamp(parent.holder)):
+        if (
+            not lost
+            and marks.is_committed(Location(view, holders[-1].key))
+            and stamp in (None, manifest_file.stamp(parent.holder))
+        ):
             return
     raise LineageError(
         f"{lost[0] if lost else needed[-1]}: step {parent.manifest.step}, which is built on, was "
         "deleted or replaced, it or a step before it, or Orbax has not committed it "
-        f"({COMMIT_MARK} in it). This step is not saved, the next one will be a base."
+        f"({marks.COMMIT_MARK} in it). This step is not saved, the next one will be a base."
     )
-
-
-def is_item(directory: AnyPath) -> bool:
-    """True if a directory lies in that of its step.
-
-    It is told by what Orbax wrote into both. In a store, where a look costs a request if nothing is
-    listed yet, the names tell if they can: steps end with a number.
-    """
-    if at(directory).looks_cost and is_told_by_names(directory):
-        return _is_numbered(directory.parent.name)
-    return at(directory.parent / STEP_METADATA).exists and not at(directory / STEP_METADATA).exists
-
-
-def is_told_by_names(directory: AnyPath) -> bool:
-    """True if either a directory or the one that it lies in is named like a step.
-
-    Of ``run_7/5`` and ``step_3/7`` both are, and one stands for a step, the other for an item.
-    """
-    return _is_numbered(directory.parent.name) != _is_numbered(directory.name)
-
-
-def _is_numbered(name: str) -> bool:
-    return name.rpartition("_")[2].isdecimal()
-
-
-def _refuse_uncommitted(item_directory: AnyPath) -> None:
-    if not is_committed(item_directory):
-        raise LineageError(
-            f"{item_directory}: expected a step that Orbax has committed ({COMMIT_MARK} in it), "
-            "found one whose save was interrupted or is under way. Restore another step."
-        )
 
 
 def shown_steps(steps: Sequence[int]) -> str:
@@ -501,7 +432,7 @@ def follow(known: Sequence[Lineage], item_directory: AnyPath) -> Lineage:
         known: lineages that were resolved before.
         item_directory: the step's item directory.
     """
-    _refuse_uncommitted(item_directory)
+    marks.refuse_uncommitted(item_directory)
     manifest = manifest_file.read(item_directory)
     for each in known:
         if manifest.checksum == each.manifest.checksum:
@@ -538,7 +469,7 @@ def _find(child: DeltaManifest, entry: LineageStep, holders: Sequence[AnyPath]) 
         if _is_reference(parent.reference) and (
             found := _plain_sibling(entry.holder, parent.reference)
         ):
-            _refuse_uncommitted(found)
+            marks.refuse_uncommitted(found)
             return LineageStep(manifest_file.read(found), found)
     raise LineageError(
         f"{entry.place}: step {child.step} builds on step {parent.step}, expected at "

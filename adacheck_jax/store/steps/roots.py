@@ -10,13 +10,11 @@ from adacheck_jax.store.steps import manifest_file
 from adacheck_jax.store.steps.lineage import (
     BASE,
     DELTA,
-    IN_PLACE,
     KEPT,
     LINEAGE,
-    is_committed,
-    is_item,
     resolve,
 )
+from adacheck_jax.store.steps.marks import IN_PLACE, is_committed, is_item
 from adacheck_jax.store.storage.location import AnyPath, at
 
 TMP_SUFFIX = ".orbax-checkpoint-tmp"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from adacheck_jax.store.steps import manifest_file, roots
-from adacheck_jax.store.steps.lineage import COMMIT_MARK
+from adacheck_jax.store.steps.marks import COMMIT_MARK
 from adacheck_jax.store.storage.location import AnyPath, at
 
 TREE_METADATA = "_METADATA"

@@ -108,27 +108,25 @@ class Storage(Protocol):
         """Describes a value without reading it; a link is described and not followed."""
         ...
 
-    def list(
-        self, prefix: str, *, deep: bool = True, names: tuple[str, str] | None = None
-    ) -> Iterator[str]:
+    def list(self, prefix: str, *, deep: bool = True) -> Iterator[str]:
         """Lists keys in a folder, in no particular order; none if there is no such folder.
 
         Args:
             prefix: key of a folder.
             deep: False for the values directly in it.
-            names: first and last name in the folder, by the order of their characters; a store
-                is asked for what lies between and a file system looks at all. None for all names.
 
         Raises:
             FileNotFoundError: a folder in it vanished meanwhile; at the end, after all others.
         """
         ...
 
-    def listed(self, prefix: str) -> Storage:
+    def listed(self, prefix: str, names: tuple[str, str] | None = None) -> Storage:
         """A view for many looks at the keys of a folder; where a look costs much, all at once.
 
         Args:
             prefix: key of the folder.
+            names: first and last name in the folder that is looked for, by the order of their
+                characters; None for all names.
         """
         ...
 

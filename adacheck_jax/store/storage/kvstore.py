@@ -16,6 +16,8 @@ from adacheck_jax.store.storage.interface import Entry, Kind, Stamp
 
 _NO_VALUE = b"\x02"
 """Generation of a key that has no value, by which a write is made conditional."""
+Span = tuple[str, str]
+"""A range of keys: the first, and the one after the last, which is empty for all that follow."""
 
 
 class KvStore:
@@ -95,26 +97,24 @@ class KvStore:
             self._value(reading, key)
             return Entry((reading.result().stamp.generation,))
 
-    def list(
-        self, prefix: str, *, deep: bool = True, names: tuple[str, str] | None = None
-    ) -> Iterator[str]:
+    def list(self, prefix: str, *, deep: bool = True) -> Iterator[str]:
         """Lists the keys that begin with a folder's."""
         start = f"{prefix}/" if prefix else ""
-        span = _below(start)
-        if names is not None and self._lists_spans:
-            last = _below(f"{start}{names[1]}/").exclusive_max
-            span = ts.KvStore.KeyRange(f"{start}{names[0]}", last)
-        with self._named(prefix):
-            found = self._store.list(span).result()
-        for each in found:
-            key = each.decode()
-            name, slash, _ = key[len(start) :].partition("/")
-            if (deep or not slash) and (names is None or names[0] <= name <= names[1]):
-                yield key
+        return (
+            key for key in self.keys(_below(start), prefix) if deep or "/" not in key[len(start) :]
+        )
 
-    def listed(self, prefix: str) -> KvStore:
-        """Lists all keys below, once."""
-        return Listed(self, prefix)
+    def keys(self, span: Span, prefix: str) -> list[str]:
+        """Lists the keys of a range, in a folder."""
+        with self._named(prefix):
+            return [key.decode() for key in self._store.list(ts.KvStore.KeyRange(*span)).result()]
+
+    def listed(self, prefix: str, names: tuple[str, str] | None = None) -> KvStore:
+        """Lists the keys below, once."""
+        start = f"{prefix}/" if prefix else ""
+        if names is None or not self._lists_spans:
+            return Listed(self, prefix, _below(start))
+        return Listed(self, prefix, (f"{start}{names[0]}", _below(f"{start}{names[1]}/")[1]))
 
     def folders(self, prefix: str) -> list[str]:
         """Names before a slash in the keys of a folder."""
@@ -130,7 +130,9 @@ class KvStore:
         with self._named(key):
             if key:
                 self._store.write(key, None).result()
-            self._store.delete_range(_below(f"{key}/" if key else "")).result()
+            self._store.delete_range(
+                ts.KvStore.KeyRange(*_below(f"{key}/" if key else ""))
+            ).result()
 
     def adopt(self, values: Mapping[str, str]) -> bool:
         """Does nothing: there are no links."""
@@ -173,23 +175,23 @@ class KvStore:
 
 
 class Listed(KvStore):
-    """A view of a store as it was listed at one moment: no key below a prefix comes or goes.
+    """A view of a store as it was listed at one moment: no key in a range comes or goes.
 
     To look for keys costs no request more. Values are read from the store. It equals the store, so
     that locations in both are equal.
 
     Args:
         store: the store.
-        prefix: key of a folder; other keys are looked for in the store.
+        prefix: key of the folder that the range lies in.
+        span: the range; other keys are looked for in the store.
     """
 
     looks_cost = False
 
-    def __init__(self, store: KvStore, prefix: str) -> None:
+    def __init__(self, store: KvStore, prefix: str, span: Span) -> None:
         vars(self).update(vars(store))
-        self._viewed = store
-        self._start = f"{prefix}/" if prefix else ""
-        self._keys = sorted(store.list(prefix))
+        self._viewed, self._span = store, span
+        self._keys = sorted(store.keys(span, prefix))
 
     def __eq__(self, other: object) -> bool:
         return self._viewed == (other._viewed if isinstance(other, Listed) else other)
@@ -197,32 +199,31 @@ class Listed(KvStore):
     def __hash__(self) -> int:
         return hash(self._viewed)
 
-    def listed(self, prefix: str) -> KvStore:
+    def listed(self, prefix: str, names: tuple[str, str] | None = None) -> KvStore:
         """Itself, if its listing tells of that folder."""
-        return self if f"{prefix}/".startswith(self._start) else self._viewed.listed(prefix)
+        start = f"{prefix}/" if prefix else ""
+        return self if self._tells_of(start, start) else self._viewed.listed(prefix, names)
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         """Reads a value that was there."""
-        if key.startswith(self._start) and self.kind(key) != "value":
+        if self._tells_of(key, f"{key}/") and self.kind(key) != "value":
             raise FileNotFoundError(errno.ENOENT, "no such value", self.shown(key))
         return super().read(key, start, stop)
 
     def kind(self, key: str) -> Kind:
         """Looks into the listing."""
-        if not key.startswith(self._start):
+        if not self._tells_of(key, f"{key}/"):
             return super().kind(key)
         first = bisect.bisect_left(self._keys, key)
         if self._keys[first : first + 1] == [key]:
             return "value"
         return "folder" if next(self.list(key), None) is not None else ""
 
-    def list(
-        self, prefix: str, *, deep: bool = True, names: tuple[str, str] | None = None
-    ) -> Iterator[str]:
+    def list(self, prefix: str, *, deep: bool = True) -> Iterator[str]:
         """Goes through the listing."""
         start = f"{prefix}/" if prefix else ""
-        if names is not None or not start.startswith(self._start):
-            yield from self._viewed.list(prefix, deep=deep, names=names)
+        if not self._tells_of(start, start):
+            yield from self._viewed.list(prefix, deep=deep)
             return
         for number in range(bisect.bisect_left(self._keys, start), len(self._keys)):
             key = self._keys[number]
@@ -231,7 +232,12 @@ class Listed(KvStore):
             if deep or "/" not in key[len(start) :]:
                 yield key
 
+    def _tells_of(self, key: str, start: str) -> bool:
+        """True if all keys from one to the last that begins with a text lie in the range."""
+        first, last = self._span
+        return first <= key and (not last or "" < _below(start)[1] <= last)
 
-def _below(start: str) -> ts.KvStore.KeyRange:
-    """Range of the keys that begin with a text."""
-    return ts.KvStore.KeyRange(start, f"{start[:-1]}{chr(ord(start[-1]) + 1)}" if start else "")
+
+def _below(start: str) -> Span:
+    """The keys that begin with a text."""
+    return start, f"{start[:-1]}{chr(ord(start[-1]) + 1)}" if start else ""

@@ -92,16 +92,13 @@ class Location:
         """Identity of a value."""
         return self.stat().stamp
 
-    def list(
-        self, *, deep: bool = True, names: tuple[str, str] | None = None
-    ) -> Iterator[Location]:
+    def list(self, *, deep: bool = True) -> Iterator[Location]:
         """Values in a folder."""
-        found = self.storage.list(self.key, deep=deep, names=names)
-        return (Location(self.storage, key) for key in found)
+        return (Location(self.storage, key) for key in self.storage.list(self.key, deep=deep))
 
-    def listed(self) -> Location:
-        """The same folder in a view for many looks."""
-        return Location(self.storage.listed(self.key), self.key)
+    def listed(self, names: tuple[str, str] | None = None) -> Location:
+        """The same folder in a view for many looks, at names between two of them."""
+        return Location(self.storage.listed(self.key, names), self.key)
 
     def folders(self) -> list[str]:
         """Names of the folders in a folder."""

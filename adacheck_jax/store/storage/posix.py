@@ -85,16 +85,8 @@ class Posix:
         status = os.stat(key, follow_symlinks=False)
         return Entry(_stamp(status), status.st_size, status.st_nlink)
 
-    def list(
-        self, prefix: str, *, deep: bool = True, names: tuple[str, str] | None = None
-    ) -> Iterator[str]:
+    def list(self, prefix: str, *, deep: bool = True) -> Iterator[str]:
         """Lists files, and links without following them."""
-        if names is not None:
-            start = len(prefix) + 1
-            for key in self.list(prefix, deep=deep):
-                if names[0] <= key[start:].partition("/")[0] <= names[1]:
-                    yield key
-            return
         waiting, vanished = [prefix], None
         while waiting:
             folder = waiting.pop()
@@ -112,7 +104,7 @@ class Posix:
         if vanished is not None:
             raise vanished
 
-    def listed(self, prefix: str) -> Posix:
+    def listed(self, prefix: str, names: tuple[str, str] | None = None) -> Posix:
         """Itself: looking is cheap."""
         return self
 

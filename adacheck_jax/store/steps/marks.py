@@ -1,0 +1,87 @@
+"""Marks of a step in progress, committed, and of an item: empty files, most of them Orbax's."""
+
+from __future__ import annotations
+
+from adacheck_jax.errors import LineageError
+from adacheck_jax.store.steps import manifest_file
+from adacheck_jax.store.storage.interface import Stamp
+from adacheck_jax.store.storage.location import AnyPath, at
+
+IN_PLACE = f"{manifest_file.DIRECTORY}/in_place"
+"""Empty file in a step that was not written under a temporary name: Orbax marks it at the end."""
+STEP_METADATA = "_CHECKPOINT_METADATA"
+"""File that Orbax writes into the directory of a step, and not into those of its items."""
+COMMIT_MARK = "commit_success.txt"
+"""File that Orbax writes last, into each item and then into the step."""
+
+
+def is_committed(item_directory: AnyPath) -> bool:
+    """True if Orbax committed a step whose directory has no temporary name.
+
+    Orbax renames a step to commit it. On object stores, and with ``AtomicityMode.COMMIT_FILE``, it
+    writes into the final directory instead, and adds a mark at the end.
+
+    Args:
+        item_directory: item directory of a step.
+    """
+    if at(item_directory).on_file_system:
+        if not at(item_directory / IN_PLACE).exists:
+            return True
+        step = item_directory.parent if is_item(item_directory) else item_directory
+        return at(step / COMMIT_MARK).exists
+    # Of an item both are marked, the step last; a step by itself may lie in any folder.
+    return at(item_directory / COMMIT_MARK).exists and (
+        at(item_directory.parent / COMMIT_MARK).exists
+        or at(item_directory / STEP_METADATA).exists
+        or not at(item_directory.parent / STEP_METADATA).exists
+    )
+
+
+def is_there(item_directory: AnyPath, stamp: Stamp | None) -> bool:
+    """True if a step is committed, by the same manifest as before.
+
+    Args:
+        item_directory: its item directory.
+        stamp: identity of the manifest; None for any.
+
+    Raises:
+        OSError: there is no manifest.
+    """
+    found = manifest_file.stamp(item_directory)
+    return is_committed(item_directory) and stamp in (None, found)
+
+
+def is_item(directory: AnyPath) -> bool:
+    """True if a directory lies in that of its step.
+
+    It is told by what Orbax wrote into both. In a store, where a look costs a request if nothing is
+    listed yet, the names tell if they can: steps end with a number.
+    """
+    if at(directory).looks_cost and is_told_by_names(directory):
+        return _is_numbered(directory.parent.name)
+    return at(directory.parent / STEP_METADATA).exists and not at(directory / STEP_METADATA).exists
+
+
+def is_told_by_names(directory: AnyPath) -> bool:
+    """True if either a directory or the one that it lies in is named like a step.
+
+    Of ``run_7/5`` and ``step_3/7`` both are, and one stands for a step, the other for an item.
+    """
+    return _is_numbered(directory.parent.name) != _is_numbered(directory.name)
+
+
+def _is_numbered(name: str) -> bool:
+    return name.rpartition("_")[2].isdecimal()
+
+
+def refuse_uncommitted(item_directory: AnyPath) -> None:
+    """Raises if a step was not committed.
+
+    Raises:
+        LineageError: its save was interrupted, or is under way.
+    """
+    if not is_committed(item_directory):
+        raise LineageError(
+            f"{item_directory}: expected a step that Orbax has committed ({COMMIT_MARK} in it), "
+            "found one whose save was interrupted or is under way. Restore another step."
+        )
