@@ -65,9 +65,13 @@ def _rows(url: str, delay_ms: float, params: int, leaves: int, saves: int) -> di
         for key, value in figures.items():
             rows.setdefault(name, {}).setdefault(key, []).append(value)  # type: ignore[arg-type]
 
-    def train(name: str, handler: Any, args: Any, count: int) -> ocp.CheckpointManager:
+    def train(name: str, args: Any, count: int) -> ocp.CheckpointManager:
         nonlocal state
-        manager = _manager(f"{url}/{name.replace(' ', '_')}", handler)
+        keep = adacheck.KeepLineage(preservation_policy.LatestN(1000))
+        handler = None
+        if name != STOCK:
+            handler = adacheck.AdaCheckHandler(recorder, max_deltas=1000, keep_lineage=keep)
+        manager = _manager(f"{url}/{name.replace(' ', '_')}", handler, keep)
         for number in range(count):
             state = jax.block_until_ready(step(state))
             if name == RECORDED:
@@ -80,14 +84,14 @@ def _rows(url: str, delay_ms: float, params: int, leaves: int, saves: int) -> di
         return manager
 
     saved = adacheck.SaveArgs
-    with train(DELTA, _handler(recorder), saved, saves + 2) as manager:
+    with train(DELTA, saved, saves + 2) as manager:
         abstract = jax.tree.map(_abstract, state)
         restore = adacheck.RestoreArgs(abstract)
         name = RESTORE.format(saves + 1)
         measured(name, lambda: manager.restore(saves + 1, args=restore))
-    with train(RECORDED, _handler(recorder), saved, _EVERY * 2 + 1):
+    with train(RECORDED, saved, _EVERY * 2 + 1):
         pass
-    with train(STOCK, None, ocp.args.StandardSave, saves + 1) as manager:
+    with train(STOCK, ocp.args.StandardSave, saves + 1) as manager:
         restore = ocp.args.StandardRestore(abstract)
         measured(STOCK_RESTORE, lambda: manager.restore(saves, args=restore))
     return {
@@ -105,14 +109,9 @@ def _medians(figures: Mapping[str, Any]) -> dict[str, float]:
     } | {"mean_blocking_s": statistics.mean(figures["blocking_s"])}
 
 
-def _handler(recorder: adacheck.Recorder) -> adacheck.AdaCheckHandler:
-    keep = adacheck.KeepLineage(preservation_policy.LatestN(1000))
-    return adacheck.AdaCheckHandler(recorder, max_deltas=1000, keep_lineage=keep)
-
-
-def _manager(root: str, handler: Any) -> ocp.CheckpointManager:
+def _manager(root: str, handler: Any, keep: adacheck.KeepLineage) -> ocp.CheckpointManager:
     mode = ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE)
-    options = ocp.CheckpointManagerOptions(atomicity_options=mode)
+    options = ocp.CheckpointManagerOptions(atomicity_options=mode, preservation_policy=keep)
     return ocp.CheckpointManager(epath.Path(root), item_handlers=handler, options=options)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from tests.campaigns import killed
@@ -11,9 +13,12 @@ from tests.campaigns import killed
 def test_the_others_learn_of_a_process_that_is_killed(tmp_path):
     """Also where JAX does not tell them; the step before restores on any number of processes."""
     cells = killed.cells("small")
-    seen = {cell: killed.run(cell, tmp_path) for cell in cells}
-    for cell, (survivor,) in seen.items():
-        assert survivor.what == ("error" if cell.victim else "ended by JAX"), (cell, survivor)
+    with ThreadPoolExecutor(len(cells)) as pool:  # they wait, most of the time
+        seen = [*pool.map(lambda cell: killed.run(cell, tmp_path), cells)]
+    for cell, (survivor,) in zip(cells, seen, strict=True):
+        # With process 0 its service ends: JAX ends the others, or a call of theirs fails before.
+        expected = {"error"} if cell.victim else {"ended by JAX", "error of the service"}
+        assert survivor.what in expected, (cell, survivor)
     places = [tmp_path / cell.name for cell in cells]
     assert killed.restored(places, 1, tmp_path) == len(places)
     assert killed.restored(places, 4, tmp_path) == len(places)
