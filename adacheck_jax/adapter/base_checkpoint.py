@@ -239,20 +239,10 @@ class StockCheckpoints:
         ]
         with _damage_named(directory):
             read = dict(zip(direct, base_reader.read(directory, arrays, read_once), strict=True))
-        rest = {path: None if path in read else _readable(wanted[path]) for path in wanted}
-        by_orbax = [path for path, each in rest.items() if each is not None]
-        if by_orbax:
-            if not _is_reachable(directory):
-                raise StorageError(
-                    f"{directory}: expected arrays alone, found numbers or PRNG keys, which Orbax "
-                    f"itself reads ({', '.join(by_orbax[:5])}); {_why_unreachable()}. Copy the "
-                    "root to gs:// or a file system."
-                )
-            read |= {
-                path: leaf if rest[path] is wanted[path] else transfer.moved(leaf, wanted[path])
-                for path, leaf in self._read_by_orbax(directory, rest, metadata_tree).items()
-                if path not in read
-            }
+        rest = {path: None if path in read else sharding for path, sharding in wanted.items()}
+        if any(sharding is not None for sharding in rest.values()):
+            by_orbax = self._read_by_orbax(directory, rest, metadata_tree)
+            read |= {path: leaf for path, leaf in by_orbax.items() if path not in read}
         return {
             path: None if read.get(path) is None else _as_saved(read[path], leaves[path].dtype)
             for path in wanted
@@ -262,12 +252,20 @@ class StockCheckpoints:
         self, directory: AnyPath, wanted: Mapping[str, Any], metadata_tree: PyTree
     ) -> dict[str, Any]:
         """Read the wanted leaves through Orbax, which knows every type; None for the others."""
+        readable = {path: _readable(sharding) for path, sharding in wanted.items()}
+        if not _is_reachable(directory):
+            paths = [path for path, each in readable.items() if each is not None]
+            raise StorageError(
+                f"{directory}: expected arrays alone, found numbers or PRNG keys, which Orbax "
+                f"itself reads ({', '.join(paths[:5])}); {_why_unreachable()}. Copy the "
+                "root to gs:// or a file system."
+            )
 
         def argument(key_path: Any, leaf: Any) -> Any:
-            return _restore_args(wanted[trees.leaf_path(key_path)], leaf)
+            return _restore_args(readable[trees.leaf_path(key_path)], leaf)
 
         def item(key_path: Any, leaf: Any) -> Any:
-            return ocp.PLACEHOLDER if wanted[trees.leaf_path(key_path)] is None else leaf
+            return ocp.PLACEHOLDER if readable[trees.leaf_path(key_path)] is None else leaf
 
         args = ocp.args.PyTreeRestore(
             item=jax.tree_util.tree_map_with_path(item, metadata_tree),
@@ -276,13 +274,20 @@ class StockCheckpoints:
         with _damage_named(directory):
             tree = self._reader.restore(epath.Path(str(directory)), args=args)
         read, _ = trees.flatten(tree)
-        return {path: None if leaf is ocp.PLACEHOLDER else leaf for path, leaf in read.items()}
+        return {path: _placed(leaf, readable[path], wanted[path]) for path, leaf in read.items()}
 
     def close(self) -> None:
         """Release the resources of Orbax's handlers."""
         self._writer.close()
         self._reader.close()
         self._describer.close()
+
+
+def _placed(leaf: Any, read_as: Any, wanted: Any) -> Any:
+    """A leaf that Orbax read with one sharding, in the wanted one; None if it was left out."""
+    if leaf is ocp.PLACEHOLDER:
+        return None
+    return leaf if read_as is wanted else transfer.moved(leaf, wanted)
 
 
 def _is_reachable(directory: AnyPath) -> bool:

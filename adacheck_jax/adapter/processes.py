@@ -199,7 +199,7 @@ class Processes:
 
 
 class Exchange:
-    """What the processes tell each other about one attempt to save a step.
+    """Reports of the processes to each other about one attempt to save a step.
 
     Implements :class:`~adacheck_jax.save.share.Exchange`.
 

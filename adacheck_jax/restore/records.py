@@ -33,7 +33,7 @@ class Consumed(NamedTuple):
 
 
 class _Begun(NamedTuple):
-    """What a thread read of one update's arrays, in this process.
+    """The arrays of one update that a thread reads, in this process.
 
     Attributes:
         share: its share of what is read together.

@@ -43,7 +43,7 @@ SHARES = "shares"
 
 
 class Exchange(Protocol):
-    """What the processes of a run tell each other about one attempt to save a step."""
+    """Reports of the processes of a run to each other about one attempt to save a step."""
 
     def agree(
         self,
@@ -210,7 +210,7 @@ class StagedSave:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What all processes wrote of a save, as they agreed on it.
+    """The shares that all processes wrote of a save, as they agreed on them.
 
     Attributes:
         caution: findings of the checks of any process.
