@@ -37,7 +37,7 @@ def start(
 
 def finish(children: list[subprocess.Popen[str]]) -> None:
     try:
-        outputs = [child.communicate(timeout=200)[0] for child in children]
+        outputs = [child.communicate(timeout=500)[0] for child in children]
     finally:
         for child in children:
             child.kill()
@@ -84,6 +84,19 @@ def test_another_number_of_processes_restores_the_same_bits(run_of_two, processe
     for step in (1, 3):
         restored = leaves(Path(f"{out}-restored{step}.npz"))
         assert restored == leaves(run_of_two / f"out-saved{step}.npz")
+
+
+@pytest.mark.slow
+@pytest.mark.campaign
+@pytest.mark.parametrize("saved_by", [2, 4, 8])
+def test_every_number_of_processes_restores_what_another_one_saved(tmp_path, saved_by):
+    launch("save", saved_by, tmp_path / "run", tmp_path / "out", devices=2)
+    for processes in (1, 2, 4, 8):
+        out = tmp_path / f"restored-by-{processes}"
+        launch("restore", processes, tmp_path / "run", out, devices=2)
+        for step in (1, 3):
+            restored = leaves(Path(f"{out}-restored{step}.npz"))
+            assert restored == leaves(tmp_path / f"out-saved{step}.npz"), (processes, step)
 
 
 @pytest.mark.slow
