@@ -160,6 +160,9 @@ def test_a_step_without_orbaxs_mark_does_not_exist(root):
     assert adacheck.latest_restorable(root) == 2
     with pytest.raises(LineageError, match="expected a step that Orbax has committed"):
         lineage.resolve(located(root) / "3/default")
+    for each in (located(root) / "3").list(deep=False):  # as of a deleted step, whose item is left
+        each.delete()
+    assert [number for number, _ in kinds_of(root)] == [1, 2]
     with manager_of(root, run) as manager:
         assert manager.latest_step() == 2
         run.state = manager.restore(2, args=adacheck.RestoreArgs(abstract(run.state)))

@@ -71,7 +71,8 @@ def write_steps(root):
     """A base and a delta that refers to it."""
     base, _ = manifest_file.write(root / "10", A_BASE)
     for step in ("10", "11"):
-        (root / step / marks.COMMIT_MARK).write(b"")
+        for mark in (marks.STEP_METADATA, marks.COMMIT_MARK):
+            (root / step / mark).write(b"")
     link = Link(10, lineage.reference(root / "11", root / "10"), base.checksum)
     delta = dataclasses.replace(A_DELTA, step=11, parent=link, depth=1, caution=NO_CAUTION)
     return base, manifest_file.write(root / "11", delta)[0]

@@ -29,11 +29,10 @@ def is_committed(item_directory: AnyPath) -> bool:
             return True
         step = item_directory.parent if is_item(item_directory) else item_directory
         return at(step / COMMIT_MARK).exists
-    # Of an item both are marked, the step last; a step by itself may lie in any folder.
+    # Of an item both are marked, the step last. An item alone is the rest of a deleted step.
     return at(item_directory / COMMIT_MARK).exists and (
         at(item_directory.parent / COMMIT_MARK).exists
         or at(item_directory / STEP_METADATA).exists
-        or not at(item_directory.parent / STEP_METADATA).exists
     )
 
 
