@@ -107,6 +107,7 @@ def test_a_lineage_goes_on_after_a_restart_of_all_processes(run_of_two):
 
 
 @pytest.mark.slow
+@pytest.mark.first(1)
 @pytest.mark.parametrize("kind", ["gcs", "s3"])
 def test_several_processes_save_into_an_object_store(tmp_path, request, kind):
     root = f"{request.getfixturevalue(kind).url}/{uuid.uuid4().hex}"
@@ -122,6 +123,7 @@ def test_several_processes_save_into_an_object_store(tmp_path, request, kind):
 
 
 @pytest.mark.slow
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("mode", "kinds", "has_update"),
     [("bits", "BDD", [False, False]), ("projected", "BDD", [True, True])],

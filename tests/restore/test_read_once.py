@@ -189,7 +189,7 @@ def restored(root, mode, processes, devices):
     ("processes", "devices"),
     [
         (2, 2),
-        pytest.param(4, 1, marks=pytest.mark.slow),
+        pytest.param(4, 1, marks=pytest.mark.campaign),
         pytest.param(3, 2, marks=pytest.mark.slow),
     ],
 )

@@ -31,8 +31,7 @@ def is_committed(item_directory: AnyPath) -> bool:
         return at(step / COMMIT_MARK).exists
     # Of an item both are marked, the step last. An item alone is the rest of a deleted step.
     return at(item_directory / COMMIT_MARK).exists and (
-        at(item_directory.parent / COMMIT_MARK).exists
-        or at(item_directory / STEP_METADATA).exists
+        at(item_directory.parent / COMMIT_MARK).exists or at(item_directory / STEP_METADATA).exists
     )
 
 
