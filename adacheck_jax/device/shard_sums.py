@@ -70,6 +70,8 @@ class Summing:
                 on_device.setdefault(shard.device, []).append(entry)
         self._groups: list[_Group] = []
         for mesh, group in on_mesh.items():
+            if jax.process_index() not in {each.process_index for each in mesh.devices.flat}:
+                continue
             kinds = tuple(
                 (
                     cast(NamedSharding, arrays[i].sharding).spec,

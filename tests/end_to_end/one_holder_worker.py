@@ -104,7 +104,7 @@ with support.manager_of(own.root, handler) as manager:
         for read_once in (False, True):
             for step in (0, STEPS - 1):
                 restored = assert_restores(read_once, step)
-        kept = {"kernel": restored["run"]["params"]["in"]["kernel"]}
-        kept |= {"whole": restored["others"]["whole"]}
-        with pytest.raises(adacheck.MismatchError, match="leaf whole: it lies on devices of pro"):
-            save(kept)
+        kernel = restored["run"]["params"]["in"]["kernel"]
+        for name in ("whole", "cut"):
+            with pytest.raises(adacheck.MismatchError, match=f"leaf {name}: it lies on devices of"):
+                save({"kernel": kernel, name: restored["others"][name]})
