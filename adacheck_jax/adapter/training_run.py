@@ -28,7 +28,7 @@ from adacheck_jax.save.share import SHARES, Destination, Exchange
 from adacheck_jax.save.situation import Options
 from adacheck_jax.store.base_writer import Layout, Name, chunk_shape
 from adacheck_jax.store.steps import roots
-from adacheck_jax.store.steps.lineage import Lineage
+from adacheck_jax.store.steps.lineage import Lineage, referred
 from adacheck_jax.store.steps.marks import IN_PLACE
 from adacheck_jax.store.steps.roots import Place
 from adacheck_jax.store.storage.location import AnyPath, at, located
@@ -279,7 +279,9 @@ class TrainingRun:
             return
         for step in roots.steps_of(root, item):
             if isinstance(step.manifest, DeltaManifest):
-                parent = roots.place_of(step.directory / step.manifest.parent.reference).step
+                parent = roots.place_of(
+                    referred(step.directory, step.manifest.parent.reference)
+                ).step
                 number = roots.place_of(step.directory).step
                 if number is not None and parent is not None:
                     self._options.keep_lineage.note(number, parent)

@@ -90,10 +90,13 @@ def test_an_ancestor_lives_as_long_as_a_step_needs_it(root):
         assert manager.all_steps() == [1, 2, 3, 4]
         args = adacheck.RestoreArgs(abstract(run.state))
         assert_same_bits(manager.restore(4, args=args), saved[4])
-    with manager_of(root, run, kept(1), max_deltas=0) as manager:
+    with manager_of(root, run, kept(2), max_deltas=0) as manager:  # which has to learn of them
         manager.restore(4, args=args)
+        saved |= save_steps(manager, run, 1)
+        assert manager.all_steps() == [1, 2, 3, 4, 5]
+        assert_same_bits(manager.restore(4, args=args), saved[4])
         save_steps(manager, run, 1)
-        assert manager.all_steps() == [5]
+        assert manager.all_steps() == [5, 6]
 
 
 def test_without_a_policy_that_keeps_parents_each_step_is_a_base(root, caplog):

@@ -497,6 +497,21 @@ def _plain_sibling(directory: AnyPath, relative: str) -> AnyPath | None:
     return found
 
 
+def referred(directory: AnyPath, relative: str) -> AnyPath:
+    """The directory that a reference names, seen from a step's item directory.
+
+    Args:
+        directory: the item directory.
+        relative: as :func:`reference` gave it.
+    """
+    names = [name for name in PurePosixPath(relative).parts if name != ".."]
+    for _ in names:  # as many as steps up
+        directory = directory.parent
+    for name in names:
+        directory = directory / name
+    return directory
+
+
 def reference(from_directory: AnyPath, to_directory: AnyPath) -> str | None:
     """Relative path from one step's item directory to another's; None if they are not siblings."""
     relative = posixpath.relpath(str(to_directory), str(from_directory))
