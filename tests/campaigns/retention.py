@@ -1,11 +1,13 @@
 """Runs the state machines of tests/faults/test_retention_machine.py for as long as is wanted.
 
 python -m tests.campaigns.retention --examples 500
+python -m tests.campaigns.retention --examples 100 --store gcs
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -17,6 +19,7 @@ import hypothesis
 from hypothesis import HealthCheck, Phase
 from hypothesis.stateful import run_state_machine_as_test
 
+from tests import object_stores
 from tests.faults import test_retention_machine as machines
 
 RULES = 12
@@ -57,14 +60,21 @@ def run(machine: type[machines.Retention], examples: int, seed: int) -> tuple[in
 def main() -> None:
     """Reads the command line, and prints what was found."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--examples", type=int, default=100, help="of each of the two machines")
+    parser.add_argument("--examples", type=int, default=100, help="of each machine")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--store", choices=("gcs", "s3"), help="the machine of this store alone")
     options = parser.parse_args()
-    found = [
-        run(machine, options.examples, options.seed)
-        for machine in (machines.Retention, machines.RetentionOfReferences)
-    ]
+    with contextlib.ExitStack() as stack:
+        chosen: list[type[machines.Retention]] = [
+            machines.Retention,
+            machines.RetentionOfReferences,
+        ]
+        if options.store:
+            served = object_stores.served(options.store)
+            machines.RetentionInStore.url = stack.enter_context(served)
+            chosen = [machines.RetentionInStore]
+        found = [run(machine, options.examples, options.seed) for machine in chosen]
     failures = [failure for _, failure in found if failure]
     result = {"examples": sum(count for count, _ in found), "rules": RULES, "failures": failures}
     if options.json:
