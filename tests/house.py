@@ -17,6 +17,7 @@ FACADE = "adacheck_jax"
 
 MAY_IMPORT = {
     "errors": (),
+    "schedule": (),
     "format": ("errors",),
     "device": ("errors", "format"),
     "store": ("errors", "format"),
@@ -24,7 +25,7 @@ MAY_IMPORT = {
     "save": ("errors", "format", "device", "store", "update"),
     "restore": ("errors", "format", "device", "store", "update"),
     "adapter": ("errors", "format", "device", "store", "update", "save", "restore"),
-    "tools": ("errors", "format", "device", "store", "update", "restore", "adapter"),
+    "tools": ("errors", "format", "device", "store", "update", "restore", "adapter", "schedule"),
     "cli": ("errors", "format", "device", "store", "update", "adapter", "tools", FACADE),
     "v1": ("adapter", FACADE),
 }

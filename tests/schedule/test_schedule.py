@@ -1,0 +1,135 @@
+"""The schedule of saves: its closed form against simulated failures, and the search."""
+
+import dataclasses
+import math
+import random
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adacheck_jax.schedule import exponential
+from adacheck_jax.schedule.best import LONGEST_LINEAGE, best_schedule
+from adacheck_jax.schedule.costs import Costs, Schedule
+from adacheck_jax.schedule.waste import lineage_s, restore_s, waste
+from benchmarks import schedule as simulation
+
+PLAIN = Costs(step_s=1.0, delta_blocking_s=0.1, base_blocking_s=0.5, replay_s=0.2, restart_s=20.0)
+seconds = st.floats(1e-3, 100.0)
+all_costs = st.builds(
+    Costs,
+    step_s=st.floats(0.01, 10.0),
+    **{field.name: seconds for field in dataclasses.fields(Costs)[1:]},
+)
+mtbfs = st.floats(600.0, 2.6e6)
+
+
+@given(st.floats(-exponential.LARGEST, exponential.LARGEST))
+def test_the_exponential_is_that_of_libm(exponent):
+    assert exponential.expm1(exponent) == pytest.approx(math.expm1(exponent), rel=1e-12, abs=0)
+
+
+@given(st.floats(0.0, 0.1), st.integers(1, 1000))
+def test_a_sum_of_powers_is_the_sum_of_its_terms(exponent, count):
+    terms = math.fsum(math.exp(exponent * k) for k in range(1, count + 1))
+    assert exponential.power_sum(exponent, count) == pytest.approx(terms, rel=1e-9)
+
+
+@given(st.floats(0.1, 50.0), st.floats(0.0, 5.0), st.floats(0.0, 500.0), mtbfs)
+def test_of_equal_saves_it_is_dalys_formula(step_s, blocking_s, restart_s, mtbf_s):
+    """Daly (2006): M exp(R/M) (exp((T + d)/M) - 1) seconds for T seconds of work."""
+    costs = Costs(step_s, blocking_s, blocking_s, restart_s=restart_s)
+    segment_s = math.expm1((step_s + blocking_s) / mtbf_s) * math.exp(restart_s / mtbf_s) * mtbf_s
+    assert lineage_s(costs, Schedule(9, 1), mtbf_s) == pytest.approx(10 * segment_s)
+
+
+def test_without_failures_the_waste_is_what_saves_block():
+    found = waste(PLAIN, Schedule(9, 3), 1e15)
+    assert found == pytest.approx((0.5 + 3 * 0.1) / (10 + 0.5 + 3 * 0.1))
+
+
+def test_a_save_waits_for_the_write_before_it():
+    slow = dataclasses.replace(PLAIN, delta_write_s=3.0)
+    found = lineage_s(slow, Schedule(4, 1), 1e15)
+    assert found == pytest.approx(lineage_s(PLAIN, Schedule(4, 1), 1e15) + 4 * (3.0 - 1.0))
+
+
+def test_where_hardly_anything_is_ever_finished_all_time_is_lost():
+    assert waste(dataclasses.replace(PLAIN, restart_s=1e6), Schedule(20, 1), 1.0) == 1.0
+
+
+@pytest.mark.parametrize("name", simulation.COSTS)
+def test_the_closed_form_and_the_choice_agree_with_simulated_failures(name):
+    for mtbf_s in (600.0, 1e5):
+        found = simulation.compare(simulation.COSTS[name], mtbf_s, 10.0, failures=40, trials=250)
+        assert found.computed == pytest.approx(found.simulated, rel=0.05)
+        assert found.simulated <= 1.05 * found.least
+
+
+@given(all_costs, st.integers(1, 40), mtbfs)
+def test_under_a_small_budget_no_schedule_is_better(costs, longest, mtbf_s):
+    budget_s = restore_s(costs, Schedule(longest, 1)) + costs.replay_s / 2
+    chosen = best_schedule(costs, mtbf_s, budget_s)
+    every = [Schedule(n, b) for n in range(1, longest + 1) for b in range(1, n + 1)]
+    assert restore_s(costs, chosen) <= budget_s
+    assert waste(costs, chosen, mtbf_s) == min(waste(costs, each, mtbf_s) for each in every)
+
+
+@given(all_costs, mtbfs, st.integers(0, 2**32))
+def test_random_schedules_are_hardly_better(costs, mtbf_s, seed):
+    draw = random.Random(seed)
+    lengths = [round(math.exp(draw.uniform(0, math.log(LONGEST_LINEAGE)))) for _ in range(60)]
+    least = min(waste(costs, Schedule(n, draw.randint(1, n)), mtbf_s) for n in lengths)
+    assert waste(costs, best_schedule(costs, mtbf_s), mtbf_s) <= 1.05 * least
+
+
+@given(all_costs, mtbfs)
+def test_rarer_failures_waste_less(costs, mtbf_s):
+    often, rarely = (best_schedule(costs, each) for each in (mtbf_s, 4 * mtbf_s))
+    assert waste(costs, rarely, 4 * mtbf_s) <= waste(costs, often, mtbf_s) * 1.01
+
+
+def test_another_process_chooses_the_same():
+    program = (
+        "from adacheck_jax.schedule.best import best_schedule\n"
+        "from benchmarks.schedule import COSTS\n"
+        "print([best_schedule(costs, 10_000.0, 300.0) for costs in COSTS.values()])"
+    )
+    here = [best_schedule(costs, 10_000.0, 300.0) for costs in simulation.COSTS.values()]
+    there = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+    assert there.stdout.decode().strip() == str(here)
+
+
+def test_for_rare_failures_the_least_waste_is_that_of_the_first_order():
+    """Young's square root for the saves, and the same for the bases: docs/reference/schedule.md."""
+    costs, mtbf_s = Costs(1.0, 0.01, 10.0, base_restore_s=5.0, replay_s=0.1), 1e6
+    found = waste(costs, best_schedule(costs, mtbf_s), mtbf_s)
+    first = math.sqrt(2 * 0.01 / mtbf_s) + math.sqrt(2 * 10.0 * 0.1 / mtbf_s) + 5.0 / mtbf_s
+    assert found == pytest.approx(first, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "bad", [{"step_s": 0}, {"step_s": 1, "replay_s": -1}, {"step_s": math.nan}]
+)
+def test_impossible_costs_are_refused(bad):
+    with pytest.raises(ValueError, match=r"_s to be"):
+        Costs(**{"step_s": 1, "delta_blocking_s": 0, "base_blocking_s": 0} | bad)
+
+
+@pytest.mark.parametrize(("base_every", "save_every"), [(0, 0), (3, 4), (5, 0)])
+def test_an_impossible_schedule_is_refused(base_every, save_every):
+    with pytest.raises(ValueError, match="base_every >= save_every >= 1"):
+        Schedule(base_every, save_every)
+
+
+def test_a_budget_that_no_delta_fits_is_refused():
+    with pytest.raises(ValueError, match=r"restore_budget_s of at least 0\.2 "):
+        best_schedule(PLAIN, 3600.0, 0.1)
+
+
+@pytest.mark.parametrize("mtbf_s", [0.0, -1.0, math.nan])
+def test_an_impossible_mean_time_between_failures_is_refused(mtbf_s):
+    with pytest.raises(ValueError, match="mtbf_s"):
+        best_schedule(PLAIN, mtbf_s)
