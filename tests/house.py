@@ -59,6 +59,7 @@ MAY_TOUCH_FILES = {
     "tools.restorable": "callers give it a path as a text",
     "cli.callables": "it imports files of the user's",
     "cli.main": "its arguments are paths",
+    "cli.plots": "it writes the file that a user names",
     "cli.tables": "it shows paths",
     "cli.demo.measure": "the demonstration works in a directory of its own",
     "cli.demo.run": "the demonstration works in a directory of its own",

@@ -15,6 +15,7 @@ from adacheck_jax.store.steps.lineage import shown_steps
 
 if TYPE_CHECKING:  # the modules of some import JAX, which ``adacheck ls`` does not need
     from adacheck_jax.tools.audit import RootReport
+    from adacheck_jax.tools.goodput.simulation import GoodputReport
     from adacheck_jax.tools.inspection import RootSummary, StepDetails
     from adacheck_jax.tools.plan import Balance, RedundancyReport
     from adacheck_jax.tools.repair import RepairReport
@@ -275,3 +276,50 @@ def _in_words(report: RedundancyReport) -> str:
         f"{decimal(round(report.amortised_bytes))} a step with a base after every "
         f"{report.max_deltas} deltas."
     )
+
+
+WORTH_SHOWING = 0.001
+"""Changes of the waste below this share of the time are left out of the table."""
+
+
+def show_goodput(report: GoodputReport) -> None:
+    """Print what becomes of the time with each system, and what is uncertain about it."""
+    console = _console()
+    failures = report.outcomes[0].failures if report.outcomes else 0
+    console.print(
+        f"{report.hosts:,} hosts, {report.devices:,} devices, a failure every "
+        f"{report.mtbf_s / 3600:.3g} h: {failures:.0f} in {report.duration_s / 86_400:.3g} days "
+        f"(mean of {_count(report.runs, 'run', 'runs')}, seed {report.seed})",
+        highlight=False,
+    )
+    console.print()
+    numbers = ("goodput", "saving", "repeated", "down", "lost steps", "a failure")
+    table = _table("system", *numbers, "saves", right=numbers)
+    for each in report.outcomes:
+        shares = (each.goodput, each.saving, each.repeated, each.down)
+        lost = (f"{each.lost_steps:,.0f}", f"{each.lost_a_failure:.1f}")
+        _add_row(table, each.system, *(f"{x:.2%}" for x in shares), *lost, each.schedule)
+    console.print(table)
+    console.print()
+    if report.sensitivities:
+        _show_sensitivities(report, console)
+    kinds = [each.kind for each in report.figures]
+    counts = (f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+    note = f"Figures: {', '.join(counts)}; --json lists them. Measured is: on two CPU cores."
+    console.print(note, style="dim", highlight=False)
+
+
+def _show_sensitivities(report: GoodputReport, console: Console) -> None:
+    numbers = ("value", "halved", "waste", "doubled")
+    table, left_out = _table("system", "figure", *numbers, right=numbers), 0
+    for each in report.sensitivities:
+        change = max(abs(each.halved - each.waste), abs(each.doubled - each.waste))
+        if change < WORTH_SHOWING:
+            left_out += 1
+            continue
+        shares = (f"{x:.2%}" for x in (each.halved, each.waste, each.doubled))
+        _add_row(table, each.system, each.figure, f"{each.value:.3g}", *shares)
+    console.print(table)
+    changes = f"{_count(left_out, 'figure changes', 'figures change')} the waste"
+    console.print(f"{changes} by less than {WORTH_SHOWING:.1%} of the time.", highlight=False)
+    console.print()

@@ -1,0 +1,148 @@
+"""The goodput simulation against closed forms, and what it counts."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from adacheck_jax.schedule.costs import Costs, Schedule
+from adacheck_jax.schedule.waste import waste
+from adacheck_jax.tools.goodput.cluster import DAY_S, Cluster
+from adacheck_jax.tools.goodput.simulation import Trace, goodput_report, replayed
+from adacheck_jax.tools.goodput.systems import ALWAYS, LOCAL, SYSTEMS, as_behaviour
+from adacheck_jax.tools.goodput.tiers import Behaviour, Tier
+
+RUNS = 40
+
+
+def cluster_of(mtbf_s, restart_s=0.0, step_s=1.0, **figures):
+    restarts = {f"{kind}_restart_s": restart_s for kind in ("software", "host", "rack")}
+    made = Cluster(2, 1, 2000 * mtbf_s).with_mtbf(mtbf_s)
+    return made.changed({"step_s": step_s, **restarts, **figures})
+
+
+def outcome_of(behaviour, cluster, runs=RUNS):
+    return replayed("x", behaviour, cluster, Trace.drawn(cluster, runs, 0))
+
+
+def storage(every, **costs):
+    return Tier("storage", every, ALWAYS, **{"restore_s": 0.0} | costs)
+
+
+@pytest.mark.parametrize("mtbf_s", [100.0, 1000.0])
+@pytest.mark.parametrize(("every", "blocking_s", "recovery_s"), [(5, 0.0, 0.0), (20, 5.0, 30.0)])
+def test_periodic_saves_are_dalys_formula(mtbf_s, every, blocking_s, recovery_s):
+    """Daly (2006): M exp(R/M) (exp((T + d)/M) - 1) seconds for T seconds of work."""
+    cluster = cluster_of(mtbf_s, restart_s=recovery_s / 3)
+    tier = storage(every, base_blocking_s=blocking_s, restore_s=recovery_s * 2 / 3)
+    segment_s = math.expm1((every + blocking_s) / mtbf_s) * math.exp(recovery_s / mtbf_s) * mtbf_s
+    found = outcome_of(Behaviour((tier,)), cluster)
+    assert 1 - found.goodput == pytest.approx(1 - every / segment_s, rel=0.02)
+
+
+@pytest.mark.parametrize("schedule", [Schedule(20, 1), Schedule(60, 7), Schedule(9, 9)])
+def test_a_lineage_is_the_closed_form_of_its_schedule(schedule):
+    cluster = cluster_of(500.0, restart_s=10.0)
+    costs = Costs(
+        step_s=1.0,
+        delta_blocking_s=0.1,
+        base_blocking_s=0.5,
+        delta_write_s=0.4,
+        base_write_s=3.0,
+        restart_s=10.0,
+        open_s=1.0,
+        base_restore_s=4.0,
+        replay_s=0.3,
+        defer_blocking_s=0.01,
+        further_write_s=0.2,
+    )
+    found = outcome_of(as_behaviour(costs, schedule), cluster)
+    assert 1 - found.goodput == pytest.approx(waste(costs, schedule, 500.0), rel=0.03)
+
+
+def test_all_of_the_time_is_accounted_for():
+    report = goodput_report(Cluster(duration_s=5 * DAY_S), runs=2)
+    for each in report.outcomes:
+        shares = (each.goodput, each.saving, each.repeated, each.down)
+        assert sum(shares) == pytest.approx(1)
+        assert min(shares) >= 0
+
+
+def test_without_failures_nothing_is_lost():
+    cluster = dataclasses.replace(cluster_of(1e12), duration_s=1000.0)
+    found = outcome_of(Behaviour((storage(10, base_blocking_s=2.5),), slowdown=0.05), cluster, 1)
+    assert (found.failures, found.lost_steps) == (0, 0)
+    assert found.goodput == pytest.approx(1 / (1 + 0.05 + 0.25), abs=0.002)
+
+
+def test_memory_is_as_good_as_what_it_survives():
+    behaviour = Behaviour((Tier("memory", 1, LOCAL, 0.0), storage(50)))
+
+    def lost(software, rack):
+        figures = {"software_share": software, "rack_share": rack}
+        return outcome_of(behaviour, cluster_of(500.0, **figures)).lost_a_failure
+
+    assert lost(1.0, 0.0) == 0
+    assert lost(0.0, 1.0) == pytest.approx(25, rel=0.05)
+    assert lost(0.5, 0.0) == pytest.approx(12.5, rel=0.1)
+
+
+def test_a_save_that_is_being_written_is_lost():
+    late = outcome_of(Behaviour((storage(10, base_write_s=10.0),)), cluster_of(5000.0))
+    assert late.lost_a_failure == pytest.approx(5 + 10, rel=0.05)
+
+
+def test_the_newest_safe_step_of_a_lineage():
+    tier = storage(10, delta_every=4, base_write_s=2.0, delta_write_s=0.5)  # 0 4 8 9, 10 14 18 19
+    progress = np.array([3.0, 4.4, 4.5, 8.6, 9.6, 10.5, 11.9, 12.0, 14.6, 19.5])
+    assert tier.newest(progress, 1.0).tolist() == [0, 0, 4, 8, 9, 9, 9, 10, 14, 19]
+
+
+def test_all_systems_meet_the_same_failures():
+    first, second = (goodput_report(Cluster(), runs=3, seed=7) for _ in range(2))
+    assert first == second
+    assert len({each.failures for each in first.outcomes}) == 1
+    assert first != goodput_report(Cluster(), runs=3, seed=8)
+
+
+def test_the_rate_of_failures_is_that_of_llama_3():
+    assert Cluster().devices == 16_384
+    failures = goodput_report(Cluster(), runs=100).outcomes[0].failures
+    assert failures == pytest.approx(419, rel=0.02)
+
+
+def test_sensitivity_varies_what_is_uncertain():
+    report = goodput_report(Cluster(duration_s=DAY_S), runs=2, is_sensitivity=True)
+    rows = {(each.system, each.figure): each for each in report.sensitivities}
+    uncertain = [x for x in report.figures if x.kind in ("assumed", "measured") and x.value]
+    own = [x for x in uncertain if x.system != "cluster"]
+    assert len(rows) == len(own) + len(SYSTEMS) * (len(uncertain) - len(own))
+    row = rows["stock Orbax", "cluster.host_restart_s"]
+    assert row.halved < row.waste < row.doubled
+
+
+def test_given_figures_take_the_place_of_known_ones():
+    wishes = {"cluster": {"step_s": 3.0}, "adacheck_jax": {"delta_blocking_s": 0.5}}
+    report = goodput_report(Cluster(duration_s=DAY_S), wishes, runs=1)
+    found = {(each.system, each.name): each for each in report.figures}
+    for system, figures in wishes.items():
+        for name, value in figures.items():
+            assert (found[system, name].value, found[system, name].kind) == (value, "given")
+
+
+@pytest.mark.parametrize(
+    ("wishes", "message"),
+    [
+        ({"Orbax": {}}, "expected one of"),
+        ({"Gemini": {"cost": 1.0}}, "Gemini: expected some of"),
+        ({"cluster": {"step": 1.0}}, "cluster: expected some of"),
+        ({"cluster": {"step_s": 0.0}}, "step_s to be more than 0"),
+        ({"cluster": {"rack_share": 0.9}}, "sum to more than 1"),
+        ({"Gemini": {"write_s": -1.0}}, "a number >= 0"),
+        ({"Gemini": {"write_s": "fast"}}, "a number >= 0"),
+    ],
+)
+def test_impossible_wishes_are_refused(wishes, message):
+    with pytest.raises(ValueError, match=message):
+        goodput_report(Cluster(), wishes, runs=1)
