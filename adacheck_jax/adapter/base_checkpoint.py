@@ -354,7 +354,8 @@ def _damage_named(directory: AnyPath) -> Iterator[None]:
         if refused := unreadable(directory, error):
             raise refused from error
         reason = first_line(error)
+        state = "damaged" if at(directory).on_file_system else "damaged, or is being deleted"
         raise IntegrityError(
             f"{directory}: the base cannot be read ({type(error).__name__}: {reason}). The step is "
-            "damaged; restore another one."
+            f"{state}; restore another one."
         ) from error

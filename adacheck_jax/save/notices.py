@@ -153,8 +153,8 @@ _REMEDIES = {
     "handlers that take turns each sees every second step alone.",
     "does not follow": "Give steps ascending numbers, and each training run a root and a handler "
     "of its own.",
-    "no parent step": "Another handler or process writes to this root, or removes steps from it: "
-    "give each training run a root and a handler of its own.",
+    "no parent step": "The newest step is deleted before the next one is saved, or another handler "
+    "or process writes to this root: give each training run a root and a handler of its own.",
     "the tree changed": "Save states of one structure.",
     "the state has": "Save states of one structure.",
     "changed from": "Save states of one structure.",

@@ -298,8 +298,8 @@ def _decided(
         return unplanned(_first_difference(base, structure)), notices
     if not situation.keeps_ancestors:
         base_only, notice = _bases_only(
-            "the storage has no hard links, and the handler has no policy that keeps what deltas "
-            "refer to; give handler and manager the same one, such as keep = "
+            "the storage has no hard links, and no policy that handler and manager share keeps "
+            "what deltas refer to, also those that are there already; give both the same, keep = "
             "adacheck.KeepLineage(LatestN(3)): AdaCheckHandler(..., keep_lineage=keep) and "
             "CheckpointManagerOptions(preservation_policy=keep)"
         )

@@ -43,6 +43,11 @@ class Options:
     def __post_init__(self) -> None:
         if not isinstance(self.max_deltas, int) or self.max_deltas < 0:
             raise ValueError(f"expected max_deltas to be an int >= 0, found {self.max_deltas!r}")
+        if not isinstance(self.keep_lineage, KeepLineage | None):
+            raise ValueError(
+                f"expected keep_lineage to be a KeepLineage, found {self.keep_lineage!r}. Write "
+                "keep = KeepLineage(policy), and give it to the manager too."
+            )
         for name, known in (
             ("delta", Delta),
             ("check", Check),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any, Protocol
 
 
@@ -18,9 +20,9 @@ class KeepLineage:
     """An Orbax preservation policy that keeps the ancestors of whatever another policy keeps.
 
     Needed only where the file system has no hard links, so that a delta refers to other steps.
-    Give the same object to the manager and to the handler::
+    Give the same object to the manager and to the handler; other policies go inside it::
 
-        keep = adacheck.KeepLineage(LatestN(3))
+        keep = adacheck.KeepLineage(AnyPreservationPolicy([LatestN(3), EveryNSteps(1000)]))
         handler = adacheck.AdaCheckHandler(recorder, keep_lineage=keep)
         options = ocp.CheckpointManagerOptions(preservation_policy=keep)
 
@@ -57,15 +59,35 @@ class KeepLineage:
     def should_preserve(
         self, checkpoints: Sequence[_Checkpoint], *, context: Any
     ) -> Sequence[bool]:
-        """Keeps the steps that the inner policy keeps, and all steps that those build on."""
+        """Keeps the steps that the inner policy keeps, the newest, and all that those build on.
+
+        Raises:
+            ValueError: the policy lies in another one, which may keep steps without what they
+                build on.
+        """
+        _refuse_outer_policy(inspect.currentframe())
         self.is_asked = True
         inner = self._inner.should_preserve(checkpoints, context=context)
+        steps = {checkpoint.step for checkpoint in checkpoints}
         kept = {c.step for c, keep in zip(checkpoints, inner, strict=True) if keep}
+        kept |= {max(steps)} if steps else set()  # the next step builds on it
         waiting = list(kept)
         while waiting:
             parents = self._parents.get(waiting.pop(), set()) - kept
             kept |= parents
             waiting += parents
-        steps = {checkpoint.step for checkpoint in checkpoints}
         self._let_go = (self._let_go | steps) - kept
         return [checkpoint.step in kept for checkpoint in checkpoints]
+
+
+def _refuse_outer_policy(frame: FrameType | None) -> None:
+    """Raises if Orbax's union of policies asks: nothing else tells a policy who does."""
+    for _ in range(2):  # in Python 3.11 a comprehension has a frame of its own
+        frame = frame.f_back if frame else None
+        outer = type(frame.f_locals.get("self")).__name__ if frame else ""
+        if outer == "AnyPreservationPolicy":
+            raise ValueError(
+                f"expected KeepLineage around all other policies, found it inside {outer}, which "
+                "may keep a step and delete what it builds on. Nothing was deleted; write "
+                "KeepLineage(AnyPreservationPolicy([...])), and give it to manager and handler."
+            )

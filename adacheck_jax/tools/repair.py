@@ -111,7 +111,7 @@ def repair(
     root = at(root).resolve()
     report = audit.verify_root(root, thoroughness=Thoroughness(read_data), progress=progress)
     _check_readable(root)
-    if not force:
+    if not (force or dry_run):
         _check_quiet(root, report.leftovers)
     removals, kept = _plan(root, report.steps, report.leftovers)
     if not dry_run:
@@ -144,11 +144,15 @@ def _check_quiet(root: Location, found: Iterable[Leftover]) -> None:
         changed_s = (root / each.path).changed_s()
         age_s = None if changed_s is None else time.time() - changed_s
         if age_s is None or age_s < _YOUNG_S:
-            when = "at an unknown time" if age_s is None else f"{max(0, round(age_s))} seconds ago"
+            found_text, remedy = "a temporary directory", "stop the training run, and wait a minute"
+            if age_s is None:
+                found_text = "a step without Orbax's mark, of which a store does not tell the age"
+                remedy = "make sure that no training run saves here"
+            else:
+                found_text += f" that changed {max(0, round(age_s))} seconds ago"
             raise InputError(
-                f"{root / each.path}: expected no save under way, found a temporary directory that "
-                f"changed {when}. Nothing was removed; stop the "
-                "training run, wait a minute, or pass --force if nothing is saving."
+                f"{root / each.path}: expected no save under way, found {found_text}. Nothing was "
+                f"removed; {remedy}, or pass --force if nothing is saving."
             )
 
 

@@ -117,7 +117,7 @@ def test_a_policy_that_the_manager_does_not_know_keeps_nothing(root, caplog):
         for step in manager.all_steps():
             assert_same_bits(manager.restore(step, args=args), saved[step])
     assert kinds_of(root) == [(4, BaseManifest), (5, BaseManifest)]
-    assert "give handler and manager the same one" in caplog.text
+    assert "give both the same, keep = adacheck.KeepLineage" in caplog.text
 
 
 def test_recorded_steps_are_written_with_the_next_one(root):

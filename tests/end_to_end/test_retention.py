@@ -8,7 +8,7 @@ from pathlib import Path
 
 import orbax.checkpoint as ocp
 import pytest
-from orbax.checkpoint.checkpoint_managers import EveryNSteps, LatestN
+from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSteps, LatestN
 
 import adacheck_jax as adacheck
 from adacheck_jax.format import manifest
@@ -117,6 +117,30 @@ class TestReferences:
             saved = save_steps(manager, run, 7)
         # Bases are 1 and 5: the two latest steps, and what they build on.
         assert restore_all(tmp_path, run, saved) == [5, 6, 7]
+
+    def test_keep_lineage_keeps_the_newest_step_for_the_next_one(self, tmp_path):
+        run = support.dict_run(mesh_of((4, 2)))
+        keep = adacheck.KeepLineage(EveryNSteps(5))
+        handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=3, keep_lineage=keep)
+        with manager_of(tmp_path, handler, preservation_policy=keep) as manager:
+            saved = save_steps(manager, run, 7)
+        assert restore_all(tmp_path, run, saved) == [5, 6, 7]
+        assert isinstance(manifest_file.read(tmp_path / "7" / "default"), manifest.DeltaManifest)
+
+    def test_keep_lineage_inside_another_policy_is_refused(self, tmp_path):
+        run = support.dict_run(mesh_of((4, 2)))
+        keep = adacheck.KeepLineage(LatestN(2))
+        outer = AnyPreservationPolicy([keep, EveryNSteps(5)])
+        handler = adacheck.AdaCheckHandler(run.recorder, keep_lineage=keep)
+        with (
+            manager_of(tmp_path, handler, preservation_policy=outer) as manager,
+            pytest.raises(ValueError, match="KeepLineage around all other policies, found it insi"),
+        ):
+            save_steps(manager, run, 1)
+
+    def test_another_policy_in_its_place_is_refused(self):
+        with pytest.raises(ValueError, match=r"keep_lineage to be a KeepLineage, found .*LatestN"):
+            adacheck.AdaCheckHandler(keep_lineage=LatestN(2))
 
     @pytest.mark.slow
     def test_keep_lineage_knows_the_steps_of_an_earlier_process(self, tmp_path):

@@ -491,7 +491,9 @@ class Retention(RuleBasedStateMachine):
         if kept is None:
             return
         needed = {link.step for step in self.disk for link in self.chain(step, self.disk)}
-        assert {*self.disk} <= kept | (needed if not self.has_links else set())
+        if not self.has_links:
+            kept = kept | needed | {max(self.disk, default=0)}  # the next step builds on the newest
+        assert {*self.disk} <= kept
 
     @invariant()
     def roots_are_told_of_as_they_are(self):
@@ -668,10 +670,10 @@ class TestRetentionOfReferencesAtLength(RetentionOfReferences.TestCase):
 
 
 def test_nothing_builds_on_a_step_that_waits_to_be_deleted(tmp_path, monkeypatch):
-    """A policy may drop the latest step, and the manager delete it after the next one is saved."""
+    """A step may be restored that a manager is to delete, and gone once the next one is saved."""
     monkeypatch.setattr(links, "can_link", lambda _: False)
-    keep = adacheck.KeepLineage(EveryNSteps(2))
-    handler = adacheck.AdaCheckHandler(RECORDER, keep_lineage=keep)
+    keep = adacheck.KeepLineage(LatestN(1))
+    handler = adacheck.AdaCheckHandler(RECORDER, max_deltas=1, keep_lineage=keep)
     slow = threading.Event()
     options = {"preservation_policy": keep, "enable_background_delete": True}
     state = START
@@ -679,14 +681,17 @@ def test_nothing_builds_on_a_step_that_waits_to_be_deleted(tmp_path, monkeypatch
         deleter = manager._checkpoint_deleter._standard_deleter
         delete = deleter.delete
         monkeypatch.setattr(deleter, "delete", lambda step: slow.wait(60) and delete(step))
-        for step in (1, 2):
+        args = adacheck.RestoreArgs(support.abstract(START))
+        for step in (1, 2, 3, 4):
+            if step == 4:
+                state = manager.restore(1, args=args)
             state = train_step(state, gradients(step))
             manager.save(step, args=adacheck.SaveArgs(state))
-        manager.wait_until_finished()
+            manager.wait_until_finished()
         slow.set()
     with support.manager_of(tmp_path, adacheck.AdaCheckHandler()) as manager:
-        assert list(manager.all_steps()) == [2]
-        found = manager.restore(2, args=adacheck.RestoreArgs(support.abstract(START)))
+        assert list(manager.all_steps()) == [4]
+        found = manager.restore(4, args=args)
         support.assert_same_bits(found, support.host_copy(state))
 
 
@@ -694,9 +699,9 @@ def test_nothing_builds_on_a_step_that_waits_to_be_deleted(tmp_path, monkeypatch
 def test_nothing_builds_on_a_step_that_is_half_deleted(tmp_path, monkeypatch):
     """Of a directory that is being deleted, what tells Orbax that it is a step may go first."""
     monkeypatch.setattr(links, "can_link", lambda _: False)
-    keep = adacheck.KeepLineage(EveryNSteps(2))
-    handler = adacheck.AdaCheckHandler(RECORDER, keep_lineage=keep)
-    state = START
+    keep = adacheck.KeepLineage(LatestN(1))
+    handler = adacheck.AdaCheckHandler(RECORDER, max_deltas=1, keep_lineage=keep)
+    args, state = adacheck.RestoreArgs(support.abstract(START)), START
     with support.manager_of(tmp_path, handler, preservation_policy=keep) as manager:
         deleter = manager._checkpoint_deleter
 
@@ -705,15 +710,16 @@ def test_nothing_builds_on_a_step_that_is_half_deleted(tmp_path, monkeypatch):
 
         with monkeypatch.context() as patched:
             patched.setattr(deleter, "delete", half)
-            state = train_step(state, gradients(1))
-            manager.save(1, args=adacheck.SaveArgs(state))
-            manager.wait_until_finished()
-        state = train_step(state, gradients(2))
-        manager.save(2, args=adacheck.SaveArgs(state))
+            for step in (1, 2, 3):
+                state = train_step(state, gradients(step))
+                manager.save(step, args=adacheck.SaveArgs(state))
+                manager.wait_until_finished()
+        state = train_step(manager.restore(1, args=args), gradients(4))
+        manager.save(4, args=adacheck.SaveArgs(state))
         manager.wait_until_finished()
     shutil.rmtree(tmp_path / "1")
     with support.manager_of(tmp_path, adacheck.AdaCheckHandler()) as manager:
-        found = manager.restore(2, args=adacheck.RestoreArgs(support.abstract(START)))
+        found = manager.restore(4, args=args)
         support.assert_same_bits(found, support.host_copy(state))
 
 

@@ -657,7 +657,7 @@ class TestRepairOfKeys:
     def test_an_uncommitted_step_goes_if_the_caller_says_that_nothing_is_saved(self, keys):
         (keys / "3" / marks.COMMIT_MARK).delete()
         before = {*keys.list()}
-        with pytest.raises(tools_steps.InputError, match=r"at an unknown time.*--force"):
+        with pytest.raises(tools_steps.InputError, match=r"does not tell the age.*--force"):
             repair.repair(keys)
         assert {*keys.list()} == before
         report = repair.repair(keys, force=True)

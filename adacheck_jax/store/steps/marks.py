@@ -81,5 +81,6 @@ def refuse_uncommitted(item_directory: AnyPath) -> None:
     if not is_committed(item_directory):
         raise LineageError(
             f"{item_directory}: expected a step that Orbax has committed ({COMMIT_MARK} in it), "
-            "found one whose save was interrupted or is under way. Restore another step."
+            "found one that is being saved or deleted, or whose save or deletion was interrupted. "
+            "Restore another step."
         )
