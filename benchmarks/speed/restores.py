@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import resource
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,64 +18,107 @@ import adacheck_jax as adacheck
 from adacheck_jax.store.steps import lineage
 from benchmarks.speed import measure, states
 
+Act = Callable[[], Any]
 
-def run(root: str, params: int, leaves: int, deltas: list[int], repeats: int) -> Any:
+
+def run(
+    root: str, params: int, leaves: int, deltas: list[int], repeats: int, first: str = ""
+) -> Any:
     """Restores steps that some deltas lead to.
 
     Args:
-        root: where they are saved.
+        root: where they are saved, or were saved by an earlier call.
         params: how many.
         leaves: arrays of params.
         deltas: how many are replayed, ascending.
-        repeats: of each restore, after one to warm up; medians count.
+        repeats: of each restore, in turns and after one to warm up; medians count.
+        first: the one restore that is measured, without one to warm up: ``"stock"`` or a number of
+            deltas. Empty for all of them.
     """
     recorder = states.recorder()
     state = states.train_state(params, leaves, recorder)
-    step, rows = states.train_step_of(recorder), []
-    own_root, stock_root = Path(root) / "ours", Path(root) / "stock"
-    handler = adacheck.AdaCheckHandler(recorder, max_deltas=deltas[-1])
-    with ocp.CheckpointManager(own_root, item_handlers=handler) as manager:
-        for number in range(deltas[-1] + 1):
-            state = step(state)
-            manager.save(number, args=adacheck.SaveArgs(state))
     abstract, state_bytes = states.abstract(state), states.size_bytes(state)
-    stock = states.without_record(state)
-    with ocp.CheckpointManager(stock_root) as manager:
-        manager.save(0, args=ocp.args.StandardSave(stock))
-        manager.wait_until_finished()
-        stock_args = ocp.args.StandardRestore(states.abstract(stock))
-        del stock
-        stock_s = _median(lambda: manager.restore(0, args=stock_args), repeats)
-    updates_of = _updates(recorder, state)
+    stock_abstract = states.abstract(states.without_record(state))
+    own_root, stock_root = Path(root) / "ours", Path(root) / "stock"
+    if not stock_root.exists():
+        state = _save(own_root, stock_root, recorder, state, deltas[-1])
+    updates_of = None if first else _updates(recorder, state)
     del state
-    with ocp.CheckpointManager(own_root, item_handlers=adacheck.AdaCheckHandler()) as manager:
+    own = ocp.CheckpointManager(own_root, item_handlers=adacheck.AdaCheckHandler())
+    with own, ocp.CheckpointManager(stock_root) as stock:
+
+        def of_stock() -> Any:
+            return stock.restore(0, args=ocp.args.StandardRestore(stock_abstract))
+
+        def of_step(step: int) -> Any:
+            return own.restore(step, args=adacheck.RestoreArgs(abstract))
+
+        if updates_of is None:
+            return _timed(of_stock if first == "stock" else lambda: of_step(int(first)))
+        acts: dict[str, Act] = {"stock": of_stock}
         for count in deltas:
-            args = adacheck.RestoreArgs(abstract)
-            rows.append(
-                {
-                    "deltas": count,
-                    "restore_s": _median(
-                        lambda n=count, a=args: manager.restore(n, args=a), repeats
-                    ),
-                    "peak_bytes": _peak_bytes(lambda n=count, a=args: manager.restore(n, args=a)),
-                    "stock_s": stock_s,
-                    "read_s": _median(lambda n=count: _read(own_root, n), repeats),
-                    "updates_s": _median(lambda n=count: updates_of(n), repeats),
-                }
-            )
+            acts[f"restore {count}"] = lambda n=count: of_step(n)
+            acts[f"read {count}"] = lambda n=count: _read(own_root, n)
+            acts[f"updates {count}"] = lambda n=count: updates_of(n)
+        taken = _in_turns(acts, repeats)
+        rows = [
+            {
+                "deltas": count,
+                **_named("restore", taken[f"restore {count}"]),
+                "peak_bytes": _peak_bytes(lambda n=count: of_step(n)),
+                **_named("stock", taken["stock"]),
+                **_named("read", taken[f"read {count}"]),
+                **_named("updates", taken[f"updates {count}"]),
+            }
+            for count in deltas
+        ]
     return {"state_bytes": state_bytes, "rows": rows}
 
 
-def _median(act: Callable[[], Any], repeats: int) -> float:
-    times_s = []
-    for _ in range(repeats + 1):
-        start_s = time.perf_counter()
-        jax.block_until_ready(act())
-        times_s.append(time.perf_counter() - start_s)
-    return statistics.median(times_s[1:])
+def _save(
+    own_root: Path, stock_root: Path, recorder: adacheck.Recorder, state: Any, depth: int
+) -> Any:
+    """Save a base, some deltas, and by stock Orbax the last state; returns that state."""
+    step = states.train_step_of(recorder)
+    handler = adacheck.AdaCheckHandler(recorder, max_deltas=depth)
+    with ocp.CheckpointManager(own_root, item_handlers=handler) as manager:
+        for number in range(depth + 1):
+            state = step(state)
+            manager.save(number, args=adacheck.SaveArgs(state))
+    with ocp.CheckpointManager(stock_root) as manager:
+        manager.save(0, args=ocp.args.StandardSave(states.without_record(state)))
+    return state
 
 
-def _peak_bytes(act: Callable[[], Any]) -> int:
+def _in_turns(acts: dict[str, Act], repeats: int) -> dict[str, list[tuple[float, float]]]:
+    """Wall and CPU seconds of each: turn by turn, so that other jobs slow all of them down."""
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in acts}
+    for number in range(repeats + 1):
+        for name, act in acts.items():
+            found = _timed(act)
+            if number:
+                taken[name].append(found)
+    return taken
+
+
+def _timed(act: Act) -> tuple[float, float]:
+    """Wall seconds, and CPU seconds of the process and of those that it started."""
+    start_s, start_cpu_s = time.perf_counter(), _cpu_s()
+    jax.block_until_ready(act())
+    return time.perf_counter() - start_s, _cpu_s() - start_cpu_s
+
+
+def _cpu_s() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+def _named(name: str, taken: Sequence[tuple[float, float]]) -> dict[str, float]:
+    wall_s, cpu_s = zip(*taken, strict=True)
+    return {f"{name}_s": statistics.median(wall_s), f"{name}_cpu_s": statistics.median(cpu_s)}
+
+
+def _peak_bytes(act: Act) -> int:
     measure.forget_peak()
     before_bytes = measure.memory_bytes("VmRSS")
     jax.block_until_ready(act())
