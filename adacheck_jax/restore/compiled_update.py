@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import at
 from adacheck_jax.update import program as update_program
 from adacheck_jax.update.binding import Recorders, bind_all
+from adacheck_jax.update.kept import Kept
 from adacheck_jax.update.params_search import LeafType
 from adacheck_jax.update.program import UpdateFunction
 
@@ -44,7 +45,7 @@ class CompiledUpdates:
     ) -> None:
         self._recorders = recorders or {}
         self._params_path = params_path
-        self._loaded: dict[str, Future[UpdateFunction]] = {}
+        self._loaded: dict[str, Future[_Loaded]] = {}
         self._compiled: dict[Hashable, Future[UpdateFunction]] = {}
 
     def begin_loading(self, lineage: Lineage) -> None:
@@ -76,14 +77,24 @@ class CompiledUpdates:
         future = self._compiled[_key(lineage, shardings)] = Future()
         x64 = transfer.x64_enabled()
 
+        lists = update.params, update.inner, update.record, update.extra
+        abstract = [[abstract_leaf(specs[i], shardings[i]) for i in each] for each in lists]
+        compiles_alike = _compiles_alike(update, abstract, x64)
+
         def compile_it() -> Any:
             with jax_settings.own(x64):
+                # First: it compares the stored program with its digest also if one is kept.
+                loaded = self._loaded[lineage.base.checksum].result()
+                kept = _kept.get(compiles_alike) if loaded.is_stored else None
+                if kept is not None:
+                    return kept
                 jitted = self._jitted(lineage, update, shardings)
-                lists = update.params, update.inner, update.record, update.extra
-                abstract = [[abstract_leaf(specs[i], shardings[i]) for i in each] for each in lists]
                 every = [shardings[i] for each in lists for i in each]
                 switches = update_program.switches(len(update.counts), shardings=every)
-                return jitted.lower(*abstract, switches).compile()
+                compiled = jitted.lower(*abstract, switches).compile()
+                if loaded.is_stored:
+                    _kept.put(compiles_alike, compiled)
+                return compiled
 
         update_program.in_background(compile_it, future)
 
@@ -108,9 +119,9 @@ class CompiledUpdates:
     def _jitted(self, lineage: Lineage, update: Update, shardings: Shardings) -> Any:
         loaded = self._loaded.get(lineage.base.checksum)
         if loaded is None:
-            function = _load(lineage, update, self._recorders, self._params_path)
+            function = _load(lineage, update, self._recorders, self._params_path).function
         else:
-            function = loaded.result()
+            function = loaded.result().function
         state = [[shardings[i] for i in each] for each in (update.params, update.inner)]
         return update_program.jit_update(function, *state)
 
@@ -127,12 +138,39 @@ def abstract_leaf(spec: Leaf, sharding: Any) -> jax.ShapeDtypeStruct:
     )
 
 
+class _Loaded(NamedTuple):
+    """An update over flat leaves.
+
+    Attributes:
+        function: the update.
+        is_stored: True for the stored program, False for the given recorders' update.
+    """
+
+    function: UpdateFunction
+    is_stored: bool
+
+
+_kept: Kept[UpdateFunction] = Kept(4)
+"""Compiled programs of earlier restores."""
+
+
+def _compiles_alike(
+    update: Update, leaves: Sequence[Sequence[jax.ShapeDtypeStruct]], x64: bool
+) -> Hashable:
+    """Everything that a compiled program depends on."""
+    described = tuple((x.shape, x.dtype, x.sharding) for each in leaves for x in each)
+    sizes = tuple(map(len, leaves))
+    digest = update.programs.get(update_program.platform())
+    settings = tuple(update_program.environment().values())
+    return digest, sizes, described, len(update.counts), x64, settings
+
+
 def _load(
     lineage: Lineage,
     update: Update,
     recorders: Recorders,
     params_path: str | Mapping[str, str] | None,
-) -> UpdateFunction:
+) -> _Loaded:
     """The stored update program, or the recorders' updates where this jax cannot read it."""
     path = lineage.base_directory / manifest_file.update_file(update_program.platform())
     try:
@@ -146,13 +184,14 @@ def _load(
             "of these, or restore a base step."
         ) from error
     try:
-        return update_program.load(data, update, str(path))
+        return _Loaded(update_program.load(data, update, str(path)), is_stored=True)
     except FormatError as error:
         if not recorders:
             raise
         _log.warning("Replaying the given recorder's update instead of the file's: %s", error)
     types = _types_of(lineage.base.leaves)
-    return update_program.joint_function(bind_all(recorders, types, params_path))
+    function = update_program.joint_function(bind_all(recorders, types, params_path))
+    return _Loaded(function, is_stored=False)
 
 
 def _types_of(leaves: Sequence[Leaf]) -> dict[str, LeafType]:

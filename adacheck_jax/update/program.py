@@ -28,6 +28,7 @@ from adacheck_jax.errors import FormatError, IntegrityError, first_line
 from adacheck_jax.format.manifest import Update
 from adacheck_jax.update import untrusted
 from adacheck_jax.update.binding import Binding
+from adacheck_jax.update.kept import Kept
 from adacheck_jax.update.recorder import Recorder
 from adacheck_jax.update.recorder_state import UpdateSignature
 
@@ -249,6 +250,10 @@ def _no_tracebacks() -> Iterator[None]:
         jax.config.update(name, limit)
 
 
+_parsed: Kept[UpdateFunction] = Kept(8)
+"""Functions of programs that were vetted, by digest of their bytes."""
+
+
 def load(data: bytes, update: Update, where: str) -> UpdateFunction:
     """Load an exported update program; refuse one that does more than compute.
 
@@ -266,25 +271,18 @@ def load(data: bytes, update: Update, where: str) -> UpdateFunction:
         FormatError: this jax cannot read the program, or the program does more than compute, or it
             ends the process that parses it.
     """
-    if hashlib.sha256(data).hexdigest() != update.programs.get(platform()):
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != update.programs.get(platform()):
         raise IntegrityError(
             f"{where}: the exported update does not match its digest in the manifest "
             f"(found {len(data)} bytes). The file was changed after it was written; restore a "
             "base step, or give AdaCheckHandler the recorder and remove nothing."
         )
     untrusted.check_parses(data, where)
-    try:
-        exported = jax.export.deserialize(bytearray(data))
-        untrusted.check_operations(exported, where)
-        function = _caller(exported)
-    except FormatError:
-        raise
-    except Exception as error:
-        raise FormatError(
-            f"{where}: the update was exported by jax {update.jax_version}, and jax "
-            f"{jax.__version__} cannot read it ({first_line(error)}). Install that jax, or give "
-            "AdaCheckHandler the Recorder that the optimizer was built with."
-        ) from error
+    function = _parsed.get(digest)
+    if function is None:
+        function = _function_of(data, update, where)
+        _parsed.put(digest, function)
 
     def run(
         params: Leaves, inner: Leaves, record: Leaves, extra: Leaves, switches: Any
@@ -306,6 +304,22 @@ def load(data: bytes, update: Update, where: str) -> UpdateFunction:
         return new_params, new_inner
 
     return run
+
+
+def _function_of(data: bytes, update: Update, where: str) -> UpdateFunction:
+    """The function of a program, which is refused if it does more than compute."""
+    try:
+        exported = jax.export.deserialize(bytearray(data))
+        untrusted.check_operations(exported, where)
+        return _caller(exported)
+    except FormatError:
+        raise
+    except Exception as error:
+        raise FormatError(
+            f"{where}: the update was exported by jax {update.jax_version}, and jax "
+            f"{jax.__version__} cannot read it ({first_line(error)}). Install that jax, or give "
+            "AdaCheckHandler the Recorder that the optimizer was built with."
+        ) from error
 
 
 def _described(*lists: Leaves) -> list[list[tuple[Any, Any]]]:

@@ -9,7 +9,10 @@ import optax
 import pytest
 
 import adacheck_jax as adacheck
+from adacheck_jax.restore import compiled_update
 from adacheck_jax.store import packs as arrays
+from adacheck_jax.update.kept import Kept
+from adacheck_jax.update.program import platform
 from tests import support
 
 
@@ -26,11 +29,58 @@ def restore(root, run, step):
         return manager.restore(step, args=adacheck.RestoreArgs(support.abstract(run.state)))
 
 
-def test_the_update_is_compiled_once_however_many_deltas(saved):
+def test_the_update_is_compiled_once_however_many_deltas(saved, monkeypatch):
     root, run, states = saved
+    monkeypatch.setattr(compiled_update, "_kept", Kept(4))
     with support.compiled_programs() as compiled:
         support.assert_same_bits(restore(root, run, 6), states[6])
     assert compiled.count("jit(run)") == 1
+
+
+def test_a_later_restore_uses_the_compiled_program_of_an_earlier_one(saved):
+    root, run, states = saved
+    restore(root, run, 3)
+    with support.compiled_programs() as compiled:
+        support.assert_same_bits(restore(root, run, 6), states[6])
+    assert "jit(run)" not in compiled
+
+
+def test_a_damaged_program_is_refused_where_a_compiled_one_is_kept(saved):
+    root, run, states = saved
+    support.assert_same_bits(restore(root, run, 6), states[6])
+    (program,) = (root / "1" / "default" / "adacheck").glob(f"update.{platform()}.*")
+    data = bytearray(program.read_bytes())
+    data[len(data) // 2] ^= 1
+    program.write_bytes(data)
+    with pytest.raises(adacheck.IntegrityError, match="does not match its digest"):
+        restore(root, run, 6)
+
+
+def test_a_wrong_bit_of_a_kept_program_is_found(saved, monkeypatch):
+    root, run, states = saved
+    support.assert_same_bits(restore(root, run, 6), states[6])
+    get = compiled_update.CompiledUpdates.get
+
+    def wrong(*args):
+        def call(params, inner, record, extra, switches):
+            params, inner = get(*args)(params, inner, record, extra, switches)
+            first = params[0].at[(0,) * params[0].ndim].multiply(1 + 2**-23)
+            return [jax.device_put(first, params[0].sharding), *params[1:]], inner
+
+        return call
+
+    monkeypatch.setattr(compiled_update.CompiledUpdates, "get", wrong)
+    with pytest.raises(adacheck.IntegrityError, match="do not have the bits that were saved"):
+        restore(root, run, 6)
+
+
+def test_other_shapes_and_shardings_are_compiled_anew(saved):
+    root, run, states = saved
+    support.assert_same_bits(restore(root, run, 6), states[6])
+    elsewhere = support.abstract(run.state, support.mesh_of((1, 1)))
+    with support.manager_of(root, adacheck.AdaCheckHandler()) as manager:
+        restored = manager.restore(6, args=adacheck.RestoreArgs(elsewhere))
+    support.assert_same_bits(restored, states[6])
 
 
 def test_records_are_let_go_of_once_they_are_on_the_devices(saved, monkeypatch):
