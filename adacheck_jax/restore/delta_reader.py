@@ -23,15 +23,33 @@ Spans = list[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
+class _Piece:
+    """Bytes of a pack that are read at once.
+
+    Attributes:
+        process: the pack's process.
+        start, stop: half-open range of bytes of its raw array.
+        parts: for each box in them its position among the wanted boxes, and its range of bytes.
+    """
+
+    process: int
+    start: int
+    stop: int
+    parts: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ReaderCache:
     """Work that the readers of one lineage's deltas share.
 
     Attributes:
         plans: pack layouts; most deltas of a lineage have the same one.
+        pieces: pieces to read of boxes, by layout and boxes.
         opened: opened pack arrays; the deltas of one save lie one after another in an array.
     """
 
     plans: dict[Hashable, pack_plan.WritePlan] = field(default_factory=dict)
+    pieces: dict[Hashable, list[_Piece]] = field(default_factory=dict)
     opened: dict[tuple[AnyPath, packs.Kind], PackArray] = field(default_factory=dict)
 
 
@@ -71,8 +89,9 @@ class DeltaReader:
                 f"{len(base.leaves)} leaves, found {len(delta.packs)} packs with leaves up to "
                 f"{max(delta.stored, default=0)}. Restore another step."
             )
+        self._layout = self._plan()
         self._extents: dict[int, list[pack_plan.Extent]] = {}
-        for extent in self._plan().extents:
+        for extent in self._layout.extents:
             self._extents.setdefault(extent.leaf, []).append(extent)
         self._packs: dict[tuple[int, packs.Kind], PackReader] = {}
 
@@ -186,6 +205,48 @@ class DeltaReader:
         self.patch(index, box, block)
         return block
 
+    def read_many(self, wanted: Sequence[tuple[int, Box]]) -> list[np.ndarray]:
+        """Read boxes of leaves that the delta stores whole, most of them in few large pieces.
+
+        Args:
+            wanted: leaf indices and boxes.
+
+        Returns:
+            The elements of each box, which the caller must not change.
+
+        Raises:
+            IntegrityError, FormatError: as from :meth:`read`.
+        """
+        found: dict[int, np.ndarray] = {}
+        for piece in self._pieces(wanted):
+            pack = self._pack(piece.process, packs.RAW)
+            with contextlib.suppress(IntegrityError):  # read() raises it with the leaf's path
+                (data,) = pack.read([(piece.start, piece.stop)], what="some leaves")
+                for position, first, last in piece.parts:
+                    index, box = wanted[position]
+                    dtype = np.dtype(self._leaves[index].dtype)
+                    found[position] = data[first:last].view(dtype).reshape(box.shape)
+        rest = [each for n, each in enumerate(wanted) if n not in found]
+        boxes: dict[int, list[Box]] = {}
+        for index, box in rest:
+            boxes.setdefault(index, []).append(box)
+        with self.prefetched(boxes):
+            return [found[n] if n in found else self.read(*each) for n, each in enumerate(wanted)]
+
+    def _pieces(self, wanted: Sequence[tuple[int, Box]]) -> list[_Piece]:
+        """Pieces that hold those boxes that are stored as they are, and by themselves."""
+        key = (id(self._layout), tuple(wanted))  # the cache holds the layout, too
+        pieces = self._cache.pieces.get(key)
+        if pieces is None:
+            spans = []
+            for n, (index, box) in enumerate(wanted):
+                for extent in self._extents.get(index, ()) if self.stores_whole(index) else ():
+                    if extent.box == box and box.size and extent.encoding is Encoding.RAW:
+                        ((start, stop),), _ = _spans_of(extent, box)
+                        spans.append((extent.process, start, stop, n))
+            pieces = self._cache.pieces[key] = [*_merged(sorted(spans))]
+        return pieces
+
     @contextlib.contextmanager
     def prefetched(self, wanted: Mapping[int, Sequence[Box]]) -> Iterator[None]:
         """Read all bytes of some boxes in few large pieces, and keep them inside the context.
@@ -285,6 +346,22 @@ def readers_of(lineage: Lineage) -> list[DeltaReader]:
         for number in range(len(manifest.deltas))
     ]
     return every[: len(every) - lineage.left_out]
+
+
+def _merged(spans: Sequence[tuple[int, int, int, int]]) -> Iterator[_Piece]:
+    """Spans that lie side by side in a pack as one; each has a process, two ends and a position."""
+    groups: list[list[tuple[int, int, int, int]]] = []
+    stop = 0
+    for span in spans:
+        if not groups or span[0] != groups[-1][0][0] or span[1] > stop:
+            groups.append([])
+            stop = 0
+        groups[-1].append(span)
+        stop = max(stop, span[2])
+    for group in groups:
+        process, start, _, _ = group[0]
+        parts = tuple((n, first - start, last - start) for _, first, last, n in group)
+        yield _Piece(process, start, max(last for _, _, last, _ in group), parts)
 
 
 def _section_of(pack: Pack, kind: packs.Kind) -> tuple[int, packs.Ranges]:

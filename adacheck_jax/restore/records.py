@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
@@ -98,6 +97,7 @@ class _Records:
         self._update, self._x64 = update, transfer.x64_enabled()
         self._leaves = [specs[i] for i in update.consumed]
         self._wanted = [abstract_leaf(specs[i], shardings[i]) for i in update.consumed]
+        self._needed = [(n, box) for n, each in enumerate(self._wanted) for box in _boxes_of(each)]
         self._dtypes = {n: np.dtype(leaf.dtype) for n, leaf in enumerate(self._leaves)}
         pairs = zip(self._leaves, self._wanted, strict=True)
         boxes = [
@@ -118,8 +118,8 @@ class _Records:
         with jax_settings.own(self._x64):
             if self._together is not None:
                 return self._begin_share(reader)
-            with self._prefetched(reader, dict(enumerate(map(_boxes_of, self._wanted)))):
-                return self._placed(lambda n, box: self._read(reader, n, box))
+            data = self._read_all(reader, self._needed)
+            return self._placed(lambda n, box: data[n, box])
 
     def finish(self, begun: Consumed | _Begun) -> Consumed:
         """Arrays on their devices; collective if processes read together."""
@@ -143,31 +143,35 @@ class _Records:
             for piece in each.pieces:
                 if each.holders[piece.reader] == process:
                     boxes[piece.array].append(piece.box)
+        data: dict[tuple[int, Box], np.ndarray] = {}
 
         def read_into(n: int, box: Box, memory: np.ndarray) -> None:
-            memory[...] = self._read(reader, n, box)
+            memory[...] = data[n, box]
 
         failure = None
         try:
-            with self._prefetched(reader, boxes):
-                share = shared_reads.begin(self._exchanges, self._dtypes, read_into)
-                blocks = {(n, box): self._read(reader, n, box) for n, box in own}
+            data = self._read_all(reader, [(n, box) for n, each in boxes.items() for box in each])
+            share = shared_reads.begin(self._exchanges, self._dtypes, read_into)
+            blocks = {each: data[each] for each in own}
         except Exception as error:  # told to the others by finish()
             failure = error
             share = shared_reads.begin((), self._dtypes, read_into)
         share.failure = share.failure or failure
         return _Begun(share, blocks)
 
-    def _prefetched(
-        self, reader: DeltaReader, boxes: Mapping[int, Sequence[Box]]
-    ) -> AbstractContextManager[None]:
-        return reader.prefetched({self._update.consumed[n]: each for n, each in boxes.items()})
-
-    def _read(self, reader: DeltaReader, n: int, box: Box) -> np.ndarray:
-        index = self._update.consumed[n]
-        if index not in self._update.consumed_by(reader.updates):
-            return np.zeros(box.shape, self._dtypes[n])  # of a recorder without an update
-        return reader.read(index, box)
+    def _read_all(
+        self, reader: DeltaReader, needed: Sequence[tuple[int, Box]]
+    ) -> dict[tuple[int, Box], np.ndarray]:
+        """Boxes of the arrays, by position and box; zeros for a recorder without an update."""
+        consumed = self._update.consumed
+        own = self._update.consumed_by(reader.updates)
+        given = [each for each in needed if consumed[each[0]] in own]
+        read = reader.read_many([(consumed[n], box) for n, box in given])
+        data = dict(zip(given, read, strict=True))
+        for n, box in needed:
+            if (n, box) not in data:
+                data[n, box] = np.zeros(box.shape, self._dtypes[n])
+        return data
 
     def _placed(self, read: Callable[[int, Box], np.ndarray]) -> Consumed:
         placed = transfer.place_all(self._wanted, read)

@@ -164,6 +164,7 @@ class _Replay:
         self._working, self._patches = working, patches
         self._shardings = [*shardings.values()]
         self._passed = frozenset(update.passed)
+        self._switches: dict[tuple[int, ...], jax.Array] = {}
         self._take()
 
     def run(self, readers: Sequence[DeltaReader], consumed: Iterator[Consumed]) -> None:
@@ -190,9 +191,11 @@ class _Replay:
         # update's inputs and those read ahead.
         jax.block_until_ready([*self._params, *self._inner])
         unreplayed = self._patch_before(reader)
-        switches = update_program.switches(
-            len(self._update.counts), reader.updates, self._shardings
-        )
+        switches = self._switches.get(reader.updates)
+        if switches is None:
+            counts = len(self._update.counts)
+            switches = update_program.switches(counts, reader.updates, self._shardings)
+            self._switches[reader.updates] = switches
         self._params, self._inner = self._program(
             self._params, self._inner, consumed.record, consumed.extra, switches
         )
