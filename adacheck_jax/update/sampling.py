@@ -232,8 +232,9 @@ class _Group:
             return {dtype: jnp.concatenate(x)[None] for dtype, x in by_dtype.items()}
 
         program: Any = jax.jit(local)
-        if self._mesh.axis_names != ("d",) or self._mesh.size > 1:
-            specs = [cast(NamedSharding, spec.sharding).spec for spec in self._specs]
+        shardings = [spec.sharding for spec in self._specs]
+        if all(isinstance(sharding, NamedSharding) for sharding in shardings):
+            specs = [cast(NamedSharding, sharding).spec for sharding in shardings]
             mapped = jax.shard_map(
                 local,
                 mesh=self._mesh,

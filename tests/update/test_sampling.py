@@ -76,6 +76,13 @@ def test_devices_and_host_take_the_same_samples(shape, axis_type):
     assert_same_samples(arrays_on(mesh_of(shape, axis_type)))
 
 
+def test_a_mesh_of_one_device_may_have_explicit_axes_of_any_name():
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Explicit,))
+    arrays = [jnp.arange(90.0 * 80).reshape(90, 80), jnp.float32(3)]
+    sharding = [NamedSharding(mesh, PartitionSpec("d")), NamedSharding(mesh, PartitionSpec())]
+    assert_same_samples(jax.device_put(arrays, sharding))
+
+
 def test_leaves_of_several_meshes_and_of_the_host_are_sampled_together():
     arrays = [*arrays_on(mesh_of((4, 2)), ("float32",)), *arrays_on(mesh_of((1,)), ("float32",))]
     arrays += [jnp.ones((128, 128)), jnp.arange(7), np.arange(9000.0), np.float32(3)]
