@@ -205,11 +205,15 @@ class DeltaReader:
         self.patch(index, box, block)
         return block
 
-    def read_many(self, wanted: Sequence[tuple[int, Box]]) -> list[np.ndarray]:
+    def read_many(
+        self, wanted: Sequence[tuple[int, Box]], *, checked: bool = True
+    ) -> list[np.ndarray]:
         """Read boxes of leaves that the delta stores whole, most of them in few large pieces.
 
         Args:
             wanted: leaf indices and boxes.
+            checked: False if the caller verifies all that it makes of them, and calls
+                :meth:`check` if it is wrong: then checksums may be left unread.
 
         Returns:
             The elements of each box, which the caller must not change.
@@ -221,7 +225,8 @@ class DeltaReader:
         for piece in self._pieces(wanted):
             pack = self._pack(piece.process, packs.RAW)
             with contextlib.suppress(IntegrityError):  # read() raises it with the leaf's path
-                (data,) = pack.read([(piece.start, piece.stop)], what="some leaves")
+                span = (piece.start, piece.stop)
+                (data,) = pack.read([span], what="some leaves", checked=checked)
                 for position, first, last in piece.parts:
                     index, box = wanted[position]
                     dtype = np.dtype(self._leaves[index].dtype)
@@ -232,6 +237,17 @@ class DeltaReader:
             boxes.setdefault(index, []).append(box)
         with self.prefetched(boxes):
             return [found[n] if n in found else self.read(*each) for n, each in enumerate(wanted)]
+
+    def check(self) -> None:
+        """Read all that the delta stores.
+
+        Raises:
+            IntegrityError, FormatError: as from :meth:`read`.
+        """
+        # The largest first: a chunk holds several small leaves, and is named by one.
+        for index in sorted(self.stored, key=lambda each: -self._leaves[each].nbytes):
+            for _ in self.blocks(index):
+                pass
 
     def _pieces(self, wanted: Sequence[tuple[int, Box]]) -> list[_Piece]:
         """Pieces that hold those boxes that are stored as they are, and by themselves."""

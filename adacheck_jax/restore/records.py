@@ -50,6 +50,8 @@ def read_ahead(
     shardings: Shardings,
     read_once: ReadOnce,
     where: AnyPath,
+    *,
+    checked: bool,
 ) -> Iterator[Consumed]:
     """Read the arrays that each update consumes, while earlier updates are replayed.
 
@@ -62,9 +64,10 @@ def read_ahead(
         shardings: the shardings for replay, by leaf index.
         read_once: as for :func:`base_reader.read`.
         where: directory of the base, for messages.
+        checked: as for :meth:`DeltaReader.read_many`; what processes exchange is always checked.
     """
     updating = [reader for reader in readers if reader.has_update]
-    records = _Records(specs, update, shardings, updating, read_once, where)
+    records = _Records(specs, update, shardings, updating, read_once, where, checked=checked)
     with ThreadPoolExecutor(_READ_AHEAD, thread_name_prefix="adacheck_read_ahead") as pool:
         pending = [pool.submit(records.begin, reader) for reader in updating[:_READ_AHEAD]]
         for following in [*updating[_READ_AHEAD:], *[None] * len(pending)]:
@@ -83,6 +86,7 @@ class _Records:
         readers: readers of the deltas that have an update.
         read_once: as for :func:`read_ahead`.
         where: directory of the base, for messages.
+        checked: as for :func:`read_ahead`.
     """
 
     def __init__(
@@ -93,7 +97,10 @@ class _Records:
         readers: Sequence[DeltaReader],
         read_once: ReadOnce,
         where: AnyPath,
+        *,
+        checked: bool,
     ) -> None:
+        self._checked = checked
         self._update, self._x64 = update, transfer.x64_enabled()
         self._leaves = [specs[i] for i in update.consumed]
         self._wanted = [abstract_leaf(specs[i], shardings[i]) for i in update.consumed]
@@ -166,7 +173,8 @@ class _Records:
         consumed = self._update.consumed
         own = self._update.consumed_by(reader.updates)
         given = [each for each in needed if consumed[each[0]] in own]
-        read = reader.read_many([(consumed[n], box) for n, box in given])
+        checked = self._checked or self._together is not None
+        read = reader.read_many([(consumed[n], box) for n, box in given], checked=checked)
         data = dict(zip(given, read, strict=True))
         for n, box in needed:
             if (n, box) not in data:

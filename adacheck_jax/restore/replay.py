@@ -33,6 +33,8 @@ def replay_onto(
     lineage: Lineage,
     programs: CompiledUpdates,
     read_once: ReadOnce = None,
+    *,
+    checked: bool = True,
 ) -> list[Any]:
     """Bring the leaves of a base to the step that ends its lineage.
 
@@ -43,6 +45,8 @@ def replay_onto(
         lineage: the base and the deltas to replay.
         programs: update programs that may be compiled already; one that is compiled here is added.
         read_once: True to read each box of a record in one process, as for the base; collective.
+        checked: False if the caller compares every leaf with its fingerprint, and calls
+            :func:`check_stored` if one differs: then the records' checksums are left unread.
 
     Returns:
         The leaves of the step, of the types and on the shardings of the given ones; None for one
@@ -54,8 +58,19 @@ def replay_onto(
     count, base, step = lineage.replayed_count, lineage.base.step, lineage.end.step
     if count:
         _log.info("Replaying %d updates onto the base of step %d, for step %d.", count, base, step)
-    replayed = apply_deltas(leaves, lineage, readers_of(lineage), programs, read_once)
+    readers = readers_of(lineage)
+    replayed = apply_deltas(leaves, lineage, readers, programs, read_once, checked=checked)
     return [None if is_abstract(leaf) else leaf for leaf in replayed]
+
+
+def check_stored(lineage: Lineage) -> None:
+    """Read all stored bytes of a lineage's deltas.
+
+    Raises:
+        IntegrityError, FormatError: names the first leaf whose bytes are damaged.
+    """
+    for reader in readers_of(lineage):
+        reader.check()
 
 
 def newest_exact(
@@ -101,6 +116,8 @@ def apply_deltas(
     readers: Sequence[DeltaReader],
     programs: CompiledUpdates,
     read_once: ReadOnce = False,
+    *,
+    checked: bool = True,
 ) -> list[Any]:
     """Apply some deltas that follow one another in a lineage.
 
@@ -110,6 +127,7 @@ def apply_deltas(
         readers: readers of the deltas, oldest first.
         programs: update programs that may be compiled already.
         read_once: as for :func:`replay_onto`.
+        checked: as for :func:`replay_onto`.
 
     Returns:
         The leaves of the step after these deltas.
@@ -132,7 +150,7 @@ def apply_deltas(
         program = programs.get(lineage, update, shardings)
         replay = _Replay(update, program, working, patches, shardings)
         where = lineage.base_directory
-        records = read_ahead(specs, update, readers, shardings, read_once, where)
+        records = read_ahead(specs, update, readers, shardings, read_once, where, checked=checked)
         replay.run(readers, records)
     else:
         for reader in readers:

@@ -75,6 +75,22 @@ def test_a_wrong_bit_of_a_kept_program_is_found(saved, monkeypatch):
         restore(root, run, 6)
 
 
+@pytest.mark.parametrize("step", [3, 6])
+def test_a_damaged_record_is_named_although_its_checksum_is_not_read(saved, step):
+    """A record's bytes are verified by what the update makes of them."""
+    root, run, states = saved
+    (pack,) = support.pack_files(root / f"{step}" / "default")
+    whole = pack.read_bytes()
+    for place in (0.1, 0.5, 0.9):
+        data = bytearray(whole)
+        data[int(place * len(data))] ^= 4
+        pack.write_bytes(data)
+        with pytest.raises(adacheck.AdaCheckError, match=rf"\b{step}\b.*(damaged|opened)"):
+            restore(root, run, 6)
+    pack.write_bytes(whole)
+    support.assert_same_bits(restore(root, run, 6), states[6])
+
+
 def test_other_shapes_and_shardings_are_compiled_anew(saved):
     root, run, states = saved
     support.assert_same_bits(restore(root, run, 6), states[6])
@@ -90,8 +106,8 @@ def test_records_are_let_go_of_once_they_are_on_the_devices(saved, monkeypatch):
     alive, most, lock = set(), [0], threading.Lock()
     read = arrays.PackArray.read
 
-    def noted(array, spans, *, what):
-        found = read(array, spans, what=what)
+    def noted(array, spans, **options):
+        found = read(array, spans, **options)
         with lock:
             for each in found:
                 alive.add(id(each))

@@ -77,8 +77,10 @@ def test_every_block_is_read_back_bit_for_bit(raw, compressed, chunk_bytes, tmp_
         contents, write_sections(directory, arrays_of(contents)), strict=True
     ):
         spans = [(offset, offset + block.nbytes) for offset, block in blocks]
-        found = pack_reader(directory, kind, size_bytes, zeros).read(spans, what="leaf")
-        assert [data.tobytes() for data in found] == [block.tobytes() for _, block in blocks]
+        reader = pack_reader(directory, kind, size_bytes, zeros)
+        for checked in (True, False):
+            found = reader.read(spans, what="leaf", checked=checked)
+            assert [data.tobytes() for data in found] == [block.tobytes() for _, block in blocks]
 
 
 @given(
@@ -94,9 +96,11 @@ def test_sections_lie_one_after_another_in_one_array(sections, chunk_bytes, kind
     for each, left_out, start in zip(data, zeros, starts, strict=True):
         reader = PackReader(array, each.size, left_out, start)
         half = each.size // 2
-        first, whole = reader.read([(0, half), (0, each.size)], what="leaf")
-        assert whole.tobytes() == each.tobytes()
-        assert first.tobytes() == each[:half].tobytes()
+        for checked in (True, False):
+            spans = [(0, half), (0, each.size)]
+            first, whole = reader.read(spans, what="leaf", checked=checked)
+            assert whole.tobytes() == each.tobytes()
+            assert first.tobytes() == each[:half].tobytes()
 
 
 @pytest.mark.parametrize("contents", [[], [(RAW, 0, []), (COMPRESSED, 0, [])]], ids=["no", "empty"])
@@ -115,8 +119,9 @@ def test_spans_across_chunks_are_read_whole(kind, tmp_path):
     assert write_one(tmp_path, kind, data) == ()
     edge = -(-size_bytes // 3)
     spans = [(0, size_bytes), (edge - 3, edge + 5), (edge, edge), (size_bytes - 1, size_bytes)]
-    found = pack_reader(tmp_path, kind, size_bytes).read(spans, what="leaf")
-    assert [each.tobytes() for each in found] == [data[a:b].tobytes() for a, b in spans]
+    for checked in (True, False):
+        found = pack_reader(tmp_path, kind, size_bytes).read(spans, what="leaf", checked=checked)
+        assert [each.tobytes() for each in found] == [data[a:b].tobytes() for a, b in spans]
 
 
 @KINDS
