@@ -9,7 +9,6 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import jax
-import jax.export
 import jax.numpy as jnp
 
 from adacheck_jax.device import jax_settings, transfer
@@ -21,8 +20,7 @@ from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import at
 from adacheck_jax.update import program as update_program
 from adacheck_jax.update.binding import Recorders, bind_all
-from adacheck_jax.update.compiling import cut_program
-from adacheck_jax.update.compiling.kept import Kept
+from adacheck_jax.update.kept import Kept
 from adacheck_jax.update.params_search import LeafType
 from adacheck_jax.update.program import UpdateFunction
 
@@ -87,16 +85,14 @@ class CompiledUpdates:
             with jax_settings.own(x64):
                 # First: it compares the stored program with its digest also if one is kept.
                 loaded = self._loaded[lineage.base.checksum].result()
-                kept = _kept.get(compiles_alike) if loaded.stored else None
+                kept = _kept.get(compiles_alike) if loaded.is_stored else None
                 if kept is not None:
                     return kept
+                jitted = self._jitted(lineage, update, shardings)
                 every = [shardings[i] for each in lists for i in each]
                 switches = update_program.switches(len(update.counts), shardings=every)
-                compiled = _cut_and_compiled(loaded, update, abstract, switches)
-                if compiled is None:
-                    jitted = self._jitted(lineage, update, shardings)
-                    compiled = jitted.lower(*abstract, switches).compile()
-                if loaded.stored:
+                compiled = jitted.lower(*abstract, switches).compile()
+                if loaded.is_stored:
                     _kept.put(compiles_alike, compiled)
                 return compiled
 
@@ -147,34 +143,15 @@ class _Loaded(NamedTuple):
 
     Attributes:
         function: the update.
-        stored: the stored program; None for the given recorders' update.
+        is_stored: True for the stored program, False for the given recorders' update.
     """
 
     function: UpdateFunction
-    stored: jax.export.Exported | None
+    is_stored: bool
 
 
 _kept: Kept[UpdateFunction] = Kept(4)
 """Compiled programs of earlier restores."""
-
-
-def _cut_and_compiled(
-    loaded: _Loaded, update: Update, leaves: Sequence[Sequence[Any]], switches: jax.Array
-) -> UpdateFunction | None:
-    """The stored program in components, equal ones compiled once; None if it is compiled whole.
-
-    Only what is pinned has the same bits in any program.
-    """
-    if loaded.stored is None or not update.pinned or update.reducing:
-        return None
-    cut = cut_program.cut_up(loaded.stored)
-    if cut is None:
-        return None
-    try:
-        return cut_program.compiled(cut, leaves, switches)
-    except ValueError as error:  # raised again, and explained, by the whole program
-        _log.info("An update is compiled as one program: %s", error)
-        return None
 
 
 def _compiles_alike(
@@ -207,15 +184,14 @@ def _load(
             "of these, or restore a base step."
         ) from error
     try:
-        function = update_program.load(data, update, str(path))
-        return _Loaded(function, update_program.vetted(data, update, str(path)))
+        return _Loaded(update_program.load(data, update, str(path)), is_stored=True)
     except FormatError as error:
         if not recorders:
             raise
         _log.warning("Replaying the given recorder's update instead of the file's: %s", error)
     types = _types_of(lineage.base.leaves)
     function = update_program.joint_function(bind_all(recorders, types, params_path))
-    return _Loaded(function, None)
+    return _Loaded(function, is_stored=False)
 
 
 def _types_of(leaves: Sequence[Leaf]) -> dict[str, LeafType]:

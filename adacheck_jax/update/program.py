@@ -28,7 +28,7 @@ from adacheck_jax.errors import FormatError, IntegrityError, first_line
 from adacheck_jax.format.manifest import Update
 from adacheck_jax.update import untrusted
 from adacheck_jax.update.binding import Binding
-from adacheck_jax.update.compiling.kept import Kept
+from adacheck_jax.update.kept import Kept
 from adacheck_jax.update.recorder import Recorder
 from adacheck_jax.update.recorder_state import UpdateSignature
 
@@ -250,17 +250,21 @@ def _no_tracebacks() -> Iterator[None]:
         jax.config.update(name, limit)
 
 
-_parsed: Kept[jax.export.Exported] = Kept(8)
-"""Programs that were vetted, by digest of their bytes."""
+_parsed: Kept[UpdateFunction] = Kept(8)
+"""Functions of programs that were vetted, by digest of their bytes."""
 
 
-def vetted(data: bytes, update: Update, where: str) -> jax.export.Exported:
-    """Parse an exported update program; refuse one that does more than compute.
+def load(data: bytes, update: Update, where: str) -> UpdateFunction:
+    """Load an exported update program; refuse one that does more than compute.
 
     Args:
         data: the serialized program.
         update: the manifest's description of the update, with the program's digest.
         where: file name, for error messages.
+
+    Returns:
+        The update. It raises FormatError if the program does not take the leaves that it is called
+        with, or returns others.
 
     Raises:
         IntegrityError: the bytes are not those that were written.
@@ -274,50 +278,11 @@ def vetted(data: bytes, update: Update, where: str) -> jax.export.Exported:
             f"(found {len(data)} bytes). The file was changed after it was written; restore a "
             "base step, or give AdaCheckHandler the recorder and remove nothing."
         )
-    untrusted.begin_parsing(data)
-    exported = _parsed.get(digest)
-    if exported is None and platform() == "cpu":
-        # jax does so when it first lowers an exported program; here nothing waits for it.
-        import scipy.linalg  # noqa: F401
     untrusted.check_parses(data, where)
-    if exported is None:
-        exported = _parse(data, update, where)
-        _parsed.put(digest, exported)
-    return exported
-
-
-def _parse(data: bytes, update: Update, where: str) -> jax.export.Exported:
-    try:
-        exported = jax.export.deserialize(bytearray(data))
-        untrusted.check_operations(exported, where)
-        _caller(exported)
-    except FormatError:
-        raise
-    except Exception as error:
-        raise FormatError(
-            f"{where}: the update was exported by jax {update.jax_version}, and jax "
-            f"{jax.__version__} cannot read it ({first_line(error)}). Install that jax, or give "
-            "AdaCheckHandler the Recorder that the optimizer was built with."
-        ) from error
-    return exported
-
-
-def load(data: bytes, update: Update, where: str) -> UpdateFunction:
-    """Load an exported update program, after :func:`vetted`.
-
-    Args:
-        data: the serialized program.
-        update: the manifest's description of the update, with the program's digest.
-        where: file name, for error messages.
-
-    Returns:
-        The update. It raises FormatError if the program does not take the leaves that it is called
-        with, or returns others.
-
-    Raises:
-        IntegrityError, FormatError: as from :func:`vetted`.
-    """
-    function = _caller(vetted(data, update, where))
+    function = _parsed.get(digest)
+    if function is None:
+        function = _function_of(data, update, where)
+        _parsed.put(digest, function)
 
     def run(
         params: Leaves, inner: Leaves, record: Leaves, extra: Leaves, switches: Any
@@ -339,6 +304,22 @@ def load(data: bytes, update: Update, where: str) -> UpdateFunction:
         return new_params, new_inner
 
     return run
+
+
+def _function_of(data: bytes, update: Update, where: str) -> UpdateFunction:
+    """The function of a program, which is refused if it does more than compute."""
+    try:
+        exported = jax.export.deserialize(bytearray(data))
+        untrusted.check_operations(exported, where)
+        return _caller(exported)
+    except FormatError:
+        raise
+    except Exception as error:
+        raise FormatError(
+            f"{where}: the update was exported by jax {update.jax_version}, and jax "
+            f"{jax.__version__} cannot read it ({first_line(error)}). Install that jax, or give "
+            "AdaCheckHandler the Recorder that the optimizer was built with."
+        ) from error
 
 
 def _described(*lists: Leaves) -> list[list[tuple[Any, Any]]]:

@@ -12,7 +12,7 @@ import pytest
 import adacheck_jax as adacheck
 from adacheck_jax.restore import compiled_update
 from adacheck_jax.store import packs as arrays
-from adacheck_jax.update.compiling.kept import Kept
+from adacheck_jax.update.kept import Kept
 from adacheck_jax.update.program import platform
 from tests import support
 
