@@ -24,11 +24,11 @@ import numpy as np
 import optax
 
 from adacheck_jax.device import transfer, trees
+from adacheck_jax.device.kept import Kept
 from adacheck_jax.errors import FormatError, IntegrityError, first_line
 from adacheck_jax.format.manifest import Update
 from adacheck_jax.update import untrusted
 from adacheck_jax.update.binding import Binding
-from adacheck_jax.update.kept import Kept
 from adacheck_jax.update.recorder import Recorder
 from adacheck_jax.update.recorder_state import UpdateSignature
 

@@ -15,6 +15,7 @@ import pytest
 from etils import epath
 
 import adacheck_jax as adacheck
+from adacheck_jax.device.kept import Kept
 from adacheck_jax.format import manifest
 from adacheck_jax.store.steps import lineage, manifest_file
 from adacheck_jax.store.storage.location import located
@@ -232,6 +233,7 @@ class TestUpdateProgram:
             raise ValueError("unsupported version 99")
 
         monkeypatch.setattr(update_program.jax.export, "deserialize", fail)
+        monkeypatch.setattr(update_program, "_parsed", Kept(1))
 
     @pytest.mark.usefixtures("unreadable")
     def test_without_a_recorder_the_error_says_which_jax_wrote_it(self, saved_run):
