@@ -1,4 +1,4 @@
-"""How long restores take, beside stock Orbax's restore, the deltas' bytes and bare updates.
+"""Seconds of restores, beside stock Orbax's restore, the deltas' bytes and bare updates.
 
     python -m benchmarks.restores --mb 250
     python -m benchmarks.restores --mb 1000 --deltas 0 1 10 20

@@ -1,4 +1,4 @@
-"""Whether the schedule of saves is the best there is: against simulated failures.
+"""The chosen schedule of saves beside all others, with simulated failures.
 
     python -m benchmarks.schedule            # two minutes on one core
     python -m benchmarks.schedule --size small

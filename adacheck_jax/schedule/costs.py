@@ -52,7 +52,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How often to save, and how often a save is a base.
+    """The number of steps a save, and of deltas a base.
 
     A lineage is a base and ``base_every`` deltas, one a step. A save holds ``save_every`` of them;
     the last save of a lineage holds what is left.

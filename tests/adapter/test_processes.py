@@ -1,4 +1,4 @@
-"""What processes tell each other about a save; they are threads here, and the service a dict."""
+"""Reports of processes about a save; they are threads here, and the service a dict."""
 
 from __future__ import annotations
 

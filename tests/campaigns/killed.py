@@ -79,7 +79,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Seen:
-    """What one survivor saw.
+    """The end of a save as one survivor saw it.
 
     Attributes:
         what: "error", if it is this library's and names the process that was killed; or another

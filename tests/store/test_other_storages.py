@@ -1,4 +1,4 @@
-"""What this library writes of a step, written into and read from storages that are no directory."""
+"""The files of a step, written into and read from storages that are no directory."""
 
 import dataclasses
 import errno

@@ -161,7 +161,7 @@ class Conformance:
 
 
 def winner_of(write: Callable[[bytes], Any]) -> bytes:
-    """What the only one of eight threads wrote that was not refused."""
+    """The value of the only one of eight threads that was not refused."""
     barrier, won = threading.Barrier(8), []
 
     def run(number: int) -> None:

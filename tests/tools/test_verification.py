@@ -618,7 +618,7 @@ def in_memory(root: Location) -> Location:
 
 
 class TestRepairOfKeys:
-    """Where nothing is renamed, steps count by Orbax's marks; neither ages nor sizes are told."""
+    """Nothing is renamed: steps count by Orbax's marks, and neither ages nor sizes are told."""
 
     @pytest.fixture
     def keys(self, tmp_path):

@@ -62,7 +62,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of the time of one system, as shares that sum to 1; means over all runs.
+    """The time of one system, as shares that sum to 1; means over all runs.
 
     Attributes:
         system: name of the system.

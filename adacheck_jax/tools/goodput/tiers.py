@@ -92,7 +92,7 @@ def _steps(count: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Behaviour:
-    """What a system does.
+    """The saves and restores of a system.
 
     Attributes:
         tiers: levels that it saves to; the last one survives everything.

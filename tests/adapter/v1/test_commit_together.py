@@ -17,7 +17,7 @@ from tests.adapter.memory_service import MemoryService
 
 
 class Ends:
-    """What is left of one save in each of some processes.
+    """The rest of one save in each of some processes.
 
     Attributes:
         futures: what each process still writes.
@@ -64,7 +64,7 @@ def ends(tmp_path):
 
 
 def test_nobody_commits_before_all_have_written(ends):
-    """What Orbax writes of a base is no part of the share on which the processes agreed."""
+    """Orbax's own files of a base are no part of the share on which the processes agreed."""
     with ThreadPoolExecutor() as pool:
         ended = ends.run(pool)
         ends.futures[0].set_result(None)
