@@ -28,8 +28,9 @@ from adacheck_jax.save.share import SHARES, Destination, Exchange
 from adacheck_jax.save.situation import Options
 from adacheck_jax.store.base_writer import Layout, Name, chunk_shape
 from adacheck_jax.store.steps import roots
-from adacheck_jax.store.steps.lineage import Lineage, referred
+from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.steps.marks import IN_PLACE
+from adacheck_jax.store.steps.references import referred
 from adacheck_jax.store.steps.roots import Place
 from adacheck_jax.store.storage.location import AnyPath, at, located
 from adacheck_jax.update.binding import RecorderArgument, recorders_of

@@ -28,7 +28,7 @@ from adacheck_jax.save.share import Report, StagedSave, Written
 from adacheck_jax.save.staged import StagedStep
 from adacheck_jax.store import claims, links, volumes
 from adacheck_jax.store.base_writer import BaseWriter, Layout
-from adacheck_jax.store.steps import lineage, manifest_file
+from adacheck_jax.store.steps import lineage, manifest_file, references
 from adacheck_jax.store.steps.lineage import Lineage, LineageStep
 from adacheck_jax.store.storage.interface import Stamp
 from adacheck_jax.store.storage.location import AnyPath, at
@@ -213,7 +213,7 @@ def _delta_manifest(
 ) -> DeltaManifest:
     pairs = zip(staged.steps, share.by_step(reports), strict=True)
     *deferred, own = [_delta(each, told) for each, told in pairs]
-    reference = lineage.reference(staged.destination.directory, parent.entries[-1].holder)
+    reference = references.reference(staged.destination.directory, parent.entries[-1].holder)
     if reference is None:
         raise AdaCheckError(
             f"step {own.step}: its parent does not lie under the same root any more"

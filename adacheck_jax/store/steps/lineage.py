@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import posixpath
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 
 from adacheck_jax.errors import (
     AdaCheckError,
@@ -25,8 +23,8 @@ from adacheck_jax.errors import (
     StorageError,
 )
 from adacheck_jax.format.manifest import BaseManifest, Delta, DeltaManifest, Manifest
-from adacheck_jax.store.steps import manifest_file, marks
-from adacheck_jax.store.storage.interface import NotPlainError, Stamp
+from adacheck_jax.store.steps import manifest_file, marks, references
+from adacheck_jax.store.storage.interface import Stamp
 from adacheck_jax.store.storage.location import AnyPath, Location, at
 
 LINEAGE = f"{manifest_file.DIRECTORY}/lineage"
@@ -466,61 +464,10 @@ def _find(child: DeltaManifest, entry: LineageStep, holders: Sequence[AnyPath]) 
     # A directory with links has links to all; and a reference holds for the delta's own directory.
     if not (entry.is_link or at(entry.holder / LINEAGE).is_folder):
         places.append(entry.holder / parent.reference)
-        if _is_reference(parent.reference) and (
-            found := _plain_sibling(entry.holder, parent.reference)
-        ):
+        if found := references.found(entry.holder, parent.reference):
             marks.refuse_uncommitted(found)
             return LineageStep(manifest_file.read(found), found)
     raise LineageError(
         f"{entry.place}: step {child.step} builds on step {parent.step}, expected at "
         f"{' or '.join(map(str, places))}, found nothing there."
     )
-
-
-def _plain_sibling(directory: AnyPath, relative: str) -> AnyPath | None:
-    """The directory that a reference names; None if there is none.
-
-    Raises:
-        FormatError: it, its step, or something in it is a symbolic link.
-    """
-    parts = PurePosixPath(relative).parts  # as many names as steps up; see _is_reference
-    found = directory.resolve()
-    for _ in parts[: len(parts) // 2]:
-        found = found.parent
-    for name in parts[len(parts) // 2 :]:
-        found = found / name
-        if found.resolve() != found:
-            raise manifest_file.not_plain(NotPlainError(str(found), "a symbolic link"))
-    if not at(found).is_folder:
-        return None
-    manifest_file.refuse_links(found)
-    return found
-
-
-def referred(directory: AnyPath, relative: str) -> AnyPath:
-    """The directory that a reference names, seen from a step's item directory.
-
-    Args:
-        directory: the item directory.
-        relative: as :func:`reference` gave it.
-    """
-    names = [name for name in PurePosixPath(relative).parts if name != ".."]
-    for _ in names:  # as many as steps up
-        directory = directory.parent
-    for name in names:
-        directory = directory / name
-    return directory
-
-
-def reference(from_directory: AnyPath, to_directory: AnyPath) -> str | None:
-    """Relative path from one step's item directory to another's; None if they are not siblings."""
-    relative = posixpath.relpath(str(to_directory), str(from_directory))
-    return relative if _is_reference(relative) else None
-
-
-def _is_reference(relative: str) -> bool:
-    """True if a path names a sibling (``../other``) or a sibling's item (``../../5/state``)."""
-    parts = PurePosixPath(relative).parts
-    names = [part for part in parts if part != ".."]
-    ups = len(parts) - len(names)
-    return ups == len(names) <= 2 and parts[:ups] == ("..",) * ups and ups > 0
