@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from adacheck_jax.format.fingerprint import words_of
-from adacheck_jax.update.pinning.flat_jaxpr import Group, flatten, groups
+from adacheck_jax.update.pinning.flat_jaxpr import Group, flatten, groups, without_equal_scalars
 
 ROW = 128
 """Elements of a row. XLA may compile shorter rows to other arithmetic."""
@@ -33,7 +33,7 @@ class UnevenError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Batch:
+class Batch:
     """Equal groups of operations, which share their scalars.
 
     Attributes:
@@ -45,6 +45,59 @@ class _Batch:
     group: Group
     inputs: tuple[tuple[int, ...], ...]
     outputs: tuple[tuple[int, ...], ...]
+
+    @property
+    def taken(self) -> list[tuple[int, ...]]:
+        """The leaves that the groups take, for each input that is no scalar."""
+        return [leaves for leaves in self.inputs if leaves]
+
+    def mapped(self, values: Mapping[int, Any], arrays: Sequence[Any]) -> list[Any]:
+        """Evaluate the groups on long vectors, row by row.
+
+        Args:
+            values: scalars by number; see :meth:`Pieces.scalars`.
+            arrays: elements of the leaves in :attr:`taken`, in their order.
+
+        Returns:
+            Elements of the leaves in :attr:`outputs`.
+        """
+        length = arrays[0].shape[0]
+        if not length:
+            return [jnp.zeros(0, aval.dtype) for aval in self._avals()]
+        ops = self.group.ops
+        shapes = {ref: shape for op in ops for ref, shape in op.shapes.items()}
+        rows = [
+            jnp.pad(x, (0, -length % ROW)).reshape(-1, *shapes[ref])
+            for ref, x in zip(self._refs(), arrays, strict=True)
+        ]
+        outputs = jax.vmap(lambda *each: self.evaluated(values, each))(*rows)
+        return [x.reshape(-1)[:length] for x in outputs]
+
+    def evaluated(self, values: Mapping[int, Any], arrays: Sequence[Any] = ()) -> list[Any]:
+        """Evaluate one group.
+
+        Args:
+            values: scalars by number.
+            arrays: a row of each input that is no scalar.
+        """
+        env = {**values, **dict(zip(self._refs(), arrays, strict=True))}
+        for op in self.group.ops:
+            with op.context():
+                operands = [env[ref] if isinstance(ref, int) else ref.val for ref in op.inputs]
+                env |= zip(op.outputs, op.bind(operands), strict=True)
+        return [env[ref] for ref in self.group.outputs]
+
+    def _refs(self) -> list[int]:
+        pairs = zip(self.group.inputs, self.inputs, strict=True)
+        return [ref for ref, leaves in pairs if leaves]
+
+    def _avals(self) -> list[Any]:
+        known = {
+            ref: aval
+            for op in self.group.ops
+            for ref, aval in zip(op.outputs, op.avals, strict=True)
+        }
+        return [known[ref] for ref in self.group.outputs]
 
 
 class VectorLayout:
@@ -109,6 +162,7 @@ class Pieces:
     Attributes:
         before: layout of the leaves that the update computes.
         after: layout of all leaves.
+        batches: operations on arrays; each array is taken and computed by one batch alone.
 
     Raises:
         UnevenError: a leaf depends on another one by more than scalars.
@@ -125,7 +179,7 @@ class Pieces:
     ) -> None:
         rows = [[jax.ShapeDtypeStruct(row_of(x.shape), x.dtype) for x in each] for each in specs]
         closed = jax.make_jaxpr(function)(*rows, switches)
-        flat = flatten(closed.jaxpr)
+        flat = without_equal_scalars(flatten(closed.jaxpr))
         indices = [i for each in arguments for i in each]
         explained = [*arguments[0], *arguments[1]]
         consts, inputs = flat.inputs[: len(closed.consts)], flat.inputs[len(closed.consts) :]
@@ -145,9 +199,11 @@ class Pieces:
         avals = {ref: v.aval for ref, v in zip(flat.inputs, variables, strict=True)}
         for op in flat.ops:
             avals |= dict(zip(op.outputs, op.avals, strict=True))
-        self._batches = self._batched(groups(flat), avals, sizes)
+        every = self._batched(groups(flat), avals, sizes)
+        self.batches = [batch for batch in every if any(batch.inputs)]
+        self._of_scalars = [batch for batch in every if not any(batch.inputs)]
         ordered: dict[int, None] = {}
-        for batch in self._batches:
+        for batch in every:
             for each in (*batch.inputs, *batch.outputs):
                 ordered |= dict.fromkeys(each)
         ordered |= dict.fromkeys(indices)
@@ -157,7 +213,7 @@ class Pieces:
 
     def _batched(
         self, found: Sequence[Group], avals: Mapping[int, Any], sizes: Mapping[int, int]
-    ) -> list[_Batch]:
+    ) -> list[Batch]:
         alike: dict[Any, list[Group]] = {}
         for number, group in enumerate(found):
             kinds = tuple((avals[i].shape, avals[i].dtype) for i in group.inputs)
@@ -185,7 +241,7 @@ class Pieces:
             return tuple(known[ref] for ref in refs)
 
         return [
-            _Batch(
+            Batch(
                 each[0],
                 tuple(leaves(each, refs) for refs in zip(*(g.inputs for g in each), strict=True)),
                 tuple(leaves(each, refs) for refs in zip(*(g.outputs for g in each), strict=True)),
@@ -216,26 +272,38 @@ class Pieces:
                 return self.before.of(before, leaves)
             return self.after.of(after, leaves)
 
+        scalars = {leaf: taken([leaf]).reshape(()) for leaf in self.scalar_leaves}
+        computed_scalars, values = self.scalars(scalars, switches)
+        results: list[Any] = []
+        for batch in self.batches:
+            results += batch.mapped(values, [taken(leaves) for leaves in batch.taken])
+        return results + [x.reshape(1) for x in computed_scalars.values()]
+
+    @property
+    def scalar_leaves(self) -> list[int]:
+        """Indices of the scalars that the update takes."""
+        return [leaf for leaf in self._leaf_of.values() if leaf in self._scalars]
+
+    def scalars(
+        self, given: Mapping[int, Any], switches: Any
+    ) -> tuple[dict[int, Any], dict[int, Any]]:
+        """Compute all that depends on scalars alone.
+
+        Args:
+            given: values of the :attr:`scalar_leaves`.
+            switches: the update's last argument.
+
+        Returns:
+            The scalars of the state after the update, by leaf index; and what batches take.
+        """
         env: dict[int, Any] = {**self._consts, self._switches: switches}
         for ref, leaf in self._leaf_of.items():
             if leaf in self._scalars:
-                env[ref] = taken([leaf]).reshape(())
-        results: list[Any] = []
-        for batch in self._batches:
-            shared = {
-                ref: env[ref]
-                for ref, leaves in zip(batch.group.inputs, batch.inputs, strict=True)
-                if not leaves
-            }
-            arrays = [taken(leaves) for leaves in batch.inputs if leaves]
-            if not arrays:
-                env |= zip(batch.group.outputs, _evaluated(batch, shared, []), strict=True)
-                continue
-            results += _mapped(batch, shared, arrays)
-        return results + [env[ref].reshape(1) for ref in self._scalar_results()]
-
-    def _scalar_results(self) -> list[int]:
-        return [ref for ref, leaf in self._result_of.items() if leaf in self._scalars]
+                env[ref] = given[leaf]
+        for batch in self._of_scalars:
+            env |= zip(batch.group.outputs, batch.evaluated(env), strict=True)
+        pairs = self._result_of.items()
+        return {leaf: env[ref] for ref, leaf in pairs if leaf in self._scalars}, env
 
     def wrong(self, results: Sequence[Any], after: Vectors) -> dict[int, float]:
         """Compare computed samples with the state.
@@ -247,8 +315,8 @@ class Pieces:
         Returns:
             The share of sampled elements that differ, by index of each leaf that does.
         """
-        parts = [leaves for batch in self._batches if any(batch.inputs) for leaves in batch.outputs]
-        parts += [(self._result_of[ref],) for ref in self._scalar_results()]
+        parts = [leaves for batch in self.batches for leaves in batch.outputs]
+        parts += [(leaf,) for leaf in self._result_of.values() if leaf in self._scalars]
         found = {}
         for leaves, result in zip(parts, results, strict=True):
             a, b = np.asarray(result), self.after.of(after, leaves)
@@ -273,39 +341,3 @@ def _words(elements: np.ndarray) -> np.ndarray:
     """The bits of some elements as words, a row for each element."""
     words = words_of(np.ascontiguousarray(elements))
     return words.reshape(elements.size, words.size // elements.size if elements.size else 1)
-
-
-def _mapped(batch: _Batch, shared: Mapping[int, Any], arrays: Sequence[Any]) -> list[Any]:
-    """Evaluate a group on long vectors, row by row."""
-    refs = [ref for ref, leaves in zip(batch.group.inputs, batch.inputs, strict=True) if leaves]
-    length = arrays[0].shape[0]
-    if not length:
-        return [jnp.zeros(0, aval.dtype) for aval in _avals(batch)]
-    shapes = {
-        ref: shape for op in batch.group.ops for ref, shape in op.shapes.items() if ref in refs
-    }
-    rows = [
-        jnp.pad(x, (0, -length % ROW)).reshape(-1, *shapes[ref])
-        for ref, x in zip(refs, arrays, strict=True)
-    ]
-    outputs = jax.vmap(lambda *each: _evaluated(batch, shared, each))(*rows)
-    return [x.reshape(-1)[:length] for x in outputs]
-
-
-def _avals(batch: _Batch) -> list[Any]:
-    known = {
-        ref: aval for op in batch.group.ops for ref, aval in zip(op.outputs, op.avals, strict=True)
-    }
-    return [known[ref] for ref in batch.group.outputs]
-
-
-def _evaluated(batch: _Batch, shared: Mapping[int, Any], arrays: Sequence[Any]) -> list[Any]:
-    """Evaluate the operations of a group."""
-    group = batch.group
-    refs = [ref for ref, leaves in zip(group.inputs, batch.inputs, strict=True) if leaves]
-    env = {**shared, **dict(zip(refs, arrays, strict=True))}
-    for op in group.ops:
-        with op.context():
-            values = [env[ref] if isinstance(ref, int) else ref.val for ref in op.inputs]
-            env |= zip(op.outputs, op.bind(values), strict=True)
-    return [env[ref] for ref in group.outputs]

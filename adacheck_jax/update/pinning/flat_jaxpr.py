@@ -131,6 +131,28 @@ def flatten(jaxpr: Any) -> Flat:
     return Flat(inputs, tuple(_living(ops, outputs)), outputs)
 
 
+def without_equal_scalars(flat: Flat) -> Flat:
+    """Make each scalar once that operations compute from equal scalars.
+
+    A pinned quotient multiplies by the inverse of its divisor, which each leaf computes anew: with
+    an inverse of its own no group would equal another.
+    """
+    known: dict[Any, tuple[int, ...]] = {}
+    other: dict[int, int] = {}
+    ops = []
+    for op in flat.ops:
+        inputs = tuple(other.get(ref, ref) if isinstance(ref, int) else ref for ref in op.inputs)
+        key = object()
+        if not op.has_arrays and not op.eqn.effects:
+            refs = tuple(ref if isinstance(ref, int) else _literal(ref) for ref in inputs)
+            key = _hashable((op.key(), refs, tuple(map(str, op.avals))))
+        if (found := known.setdefault(key, op.outputs)) is op.outputs:
+            ops.append(Op(op.eqn, inputs, op.outputs))
+        other.update(zip(op.outputs, found, strict=True))
+    outputs = tuple(other.get(ref, ref) if isinstance(ref, int) else ref for ref in flat.outputs)
+    return Flat(flat.inputs, tuple(ops), outputs)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Constant:
     val: Any
@@ -183,12 +205,16 @@ class Group:
             for each in op.outputs:
                 local[each] = len(local)
             keys.append((op.key(), rule, refs, len(op.outputs)))
-        key = (tuple(keys), tuple(local[each] for each in self.outputs))
-        try:
-            hash(key)
-        except TypeError:
-            return object()
-        return key
+        return _hashable((tuple(keys), tuple(local[each] for each in self.outputs)))
+
+
+def _hashable(key: Any) -> Any:
+    """The key, or one that equals no other if it cannot be hashed."""
+    try:
+        hash(key)
+    except TypeError:
+        return object()
+    return key
 
 
 def _literal(ref: Ref) -> Any:
