@@ -62,6 +62,8 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         keep_lineage: the preservation policy given to the manager, where the file system has no
             hard links.
         check: what of a delta's replay is compared with the state before the delta is saved.
+            ``"auto"``: everything, by a copy of the state in host memory that follows training
+            (the shadow), where it fits and the update is pinned and element-wise; else a sample.
             ``"sample"``: small leaves whole, and of each large leaf a block at a position that
             changes from save to save; what touches few elements of a large leaf may be missed.
             ``"full"``: everything, by a second copy of the state that follows training on the same
@@ -78,12 +80,15 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             step as one of them has it; ``"raise"`` refuses
             it with a :class:`ReplicaError`, at the next save or wait where saves are asynchronous;
             ``"off"`` does not look. Each device reads what it holds once, as for any fingerprint.
+        shadow_bytes: the most host memory that the shadow may take in this process; it needs as
+            much as this process writes of a base, and a record. None for half of what is free,
+            shared by up to eight processes; 0 for no shadow.
 
     Attributes:
         restored: what the last restore gave; None before it.
 
     Raises:
-        ValueError: ``max_deltas`` is negative, or ``delta``, ``check``,
+        ValueError: ``max_deltas`` or ``shadow_bytes`` is negative, or ``delta``, ``check``,
             ``compression`` or ``check_replicas`` is none of these.
         RecorderError: there is no recorder in what was given as one.
     """
@@ -101,12 +106,14 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         params_path: str | Mapping[str, str] | None = None,
         keep_lineage: KeepLineage | None = None,
         delta: Delta = "auto",
-        check: Check = "sample",
+        check: Check = "auto",
         compression: Compression = "none",
         check_replicas: replicas.Mode = "warn",
+        shadow_bytes: int | None = None,
     ) -> None:
         options = Options(
-            max_deltas, params_path, keep_lineage, delta, check, compression, check_replicas
+            *(max_deltas, params_path, keep_lineage, delta, check),
+            *(compression, check_replicas, shadow_bytes),
         )
         self._run = TrainingRun(recorder, options)
         self._lock = threading.Lock()  # a manager's saves and restores may be on several threads

@@ -21,7 +21,7 @@ from adacheck_jax.update.exactness import Level
 from adacheck_jax.update.pieces import Pieces, UnevenError, row_of
 from adacheck_jax.update.recorder import Recorder
 
-Check = Literal["sample", "full"]
+Check = Literal["auto", "sample", "full"]
 """Elements of a delta's replay that are compared with the state before the delta is saved."""
 Engine = Literal["sample", "full", "identity"]
 """Ways to compare a replay with its state: see :mod:`~adacheck_jax.save.checks`."""
@@ -169,7 +169,7 @@ class ExportedUpdates:
         pieces: Pieces | None = None
         if is_separate and not self._identity_fails:
             engine = "identity"
-        elif self._check == "sample":
+        elif self._check != "full":
             replayed = {i: each for i, each in levels.items() if i not in {*unreplayed, *passed}}
             pieces = _pieces(structure, function, specs, passed)
             engine = "full" if pieces is None else "sample"

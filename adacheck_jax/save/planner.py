@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -231,6 +231,10 @@ class Planner:
             known = self._checker = (structure, update, checks.checker_of(structure, update))
         return known[2]
 
+    def update_of(self, structure: Structure) -> ExportedUpdate:
+        """The exported update of a structure."""
+        return self._updates.of(structure)
+
     def witness_of_restored(self, restored: Lineage, state: PyTree) -> Witness:
         """A witness of a restored state; None where the next save cannot be a replayed delta.
 
@@ -261,17 +265,30 @@ class Planner:
             known, leaves = save.agreed_caution, save.staged.structure.leaves
             self.distrust.learn(known.reason, [leaves[i].path for i in known.distrusted])
             if isinstance(save.error, ReplayError):  # without the path of the step's directory
-                self.distrust.learn(str(save.error.__cause__ or save.error))
+                steps = save.staged.steps
+                self._learn_disproved(str(save.error.__cause__ or save.error), steps)
         # Of several processes one alone may have found a deferred step wrong: the save that writes
         # it fails in all of them.
         if jax.process_count() == 1 and (wrong := self.deferred.wrong):
             kept, error = wrong
-            self.distrust.learn(str(error))
+            self._learn_disproved(str(error), self.deferred.steps[kept:])
             steps = lineages.shown_steps([each.step for each in self.deferred.cut(kept)])
             raise type(error)(
                 f"Recorded steps that are not saved: {steps}, and neither is this one; those "
                 f"before are kept. {error}"
             ) from error
+
+    def _learn_disproved(self, reason: str, steps: Sequence[StagedStep]) -> None:
+        """Notes what the shadow found wrong: the sample of a later step may miss it.
+
+        Of several processes one alone knows it, and all have to plan alike: there the next save is
+        a base, as after any save that failed.
+        """
+        alone = jax.process_count() == 1
+        paths = [
+            each.plan.structure.leaves[i].path for each in steps if alone for i in each.disproved
+        ]
+        self.distrust.learn(reason, paths)
 
     def _settle_deferred(self) -> None:
         """Settles and verifies deferred steps; gives up those that are not one update apart."""

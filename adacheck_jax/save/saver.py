@@ -16,7 +16,9 @@ import jax
 import numpy as np
 
 from adacheck_jax.device import replicas, transfer, xla_call
+from adacheck_jax.device.transfer import Joined
 from adacheck_jax.device.trees import PyTree
+from adacheck_jax.format.boxes import Blocks, Box
 from adacheck_jax.save import staged
 from adacheck_jax.save.checks import State, Witness
 from adacheck_jax.save.commit import Save
@@ -24,6 +26,7 @@ from adacheck_jax.save.notices import Notices
 from adacheck_jax.save.parents import Parent, Tip
 from adacheck_jax.save.plan import SavePlan, shown
 from adacheck_jax.save.planner import Course, Planner
+from adacheck_jax.save.shadow import Followed, Shadow
 from adacheck_jax.save.share import Attempt, Destination, Exchange, StagedSave
 from adacheck_jax.save.situation import Counts, Options
 from adacheck_jax.save.snapshot import Snapshot, Structure
@@ -59,6 +62,7 @@ class Saver:
         self._attempt = Attempt.first()
         self._last_base: Save | None = None
         self._encodings, self._memory = DeltaEncodings(), ReusedMemory(_REUSED_BYTES)
+        self._shadow = Shadow(options.shadow_bytes if options.check == "auto" else 0)
         xla_call.begin()
 
     def follow(
@@ -87,10 +91,22 @@ class Saver:
             witness = self._planner.witness_of_restored(restored, state)
         tip = Tip(saved.step, saved.depth, None, copies, witness)
         parent = Parent(restored.entries[-1].holder, number, tip, None, restored)
+        if witness is not None:
+            self._shadow_restored(tip, state)
         with self._lock:
             distrusted = [specs[i].path for i in saved.caution.distrusted]
             self._planner.distrust.learn(saved.caution.reason, distrusted)
             self._planner.parents.follow(parent)
+
+    def _shadow_restored(self, tip: Tip, state: PyTree) -> None:
+        """Has the shadow follow a restored step, where that costs no transfer."""
+        snapshot = self._planner.snapshots.take(state)
+        structure = snapshot.structure
+        if not any(map(transfer.on_accelerator, snapshot.arrays)):
+            touched = [i for each in structure.arguments for i in each]
+            blocks = transfer.stage({i: snapshot.arrays[i] for i in touched}, structure.picks)
+            update = self._planner.update_of(structure)
+            self._shadow.start(structure, update, tip, _with_scalars(snapshot, blocks))
 
     def forget(self) -> None:
         """Makes the next save a base: what was restored is no step that another can build on."""
@@ -289,6 +305,17 @@ class Saver:
             before=before if planned.is_speculative else None,
             again=again if planned.is_speculative else None,
         )
+        if not planned.is_base and tip is not None:
+            position = before if before is not None else tip
+            repeated = again
+            if again is not None and planned.counts not in (None, again.counts()):
+                repeated = None  # another state was recorded with this number
+            own.proof = self._shadow.follow(
+                Followed(position, own, repeated, copies.staged, own.settled, own.sums)
+            )
+        elif planned.has_witness:
+            blocks = _with_scalars(snapshot, copies.staged)
+            self._shadow.start(planned.structure, planned.update, own, blocks)
         if course.check is not None:
             return own, course.check.witness
         if not planned.has_witness:
@@ -373,6 +400,18 @@ def _is_of(planned: SavePlan, parent: Lineage) -> bool:
     """True if a plan is that of a lineage's base."""
     base = parent.base
     return (planned.step, planned.structure.leaves) == (base.step, base.leaves)
+
+
+def _with_scalars(snapshot: Snapshot, blocks: Mapping[int, Blocks]) -> Mapping[int, Blocks]:
+    """Blocks of a state, with the scalars that other processes own."""
+    scalars = {
+        i: transfer.picks_of(snapshot.arrays[i], [Box.full(())])
+        for each in snapshot.structure.arguments
+        for i in each
+        if not snapshot.structure.leaves[i].shape
+    }
+    own = transfer.stage({i: snapshot.arrays[i] for i in scalars}, scalars)
+    return Joined(dict.fromkeys(blocks, blocks) | dict.fromkeys(own, own))
 
 
 _MIN_STILL_BYTES = 1 << 16

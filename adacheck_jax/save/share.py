@@ -304,8 +304,9 @@ def _write(
     report["steps"] = [
         _reported(staged, each) | own for each, own in zip(staged.steps, written, strict=True)
     ]
-    for each in staged.steps:  # no manifest speaks of a delta whose replay was not compared
-        each.verify()
+    for each, told in zip(staged.steps, report["steps"], strict=True):
+        each.verify()  # no manifest speaks of a delta whose replay was not compared
+        told["proved"] = each.is_proved
     return report
 
 

@@ -36,13 +36,17 @@ class Options:
     params_path: str | Mapping[str, str] | None = None
     keep_lineage: KeepLineage | None = None
     delta: Delta = "auto"
-    check: Check = "sample"
+    check: Check = "auto"
     compression: Compression = "none"
     check_replicas: replicas.Mode = "warn"
+    shadow_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.max_deltas, int) or self.max_deltas < 0:
             raise ValueError(f"expected max_deltas to be an int >= 0, found {self.max_deltas!r}")
+        shadow = self.shadow_bytes
+        if not (shadow is None or (isinstance(shadow, int) and shadow >= 0)):
+            raise ValueError(f"expected shadow_bytes to be None or an int >= 0, found {shadow!r}")
         if not isinstance(self.keep_lineage, KeepLineage | None):
             raise ValueError(
                 f"expected keep_lineage to be a KeepLineage, found {self.keep_lineage!r}. Write "

@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -131,6 +131,14 @@ def comparable(copies: Mapping[int, Blocks], plan: SavePlan) -> Mapping[int, Blo
     return Joined({i: copies for i in copies if i not in without})  # perhaps still on their way
 
 
+class Proof(Protocol):
+    """A comparison of all of a step with the trained state, under way."""
+
+    def differing(self) -> frozenset[int] | None:
+        """The leaves that differ; None if that cannot be told. Waits."""
+        ...
+
+
 class StagedStep:
     """A planned step, with the copies of its state that are written.
 
@@ -147,6 +155,13 @@ class StagedStep:
         parent: number and update counters of a step before that was restored, or is on the disk.
         before: the step before, if it is on its way too: it is settled and checked first.
         again: the same step, if it was deferred before it is saved.
+
+    Attributes:
+        label: as above.
+        fingerprints, delta, local: as above.
+        proof: comparison of the whole replay with the state by the shadow; None without one.
+        is_proved: True once the shadow was found to be the state.
+        disproved: the leaves in which it was not.
     """
 
     def __init__(
@@ -166,6 +181,8 @@ class StagedStep:
         self.fingerprints, self.delta, self.local = fingerprints, delta, local
         self._counters = counters
         self._check: Check | None = None
+        self.proof: Proof | None = None
+        self.is_proved, self.disproved = False, frozenset[int]()
         self._parent, self._before, self._again = parent, before, again
         self._sums: dict[int, int] = {}
         self._is_released = False
@@ -250,21 +267,26 @@ class StagedStep:
             ReplayError: replay gives something else, and the state is gone.
         """
         with self._check_lock:
-            if self._check is not None and self._refused is None:
+            if (self._check or self.proof) and self._refused is None:
                 if self._before is not None:
                     with contextlib.suppress(AdaCheckError):  # raised by the save of that step
                         self._before.verify()
                 try:
-                    self._compare(self._check, self.settled())
+                    self._compare(self.settled())
                 except AdaCheckError as error:
                     self._refused = error
-            self._check = self._before = None
+            self._check = self._before = self.proof = None
             if self._refused is not None:
                 raise self._refused
 
-    def _compare(self, check: Check, plan: SavePlan) -> None:
-        found = check.findings(plan.decision.updates)
-        if wrong := [i for i in found if i not in plan.unreplayed]:
+    def _compare(self, plan: SavePlan) -> None:
+        found: Collection[int] = ()
+        if self._check is not None:
+            found = self._check.findings(plan.decision.updates)
+        if self.proof is not None and (differing := self.proof.differing()) is not None:
+            self.is_proved, self.disproved = not differing, differing
+            found = {*found, *differing}
+        if wrong := sorted(i for i in found if i not in plan.unreplayed):
             raise ReplayError(
                 f"{self.label}: step {self.step}: {told(plan.structure, wrong)}. This was found "
                 "after the save had returned, when the state could not be had any more: the step "
@@ -301,7 +323,7 @@ class StagedStep:
     def release(self) -> None:
         """Lets go of all copies of the state."""
         self.delta, self.local, self._is_released = None, {}, True
-        self._check = self._before = self._again = None
+        self._check = self._before = self._again = self.proof = None
 
 
 CAUSES = (

@@ -143,7 +143,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
     parser.add_argument("--only", type=int, help="one run alone, by its seed")
-    parser.add_argument("--check", choices=("sample", "full"), help="of the handlers")
+    parser.add_argument("--check", choices=("auto", "sample", "full"), help="of the handlers")
     parser.add_argument("--pin", action=argparse.BooleanOptionalAction, help="of the recorders")
     parser.add_argument("--devices", type=int, choices=(1, 8))
     parser.add_argument("--output", type=Path)

@@ -171,8 +171,8 @@ def test_a_step_without_an_update_has_nothing_to_be_replayed(tmp_path):
         save_steps(manager, run, 2)
         manager.save(3, args=adacheck.SaveArgs(run.state))
     found = [*deltas_of(tmp_path).values()]
-    assert [each.checked for each in found] == ["sample", "stored"]
-    assert [lineage.checked_of(each) for each in found] == ["sample", "stored"]
+    assert [each.checked for each in found] == ["full", "stored"]
+    assert [lineage.checked_of(each) for each in found] == ["full", "stored"]
     # Written before checks were.
     assert [lineage.checked_of(dataclasses.replace(x, checked="")) for x in found] == ["", "stored"]
 

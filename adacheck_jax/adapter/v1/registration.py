@@ -30,6 +30,7 @@ class RunOptions(TypedDict, total=False):
     check: Check
     compression: Compression
     check_replicas: replicas.Mode
+    shadow_bytes: int | None
 
 
 def context(

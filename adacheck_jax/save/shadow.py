@@ -1,0 +1,294 @@
+"""The shadow: this process's own copy of the state in host memory, which follows training.
+
+It takes the state from a base, or from a restored step, and folds into it the record of each step
+after that, box by box, in a thread of its own. After each step its fingerprints must be those that
+the devices computed of the trained state: so every delta is proved in full, and nothing more than
+the record leaves the devices. What it holds is this process's part of a base.
+
+Other systems keep such a replica for recovery alone (LowDiff+, AdaCheck); none proves it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+
+from adacheck_jax.device import transfer
+from adacheck_jax.format.boxes import Blocks, Box
+from adacheck_jax.format.byte_loops import fingerprint_of
+from adacheck_jax.format.fingerprint import combine
+from adacheck_jax.save.exported_update import ExportedUpdate
+from adacheck_jax.save.plan import SavePlan
+from adacheck_jax.save.snapshot import Structure
+from adacheck_jax.update import program as update_program
+from adacheck_jax.update.host_fold import HostFold, UnfitError
+from adacheck_jax.update.sample_sites import WHOLE_ELEMENTS
+
+_log = logging.getLogger(__name__)
+
+_PROCESSES = 8
+"""Processes of a job on one machine, at most: one for each accelerator."""
+
+Position = object
+"""What tells one step of the run from all others: a staged step, or a restored one."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Followed:
+    """A step that the shadow is to follow.
+
+    Attributes:
+        before: the step before it.
+        own: the step.
+        again: the same state, if it was followed already.
+        blocks: this process's boxes of the leaves that are stored, perhaps on their way.
+        settled: gives the plan that holds; may wait, and raise.
+        sums: gives this process's contribution to the fingerprint of each leaf; may wait.
+    """
+
+    before: Position
+    own: Position
+    again: Position | None
+    blocks: Mapping[int, Blocks]
+    settled: Callable[[], SavePlan]
+    sums: Callable[[], Mapping[int, int]]
+
+
+class Shadow:
+    """Follows a training run.
+
+    Args:
+        most_bytes: host memory that the shadow may take; None for half of what is free, shared by
+            the processes of a machine. With 0 there is no shadow.
+    """
+
+    def __init__(self, most_bytes: int | None) -> None:
+        self._most_bytes = most_bytes
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="adacheck_shadow")
+        self._replica: _Replica | None = None
+        self._refused: tuple[Structure, ExportedUpdate] | None = None
+
+    def start(
+        self,
+        structure: Structure,
+        update: ExportedUpdate,
+        position: Position,
+        blocks: Mapping[int, Blocks],
+    ) -> None:
+        """Takes the state from a base, or from a restored step.
+
+        Args:
+            structure: structure of the state.
+            update: its exported update.
+            position: the step.
+            blocks: this process's boxes of all leaves of the update, perhaps on their way.
+        """
+        replica = self._replica
+        if replica is None or not replica.fits(structure, update):
+            replica = self._replica = self._made(structure, update)
+        if replica is not None:
+            replica.is_lost = False
+            self._thread.submit(replica.load, position, blocks)
+
+    def follow(self, step: Followed) -> Proof | None:
+        """Folds a step, in the background; None where there is no shadow."""
+        replica = self._replica
+        if replica is None or replica.is_lost:
+            return None
+        return Proof(self, self._thread.submit(replica.follow, step))
+
+    def give_up(self, reason: str) -> None:
+        """Follows no more, and says so."""
+        if self._replica is not None:
+            self._refused = (self._replica.structure, self._replica.update)
+            self._replica = None
+            _log.warning("Deltas are checked by sample from now on: %s", reason)
+
+    def _made(self, structure: Structure, update: ExportedUpdate) -> _Replica | None:
+        if self._most_bytes == 0 or self._refused == (structure, update):
+            return None
+        self._refused = (structure, update)
+        found = _fold_of(structure, update)
+        if isinstance(found, str):
+            if found:
+                _log.info("Deltas are checked by sample: %s.", found)
+            return None
+        most_bytes = free_bytes() // 2 if self._most_bytes is None else self._most_bytes
+        if found.size_bytes > most_bytes:
+            _log.info(
+                "Deltas are checked by sample: a copy of the state in host memory takes %d MiB, "
+                "and may take %d (shadow_bytes).",
+                *(found.size_bytes >> 20, most_bytes >> 20),
+            )
+            return None
+        self._refused = None
+        return _Replica(structure, update, found)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Proof:
+    """A step that the shadow follows; see :class:`~adacheck_jax.save.staged.Proof`."""
+
+    shadow: Shadow
+    found: Future[frozenset[int] | None]
+
+    def differing(self) -> frozenset[int] | None:
+        """The leaves in which the shadow differs from the trained state; waits.
+
+        On other platforms than the CPU that may be the arithmetic of the host. Then the shadow is
+        given up, and nothing can be told.
+        """
+        found = self.found.result()
+        if found and update_program.platform() != "cpu":
+            self.shadow.give_up("the host computes other bits than the devices")
+            return None
+        return found
+
+
+class _Replica:
+    """The copy of one structure's states; all work on it is done by one thread, in order.
+
+    Attributes:
+        structure: structure of the states.
+        update: its exported update.
+        is_lost: True if a step could not be followed, until the next base.
+    """
+
+    def __init__(self, structure: Structure, update: ExportedUpdate, fold: HostFold) -> None:
+        self.structure, self.update, self._fold = structure, update, fold
+        self.is_lost = False
+        self._position: Position | None = None
+        pieces = update.pieces
+        assert pieces is not None
+        computed = frozenset(pieces.before.leaves)
+        self._taken = [i for i in pieces.after.leaves if i not in computed]
+        self._compared = sorted(computed - update.stored)
+        self._compiled: Future[None] = Future()
+        update_program.in_background(self._compile, self._compiled)
+
+    def fits(self, structure: Structure, update: ExportedUpdate) -> bool:
+        """True if this is the copy of states of a structure."""
+        return self.structure is structure and self.update is update
+
+    def _compile(self) -> None:
+        self._fold.allocate()
+        self._fold.compile()
+
+    def load(self, position: Position, blocks: Mapping[int, Blocks]) -> None:
+        """Takes the state of one step."""
+        self._position = None
+        try:
+            self._compiled.result()
+            self._put([*self._taken, *self._compared, *self.update.stored], blocks)
+        except Exception as error:
+            self._lose(error)
+        else:
+            self._position = position
+
+    def follow(self, step: Followed) -> frozenset[int] | None:
+        """Moves on to a step; gives the leaves that differ from the state's."""
+        plan = step.settled()
+        position, self._position = self._position, None
+        try:
+            if position is step.before:
+                self._move(plan, step.blocks)
+            elif position is None or position is not step.again:
+                self.is_lost = True
+                return None
+            found = self._differing(plan, step.sums())
+        except Exception as error:
+            self._lose(error)
+            return None
+        self._position = step.own
+        return found
+
+    def _lose(self, error: Exception) -> None:
+        """Nothing that goes wrong here costs a step: a sample of each was compared, too."""
+        self.is_lost = True
+        _log.warning(
+            "Deltas are checked by sample until the next base: the copy of the state in host "
+            "memory could not be moved on: %s: %s",
+            *(type(error).__name__, error),
+        )
+
+    def _move(self, plan: SavePlan, blocks: Mapping[int, Blocks]) -> None:
+        if plan.is_replayed and plan.decision.updates:
+            # A leaf that the update passes through is put in place before the update.
+            self._put(self._taken, blocks)
+            self._fold.advance(plan.decision.updates)
+            self._put(sorted(self.update.stored | plan.unreplayed), blocks)
+        else:
+            self._put([*self._taken, *self._compared, *self.update.stored], blocks)
+
+    def _put(self, leaves: Sequence[int], blocks: Mapping[int, Blocks]) -> None:
+        for i in leaves:
+            if i in blocks and (own := blocks[i]):
+                self._fold.put(i, own)
+
+    def _differing(self, plan: SavePlan, sums: Mapping[int, int]) -> frozenset[int]:
+        # What may not have changed is compared with the parent when the shares are validated.
+        others = plan.unreplayed.union(plan.unchanged)
+        return frozenset(
+            i
+            for i in self._compared
+            if i not in others and i in sums and self._sum_of(i) != sums[i]
+        )
+
+    def _sum_of(self, leaf: int) -> int:
+        owned = _boxes_of(self.structure, leaf)
+        blocks = self._fold.blocks(leaf)
+        return combine([fingerprint_of(x, box.start) for box, x in blocks.items() if box in owned])
+
+
+def _fold_of(structure: Structure, update: ExportedUpdate) -> HostFold | str:
+    """The fold of an update over this process's boxes; or the reason why there is none."""
+    leaves, pieces = structure.leaves, update.pieces
+    if pieces is None or not update.pinned:
+        return "the update is not one that the host computes alike" if update.files else ""
+    touched = [i for each in structure.arguments for i in each]
+    if max(math.prod(leaves[i].shape) for i in touched) <= WHOLE_ELEMENTS:
+        return ""  # a sample has all elements
+    taken = frozenset(pieces.after.leaves).difference(pieces.before.leaves)
+    if jax.process_count() > 1 and taken.intersection(pieces.scalar_leaves):
+        return "the update takes a number that one process has"
+    boxes = {i: _boxes_of(structure, i) or [Box.full(())] * (not leaves[i].shape) for i in touched}
+    dtypes = {i: jax.numpy.dtype(leaves[i].dtype) for i in touched}
+    count, x64 = len(structure.bindings), transfer.x64_enabled()
+    try:
+        return HostFold(pieces, dtypes, boxes, count, x64)
+    except UnfitError as error:
+        return str(error)
+
+
+def _boxes_of(structure: Structure, leaf: int) -> list[Box]:
+    """The boxes that the shadow holds of a leaf: in a process alone the whole leaf."""
+    described = structure.leaves[leaf]
+    if jax.process_count() == 1:
+        return [Box.full(described.shape)]
+    return described.boxes_of(jax.process_index())
+
+
+def free_bytes() -> int:
+    """Host memory that is free, shared by as many processes as a machine usually has."""
+    found = _read("/proc/meminfo")
+    free = next((int(x.split()[1]) << 10 for x in found if x.startswith("MemAvailable:")), None)
+    if free is None:
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    limit, used = (_read(f"/sys/fs/cgroup/{name}") for name in ("memory.max", "memory.current"))
+    if limit and used and limit[0].isdecimal():
+        free = min(free, int(limit[0]) - int(used[0]))
+    return max(free, 0) // min(jax.process_count(), _PROCESSES)
+
+
+def _read(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,256 @@
+"""The update over host memory: a copy of the leaves that updates compute, advanced in place.
+
+Leaves that go through the same operations lie one behind another in a vector, and are computed a
+chunk at a time by one small program. With each step a vector slides by one chunk, forward and back
+in turns, so that no chunk is overwritten before its successor is complete.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from adacheck_jax.device import jax_settings
+from adacheck_jax.format.boxes import Blocks, Box
+from adacheck_jax.update import program as update_program
+from adacheck_jax.update.pieces import ROW, Batch, Pieces
+
+CHUNK_ELEMENTS = 1 << 18
+"""Elements of a chunk: 3 MB of adamw's state. Of a fourth a fold took three times as long."""
+_ALIGNMENT_BYTES = 64
+"""XLA:CPU uses memory in place that begins at a multiple of this."""
+
+
+class UnfitError(Exception):
+    """An update cannot be computed from the boxes that this process has."""
+
+
+@dataclass(slots=True)
+class _Vector:
+    """Elements of leaves that play the same part in one batch.
+
+    Attributes:
+        dtype: data type of the elements.
+        elements: number of elements in use, without padding.
+        chunk: elements of a chunk.
+        slides: True if the vector is computed, and slides.
+        memory: chunks for all elements, and one to spare for a vector that slides.
+        shift: first element in use.
+    """
+
+    dtype: np.dtype
+    elements: int
+    chunk: int
+    slides: bool
+    memory: np.ndarray = field(default_factory=lambda: np.empty(0))
+    shift: int = 0
+
+    @property
+    def count(self) -> int:
+        """Number of chunks."""
+        return -(-self.elements // self.chunk)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the memory."""
+        return (self.count + self.slides) * self.chunk * self.dtype.itemsize
+
+    def part(self, start: int, size: int) -> np.ndarray:
+        """Elements in use, counted from the first."""
+        return self.memory[self.shift + start : self.shift + start + size]
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """One batch, with the vectors that it takes and computes."""
+
+    batch: Batch
+    taken: list[_Vector]
+    computed: list[_Vector]
+
+    @property
+    def refs(self) -> list[int]:
+        """Numbers of the scalars that the batch takes."""
+        pairs = zip(self.batch.group.inputs, self.batch.inputs, strict=True)
+        return [ref for ref, leaves in pairs if not leaves]
+
+
+class HostFold:
+    """A copy of what updates compute in host memory, which each step moves on.
+
+    Args:
+        pieces: the update.
+        dtypes: data type of each leaf, by leaf index.
+        boxes: boxes of each leaf that the copy holds, by leaf index.
+        recorder_count: number of recorders whose updates the program makes.
+        x64: True if arrays may have 64-bit elements.
+
+    Raises:
+        UnfitError: leaves that are computed together are not held in the same boxes.
+    """
+
+    def __init__(
+        self,
+        pieces: Pieces,
+        dtypes: Mapping[int, Any],
+        boxes: Mapping[int, Sequence[Box]],
+        recorder_count: int,
+        x64: bool,
+    ) -> None:
+        self._pieces, self._recorder_count, self._x64 = pieces, recorder_count, x64
+        self._device = jax.local_devices(backend="cpu")[0]
+        self._scalars = {i: np.zeros((), dtypes[i]) for i in pieces.scalar_leaves}
+        self._places: dict[int, tuple[_Vector, list[tuple[Box, int]]]] = {}
+        self._copies: dict[int, Any] = {}
+        computed = frozenset(pieces.before.leaves)
+        vectors: list[_Vector] = []
+        self._work: list[_Work] = []
+        for batch in pieces.batches:
+            roles = dict.fromkeys([*batch.taken, *batch.outputs])
+            made: dict[tuple[int, ...], _Vector] = {}
+            elements = sum(box.size for i in next(iter(roles)) for box in boxes[i])
+            chunk = min(CHUNK_ELEMENTS, -(-max(elements, 1) // ROW) * ROW)
+            for leaves in roles:
+                for leaf, like in zip(leaves, next(iter(roles)), strict=True):
+                    if [*boxes[leaf]] != [*boxes[like]]:
+                        raise UnfitError("leaves that are computed together are cut otherwise")
+                dtype = np.dtype(dtypes[leaves[0]])
+                made[leaves] = _Vector(dtype, elements, chunk, leaves[0] in computed)
+                self._place(made[leaves], leaves, boxes)
+            vectors += made.values()
+            taken, outputs = ([made[x] for x in each] for each in (batch.taken, batch.outputs))
+            self._work.append(_Work(batch, taken, outputs))
+        self._vectors = vectors
+        self._programs: list[Any] = []
+
+    def _place(
+        self, vector: _Vector, leaves: Sequence[int], boxes: Mapping[int, Sequence[Box]]
+    ) -> None:
+        start = 0
+        for leaf in leaves:
+            if leaf in self._places:
+                raise UnfitError("a leaf plays two parts")
+            places = []
+            for box in boxes[leaf]:
+                places.append((box, start))
+                start += box.size
+            self._places[leaf] = (vector, places)
+
+    @property
+    def size_bytes(self) -> int:
+        """Host memory that the copy takes."""
+        return sum(map(_aligned_bytes, self._vectors))
+
+    def allocate(self) -> None:
+        """Take the memory."""
+        memory = np.zeros(self.size_bytes + _ALIGNMENT_BYTES, np.uint8)
+        start = -memory.ctypes.data % _ALIGNMENT_BYTES
+        for each in self._vectors:
+            each.memory = memory[start : start + each.size_bytes].view(each.dtype)
+            start += _aligned_bytes(each)
+
+    def compile(self) -> None:
+        """Compile the programs of a step, for the host."""
+        spec = jax.ShapeDtypeStruct
+        with jax_settings.own(self._x64), jax.default_device(self._device):
+            switches = update_program.switches(self._recorder_count)
+            given = {i: spec((), x.dtype) for i, x in self._scalars.items()}
+            needed = sorted({ref for work in self._work for ref in work.refs})
+
+            def scalars(given: Mapping[int, Any], switches: Any) -> Any:
+                results, values = self._pieces.scalars(given, switches)
+                return results, {ref: values[ref] for ref in needed}
+
+            _, values = jax.eval_shape(scalars, given, switches)
+            programs = [jax.jit(scalars).lower(given, switches).compile()]
+            for work in self._work:
+                arrays = [spec((each.chunk,), each.dtype) for each in work.taken]
+                shared = {ref: values[ref] for ref in work.refs}
+                programs.append(jax.jit(work.batch.mapped).lower(shared, arrays).compile())
+        self._programs = programs
+
+    def put(self, leaf: int, blocks: Blocks) -> None:
+        """Copy elements of a leaf into the memory; of a leaf that no update takes nothing.
+
+        Args:
+            leaf: index of the leaf.
+            blocks: boxes that cover those of the copy.
+        """
+        if leaf in self._scalars:
+            self._scalars[leaf] = np.array(next(iter(blocks.values())))
+            return
+        if leaf not in self._places:
+            return
+        vector, places = self._places[leaf]
+        plan = self._copies.get(leaf)
+        if plan is None or plan[0] != blocks.keys():
+            plan = self._copies[leaf] = ({*blocks}, _copy_plan(places, [*blocks]))
+        for start, shape, into, box, out in plan[1]:
+            target = vector.part(start, math.prod(shape)).reshape(shape)
+            np.copyto(target[into], blocks[box][out], casting="no")
+
+    def blocks(self, leaf: int) -> Blocks:
+        """Elements of a leaf, by box: views, until the next step."""
+        if leaf in self._scalars:
+            return {Box((), ()): self._scalars[leaf]}
+        vector, places = self._places[leaf]
+        return {box: vector.part(start, box.size).reshape(box.shape) for box, start in places}
+
+    def advance(self, updates: Sequence[int]) -> None:
+        """Make one update, with what was put for it.
+
+        Args:
+            updates: positions of the recorders that made an update.
+        """
+        of_scalars, *programs = self._programs
+        with jax_settings.own(self._x64), jax.default_device(self._device):
+            switches = update_program.switches(self._recorder_count, updates)
+            results, values = jax.device_get(of_scalars(self._scalars, switches))
+            for work, program in zip(self._work, programs, strict=True):
+                _slide(work, program, {ref: values[ref] for ref in work.refs})
+        self._scalars.update(results)
+
+
+def _aligned_bytes(vector: _Vector) -> int:
+    return -(-vector.size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+def _slide(work: _Work, program: Any, values: Mapping[int, Any]) -> None:
+    """Compute all chunks of a batch, each into the place of the chunk before or after it."""
+    first, *_ = work.computed
+    numbers, shift = range(first.count), 0
+    if not first.shift:  # the spare chunk is behind the last one
+        numbers, shift = reversed(numbers), first.chunk
+    for number in numbers:
+        start, stop = number * first.chunk, (number + 1) * first.chunk
+        results = program(values, [each.part(start, each.chunk) for each in work.taken])
+        for each, result in zip(work.computed, results, strict=True):
+            each.memory[shift + start : shift + stop] = result
+    for each in work.computed:
+        each.shift = shift
+
+
+def _copy_plan(places: Sequence[tuple[Box, int]], given: Sequence[Box]) -> list[Any]:
+    """Copies that fill the boxes of a leaf from others.
+
+    Raises:
+        UnfitError: the others do not cover it.
+    """
+    plan = []
+    for box, start in places:
+        found = 0
+        for other in given:
+            common = box.intersect(other) if box.shape else box
+            if common is None:
+                continue
+            found += common.size
+            into, out = (common.relative_to(each.start).slices for each in (box, other))
+            plan.append((start, box.shape, into, other, out))
+        if found != box.size:
+            raise UnfitError("this process has not all elements that a leaf is computed from")
+    return plan

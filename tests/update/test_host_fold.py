@@ -1,0 +1,109 @@
+"""The host's copy of a state moves on by the bits that training computes."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import adacheck_jax as adacheck
+from adacheck_jax.format.boxes import Box, grid
+from adacheck_jax.save.exported_update import ExportedUpdates
+from adacheck_jax.save.snapshot import Snapshots
+from adacheck_jax.update import host_fold
+from adacheck_jax.update.binding import recorders_of
+from adacheck_jax.update.host_fold import HostFold, UnfitError
+
+SHAPES = {"a": (37, 11), "b": (64,), "c": (37, 11), "d": (), "e": (3, 5, 7), "empty": (0, 4)}
+
+OPTIMIZERS = {
+    "adamw": lambda: optax.adamw(optax.linear_schedule(1e-2, 1e-3, 5)),
+    "sgd": lambda: optax.sgd(1e-2, momentum=0.9, nesterov=True),
+    "lion": lambda: optax.lion(1e-2),
+    "amsgrad": lambda: optax.amsgrad(1e-2),
+    "rmsprop": lambda: optax.rmsprop(1e-2, momentum=0.5),
+    "masked decay": lambda: optax.adamw(
+        1e-2, mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
+    ),
+    "plain": lambda: optax.sgd(1e-2),
+}
+
+
+def trained(tx, dtype, steps):
+    """States of a run, one after another, and its exported update."""
+    recorder = adacheck.Recorder(tx)
+    keys = jax.random.split(jax.random.key(1), len(SHAPES))
+    params = {
+        name: jax.random.normal(key, shape, dtype)
+        for key, (name, shape) in zip(keys, SHAPES.items(), strict=True)
+    }
+    state = {"params": params, "opt": recorder.init(params)}
+
+    @jax.jit
+    def step(state, key):
+        noise = lambda p: jnp.tanh(p + jax.random.normal(key, p.shape, p.dtype)) * 1e-2  # noqa: E731
+        grads = jax.tree.map(noise, state["params"])
+        updates, opt = recorder.update(grads, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}
+
+    snapshots = Snapshots(recorders_of(recorder), None)
+    states = [snapshots.take(state)]
+    for number in range(steps):
+        state = step(state, jax.random.key(number))
+        states.append(snapshots.take(state))
+    return states, ExportedUpdates("sample").of(states[0].structure)
+
+
+def blocks_of(array, cuts=None):
+    whole = np.asarray(array)
+    boxes = grid(cuts) if cuts else [Box.full(whole.shape)]
+    return {box: whole[box.slices] for box in boxes}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.first(5)
+def test_every_step_has_the_bits_of_training(name, dtype, monkeypatch):
+    monkeypatch.setattr(host_fold, "CHUNK_ELEMENTS", 256)  # several chunks, and some with padding
+    states, update = trained(OPTIMIZERS[name](), dtype, 5)
+    structure = states[0].structure
+    touched = [i for each in structure.arguments for i in each]
+    whole = {i: [Box.full(structure.leaves[i].shape)] for i in touched}
+    dtypes = {i: states[0].arrays[i].dtype for i in touched}
+    fold = HostFold(update.pieces, dtypes, whole, 1, False)
+    fold.allocate()
+    fold.compile()
+    for i in touched:
+        fold.put(i, blocks_of(states[0].arrays[i]))
+    params, inner, record, extra = structure.arguments
+    for state in states[1:]:
+        for i in (*record, *extra):
+            shape = state.arrays[i].shape
+            halves = tuple((0, n // 2, n) if n > 1 else (0, n) for n in shape)
+            fold.put(i, blocks_of(state.arrays[i], halves))
+        fold.advance((0,))
+        for i in (*params, *inner):
+            ((_, found),) = fold.blocks(i).items()
+            np.testing.assert_array_equal(
+                found.view(np.uint8) if found.ndim else found,
+                np.asarray(state.arrays[i]).view(np.uint8) if found.ndim else state.arrays[i],
+                structure.leaves[i].path,
+            )
+
+
+def test_boxes_that_do_not_meet_cannot_be_computed():
+    states, update = trained(optax.adamw(1e-2), jnp.float32, 0)
+    structure = states[0].structure
+    touched = [i for each in structure.arguments for i in each]
+    boxes = {i: [Box.full(structure.leaves[i].shape)] for i in touched}
+    dtypes = {i: states[0].arrays[i].dtype for i in touched}
+    other = structure.arguments[2][0]  # another process holds a part of the record
+    with pytest.raises(UnfitError, match="cut otherwise"):
+        HostFold(update.pieces, dtypes, {**boxes, other: [Box((0, 0), (8, 11))]}, 1, False)
+    fold = HostFold(update.pieces, dtypes, boxes, 1, False)
+    fold.allocate()
+    part = np.asarray(states[0].arrays[other])[:8]
+    with pytest.raises(UnfitError, match="not all elements"):
+        fold.put(other, {Box((0, 0), (8, 11)): part})
