@@ -54,6 +54,7 @@ MAY_TOUCH_FILES = {
     "errors": "it names errors of the operating system",
     "format.byte_loops": "it counts processors",
     "update.program": "it reads the environment",
+    "save.checks.free_memory": "it reads what the system says of its memory",
     "update.untrusted": "it starts a script beside it",
     "adapter.directories": "it looks if a directory can be written",
     "tools.restorable": "callers give it a path as a text",

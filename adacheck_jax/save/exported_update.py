@@ -17,8 +17,8 @@ from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.save.snapshot import Structure
 from adacheck_jax.update import exactness
 from adacheck_jax.update import program as update_program
+from adacheck_jax.update.elements.pieces import Pieces, UnevenError, row_of
 from adacheck_jax.update.exactness import Level
-from adacheck_jax.update.pieces import Pieces, UnevenError, row_of
 from adacheck_jax.update.recorder import Recorder
 
 Check = Literal["auto", "sample", "full"]

@@ -12,7 +12,7 @@ from adacheck_jax.device import jax_settings
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.format.manifest import DeltaManifest
-from adacheck_jax.save.checks import Witness
+from adacheck_jax.save.checks.interface import Witness
 from adacheck_jax.save.commit import Save
 from adacheck_jax.save.plan import advanced
 from adacheck_jax.save.situation import Counts, Facts, SavedFacts

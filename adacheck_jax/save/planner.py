@@ -19,8 +19,9 @@ import jax
 from adacheck_jax.device import fingerprint
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError, ReplayError
-from adacheck_jax.save import checks, parents, plan, staged
-from adacheck_jax.save.checks import Check, Checker, State, Witness
+from adacheck_jax.save import parents, plan, staged
+from adacheck_jax.save.checks import engines
+from adacheck_jax.save.checks.interface import Check, Checker, State, Witness, is_sparse
 from adacheck_jax.save.exported_update import ExportedUpdate, ExportedUpdates
 from adacheck_jax.save.notices import Distrust, tell_given_up
 from adacheck_jax.save.parents import DeferredSteps, Parent, Parents, Tip
@@ -208,7 +209,7 @@ class Planner:
         if not wrong:
             return course
         self.distrust.tell(planned, wrong)
-        sparse = [i for i in findings if i in wrong and checks.is_sparse(structure, i, findings[i])]
+        sparse = [i for i in findings if i in wrong and is_sparse(structure, i, findings[i])]
         self.distrust.learn("", [structure.leaves[i].path for i in sparse])
         facts = dataclasses.replace(facts, distrusted=self.distrust.leaves_of(structure))
         wrong_bytes = sum(structure.leaves[i].nbytes for i in wrong)
@@ -228,7 +229,7 @@ class Planner:
         """The checker of the deltas of a structure; made once."""
         known = self._checker
         if known is None or known[0] is not structure or known[1] is not update:
-            known = self._checker = (structure, update, checks.checker_of(structure, update))
+            known = self._checker = (structure, update, engines.checker_of(structure, update))
         return known[2]
 
     def update_of(self, structure: Structure) -> ExportedUpdate:

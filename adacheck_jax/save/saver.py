@@ -20,13 +20,13 @@ from adacheck_jax.device.transfer import Joined
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.format.boxes import Blocks, Box
 from adacheck_jax.save import staged
-from adacheck_jax.save.checks import State, Witness
+from adacheck_jax.save.checks.interface import State, Witness
+from adacheck_jax.save.checks.shadow import Followed, Shadow
 from adacheck_jax.save.commit import Save
 from adacheck_jax.save.notices import Notices
 from adacheck_jax.save.parents import Parent, Tip
 from adacheck_jax.save.plan import SavePlan, shown
 from adacheck_jax.save.planner import Course, Planner
-from adacheck_jax.save.shadow import Followed, Shadow
 from adacheck_jax.save.share import Attempt, Destination, Exchange, StagedSave
 from adacheck_jax.save.situation import Counts, Options
 from adacheck_jax.save.snapshot import Snapshot, Structure

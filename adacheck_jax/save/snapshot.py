@@ -26,8 +26,8 @@ from adacheck_jax.errors import FormatError
 from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.update import binding
 from adacheck_jax.update.binding import Binding, Recorders
+from adacheck_jax.update.elements.sample_sites import Sites
 from adacheck_jax.update.params_search import leaf_types
-from adacheck_jax.update.sample_sites import Sites
 
 _CACHED_STRUCTURES = 8
 

@@ -25,7 +25,7 @@ import orbax.checkpoint as ocp
 import adacheck_jax as adacheck
 from adacheck_jax.format import manifest
 from adacheck_jax.store.steps import manifest_file
-from adacheck_jax.update.sample_sites import Sites
+from adacheck_jax.update.elements.sample_sites import Sites
 
 SAVES = 3  # a base, a delta to begin with, and the one that is looked into
 

@@ -17,7 +17,8 @@ import pytest
 
 import adacheck_jax as adacheck
 from adacheck_jax.format import manifest
-from adacheck_jax.save import checks, exported_update
+from adacheck_jax.save import exported_update
+from adacheck_jax.save.checks import second_copy
 from adacheck_jax.store.steps import lineage, manifest_file, roots
 from tests import support
 from tests.save import test_waiting
@@ -581,13 +582,13 @@ class TestRecordedSteps:
 
     def test_one_that_is_saved_at_once_is_checked_once(self, tmp_path, monkeypatch):
         """As recorded it is checked in the background, while the save checks it too."""
-        advance = checks._Following._advance
+        advance = second_copy.Following._advance
 
         def slowly(*arguments):
             advance(*arguments)
             time.sleep(0.05)
 
-        monkeypatch.setattr(checks._Following, "_advance", slowly)
+        monkeypatch.setattr(second_copy.Following, "_advance", slowly)
         run = support.dict_run(mesh_of((1, 1)))
         handler = adacheck.AdaCheckHandler(run.recorder, check="full")
         with manager_of(tmp_path, handler) as manager:

@@ -13,9 +13,9 @@ import pytest
 
 import adacheck_jax as adacheck
 from adacheck_jax.format.manifest import BaseManifest
-from adacheck_jax.save import shadow
+from adacheck_jax.save.checks import shadow
 from adacheck_jax.store.steps import roots
-from adacheck_jax.update.host_fold import HostFold
+from adacheck_jax.update.elements.host_fold import HostFold
 from tests import support
 from tests.save.test_checks import assert_all_restorable, deltas_of, kinds
 from tests.support import host_copy, manager_of, mesh_of, save_steps

@@ -12,9 +12,9 @@ import adacheck_jax as adacheck
 from adacheck_jax.format.boxes import Box, grid
 from adacheck_jax.save.exported_update import ExportedUpdates
 from adacheck_jax.save.snapshot import Snapshots
-from adacheck_jax.update import host_fold
 from adacheck_jax.update.binding import recorders_of
-from adacheck_jax.update.host_fold import HostFold, UnfitError
+from adacheck_jax.update.elements import host_fold
+from adacheck_jax.update.elements.host_fold import HostFold, UnfitError
 
 SHAPES = {"a": (37, 11), "b": (64,), "c": (37, 11), "d": (), "e": (3, 5, 7), "empty": (0, 4)}
 

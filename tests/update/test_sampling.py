@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from adacheck_jax.update.pieces import VectorLayout
-from adacheck_jax.update.sample_sites import SAMPLE_ELEMENTS, WHOLE_ELEMENTS, Sites
-from adacheck_jax.update.sampling import Taker, from_host
+from adacheck_jax.update.elements.pieces import VectorLayout
+from adacheck_jax.update.elements.sample_sites import SAMPLE_ELEMENTS, WHOLE_ELEMENTS, Sites
+from adacheck_jax.update.elements.sampling import Taker, from_host
 from tests.support import mesh_of
 
 MESHES = [(1,), (8,), (4, 2)]

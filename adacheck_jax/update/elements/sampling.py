@@ -2,8 +2,8 @@
 
 An update whose elements stay in their places computes an element of each leaf from the same element
 of the leaves that it takes. So a sample of one save and a sample of the next, at the same places
-(:mod:`~adacheck_jax.update.sample_sites`), show if a replay of the update between them gives the
-trained state, without a copy of the state.
+(:mod:`~adacheck_jax.update.elements.sample_sites`), show if a replay of the update between them
+gives the trained state, without a copy of the state.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from adacheck_jax.device import transfer
 from adacheck_jax.format.boxes import Box
-from adacheck_jax.update.pieces import VectorLayout, Vectors
-from adacheck_jax.update.sample_sites import Sites, Starts, boxes_held, is_on_device
+from adacheck_jax.update.elements.pieces import VectorLayout, Vectors
+from adacheck_jax.update.elements.sample_sites import Sites, Starts, boxes_held, is_on_device
 
 
 def _taken(flat: Any, start: Any, stride: int, count: int) -> Any:

@@ -18,7 +18,7 @@ import numpy as np
 from adacheck_jax.device import jax_settings
 from adacheck_jax.format.boxes import Blocks, Box
 from adacheck_jax.update import program as update_program
-from adacheck_jax.update.pieces import ROW, Batch, Pieces
+from adacheck_jax.update.elements.pieces import ROW, Batch, Pieces
 
 CHUNK_ELEMENTS = 1 << 18
 """Elements of a chunk: 3 MB of adamw's state. Of a fourth a fold took three times as long."""

@@ -13,10 +13,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
 import jax
 
@@ -24,17 +22,15 @@ from adacheck_jax.device import transfer
 from adacheck_jax.format.boxes import Blocks, Box
 from adacheck_jax.format.byte_loops import fingerprint_of
 from adacheck_jax.format.fingerprint import combine
+from adacheck_jax.save.checks.free_memory import free_bytes
 from adacheck_jax.save.exported_update import ExportedUpdate
 from adacheck_jax.save.plan import SavePlan
 from adacheck_jax.save.snapshot import Structure
 from adacheck_jax.update import program as update_program
-from adacheck_jax.update.host_fold import HostFold, UnfitError
-from adacheck_jax.update.sample_sites import WHOLE_ELEMENTS
+from adacheck_jax.update.elements.host_fold import HostFold, UnfitError
+from adacheck_jax.update.elements.sample_sites import WHOLE_ELEMENTS
 
 _log = logging.getLogger(__name__)
-
-_PROCESSES = 8
-"""Processes of a job on one machine, at most: one for each accelerator."""
 
 Position = object
 """What tells one step of the run from all others: a staged step, or a restored one."""
@@ -273,22 +269,3 @@ def _boxes_of(structure: Structure, leaf: int) -> list[Box]:
     if jax.process_count() == 1:
         return [Box.full(described.shape)]
     return described.boxes_of(jax.process_index())
-
-
-def free_bytes() -> int:
-    """Host memory that is free, shared by as many processes as a machine usually has."""
-    found = _read("/proc/meminfo")
-    free = next((int(x.split()[1]) << 10 for x in found if x.startswith("MemAvailable:")), None)
-    if free is None:
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    limit, used = (_read(f"/sys/fs/cgroup/{name}") for name in ("memory.max", "memory.current"))
-    if limit and used and limit[0].isdecimal():
-        free = min(free, int(limit[0]) - int(used[0]))
-    return max(free, 0) // min(jax.process_count(), _PROCESSES)
-
-
-def _read(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:
-        return []
