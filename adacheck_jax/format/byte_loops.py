@@ -38,9 +38,9 @@ class _Compiler:
         self._threads: list[threading.Thread] = []
 
     def loop(
-        self, name: Literal["multilinear", "split", "join"], word_bytes: int
+        self, name: Literal["multilinear", "each", "split", "join"], word_bytes: int
     ) -> Callable[..., Any] | None:
-        """The compiled loop for words of one width; None until there is one."""
+        """The compiled loop for words of one width, or of any; None until there is one."""
         key = (name, word_bytes)
         if key not in self._loops:
             self._loops[key] = None
@@ -60,7 +60,8 @@ class _Compiler:
         try:
             from adacheck_jax.format import compiled_loops  # imports numba
 
-            self._loops[name, word_bytes] = getattr(compiled_loops, name)(word_bytes)
+            make = getattr(compiled_loops, name)
+            self._loops[name, word_bytes] = make(word_bytes) if word_bytes else make()
         except Exception as error:
             _log.info("Loops over bytes are not compiled here: %s", error)
 
@@ -100,6 +101,35 @@ def fingerprint_of(block: np.ndarray, start: Sequence[int] | None = None) -> int
     words = np.ascontiguousarray(words)
     compiled = _compiler.loop("multilinear", words.itemsize) if words.flags.aligned else None
     return (compiled or fingerprint.multilinear)(words, starts)
+
+
+class Fingerprints:
+    """Contributions of many blocks to the fingerprints of their leaves, summed up in one call.
+
+    Args:
+        blocks: contiguous blocks, and the first index of each in its leaf. They may change between
+            two calls of :meth:`sums`, in place.
+    """
+
+    def __init__(self, blocks: Sequence[tuple[np.ndarray, Sequence[int]]]) -> None:
+        self._blocks = [*blocks]
+        words = [fingerprint.words_of(block) for block, _ in blocks]
+        axes = max((each.ndim for each in words), default=0)
+        self._table = np.zeros((len(words), 3 + 2 * axes), np.int64)
+        for row, each, (_, start) in zip(self._table, words, blocks, strict=True):
+            row[:3] = each.ctypes.data, each.itemsize, each.ndim
+            row[3 : 3 + each.ndim] = each.shape
+            row[3 + axes : 3 + axes + len(start)] = start
+        self._is_plain = _are_plain(*words)
+
+    def sums(self) -> list[int]:
+        """Partial sums modulo 2**64, one a block."""
+        compiled = _compiler.loop("each", 0) if self._is_plain else None
+        if compiled is None:
+            return [fingerprint_of(block, start) for block, start in self._blocks]
+        sums = np.empty(len(self._table), np.uint64)
+        compiled(self._table, sums)
+        return sums.tolist()
 
 
 def split(

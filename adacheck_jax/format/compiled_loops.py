@@ -216,6 +216,31 @@ def multilinear_4(address: Any, shape: Any, starts: Any, rank: Any) -> Any:
 
 
 @_kept
+def _each(table: Any, sums: Any) -> None:
+    axes = (table.shape[1] - 3) // 2
+    for i in range(table.shape[0]):
+        address, word_bytes, rank = np.uintp(table[i, 0]), table[i, 1], table[i, 2]
+        shape, starts = table[i, 3 : 3 + axes], table[i, 3 + axes :]
+        if word_bytes == 4:
+            sums[i] = multilinear_4(address, shape, starts, rank)
+        elif word_bytes == 2:
+            sums[i] = multilinear_2(address, shape, starts, rank)
+        else:
+            sums[i] = multilinear_1(address, shape, starts, rank)
+
+
+def each() -> Callable[[np.ndarray, np.ndarray], None]:
+    """Compiles the sums of many blocks of words, or loads them from disk.
+
+    The function takes a table, int64 of shape (blocks, 3 + 2 * axes), and memory for the sums,
+    uint64. A row holds the address of a block's first word, the bytes of a word, the number of axes
+    in use, their lengths, and the position of the first word along each.
+    """
+    _each.compile((types.int64[:, ::1], types.uint64[::1]))
+    return _each
+
+
+@_kept
 def _split(words: Any, old: Any, way: int, low: Any, high: Any) -> None:
     bits = np.uint64(8 * words.itemsize)
     one = np.uint64(1)

@@ -42,6 +42,22 @@ def test_sums_are_equal(data, seed, shape, width_bytes):
     assert sums_of(width_bytes)(words, starts) == fingerprint.multilinear(words, starts)
 
 
+@given(st.lists(st.tuples(seeds, shapes, st.sampled_from(["u1", "u2", "u4", "f8"])), max_size=5))
+def test_many_blocks_are_summed_up_in_one_call(given_blocks):
+    blocks = [
+        (np.random.default_rng(seed).integers(0, 255, shape).astype(dtype), (seed % 3000,))
+        for seed, shape, dtype in given_blocks
+    ]
+    found = byte_loops.Fingerprints(blocks)
+    for _ in range(2):  # numpy may do the first
+        starts = [(*start, *[0] * (block.ndim - 1)) for block, start in blocks]
+        pairs = zip((block for block, _ in blocks), starts, strict=True)
+        assert found.sums() == [byte_loops.fingerprint_of(x, s) for x, s in pairs]
+        byte_loops.wait_until_compiled()
+        for block, _ in blocks:
+            np.add(block, 1, out=block)
+
+
 @EACH_WIDTH
 @pytest.mark.parametrize("way", WAYS)
 @given(seed=seeds, size=sizes, low_count=st.integers(0, 8))

@@ -20,7 +20,7 @@ import jax
 
 from adacheck_jax.device import transfer
 from adacheck_jax.format.boxes import Blocks, Box
-from adacheck_jax.format.byte_loops import fingerprint_of
+from adacheck_jax.format.byte_loops import Fingerprints, fingerprint_of
 from adacheck_jax.format.fingerprint import combine
 from adacheck_jax.save.checks.free_memory import free_bytes
 from adacheck_jax.save.exported_update import ExportedUpdate
@@ -166,6 +166,10 @@ class _Replica:
         computed = frozenset(pieces.before.leaves)
         self._taken = [i for i in pieces.after.leaves if i not in computed]
         self._compared = sorted(computed - update.stored)
+        scalars = frozenset(pieces.scalar_leaves)
+        self._scalars = [i for i in self._compared if i in scalars]
+        self._arrays = [i for i in self._compared if i not in scalars]
+        self._fingerprints: dict[int, tuple[list[int], Fingerprints]] = {}
         self._compiled: Future[None] = Future()
         update_program.in_background(self._compile, self._compiled)
 
@@ -231,16 +235,26 @@ class _Replica:
     def _differing(self, plan: SavePlan, sums: Mapping[int, int]) -> frozenset[int]:
         # What may not have changed is compared with the parent when the shares are validated.
         others = plan.unreplayed.union(plan.unchanged)
-        return frozenset(
-            i
-            for i in self._compared
-            if i not in others and i in sums and self._sum_of(i) != sums[i]
-        )
+        own = self._sums()
+        return frozenset(i for i in own if i not in others and own[i] != sums[i])
 
-    def _sum_of(self, leaf: int) -> int:
-        owned = _boxes_of(self.structure, leaf)
-        blocks = self._fold.blocks(leaf)
-        return combine([fingerprint_of(x, box.start) for box, x in blocks.items() if box in owned])
+    def _sums(self) -> dict[int, int]:
+        """This process's contribution to the fingerprint of each leaf that is compared."""
+        phase, arrays = self._fold.phase, self._arrays
+        if phase not in self._fingerprints:
+            blocks = [(i, box, x) for i in arrays for box, x in self._fold.blocks(i).items()]
+            table = Fingerprints([(x, box.start) for _, box, x in blocks])
+            self._fingerprints[phase] = [i for i, _, _ in blocks], table
+        leaves, table = self._fingerprints[phase]
+        found: dict[int, list[int]] = {i: [] for i in arrays}
+        for i, each in zip(leaves, table.sums(), strict=True):
+            found[i].append(each)
+        sums = {i: combine(each) for i, each in found.items()}
+        for i in self._scalars:  # of which another process may account for
+            if _boxes_of(self.structure, i):
+                ((box, value),) = self._fold.blocks(i).items()
+                sums[i] = fingerprint_of(value, box.start)
+        return sums
 
 
 def _fold_of(structure: Structure, update: ExportedUpdate) -> HostFold | str:

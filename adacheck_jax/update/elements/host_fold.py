@@ -194,6 +194,11 @@ class HostFold:
             target = vector.part(start, math.prod(shape)).reshape(shape)
             np.copyto(target[into], blocks[box][out], casting="no")
 
+    @property
+    def phase(self) -> int:
+        """What tells where the elements lie: they lie there again after every other step."""
+        return max((each.shift for each in self._vectors), default=0)
+
     def blocks(self, leaf: int) -> Blocks:
         """Elements of a leaf, by box: views, until the next step."""
         if leaf in self._scalars:
