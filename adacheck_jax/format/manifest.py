@@ -186,7 +186,7 @@ class Link:
     Attributes:
         step: step number.
         reference: path of its item directory, relative to the delta's own item directory.
-        checksum: checksum of its manifest.
+        checksum: checksum of the manifest that it was saved with.
     """
 
     step: int
@@ -240,6 +240,22 @@ Empty: none, by a release before 0.2.
 
 
 @dataclass(frozen=True, slots=True)
+class Replaced:
+    """The delta that a base took the place of: it was compacted.
+
+    Attributes:
+        checksum: checksum of the delta's manifest, by which the deltas that follow name the step.
+        depth: the delta's number in its line of deltas, from which those that follow count on.
+        files: paths of the base's files, relative to its item directory: whoever links them knows
+            by this list that none is missing.
+    """
+
+    checksum: str
+    depth: int
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class BaseManifest:
     """A full state at one step.
 
@@ -260,6 +276,8 @@ class BaseManifest:
         directory_step: number in the name of the step's directory, None if it had none. ``step``,
             the caller's number, may differ.
         caution: findings of the checks so far.
+        replaces: the delta that the step was before it was compacted; None if it was saved as a
+            base.
         checksum: checksum of this manifest; empty until it is encoded.
     """
 
@@ -277,12 +295,18 @@ class BaseManifest:
     described: Mapping[str, str] = dataclasses.field(default_factory=dict)
     directory_step: int | None = None
     caution: Caution = NO_CAUTION
+    replaces: Replaced | None = None
     checksum: str = ""
 
     @property
     def depth(self) -> int:
-        """Number of deltas between the base and this step: none."""
-        return 0
+        """Number that the deltas after it count on from: 0, or that of the delta it replaces."""
+        return self.replaces.depth if self.replaces else 0
+
+    @property
+    def saved_checksum(self) -> str:
+        """Checksum of the manifest that the step was saved with; compaction keeps it."""
+        return self.replaces.checksum if self.replaces else self.checksum
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +349,8 @@ class DeltaManifest:
         step, counts, updates, stored, unreplayed, packs, fingerprints, checked: the fields of the
             step's own :class:`Delta`.
         parent: the saved step that this one builds on.
-        depth: number of deltas between the base and this step, its own included.
+        depth: number of deltas since the base that began its line, its own included. A step of
+            the line may have become a base since, so a lineage may be shorter.
         recorded: deltas of the deferred steps between the parent and this one, oldest first. Their
             sections lie one after another in the packs.
         problem: reason why no further update is replayed, of a release before 0.2, which did not
@@ -358,6 +383,11 @@ class DeltaManifest:
     def has_update(self) -> bool:
         """True if the saved step's own delta replays an update."""
         return bool(self.updates)
+
+    @property
+    def saved_checksum(self) -> str:
+        """Checksum of the manifest that the step was saved with."""
+        return self.checksum
 
     @property
     def deltas(self) -> tuple[Delta, ...]:

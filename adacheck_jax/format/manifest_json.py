@@ -31,6 +31,7 @@ from adacheck_jax.format.manifest import (
     Link,
     Manifest,
     Pack,
+    Replaced,
     Update,
 )
 
@@ -79,6 +80,8 @@ def _fields(described: Manifest | Delta) -> dict[str, Any]:
         bare["recorded"] = ()
     body = dataclasses.asdict(dataclasses.replace(described, **bare))
     body["fingerprints"] = [f"{value:016x}" for value in described.fingerprints]
+    if body.get("replaces", "") is None:  # of a base that was saved as one nothing is said
+        del body["replaces"]
     return body
 
 
@@ -228,7 +231,18 @@ def _base_manifest(body: dict[str, Any], checksum: str) -> BaseManifest:
         described={_description(k): _text(v) for k, v in body["described"].items()},
         directory_step=_optional(body["directory_step"]),
         caution=_caution(body["caution"], len(leaves)),
+        replaces=_replaced(body.get("replaces")),
         checksum=checksum,
+    )
+
+
+def _replaced(body: dict[str, Any] | None) -> Replaced | None:
+    if body is None:
+        return None
+    return Replaced(
+        checksum=_text(body["checksum"]),
+        depth=_natural(body["depth"]),
+        files=_tuple_of(_text, body["files"]),
     )
 
 

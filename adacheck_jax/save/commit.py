@@ -222,7 +222,7 @@ def _delta_manifest(
         step=own.step,
         counts=own.counts,
         updates=own.updates,
-        parent=Link(parent.manifest.step, reference, parent.manifest.checksum),
+        parent=Link(parent.manifest.step, reference, parent.manifest.saved_checksum),
         depth=staged.depth,
         stored=own.stored,
         unreplayed=own.unreplayed,

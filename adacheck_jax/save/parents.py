@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+import jax
+
 from adacheck_jax.device import jax_settings
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.boxes import Blocks
@@ -39,7 +41,7 @@ class Tip:
 
     Attributes:
         step: step number.
-        depth: number of deltas between its base and it.
+        depth: number of deltas since the base that began its line.
         staged: the step itself, if it was saved or deferred here; None for a restored one.
         host_copies: copies of the leaves that the next delta may be stored as differences from.
         witness: what the check of the next step needs of its state; None if there is nothing.
@@ -93,6 +95,13 @@ class Parent:
         committed = self.save.committed if self.save else None
         return committed.stamp if committed else None
 
+    @property
+    def base_depth(self) -> int:
+        """Number that its base, as far as it is known, has in its line of deltas."""
+        followed = self.save.staged.parent if self.save else None
+        known = self._lineage or followed
+        return known.base.depth if known else 0
+
     def counts(self) -> Counts:
         """Update counters of its state; waits for them."""
         if self.tip.staged is not None:
@@ -108,10 +117,12 @@ class Parent:
         known, self._lineage = [*others, *self._known()], None
         try:
             found = self._committed(known) or lineage.follow(known, self.directory)
+            if not found.exists():  # deleted; or compacted, and linked otherwise than was known
+                found = lineage.resolve(self.directory)
         except AdaCheckError as error:
             _log.warning("The last step cannot be built on: %s", error)
             return
-        self._lineage = found if found.exists() else None
+        self._lineage = found
 
     def refuse(self) -> None:
         """Notes that no delta may refer to it."""
@@ -258,9 +269,11 @@ def facts_of(parent: Parent, tip: Tip, *, knows_counts: bool) -> Facts:
     counts = None
     if knows_counts:
         counts = parent.counts() if tip.staged is None else tip.staged.counts()
+    # Several processes may not see at the same save that a step has become a base.
+    base_depth = parent.base_depth if jax.process_count() == 1 else 0
     return Facts(
         step=tip.step,
-        depth=tip.depth,
+        depth=tip.depth - base_depth,
         counts=counts,
         lineage=parent.lineage,
         deferred_count=tip.depth - parent.tip.depth,

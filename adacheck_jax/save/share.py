@@ -204,7 +204,7 @@ class StagedSave:
 
     @property
     def depth(self) -> int:
-        """Number of deltas between the base and the saved step, its own included."""
+        """Number of deltas since the base that began its line, its own included."""
         return self.parent.manifest.depth + len(self.steps) if self.parent else 0
 
 
@@ -274,7 +274,7 @@ def _write(
         each.settled()
     report: Report = {
         "is_base": base is not None,
-        "parent": staged.parent.manifest.checksum if staged.parent else None,
+        "parent": staged.parent.manifest.saved_checksum if staged.parent else None,
         "numbers": [each.step for each in staged.steps],
         "caution": [staged.caution.reason, staged.caution.distrusted],
     }
@@ -290,7 +290,7 @@ def _write(
     else:
         if process == 0 and staged.parent and staged.links:
             # First of all: what is linked can no longer be deleted under this step.
-            links.link_ancestors(staged.parent, directory, staged.parent_files)
+            links.link_ancestors(staged.parent, directory, staged.parent_files, staged.parent_stamp)
         with ThreadPoolExecutor(1) as thread:  # in a store requests need not wait for each other
             looked = None
             if process == 0 and staged.parent and not staged.links:

@@ -34,7 +34,7 @@ class StepSummary:
         update_count: number of updates so far, of all recorders; None without a recorder or
             manifest.
         parent: for a delta the step that it builds on, else None.
-        depth: number of deltas since the base, 0 for a base, None without a manifest.
+        depth: number of deltas since the base, 0 for a base, None if that is not to be found.
         recorded: deferred steps that were saved with it, and can be restored from it.
         checked: the comparison of its deltas with the state when they were saved: ``full``,
             ``sample``, ``identity``, ``stored`` or ``not checked``, several joined by ``+``; None
@@ -278,7 +278,7 @@ def _summarize(step: Step, root: AnyPath) -> StepSummary:
         kind=_kind(manifest) if manifest else None,
         update_count=sum(manifest.counts) if manifest and manifest.counts else None,
         parent=_parent(manifest) if manifest else None,
-        depth=manifest.depth if manifest else None,
+        depth=step.delta_count,
         recorded=_recorded(manifest) if manifest else (),
         checked=_checked(manifest) if manifest else None,
         new_bytes=new_bytes(step.directory),

@@ -19,6 +19,7 @@ from adacheck_jax.format.manifest import (
     Leaf,
     Link,
     Pack,
+    Replaced,
     Update,
 )
 from adacheck_jax.store.steps import manifest_file
@@ -81,6 +82,11 @@ def cautions(leaf_count):
     return st.builds(Caution, reason=st.text(), distrusted=some.map(lambda own: tuple(sorted(own))))
 
 
+replaced = st.builds(
+    Replaced, checksum=digest, depth=natural, files=st.lists(st.text(), max_size=3).map(tuple)
+)
+
+
 @st.composite
 def bases(draw):
     paths = draw(st.lists(st.text(), max_size=6, unique=True))
@@ -100,6 +106,7 @@ def bases(draw):
         versions=draw(texts),
         environment=draw(texts),
         caution=draw(cautions(len(specs))),
+        replaces=draw(st.none() | replaced),
     )
 
 
@@ -229,8 +236,11 @@ A_DELTA = DeltaManifest(
 A_RUN = dataclasses.replace(
     A_DELTA, step=12, counts=(5,), depth=2, recorded=(A_DELTA.deltas[0],), fingerprints=(2, 3)
 )
+A_COMPACTED = dataclasses.replace(
+    A_BASE, step=12, kept=(), replaces=Replaced("ef" * 32, 2, ("_METADATA", "d/0"))
+)
 EXAMPLES = pytest.mark.parametrize(
-    "manifest", [A_BASE, A_DELTA, A_RUN], ids=["base", "delta", "run"]
+    "manifest", [A_BASE, A_DELTA, A_RUN, A_COMPACTED], ids=["base", "delta", "run", "compacted"]
 )
 
 
@@ -254,6 +264,17 @@ def test_decode_undoes_encode(manifest):
     found = decode(manifest_json.encode(manifest))
     assert len(found.checksum) == 64
     assert dataclasses.replace(found, checksum="") == manifest
+
+
+def test_a_base_that_was_saved_as_one_says_nothing_of_compaction():
+    assert "replaces" not in body_of(A_BASE)
+    found = decode(manifest_json.encode(A_BASE))
+    assert (found.depth, found.saved_checksum) == (0, found.checksum)
+
+
+def test_a_compacted_step_keeps_the_name_and_the_number_by_which_deltas_follow_it():
+    found = decode(manifest_json.encode(A_COMPACTED))
+    assert (found.depth, found.saved_checksum) == (2, "ef" * 32)
 
 
 @pytest.mark.parametrize("metadata", [{10: "a", 9: "b"}, {"1": "a", 1: "b"}, (1, (2,)), {None: 1}])
@@ -534,6 +555,7 @@ def test_a_pack_of_no_possible_size_is_an_error(field, value):
 PLACES = {
     "base": (A_BASE, lambda body: body),
     "leaf": (A_BASE, lambda body: body["leaves"][0]),
+    "replaced": (A_COMPACTED, lambda body: body["replaces"]),
     "update": (A_BASE, lambda body: body["update"]),
     "delta": (A_DELTA, lambda body: body),
     "parent": (A_DELTA, lambda body: body["parent"]),
@@ -621,7 +643,7 @@ def test_the_format_version_before_is_read(manifest):
     assert dataclasses.replace(found, checksum="") == dataclasses.replace(manifest, **unknown)
 
 
-@EXAMPLES
+@pytest.mark.parametrize("manifest", [A_BASE, A_DELTA, A_RUN], ids=["base", "delta", "run"])
 def test_a_missing_field_of_the_format_version_before_is_an_error(manifest):
     whole = as_version_6(body_of(manifest))
     for field in whole:

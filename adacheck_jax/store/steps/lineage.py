@@ -164,6 +164,11 @@ class Lineage:
         return [self.base.step, *(delta.step for delta in self.deltas)]
 
     @property
+    def delta_count(self) -> int:
+        """Number of deltas after the base."""
+        return self.manifest.depth - self.base.depth - self.left_out
+
+    @property
     def replayed_count(self) -> int:
         """Number of updates that a restore of the step replays."""
         return sum(delta.has_update for delta in self.deltas)
@@ -241,10 +246,39 @@ def resolve(item_directory: AnyPath) -> Lineage:
         LineageError: a step of the lineage is missing, was replaced, or was not committed by
             Orbax.
     """
+    try:
+        return _looked_up(item_directory)
+    except (LineageError, FormatError, IntegrityError):
+        if not at(item_directory).on_file_system:
+            raise
+        # A step may have become a base, and lost its links, while the lineage was followed.
+        return _looked_up(item_directory)
+
+
+def _looked_up(item_directory: AnyPath) -> Lineage:
     item_directory = _for_many_looks(item_directory)
     manifest_file.refuse_links(item_directory)
     marks.refuse_uncommitted(item_directory)
     return _resolved(LineageStep(manifest_file.read(item_directory), item_directory))
+
+
+def resolve_again(known: Lineage) -> Lineage | None:
+    """The lineage of a step as it is now, if steps of it have become bases since.
+
+    Args:
+        known: its lineage as it was resolved before.
+
+    Returns:
+        None if the same steps are found as before, or the step cannot be had any more.
+    """
+    try:
+        found = resolve(known.entries[-1].holder)
+    except AdaCheckError:
+        return None
+    same = [e.manifest.checksum for e in found.entries] == [
+        e.manifest.checksum for e in known.entries
+    ]
+    return None if same else found
 
 
 def _for_many_looks(item_directory: AnyPath) -> AnyPath:
@@ -313,17 +347,17 @@ def _resolved(entry: LineageStep) -> Lineage:
         child = entry.manifest
         found = _find(child, entry, holders)
         parent = found.manifest
-        if parent.checksum != child.parent.checksum or parent.step != child.parent.step:
+        if parent.saved_checksum != child.parent.checksum or parent.step != child.parent.step:
             raise LineageError(
                 f"{found.place}: step {child.step} builds on step {child.parent.step} with "
                 f"manifest {child.parent.checksum[:12]}, found step {parent.step} with manifest "
-                f"{parent.checksum[:12]}. The step was saved again or replaced; restore a base "
-                "step, or a step saved after the replacement."
+                f"{parent.saved_checksum[:12]}. The step was saved again or replaced; restore a "
+                "base step, or a step saved after the replacement."
             )
         depth = parent.depth + len(child.deltas)
         if child.depth != depth:
             raise IntegrityError(
-                f"{entry.place}: expected delta number {depth} of its lineage, found "
+                f"{entry.place}: expected delta number {depth} of its line, found "
                 f"{child.depth}. Restore another step."
             )
         entry = found
@@ -437,11 +471,49 @@ def follow(known: Sequence[Lineage], item_directory: AnyPath) -> Lineage:
             return each
         if (
             isinstance(manifest, DeltaManifest)
-            and manifest.parent.checksum == each.manifest.checksum
+            and manifest.parent.checksum == each.manifest.saved_checksum
         ):
             linked = at(item_directory / LINEAGE).is_folder
             return each.followed_by(manifest, item_directory, linked=linked)
     return resolve(item_directory)
+
+
+def shortened(known: Lineage, stamp: Stamp | None = None) -> Lineage | None:
+    """A lineage from its newest step on that has become a base since it was saved.
+
+    Args:
+        known: the lineage, as it was resolved or saved.
+        stamp: identity of the manifest at its end; None if it is not known.
+
+    Returns:
+        None if there is no such step that is on the disk.
+    """
+    directory = known.entries[-1].holder
+    for count in reversed(range(1, len(known.entries))):
+        entry = known.entries[count]
+        assert isinstance(entry.manifest, DeltaManifest)
+        if base := _compacted(entry, directory, stamp):
+            first = LineageStep(base, directory)
+            return Lineage((first, *known.entries[count + 1 :]), known.left_out)
+        directory = references.referred(directory, entry.manifest.parent.reference)
+    return None
+
+
+def _compacted(entry: LineageStep, directory: AnyPath, stamp: Stamp | None) -> BaseManifest | None:
+    """The manifest of the base that took a delta's place in its own directory, if one did."""
+    with contextlib.suppress(OSError, AdaCheckError):  # what is there is no base to begin at
+        known = at(entry.manifest_path).stamp if entry.is_link else stamp
+        if manifest_file.stamp(directory) == known:
+            return None
+        found = manifest_file.read(directory)
+        if (
+            isinstance(found, BaseManifest)
+            and (found.step, found.saved_checksum) == (entry.manifest.step, entry.manifest.checksum)
+            and marks.is_committed(directory)
+        ):
+            manifest_file.refuse_links(directory)
+            return found
+    return None
 
 
 def _find(child: DeltaManifest, entry: LineageStep, holders: Sequence[AnyPath]) -> LineageStep:

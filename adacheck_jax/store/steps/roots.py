@@ -30,12 +30,14 @@ class Step:
         directory: item directory.
         manifest: its manifest, None if it cannot be read.
         error: the reason why it cannot be restored, None if its lineage resolves.
+        delta_count: number of deltas after its base; None without a lineage.
     """
 
     step: int
     directory: AnyPath
     manifest: Manifest | None
     error: AdaCheckError | None
+    delta_count: int | None = None
 
 
 def items_of(root: AnyPath) -> list[AnyPath]:
@@ -89,12 +91,17 @@ def steps_of(root: AnyPath, item: str | None = None) -> list[Step]:
             error: AdaCheckError | None = None
         except AdaCheckError as unreadable:
             manifest, error = None, unreadable
+        delta_count = None
         if manifest is not None:
-            error = _resolve_error(directory, manifest)
+            try:
+                delta_count = _delta_count(directory, manifest)
+            except AdaCheckError as unresolved:
+                error = unresolved
         if error is not None and not at(directory).is_folder:
             continue  # deleted while it was looked at
         number = manifest.step if manifest else place_of(directory).step
-        steps.append(Step(-1 if number is None else number, directory, manifest, error))
+        number = -1 if number is None else number
+        steps.append(Step(number, directory, manifest, error, delta_count))
     return sorted(steps, key=lambda step: (step.step, str(step.directory)))
 
 
@@ -163,12 +170,13 @@ def siblings(item_directory: AnyPath) -> list[Step]:
     return steps_of(root, item)
 
 
-def _resolve_error(directory: AnyPath, manifest: Manifest) -> AdaCheckError | None:
-    try:
-        if isinstance(manifest, DeltaManifest):
-            resolve(directory)
-        else:
-            manifest_file.refuse_links(directory)
-    except AdaCheckError as error:
-        return error
-    return None
+def _delta_count(directory: AnyPath, manifest: Manifest) -> int:
+    """Number of deltas after the base of a step.
+
+    Raises:
+        AdaCheckError: its lineage does not resolve.
+    """
+    if isinstance(manifest, DeltaManifest):
+        return resolve(directory).delta_count
+    manifest_file.refuse_links(directory)
+    return 0
