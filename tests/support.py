@@ -19,9 +19,13 @@ from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import adacheck_jax as adacheck
+from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
+from adacheck_jax.adapter.restoring import StepRestorer
 from adacheck_jax.format import planes as codecs
+from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.restore import delta_reader
 from adacheck_jax.store import packs
+from adacheck_jax.store.compaction import in_place
 from adacheck_jax.store.steps import lineage
 
 WIDTH = (
@@ -356,3 +360,24 @@ def other_record(known: lineage.Lineage) -> str:
     zeros = packs.write_pack(start, contents)
     assert zeros == [[delta.packs[0].raw_zeros], [delta.packs[0].compressed_zeros]]
     return known.base.leaves[index].path
+
+
+def restored_boxes(item: Any, **options: Any) -> tuple[lineage.Lineage, dict[int, Any]]:
+    """The lineage of a step, and its elements on the host, cut as they were saved."""
+    options = {"fallback_sharding": jax.sharding.SingleDeviceSharding(jax.devices()[0]), **options}
+    restorer = StepRestorer(StockCheckpoints(), {}, None)
+    found = restorer.restore(item, adacheck.RestoreArgs(**options))
+    assert found.lineage is not None
+    blocks = {}
+    for index, (leaf, value) in enumerate(
+        zip(found.lineage.base.leaves, found.leaves, strict=True)
+    ):
+        words = np.asarray(_plain(value)).astype(np.dtype(leaf.dtype), copy=False)
+        if leaf.nbytes:
+            blocks[index] = {box: words[(*box.slices, ...)] for box in leaf.boxes}
+    return found.lineage, blocks
+
+
+def compact(root: Any, step: int, item: str = "default") -> BaseManifest:
+    """Compacts a step as a training run would that has its state on the host."""
+    return in_place.compact(*restored_boxes(root / str(step) / item))

@@ -85,17 +85,17 @@ class _Described(ocp.type_handlers.TypeHandler):
         # Damage of this file is found by its digest in the manifest.
         with contextlib.suppress(OSError, ValueError):
             shardings = json.loads(at(directory / manifests.SHARDINGS).read())
-        found = volume_reader.described(directory, [info.name for info in infos])
+        found = volume_reader.descriptions(directory, [info.name for info in infos])
         return [
             ocp.metadata.ArrayMetadata(
                 name=info.name,
                 directory=info.parent_dir,
-                shape=shape,
-                dtype=jnp.dtype(dtype),
+                shape=each.shape,
+                dtype=jnp.dtype(each.dtype),
                 sharding=_deserialized(shardings.get(sharding_key(info.name))),
-                storage=ocp.metadata.StorageMetadata(chunk_shape=chunk_shape),
+                storage=ocp.metadata.StorageMetadata(chunk_shape=each.chunk_shape),
             )
-            for info, (shape, dtype, chunk_shape) in zip(infos, found, strict=True)
+            for info, each in zip(infos, found, strict=True)
         ]
 
 

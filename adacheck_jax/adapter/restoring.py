@@ -102,12 +102,23 @@ class StepRestorer:
         try:
             if args.step is None and stock.is_stock(path):
                 return _restored_stock(path, args)
-            lineage = resolve(path) if args.step is None else _earlier(path, args.step)
-            return self._restore(path, lineage, args)
+            return self._restore_found(path, args)
         except (FormatError, IntegrityError, LineageError) as error:
             if not args.fallback:
                 raise
             return self._restore_older(path, args, error)
+
+    def _restore_found(self, path: AnyPath, args: RestoreArgs) -> Restored:
+        """Restore a step, once more if a step of its lineage became a base while it was read."""
+        lineage = _lineage(path, args.step)
+        try:
+            return self._restore(path, lineage, args)
+        except (FormatError, IntegrityError, LineageError):
+            again = _lineage(path, args.step)
+            if again.checksums == lineage.checksums:
+                raise
+            _log.info("%s: a step was compacted while it was read; reading it again.", path)
+            return self._restore(path, again, args)
 
     def _restore_older(self, path: AnyPath, args: RestoreArgs, error: AdaCheckError) -> Restored:
         """Restore the newest step before a bad one, from its own lineage or another directory.
@@ -315,6 +326,11 @@ def resolve(path: AnyPath) -> Lineage:
         steps = [s.step for s in roots.siblings(path) if s.error is None]
         hint = ", ".join(map(str, steps[-10:])) or "none"
         raise LineageError(f"{error} Steps that can be restored: {hint}.") from error
+
+
+def _lineage(path: AnyPath, step: int | None) -> Lineage:
+    """The lineage of a directory's own step, or of an earlier one that it holds."""
+    return resolve(path) if step is None else _earlier(path, step)
 
 
 def _earlier(path: AnyPath, step: int) -> Lineage:

@@ -170,7 +170,9 @@ class TrainingRun:
                     stored.custom_metadata,
                 )
             names = {
-                leaf.path: Name(entry.name, stored_dtype(leaf.dtype), entry.chunk_bytes)
+                leaf.path: Name(
+                    entry.name, stored_dtype(leaf.dtype), chunk_shape(leaf, entry.chunk_bytes)
+                )
                 for leaf in save.staged.structure.leaves
                 if (entry := begun.entries.get(leaf.path))
             }

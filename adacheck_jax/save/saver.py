@@ -31,7 +31,7 @@ from adacheck_jax.save.share import Attempt, Destination, Exchange, StagedSave
 from adacheck_jax.save.situation import Counts, Options
 from adacheck_jax.save.snapshot import Snapshot, Structure
 from adacheck_jax.save.staged import HostCopies, StagedStep
-from adacheck_jax.store.base_writer import BaseWriter, EarlierBase, Layout
+from adacheck_jax.store.base_writer import BaseWriter, EarlierBase, Layout, seldom_changed
 from adacheck_jax.store.delta_writer import DeltaEncodings, DeltaWriter
 from adacheck_jax.store.reused_memory import ReusedMemory
 from adacheck_jax.store.steps import lineage as lineages
@@ -414,20 +414,12 @@ def _with_scalars(snapshot: Snapshot, blocks: Mapping[int, Blocks]) -> Mapping[i
     return Joined(dict.fromkeys(blocks, blocks) | dict.fromkeys(own, own))
 
 
-_MIN_STILL_BYTES = 1 << 16
-"""Smaller leaves are no reason for files of their own."""
-
-
 def _still(structure: Structure) -> frozenset[int]:
     """The leaves that may well be the same at the next base: no update computes them."""
     if not structure.bindings:
         return frozenset()
     touched = frozenset(i for indices in structure.arguments for i in indices)
-    return frozenset(
-        i
-        for i, leaf in enumerate(structure.leaves)
-        if i not in touched and leaf.nbytes >= _MIN_STILL_BYTES
-    )
+    return seldom_changed(structure.leaves, touched)
 
 
 def _bound_paths(structure: Structure) -> frozenset[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,12 +28,12 @@ class Name:
     Attributes:
         name: the array's name.
         dtype: name of the type that its elements are stored in.
-        chunk_bytes: largest chunk that the caller wants, None for no wish.
+        chunk_shape: shape of its chunks, as from :func:`chunk_shape`.
     """
 
     name: str
     dtype: str
-    chunk_bytes: int | None
+    chunk_shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +149,7 @@ class BaseWriter:
             box: block.astype(np.dtype(name.dtype), copy=False)
             for box, block in self.blocks[index].items()
         }
-        shape = chunk_shape(leaf, name.chunk_bytes)
-        return volumes.ArrayPiece(name.name, leaf.shape, shape, blocks)
+        return volumes.ArrayPiece(name.name, leaf.shape, name.chunk_shape, blocks)
 
     def _with_codec(self, piece: volumes.ArrayPiece) -> volumes.ArrayPiece:
         if piece.nbytes < _MIN_COMPRESSED_BYTES:
@@ -163,6 +162,21 @@ class BaseWriter:
         return frozenset(
             i for i, leaf in enumerate(self.leaves) if leaf in before and before[leaf] == sums[i]
         )
+
+
+_MIN_STILL_BYTES = 1 << 16
+"""Smaller leaves are no reason for files of their own."""
+
+
+def seldom_changed(leaves: Sequence[Leaf], touched: Collection[int]) -> frozenset[int]:
+    """The leaves that may well be the same at the next base: no update computes them.
+
+    Args:
+        leaves: every leaf of the state.
+        touched: indices of the leaves that updates take or return.
+    """
+    large = {i for i, leaf in enumerate(leaves) if leaf.nbytes >= _MIN_STILL_BYTES}
+    return frozenset(large.difference(touched))
 
 
 def chunk_shape(leaf: Leaf, wanted_bytes: int | None) -> tuple[int, ...]:

@@ -6,13 +6,17 @@ import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes  # noqa: F401  gives numpy bfloat16 and its kin
 import numpy as np
 import tensorstore as ts
 
 from adacheck_jax.errors import first_line
+from adacheck_jax.format import fingerprint
 from adacheck_jax.format.boxes import Box
+from adacheck_jax.format.byte_loops import fingerprint_of
 from adacheck_jax.store import zarr
 from adacheck_jax.store.storage.location import AnyPath, at
 
@@ -89,15 +93,29 @@ class ArrayReader:
             yield first, np.asarray(data.result())
 
 
-def described(directory: AnyPath, names: Sequence[str]) -> list[tuple[tuple[int, ...], str, Any]]:
-    """Shapes, types and chunk shapes of arrays, without opening each.
+@dataclass(frozen=True, slots=True)
+class Description:
+    """An array as its metadata describe it.
+
+    Attributes:
+        shape: global shape.
+        dtype: name of the elements' type.
+        chunk_shape: shape of the chunks.
+        codecs: names of the chunks' codecs.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    chunk_shape: tuple[int, ...]
+    codecs: tuple[str, ...]
+
+
+def descriptions(directory: AnyPath, names: Sequence[str]) -> list[Description]:
+    """Descriptions of arrays, without opening each.
 
     Args:
         directory: directory of the database.
         names: names of arrays.
-
-    Returns:
-        One triple an array: its shape, the name of its elements' type, the shape of its chunks.
 
     Raises:
         ValueError: the database cannot be read, or does not describe one of them.
@@ -105,8 +123,9 @@ def described(directory: AnyPath, names: Sequence[str]) -> list[tuple[tuple[int,
     found, bodies = [], _descriptions(directory, names, at(directory).context())
     for name, body in zip(names, bodies, strict=True):
         try:
-            chunks = body["chunk_grid"]["configuration"]["chunk_shape"]
-            found.append((tuple(body["shape"]), body["data_type"], tuple(chunks)))
+            chunks = tuple(body["chunk_grid"]["configuration"]["chunk_shape"])
+            codecs = zarr.names(body["codecs"])
+            found.append(Description(tuple(body["shape"]), body["data_type"], chunks, codecs))
         except (LookupError, TypeError) as error:
             raise ValueError(f"{directory}: no description of array {name} ({error!r})") from error
     return found
@@ -141,6 +160,27 @@ def _descriptions(directory: AnyPath, names: Sequence[str], context: Any) -> lis
     database = ts.KvStore.open(zarr.database_in(directory), context=context).result()
     reads = [database.read(f"{name}/zarr.json") for name in names]
     return [json.loads(each.result().value) for each in reads]
+
+
+def fingerprint_of_array(directory: AnyPath, name: str, dtype: str) -> int:
+    """Fingerprint of an array's stored elements.
+
+    Args:
+        directory: directory of the database.
+        name: name of the array.
+        dtype: name of the type that the elements had when they were saved.
+
+    Raises:
+        ValueError: a chunk is missing, truncated, or its checksum does not match.
+    """
+    reader = ArrayReader(zarr.database_in(directory), name, at(directory).context())
+    wanted = np.dtype(dtype)
+    return fingerprint.combine(
+        [
+            fingerprint_of(block.astype(wanted, copy=False), box.start)
+            for box, block in reader.pieces()
+        ]
+    )
 
 
 def lost_chunks(

@@ -205,6 +205,11 @@ class Lineage:
         return [delta.step for delta in self.deltas if not checked_of(delta)]
 
     @property
+    def checksums(self) -> tuple[str, ...]:
+        """Checksums of all manifests: others where a step has become a base meanwhile."""
+        return tuple(entry.manifest.checksum for entry in self.entries)
+
+    @property
     def files(self) -> tuple[str, ...]:
         """Digests of the files that the step is restored from: see :func:`identity_of`."""
         return (*map(identity_of, self.entries), str(self.left_out))
@@ -260,25 +265,6 @@ def _looked_up(item_directory: AnyPath) -> Lineage:
     manifest_file.refuse_links(item_directory)
     marks.refuse_uncommitted(item_directory)
     return _resolved(LineageStep(manifest_file.read(item_directory), item_directory))
-
-
-def resolve_again(known: Lineage) -> Lineage | None:
-    """The lineage of a step as it is now, if steps of it have become bases since.
-
-    Args:
-        known: its lineage as it was resolved before.
-
-    Returns:
-        None if the same steps are found as before, or the step cannot be had any more.
-    """
-    try:
-        found = resolve(known.entries[-1].holder)
-    except AdaCheckError:
-        return None
-    same = [e.manifest.checksum for e in found.entries] == [
-        e.manifest.checksum for e in known.entries
-    ]
-    return None if same else found
 
 
 def _for_many_looks(item_directory: AnyPath) -> AnyPath:

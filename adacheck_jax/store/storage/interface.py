@@ -158,11 +158,12 @@ class Storage(Protocol):
         ...
 
     def rename(self, source: str, key: str) -> bool:
-        """Gives a folder another key; a reader finds all that is below under one of the two.
+        """Gives a value or a folder another key; a reader finds it under one of the two.
 
         Args:
-            source: key of the folder.
-            key: new key, in the same folder; nothing is there.
+            source: key of the value or folder.
+            key: new key, in a folder that exists. A value that is there is replaced; of a folder
+                nothing may be there.
 
         Returns:
             False if the storage cannot do this at once; then nothing has changed.

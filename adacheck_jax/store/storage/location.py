@@ -129,6 +129,10 @@ class Location:
         """Gives a folder another name; False if the storage cannot."""
         return self.storage.rename(self.key, self.with_name(name).key)
 
+    def move(self, target: Location) -> bool:
+        """Gives a value or a folder another key; False if the storage cannot."""
+        return self.storage.rename(self.key, target.key)
+
     def changed_s(self) -> float | None:
         """Time of the last change in a folder; None if the storage does not tell it."""
         return self.storage.changed_s(self.key)

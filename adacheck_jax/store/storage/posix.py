@@ -161,7 +161,7 @@ class Posix:
         return True
 
     def rename(self, source: str, key: str) -> bool:
-        """Renames a directory."""
+        """Renames a file or a directory."""
         os.rename(source, key)
         return True
 

@@ -1,0 +1,250 @@
+"""Puts a base into the place of a saved delta, in the delta's directory.
+
+The order makes it safe. All files of the base are made elsewhere under the root, in a directory
+with a temporary name, read back and made durable. Then they are moved beside the delta's, where
+neither this library nor Orbax looks for them: Orbax's own metadata last of all, when the rest is in
+place. Then the base's manifest is renamed over the delta's: *this* is the moment. Then the delta's
+files are deleted. What a crash leaves is the delta or the base, whole, and files that
+:func:`clear` removes.
+
+Nothing in the step's directory is made, all is moved there, so that a step which is being deleted
+does not come back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+from adacheck_jax.errors import AdaCheckError, LineageError, StorageError, first_line, system_error
+from adacheck_jax.format.boxes import Blocks
+from adacheck_jax.format.manifest import BaseManifest, DeltaManifest
+from adacheck_jax.store.compaction import new_base
+from adacheck_jax.store.links import OWN_TREE_METADATA, PROBE_PREFIX
+from adacheck_jax.store.steps import manifest_file, marks, roots
+from adacheck_jax.store.steps.lineage import BASE, DELTA, KEPT, LINEAGE, Lineage
+from adacheck_jax.store.steps.stock import TREE_METADATA
+from adacheck_jax.store.storage.interface import Stamp
+from adacheck_jax.store.storage.location import AnyPath, Location, at
+
+_OURS = manifest_file.DIRECTORY
+_KEPT_METADATA = f"{_OURS}/{OWN_TREE_METADATA}"
+_DATABASE = "manifest.ocdbt"
+
+
+def compact(lineage: Lineage, blocks: Mapping[int, Blocks]) -> BaseManifest:
+    """Turns the delta at the end of a lineage into a base.
+
+    The step can be restored at every moment, and has the same bits before and after. Other steps,
+    also those that build on it, are as they were. Deferred steps that were saved with it, and
+    earlier steps that its directory alone held, are gone afterwards.
+
+    Args:
+        lineage: the step's lineage, as it was resolved or restored.
+        blocks: elements of every leaf that has any, by leaf index and box, as the step was saved:
+            boxes of whole chunks, such as the leaf's own boxes, or the whole leaf; of a typed PRNG
+            key its words.
+
+    Returns:
+        The manifest of the base.
+
+    Raises:
+        MismatchError: a leaf is missing.
+        IntegrityError: the values are not those that were saved, or files of the old base are
+            damaged.
+        LineageError: the step is a base already, or was deleted, or is no saved step.
+        StorageError: the step lies in an object store, or the disk refused something.
+    """
+    directory, delta = _checked(lineage)
+    with _turn(directory), _named(directory):
+        _clear(directory)
+        stamp = _stamp(directory, delta)
+        work = _beside(directory, "compaction")
+        work.delete()
+        try:
+            new_base.write(work, lineage, blocks)
+            try:
+                _move(work, directory, stamp)
+            except BaseException:
+                # What a disk keeps that refuses this too does no harm.
+                with contextlib.suppress(OSError, AdaCheckError):
+                    _clear(directory)
+                raise
+        finally:
+            with contextlib.suppress(OSError):  # the next compaction, or manager, removes it
+                work.delete()
+    with _named(directory, "It is a base now, and what is left of the delta does no harm"):
+        _clear(directory)
+        manifest = manifest_file.read(directory)
+    assert isinstance(manifest, BaseManifest)
+    return manifest
+
+
+def _checked(lineage: Lineage) -> tuple[Location, DeltaManifest]:
+    """The directory and the manifest of the delta at the end of a lineage."""
+    end = lineage.entries[-1]
+    directory = at(end.holder)
+    if not directory.on_file_system:
+        raise StorageError(
+            f"{directory}: expected a step on a file system, found one in an object store, where "
+            "nothing can be renamed, so that no moment would change the step as a whole. Nothing "
+            "was changed; copy the root to a file system, or save a base."
+        )
+    if end.is_link or lineage.left_out:
+        raise LineageError(
+            f"{directory}: expected a step in a directory of its own, found step "
+            f"{lineage.end.step}, which step {directory.name} holds. Only saved steps can be "
+            "compacted; nothing was changed."
+        )
+    if isinstance(end.manifest, BaseManifest):
+        raise _is_base(directory, end.manifest)
+    return directory, end.manifest
+
+
+def _is_base(directory: Location, manifest: BaseManifest) -> LineageError:
+    return LineageError(
+        f"{directory}: expected a delta, found that step {manifest.step} is a base already. "
+        "Nothing was changed; nothing is left to be done."
+    )
+
+
+def _stamp(directory: Location, delta: DeltaManifest) -> Stamp:
+    """Identity of the delta's manifest, if it is still there."""
+    marks.refuse_uncommitted(directory)
+    found = manifest_file.read(directory)
+    if found.checksum == delta.checksum:
+        return manifest_file.stamp(directory)
+    if isinstance(found, BaseManifest) and found.saved_checksum == delta.checksum:
+        raise _is_base(directory, found)
+    raise LineageError(
+        f"{directory}: expected step {delta.step} with manifest {delta.checksum[:12]}, found "
+        f"{found.checksum[:12]}. The step was saved again; nothing was changed."
+    )
+
+
+def _move(work: Location, directory: Location, stamp: Stamp) -> None:
+    """Moves a base beside a delta, and then into its place."""
+    ours, own = work / _OURS, directory / TREE_METADATA
+    (ours / OWN_TREE_METADATA).write(own.read() if own.exists else b"")
+    (ours / OWN_TREE_METADATA).sync()
+    files = {each.below(work) for folder in (work, ours) for each in folder.list(deep=False)}
+    folders = {name for name in work.folders() if name != _OURS}
+    folders |= {f"{_OURS}/{name}" for name in ours.folders()}
+    early = files - {_KEPT_METADATA, _DATABASE, TREE_METADATA, manifest_file.FILE}
+    for name in (_KEPT_METADATA, *sorted(folders | early), _DATABASE, TREE_METADATA):
+        _check_there(directory, stamp)
+        (work / name).move(directory / name)
+    directory.sync(directory / _OURS)
+    _check_there(directory, stamp)
+    # The moment: before, the step is the delta, and from here on the base. Both are whole.
+    (work / manifest_file.FILE).move(directory / manifest_file.FILE)
+    (directory / _OURS).sync()
+    # At once, so that no save links a part of the lineage. Readers of the delta look again.
+    if (directory / LINEAGE).is_folder:
+        (directory / LINEAGE).move(work / LINEAGE)
+
+
+def _check_there(directory: Location, stamp: Stamp) -> None:
+    """Raises if a step is being deleted, or was replaced."""
+    with contextlib.suppress(FileNotFoundError):
+        if marks.is_there(directory, stamp):
+            return
+    raise _is_gone(directory)
+
+
+def _is_gone(directory: Location) -> LineageError:
+    return LineageError(
+        f"{directory}: expected the step that is compacted, found that it is being deleted or was "
+        "replaced. What was written for the new base is removed."
+    )
+
+
+def clear(item_directory: AnyPath) -> None:
+    """Removes what an interrupted compaction left in the directory of a step.
+
+    Args:
+        item_directory: the step's item directory.
+
+    Raises:
+        FormatError, IntegrityError: the manifest cannot be read.
+        StorageError: something cannot be removed.
+    """
+    directory = at(item_directory)
+    with _turn(directory), _named(directory):
+        _clear(directory)
+
+
+def leftovers(item_directory: AnyPath) -> list[Location]:
+    """Files and folders that an interrupted compaction left in the directory of a step.
+
+    Args:
+        item_directory: the step's item directory.
+
+    Raises:
+        FormatError, IntegrityError: the manifest cannot be read.
+    """
+    directory = at(item_directory)
+    if not directory.on_file_system:
+        return []
+    manifest, ours = manifest_file.read(directory), directory / _OURS
+    files = [*ours.list(deep=False)]
+    if isinstance(manifest, BaseManifest):
+        if manifest.replaces is None:
+            return []
+        found = [directory / LINEAGE]
+        begins = (f"{DELTA}.", OWN_TREE_METADATA)
+    else:
+        described = (_DATABASE, "d", "array_metadatas", "_sharding")
+        found = [directory / name for name in (*described, BASE, KEPT)]
+        begins = ("update.", OWN_TREE_METADATA)
+    found += [each for each in files if each.name.startswith(begins)]
+    return [each for each in found if each.exists]
+
+
+def _clear(directory: Location) -> None:
+    found = leftovers(directory)
+    kept = directory / _KEPT_METADATA
+    if kept in found and isinstance(manifest_file.read(directory), DeltaManifest):
+        # First of all, so that Orbax does not find a base whose arrays are gone.
+        if kept.stat().size_bytes:
+            kept.move(directory / TREE_METADATA)
+        else:
+            (directory / TREE_METADATA).delete()
+        directory.sync()
+    for each in found:
+        each.delete()
+
+
+def _beside(directory: Location, what: str) -> Location:
+    """A temporary path under a step's root, which a manager removes that finds it when opened."""
+    root, item = roots.place_of(directory).line
+    step = directory.name if item is None else f"{directory.parent.name}.{directory.name}"
+    return at(root) / f"{PROBE_PREFIX}{step}.{what}{roots.TMP_SUFFIX}"
+
+
+@contextlib.contextmanager
+def _turn(directory: Location) -> Iterator[None]:
+    """Waits for another compaction of the same step."""
+    if not directory.on_file_system:
+        yield
+        return
+    with _beside(directory, "compacting").lock():
+        yield
+
+
+@contextlib.contextmanager
+def _named(directory: Location, state: str = "The step is as it was") -> Iterator[None]:
+    """Tells what the operating system refused as a ``StorageError``, or that the step is gone."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        system = system_error(error)
+        if system is None:
+            raise
+        if not (directory / manifest_file.FILE).exists:
+            raise _is_gone(directory) from error
+        raise StorageError(
+            f"{directory}: expected to write a base in the place of a delta, found: "
+            f"{system.strerror or error} ({first_line(error)}). {state}; make room or mend the "
+            "disk, and compact it again, or run adacheck repair."
+        ) from error
