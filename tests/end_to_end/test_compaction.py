@@ -133,8 +133,6 @@ def test_a_running_training_goes_on_from_the_new_base(tmp_path, ago):
         linked = (item(tmp_path, step) / lineage.LINEAGE).iterdir()
         steps = {path.name.split(".")[0] for path in linked}
         assert steps == {str(each) for each in range(5 - ago, step)}
-            str(each) for each in range(5 - ago, step)
-        }
     check_steps(tmp_path, abstract(run.state), saved)
     listed = json.loads(CliRunner().invoke(app, ["ls", str(tmp_path), "--json"]).output)["steps"]
     assert [each["depth"] for each in listed][-3:] == [1 + ago, 2 + ago, 3 + ago]
