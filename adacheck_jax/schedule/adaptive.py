@@ -1,10 +1,8 @@
 """A schedule that follows measured costs, and does not change back and forth.
 
-The seam to a training run: every process feeds the *same* seconds to its
-:class:`RunningCosts` (one process measures and tells the others, as it does with its answer to
-their reports), and asks :meth:`AdaptivePolicy.next` where it plans a base. Both are deterministic,
-so all processes then hold the same schedule, and none has to be exchanged. Nothing here reads a
-clock.
+:class:`AdaptivePolicy` chooses; it is given to the handler, and where steps are deferred to the
+manager too. :class:`RunningCosts` is what it chooses by. Both are deterministic, so processes that
+give them the same seconds hold the same schedule. Nothing here reads a clock.
 """
 
 from __future__ import annotations
@@ -12,9 +10,11 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
-from adacheck_jax.schedule.best import best_schedule
+from adacheck_jax.schedule.best import LONGEST_LINEAGE, best_schedule
 from adacheck_jax.schedule.costs import Costs, Schedule
 from adacheck_jax.schedule.waste import restore_s, waste
 
@@ -24,26 +24,21 @@ WORTH_CHANGING = 0.02
 """A schedule is kept while a better one would save less than this share of the waste."""
 HEADROOM = 0.9
 """Part of the restore budget that a new schedule may take, so that noise does not exceed it."""
+MOST_SAVES = 1000
+"""Saves of a lineage, where each holds few steps: every one of them has links to all before it."""
 
 
 class RunningCosts:
-    """Running medians of measured costs; an estimate stands in for what was not measured yet.
+    """Running medians of measured costs.
 
     Example::
 
-        running = RunningCosts(Costs(step_s=1, delta_blocking_s=0.05, base_blocking_s=0.1))
+        running = RunningCosts()
         running.add("delta_blocking_s", 0.031)
-        running.costs()  # delta_blocking_s=0.031, all else as estimated
+        running.costs(estimate)  # delta_blocking_s=0.031, all else as estimated
     """
 
-    def __init__(self, estimate: Costs) -> None:
-        """Begin with estimated costs.
-
-        Args:
-            estimate: costs until they are measured; of restores, which a run may never make, from
-                an earlier run.
-        """
-        self._estimate = estimate
+    def __init__(self) -> None:
         names = (field.name for field in dataclasses.fields(Costs))
         self._measured = {name: deque[float](maxlen=WINDOW) for name in names}
 
@@ -59,40 +54,131 @@ class RunningCosts:
         """
         if name not in self._measured:
             raise ValueError(f"expected one of {[*self._measured]}, found {name!r}")
-        dataclasses.replace(self._estimate, **{name: seconds})  # validates
+        dataclasses.replace(_VALID, **{name: seconds})  # validates
         self._measured[name].append(seconds)
 
-    def costs(self) -> Costs:
+    def count(self, name: str) -> int:
+        """Number of measurements of a cost, of those that its median is taken over."""
+        return len(self._measured[name])
+
+    def median(self, name: str, otherwise: float) -> float:
+        """Median of the last measurements of a cost, or another value if there are none."""
+        measured = self._measured[name]
+        return statistics.median_low(measured) if measured else otherwise
+
+    def costs(self, estimate: Costs) -> Costs:
         """Median of the last measurements of each cost, or its estimate."""
-        medians = {
-            name: statistics.median_low(measured)
-            for name, measured in self._measured.items()
-            if measured
-        }
-        return dataclasses.replace(self._estimate, **medians)
+        estimated = dataclasses.asdict(estimate)
+        return Costs(**{name: self.median(name, value) for name, value in estimated.items()})
+
+
+_VALID = Costs(step_s=1.0, delta_blocking_s=0.0, base_blocking_s=0.0)
+
+
+class _Checkpoint(Protocol):
+    @property
+    def step(self) -> int: ...
+
+
+class _Context(Protocol):
+    @property
+    def reached_preemption(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
-class AdaptivePolicy:
-    """Chooses the schedule from measured costs, and keeps it until another is worth the change.
+class Position:
+    """How far a line of steps is, in the schedule that it follows.
 
     Attributes:
-        mtbf_s: mean seconds between failures of the job as a whole.
-        restore_budget_s: the longest restore that is allowed, in seconds; None for any.
+        saved: the manager's number of the step that was saved or restored last.
+        depth: deltas between its base and the last step, deferred ones included.
+        schedule: the schedule.
+    """
+
+    saved: int
+    depth: int
+    schedule: Schedule
+
+
+@dataclass(eq=False)
+class AdaptivePolicy:
+    """Chooses how many deltas follow a base, and how many steps a save holds, from measured costs.
+
+    Given to the handler it decides when a base is written::
+
+        handler = AdaCheckHandler(recorder, max_deltas=AdaptivePolicy(mtbf_s=8 * 3600))
+
+    Where steps are deferred (``record_step``), the same object given to the manager decides when
+    a save is due::
+
+        policy = AdaptivePolicy(mtbf_s=8 * 3600)
+        handler = AdaCheckHandler(recorder, max_deltas=policy)
+        options = CheckpointManagerOptions(save_decision_policy=policy)
+
+    Nothing is chosen before two bases were saved by this process: until then it is a base each 20
+    deltas, and a save each step. A policy belongs to one line of steps.
+
+    Args:
+        mtbf_s: mean seconds between failures of the job as a whole. The default, three hours, is
+            that of a large cluster; a value that is four times too large or too small costs a few
+            hundredths of the waste.
+        restore_budget_s: the longest restore that is allowed, in seconds from its beginning; None
+            for any.
 
     Raises:
         ValueError: one of them is not positive.
     """
 
-    mtbf_s: float
-    restore_budget_s: float | None = None
+    mtbf_s: float = 3 * 3600.0
+    restore_budget_s: float | None = 60.0
+    _position: Position | None = dataclasses.field(default=None, init=False, repr=False)
+    _is_asked: bool = dataclasses.field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("mtbf_s", "restore_budget_s"):
-            if (seconds := getattr(self, name)) is not None and not seconds > 0:
+            seconds = getattr(self, name)
+            if name == "restore_budget_s" and seconds is None:
+                continue
+            if not isinstance(seconds, int | float) or not seconds > 0:
                 raise ValueError(f"expected {name} to be more than 0, found {seconds!r}")
 
-    def next(self, costs: Costs, current: Schedule | None) -> Schedule:
+    @property
+    def is_asked(self) -> bool:
+        """True once a manager asked when to save, so that steps may be deferred."""
+        return self._is_asked
+
+    def note(self, position: Position | None) -> None:
+        """Notes how far the line of steps is; called by the handler.
+
+        Args:
+            position: its position; None if there is no step that the next one could follow.
+        """
+        self._position = position
+
+    def should_save(
+        self, step: _Checkpoint, previous_steps: Sequence[Any], *, context: _Context
+    ) -> bool:
+        """True if a step is to be saved; asked by the manager, as an Orbax ``SaveDecisionPolicy``.
+
+        A save is due after as many steps as the schedule has in one, at the last delta of a
+        lineage, where there is no step to build on, and before a preemption. The answer depends on
+        step numbers and on what all processes know alike, on no clock.
+
+        Args:
+            step: the step.
+            previous_steps: steps that are saved; not looked at.
+            context: what Orbax knows besides.
+        """
+        self._is_asked = True
+        at = self._position
+        if at is None or context.reached_preemption:
+            return True
+        is_end = at.depth + 1 >= at.schedule.base_every  # a base has no room for deferred steps
+        return is_end or step.step - at.saved >= at.schedule.save_every
+
+    def next(
+        self, costs: Costs, current: Schedule | None, most_every: int = LONGEST_LINEAGE
+    ) -> Schedule:
         """The schedule to go on with.
 
         Where not even one delta can be restored within the budget, that is a base and one delta in
@@ -101,12 +187,21 @@ class AdaptivePolicy:
         Args:
             costs: costs as measured so far, the same in every process.
             current: the schedule in use; None for none.
+            most_every: most steps that a save may hold.
         """
+        most_deltas = min(MOST_SAVES * most_every, LONGEST_LINEAGE)
         budget_s = self.restore_budget_s
         if budget_s is not None:
             budget_s = max(HEADROOM * budget_s, restore_s(costs, Schedule(1, 1)))
-        best = best_schedule(costs, self.mtbf_s, budget_s)
-        if current is None or not self._allows(costs, current):
+        best = best_schedule(
+            costs, self.mtbf_s, budget_s, most_deltas=most_deltas, most_every=most_every
+        )
+        if (
+            current is None
+            or current.base_every > most_deltas
+            or current.save_every > most_every
+            or not self._allows(costs, current)
+        ):
             return best
         lost, least = (waste(costs, each, self.mtbf_s) for each in (current, best))
         return current if lost - least < WORTH_CHANGING * lost else best

@@ -14,7 +14,14 @@ _MOVES = 30
 _EVERY_UP_TO = 64
 
 
-def best_schedule(costs: Costs, mtbf_s: float, restore_budget_s: float | None = None) -> Schedule:
+def best_schedule(
+    costs: Costs,
+    mtbf_s: float,
+    restore_budget_s: float | None = None,
+    *,
+    most_deltas: int = LONGEST_LINEAGE,
+    most_every: int = LONGEST_LINEAGE,
+) -> Schedule:
     """The schedule with the least :func:`~adacheck_jax.schedule.waste.waste`.
 
     Equal arguments give an equal result, on every machine: see
@@ -31,16 +38,18 @@ def best_schedule(costs: Costs, mtbf_s: float, restore_budget_s: float | None = 
         mtbf_s: mean seconds between failures of the job as a whole.
         restore_budget_s: the longest restore that is allowed, in seconds from its beginning, of
             the last step of a lineage; None for any.
+        most_deltas: longest lineage that is allowed.
+        most_every: most steps that a save may hold.
 
     Raises:
         ValueError: ``mtbf_s`` is not positive, or a base with one delta takes longer to restore
             than ``restore_budget_s``.
     """
-    longest = _longest_lineage(costs, restore_budget_s)
-    search = _Search(costs, mtbf_s, longest)
+    longest = min(_longest_lineage(costs, restore_budget_s), most_deltas)
+    search = _Search(costs, mtbf_s, longest, min(longest, most_every))
     if longest <= _EVERY_UP_TO:
         return min(search.every(), key=_order)[1]
-    found = [found for every in _intervals(longest) for found in search.of(every)]
+    found = [found for every in _intervals(search.most_every) for found in search.of(every)]
     best = sorted(found, key=_order)[:_POLISHED]
     return min((search.polished(each) for each in best), key=_order)[1]
 
@@ -80,8 +89,9 @@ def _intervals(longest: int) -> list[int]:
 
 
 class _Search:
-    def __init__(self, costs: Costs, mtbf_s: float, longest: int) -> None:
-        self._costs, self._mtbf_s, self._longest = costs, mtbf_s, longest
+    def __init__(self, costs: Costs, mtbf_s: float, longest: int, most_every: int) -> None:
+        self._costs, self._mtbf_s = costs, mtbf_s
+        self._longest, self.most_every = longest, most_every
         spare_s = costs.step_s - costs.delta_write_s
         further = spare_s / costs.further_write_s if costs.further_write_s else float(longest)
         self._unhindering = 1 + int(min(max(further, 0.0), longest))
@@ -93,7 +103,11 @@ class _Search:
     def every(self) -> list[Found]:
         """All schedules."""
         lengths = range(1, self._longest + 1)
-        return [self._found(n, every) for n in lengths for every in range(1, n + 1)]
+        return [
+            self._found(n, every)
+            for n in lengths
+            for every in range(1, min(n, self.most_every) + 1)
+        ]
 
     def of(self, every: int) -> list[Found]:
         """The best lineages with saves of ``every`` steps.
@@ -137,4 +151,8 @@ class _Search:
             moves.add((saves * near, near))
         for near in (saves - step, saves + step):  # as long a lineage, in more or fewer saves
             moves.add((total, -(-total // near) if near > 0 else 0))
-        return [self._found(n, b) for n, b in sorted(moves) if 1 <= b <= n <= self._longest]
+        return [
+            self._found(n, b)
+            for n, b in sorted(moves)
+            if 1 <= b <= self.most_every and b <= n <= self._longest
+        ]

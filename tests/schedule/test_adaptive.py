@@ -2,10 +2,18 @@
 
 import dataclasses
 import random
+import types
 
 import pytest
+from orbax.checkpoint.checkpoint_managers import SaveDecisionPolicy
 
-from adacheck_jax.schedule.adaptive import WINDOW, AdaptivePolicy, RunningCosts
+from adacheck_jax.schedule.adaptive import (
+    MOST_SAVES,
+    WINDOW,
+    AdaptivePolicy,
+    Position,
+    RunningCosts,
+)
 from adacheck_jax.schedule.best import best_schedule
 from adacheck_jax.schedule.costs import Costs, Schedule
 from adacheck_jax.schedule.waste import restore_s
@@ -14,40 +22,41 @@ ESTIMATE = Costs(0.1, 0.03, 0.08, 0.05, 0.4, 10.0, 0.4, 0.3, 0.02, 0.001)
 
 
 def test_an_outlier_does_not_count():
-    running = RunningCosts(ESTIMATE)
+    running = RunningCosts()
     for seconds in (0.02, 0.021, 5.0):
         running.add("delta_blocking_s", seconds)
-    assert running.costs() == dataclasses.replace(ESTIMATE, delta_blocking_s=0.021)
+    assert running.costs(ESTIMATE) == dataclasses.replace(ESTIMATE, delta_blocking_s=0.021)
 
 
 def test_old_measurements_are_forgotten():
-    running = RunningCosts(ESTIMATE)
+    running = RunningCosts()
     for seconds in [9.0] * WINDOW + [1.0] * (WINDOW // 2 + 1):
         running.add("replay_s", seconds)
-    assert running.costs().replay_s == 1.0
+    assert running.costs(ESTIMATE).replay_s == 1.0
 
 
 @pytest.mark.parametrize(("name", "value"), [("delta_s", 1.0), ("step_s", 0.0), ("replay_s", -1.0)])
 def test_an_impossible_measurement_is_refused(name, value):
-    running = RunningCosts(ESTIMATE)
+    running = RunningCosts()
     with pytest.raises(ValueError, match="expected"):
         running.add(name, value)
-    assert running.costs() == ESTIMATE
+    assert running.costs(ESTIMATE) == ESTIMATE
 
 
 def test_it_begins_with_the_best_schedule():
-    assert AdaptivePolicy(3600.0).next(ESTIMATE, None) == best_schedule(ESTIMATE, 3600.0)
+    policy = AdaptivePolicy(3600.0, restore_budget_s=None)
+    assert policy.next(ESTIMATE, None) == best_schedule(ESTIMATE, 3600.0)
 
 
 @pytest.mark.parametrize("budget_s", [None, 1.2])
 def test_noise_changes_nothing(budget_s):
-    draw, running = random.Random(0), RunningCosts(ESTIMATE)
+    draw, running = random.Random(0), RunningCosts()
     policy, used = AdaptivePolicy(3 * 3600.0, budget_s), []
     for _ in range(30):
         for field in dataclasses.fields(Costs):
             noise = draw.lognormvariate(0, 0.1)
             running.add(field.name, getattr(ESTIMATE, field.name) * noise)
-        used.append(policy.next(running.costs(), used[-1] if used else None))
+        used.append(policy.next(running.costs(ESTIMATE), used[-1] if used else None))
     assert len({*used[5:]}) == 1
 
 
@@ -69,7 +78,57 @@ def test_a_budget_that_no_delta_fits_does_not_end_a_run():
     assert AdaptivePolicy(3600.0, restore_budget_s=0.1).next(ESTIMATE, None) == Schedule(1, 1)
 
 
-@pytest.mark.parametrize("arguments", [(0.0,), (3600.0, 0.0)])
+@pytest.mark.parametrize("most_every", [1, 3])
+def test_it_keeps_to_what_a_save_may_hold(most_every):
+    policy = AdaptivePolicy(1e8, restore_budget_s=None)
+    found = policy.next(ESTIMATE, Schedule(10_000, 5_000), most_every)
+    assert found.save_every == most_every
+    assert found.base_every <= MOST_SAVES * most_every
+
+
+SCHEDULE = Schedule(base_every=7, save_every=3)
+
+
+def asked(policy, step, *, preempted=False):
+    context = types.SimpleNamespace(reached_preemption=preempted)
+    return policy.should_save(types.SimpleNamespace(step=step), [], context=context)
+
+
+def test_a_manager_saves_each_so_many_steps_and_at_the_end_of_a_lineage():
+    policy, depth, saved = AdaptivePolicy(), 0, []
+    for step in range(100, 120):
+        if asked(policy, step):
+            depth = 0 if not saved or depth == SCHEDULE.base_every else depth + 1
+            saved.append(step)
+        else:
+            depth += 1
+        policy.note(Position(saved[-1], depth, SCHEDULE))
+    assert saved == [100, 103, 106, 107, 108, 111, 114, 115, 116, 119]  # 7 deltas, and a base
+
+
+def test_a_manager_saves_where_there_is_nothing_to_follow_and_before_a_preemption():
+    policy = AdaptivePolicy()
+    assert not policy.is_asked
+    assert asked(policy, 5)
+    assert policy.is_asked
+    policy.note(Position(5, 0, SCHEDULE))
+    assert not asked(policy, 6)
+    assert asked(policy, 6, preempted=True)
+    policy.note(None)
+    assert asked(policy, 6)
+
+
+def test_steps_that_nobody_defers_are_saved_as_often():
+    policy = AdaptivePolicy()
+    policy.note(Position(5, 0, SCHEDULE))
+    assert [asked(policy, step) for step in (6, 7, 8, 9)] == [False, False, True, True]
+
+
+def test_orbax_takes_it_for_a_policy():
+    assert isinstance(AdaptivePolicy(), SaveDecisionPolicy)
+
+
+@pytest.mark.parametrize("arguments", [(0.0,), (None,), (3600.0, 0.0), ("3 h",)])
 def test_impossible_wishes_are_refused(arguments):
     with pytest.raises(ValueError, match="more than 0"):
         AdaptivePolicy(*arguments)

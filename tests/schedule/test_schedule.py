@@ -68,11 +68,12 @@ def test_the_closed_form_and_the_choice_agree_with_simulated_failures(name):
         assert found.simulated <= 1.05 * found.least
 
 
-@given(all_costs, st.integers(1, 40), mtbfs)
-def test_under_a_small_budget_no_schedule_is_better(costs, longest, mtbf_s):
+@given(all_costs, st.integers(1, 40), mtbfs, st.integers(1, 50))
+def test_under_a_small_budget_no_schedule_is_better(costs, longest, mtbf_s, most_every):
     budget_s = restore_s(costs, Schedule(longest, 1)) + costs.replay_s / 2
-    chosen = best_schedule(costs, mtbf_s, budget_s)
-    every = [Schedule(n, b) for n in range(1, longest + 1) for b in range(1, n + 1)]
+    chosen = best_schedule(costs, mtbf_s, budget_s, most_every=most_every)
+    pairs = [(n, b) for n in range(1, longest + 1) for b in range(1, min(n, most_every) + 1)]
+    every = [Schedule(n, b) for n, b in pairs]
     assert restore_s(costs, chosen) <= budget_s
     assert waste(costs, chosen, mtbf_s) == min(waste(costs, each, mtbf_s) for each in every)
 
@@ -83,6 +84,20 @@ def test_random_schedules_are_hardly_better(costs, mtbf_s, seed):
     lengths = [round(math.exp(draw.uniform(0, math.log(LONGEST_LINEAGE)))) for _ in range(60)]
     least = min(waste(costs, Schedule(n, draw.randint(1, n)), mtbf_s) for n in lengths)
     assert waste(costs, best_schedule(costs, mtbf_s), mtbf_s) <= 1.05 * least
+
+
+@given(all_costs, mtbfs, st.integers(65, 5000), st.sampled_from([1, 3, 100]))
+def test_a_bound_is_kept_and_hardly_anything_below_it_is_better(
+    costs, mtbf_s, most_deltas, most_every
+):
+    bounds = {"most_deltas": most_deltas, "most_every": most_every}
+    chosen = best_schedule(costs, mtbf_s, **bounds)
+    assert chosen.base_every <= most_deltas
+    assert chosen.save_every <= most_every
+    lengths = {round(most_deltas ** (k / 30)) for k in range(31)}
+    every = {Schedule(n, min(n, b)) for n in lengths for b in (1, 2, most_every) if b <= most_every}
+    least = min(waste(costs, each, mtbf_s) for each in every)
+    assert waste(costs, chosen, mtbf_s) <= 1.05 * least
 
 
 @given(all_costs, mtbfs)
