@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # for type checkers and editors; must name what _MODULES name
         ReplicaError,
         StorageError,
     )
+    from adacheck_jax.schedule.adaptive import AdaptivePolicy
     from adacheck_jax.store.retention import KeepLineage
     from adacheck_jax.tools.plan import RedundancyReport, redundancy_report
     from adacheck_jax.tools.restorable import RestorableStep, latest_restorable
@@ -39,6 +40,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AdaCheckError",
     "AdaCheckHandler",
+    "AdaptivePolicy",
     "Divergence",
     "FormatError",
     "IntegrityError",
@@ -75,6 +77,7 @@ _MODULES = {
     "Divergence": "device.replicas",
     "ReplicaReport": "device.replicas",
     "replica_report": "device.replicas",
+    "AdaptivePolicy": "schedule.adaptive",
     "KeepLineage": "store.retention",
     "RestorableStep": "tools.restorable",
     "latest_restorable": "tools.restorable",

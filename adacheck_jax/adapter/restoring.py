@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from adacheck_jax.errors import AdaCheckError, FormatError, IntegrityError, Line
 from adacheck_jax.format import manifest as manifests
 from adacheck_jax.restore import check, replay, working_set
 from adacheck_jax.restore.compiled_update import CompiledUpdates, abstract_leaf
+from adacheck_jax.schedule.stopwatch import Clock
 from adacheck_jax.store.steps import lineage as lineages
 from adacheck_jax.store.steps import roots, stock
 from adacheck_jax.store.steps.lineage import Lineage
@@ -24,6 +26,9 @@ from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.update.binding import Recorders
 
 _log = logging.getLogger(__name__)
+
+_TELLING = 5
+"""Deltas from which on their restore tells what each of them takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,7 @@ class Restored:
         leaves: verified leaves in the base's order, on the devices of the replay.
         is_own: True if the step is the directory's own, so that a delta may build on it; False for
             an earlier step that the directory also holds.
+        measured: seconds that the restore took, by the names of costs.
     """
 
     state: PyTree
@@ -46,6 +52,7 @@ class Restored:
     lineage: Lineage | None
     leaves: list[Any]
     is_own: bool
+    measured: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +81,7 @@ class StepRestorer:
         stock: reader of bases.
         recorders: recorders of the handler, used if this jax cannot read the exported update.
         params_path: leaf path of the trained params, as given to the handler.
+        clock: a monotonic clock.
     """
 
     def __init__(
@@ -81,7 +89,9 @@ class StepRestorer:
         stock: StockCheckpoints,
         recorders: Recorders,
         params_path: str | Mapping[str, str] | None,
+        clock: Clock = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._stock = stock
         self._recorders = recorders
         self._params_path = params_path
@@ -99,26 +109,27 @@ class StepRestorer:
             IntegrityError: stored bits are damaged, or restored bits differ from the saved ones.
             FormatError: a file is missing or cannot be read.
         """
+        begin_s = self._clock()
         try:
             if args.step is None and stock.is_stock(path):
                 return _restored_stock(path, args)
-            return self._restore_found(path, args)
+            return self._restore_found(path, args, begin_s)
         except (FormatError, IntegrityError, LineageError) as error:
             if not args.fallback:
                 raise
             return self._restore_older(path, args, error)
 
-    def _restore_found(self, path: AnyPath, args: RestoreArgs) -> Restored:
+    def _restore_found(self, path: AnyPath, args: RestoreArgs, begin_s: float) -> Restored:
         """Restore a step, once more if a step of its lineage became a base while it was read."""
         lineage = _lineage(path, args.step)
         try:
-            return self._restore(path, lineage, args)
+            return self._restore(path, lineage, args, begin_s)
         except (FormatError, IntegrityError, LineageError):
             again = _lineage(path, args.step)
             if again.checksums == lineage.checksums:
                 raise
             _log.info("%s: a step was compacted while it was read; reading it again.", path)
-            return self._restore(path, again, args)
+            return self._restore(path, again, args, begin_s)
 
     def _restore_older(self, path: AnyPath, args: RestoreArgs, error: AdaCheckError) -> Restored:
         """Restore the newest step before a bad one, from its own lineage or another directory.
@@ -184,18 +195,29 @@ class StepRestorer:
             bad.add((*files[: len(part.entries)], str(part.left_out)))
         return None if found is None else (path, found)
 
-    def _restore(self, path: AnyPath, lineage: Lineage, args: RestoreArgs) -> Restored:
-        """Restore the last step of a lineage that a step's directory holds."""
-        end = lineage.entries[-1]
+    def _restore(
+        self, path: AnyPath, lineage: Lineage, args: RestoreArgs, begin_s: float | None = None
+    ) -> Restored:
+        """Restore the last step of a lineage that a step's directory holds.
+
+        Args:
+            path: absolute item directory.
+            lineage: the lineage.
+            args: arguments of the restore.
+            begin_s: reading of the clock before the lineage was looked for; None for now.
+        """
+        found_s, end = self._clock(), lineage.entries[-1]
         is_own = end.holder == path and not end.is_link
         if is_own and (misplaced := roots.misplaced(path, lineage.manifest)):
             _log.warning("%s: %s; it was moved there.", path, misplaced)
         base = self._read(path, lineage, args)
+        read_s = self._clock()
         try:
             # A rounded leaf's fingerprint verifies nothing: then the records' checksums have to.
             leaves = replay.replay_onto(
                 base.leaves, lineage, base.programs, args.read_once, checked=bool(base.rounded)
             )
+            replayed_s = self._clock()
             rounded = check.check_bits(leaves, lineage, path, rounded=base.rounded)
         except IntegrityError:
             replay.check_stored(lineage)  # it says more, if a delta is damaged
@@ -205,11 +227,18 @@ class StepRestorer:
         if base.moved:
             base.target.move(base.moved, named)
         state = base.target.finish(named)
-        return Restored(state, info, path, lineage, leaves, is_own and not lineage.left_out)
+        begin_s = found_s if begin_s is None else begin_s
+        # Looking for a lineage means reading the manifest of each delta.
+        deltas_s = found_s - begin_s + replayed_s - read_s - base.programs.waited_s
+        measured = _measured(
+            self._clock() - begin_s, read_s - found_s, deltas_s, len(lineage.deltas)
+        )
+        is_own = is_own and not lineage.left_out
+        return Restored(state, info, path, lineage, leaves, is_own, measured)
 
     def _read(self, path: AnyPath, lineage: Lineage, args: RestoreArgs) -> _Base:
         """Read the base of a lineage onto the devices on which its updates are replayed."""
-        programs = CompiledUpdates(self._recorders, self._params_path)
+        programs = CompiledUpdates(self._recorders, self._params_path, self._clock)
         programs.begin_loading(lineage)
         damage = descriptions.damaged_descriptions(lineage.base_directory, lineage.base)
         shardings_damage = damage.pop(manifests.SHARDINGS, None)
@@ -250,6 +279,17 @@ class StepRestorer:
         check.check_types(leaves, lineage.base, lineage.base_directory)
         moved = {each: placements[each] for each in there}
         return _Base(target, programs, leaves, rounded, moved)
+
+
+def _measured(
+    all_s: float, base_restore_s: float, deltas_s: float, deltas: int
+) -> dict[str, float]:
+    """The costs that one restore tells; of few deltas not how long one more would take."""
+    open_s = max(all_s - base_restore_s - deltas_s, 0.0)
+    measured = {"open_s": open_s, "base_restore_s": base_restore_s}
+    if deltas >= _TELLING:
+        measured["replay_s"] = max(deltas_s, 0.0) / deltas
+    return measured
 
 
 def _apart(lineage: Lineage, placements: Mapping[str, Any]) -> dict[str, Any]:

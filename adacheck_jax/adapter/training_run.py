@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -26,6 +27,7 @@ from adacheck_jax.save.commit import Save
 from adacheck_jax.save.saver import Saver
 from adacheck_jax.save.share import SHARES, Destination, Exchange
 from adacheck_jax.save.situation import Options
+from adacheck_jax.schedule.stopwatch import Clock
 from adacheck_jax.store.base_writer import Layout, Name, chunk_shape
 from adacheck_jax.store.steps import roots
 from adacheck_jax.store.steps.lineage import Lineage
@@ -72,6 +74,7 @@ class TrainingRun:
     Args:
         recorder: the :class:`Recorder`, or several; see :class:`AdaCheckHandler`.
         options: the caller's choices.
+        clock: a monotonic clock, by which the schedule's costs are measured.
 
     Attributes:
         restored: what the last restore gave; None before it.
@@ -80,15 +83,17 @@ class TrainingRun:
         RecorderError: there is no recorder in what was given as one.
     """
 
-    def __init__(self, recorder: RecorderArgument, options: Options) -> None:
-        self._options = options
+    def __init__(
+        self, recorder: RecorderArgument, options: Options, clock: Clock = time.monotonic
+    ) -> None:
+        self._options, self._clock = options, clock
         self._recorders = recorders_of(recorder)
         self.restored: RestoreInfo | None = None
         # Managers, or one manager's saves and restores, may call from several threads.
         self._lock = threading.Lock()
         self._savers: dict[tuple[AnyPath, str | None], Saver] = {}
         self.stock = StockCheckpoints()
-        self._restorer = StepRestorer(self.stock, self._recorders, options.params_path)
+        self._restorer = StepRestorer(self.stock, self._recorders, options.params_path, clock)
 
     @jax_settings.own()
     def begin(
@@ -245,7 +250,13 @@ class TrainingRun:
             place = roots.place_of(restored.directory)
             saver = self._saver_of(place)
             if restored.is_own:
-                saver.follow(restored.lineage, place.step, restored.leaves, restored.state)
+                saver.follow(
+                    restored.lineage,
+                    place.step,
+                    restored.leaves,
+                    restored.state,
+                    restored.measured,
+                )
             else:
                 saver.forget()
         return restored.state
@@ -272,7 +283,7 @@ class TrainingRun:
         """The saver of a line of steps; a run may have several items and managers."""
         with self._lock:
             if place.line not in self._savers:
-                self._savers[place.line] = Saver(self._recorders, self._options)
+                self._savers[place.line] = Saver(self._recorders, self._options, self._clock)
                 self._learn_parents(*place.line)
             return self._savers[place.line]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Hashable, Mapping, Sequence
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -36,15 +37,21 @@ class CompiledUpdates:
     Args:
         recorders: recorders whose updates replace a stored program that this jax cannot read.
         params_path: leaf path of the params, as given to the handler.
+        clock: a monotonic clock.
+
+    Attributes:
+        waited_s: seconds for which :meth:`get` waited for programs.
     """
 
     def __init__(
         self,
         recorders: Recorders | None = None,
         params_path: str | Mapping[str, str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._recorders = recorders or {}
         self._params_path = params_path
+        self._clock, self.waited_s = clock, 0.0
         self._loaded: dict[str, Future[_Loaded]] = {}
         self._compiled: dict[Hashable, Future[UpdateFunction]] = {}
 
@@ -110,11 +117,13 @@ class CompiledUpdates:
             FormatError: there is no update that can be read here.
             IntegrityError: the stored program is not the one that was written.
         """
-        key = _key(lineage, shardings)
+        key, begin_s = _key(lineage, shardings), self._clock()
         if key not in self._compiled:
             self._compiled[key] = Future()
             self._compiled[key].set_result(self._jitted(lineage, update, shardings))
-        return self._compiled[key].result()
+        program = self._compiled[key].result()
+        self.waited_s += self._clock() - begin_s
+        return program
 
     def _jitted(self, lineage: Lineage, update: Update, shardings: Shardings) -> Any:
         loaded = self._loaded.get(lineage.base.checksum)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import importlib.metadata
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from adacheck_jax.format.manifest import (
 from adacheck_jax.save import share
 from adacheck_jax.save.share import Report, StagedSave, Written
 from adacheck_jax.save.staged import StagedStep
+from adacheck_jax.schedule.stopwatch import Clock, Measurement
 from adacheck_jax.store import claims, links, volumes
 from adacheck_jax.store.base_writer import BaseWriter, Layout
 from adacheck_jax.store.steps import lineage, manifest_file, references
@@ -56,19 +58,25 @@ class Save:
     Args:
         staged: the save.
         base: copies of what a base stores; None for a delta.
+        clock: a monotonic clock.
 
     Attributes:
         staged: the save.
+        durable_s: reading of the clock when this process's part was durable; None before.
         error: reason why this process could not write its share.
         committed: the step, if this process committed it.
     """
 
-    def __init__(self, staged: StagedSave, base: BaseWriter | None) -> None:
-        self.staged = staged
+    def __init__(
+        self, staged: StagedSave, base: BaseWriter | None, clock: Clock = time.monotonic
+    ) -> None:
+        self.staged, self._clock = staged, clock
+        self.durable_s: float | None = None
         self.error: Exception | None = None
         self.committed: Committed | None = None
         self._base = base
         self._written: Written | None = None
+        self._measured: Sequence[Measurement] = ()
 
     @property
     def is_base(self) -> bool:
@@ -79,6 +87,11 @@ class Save:
     def agreed_caution(self) -> Caution:
         """Findings of the checks of any process, as all know them once their shares are written."""
         return self._written.caution if self._written else self.staged.caution
+
+    def take_measured(self) -> Sequence[Measurement]:
+        """The seconds that all processes learned of with this save; once."""
+        measured, self._measured = self._measured, ()
+        return measured
 
     def write(self, directory: AnyPath, layout: Layout) -> None:
         """Writes this process's share.
@@ -94,6 +107,7 @@ class Save:
         base, self._base = self._base, None  # a save that failed is kept, the copies are not
         try:
             self._written = share.write(self.staged, directory, base, layout)
+            self._measured, self.durable_s = self._written.measured, self._clock()
         except AdaCheckError as error:
             self.error = error
             if deferred := [each.step for each in self.staged.steps[:-1]]:
@@ -126,6 +140,7 @@ class Save:
         """
         with storage_named(self.staged.destination.directory):
             self.committed = self._commit(directory, described)
+        self.durable_s = self._clock()
 
     def _commit(self, directory: AnyPath, described: Mapping[str, str]) -> Committed:
         staged, caution = self.staged, self.agreed_caution

@@ -20,6 +20,7 @@ from adacheck_jax.save.plan import advanced
 from adacheck_jax.save.situation import Counts, Facts, SavedFacts
 from adacheck_jax.save.snapshot import Structure
 from adacheck_jax.save.staged import StagedStep
+from adacheck_jax.schedule.line import Sizes
 from adacheck_jax.store import links
 from adacheck_jax.store.retention import KeepLineage
 from adacheck_jax.store.steps import lineage, marks, references
@@ -405,6 +406,13 @@ def most_bytes(structure: Structure) -> int:
     All processes give the same number, since all have to answer alike.
     """
     return max(_LEAST_BYTES, bytes_of(structure, range(len(structure.leaves))))
+
+
+def sizes_of(structure: Structure) -> Sizes:
+    """Sizes of a state, the same in all processes."""
+    base_bytes = bytes_of(structure, range(len(structure.leaves)))
+    delta_bytes = bytes_of(structure, [*structure.consumed])
+    return Sizes(base_bytes, delta_bytes or base_bytes, most_bytes(structure))
 
 
 def bytes_of(structure: Structure, stored: Sequence[int]) -> int:

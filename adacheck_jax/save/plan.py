@@ -188,7 +188,7 @@ def speculate(situation: Situation, options: Options) -> SavePlan | None:
         or not situation.is_checker_ready
         or lineage is None
         or lineage.problem
-        or parent.depth >= options.max_deltas
+        or parent.depth >= situation.longest_lineage
     ):
         return None
     return _planned(situation, _one_update(situation.structure, "one update"), options)
@@ -217,8 +217,8 @@ def plan_deferred(situation: Situation, options: Options) -> SavePlan | str:
         return "the restored step has another tree, update, or other shardings"
     if not parent.has_witness:
         return "the step before is not known well enough to check the update"
-    if parent.depth + 2 > options.max_deltas:
-        return f"the lineage would be longer than max_deltas={options.max_deltas}"
+    if parent.depth + 2 > situation.longest_lineage:
+        return f"the lineage would be longer than max_deltas={situation.longest_lineage}"
     if not situation.keeps_ancestors:
         return "nothing keeps the steps that it builds on"
     if saved is not None and saved.failure and situation.process_count == 1:
@@ -277,7 +277,7 @@ def replays(update: ExportedUpdate, options: Options, *, replayable: bool = True
         options: the caller's choices.
         replayable: True if no leaf of an update is stored in another data type.
     """
-    return bool(update.files) and replayable and options.delta != "bits" and options.max_deltas > 0
+    return bool(update.files) and replayable and options.delta != "bits" and options.has_deltas
 
 
 def _decided(
@@ -339,7 +339,7 @@ def by_counters(situation: Situation, counts: Counts, options: Options) -> Decis
     step = _number(situation)
     if step <= parent.step:
         return unplanned(f"step {step} does not follow step {parent.step}")
-    depth, most = parent.depth, options.max_deltas
+    depth, most = parent.depth, situation.longest_lineage
     if depth >= most:
         return Decision("base", f"the lineage is full ({depth} of max_deltas={most})")
     if options.delta == "bits":
@@ -461,7 +461,7 @@ def _kept(
 ) -> tuple[int, ...]:
     """The leaves of which the next save needs this state's bits."""
     structure = situation.structure
-    if not options.max_deltas:
+    if not options.has_deltas:
         return ()
     if may_follow:
         return _stored(structure, Decision("replay", ""), situation.update, unreplayed)

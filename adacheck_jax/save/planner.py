@@ -29,6 +29,7 @@ from adacheck_jax.save.plan import SavePlan
 from adacheck_jax.save.situation import Counts, Options, Situation
 from adacheck_jax.save.snapshot import Snapshot, Snapshots, Structure
 from adacheck_jax.save.staged import StagedStep
+from adacheck_jax.schedule.line import LineSchedule
 from adacheck_jax.store.steps import lineage as lineages
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import AnyPath
@@ -62,6 +63,7 @@ class Planner:
     Args:
         recorders: recorders of the optimizers (:func:`~adacheck_jax.update.binding.recorders_of`).
         options: the caller's choices.
+        schedule: the schedule that the saves follow.
 
     Attributes:
         snapshots: takes states apart.
@@ -70,8 +72,8 @@ class Planner:
         deferred: steps in memory that the next save writes.
     """
 
-    def __init__(self, recorders: Recorders, options: Options) -> None:
-        self._options = options
+    def __init__(self, recorders: Recorders, options: Options, schedule: LineSchedule) -> None:
+        self._options, self._schedule = options, schedule
         self.snapshots = Snapshots(recorders, options.params_path)
         self.distrust = Distrust()
         self.parents = Parents(options.keep_lineage)
@@ -166,6 +168,7 @@ class Planner:
             keeps_ancestors=parent is not None and self.parents.keeps_ancestors(directory),
             process_count=jax.process_count(),
             is_checker_ready=is_checked and self.checker_of(structure, update).is_ready,
+            longest_lineage=self._schedule.longest_lineage,
         )
 
     def _compared(self, snapshot: Snapshot, course: Course) -> Course:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,13 +25,15 @@ from adacheck_jax.save.checks.interface import State, Witness
 from adacheck_jax.save.checks.shadow import Followed, Shadow
 from adacheck_jax.save.commit import Save
 from adacheck_jax.save.notices import Notices
-from adacheck_jax.save.parents import Parent, Tip
+from adacheck_jax.save.parents import Parent, Tip, sizes_of
 from adacheck_jax.save.plan import SavePlan, shown
 from adacheck_jax.save.planner import Course, Planner
 from adacheck_jax.save.share import Attempt, Destination, Exchange, StagedSave
 from adacheck_jax.save.situation import Counts, Options
 from adacheck_jax.save.snapshot import Snapshot, Structure
 from adacheck_jax.save.staged import HostCopies, StagedStep
+from adacheck_jax.schedule.line import LineSchedule
+from adacheck_jax.schedule.stopwatch import Clock, Stopwatch
 from adacheck_jax.store.base_writer import BaseWriter, EarlierBase, Layout, seldom_changed
 from adacheck_jax.store.delta_writer import DeltaEncodings, DeltaWriter
 from adacheck_jax.store.reused_memory import ReusedMemory
@@ -50,12 +53,16 @@ class Saver:
     Args:
         recorders: recorders of the optimizers (:func:`~adacheck_jax.update.binding.recorders_of`).
         options: the caller's choices.
+        clock: a monotonic clock, by which costs are measured.
     """
 
-    def __init__(self, recorders: Recorders, options: Options) -> None:
-        self._options = options
+    def __init__(
+        self, recorders: Recorders, options: Options, clock: Clock = time.monotonic
+    ) -> None:
+        self._options, self._clock = options, clock
         self._has_recorder = bool(recorders)
-        self._planner = Planner(recorders, options)
+        self._schedule, self._watch = LineSchedule(options.max_deltas), Stopwatch(clock)
+        self._planner = Planner(recorders, options, self._schedule)
         self._notices = Notices()
         # A step may be restored, to look at it, while another thread saves the next one.
         self._lock = threading.Lock()
@@ -66,7 +73,12 @@ class Saver:
         xla_call.begin()
 
     def follow(
-        self, restored: Lineage, number: int | None, leaves: Sequence[Any], state: PyTree
+        self,
+        restored: Lineage,
+        number: int | None,
+        leaves: Sequence[Any],
+        state: PyTree,
+        measured: Mapping[str, float],
     ) -> None:
         """Makes a restored step the parent of the next save.
 
@@ -75,6 +87,7 @@ class Saver:
             number: the number in the name of the step's directory, None if there is none.
             leaves: its leaves, with which the next state is compared; None for one left out.
             state: the state that the caller gets.
+            measured: seconds that the restore took, by the names of costs.
         """
         update = restored.base.update
         needed = range(len(leaves)) if update is None else (*update.explained, *update.consumed)
@@ -97,6 +110,9 @@ class Saver:
             distrusted = [specs[i].path for i in saved.caution.distrusted]
             self._planner.distrust.learn(saved.caution.reason, distrusted)
             self._planner.parents.follow(parent)
+            for name, seconds in measured.items():
+                self._watch.note(name, seconds)
+            self._note_position()
 
     def _shadow_restored(self, tip: Tip, state: PyTree) -> None:
         """Has the shadow follow a restored step, where that costs no transfer."""
@@ -112,6 +128,7 @@ class Saver:
         """Makes the next save a base: what was restored is no step that another can build on."""
         with self._lock:
             self._planner.parents.forget()
+            self._note_position()
 
     @property
     def has_steps(self) -> bool:
@@ -143,12 +160,20 @@ class Saver:
             The save, to be written and committed.
         """
         with self._lock:
+            self._enter()
             snapshot = self._planner.snapshots.take(state)
             if not (self._has_recorder or self._options.delta == "bits"):
                 self._hint_at_recorder(snapshot.structure)
             replayable = not cast & _bound_paths(snapshot.structure)
             step = destination.step if step is None else step
-            return self._begin(snapshot, destination, step, replayable, custom_metadata, exchange)
+            save = self._begin(snapshot, destination, step, replayable, custom_metadata, exchange)
+            if save.is_base and (
+                chosen := self._schedule.begin_lineage(sizes_of(snapshot.structure))
+            ):
+                _log.info("%s", chosen)
+            self._note_position()
+            self._watch.leave_saved(is_base=save.is_base, deltas=len(save.staged.steps))
+            return save
 
     def _begin(
         self,
@@ -194,8 +219,10 @@ class Saver:
             attempt=self._attempt,
             replayable=replayable,
             custom_metadata=custom_metadata,
+            measured=self._watch.take(),
         )
-        save = Save(ready, self._base_share(course, copies, destination) if not parent else None)
+        share = self._base_share(course, copies, destination) if not parent else None
+        save = Save(ready, share, self._clock)
         # Until the save is committed this directory does not exist, and if it fails it never will:
         # the next save looks at the disk, finds no parent, and writes a base.
         tip = Tip(planned.step, ready.depth, own, copies.kept, witness)
@@ -222,7 +249,9 @@ class Saver:
             AdaCheckError: deferred steps are lost; told once.
         """
         with self._lock:
+            self._enter()
             why, deferred = self._why_not_deferred(state, step), self._planner.deferred
+            self._note_position()
             if why and step is None and len(deferred):
                 step = deferred.steps[-1].step + 1
             if step is not None and why:
@@ -264,6 +293,7 @@ class Saver:
         depth = parent.tip.depth + len(deferred) + 1
         drains = any(map(transfer.on_accelerator, snapshot.arrays))
         deferred.add(Tip(number, depth, own, copies.kept, witness), own, drains=drains)
+        self._watch.leave_deferred()
         if jax.process_count() == 1 and (planner.distrust.is_cautious or is_known):
             # Several processes would not know it at the same time.
             return planner.settle_last_deferred()
@@ -274,6 +304,23 @@ class Saver:
         if steps := [each.step for each in self._planner.deferred.steps]:
             numbers = lineages.shown_steps(steps)
             _log.warning("Recorded steps that are not saved: %s; a manager is closed.", numbers)
+
+    def _enter(self) -> None:
+        """Begins to measure a call, and learns what all processes know of the costs before it."""
+        saved = self._planner.parents.saved
+        save = saved.save if saved is not None else None
+        self._watch.enter(save.durable_s if save is not None else None)
+        if save is not None:
+            self._schedule.add(save.take_measured())
+
+    def _note_position(self) -> None:
+        """Notes how far the line is, for a manager that asks when to save."""
+        if (parent := self._planner.parents.only) is None:
+            self._schedule.note(None)
+        else:
+            tip = self._planner.deferred.tip_behind(parent)
+            number = parent.tip.step if parent.number is None else parent.number
+            self._schedule.note(number, tip.depth)
 
     def _copies(self, snapshot: Snapshot, planned: SavePlan) -> HostCopies:
         every_replica = self._options.check_replicas != "off"

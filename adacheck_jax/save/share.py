@@ -28,6 +28,7 @@ from adacheck_jax.save.exported_update import ExportedUpdate
 from adacheck_jax.save.plan import SavePlan
 from adacheck_jax.save.snapshot import Structure
 from adacheck_jax.save.staged import StagedStep
+from adacheck_jax.schedule.stopwatch import Measurement
 from adacheck_jax.store import claims, delta_writer, equality, links
 from adacheck_jax.store.base_writer import BaseWriter, Layout
 from adacheck_jax.store.steps import lineage, manifest_file
@@ -167,6 +168,7 @@ class StagedSave:
         attempt: the attempt that this save is.
         replayable: True if no leaf of an update is stored in another data type.
         custom_metadata: the caller's own JSON.
+        measured: seconds that this process measured since the last save.
     """
 
     steps: Sequence[StagedStep]
@@ -181,6 +183,7 @@ class StagedSave:
     attempt: Attempt
     replayable: bool
     custom_metadata: Any
+    measured: Sequence[Measurement]
 
     @property
     def own(self) -> StagedStep:
@@ -214,10 +217,12 @@ class Written:
 
     Attributes:
         caution: findings of the checks of any process.
+        measured: seconds that process 0 measured before this save.
         reports: gives the reports of all processes.
     """
 
     caution: Caution
+    measured: Sequence[Measurement]
     reports: Callable[[], Sequence[Report]]
 
 
@@ -257,7 +262,8 @@ def write(
             each.release()
     answer = attempt.agree(own, functools.partial(_validated, staged))
     caution = Caution(answer["reason"], tuple(answer["distrusted"]))
-    return Written(caution, lambda: exchange.reports(SHARES) if exchange else [own])
+    measured = [(name, seconds, deltas) for name, seconds, deltas in answer["measured"]]
+    return Written(caution, measured, lambda: exchange.reports(SHARES) if exchange else [own])
 
 
 def _write(
@@ -277,6 +283,7 @@ def _write(
         "parent": staged.parent.manifest.saved_checksum if staged.parent else None,
         "numbers": [each.step for each in staged.steps],
         "caution": [staged.caution.reason, staged.caution.distrusted],
+        "measured": staged.measured if process == 0 else (),
     }
     written: Sequence[dict[str, Any]] = [{}]
     if base is not None:
@@ -359,6 +366,7 @@ def _validated(staged: StagedSave, reports: Sequence[Report]) -> Report:
     return {
         "reason": next(filter(None, (reason for reason, _ in told)), ""),
         "distrusted": sorted({i for _, indices in told for i in indices}),
+        "measured": reports[0]["measured"],
     }
 
 

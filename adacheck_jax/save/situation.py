@@ -9,6 +9,8 @@ from typing import Literal, get_args
 from adacheck_jax.device import replicas
 from adacheck_jax.save.exported_update import Check, ExportedUpdate
 from adacheck_jax.save.snapshot import Structure
+from adacheck_jax.schedule.adaptive import AdaptivePolicy
+from adacheck_jax.schedule.line import MaxDeltas
 from adacheck_jax.store.retention import KeepLineage
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.zarr import Compression
@@ -32,7 +34,7 @@ class Options:
         ValueError: an option has a value that it cannot have.
     """
 
-    max_deltas: int = 20
+    max_deltas: MaxDeltas = "auto"
     params_path: str | Mapping[str, str] | None = None
     keep_lineage: KeepLineage | None = None
     delta: Delta = "auto"
@@ -42,8 +44,12 @@ class Options:
     shadow_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.max_deltas, int) or self.max_deltas < 0:
-            raise ValueError(f"expected max_deltas to be an int >= 0, found {self.max_deltas!r}")
+        most, is_policy = self.max_deltas, isinstance(self.max_deltas, AdaptivePolicy)
+        if not (is_policy or most == "auto" or (isinstance(most, int) and most >= 0)):
+            raise ValueError(
+                'expected max_deltas to be an int >= 0, "auto" or an AdaptivePolicy, found '
+                f"{most!r}"
+            )
         shadow = self.shadow_bytes
         if not (shadow is None or (isinstance(shadow, int) and shadow >= 0)):
             raise ValueError(f"expected shadow_bytes to be None or an int >= 0, found {shadow!r}")
@@ -62,6 +68,11 @@ class Options:
                 raise ValueError(
                     f"expected {name} to be one of {get_args(known)}, found {choice!r}"
                 )
+
+    @property
+    def has_deltas(self) -> bool:
+        """True if not every save is a base."""
+        return self.max_deltas != 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +141,7 @@ class Situation:
         keeps_ancestors: True if the steps that a delta builds on live as long as it does.
         process_count: number of processes that save together.
         is_checker_ready: True if a check would not wait for a compiler.
+        longest_lineage: number of deltas that may follow the base, as the schedule has it now.
     """
 
     step: int | None
@@ -144,3 +156,4 @@ class Situation:
     keeps_ancestors: bool
     process_count: int
     is_checker_ready: bool
+    longest_lineage: int

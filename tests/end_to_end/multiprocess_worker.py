@@ -4,7 +4,8 @@ Usage: multiprocess_worker.py MODE PROCESS PROCESSES PORT ROOT OUT DEVICES
 
 MODE is save, resume or restore; or record, which records steps and saves the others, and
 restore-recorded; or bits, which saves bit-pattern differences; or projected, which
-saves a run that changes params after the update; or no-scalars, which saves one without a scalar.
+saves a run that changes params after the update; or no-scalars, which saves one without a scalar;
+or schedule, which saves by a schedule for which each process measures other costs.
 """
 
 from __future__ import annotations
@@ -13,16 +14,34 @@ from typing import Any
 
 from tests.one_process import own, write  # isort: skip
 
+import logging
+
 import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import LatestN
 
 import adacheck_jax as adacheck
+from adacheck_jax.schedule.costs import Schedule
+from adacheck_jax.schedule.stopwatch import Stopwatch
 from tests import support
 
-STEPS = 3
+STEPS = 12 if own.mode == "schedule" else 3
 mode = own.mode
 mesh = support.mesh_of((jax.device_count() // 2, 2))
+max_deltas: Any = "auto"
+if mode == "schedule":
+    from adacheck_jax.schedule import line
+    from tests.save import test_schedule as schedules
+
+    line.BEGINNING = Schedule(base_every=1, save_every=1)
+    costs = schedules.FIVE | ({"replay_s": 2.5, "open_s": 0.0} if own.process else {})
+    measured = tuple((name, seconds, 1) for name, seconds in costs.items())
+    Stopwatch.take = lambda _: measured
+    max_deltas = adacheck.AdaptivePolicy(**schedules.RARELY)
+    chosen = logging.FileHandler(f"{own.out}-chosen{own.process}")
+    chosen.addFilter(lambda record: record.getMessage().startswith("schedule: "))
+    logging.getLogger("adacheck_jax").addHandler(chosen)
+    logging.getLogger("adacheck_jax").setLevel(logging.INFO)
 if mode == "no-scalars":  # then most processes own no scalar of the update at all
 
     def no_scalar() -> dict[str, Any]:
@@ -46,7 +65,10 @@ if "://" in own.root:  # an object store
     in_place = ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE)
     options = {"preservation_policy": keep, "atomicity_options": in_place}
 handler = adacheck.AdaCheckHandler(
-    run.recorder, delta="bits" if mode == "bits" else "auto", keep_lineage=keep
+    run.recorder,
+    delta="bits" if mode == "bits" else "auto",
+    keep_lineage=keep,
+    max_deltas=max_deltas,
 )
 if mode == "projected":
     train_step = run.train_step

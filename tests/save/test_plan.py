@@ -49,9 +49,10 @@ def decide(
             parent.step, parent.depth, parent.counts, lineage, 0, None, True, ()
         )
     given = situation.Situation(
-        step, None, None, counts, True, frozenset(), facts, True, is_first, True, 1, True
+        *(step, None, None, counts, True, frozenset(), facts, True, is_first, True, 1, True),
+        max_deltas,
     )
-    return plan.by_counters(given, counts, Options(max_deltas=max_deltas, delta=delta))
+    return plan.by_counters(given, counts, Options(delta=delta))
 
 
 @pytest.mark.parametrize("delta", ["auto", "bits"])
@@ -220,7 +221,7 @@ def structure():
 UPDATED = ExportedUpdate({"cpu": b""}, {update_program.platform(): "0" * 64})
 
 
-def situation_of(structure, counts, *, leaves=None, deferred_count=0, step=7):
+def situation_of(structure, counts, *, leaves=None, deferred_count=0, step=7, longest=20):
     """A state behind step 6, which had made 6 updates and was saved as a replayed delta."""
     update = types.SimpleNamespace(
         programs={update_program.platform(): "0" * 64}, reducing=(), placement=""
@@ -232,7 +233,7 @@ def situation_of(structure, counts, *, leaves=None, deferred_count=0, step=7):
     facts = situation.Facts(6, 5, known, lineage, deferred_count, saved, True, structure.leaves)
     return situation.Situation(
         *(step, structure, UPDATED, counts, True, frozenset(), facts),
-        *(True, False, True, 1, True),
+        *(True, False, True, 1, True, longest),
     )
 
 
@@ -258,10 +259,23 @@ def test_a_speculative_plan_is_refused_where_it_was_not_one_update(structure, co
         guess.check((count,), (6,), 6)
 
 
-@pytest.mark.parametrize("change", [{"step": 9}, {"step": None}, {"leaves": ()}])
+@pytest.mark.parametrize("change", [{"step": 9}, {"step": None}, {"leaves": ()}, {"longest": 5}])
 def test_nothing_is_guessed_at_another_interval_or_without_a_step(structure, change):
     found = plan.speculate(situation_of(structure, None, **change), Options())
-    assert (found is None) == ("step" in change)
+    assert (found is None) == ("leaves" not in change)
+
+
+@pytest.mark.parametrize("counts", [None, (7,)])
+def test_the_longest_lineage_is_a_fact_and_no_option(structure, counts):
+    """Step 6 is a fifth delta: where a lineage has five at most, a base follows."""
+    for longest, options in ((5, Options(max_deltas=99)), (6, Options(max_deltas=1))):
+        given = situation_of(structure, counts, longest=longest)
+        made = plan.plan(given, options) if counts else plan.speculate(given, options)
+        assert (made is None or made.is_base) == (longest == 5)
+        deferred = plan.plan_deferred(given, options)
+        assert deferred == f"the lineage would be longer than max_deltas={longest}"
+    found = plan.plan_deferred(situation_of(structure, None, longest=7), Options())
+    assert isinstance(found, plan.SavePlan)
 
 
 def test_behind_deferred_steps_a_whole_state_is_a_delta_or_they_are_given_up(structure):

@@ -12,6 +12,7 @@ from adacheck_jax.adapter.v1.handler import StateHandler, handler_class
 from adacheck_jax.device import replicas
 from adacheck_jax.save.exported_update import Check
 from adacheck_jax.save.situation import Delta, Options
+from adacheck_jax.schedule.line import MaxDeltas
 from adacheck_jax.store.retention import KeepLineage
 from adacheck_jax.store.zarr import Compression
 from adacheck_jax.update.binding import RecorderArgument
@@ -23,7 +24,7 @@ STATE = "state"
 class RunOptions(TypedDict, total=False):
     """Options of a training run: those of :class:`~adacheck_jax.AdaCheckHandler`."""
 
-    max_deltas: int
+    max_deltas: MaxDeltas
     params_path: str | Mapping[str, str] | None
     keep_lineage: KeepLineage | None
     delta: Delta
