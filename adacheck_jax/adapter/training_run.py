@@ -184,6 +184,9 @@ class TrainingRun:
         layout = Layout(names, stored.ocdbt_target_data_file_size)
         written = _written(save, directory, layout)
         futures.append(CommitFutureAwaitingContractedSignals(written, name="adacheck_write"))
+        with self._lock:
+            saver = self._savers[begun.line]
+        saver.returns()
         return futures
 
     @jax_settings.own()

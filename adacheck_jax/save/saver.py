@@ -233,6 +233,11 @@ class Saver:
             self._last_base, self._encodings = save, DeltaEncodings()
         return save
 
+    def returns(self) -> None:
+        """Notes that a save that began returns to the training loop now."""
+        with self._lock:
+            self._watch.stay()
+
     def defer(self, state: PyTree, step: int | None) -> bool:
         """Keeps a step in memory, for the next save to write with its own.
 

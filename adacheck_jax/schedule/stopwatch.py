@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 Measurement = tuple[str, float, int]
 """A field of :class:`~adacheck_jax.schedule.costs.Costs`, its seconds, and the number of deltas
@@ -12,6 +13,14 @@ that took them together: 1 but for the write of a save that holds several."""
 
 Clock = Callable[[], float]
 """Seconds since some moment; never goes back."""
+
+
+@dataclass(slots=True)
+class _Call:
+    kind: str
+    deltas: int
+    entered_s: float
+    left_s: float
 
 
 class Stopwatch:
@@ -28,8 +37,8 @@ class Stopwatch:
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
         self._entered_s = 0.0
-        self._left_s: float | None = None
-        self._written: tuple[str, int, float] | None = None
+        self._left: _Call | None = None
+        self._written: _Call | None = None
         self._measured: dict[tuple[str, int], list[float]] = {}
 
     def enter(self, durable_s: float | None) -> None:
@@ -40,9 +49,10 @@ class Stopwatch:
                 nothing was saved.
         """
         self._entered_s = self._clock()
-        if self._written is not None and durable_s is not None:
-            name, deltas, left_s = self._written
-            self.note(name, max(durable_s - left_s, 0.0), deltas)
+        if (written := self._written) is not None and durable_s is not None:
+            self.note(
+                f"{written.kind}_write_s", max(durable_s - written.left_s, 0.0), written.deltas
+            )
             self._written = None
 
     def leave_saved(self, *, is_base: bool, deltas: int) -> None:
@@ -52,20 +62,24 @@ class Stopwatch:
             is_base: True if it saved a base.
             deltas: number of deltas that it saved; 1 for a base.
         """
-        kind = "base" if is_base else "delta"
-        self._written = (f"{kind}_write_s", deltas, self._leave(f"{kind}_blocking_s"))
+        self._leave(_Call("base" if is_base else "delta", deltas, self._entered_s, self._clock()))
+        self._written = self._left
 
     def leave_deferred(self) -> None:
         """Notes that a call that deferred a step returns."""
-        self._leave("defer_blocking_s")
+        self._leave(_Call("defer", 1, self._entered_s, self._clock()))
 
-    def _leave(self, name: str) -> float:
-        now_s, before_s = self._clock(), self._left_s
-        if before_s is not None and self._entered_s > before_s:
-            self.note("step_s", self._entered_s - before_s)
-        self.note(name, now_s - self._entered_s)
-        self._left_s = now_s
-        return now_s
+    def stay(self) -> None:
+        """Notes that the last call, of which it was thought that it returned, returns only now."""
+        if self._left is not None:
+            self._left.left_s = self._clock()
+
+    def _leave(self, call: _Call) -> None:
+        if (before := self._left) is not None:
+            self.note(f"{before.kind}_blocking_s", before.left_s - before.entered_s)
+            if call.entered_s > before.left_s:
+                self.note("step_s", call.entered_s - before.left_s)
+        self._left = call
 
     def note(self, name: str, seconds: float, deltas: int = 1) -> None:
         """Notes a cost that was measured."""

@@ -234,7 +234,7 @@ def test_several_threads_restore_at_once(tmp_path, restless):
     def follow(step):
         together.wait()
         for _ in range(200):
-            followed.follow(restored[step], step, [states[step]["x"]], states[step])
+            followed.follow(restored[step], step, [states[step]["x"]], states[step], {})
 
     with ThreadPoolExecutor(4) as threads:
         assert list(threads.map(follow, range(4))) == [None] * 4
