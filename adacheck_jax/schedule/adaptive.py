@@ -22,10 +22,11 @@ WINDOW = 31
 """Measurements of each cost that a running median is taken over."""
 WORTH_CHANGING = 0.02
 """A schedule is kept while a better one would save less than this share of the waste."""
+LEAST_DELTAS = 20
+"""Deltas of the shortest lineage that is chosen where restores may take as long: a base takes seven
+times the bytes of a delta, which its seconds may not show where it is written in the background."""
 HEADROOM = 0.9
 """Part of the restore budget that a new schedule may take, so that noise does not exceed it."""
-MOST_SAVES = 1000
-"""Saves of a lineage, where each holds few steps: every one of them has links to all before it."""
 
 
 class RunningCosts:
@@ -124,6 +125,8 @@ class AdaptivePolicy:
             hundredths of the waste.
         restore_budget_s: the longest restore that is allowed, in seconds from its beginning; None
             for any.
+        most_deltas: longest lineage that may be chosen. However few steps are kept, all deltas of
+            their lineages stay on the disk, and each has links to those before it.
 
     Raises:
         ValueError: one of them is not positive.
@@ -131,6 +134,7 @@ class AdaptivePolicy:
 
     mtbf_s: float = 3 * 3600.0
     restore_budget_s: float | None = 60.0
+    most_deltas: int = 1000
     _position: Position | None = dataclasses.field(default=None, init=False, repr=False)
     _is_asked: bool = dataclasses.field(default=False, init=False, repr=False)
 
@@ -141,6 +145,10 @@ class AdaptivePolicy:
                 continue
             if not isinstance(seconds, int | float) or not seconds > 0:
                 raise ValueError(f"expected {name} to be more than 0, found {seconds!r}")
+        if not isinstance(self.most_deltas, int) or self.most_deltas < 1:
+            raise ValueError(
+                f"expected most_deltas to be an int of at least 1, found {self.most_deltas!r}"
+            )
 
     @property
     def is_asked(self) -> bool:
@@ -189,16 +197,20 @@ class AdaptivePolicy:
             current: the schedule in use; None for none.
             most_every: most steps that a save may hold.
         """
-        most_deltas = min(MOST_SAVES * most_every, LONGEST_LINEAGE)
         budget_s = self.restore_budget_s
         if budget_s is not None:
             budget_s = max(HEADROOM * budget_s, restore_s(costs, Schedule(1, 1)))
         best = best_schedule(
-            costs, self.mtbf_s, budget_s, most_deltas=most_deltas, most_every=most_every
+            costs,
+            self.mtbf_s,
+            budget_s,
+            least_deltas=LEAST_DELTAS,
+            most_deltas=self.most_deltas,
+            most_every=most_every,
         )
         if (
             current is None
-            or current.base_every > most_deltas
+            or current.base_every > self.most_deltas
             or current.save_every > most_every
             or not self._allows(costs, current)
         ):

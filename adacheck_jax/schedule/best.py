@@ -19,6 +19,7 @@ def best_schedule(
     mtbf_s: float,
     restore_budget_s: float | None = None,
     *,
+    least_deltas: int = 1,
     most_deltas: int = LONGEST_LINEAGE,
     most_every: int = LONGEST_LINEAGE,
 ) -> Schedule:
@@ -38,6 +39,7 @@ def best_schedule(
         mtbf_s: mean seconds between failures of the job as a whole.
         restore_budget_s: the longest restore that is allowed, in seconds from its beginning, of
             the last step of a lineage; None for any.
+        least_deltas: shortest lineage that is wanted, where longer ones are allowed.
         most_deltas: longest lineage that is allowed.
         most_every: most steps that a save may hold.
 
@@ -46,12 +48,15 @@ def best_schedule(
             than ``restore_budget_s``.
     """
     longest = min(_longest_lineage(costs, restore_budget_s), most_deltas)
+    least = min(least_deltas, longest)
     search = _Search(costs, mtbf_s, longest, min(longest, most_every))
     if longest <= _EVERY_UP_TO:
-        return min(search.every(), key=_order)[1]
+        return min(search.every(least, longest), key=_order)[1]
     found = [found for every in _intervals(search.most_every) for found in search.of(every)]
     best = sorted(found, key=_order)[:_POLISHED]
-    return min((search.polished(each) for each in best), key=_order)[1]
+    chosen = min((search.polished(each) for each in best), key=_order)[1]
+    too_short = chosen.base_every < least
+    return min(search.every(least, least), key=_order)[1] if too_short else chosen
 
 
 Found = tuple[float, Schedule]
@@ -100,12 +105,11 @@ class _Search:
         schedule = Schedule(base_every, save_every)
         return waste(self._costs, schedule, self._mtbf_s), schedule
 
-    def every(self) -> list[Found]:
-        """All schedules."""
-        lengths = range(1, self._longest + 1)
+    def every(self, least: int, longest: int) -> list[Found]:
+        """All schedules whose lineages have so many deltas."""
         return [
             self._found(n, every)
-            for n in lengths
+            for n in range(least, longest + 1)
             for every in range(1, min(n, self.most_every) + 1)
         ]
 

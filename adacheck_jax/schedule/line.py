@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from adacheck_jax.schedule.adaptive import AdaptivePolicy, Position, RunningCosts
+from adacheck_jax.schedule.adaptive import LEAST_DELTAS, AdaptivePolicy, Position, RunningCosts
 from adacheck_jax.schedule.costs import Costs, Schedule
 from adacheck_jax.schedule.stopwatch import Measurement
 from adacheck_jax.schedule.waste import restore_s, waste
@@ -18,7 +18,7 @@ from adacheck_jax.schedule.waste import restore_s, waste
 MaxDeltas = int | Literal["auto"] | AdaptivePolicy
 """A number of deltas for each base; or a policy that chooses it, ``"auto"`` the default one."""
 
-BEGINNING = Schedule(base_every=20, save_every=1)
+BEGINNING = Schedule(LEAST_DELTAS, save_every=1)
 """The schedule until a policy knows the costs."""
 ENOUGH = 2
 """Measurements of each cost of a save, from which on a policy chooses: the first base of a process
@@ -30,6 +30,7 @@ OPEN_S = 2.0
 RESTORED_BYTES_PER_S = 300e6
 REPLAYED_BYTES_PER_S = 500e6
 REPLAY_S = 1e-3
+REPLAYED_PART = 0.25
 DEFERRED_PART = 0.1
 """Estimates of what was not measured yet; ``docs/reference/schedule.md`` has their reasons."""
 
@@ -119,6 +120,7 @@ class LineSchedule:
         """Costs as measured; estimated where no step was restored or deferred."""
         delta_blocking_s = self._running.median("delta_blocking_s", 0.0)
         delta_write_s = self._running.median("delta_write_s", 0.0)
+        replay_s = REPLAY_S + sizes.delta_bytes / REPLAYED_BYTES_PER_S
         estimate = Costs(
             step_s=1.0,
             delta_blocking_s=0.0,
@@ -126,7 +128,7 @@ class LineSchedule:
             restart_s=RESTART_S,
             open_s=OPEN_S,
             base_restore_s=sizes.base_bytes / RESTORED_BYTES_PER_S,
-            replay_s=REPLAY_S + sizes.delta_bytes / REPLAYED_BYTES_PER_S,
+            replay_s=max(replay_s, REPLAYED_PART * delta_write_s),
             defer_blocking_s=DEFERRED_PART * delta_blocking_s,
             further_write_s=DEFERRED_PART * delta_write_s,
         )

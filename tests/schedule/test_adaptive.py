@@ -8,7 +8,7 @@ import pytest
 from orbax.checkpoint.checkpoint_managers import SaveDecisionPolicy
 
 from adacheck_jax.schedule.adaptive import (
-    MOST_SAVES,
+    LEAST_DELTAS,
     WINDOW,
     AdaptivePolicy,
     Position,
@@ -78,12 +78,25 @@ def test_a_budget_that_no_delta_fits_does_not_end_a_run():
     assert AdaptivePolicy(3600.0, restore_budget_s=0.1).next(ESTIMATE, None) == Schedule(1, 1)
 
 
+def test_bases_that_block_no_longer_than_deltas_are_no_more_frequent_than_at_first():
+    cheap = dataclasses.replace(ESTIMATE, base_blocking_s=0.01, base_write_s=0.05)
+    assert best_schedule(cheap, 3600.0, most_every=1).base_every < LEAST_DELTAS
+    assert AdaptivePolicy(3600.0).next(cheap, None, 1).base_every == LEAST_DELTAS
+    assert AdaptivePolicy(3600.0, 0.9).next(cheap, None, 1).base_every < LEAST_DELTAS
+    assert AdaptivePolicy(3600.0, most_deltas=5).next(cheap, None, 1).base_every == 5
+
+
 @pytest.mark.parametrize("most_every", [1, 3])
 def test_it_keeps_to_what_a_save_may_hold(most_every):
     policy = AdaptivePolicy(1e8, restore_budget_s=None)
-    found = policy.next(ESTIMATE, Schedule(10_000, 5_000), most_every)
+    found = policy.next(ESTIMATE, Schedule(1_000, 500), most_every)
     assert found.save_every == most_every
-    assert found.base_every <= MOST_SAVES * most_every
+
+
+@pytest.mark.parametrize("most_deltas", [30, 1000])
+def test_it_keeps_to_the_longest_lineage_that_is_allowed(most_deltas):
+    policy = AdaptivePolicy(1e8, restore_budget_s=None, most_deltas=most_deltas)
+    assert policy.next(ESTIMATE, Schedule(most_deltas + 1, 1)).base_every == most_deltas
 
 
 SCHEDULE = Schedule(base_every=7, save_every=3)
@@ -128,7 +141,9 @@ def test_orbax_takes_it_for_a_policy():
     assert isinstance(AdaptivePolicy(), SaveDecisionPolicy)
 
 
-@pytest.mark.parametrize("arguments", [(0.0,), (None,), (3600.0, 0.0), ("3 h",)])
+@pytest.mark.parametrize(
+    "arguments", [(0.0,), (None,), (3600.0, 0.0), ("3 h",), (3600.0, 60.0, 0), (3600.0, 60.0, 2.5)]
+)
 def test_impossible_wishes_are_refused(arguments):
-    with pytest.raises(ValueError, match="more than 0"):
+    with pytest.raises(ValueError, match=r"_s to be more than 0|int of at least 1"):
         AdaptivePolicy(*arguments)

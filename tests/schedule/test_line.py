@@ -63,6 +63,12 @@ def test_what_was_not_measured_is_estimated_from_bytes():
     assert line.longest_lineage == best_schedule(costs, 3600.0, most_every=1).base_every
 
 
+def test_where_a_delta_takes_long_to_write_its_replay_is_expected_to_take_a_quarter():
+    line = line_of(AdaptivePolicy(1e9, 10.0), step_s=10.0, delta_write_s=2.0)
+    line.begin_lineage(SIZES)
+    assert line.longest_lineage == 12  # of 9 s, 3 for the base, and 0.5 for each
+
+
 def test_what_a_restore_took_counts_more_than_estimates():
     line = line_of(AdaptivePolicy(**NO_BUDGET), replay_s=2.0)
     other = line_of(AdaptivePolicy(**NO_BUDGET))

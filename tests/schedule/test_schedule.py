@@ -100,6 +100,20 @@ def test_a_bound_is_kept_and_hardly_anything_below_it_is_better(
     assert waste(costs, chosen, mtbf_s) <= 1.05 * least
 
 
+@given(all_costs, mtbfs, st.integers(1, 30), st.sampled_from([10, 25, 1000]))
+def test_no_shorter_lineage_than_wanted_is_chosen_and_of_the_others_the_best(
+    costs, mtbf_s, least_deltas, most_deltas
+):
+    chosen = best_schedule(costs, mtbf_s, least_deltas=least_deltas, most_deltas=most_deltas)
+    least = min(least_deltas, most_deltas)
+    assert least <= chosen.base_every <= most_deltas
+    every = [
+        Schedule(n, min(n, b)) for n in range(least, min(most_deltas, 40) + 1) for b in (1, 2, n)
+    ]
+    lost = min(waste(costs, each, mtbf_s) for each in every)
+    assert waste(costs, chosen, mtbf_s) <= 1.05 * lost
+
+
 @given(all_costs, mtbfs)
 def test_rarer_failures_waste_less(costs, mtbf_s):
     often, rarely = (best_schedule(costs, each) for each in (mtbf_s, 4 * mtbf_s))
