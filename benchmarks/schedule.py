@@ -12,14 +12,16 @@ no formula in common with ``adacheck_jax.schedule``. Prints a Markdown table.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
+from adacheck_jax.schedule.adaptive import AdaptivePolicy
 from adacheck_jax.schedule.best import LONGEST_LINEAGE, best_schedule
 from adacheck_jax.schedule.costs import Costs, Schedule
-from adacheck_jax.schedule.waste import waste
+from adacheck_jax.schedule.waste import restore_s, waste
 
 COSTS: Mapping[str, Costs] = {
     # docs/guide/cost.md: 99.5 MB in 301 arrays; the steps' length and the restart are assumed.
@@ -66,6 +68,10 @@ COSTS: Mapping[str, Costs] = {
 MINUTE_S, DAY_S = 60.0, 86_400.0
 MTBFS_S = np.geomspace(10 * MINUTE_S, 30 * DAY_S, 10)
 THREE_HOURS_S = 3 * 3600.0
+BUDGET_S = 15.0
+BASES_ALONE = dataclasses.replace(
+    COSTS["100 MB, measured"], delta_blocking_s=0.0, defer_blocking_s=0.0, restart_s=0.0
+)
 WRONG = (0.25, 0.5, 2.0, 4.0)
 SEED = 0
 
@@ -216,6 +222,26 @@ def main() -> None:
         ratios = [waste(costs, each, THREE_HOURS_S) / least for each in chosen]
         default = f"{waste(costs, Schedule(20, 1), THREE_HOURS_S):.3%}"
         _row(name, f"{least:.3%}", default, *(f"{ratio:.3f} of it" for ratio in ratios), end="\n")
+    print()
+    _row("bases and replays alone", "base every, save every", "longest restore", end="")
+    _row("waste, computed", "simulated", end="\n")
+    _row(*["---"] * 5, end="\n")
+    for name, schedule in bases_alone().items():
+        shown = _shown(schedule), f"{restore_s(BASES_ALONE, schedule):.1f} s"
+        _row(name, *shown, f"{waste(BASES_ALONE, schedule, THREE_HOURS_S):.4%}")
+        _row(f"{simulated_waste(BASES_ALONE, schedule, THREE_HOURS_S):.4%}", end="\n")
+
+
+def bases_alone() -> dict[str, Schedule]:
+    """Schedules for a state of 100 MB and a failure in three hours, where saving deltas is free."""
+    chosen = best_schedule(BASES_ALONE, THREE_HOURS_S)
+    policy = AdaptivePolicy(THREE_HOURS_S, BUDGET_S)
+    return {
+        "20 deltas": Schedule(20, chosen.save_every),
+        "chosen, any restore": chosen,
+        f"chosen, restores of {BUDGET_S:g} s": best_schedule(BASES_ALONE, THREE_HOURS_S, BUDGET_S),
+        "chosen by the policy, which leaves a tenth of them": policy.next(BASES_ALONE, None),
+    }
 
 
 def _row(*cells: str, end: str = "") -> None:
