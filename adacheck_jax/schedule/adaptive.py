@@ -24,7 +24,7 @@ WORTH_CHANGING = 0.02
 """A schedule is kept while a better one would save less than this share of the waste."""
 LEAST_DELTAS = 20
 """Deltas of the shortest lineage that is chosen where restores may take as long: a base takes seven
-times the bytes of a delta, which its seconds may not show where it is written in the background."""
+times the bytes of a delta in mixed precision, which seconds need not show."""
 HEADROOM = 0.9
 """Part of the restore budget that a new schedule may take, so that noise does not exceed it."""
 

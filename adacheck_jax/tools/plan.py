@@ -126,7 +126,7 @@ def redundancy_report(
             the optimizer state; None to find it.
         devices_per_process: consecutive devices of an ``AbstractMesh`` that belong to one process.
             Real devices tell their process themselves.
-        max_deltas: number of deltas for each base; 20 is the handler's default.
+        max_deltas: number of deltas for each base; a handler begins with 20.
 
     Raises:
         ValueError: ``devices_per_process`` is less than 1, or ``max_deltas`` is negative.
