@@ -125,6 +125,10 @@ class Parent:
             return
         self._lineage = found
 
+    def committed(self) -> Lineage | None:
+        """Its lineage, once this process has committed it and while it is on the disk unchanged."""
+        return self._committed(self._known())
+
     def refuse(self) -> None:
         """Notes that no delta may refer to it."""
         self._lineage = None

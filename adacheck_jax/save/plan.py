@@ -59,6 +59,7 @@ class SavePlan:
         unchanged: leaves that must have the parent's bits: neither stored nor computed.
         is_whole: True for a delta of bits that compares with nothing.
         has_witness: True if an update onto this state could be replayed and checked.
+        makes_base: True if the delta is to become a base once it is saved.
         given_up: reason why deferred steps are given up; empty if they are saved too.
         notices: messages for the user, each told once a run.
     """
@@ -74,6 +75,7 @@ class SavePlan:
     unchanged: tuple[int, ...] = ()
     is_whole: bool = False
     has_witness: bool = False
+    makes_base: bool = False
     given_up: str = ""
     notices: tuple[str, ...] = ()
 
@@ -188,7 +190,7 @@ def speculate(situation: Situation, options: Options) -> SavePlan | None:
         or not situation.is_checker_ready
         or lineage is None
         or lineage.problem
-        or parent.depth >= situation.longest_lineage
+        or parent.depth >= situation.most_deltas
     ):
         return None
     return _planned(situation, _one_update(situation.structure, "one update"), options)
@@ -340,7 +342,7 @@ def by_counters(situation: Situation, counts: Counts, options: Options) -> Decis
     if step <= parent.step:
         return unplanned(f"step {step} does not follow step {parent.step}")
     depth, most = parent.depth, situation.longest_lineage
-    if depth >= most:
+    if depth >= situation.most_deltas:
         return Decision("base", f"the lineage is full ({depth} of max_deltas={most})")
     if options.delta == "bits":
         return Decision("bits", "as the handler was told")
@@ -452,6 +454,7 @@ def _planned(
         unreplayed=told,
         unchanged=unchanged,
         has_witness=may_follow,
+        makes_base=decision.kind == "replay" and situation.is_base_due,
         notices=notices,
     )
 

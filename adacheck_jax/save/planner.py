@@ -20,6 +20,7 @@ from adacheck_jax.device import fingerprint
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError, ReplayError
 from adacheck_jax.save import parents, plan, staged
+from adacheck_jax.save.background_bases import BackgroundBases
 from adacheck_jax.save.checks import engines
 from adacheck_jax.save.checks.interface import Check, Checker, State, Witness, is_sparse
 from adacheck_jax.save.exported_update import ExportedUpdate, ExportedUpdates
@@ -64,6 +65,7 @@ class Planner:
         recorders: recorders of the optimizers (:func:`~adacheck_jax.update.binding.recorders_of`).
         options: the caller's choices.
         schedule: the schedule that the saves follow.
+        bases: bases that are made in the background.
 
     Attributes:
         snapshots: takes states apart.
@@ -72,8 +74,14 @@ class Planner:
         deferred: steps in memory that the next save writes.
     """
 
-    def __init__(self, recorders: Recorders, options: Options, schedule: LineSchedule) -> None:
-        self._options, self._schedule = options, schedule
+    def __init__(
+        self,
+        recorders: Recorders,
+        options: Options,
+        schedule: LineSchedule,
+        bases: BackgroundBases,
+    ) -> None:
+        self._options, self._schedule, self._bases = options, schedule, bases
         self.snapshots = Snapshots(recorders, options.params_path)
         self.distrust = Distrust()
         self.parents = Parents(options.keep_lineage)
@@ -169,6 +177,20 @@ class Planner:
             process_count=jax.process_count(),
             is_checker_ready=is_checked and self.checker_of(structure, update).is_ready,
             longest_lineage=self._schedule.longest_lineage,
+            makes_bases=self._makes_bases(directory),
+        )
+
+    def _makes_bases(self, directory: AnyPath) -> bool:
+        """True if a delta can become a base in the background.
+
+        A number of deltas that the caller chose is kept to. Of several processes each would have to
+        know when the others' parts are written; and in a store nothing can be renamed.
+        """
+        return (
+            not isinstance(self._options.max_deltas, int)
+            and jax.process_count() == 1
+            and self._bases.are_possible
+            and self.parents.has_links(directory)
         )
 
     def _compared(self, snapshot: Snapshot, course: Course) -> Course:

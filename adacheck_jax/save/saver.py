@@ -21,6 +21,7 @@ from adacheck_jax.device.transfer import Joined
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.format.boxes import Blocks, Box
 from adacheck_jax.save import staged
+from adacheck_jax.save.background_bases import BackgroundBases
 from adacheck_jax.save.checks.interface import State, Witness
 from adacheck_jax.save.checks.shadow import Followed, Shadow
 from adacheck_jax.save.commit import Save
@@ -62,14 +63,15 @@ class Saver:
         self._options, self._clock = options, clock
         self._has_recorder = bool(recorders)
         self._schedule, self._watch = LineSchedule(options.max_deltas), Stopwatch(clock)
-        self._planner = Planner(recorders, options, self._schedule)
+        self._shadow = Shadow(options.shadow_bytes if options.check == "auto" else 0)
+        self._bases, self._taken = BackgroundBases(self._shadow), None
+        self._planner = Planner(recorders, options, self._schedule, self._bases)
         self._notices = Notices()
         # A step may be restored, to look at it, while another thread saves the next one.
         self._lock = threading.Lock()
         self._attempt = Attempt.first()
         self._last_base: Save | None = None
         self._encodings, self._memory = DeltaEncodings(), ReusedMemory(_REUSED_BYTES)
-        self._shadow = Shadow(options.shadow_bytes if options.check == "auto" else 0)
         xla_call.begin()
 
     def follow(
@@ -231,6 +233,9 @@ class Saver:
         planner.deferred.restart(following)
         if planned.is_base:
             self._last_base, self._encodings = save, DeltaEncodings()
+            self._bases.restart()
+        elif planned.makes_base and self._bases.take(own, copies.staged):
+            self._taken = following
         return save
 
     def returns(self) -> None:
@@ -306,6 +311,7 @@ class Saver:
 
     def close(self) -> None:
         """Tells of deferred steps that are not saved; another manager may still save them."""
+        self._bases.wait()
         if steps := [each.step for each in self._planner.deferred.steps]:
             numbers = lineages.shown_steps(steps)
             _log.warning("Recorded steps that are not saved: %s; a manager is closed.", numbers)
@@ -317,6 +323,19 @@ class Saver:
         self._watch.enter(save.durable_s if save is not None else None)
         if save is not None:
             self._schedule.add(save.take_measured())
+        if (taken := self._taken) is not None:
+            self._go_on(taken)
+
+    def _go_on(self, taken: Parent) -> None:
+        """Goes on with a base that is made in the background."""
+        failed = taken.save is not None and taken.save.error is not None
+        seconds = self._bases.go_on(taken.committed, failed=failed)
+        if seconds is None or taken.save is None:
+            return
+        self._taken = None
+        self._schedule.add([("base_blocking_s", 0.0, 1), ("base_write_s", seconds, 1)])
+        if chosen := self._schedule.begin_lineage(sizes_of(taken.save.staged.structure)):
+            _log.info("%s", chosen)
 
     def _note_position(self) -> None:
         """Notes how far the line is, for a manager that asks when to save."""

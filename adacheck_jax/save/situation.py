@@ -142,6 +142,8 @@ class Situation:
         process_count: number of processes that save together.
         is_checker_ready: True if a check would not wait for a compiler.
         longest_lineage: number of deltas that may follow the base, as the schedule has it now.
+        makes_bases: True if a delta can become a base in the background. Until it is one, the
+            lineage may grow to twice that length.
     """
 
     step: int | None
@@ -157,3 +159,21 @@ class Situation:
     process_count: int
     is_checker_ready: bool
     longest_lineage: int
+    makes_bases: bool = False
+
+    @property
+    def most_deltas(self) -> int:
+        """Number of deltas after the base from which on the next save has to be a base."""
+        return self.longest_lineage * (2 if self._may_make_base else 1)
+
+    @property
+    def is_base_due(self) -> bool:
+        """True if the next delta is to become a base."""
+        parent = self.parent
+        due = parent is not None and parent.depth + 1 >= self.longest_lineage
+        return due and self._may_make_base
+
+    @property
+    def _may_make_base(self) -> bool:
+        # A base has no room for deferred steps: they would be lost.
+        return self.makes_bases and not (self.parent and self.parent.deferred_count)

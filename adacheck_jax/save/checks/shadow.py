@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
+import numpy as np
 
 from adacheck_jax.device import transfer
 from adacheck_jax.format.boxes import Blocks, Box
@@ -100,6 +101,27 @@ class Shadow:
             return None
         return Proof(self, self._thread.submit(replica.follow, step))
 
+    @property
+    def has_room_for_copy(self) -> bool:
+        """True if there is a shadow, and room for it once more."""
+        replica = self._replica
+        return replica is not None and not replica.is_lost and replica.has_room_for_copy
+
+    def copied(
+        self, position: Position, others: Mapping[int, Blocks]
+    ) -> Future[Mapping[int, Blocks] | None]:
+        """Copies the state of a step, when the shadow is there and before it goes on.
+
+        Args:
+            position: a step that it was told to follow.
+            others: leaves that it does not hold.
+
+        Returns:
+            Gives the blocks of every leaf that has elements; None if that step cannot be had.
+        """
+        assert self._replica is not None
+        return self._thread.submit(self._replica.copied, position, others)
+
     def give_up(self, reason: str) -> None:
         """Follows no more, and says so."""
         if self._replica is not None:
@@ -125,7 +147,7 @@ class Shadow:
             )
             return None
         self._refused = None
-        return _Replica(structure, update, found)
+        return _Replica(structure, update, found, 2 * found.size_bytes <= most_bytes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -154,11 +176,19 @@ class _Replica:
     Attributes:
         structure: structure of the states.
         update: its exported update.
+        has_room_for_copy: as of :class:`Shadow`.
         is_lost: True if a step could not be followed, until the next base.
     """
 
-    def __init__(self, structure: Structure, update: ExportedUpdate, fold: HostFold) -> None:
+    def __init__(
+        self,
+        structure: Structure,
+        update: ExportedUpdate,
+        fold: HostFold,
+        has_room_for_copy: bool,
+    ) -> None:
         self.structure, self.update, self._fold = structure, update, fold
+        self.has_room_for_copy = has_room_for_copy
         self.is_lost = False
         self._position: Position | None = None
         pieces = update.pieces
@@ -208,6 +238,24 @@ class _Replica:
             return None
         self._position = step.own
         return found
+
+    def copied(
+        self, position: Position, others: Mapping[int, Blocks]
+    ) -> Mapping[int, Blocks] | None:
+        """Copies the state of a step; None if the copy is at another one, or lacks a leaf."""
+        if self._position is not position:
+            return None
+        blocks: dict[int, Blocks] = {}
+        for i, leaf in enumerate(self.structure.leaves):
+            if not leaf.nbytes:
+                continue
+            if self._fold.holds(i):
+                blocks[i] = {box: np.array(x) for box, x in self._fold.blocks(i).items()}
+            elif i in others:
+                blocks[i] = others[i]
+            else:
+                return None
+        return blocks
 
     def _lose(self, error: Exception) -> None:
         """Nothing that goes wrong here costs a step: a sample of each was compared, too."""

@@ -199,6 +199,10 @@ class HostFold:
         """What tells where the elements lie: they lie there again after every other step."""
         return max((each.shift for each in self._vectors), default=0)
 
+    def holds(self, leaf: int) -> bool:
+        """True if the copy has a leaf: one that the update takes or computes."""
+        return leaf in self._scalars or leaf in self._places
+
     def blocks(self, leaf: int) -> Blocks:
         """Elements of a leaf, by box: views, until the next step."""
         if leaf in self._scalars:

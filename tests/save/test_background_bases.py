@@ -1,0 +1,145 @@
+"""Saved deltas become bases in the background, made of the shadow; no step is lost by it."""
+
+from __future__ import annotations
+
+import time
+
+import orbax.checkpoint as ocp
+import pytest
+
+import adacheck_jax as adacheck
+from adacheck_jax.format.manifest import BaseManifest
+from adacheck_jax.save import background_bases
+from adacheck_jax.save.checks.shadow import Shadow
+from adacheck_jax.schedule import line
+from adacheck_jax.schedule.costs import Schedule
+from adacheck_jax.store.compaction import in_place
+from adacheck_jax.store.steps import lineage, roots
+from tests import support
+from tests.save.test_checks import assert_all_restorable, kinds
+from tests.support import abstract, host_copy, manager_of, mesh_of
+
+
+@pytest.fixture(autouse=True)
+def short_lineages(monkeypatch):
+    monkeypatch.setattr(line, "BEGINNING", Schedule(3, 1))
+
+
+def trained(root, run, handler, steps, *, settle=True):
+    """Saves each step; with ``settle`` a base that was begun is complete before the next step."""
+    saved = {}
+    with manager_of(root, handler) as manager:
+        for _ in range(steps):
+            run.advance()
+            saved[run.count] = host_copy(run.state)
+            manager.save(run.count, args=adacheck.SaveArgs(run.state))
+            manager.wait_until_finished()
+            if settle:
+                handler.record_step(run.state, run.count)  # the same step: it is looked after
+                _bases(handler).wait()
+    return saved
+
+
+def _bases(handler):
+    (saver,) = handler._run._savers.values()
+    return saver._bases
+
+
+def bases_of(root):
+    found = [step.manifest for step in roots.steps_of(root)]
+    return [each.step for each in found if isinstance(each, BaseManifest)]
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (4, 2)], ids=["one device", "eight devices"])
+def test_the_loop_writes_one_base_and_the_shadow_the_others(tmp_path, shape):
+    run = support.dict_run(mesh_of(shape))
+    handler = adacheck.AdaCheckHandler(run.recorder)
+    saved = trained(tmp_path, run, handler, 9)
+    assert bases_of(tmp_path) == [1, 4, 7]
+    reasons = [roots.steps_of(tmp_path)[i].manifest.reason for i in (3, 6)]
+    assert all("compacted" in each for each in reasons)
+    assert lineage.resolve(tmp_path / "9" / "default").delta_count == 2
+    assert_all_restorable(tmp_path, saved, run.state, mesh_of((2, 2)))
+    target = abstract(run.state)
+    with ocp.CheckpointManager(tmp_path, item_handlers=ocp.PyTreeCheckpointHandler()) as stock:
+        restore = ocp.args.PyTreeRestore(
+            target, restore_args=ocp.checkpoint_utils.construct_restore_args(target)
+        )
+        for step in (4, 7):
+            support.assert_same_bits(stock.restore(step, args=restore), saved[step])
+
+
+def test_a_number_of_deltas_is_kept_to(tmp_path):
+    run = support.dict_run(mesh_of((1, 1)))
+    saved = trained(tmp_path, run, adacheck.AdaCheckHandler(run.recorder, max_deltas=2), 6)
+    assert kinds(tmp_path) == ["B", "R", "R", "B", "R", "R"]
+    reasons = [each.manifest.reason for each in roots.steps_of(tmp_path)[3:4]]
+    assert not any("compacted" in each for each in reasons)
+    assert_all_restorable(tmp_path, saved, run.state)
+
+
+def test_where_a_base_cannot_be_made_in_the_background_the_loop_writes_it(tmp_path, monkeypatch):
+    def fails(lineage, blocks):
+        raise OSError("no space")
+
+    monkeypatch.setattr(in_place, "compact", fails)
+    run = support.dict_run(mesh_of((1, 1)))
+    saved = trained(tmp_path, run, adacheck.AdaCheckHandler(run.recorder), 10)
+    assert bases_of(tmp_path)[:2] == [1, 5]  # once it had failed
+    assert_all_restorable(tmp_path, saved, run.state)
+
+
+def test_a_base_that_takes_long_lets_the_lineage_grow_to_twice_its_length(tmp_path, monkeypatch):
+    is_over = []
+
+    def slow(lineage, blocks):
+        while not is_over:
+            time.sleep(0.01)
+        raise OSError("given up")
+
+    monkeypatch.setattr(background_bases.in_place, "compact", slow)
+    run = support.dict_run(mesh_of((1, 1)))
+    handler = adacheck.AdaCheckHandler(run.recorder)
+    with manager_of(tmp_path, handler) as manager:
+        for step in range(1, 10):
+            run.advance()
+            manager.save(step, args=adacheck.SaveArgs(run.state))
+            manager.wait_until_finished()
+        is_over.append(True)
+    assert kinds(tmp_path) == ["B", *"RRRRRR", "B", "R"]
+
+
+def test_a_step_that_is_deleted_meanwhile_becomes_no_base(tmp_path):
+    run = support.dict_run(mesh_of((1, 1)))
+    handler = adacheck.AdaCheckHandler(run.recorder)
+    saved = {}
+    policy = ocp.checkpoint_managers.preservation_policy.LatestN(1)
+    with manager_of(tmp_path, handler, preservation_policy=policy) as manager:
+        for step in range(1, 16):
+            run.advance()
+            saved = {step: host_copy(run.state)}
+            manager.save(step, args=adacheck.SaveArgs(run.state))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [15]
+    assert_all_restorable(tmp_path, saved, run.state)
+
+
+def test_without_room_for_a_copy_the_loop_writes_bases(tmp_path, monkeypatch):
+    monkeypatch.setattr(Shadow, "has_room_for_copy", False)
+    run = support.dict_run(mesh_of((1, 1)))
+    trained(tmp_path, run, adacheck.AdaCheckHandler(run.recorder), 6)
+    assert kinds(tmp_path) == ["B", "R", "R", "R", "B", "R"]
+
+
+def test_recorded_steps_go_on_while_a_base_is_made(tmp_path):
+    run = support.dict_run(mesh_of((1, 1)))
+    handler = adacheck.AdaCheckHandler(run.recorder)
+    saved = {}
+    with manager_of(tmp_path, handler) as manager:
+        for step in range(1, 16):
+            run.advance()
+            saved[step] = host_copy(run.state)
+            if step % 2 or not handler.record_step(run.state, step):
+                manager.save(step, args=adacheck.SaveArgs(run.state))
+    assert_all_restorable(tmp_path, saved, run.state)
+    assert len(bases_of(tmp_path)) > 1
