@@ -1,4 +1,4 @@
-"""Cost of checking deltas: saves that check by sample, in full, and not at all, in turns."""
+"""Cost of checking deltas, in turns: by sample, in full by shadow or second copy, not at all."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from unittest import mock
 import jax
 
 import adacheck_jax as adacheck
-from adacheck_jax.save import checks
+from adacheck_jax.save.checks import engines, interface
+from adacheck_jax.save.exported_update import Engine
 from benchmarks.speed import measure, states
 from benchmarks.speed.ways import Managed
 
-SAMPLE, FULL, UNCHECKED = "check by sample", "check in full", "no check"
+SAMPLE, UNCHECKED = "check by sample", "no check"
+SHADOW, FULL = "check in full, by the shadow", "check in full, by a second copy"
 
 
 def run(root: str, params: int, leaves: int, rounds: int, saves: int) -> Any:
@@ -40,8 +42,9 @@ def run(root: str, params: int, leaves: int, rounds: int, saves: int) -> Any:
     found = {}
     for kind in ("computed", "computing"):
         ways = {
-            UNCHECKED: functools.partial(managed, _Unchecked, f"none {kind}"),
-            SAMPLE: functools.partial(managed, Managed, f"sample {kind}"),
+            UNCHECKED: functools.partial(managed, _Unchecked, f"none {kind}", check="sample"),
+            SAMPLE: functools.partial(managed, Managed, f"sample {kind}", check="sample"),
+            SHADOW: functools.partial(managed, Managed, f"shadow {kind}"),
             FULL: functools.partial(managed, Managed, f"full {kind}", check="full"),
         }
         costs = measure.side_by_side(
@@ -62,7 +65,7 @@ class _Unchecked(Managed):
     """Saves deltas without a check, which a handler never does, to compare checks with."""
 
     def save(self, step: int, state: Any) -> None:
-        with mock.patch.object(checks, "checker_of", return_value=_Nothing()):
+        with mock.patch.object(engines, "checker_of", return_value=_Nothing()):
             super().save(step, state)
 
 
@@ -70,13 +73,13 @@ class _Unchecked(Managed):
 class _Nothing:
     """A checker, and its checks, that look at nothing."""
 
-    engine: checks.Engine = "sample"
+    engine: Engine = "sample"
     is_ready: bool = True
 
-    def witness(self, state: checks.State) -> Any:
+    def witness(self, state: interface.State) -> Any:
         return ()
 
-    def begin(self, before: Any, state: checks.State) -> Any:
+    def begin(self, before: Any, state: interface.State) -> Any:
         return _NothingFound()
 
 
@@ -84,8 +87,8 @@ class _Nothing:
 class _NothingFound:
     witness: Any = ()
 
-    def findings(self, updates: Any) -> checks.Findings:
+    def findings(self, updates: Any) -> interface.Findings:
         return {}
 
-    def renew(self, state: checks.State, wrong: Any) -> None:
+    def renew(self, state: interface.State, wrong: Any) -> None:
         pass
