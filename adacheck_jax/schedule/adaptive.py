@@ -210,6 +210,7 @@ class AdaptivePolicy:
         )
         if (
             current is None
+            or current.base_every < min(LEAST_DELTAS, best.base_every)
             or current.base_every > self.most_deltas
             or current.save_every > most_every
             or not self._allows(costs, current)

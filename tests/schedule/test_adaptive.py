@@ -86,6 +86,18 @@ def test_bases_that_block_no_longer_than_deltas_are_no_more_frequent_than_at_fir
     assert AdaptivePolicy(3600.0, most_deltas=5).next(cheap, None, 1).base_every == 5
 
 
+def test_a_lineage_that_a_budget_made_short_grows_once_restores_are_quick():
+    """Also where time alone would hardly change it."""
+    cheap = dataclasses.replace(ESTIMATE, base_blocking_s=0.01, base_write_s=0.05)
+    policy = AdaptivePolicy(3600.0, restore_budget_s=1.0)
+    slow = dataclasses.replace(cheap, replay_s=0.09)
+    short = policy.next(slow, None, 1)
+    assert short.base_every < LEAST_DELTAS
+    assert policy.next(slow, short, 1) == short
+    quick = dataclasses.replace(cheap, replay_s=0.005)
+    assert policy.next(quick, short, 1).base_every == LEAST_DELTAS
+
+
 @pytest.mark.parametrize("most_every", [1, 3])
 def test_it_keeps_to_what_a_save_may_hold(most_every):
     policy = AdaptivePolicy(1e8, restore_budget_s=None)
