@@ -178,6 +178,37 @@ def repair(
         tables.show_repair(report)
 
 
+@app.command()
+def compact(
+    root: Root,
+    step: Annotated[str, typer.Argument(help="Step number, or latest.")] = "latest",
+    item: Annotated[
+        str | None, typer.Option(help="Item name, where a step holds several such items.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Look only; change nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Turn one saved delta under ROOT into a base, in its place.
+
+    Restores the step on this machine, bit-exact and verified, and writes its state into its
+    directory; at one moment it is a base, and what it built on is let go. A training may go on
+    meanwhile: steps that follow begin at the new base. Exit code 1 if the step is damaged or cannot
+    be restored exactly here: it stays as it was; 2 if it is no saved delta.
+    With --json: the fields of adacheck_jax.tools.compaction.CompactionReport.
+    """
+    from adacheck_jax.tools import compaction
+
+    with _errors():
+        if step != "latest" and not step.isdecimal():
+            raise InputError(f"STEP: expected a step number or latest, found {step!r}.")
+        number = None if step == "latest" else int(step)
+        report = compaction.compact(_root(root), number, item, dry_run=dry_run)
+    if as_json:
+        _print_json(report)
+    else:
+        tables.show_compaction(report)
+
+
 def _part(text: str | None) -> float:
     """Fraction of 1 from a percentage such as ``10%``."""
     if text is None:

@@ -15,6 +15,7 @@ from adacheck_jax.store.steps.lineage import shown_steps
 
 if TYPE_CHECKING:  # the modules of some import JAX, which ``adacheck ls`` does not need
     from adacheck_jax.tools.audit import RootReport
+    from adacheck_jax.tools.compaction import CompactionReport
     from adacheck_jax.tools.goodput.simulation import GoodputReport
     from adacheck_jax.tools.inspection import RootSummary, StepDetails
     from adacheck_jax.tools.plan import Balance, RedundancyReport
@@ -202,12 +203,33 @@ def show_repair(report: RepairReport) -> None:
         console.print()
     for each in report.kept:
         console.print(Text(f"Kept {each.path}: {each.why}"))
+    for path in report.cleared:
+        what = "would lose" if report.is_dry_run else "has lost"
+        console.print(Text(f"{path} {what} what an interrupted compaction left in it"))
     count = _count(len(report.removals), "directory", "directories")
     done = "would be removed" if report.is_dry_run else "removed"
     left = _count(report.step_count, "step", "steps")
     console.print(
         f"{count} {done}, {decimal(report.freed_bytes)} freed; {left} left.", highlight=False
     )
+
+
+def show_compaction(report: CompactionReport) -> None:
+    """Print what became of a step."""
+    deltas = _count(report.delta_count, "delta", "deltas")
+    is_now = "would be" if report.is_dry_run else "is"
+    sentences = [
+        f"Step {report.step} {is_now} a base of {decimal(report.state_bytes)}; restoring it read "
+        f"base {report.base} and {deltas}.",
+        f"{decimal(report.freed_bytes)} {'would be' if report.is_dry_run else 'were'} freed; what "
+        "other steps link stays.",
+    ]
+    if report.lost_steps:
+        held = "holds" if report.is_dry_run else "held"
+        sentences.append(
+            f"Gone with it, since it alone {held} them: steps {shown_steps(report.lost_steps)}."
+        )
+    _console().print(" ".join(sentences), highlight=False)
 
 
 def show_plan(report: RedundancyReport) -> None:

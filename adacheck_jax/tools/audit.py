@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.manifest import BaseManifest
+from adacheck_jax.store.compaction import in_place
 from adacheck_jax.store.links import PROBE_PREFIX
 from adacheck_jax.store.steps import lineage as lineages
 from adacheck_jax.store.steps import roots
@@ -309,7 +311,8 @@ def leftovers(root: AnyPath) -> list[Leftover]:
     """Directories under a root, and in its step directories, that are no steps."""
     found = []
     top = at(root)
-    ours = {path for each in roots.items_of(top) for path in (each, each.parent)}
+    items = roots.items_of(top)
+    ours = {path for each in items for path in (each, each.parent)}
     unfinished = {path for each in roots.uncommitted_of(top) for path in (each, each.parent)}
     for path in _directories(top):
         relative = path.below(top)
@@ -324,6 +327,17 @@ def leftovers(root: AnyPath) -> list[Leftover]:
             ]
         elif path.name.rsplit("_", maxsplit=1)[-1].isdecimal():
             found.append(Leftover(relative, "holds no step saved by AdaCheckHandler", False))
+    why = "holds files that an interrupted compaction left"
+    return found + [Leftover(each.below(top), why, False) for each in half_compacted(items)]
+
+
+def half_compacted(directories: Iterable[AnyPath]) -> list[Location]:
+    """The item directories that hold what an interrupted compaction left."""
+    found = []
+    for directory in directories:
+        with contextlib.suppress(AdaCheckError):  # damaged: nobody knows what belongs to it
+            if in_place.leftovers(directory):
+                found.append(at(directory))
     return found
 
 

@@ -20,7 +20,7 @@ from adacheck_jax.store.steps import stock
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.steps.roots import Step
 from adacheck_jax.store.storage.location import AnyPath, at
-from adacheck_jax.tools.steps import InputError, disk_bytes, new_bytes, steps_under
+from adacheck_jax.tools.steps import disk_bytes, new_bytes, selected, steps_under
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,7 @@ def describe_step(root: AnyPath, number: int | None = None, item: str | None = N
         InputError: there is no such root, step or item.
         AdaCheckError: the step is damaged, or a step that it builds on is missing.
     """
-    step = _select(root, number, item)
+    step = selected(root, number, item)
     if step.error is not None:
         raise step.error
     lineage = lineages.resolve(step.directory)
@@ -243,31 +243,6 @@ def describe_step(root: AnyPath, number: int | None = None, item: str | None = N
         groups=_totals(leaves),
         leaves=leaves,
     )
-
-
-def _select(root: AnyPath, number: int | None, item: str | None) -> Step:
-    steps = steps_under(root)
-    items = sorted({step.directory.name for step in steps})
-    if item is not None and item not in items:
-        raise InputError(
-            f"{root}: expected an item {item!r}, found {', '.join(items)}. Give one of these."
-        )
-    steps = [step for step in steps if item in (None, step.directory.name)]
-    if number is None:
-        number = steps[-1].step
-    chosen = [step for step in steps if step.step == number]
-    if not chosen:
-        numbers = ", ".join(str(step.step) for step in steps[-10:])
-        earlier = f"{len(steps) - 10} earlier and " if len(steps) > 10 else ""
-        raise InputError(
-            f"{root}: expected step {number}, found {earlier}{numbers}. Give one of these steps."
-        )
-    if len(chosen) > 1:
-        names = ", ".join(step.directory.name for step in chosen)
-        raise InputError(
-            f"{root}: expected one item in step {number}, found {names}. Name one with --item."
-        )
-    return chosen[0]
 
 
 def _summarize(step: Step, root: AnyPath) -> StepSummary:

@@ -8,7 +8,7 @@ damage, so such leaves are reported apart.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +82,8 @@ class Recomputation:
             return Replayed(problem=problem)
         chain = tuple(map(identity_of, lineage.entries))
         try:
-            with _wide_integers(lineage.base):
+            touched = _touched(lineage.base)
+            with wide_integers(lineage.base.leaves[i].dtype for i in touched):
                 result = self._advanced(lineage, chain)
         except StorageError as error:  # the step may be whole, so this is no damage
             self._chain, self._leaves = (), []
@@ -152,12 +153,15 @@ def _touched(base: BaseManifest) -> frozenset[int]:
 
 
 @contextlib.contextmanager
-def _wide_integers(base: BaseManifest) -> Iterator[None]:
-    """Enable 64-bit elements, if the update has them, on all threads: Orbax reads on its own."""
-    wide = ("int64", "uint64", "float64", "complex128")
+def wide_integers(dtypes: Iterable[str]) -> Iterator[None]:
+    """Enable 64-bit elements, if there are any, on all threads: Orbax reads on its own.
+
+    Args:
+        dtypes: data types of the leaves that are made device arrays.
+    """
+    wide = frozenset({"int64", "uint64", "float64", "complex128"})
     before = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
-    is_wide = any(base.leaves[i].dtype in wide for i in _touched(base))
-    jax.config.update("jax_enable_x64", before or is_wide)
+    jax.config.update("jax_enable_x64", before or not wide.isdisjoint(dtypes))
     try:
         yield
     finally:

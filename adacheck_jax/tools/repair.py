@@ -10,13 +10,14 @@ import contextlib
 import json
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 from etils import epath
 
 from adacheck_jax.errors import AdaCheckError, StorageError, first_line
 from adacheck_jax.format import manifest_json
+from adacheck_jax.store.compaction import in_place
 from adacheck_jax.store.steps import lineage as lineages
 from adacheck_jax.store.steps import manifest_file, roots
 from adacheck_jax.store.steps.lineage import identity
@@ -76,7 +77,8 @@ class RepairReport:
         is_dry_run: True if nothing was removed.
         removals: directories that were removed, or would be.
         kept: damaged or left-over directories that stay.
-        freed_bytes: bytes that all removals free.
+        cleared: paths of the steps that lost what an interrupted compaction left in them, or would.
+        freed_bytes: bytes that all removals free, without those of ``cleared``.
         step_count: number of steps that are left.
     """
 
@@ -84,6 +86,7 @@ class RepairReport:
     is_dry_run: bool
     removals: tuple[Removal, ...]
     kept: tuple[KeptDirectory, ...]
+    cleared: tuple[str, ...]
     freed_bytes: int
     step_count: int
 
@@ -117,11 +120,20 @@ def repair(
     if not dry_run:
         removals, changed = _execute(root, removals)
         kept += changed
-    left = report.steps
     gone = {each.path for each in removals}
-    left = [s for s in left if not gone.intersection((s.item, s.item.rpartition("/")[0]))]
+    left = [step for step in report.steps if not _is_gone(step, gone)]
+    halves = audit.half_compacted(root / step.item for step in left)
+    for each in () if dry_run else halves:
+        in_place.clear(each)
     freed_bytes = sum(each.freed_bytes for each in removals)
-    return RepairReport(str(root), dry_run, tuple(removals), tuple(kept), freed_bytes, len(left))
+    cleared = tuple(each.below(root) for each in halves)
+    return RepairReport(
+        str(root), dry_run, tuple(removals), tuple(kept), cleared, freed_bytes, len(left)
+    )
+
+
+def _is_gone(step: StepReport, gone: Set[str]) -> bool:
+    return not gone.isdisjoint((step.item, step.item.rpartition("/")[0]))
 
 
 def _check_readable(root: Location) -> None:

@@ -52,6 +52,41 @@ def steps_under(root: AnyPath) -> list[Step]:
     return steps
 
 
+def selected(root: AnyPath, number: int | None, item: str | None) -> Step:
+    """One step under a root.
+
+    Args:
+        root: the directory given to the checkpoint manager.
+        number: step number, None for the newest step.
+        item: name of the item directory, needed if a step holds several.
+
+    Raises:
+        InputError: there is no such root, step or item.
+    """
+    steps = steps_under(root)
+    items = sorted({step.directory.name for step in steps})
+    if item is not None and item not in items:
+        raise InputError(
+            f"{root}: expected an item {item!r}, found {', '.join(items)}. Give one of these."
+        )
+    steps = [step for step in steps if item in (None, step.directory.name)]
+    if number is None:
+        number = steps[-1].step
+    chosen = [step for step in steps if step.step == number]
+    if not chosen:
+        numbers = ", ".join(str(step.step) for step in steps[-10:])
+        earlier = f"{len(steps) - 10} earlier and " if len(steps) > 10 else ""
+        raise InputError(
+            f"{root}: expected step {number}, found {earlier}{numbers}. Give one of these steps."
+        )
+    if len(chosen) > 1:
+        names = ", ".join(step.directory.name for step in chosen)
+        raise InputError(
+            f"{root}: expected one item in step {number}, found {names}. Name one with --item."
+        )
+    return chosen[0]
+
+
 def _remedy(root: AnyPath, names: list[str]) -> str:
     if DIRECTORY in names:
         return f"This is one step's item directory; give {at(root).parent.parent}."

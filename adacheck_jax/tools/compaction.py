@@ -1,0 +1,196 @@
+"""Compaction of one saved step: restored on this machine, and written as a base in its place.
+
+A library and ``adacheck compact``; a running manager may go on meanwhile, and the steps before and
+after are as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from adacheck_jax.adapter.arguments import RestoreArgs
+from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
+from adacheck_jax.adapter.restoring import StepRestorer
+from adacheck_jax.device import transfer
+from adacheck_jax.format.boxes import Blocks, Box
+from adacheck_jax.format.manifest import BaseManifest, Delta, DeltaManifest, Leaf, Manifest
+from adacheck_jax.store.compaction import in_place
+from adacheck_jax.store.steps import lineage as lineages
+from adacheck_jax.store.steps import roots, stock
+from adacheck_jax.store.steps.lineage import DELTA, LINEAGE, Lineage
+from adacheck_jax.store.steps.manifest_file import DIRECTORY
+from adacheck_jax.store.steps.roots import Step
+from adacheck_jax.store.storage.location import AnyPath, at
+from adacheck_jax.tools import verification
+from adacheck_jax.tools.recompute import cannot_replay_here, wide_integers
+from adacheck_jax.tools.steps import InputError, selected
+
+
+@dataclass(frozen=True, slots=True)
+class CompactionReport:
+    """The output of ``adacheck compact``.
+
+    Attributes:
+        root: the checkpoint root.
+        step: step number.
+        item: path of the item directory, relative to the root.
+        is_dry_run: True if nothing was changed.
+        base: step number of the base that the step was restored from.
+        delta_count: number of deltas that a restore read, and reads no more.
+        replayed_count: number of updates that a restore replayed.
+        state_bytes: bytes of the state.
+        freed_bytes: bytes of files that the step's directory alone held; those that other steps
+            link stay.
+        lost_steps: steps that its directory alone held: deferred steps that were saved with it, and
+            earlier steps without a directory of their own. They are gone.
+    """
+
+    root: str
+    step: int
+    item: str
+    is_dry_run: bool
+    base: int
+    delta_count: int
+    replayed_count: int
+    state_bytes: int
+    freed_bytes: int
+    lost_steps: tuple[int, ...]
+
+
+def compact(
+    root: AnyPath, number: int | None = None, item: str | None = None, *, dry_run: bool = False
+) -> CompactionReport:
+    """Turn a saved delta into a base, in its place.
+
+    The step is restored as any restore does it, bit-exact and verified, onto the devices that it
+    was saved from, else onto one; on CPU devices that takes the memory of the state once.
+
+    Args:
+        root: the directory given to the checkpoint manager.
+        number: step number, None for the newest step.
+        item: name of the item directory, needed if a step holds several.
+        dry_run: True to look only: at the structure of the step, not at its data.
+
+    Raises:
+        InputError: there is no such root, step or item, or the step cannot be compacted: it is a
+            base, a deferred step, a step that stock Orbax saved, or lies in an object store.
+        AdaCheckError: the step is damaged, or cannot be restored exactly here; it is as it was.
+    """
+    root = root.absolute()
+    if not at(root).on_file_system:
+        raise InputError(
+            f"{root}: expected a root on a file system, found one in an object store, where "
+            "nothing can be renamed, so that no step changes at one moment. Nothing was changed; "
+            "copy the root to a file system, or let the training save a base."
+        )
+    step = _selected(root, number, item)
+    lineage = lineages.resolve(step.directory)
+    if isinstance(lineage.manifest, BaseManifest):
+        raise _is_base(step.directory, lineage.manifest.step)
+    report = _report(root, step, lineage, dry_run)
+    if dry_run:
+        verification.check(step.directory, read_data=False)
+        if problem := cannot_replay_here(lineage):
+            raise InputError(f"{step.directory}: it cannot be restored here: {problem}.")
+        return report
+    with wide_integers(leaf.dtype for leaf in lineage.base.leaves):
+        device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        args = RestoreArgs(exact=True, fallback_sharding=device)
+        found = StepRestorer(StockCheckpoints(), {}, None).restore(step.directory, args)
+        assert found.lineage is not None
+        in_place.compact(found.lineage, _blocks(found.lineage.base.leaves, found.leaves))
+    return report
+
+
+def _selected(root: AnyPath, number: int | None, item: str | None) -> Step:
+    """The step of that number; the newest for None."""
+    try:
+        return selected(root, number, item)
+    except InputError as error:
+        if number is not None and (why := _why_not_saved(root, number)):
+            raise InputError(why) from error
+        raise
+
+
+def _why_not_saved(root: AnyPath, number: int) -> str:
+    """The reason why a number is none of a step that can be compacted; empty if it is unknown."""
+    for step in roots.steps_of(root):
+        manifest = step.manifest
+        if isinstance(manifest, DeltaManifest) and number in (d.step for d in manifest.recorded):
+            return (
+                f"{root}: expected a saved step, found that step {number} was recorded and lies in "
+                f"step {step.step}, with which it was saved. Only saved steps can be compacted: "
+                f"give {step.step}."
+            )
+    if number in stock.steps_under(root):
+        return (
+            f"{root}: expected a step saved by AdaCheckHandler, found that stock Orbax saved step "
+            f"{number}: it is a full state already."
+        )
+    return ""
+
+
+def _is_base(directory: AnyPath, number: int) -> InputError:
+    left = ""
+    if in_place.leftovers(directory):
+        left = " What an interrupted compaction left there adacheck repair removes."
+    return InputError(
+        f"{directory}: expected a delta, found that step {number} is a base already: nothing is "
+        f"left to be done.{left}"
+    )
+
+
+def _report(root: AnyPath, step: Step, lineage: Lineage, dry_run: bool) -> CompactionReport:
+    base = lineage.base
+    return CompactionReport(
+        root=str(root),
+        step=lineage.manifest.step,
+        item=at(step.directory).below(at(root)),
+        is_dry_run=dry_run,
+        base=base.step,
+        delta_count=lineage.delta_count,
+        replayed_count=lineage.replayed_count,
+        state_bytes=sum(leaf.nbytes for leaf in base.leaves),
+        freed_bytes=_freed_bytes(step.directory),
+        lost_steps=_lost(step.directory, lineage),
+    )
+
+
+def _freed_bytes(directory: AnyPath) -> int:
+    """Bytes of a delta's files and of its links that have no other link."""
+    ours = at(directory / DIRECTORY)
+    packs = [each for each in ours.list(deep=False) if each.name.startswith(f"{DELTA}.")]
+    entries = [each.stat() for each in (*packs, *at(directory / LINEAGE).list())]
+    return sum(entry.size_bytes for entry in entries if entry.link_count == 1)
+
+
+def _lost(directory: AnyPath, lineage: Lineage) -> tuple[int, ...]:
+    """Steps before the lineage's last one that no other directory holds."""
+    # A number alone would be too little: after a restart a step may be saved anew.
+    left = {(each.step, each.fingerprints) for each in (lineage.base, *lineage.deltas[:-1])}
+    for other in roots.siblings(directory):
+        if other.error is None and other.directory != directory and left:
+            for entry in lineages.resolve(other.directory).entries:
+                if at(entry.holder).resolve() != at(directory).resolve():
+                    left -= {(each.step, each.fingerprints) for each in _steps_in(entry.manifest)}
+    return tuple(sorted(step for step, _ in left))
+
+
+def _steps_in(manifest: Manifest) -> Sequence[BaseManifest | Delta]:
+    return [manifest] if isinstance(manifest, BaseManifest) else manifest.deltas
+
+
+def _blocks(leaves: Sequence[Leaf], values: Sequence[Any]) -> dict[int, Blocks]:
+    """Elements of restored leaves, each as one box; of an array on a CPU device not copied."""
+    blocks = {}
+    for index, (leaf, value) in enumerate(zip(leaves, values, strict=True)):
+        words = jax.random.key_data(value) if transfer.is_key(value) else value
+        if leaf.nbytes:
+            elements = np.asarray(words).astype(np.dtype(leaf.dtype), copy=False)
+            blocks[index] = {Box.full(leaf.shape): elements}
+    return blocks
