@@ -134,7 +134,7 @@ class AdaptivePolicy:
 
     mtbf_s: float = 3 * 3600.0
     restore_budget_s: float | None = 60.0
-    most_deltas: int = 1000
+    most_deltas: int = 100
     _position: Position | None = dataclasses.field(default=None, init=False, repr=False)
     _is_asked: bool = dataclasses.field(default=False, init=False, repr=False)
 

@@ -71,7 +71,7 @@ def compact(lineage: Lineage, blocks: Mapping[int, Blocks]) -> BaseManifest:
                     _clear(directory)
                 raise
         finally:
-            with contextlib.suppress(OSError):  # the next compaction, or manager, removes it
+            with contextlib.suppress(OSError):  # the next compaction, or a repair, removes it
                 work.delete()
     with _named(directory, "It is a base now, and what is left of the delta does no harm"):
         _clear(directory)
@@ -160,7 +160,7 @@ def _is_gone(directory: Location) -> LineageError:
 
 
 def clear(item_directory: AnyPath) -> None:
-    """Removes what an interrupted compaction left in the directory of a step.
+    """Removes what an interrupted compaction left in the directory of a step, and beside it.
 
     Args:
         item_directory: the step's item directory.
@@ -170,8 +170,11 @@ def clear(item_directory: AnyPath) -> None:
         StorageError: something cannot be removed.
     """
     directory = at(item_directory)
+    if not directory.on_file_system:
+        return
     with _turn(directory), _named(directory):
         _clear(directory)
+        _beside(directory, "compaction").delete()
 
 
 def leftovers(item_directory: AnyPath) -> list[Location]:
@@ -216,7 +219,7 @@ def _clear(directory: Location) -> None:
 
 
 def _beside(directory: Location, what: str) -> Location:
-    """A temporary path under a step's root, which a manager removes that finds it when opened."""
+    """A path under a step's root, with a temporary name: it is told for no step, but a leftover."""
     root, item = roots.place_of(directory).line
     step = directory.name if item is None else f"{directory.parent.name}.{directory.name}"
     return at(root) / f"{PROBE_PREFIX}{step}.{what}{roots.TMP_SUFFIX}"
@@ -225,9 +228,6 @@ def _beside(directory: Location, what: str) -> Location:
 @contextlib.contextmanager
 def _turn(directory: Location) -> Iterator[None]:
     """Waits for another compaction of the same step."""
-    if not directory.on_file_system:
-        yield
-        return
     with _beside(directory, "compacting").lock():
         yield
 
