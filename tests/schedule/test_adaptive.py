@@ -44,14 +44,14 @@ def test_an_impossible_measurement_is_refused(name, value):
 
 
 def test_it_begins_with_the_best_schedule():
-    policy = AdaptivePolicy(3600.0, restore_budget_s=None)
+    policy = AdaptivePolicy(3600.0, restore_budget_s=None, most_deltas=1000)
     assert policy.next(ESTIMATE, None) == best_schedule(ESTIMATE, 3600.0)
 
 
 @pytest.mark.parametrize("budget_s", [None, 1.2])
 def test_noise_changes_nothing(budget_s):
     draw, running = random.Random(0), RunningCosts()
-    policy, used = AdaptivePolicy(3 * 3600.0, budget_s), []
+    policy, used = AdaptivePolicy(3 * 3600.0, budget_s, most_deltas=1000), []
     for _ in range(30):
         for field in dataclasses.fields(Costs):
             noise = draw.lognormvariate(0, 0.1)
@@ -61,7 +61,10 @@ def test_noise_changes_nothing(budget_s):
 
 
 def test_a_storage_that_becomes_slow_changes_the_schedule():
-    policy, slow = AdaptivePolicy(3600.0), dataclasses.replace(ESTIMATE, delta_blocking_s=3.0)
+    policy, slow = (
+        AdaptivePolicy(3600.0, most_deltas=1000),
+        dataclasses.replace(ESTIMATE, delta_blocking_s=3.0),
+    )
     first = policy.next(ESTIMATE, None)
     second = policy.next(slow, first)
     assert second.save_every > first.save_every

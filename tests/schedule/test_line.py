@@ -14,7 +14,7 @@ from adacheck_jax.schedule.waste import restore_s
 
 SIZES = Sizes(base_bytes=300_000_000, delta_bytes=10_000_000, deferred_bytes=50_000_000)
 MEASURED = dict(zip(SAVE_COSTS, (0.1, 0.04, 0.08, 0.05, 0.4), strict=True))
-NO_BUDGET = {"mtbf_s": 3600.0, "restore_budget_s": None}
+NO_BUDGET = {"mtbf_s": 3600.0, "restore_budget_s": None, "most_deltas": 1000}
 
 
 def measured(**costs):
