@@ -1,18 +1,20 @@
 """Write roots of the current format version, which every later release has to read.
 
-    python -m tests.data.make_golden
+    python -m tests.data.make_golden [NAME ...]
 
 makes ``tests/data/vN``: each root in one archive, and beside it the bits of every step, deferred
-ones included. A version that is released is never made again.
+ones included. Of some names it makes those alone, and keeps the other roots. A version that is
+released is never made again.
 """
 
 from __future__ import annotations
 
 import io
 import os
+import sys
 import tarfile
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +59,7 @@ class Golden:
         kinds: kind of each listed step: base, replayed delta, or bit-pattern delta.
         delta: of the handler.
         steered: step before which the learning rate was set by hand, if any.
+        compacted: step that was compacted before the next one was saved, if any.
     """
 
     version: int
@@ -66,6 +69,7 @@ class Golden:
     kinds: str
     delta: str = "auto"
     steered: int | None = None
+    compacted: int | None = None
 
     def __str__(self) -> str:
         return f"v{self.version}-{self.name}"
@@ -91,6 +95,7 @@ GOLDEN = (
     Golden(7, "adamw", adamw, (1, 2, 3, 6), "BRRR"),
     Golden(7, "bits", adamw, (1, 2, 3, 4), "BDDD", delta="bits"),
     Golden(7, "replayed", injected_adamw, (1, 2, 3, 6), "BRRR", steered=3),
+    Golden(7, "compacted", adamw, (1, 2, 3, 4, 6), "BRBRR", compacted=3),
 )
 
 
@@ -141,18 +146,27 @@ def make(golden: Golden, root: Path) -> dict[int, np.ndarray]:
             if number in golden.saved:
                 manager.save(number, args=adacheck.SaveArgs(state))
                 manager.wait_until_finished()
+                if number == golden.compacted:
+                    support.compact(root, number)
             else:
                 assert handler.record_step(state, number)
     return bits
 
 
-def main() -> None:
-    """Makes the roots of the current version."""
-    made = [each for each in GOLDEN if each.version == manifest_json.FORMAT_VERSION]
-    directory = made[0].directory
+def main(names: Sequence[str] = ()) -> None:
+    """Makes roots of the current version: those of some names, or all."""
+    every = [each for each in GOLDEN if each.version == manifest_json.FORMAT_VERSION]
+    made = [each for each in every if each.name in names or not names]
+    directory = every[0].directory
     directory.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as work, io.BytesIO() as archive:
+        kept = [each.name for each in every if each not in made]
+        if kept:
+            with tarfile.open(directory / "steps.tar.xz") as before:
+                before.extractall(work, filter="data")
         with tarfile.open(fileobj=archive, mode="w:xz") as tar:
+            for name in kept:
+                tar.add(Path(work, name), name, filter=_anonymous)
             for golden in made:
                 root = Path(work, golden.name)
                 bits = make(golden, root)
@@ -168,4 +182,4 @@ def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

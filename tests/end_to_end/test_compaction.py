@@ -277,7 +277,7 @@ def test_steps_of_earlier_releases_are_compacted(tmp_path, golden):
     with tarfile.open(golden.directory / "steps.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
     root = tmp_path / golden.name
-    for step in golden.saved[:0:-1]:
+    for step in {*golden.saved[:0:-1]} - {golden.compacted}:
         support.compact(root, step)
         target = adacheck.RestoreArgs(abstract(initial_state(golden.recorder())))
         with manager_of(root, adacheck.AdaCheckHandler()) as manager:
