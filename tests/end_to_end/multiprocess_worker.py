@@ -5,11 +5,17 @@ Usage: multiprocess_worker.py MODE PROCESS PROCESSES PORT ROOT OUT DEVICES
 MODE is save, resume or restore; or record, which records steps and saves the others, and
 restore-recorded; or bits, which saves bit-pattern differences; or projected, which
 saves a run that changes params after the update; or no-scalars, which saves one without a scalar;
+<<<<<<< HEAD
 or schedule, which saves by a schedule for which each process measures other costs.
+=======
+or compact, in which another process compacts the second step before the third is saved.
+>>>>>>> 06241e1 (Compact a step of several processes in a test, while they train)
 """
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 from tests.one_process import own, write  # isort: skip
@@ -18,6 +24,7 @@ import logging
 
 import jax
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import LatestN
 
 import adacheck_jax as adacheck
@@ -101,6 +108,12 @@ with support.manager_of(own.root, handler, **options) as manager:
         run.state, run.count = manager.restore(STEPS, args=target), STEPS
     if mode not in ("restore", "restore-recorded", "record"):
         for _ in range(STEPS):
+            if mode == "compact" and run.count == 2:
+                manager.wait_until_finished()
+                if jax.process_index() == 0:
+                    command = [sys.executable, "-m", "adacheck_jax.cli.main", "compact"]
+                    subprocess.run([*command, str(own.root), "2"], check=True)
+                multihost_utils.sync_global_devices("compacted")
             run.advance()
             write(run.state, f"saved{run.count}")
             manager.save(run.count, args=adacheck.SaveArgs(run.state))

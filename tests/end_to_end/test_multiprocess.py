@@ -107,6 +107,21 @@ def test_a_lineage_goes_on_after_a_restart_of_all_processes(run_of_two):
 
 
 @pytest.mark.slow
+def test_a_step_of_several_processes_is_compacted_by_one_while_they_train(tmp_path):
+    root = tmp_path / "run"
+    launch("compact", 2, root, tmp_path / "out", devices=2)
+    found = lineage.resolve(root / "3/default")
+    assert [each.manifest.step for each in found.entries] == [2, 3]
+    assert found.base.process_count == len(found.saves[0][0].packs) == 2
+    launch("resume", 2, root, tmp_path / "resumed", devices=2)
+    assert [each.delta_count for each in roots.steps_of(root)] == [0, 0, 1, 2, 3, 4]
+    launch("restore", 1, root, tmp_path / "restored", devices=4)
+    for step in (1, 3):
+        restored = leaves(tmp_path / f"restored-restored{step}.npz")
+        assert restored == leaves(tmp_path / f"out-saved{step}.npz")
+
+
+@pytest.mark.slow
 @pytest.mark.first(1)
 @pytest.mark.parametrize("kind", ["gcs", "s3"])
 def test_several_processes_save_into_an_object_store(tmp_path, request, kind):
