@@ -5,11 +5,8 @@ Usage: multiprocess_worker.py MODE PROCESS PROCESSES PORT ROOT OUT DEVICES
 MODE is save, resume or restore; or record, which records steps and saves the others, and
 restore-recorded; or bits, which saves bit-pattern differences; or projected, which
 saves a run that changes params after the update; or no-scalars, which saves one without a scalar;
-<<<<<<< HEAD
 or schedule, which saves by a schedule for which each process measures other costs.
-=======
 or compact, in which another process compacts the second step before the third is saved.
->>>>>>> 06241e1 (Compact a step of several processes in a test, while they train)
 """
 
 from __future__ import annotations
