@@ -56,27 +56,35 @@ def compact(lineage: Lineage, blocks: Mapping[int, Blocks]) -> BaseManifest:
         StorageError: the step lies in an object store, or the disk refused something.
     """
     directory, delta = _checked(lineage)
-    with _turn(directory), _named(directory):
-        _clear(directory)
-        stamp = _stamp(directory, delta)
-        work = _beside(directory, "compaction")
-        work.delete()
+    with _turn(directory):
+        with _named(directory):
+            manifest = _compacted(directory, delta, lineage, blocks)
+        with _named(directory, "It is a base now, and what is left of the delta does no harm"):
+            if (directory / manifest_file.FILE).exists:  # else it was deleted since
+                _clear(directory)
+    return manifest
+
+
+def _compacted(
+    directory: Location, delta: DeltaManifest, lineage: Lineage, blocks: Mapping[int, Blocks]
+) -> BaseManifest:
+    """The manifest of the base that is in the delta's place now."""
+    _clear(directory)
+    stamp = _stamp(directory, delta)
+    work = _beside(directory, "compaction")
+    work.delete()
+    try:
+        manifest = new_base.write(work, lineage, blocks)
         try:
-            new_base.write(work, lineage, blocks)
-            try:
-                _move(work, directory, stamp)
-            except BaseException:
-                # What a disk keeps that refuses this too does no harm.
-                with contextlib.suppress(OSError, AdaCheckError):
-                    _clear(directory)
-                raise
-        finally:
-            with contextlib.suppress(OSError):  # the next compaction, or a repair, removes it
-                work.delete()
-    with _named(directory, "It is a base now, and what is left of the delta does no harm"):
-        _clear(directory)
-        manifest = manifest_file.read(directory)
-    assert isinstance(manifest, BaseManifest)
+            _move(work, directory, stamp)
+        except BaseException:
+            # What a disk keeps that refuses this too does no harm.
+            with contextlib.suppress(OSError, AdaCheckError):
+                _clear(directory)
+            raise
+    finally:
+        with contextlib.suppress(OSError):  # the next compaction, or a repair, removes it
+            work.delete()
     return manifest
 
 

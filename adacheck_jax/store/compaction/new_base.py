@@ -38,7 +38,7 @@ def write(directory: Location, lineage: Lineage, blocks: Mapping[int, Blocks]) -
         blocks: elements of every leaf that has any, by leaf index and box; boxes of whole chunks.
 
     Returns:
-        The base's manifest, without its checksum.
+        The base's manifest, as it was written.
 
     Raises:
         MismatchError: a leaf is missing.
@@ -85,9 +85,9 @@ def write(directory: Location, lineage: Lineage, blocks: Mapping[int, Blocks]) -
         caution=delta.caution,
         replaces=Replaced(delta.checksum, delta.depth, tuple(sorted(files))),
     )
-    manifest_file.write(directory, made)
+    manifest, _ = manifest_file.write(directory, made)
     directory.sync(directory / manifest_file.FILE, deep=True)
-    return made
+    return dataclasses.replace(made, checksum=manifest.checksum)
 
 
 def _check_blocks(stored: Mapping[int, Leaf], blocks: Mapping[int, Blocks]) -> None:
