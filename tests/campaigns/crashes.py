@@ -11,7 +11,8 @@ that are listed after a kill, and those in them, are all restored.
 
 A process takes seconds to import JAX, so each is forked from one that has imported it and done
 nothing else: what it knows of the run it has from disk. ``--store gcs`` (or ``s3``) saves into an
-object store on this machine instead, a process of its own that nobody kills.
+object store on this machine instead, a process of its own that nobody kills. ``--background`` has
+bases made in the background, of saved deltas.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +48,9 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 import adacheck_jax as adacheck
 from adacheck_jax.device import trees
 from adacheck_jax.format import manifest as manifests
+from adacheck_jax.schedule import line as lines
+from adacheck_jax.schedule.costs import Schedule
+from adacheck_jax.schedule.line import MaxDeltas
 from adacheck_jax.store.steps import manifest_file, roots
 from adacheck_jax.store.storage.location import located
 from benchmarks.common import environment, free_port
@@ -68,7 +73,14 @@ class Run:
     Args:
         delta: as for the handler.
         records: whether steps are recorded; then it has one device.
+
+    Attributes:
+        max_deltas: as for the handler, where no steps are recorded.
+        kept_steps: steps that the manager keeps.
     """
+
+    max_deltas: MaxDeltas = MAX_DELTAS
+    kept_steps = KEPT_STEPS
 
     def __init__(self, delta: str = "auto", *, records: bool = False) -> None:
         self._delta: Any = delta
@@ -131,16 +143,16 @@ class Run:
         """A stock manager of a new handler, as a new process would have it."""
         is_url, keep = "://" in str(root), None
         if is_url:
-            keep = adacheck.KeepLineage(preservation_policy.LatestN(KEPT_STEPS))
+            keep = adacheck.KeepLineage(preservation_policy.LatestN(self.kept_steps))
             mode = ocp.options.AtomicityMode.COMMIT_FILE
             options["atomicity_options"] = ocp.options.AtomicityOptions(mode=mode)
         self.handler = adacheck.AdaCheckHandler(
             self._recorder,
-            max_deltas=MAX_RECORDING_DELTAS if self.records else MAX_DELTAS,
+            max_deltas=MAX_RECORDING_DELTAS if self.records else self.max_deltas,
             delta=self._delta,
             keep_lineage=keep,
         )
-        kept = {"preservation_policy": keep} if keep else {"max_to_keep": KEPT_STEPS}
+        kept = {"preservation_policy": keep} if keep else {"max_to_keep": self.kept_steps}
         return ocp.CheckpointManager(
             epath.Path(root),
             item_handlers=self.handler,
@@ -448,7 +460,9 @@ class Killer:
         names = os.listdir(self._root) if os.path.isdir(self._root) else []
         saving = any(roots.TMP_SUFFIX in name for name in names)
         steps = [name for name in names if name.isdecimal()]
-        moment = "deleting" if len(steps) > KEPT_STEPS else "saving" if saving else "between saves"
+        moment = (
+            "deleting" if len(steps) > Run.kept_steps else "saving" if saving else "between saves"
+        )
         self.tally.moments[moment] += 1
 
     def _judge(self, children: list[Child], statuses: list[int]) -> None:
@@ -477,9 +491,9 @@ class Killer:
     def _judge_start(self, listed: str, damaged: str, kind: str) -> None:
         steps = {int(step) for step in listed.split(",")}
         newest = max(steps)
-        kept = range(max(1, newest - KEPT_STEPS + 1), newest + 1)
-        for step in range(max(1, self._newest - KEPT_STEPS + 1), self._newest + 1):
-            if step > newest - KEPT_STEPS and step not in steps:
+        kept = range(max(1, newest - Run.kept_steps + 1), newest + 1)
+        for step in range(max(1, self._newest - Run.kept_steps + 1), self._newest + 1):
+            if step > newest - Run.kept_steps and step not in steps:
                 self.tally.lost.append(f"{self._root}: step {step} of {listed}")
         self.tally.checked += len(steps - {0})
         for each in damaged.split(",") if damaged != "-" else []:
@@ -527,12 +541,19 @@ def main(arguments: list[str] | None = None) -> Tally:
     parser.add_argument("--directory", type=Path, help="to work in; kept if something fails")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--store", choices=("gcs", "s3"), help="object store to save into")
+    parser.add_argument("--background", action="store_true", help="make bases in the background")
     args = parser.parse_args(arguments)
     directory = args.directory or Path(tempfile.mkdtemp(prefix="crashes-"))
     start_s = time.monotonic()
     if args.record and args.processes > 1:
         parser.error("--record: expected one process")
     with contextlib.ExitStack() as stack:
+        if args.background:  # processes are forked from this one
+            policy = adacheck.AdaptivePolicy(most_deltas=MAX_DELTAS)
+            stack.enter_context(mock.patch.object(Run, "max_deltas", policy))
+            stack.enter_context(mock.patch.object(Run, "kept_steps", 2 * KEPT_STEPS))
+            stack.enter_context(mock.patch.object(lines, "BEGINNING", Schedule(MAX_DELTAS, 1)))
+            stack.enter_context(mock.patch.dict(globals(), PAUSES_S=(0.1, 1.0, 3.0)))
         served = stack.enter_context(object_stores.served(args.store)) if args.store else None
         killer = Killer(directory, args.processes, args.seed, args.record, served)
         killer.prepare()
