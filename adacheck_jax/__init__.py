@@ -13,7 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers and editors; must name what _MODULES names
-    from adacheck_jax.adapter.handler import AdaCheckHandler, RestoreArgs, RestoreInfo, SaveArgs
+    from adacheck_jax.adapter.handler import (
+        AdaCheckHandler,
+        RecoveredStep,
+        RestoreArgs,
+        RestoreInfo,
+        SaveArgs,
+    )
     from adacheck_jax.adapter.processes import wait_for_processes
     from adacheck_jax.device.replicas import Divergence, ReplicaReport, replica_report
     from adacheck_jax.errors import (
@@ -50,6 +56,7 @@ __all__ = [
     "Recorder",
     "RecorderError",
     "RecorderState",
+    "RecoveredStep",
     "RedundancyReport",
     "ReplayError",
     "ReplicaError",
@@ -70,6 +77,7 @@ __all__ = [
 _MODULES = {
     # The arguments too: importing the handler makes both known to Orbax.
     "AdaCheckHandler": "adapter.handler",
+    "RecoveredStep": "adapter.handler",
     "RestoreArgs": "adapter.handler",
     "RestoreInfo": "adapter.handler",
     "SaveArgs": "adapter.handler",

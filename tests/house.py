@@ -64,6 +64,8 @@ MAY_TOUCH_FILES = {
     "format.byte_loops": "it counts processors",
     "update.program": "it reads the environment",
     "save.checks.free_memory": "it reads what the system says of its memory",
+    "save.recovery.shadow_file": "it maps a file of this machine's memory",
+    "save.recovery.journal": "it names that file, and reads what the system says of its start",
     "update.untrusted": "it starts a script beside it",
     "adapter.directories": "it looks if a directory can be written",
     "tools.restorable": "callers give it a path as a text",

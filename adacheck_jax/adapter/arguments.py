@@ -165,3 +165,16 @@ class RestoreInfo:
     def exact(self) -> bool:
         """True if every bit is known to be the saved one."""
         return self.verified and not self.rounded
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveredStep:
+    """A step that a process which was killed has left in memory.
+
+    Attributes:
+        step: its number; it may be newer than the newest step in storage.
+        state: its state, bit-exact: every fingerprint was compared.
+    """
+
+    step: int
+    state: PyTree

@@ -12,7 +12,13 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from adacheck_jax.adapter import directories
-from adacheck_jax.adapter.arguments import HANDLER_NAME, RestoreArgs, RestoreInfo, SaveArgs
+from adacheck_jax.adapter.arguments import (
+    HANDLER_NAME,
+    RecoveredStep,
+    RestoreArgs,
+    RestoreInfo,
+    SaveArgs,
+)
 from adacheck_jax.adapter.training_run import (
     Begun,
     TrainingRun,
@@ -87,14 +93,19 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         shadow_bytes: the most host memory that the shadow may take in this process; it needs as
             much as this process writes of a base, and a record. None for half of what is free,
             shared by up to eight processes; 0 for no shadow.
+        shadow_directory: a directory of this machine in memory, such as ``"/dev/shm/myrun"``, in
+            which the shadow lies in a file: a process that is killed and started again here gets
+            its state back without reading storage (:meth:`recover`). It is made if it is not
+            there, and the file stays when training ends: remove the directory then. The file holds
+            a whole state and two records. Without effect in jobs of several processes.
 
     Attributes:
         restored: what the last restore gave; None before it.
 
     Raises:
-        ValueError: ``max_deltas`` is negative or none of these, ``shadow_bytes`` is negative, or
-            ``delta``, ``check``,
-            ``compression`` or ``check_replicas`` is none of these.
+        ValueError: ``max_deltas`` is negative or none of these, ``shadow_bytes`` is negative, there
+            is a ``shadow_directory`` and no shadow, or ``delta``, ``check``, ``compression`` or
+            ``check_replicas`` is none of these.
         RecorderError: there is no recorder in what was given as one.
     """
 
@@ -115,10 +126,11 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         compression: Compression = "none",
         check_replicas: replicas.Mode = "warn",
         shadow_bytes: int | None = None,
+        shadow_directory: AnyPath | str | None = None,
     ) -> None:
         options = Options(
             *(max_deltas, params_path, keep_lineage, delta, check),
-            *(compression, check_replicas, shadow_bytes),
+            *(compression, check_replicas, shadow_bytes, shadow_directory),
         )
         self._run = TrainingRun(recorder, options)
         self._lock = threading.Lock()  # a manager's saves and restores may be on several threads
@@ -195,6 +207,42 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         """
         return self._run.record_step(state, step)
 
+    def recover(
+        self, root: AnyPath | str, abstract_state: PyTree, *, item: str | None = None
+    ) -> RecoveredStep | None:
+        """The state that a process which was killed on this machine has left in memory.
+
+        For the beginning of a run, before its newest step is read from storage::
+
+            found = handler.recover(root, abstract_state)
+            if found is not None:
+                state, first = found.state, found.step + 1
+            elif (newest := manager.latest_step()) is not None:
+                state = manager.restore(newest, args=adacheck.RestoreArgs(abstract_state))
+                first = newest + 1
+
+        The step may be newer than the newest one in storage: recorded and not saved, or saved by a
+        save that did not end. It is older nowhere: then nothing is given. If it is the newest one
+        in storage the next save may be a delta of it, else it is a base.
+
+        Args:
+            root: the directory or URL given to the checkpoint manager.
+            abstract_state: tree of ``jax.ShapeDtypeStruct`` with shardings, or of arrays, of the
+                whole state: the form in which it is returned. The mesh may be another one.
+            item: name of the item, where the directory has the states of several.
+
+        Returns:
+            The step, each leaf compared with the fingerprint that was taken of it on the devices;
+            None if there is none that is whole and as new as storage: the log says why. Then what
+            storage has is as it was.
+
+        Raises:
+            ValueError: the handler has no ``shadow_directory``, or it has states of several items
+                and none is named.
+            RecorderError: the recorder cannot be tied to the state.
+        """
+        return self._run.recover(root, abstract_state, item)
+
     def save(self, directory: epath.Path, args: SaveArgs) -> None:
         """Save synchronously, also inside a running event loop; see :meth:`async_save`."""
         with directories.made_even_if_refused(), ThreadPoolExecutor(1) as thread:
@@ -258,7 +306,10 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         return type(metadata).build(metadata.tree, custom_metadata=lineage.manifest.custom_metadata)
 
     def close(self) -> None:
-        """Release the resources of Orbax's handlers and of the savers; called by the manager."""
+        """Release the resources of Orbax's handlers and of the savers; called by the manager.
+
+        A shadow's file is let go of, and stays.
+        """
         self._run.close()
 
 

@@ -10,26 +10,30 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+import jax
 import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 from adacheck_jax.adapter import descriptions, directories, inputs, processes
-from adacheck_jax.adapter.arguments import RestoreArgs, RestoreInfo, SaveArgs
+from adacheck_jax.adapter.arguments import RecoveredStep, RestoreArgs, RestoreInfo, SaveArgs
 from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
 from adacheck_jax.adapter.descriptions import Entry, stored_dtype
 from adacheck_jax.adapter.restoring import StepRestorer, resolve, stock_info
 from adacheck_jax.device import jax_settings
 from adacheck_jax.device.trees import PyTree
-from adacheck_jax.errors import storage_named
+from adacheck_jax.errors import AdaCheckError, storage_named
 from adacheck_jax.format.manifest import DeltaManifest
 from adacheck_jax.save.commit import Save
-from adacheck_jax.save.saver import Saver
+from adacheck_jax.save.recovery import journal
+from adacheck_jax.save.recovery.journal import FilePlace
+from adacheck_jax.save.recovery.shadow_file import ShadowFileError
+from adacheck_jax.save.saver import Newest, Saver
 from adacheck_jax.save.share import SHARES, Destination, Exchange
 from adacheck_jax.save.situation import Options
 from adacheck_jax.schedule.stopwatch import Clock
 from adacheck_jax.store.base_writer import Layout, Name, chunk_shape
-from adacheck_jax.store.steps import roots
+from adacheck_jax.store.steps import manifest_file, roots, stock
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.steps.marks import IN_PLACE
 from adacheck_jax.store.steps.references import referred
@@ -264,6 +268,58 @@ class TrainingRun:
                 saver.forget()
         return restored.state
 
+    @jax_settings.own()
+    def recover(
+        self, root: AnyPath | str, abstract_state: PyTree, item: str | None = None
+    ) -> RecoveredStep | None:
+        """The state that a killed process left in memory; see :meth:`AdaCheckHandler.recover`.
+
+        Args:
+            root: the directory or URL given to the checkpoint manager.
+            abstract_state: the whole state, abstract or of arrays.
+            item: name of the item; None for the only one.
+
+        Returns:
+            The step; None if there is none.
+        """
+        if self._options.shadow_directory is None:
+            raise ValueError(
+                "expected a handler with a shadow_directory, found one without: nothing outlives "
+                'its process. Make it with AdaCheckHandler(..., shadow_directory="/dev/shm/...").'
+            )
+        try:
+            place = self._file_place(located(str(root)), item)
+            line = (located(str(root)), place.item or None)
+            saver = self._saver_of(Place(line, None))
+            step, state = saver.recover(abstract_state, _newest(*line))
+        except ShadowFileError as error:
+            _log.warning("The state is not recovered from memory: %s. Restore it.", error)
+            return None
+        self.restored = RestoreInfo(step, 0, (), 0.0)
+        return RecoveredStep(step, state)
+
+    def _file_place(self, root: AnyPath, item: str | None) -> FilePlace:
+        """The place of the file that has the states of a line.
+
+        Raises:
+            ShadowFileError: there is none.
+        """
+        directory, wanted = str(self._options.shadow_directory), _told_root(root)
+        if jax.process_count() > 1:
+            raise ShadowFileError("each of several processes may have another step")
+        every = journal.places_in(directory)
+        found = [x for x in every if x.root == wanted and item in (None, x.item)]
+        if not found:
+            others = ", ".join(sorted({each.root for each in every}))
+            told = f"; there are some of {others}" if others else ""
+            raise ShadowFileError(f"{directory} has no states of {wanted}{told}")
+        if len(found) > 1:
+            raise ValueError(
+                f"expected the states of one item in {directory}, found those of "
+                f"{', '.join(sorted(each.item for each in found))}. Name one of them (item=...)."
+            )
+        return found[0]
+
     def note_stock(self, directory: AnyPath) -> None:
         """Note that a step was restored that stock Orbax saved: the next save is a base.
 
@@ -286,7 +342,12 @@ class TrainingRun:
         """The saver of a line of steps; a run may have several items and managers."""
         with self._lock:
             if place.line not in self._savers:
-                self._savers[place.line] = Saver(self._recorders, self._options, self._clock)
+                root, item = place.line
+                shadow = self._options.shadow_directory
+                file = None
+                if shadow is not None and jax.process_count() == 1:
+                    file = FilePlace(str(shadow), _told_root(root), item or "")
+                self._savers[place.line] = Saver(self._recorders, self._options, self._clock, file)
                 self._learn_parents(*place.line)
             return self._savers[place.line]
 
@@ -313,6 +374,30 @@ def _told(exchange: Exchange | None) -> Iterator[None]:
         if exchange is not None:
             exchange.fail(SHARES, error)
         raise
+
+
+def _newest(root: AnyPath, item: str | None) -> Newest | None:
+    """The newest step of a line in storage, whoever saved it."""
+    every = ((roots.place_of(path), path) for path in roots.items_of(root))
+    ours = {place.step: path for place, path in every if place.line[1] == item}
+    numbers = [*(each for each in ours if each is not None), *stock.steps_under(root, item)]
+    if not numbers:
+        return None
+    number, lineage = max(numbers), None
+    step, path = number, ours.get(number)
+    if path is not None:
+        try:
+            step = manifest_file.read(path).step
+            lineage = resolve(path)
+        except AdaCheckError as error:
+            _log.warning("%s: the newest step in storage cannot be built on: %s", path, error)
+    return Newest(step, number, lineage)
+
+
+def _told_root(root: AnyPath) -> str:
+    """A root as a shadow's file names it: one text, by whatever links it is reached."""
+    there = at(root)
+    return there.storage.physical(there.key) if there.on_file_system else str(there)
 
 
 def absolute(directory: epath.Path) -> AnyPath:

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -23,12 +24,15 @@ from adacheck_jax.format.boxes import Blocks, Box
 from adacheck_jax.save import staged
 from adacheck_jax.save.background_bases import BackgroundBases
 from adacheck_jax.save.checks.interface import State, Witness
-from adacheck_jax.save.checks.shadow import Followed, Shadow
+from adacheck_jax.save.checks.shadow import Begun, Followed, Shadow
 from adacheck_jax.save.commit import Save
 from adacheck_jax.save.notices import Notices
 from adacheck_jax.save.parents import Parent, Tip, sizes_of
 from adacheck_jax.save.plan import SavePlan, shown
 from adacheck_jax.save.planner import Course, Planner
+from adacheck_jax.save.recovery import rebuilt
+from adacheck_jax.save.recovery.journal import FilePlace
+from adacheck_jax.save.recovery.shadow_file import ShadowFileError
 from adacheck_jax.save.share import Attempt, Destination, Exchange, StagedSave
 from adacheck_jax.save.situation import Counts, Options
 from adacheck_jax.save.snapshot import Snapshot, Structure
@@ -48,6 +52,21 @@ _REUSED_BYTES = 1 << 30
 """Host memory that is kept from one save to the next."""
 
 
+@dataclass(frozen=True, slots=True)
+class Newest:
+    """The newest step of a line in storage.
+
+    Attributes:
+        step: its number.
+        number: the number in the name of its directory.
+        lineage: its lineage; None if it cannot be built on.
+    """
+
+    step: int
+    number: int
+    lineage: Lineage | None
+
+
 class Saver:
     """Saves the states of one training run.
 
@@ -55,15 +74,20 @@ class Saver:
         recorders: recorders of the optimizers (:func:`~adacheck_jax.update.binding.recorders_of`).
         options: the caller's choices.
         clock: a monotonic clock, by which costs are measured.
+        place: the file that the shadow lies in; None for memory of this process.
     """
 
     def __init__(
-        self, recorders: Recorders, options: Options, clock: Clock = time.monotonic
+        self,
+        recorders: Recorders,
+        options: Options,
+        clock: Clock = time.monotonic,
+        place: FilePlace | None = None,
     ) -> None:
         self._options, self._clock = options, clock
         self._has_recorder = bool(recorders)
         self._schedule, self._watch = LineSchedule(options.max_deltas), Stopwatch(clock)
-        self._shadow = Shadow(options.shadow_bytes if options.check == "auto" else 0)
+        self._shadow = Shadow(options.shadow_bytes if options.check == "auto" else 0, place)
         self._bases, self._taken = BackgroundBases(self._shadow), None
         self._planner = Planner(recorders, options, self._schedule, self._bases)
         self._notices = Notices()
@@ -81,6 +105,8 @@ class Saver:
         leaves: Sequence[Any],
         state: PyTree,
         measured: Mapping[str, float],
+        *,
+        has_shadow: bool = False,
     ) -> None:
         """Makes a restored step the parent of the next save.
 
@@ -90,6 +116,7 @@ class Saver:
             leaves: its leaves, with which the next state is compared; None for one left out.
             state: the state that the caller gets.
             measured: seconds that the restore took, by the names of costs.
+            has_shadow: True if the state is the shadow's already.
         """
         update = restored.base.update
         needed = range(len(leaves)) if update is None else (*update.explained, *update.consumed)
@@ -106,8 +133,10 @@ class Saver:
             witness = self._planner.witness_of_restored(restored, state)
         tip = Tip(saved.step, saved.depth, None, copies, witness)
         parent = Parent(restored.entries[-1].holder, number, tip, None, restored)
-        if witness is not None:
-            self._shadow_restored(tip, state)
+        if has_shadow:
+            self._shadow.stand_at(tip)
+        elif witness is not None:
+            self._shadow_restored(tip, restored, state)
         with self._lock:
             distrusted = [specs[i].path for i in saved.caution.distrusted]
             self._planner.distrust.learn(saved.caution.reason, distrusted)
@@ -116,15 +145,59 @@ class Saver:
                 self._watch.note(name, seconds)
             self._note_position()
 
-    def _shadow_restored(self, tip: Tip, state: PyTree) -> None:
+    def _shadow_restored(self, tip: Tip, restored: Lineage, state: PyTree) -> None:
         """Has the shadow follow a restored step, where that costs no transfer."""
         snapshot = self._planner.snapshots.take(state)
         structure = snapshot.structure
         if not any(map(transfer.on_accelerator, snapshot.arrays)):
-            touched = [i for each in structure.arguments for i in each]
-            blocks = transfer.stage({i: snapshot.arrays[i] for i in touched}, structure.picks)
-            update = self._planner.update_of(structure)
-            self._shadow.start(structure, update, tip, _with_scalars(snapshot, blocks))
+            blocks = transfer.stage(dict(enumerate(snapshot.arrays)), structure.picks)
+            update, sums = self._planner.update_of(structure), restored.manifest.fingerprints
+            begun = Begun(
+                tip, tip.step, _with_scalars(snapshot, blocks), lambda: dict(enumerate(sums))
+            )
+            self._shadow.start(structure, update, begun)
+
+    def recover(self, abstract_state: PyTree, newest: Newest | None) -> tuple[int, PyTree]:
+        """Takes the state that another process has left in the shadow's file.
+
+        Args:
+            abstract_state: arrays, or their ``jax.ShapeDtypeStruct``.
+            newest: the newest step in storage; None if there is none.
+
+        Returns:
+            Number of the step, and its state, of which every fingerprint was compared.
+
+        Raises:
+            ShadowFileError: there is none that can be taken; the message says why.
+            RecorderError: the recorder cannot be tied to the state.
+        """
+        snapshot = self._planner.snapshots.take(rebuilt.example_of(abstract_state))
+        structure = snapshot.structure
+        del snapshot  # with what it has on devices
+        found = self._shadow.recover(structure, self._planner.update_of(structure))
+        try:
+            if newest is not None and newest.step > found.step:
+                raise ShadowFileError(
+                    f"it is of step {found.step}, and storage has step {newest.step}"
+                )
+            state = rebuilt.state_of(abstract_state, found)
+            leaves = jax.tree.leaves(state)
+            if wrong := rebuilt.differing({i: leaves[i] for i in found.arrays}, found):
+                raise ShadowFileError(
+                    f"step {found.step} does not have the bits that were trained, in "
+                    f"{structure.leaves[wrong[0]].path} and {len(wrong) - 1} more"
+                )
+            lineage = newest.lineage if newest and newest.step == found.step else None
+            if lineage is not None and [*lineage.manifest.fingerprints] != [*found.sums]:
+                raise ShadowFileError(f"storage has another state as step {found.step}")
+        except ShadowFileError:
+            self._shadow.close()
+            raise
+        if newest is None or lineage is None:
+            self.forget()
+        else:
+            self.follow(lineage, newest.number, leaves, state, {}, has_shadow=True)
+        return found.step, state
 
     def forget(self) -> None:
         """Makes the next save a base: what was restored is no step that another can build on."""
@@ -315,6 +388,7 @@ class Saver:
         if steps := [each.step for each in self._planner.deferred.steps]:
             numbers = lineages.shown_steps(steps)
             _log.warning("Recorded steps that are not saved: %s; a manager is closed.", numbers)
+        self._shadow.close()
 
     def _enter(self) -> None:
         """Begins to measure a call, and learns what all processes know of the costs before it."""
@@ -386,7 +460,8 @@ class Saver:
             )
         elif planned.has_witness:
             blocks = _with_scalars(snapshot, copies.staged)
-            self._shadow.start(planned.structure, planned.update, own, blocks)
+            begun = Begun(own, planned.step, blocks, own.sums)
+            self._shadow.start(planned.structure, planned.update, begun)
         if course.check is not None:
             return own, course.check.witness
         if not planned.has_witness:

@@ -13,6 +13,7 @@ from adacheck_jax.schedule.adaptive import AdaptivePolicy
 from adacheck_jax.schedule.line import MaxDeltas
 from adacheck_jax.store.retention import KeepLineage
 from adacheck_jax.store.steps.lineage import Lineage
+from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.store.zarr import Compression
 
 Counts = tuple[int, ...]
@@ -42,6 +43,7 @@ class Options:
     compression: Compression = "none"
     check_replicas: replicas.Mode = "warn"
     shadow_bytes: int | None = None
+    shadow_directory: AnyPath | str | None = None
 
     def __post_init__(self) -> None:
         most, is_policy = self.max_deltas, isinstance(self.max_deltas, AdaptivePolicy)
@@ -53,6 +55,11 @@ class Options:
         shadow = self.shadow_bytes
         if not (shadow is None or (isinstance(shadow, int) and shadow >= 0)):
             raise ValueError(f"expected shadow_bytes to be None or an int >= 0, found {shadow!r}")
+        if self.shadow_directory is not None and (shadow == 0 or self.check != "auto"):
+            raise ValueError(
+                f'expected check="auto" and no shadow_bytes=0 with a shadow_directory, found check='
+                f"{self.check!r} and shadow_bytes={shadow}: there is no shadow to lie in it."
+            )
         if not isinstance(self.keep_lineage, KeepLineage | None):
             raise ValueError(
                 f"expected keep_lineage to be a KeepLineage, found {self.keep_lineage!r}. Write "

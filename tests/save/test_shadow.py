@@ -121,7 +121,7 @@ def test_without_room_for_it_a_sample_is_compared(tmp_path, options, caplog):
 def test_a_shadow_that_fails_costs_no_step(tmp_path, monkeypatch, caplog):
     run = support.dict_run(mesh_of((1, 1)))
 
-    def fails(self, updates):
+    def fails(self, updates, **_):
         raise MemoryError("no memory")
 
     handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=3)

@@ -14,6 +14,7 @@ from adacheck_jax.save.exported_update import Check
 from adacheck_jax.save.situation import Delta, Options
 from adacheck_jax.schedule.line import MaxDeltas
 from adacheck_jax.store.retention import KeepLineage
+from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.store.zarr import Compression
 from adacheck_jax.update.binding import RecorderArgument
 
@@ -32,6 +33,7 @@ class RunOptions(TypedDict, total=False):
     compression: Compression
     check_replicas: replicas.Mode
     shadow_bytes: int | None
+    shadow_directory: AnyPath | str | None
 
 
 def context(
@@ -121,7 +123,9 @@ def run_of(context: ocp.Context, checkpointable_name: str = STATE) -> TrainingRu
 
     Its ``restored`` is the report of the last load, and ``record_step(state, step)`` takes hold of
     a step that the next save writes together with its own
-    (:meth:`~adacheck_jax.AdaCheckHandler.record_step`).
+    (:meth:`~adacheck_jax.AdaCheckHandler.record_step`); ``recover(root, abstract_state)`` gives
+    the state that a process which was killed has left in memory
+    (:meth:`~adacheck_jax.AdaCheckHandler.recover`).
 
     Args:
         context: a context from :func:`context`, or one whose registry :func:`register` was given.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
@@ -26,6 +26,8 @@ from adacheck_jax.format.fingerprint import combine
 from adacheck_jax.save.checks.free_memory import free_bytes
 from adacheck_jax.save.exported_update import ExportedUpdate
 from adacheck_jax.save.plan import SavePlan
+from adacheck_jax.save.recovery.journal import FilePlace, Found, Journal
+from adacheck_jax.save.recovery.shadow_file import ShadowFileError
 from adacheck_jax.save.snapshot import Structure
 from adacheck_jax.update import program as update_program
 from adacheck_jax.update.elements.host_fold import HostFold, UnfitError
@@ -58,16 +60,35 @@ class Followed:
     sums: Callable[[], Mapping[int, int]]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Begun:
+    """A step from which the shadow follows training.
+
+    Attributes:
+        own: the step.
+        number: its number.
+        blocks: this process's boxes of the leaves, perhaps on their way: of all of the update, and
+            for a file of all others, too.
+        sums: gives this process's contribution to the fingerprint of each leaf; may wait.
+    """
+
+    own: Position
+    number: int
+    blocks: Mapping[int, Blocks]
+    sums: Callable[[], Mapping[int, int]]
+
+
 class Shadow:
     """Follows a training run.
 
     Args:
         most_bytes: host memory that the shadow may take; None for half of what is free, shared by
             the processes of a machine. With 0 there is no shadow.
+        place: the file that it lies in; None for memory of this process.
     """
 
-    def __init__(self, most_bytes: int | None) -> None:
-        self._most_bytes = most_bytes
+    def __init__(self, most_bytes: int | None, place: FilePlace | None = None) -> None:
+        self._most_bytes, self._place = most_bytes, place
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adacheck_shadow")
         self._replica: _Replica | None = None
         self._refused: tuple[Structure, ExportedUpdate] | None = None
@@ -76,23 +97,21 @@ class Shadow:
         self,
         structure: Structure,
         update: ExportedUpdate,
-        position: Position,
-        blocks: Mapping[int, Blocks],
+        begun: Begun,
     ) -> None:
         """Takes the state from a base, or from a restored step.
 
         Args:
             structure: structure of the state.
             update: its exported update.
-            position: the step.
-            blocks: this process's boxes of all leaves of the update, perhaps on their way.
+            begun: the step.
         """
         replica = self._replica
         if replica is None or not replica.fits(structure, update):
             replica = self._replica = self._made(structure, update)
         if replica is not None:
             replica.is_lost = False
-            self._thread.submit(replica.load, position, blocks)
+            self._thread.submit(replica.load, begun)
 
     def follow(self, step: Followed) -> Proof | None:
         """Folds a step, in the background; None where there is no shadow."""
@@ -126,28 +145,89 @@ class Shadow:
         """Follows no more, and says so."""
         if self._replica is not None:
             self._refused = (self._replica.structure, self._replica.update)
+            self.close()
             self._replica = None
             _log.warning("Deltas are checked by sample from now on: %s", reason)
+
+    def recover(self, structure: Structure, update: ExportedUpdate) -> Found:
+        """Takes the state that another process has left in the file.
+
+        Args:
+            structure: structure of the state.
+            update: its exported update.
+
+        Returns:
+            The state, which nobody has compared with its fingerprints yet.
+
+        Raises:
+            ShadowFileError: there is none, or none that can be taken.
+        """
+        self.close()
+        found = _fold_of(structure, update, is_kept=True)
+        if isinstance(found, str):
+            raise ShadowFileError(found or "the update cannot be computed from the shadow")
+        assert self._place is not None
+        journal = Journal(self._place, structure, update, found)
+        journal.open()
+        replica = _Replica(structure, update, found, journal, is_there=True)
+        most_bytes = self._most(journal)
+        replica.has_room_for_copy = journal.size_bytes + found.size_bytes() <= most_bytes
+        try:
+            state = replica.resume()
+        except ShadowFileError:
+            replica.close()
+            raise
+        self._refused, self._replica = None, replica
+        return state
+
+    def stand_at(self, position: Position) -> None:
+        """Goes on from the state that was recovered.
+
+        Args:
+            position: the step that it is.
+        """
+        if self._replica is not None:
+            self._replica.position = position
+
+    def close(self) -> None:
+        """Lets go of the file, which stays; follows no more until the next base."""
+        replica = self._replica
+        if replica is not None and replica.journal is not None:
+            self._replica = None
+            self._thread.submit(replica.close).result()
 
     def _made(self, structure: Structure, update: ExportedUpdate) -> _Replica | None:
         if self._most_bytes == 0 or self._refused == (structure, update):
             return None
+        self.close()
         self._refused = (structure, update)
-        found = _fold_of(structure, update)
+        found = _fold_of(structure, update, is_kept=self._place is not None)
         if isinstance(found, str):
             if found:
                 _log.info("Deltas are checked by sample: %s.", found)
             return None
-        most_bytes = free_bytes() // 2 if self._most_bytes is None else self._most_bytes
-        if found.size_bytes > most_bytes:
+        journal = None
+        if self._place is not None:
+            journal = Journal(self._place, structure, update, found)
+        size_bytes = found.size_bytes() if journal is None else journal.size_bytes
+        most_bytes = self._most(journal)
+        if size_bytes > most_bytes:
             _log.info(
                 "Deltas are checked by sample: a copy of the state in host memory takes %d MiB, "
                 "and may take %d (shadow_bytes).",
-                *(found.size_bytes >> 20, most_bytes >> 20),
+                *(size_bytes >> 20, most_bytes >> 20),
             )
             return None
         self._refused = None
-        return _Replica(structure, update, found, 2 * found.size_bytes <= most_bytes)
+        replica = _Replica(structure, update, found, journal)
+        replica.has_room_for_copy = size_bytes + found.size_bytes() <= most_bytes
+        return replica
+
+    def _most(self, journal: Journal | None) -> int:
+        """Host memory that may be taken; what the file has already is free to it."""
+        if self._most_bytes is not None:
+            return self._most_bytes
+        return (free_bytes() + (journal.found_bytes if journal else 0)) // 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -178,6 +258,8 @@ class _Replica:
         update: its exported update.
         has_room_for_copy: as of :class:`Shadow`.
         is_lost: True if a step could not be followed, until the next base.
+        journal: the file that it lies in; None if it lies in this process's memory.
+        position: the step that it has.
     """
 
     def __init__(
@@ -185,12 +267,14 @@ class _Replica:
         structure: Structure,
         update: ExportedUpdate,
         fold: HostFold,
-        has_room_for_copy: bool,
+        journal: Journal | None,
+        *,
+        is_there: bool = False,
     ) -> None:
         self.structure, self.update, self._fold = structure, update, fold
-        self.has_room_for_copy = has_room_for_copy
-        self.is_lost = False
-        self._position: Position | None = None
+        self.journal, self._is_there = journal, is_there
+        self.has_room_for_copy = self.is_lost = False
+        self.position: Position | None = None
         pieces = update.pieces
         assert pieces is not None
         computed = frozenset(pieces.before.leaves)
@@ -199,7 +283,7 @@ class _Replica:
         scalars = frozenset(pieces.scalar_leaves)
         self._scalars = [i for i in self._compared if i in scalars]
         self._arrays = [i for i in self._compared if i not in scalars]
-        self._fingerprints: dict[int, tuple[list[int], Fingerprints]] = {}
+        self._fingerprints: dict[bool, tuple[list[int], Fingerprints]] = {}
         self._compiled: Future[None] = Future()
         update_program.in_background(self._compile, self._compiled)
 
@@ -208,27 +292,57 @@ class _Replica:
         return self.structure is structure and self.update is update
 
     def _compile(self) -> None:
-        self._fold.allocate()
+        if self.journal is not None and not self._is_there:
+            try:
+                self.journal.create()
+            except ShadowFileError as error:
+                self.journal = None
+                _log.warning(
+                    "The shadow lies in memory that ends with this process: %s. If it is killed, "
+                    "its state is read from storage.",
+                    error,
+                )
+        self._fold.allocate(self.journal.memory if self.journal else None)
         self._fold.compile()
 
-    def load(self, position: Position, blocks: Mapping[int, Blocks]) -> None:
+    def resume(self) -> Found:
+        """Takes the state that lies in the file; see :meth:`Journal.resume`."""
+        assert self.journal is not None
+        self._compiled.result()
+        return self.journal.resume()
+
+    def close(self) -> None:
+        """Lets go of the file, and follows no more."""
+        self._compiled.exception()
+        self.is_lost, self.position = True, None
+        if self.journal is not None:
+            self.journal.close()
+
+    def load(self, begun: Begun) -> None:
         """Takes the state of one step."""
-        self._position = None
+        self.position, blocks = None, begun.blocks
         try:
             self._compiled.result()
-            self._put([*self._taken, *self._compared, *self.update.stored], blocks)
+            if (journal := self.journal) is not None:
+                journal.lift()
+            self._fold.go_to(False, False)  # an update that failed may have left it in between
+            if journal is not None:
+                journal.receive(self._taken, blocks)
+            self._take(blocks, (), self._compared)
+            if journal is not None:
+                journal.begin(begun.number, (), begun.sums())
         except Exception as error:
             self._lose(error)
         else:
-            self._position = position
+            self.position = begun.own
 
     def follow(self, step: Followed) -> frozenset[int] | None:
         """Moves on to a step; gives the leaves that differ from the state's."""
         plan = step.settled()
-        position, self._position = self._position, None
+        position, self.position = self.position, None
         try:
             if position is step.before:
-                self._move(plan, step.blocks)
+                self._move(plan, step)
             elif position is None or position is not step.again:
                 self.is_lost = True
                 return None
@@ -236,14 +350,14 @@ class _Replica:
         except Exception as error:
             self._lose(error)
             return None
-        self._position = step.own
+        self.position = step.own
         return found
 
     def copied(
         self, position: Position, others: Mapping[int, Blocks]
     ) -> Mapping[int, Blocks] | None:
         """Copies the state of a step; None if the copy is at another one, or lacks a leaf."""
-        if self._position is not position:
+        if self.position is not position:
             return None
         blocks: dict[int, Blocks] = {}
         for i, leaf in enumerate(self.structure.leaves):
@@ -266,14 +380,35 @@ class _Replica:
             *(type(error).__name__, error),
         )
 
-    def _move(self, plan: SavePlan, blocks: Mapping[int, Blocks]) -> None:
-        if plan.is_replayed and plan.decision.updates:
-            # A leaf that the update passes through is put in place before the update.
-            self._put(self._taken, blocks)
-            self._fold.advance(plan.decision.updates)
-            self._put(sorted(self.update.stored | plan.unreplayed), blocks)
+    def _move(self, plan: SavePlan, step: Followed) -> None:
+        blocks = step.blocks
+        updates = plan.decision.updates if plan.is_replayed else ()
+        after = plan.unreplayed if updates else frozenset(self._compared)
+        own = after - self.update.stored
+        if (journal := self.journal) is None:
+            self._take(blocks, updates, after)
+        elif any(i in blocks and blocks[i] for i in own):
+            # Nothing but an update goes over the copy so that it may be stopped at any moment.
+            sums = step.sums()
+            journal.lift()
+            journal.receive(self._taken, blocks)
+            self._take(blocks, updates, after)
+            journal.begin(plan.step, (), sums)
         else:
-            self._put([*self._taken, *self._compared, *self.update.stored], blocks)
+            sums = step.sums()
+            journal.receive(self._taken, blocks)
+            journal.begin(plan.step, updates, sums)
+            self._take(blocks, updates, after)
+
+    def _take(
+        self, blocks: Mapping[int, Blocks], updates: Sequence[int], after: Collection[int]
+    ) -> None:
+        """Goes over the copy: to another step's elements."""
+        if self.journal is None:  # else it has put them beside those of the step before
+            self._put(self._taken, blocks)
+        if updates:
+            self._fold.advance(updates, done=self.journal.note if self.journal else None)
+        self._put(sorted(self.update.stored.union(after)), blocks)
 
     def _put(self, leaves: Sequence[int], blocks: Mapping[int, Blocks]) -> None:
         for i in leaves:
@@ -288,7 +423,7 @@ class _Replica:
 
     def _sums(self) -> dict[int, int]:
         """This process's contribution to the fingerprint of each leaf that is compared."""
-        phase, arrays = self._fold.phase, self._arrays
+        phase, arrays = self._fold.place[0], self._arrays
         if phase not in self._fingerprints:
             blocks = [(i, box, x) for i in arrays for box, x in self._fold.blocks(i).items()]
             table = Fingerprints([(x, box.start) for _, box, x in blocks])
@@ -305,13 +440,19 @@ class _Replica:
         return sums
 
 
-def _fold_of(structure: Structure, update: ExportedUpdate) -> HostFold | str:
-    """The fold of an update over this process's boxes; or the reason why there is none."""
+def _fold_of(structure: Structure, update: ExportedUpdate, *, is_kept: bool) -> HostFold | str:
+    """The fold of an update over this process's boxes; or the reason why there is none.
+
+    Args:
+        structure: structure of the state.
+        update: its exported update.
+        is_kept: True if there is to be one though a sample has all elements.
+    """
     leaves, pieces = structure.leaves, update.pieces
     if pieces is None or not update.pinned:
         return "the update is not one that the host computes alike" if update.files else ""
     touched = [i for each in structure.arguments for i in each]
-    if max(math.prod(leaves[i].shape) for i in touched) <= WHOLE_ELEMENTS:
+    if not is_kept and max(math.prod(leaves[i].shape) for i in touched) <= WHOLE_ELEMENTS:
         return ""  # a sample has all elements
     taken = frozenset(pieces.after.leaves).difference(pieces.before.leaves)
     if jax.process_count() > 1 and taken.intersection(pieces.scalar_leaves):

@@ -2,13 +2,14 @@
 
 Leaves that go through the same operations lie one behind another in a vector, and are computed a
 chunk at a time by one small program. With each step a vector slides by one chunk, forward and back
-in turns, so that no chunk is overwritten before its successor is complete.
+in turns, so that no chunk is overwritten before its successor is complete: a step that was stopped
+in the middle is gone on with, if it is known how many chunks are complete.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,7 +40,9 @@ class _Vector:
         elements: number of elements in use, without padding.
         chunk: elements of a chunk.
         slides: True if the vector is computed, and slides.
-        memory: chunks for all elements, and one to spare for a vector that slides.
+        memory: chunks for all elements, and chunks to spare.
+        spare: number of chunks to spare: one of a vector that slides, as many as there are of one
+            that is put twice.
         shift: first element in use.
     """
 
@@ -48,6 +51,7 @@ class _Vector:
     chunk: int
     slides: bool
     memory: np.ndarray = field(default_factory=lambda: np.empty(0))
+    spare: int = 0
     shift: int = 0
 
     @property
@@ -55,10 +59,18 @@ class _Vector:
         """Number of chunks."""
         return -(-self.elements // self.chunk)
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the memory."""
-        return (self.count + self.slides) * self.chunk * self.dtype.itemsize
+    def spared(self, *, twice: bool) -> int:
+        """Number of chunks to spare, where what is only taken is put twice or not."""
+        return 1 if self.slides else twice * self.count
+
+    def size_bytes(self, *, twice: bool) -> int:
+        """Bytes of the memory, aligned."""
+        size_bytes = (self.count + self.spared(twice=twice)) * self.chunk * self.dtype.itemsize
+        return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+    def go_to(self, *, spare: bool) -> None:
+        """Use the elements from the first on, or those behind as many as there are to spare."""
+        self.shift = spare * self.spare * self.chunk
 
     def part(self, start: int, size: int) -> np.ndarray:
         """Elements in use, counted from the first."""
@@ -107,7 +119,7 @@ class HostFold:
         self._scalars = {i: np.zeros((), dtypes[i]) for i in pieces.scalar_leaves}
         self._places: dict[int, tuple[_Vector, list[tuple[Box, int]]]] = {}
         self._copies: dict[int, Any] = {}
-        computed = frozenset(pieces.before.leaves)
+        self._is_turned = False
         vectors: list[_Vector] = []
         self._work: list[_Work] = []
         for batch in pieces.batches:
@@ -120,7 +132,7 @@ class HostFold:
                     if [*boxes[leaf]] != [*boxes[like]]:
                         raise UnfitError("leaves that are computed together are cut otherwise")
                 dtype = np.dtype(dtypes[leaves[0]])
-                made[leaves] = _Vector(dtype, elements, chunk, leaves[0] in computed)
+                made[leaves] = _Vector(dtype, elements, chunk, leaves in batch.outputs)
                 self._place(made[leaves], leaves, boxes)
             vectors += made.values()
             taken, outputs = ([made[x] for x in each] for each in (batch.taken, batch.outputs))
@@ -142,17 +154,35 @@ class HostFold:
             self._places[leaf] = (vector, places)
 
     @property
-    def size_bytes(self) -> int:
-        """Host memory that the copy takes."""
-        return sum(map(_aligned_bytes, self._vectors))
+    def layout(self) -> str:
+        """A text that tells where in the memory each element of each leaf lies."""
+        lines = []
+        for number, each in enumerate(self._vectors):
+            leaves = [(i, places) for i, (v, places) in self._places.items() if v is each]
+            lines.append(f"{number}: {each.dtype} {each.elements} {each.chunk} {each.slides}")
+            lines += [f"  {i}: {places}" for i, places in leaves]
+        return "\n".join(lines)
 
-    def allocate(self) -> None:
-        """Take the memory."""
-        memory = np.zeros(self.size_bytes + _ALIGNMENT_BYTES, np.uint8)
+    def size_bytes(self, *, twice: bool = False) -> int:
+        """Host memory that the copy takes; see :meth:`allocate`."""
+        return sum(each.size_bytes(twice=twice) for each in self._vectors)
+
+    def allocate(self, memory: np.ndarray | None = None) -> None:
+        """Take the memory.
+
+        Args:
+            memory: bytes to use, aligned to a page, as many as ``size_bytes(twice=True)``: what an
+                update only takes has two places in it, see :meth:`turn`. None for memory of the
+                copy's own, in which it has one.
+        """
+        twice = memory is not None
+        if memory is None:
+            memory = np.zeros(self.size_bytes() + _ALIGNMENT_BYTES, np.uint8)
         start = -memory.ctypes.data % _ALIGNMENT_BYTES
         for each in self._vectors:
-            each.memory = memory[start : start + each.size_bytes].view(each.dtype)
-            start += _aligned_bytes(each)
+            stop = start + each.size_bytes(twice=twice)
+            each.memory, start = memory[start:stop].view(each.dtype), stop
+            each.spare = each.spared(twice=twice)
 
     def compile(self) -> None:
         """Compile the programs of a step, for the host."""
@@ -195,9 +225,27 @@ class HostFold:
             np.copyto(target[into], blocks[box][out], casting="no")
 
     @property
-    def phase(self) -> int:
-        """What tells where the elements lie: they lie there again after every other step."""
-        return max((each.shift for each in self._vectors), default=0)
+    def place(self) -> tuple[bool, bool]:
+        """Where elements lie: those computed in the spare chunk, those taken in a second place."""
+        return any(each.shift for each in self._vectors if each.slides), self._is_turned
+
+    def go_to(self, computed: bool, taken: bool) -> None:
+        """Use elements where they lay at a :attr:`place`."""
+        for each in self._vectors:
+            each.go_to(spare=computed if each.slides else taken)
+        self._is_turned = taken
+
+    def turn(self, kept: Collection[int]) -> None:
+        """Put what an update only takes into its other place, so that what was put before stays.
+
+        Args:
+            kept: leaves for which nothing will be put: they are copied.
+        """
+        computed, taken = self.place
+        before = {i: self.blocks(i) for i in kept if i in self._places}
+        self.go_to(computed, not taken)
+        for i, blocks in before.items():
+            self.put(i, blocks)
 
     def holds(self, leaf: int) -> bool:
         """True if the copy has a leaf: one that the update takes or computes."""
@@ -210,36 +258,73 @@ class HostFold:
         vector, places = self._places[leaf]
         return {box: vector.part(start, box.size).reshape(box.shape) for box, start in places}
 
-    def advance(self, updates: Sequence[int]) -> None:
+    @property
+    def chunks(self) -> int:
+        """Number of chunks that an update computes."""
+        return sum(work.computed[0].count for work in self._work)
+
+    @property
+    def scalars(self) -> Mapping[int, np.ndarray]:
+        """The leaves that are single numbers, by leaf index."""
+        return self._scalars
+
+    def advance(
+        self,
+        updates: Sequence[int],
+        begin: int = 0,
+        done: Callable[[int], None] | None = None,
+    ) -> None:
         """Make one update, with what was put for it.
 
         Args:
             updates: positions of the recorders that made an update.
+            begin: number of chunks that are complete already.
+            done: to be called with the number of complete chunks, after each. Where the copy is
+                stopped after that, the update can be begun again with that number.
         """
         of_scalars, *programs = self._programs
         with jax_settings.own(self._x64), jax.default_device(self._device):
             switches = update_program.switches(self._recorder_count, updates)
             results, values = jax.device_get(of_scalars(self._scalars, switches))
+            before = 0
             for work, program in zip(self._work, programs, strict=True):
-                _slide(work, program, {ref: values[ref] for ref in work.refs})
+                chunks = _Chunks(before, begin, done)
+                _slide(work, program, {ref: values[ref] for ref in work.refs}, chunks)
+                before += work.computed[0].count
         self._scalars.update(results)
 
 
-def _aligned_bytes(vector: _Vector) -> int:
-    return -(-vector.size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+@dataclass(frozen=True, slots=True)
+class _Chunks:
+    """The chunks of one batch among all of an update.
+
+    Attributes:
+        before: number of chunks of the batches before it.
+        begin: number of chunks, of all, that are complete already.
+        done: to be called with the number of complete chunks, of all.
+    """
+
+    before: int
+    begin: int
+    done: Callable[[int], None] | None
 
 
-def _slide(work: _Work, program: Any, values: Mapping[int, Any]) -> None:
+def _slide(work: _Work, program: Any, values: Mapping[int, Any], chunks: _Chunks) -> None:
     """Compute all chunks of a batch, each into the place of the chunk before or after it."""
     first, *_ = work.computed
-    numbers, shift = range(first.count), 0
+    numbers, shift = [*range(first.count)], 0
     if not first.shift:  # the spare chunk is behind the last one
-        numbers, shift = reversed(numbers), first.chunk
-    for number in numbers:
+        numbers, shift = numbers[::-1], first.chunk
+    for place, number in enumerate(numbers, chunks.before):
+        if place < chunks.begin:
+            continue
         start, stop = number * first.chunk, (number + 1) * first.chunk
         results = program(values, [each.part(start, each.chunk) for each in work.taken])
         for each, result in zip(work.computed, results, strict=True):
             each.memory[shift + start : shift + stop] = result
+        # All of a chunk is there before it is said to be: the next one overwrites what it took.
+        if chunks.done is not None:
+            chunks.done(place + 1)
     for each in work.computed:
         each.shift = shift
 
