@@ -254,8 +254,8 @@ def _delta_manifest(
 def _delta(step: StagedStep, reports: Sequence[Report]) -> Delta:
     """The delta of a step, from the reports of all processes on it."""
     letters: list[dict[int, str]] = [dict(report["letters"]) for report in reports]
-    proved = all(report["proved"] for report in reports)
     stored, plan = tuple(sorted(set().union(*letters))), step.plan
+    is_full = plan.decision.updates and share.is_proved(reports)
     packs = tuple(
         Pack(
             encodings="".join(own.get(i, Encoding.SAME) for i in stored),
@@ -275,7 +275,7 @@ def _delta(step: StagedStep, reports: Sequence[Report]) -> Delta:
         unreplayed=tuple(sorted(plan.unreplayed)) if plan.decision.updates else (),
         packs=packs,
         fingerprints=share.fingerprints_of(reports),
-        checked="full" if proved and plan.decision.updates else plan.checked_by,
+        checked="full" if is_full else plan.checked_by,
     )
 
 

@@ -307,8 +307,8 @@ class Planner:
     def _learn_disproved(self, reason: str, steps: Sequence[StagedStep]) -> None:
         """Notes what the shadow found wrong: the sample of a later step may miss it.
 
-        Of several processes one alone knows it, and all have to plan alike: there the next save is
-        a base, as after any save that failed.
+        Of several processes all have to plan alike: there the next save is a base, as after any
+        save that failed.
         """
         alone = jax.process_count() == 1
         paths = [

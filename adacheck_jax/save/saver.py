@@ -20,7 +20,7 @@ import numpy as np
 from adacheck_jax.device import replicas, transfer, xla_call
 from adacheck_jax.device.transfer import Joined
 from adacheck_jax.device.trees import PyTree
-from adacheck_jax.format.boxes import Blocks, Box
+from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.save import staged
 from adacheck_jax.save.background_bases import BackgroundBases
 from adacheck_jax.save.checks.interface import State, Witness
@@ -153,7 +153,7 @@ class Saver:
             blocks = transfer.stage(dict(enumerate(snapshot.arrays)), structure.picks)
             update, sums = self._planner.update_of(structure), restored.manifest.fingerprints
             begun = Begun(
-                tip, tip.step, _with_scalars(snapshot, blocks), lambda: dict(enumerate(sums))
+                tip, tip.step, _with_others(snapshot, blocks), lambda: dict(enumerate(sums))
             )
             self._shadow.start(structure, update, begun)
 
@@ -459,7 +459,7 @@ class Saver:
                 Followed(position, own, repeated, copies.staged, own.settled, own.sums)
             )
         elif planned.has_witness:
-            blocks = _with_scalars(snapshot, copies.staged)
+            blocks = _with_others(snapshot, copies.staged)
             begun = Begun(own, planned.step, blocks, own.sums)
             self._shadow.start(planned.structure, planned.update, begun)
         if course.check is not None:
@@ -548,16 +548,16 @@ def _is_of(planned: SavePlan, parent: Lineage) -> bool:
     return (planned.step, planned.structure.leaves) == (base.step, base.leaves)
 
 
-def _with_scalars(snapshot: Snapshot, blocks: Mapping[int, Blocks]) -> Mapping[int, Blocks]:
-    """Blocks of a state, with the scalars that other processes own."""
-    scalars = {
-        i: transfer.picks_of(snapshot.arrays[i], [Box.full(())])
-        for each in snapshot.structure.arguments
-        for i in each
-        if not snapshot.structure.leaves[i].shape
-    }
-    own = transfer.stage({i: snapshot.arrays[i] for i in scalars}, scalars)
-    return Joined(dict.fromkeys(blocks, blocks) | dict.fromkeys(own, own))
+def _with_others(snapshot: Snapshot, blocks: Mapping[int, Blocks]) -> Mapping[int, Blocks]:
+    """Blocks of a state, with what other processes own of it and this one's shadow may hold."""
+    if jax.process_count() == 1:
+        return blocks
+    structure, arrays = snapshot.structure, snapshot.arrays
+    touched = {i for each in structure.arguments for i in each}
+    boxes = {i: transfer.boxes_here(arrays[i].shape, arrays[i].sharding) for i in touched}
+    picks = {i: transfer.picks_of(arrays[i], boxes[i]) for i in touched}
+    others = transfer.stage({i: arrays[i] for i in touched}, picks)
+    return Joined(dict.fromkeys(blocks, blocks) | dict.fromkeys(others, others))
 
 
 def _still(structure: Structure) -> frozenset[int]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,10 +21,11 @@ from typing import Any, Protocol
 import jax
 
 from adacheck_jax.device import replicas
-from adacheck_jax.errors import AdaCheckError, MismatchError, storage_named
+from adacheck_jax.errors import AdaCheckError, MismatchError, ReplayError, storage_named
 from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.format.fingerprint import combine
 from adacheck_jax.format.manifest import Caution
+from adacheck_jax.save import staged as staged_steps
 from adacheck_jax.save.exported_update import ExportedUpdate
 from adacheck_jax.save.plan import SavePlan
 from adacheck_jax.save.snapshot import Structure
@@ -35,6 +37,7 @@ from adacheck_jax.store.steps import lineage, manifest_file
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.interface import Stamp
 from adacheck_jax.store.storage.location import AnyPath, at
+from adacheck_jax.update import program as update_program
 
 Report = dict[str, Any]
 """Account of what one process wrote, as JSON."""
@@ -313,7 +316,7 @@ def _write(
     ]
     for each, told in zip(staged.steps, report["steps"], strict=True):
         each.verify()  # no manifest speaks of a delta whose replay was not compared
-        told["proved"] = each.is_proved
+        told["replayed"] = None if each.replayed is None else sorted(each.replayed.items())
     return report
 
 
@@ -360,6 +363,7 @@ def _validated(staged: StagedSave, reports: Sequence[Report]) -> Report:
         _validate_local(each.step, own, staged.structure)
         found = fingerprints_of(own)
         _validate_unchanged(staged, each, before, found)
+        _validate_replayed(staged, each, own, found)
         staged.replicas.settle(each.step, [report["replicas"] for report in own])
         before = found
     told = [report["caution"] for report in reports]
@@ -404,6 +408,35 @@ def _validate_unchanged(
             f"or rolled back in memory?). Step {staged.own.step} is not saved; the next one will "
             "be a base."
         )
+
+
+def _validate_replayed(
+    staged: StagedSave, step: StagedStep, reports: Sequence[Report], found: Sequence[int]
+) -> None:
+    """Compares the shadows of all processes, which hold the state in parts, with the state."""
+    told = [report["replayed"] for report in reports]
+    if len(told) == 1 or None in told or update_program.platform() != "cpu":
+        return  # a process alone has compared its own; elsewhere arithmetic may differ
+    sums: dict[int, list[int]] = {}
+    for i, each in itertools.chain(*told):
+        sums.setdefault(i, []).append(each)
+    if wrong := sorted(i for i, each in sums.items() if combine(each) != found[i]):
+        raise ReplayError(
+            f"{staged.destination.directory}: step {step.step}: "
+            f"{staged_steps.told(step.plan.structure, wrong)}. This was found after the save had "
+            "returned, when the state could not be had any more: the step is not saved. "
+            f"{staged_steps.CAUSES} The next save is a base."
+        )
+
+
+def is_proved(reports: Sequence[Report]) -> bool:
+    """True if the shadows of all processes were compared with a step's state.
+
+    Args:
+        reports: of all processes on the step, which were validated.
+    """
+    is_compared = len(reports) == 1 or update_program.platform() == "cpu"
+    return is_compared and all(report["replayed"] is not None for report in reports)
 
 
 def by_step(reports: Sequence[Report]) -> list[tuple[Report, ...]]:

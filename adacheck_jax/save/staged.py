@@ -134,8 +134,15 @@ def comparable(copies: Mapping[int, Blocks], plan: SavePlan) -> Mapping[int, Blo
 class Proof(Protocol):
     """A comparison of all of a step with the trained state, under way."""
 
-    def differing(self) -> frozenset[int] | None:
-        """The leaves that differ; None if that cannot be told. Waits."""
+    def sums(self) -> dict[int, int] | None:
+        """This process's contribution to the replay's fingerprints; None if it is not known.
+
+        Of the leaves that are compared, by leaf index. Waits.
+        """
+        ...
+
+    def is_trusted(self) -> bool:
+        """True if a difference means that replay is wrong."""
         ...
 
 
@@ -160,8 +167,10 @@ class StagedStep:
         label: as above.
         fingerprints, delta, local: as above.
         proof: comparison of the whole replay with the state by the shadow; None without one.
-        is_proved: True once the shadow was found to be the state.
-        disproved: the leaves in which it was not.
+        replayed: this process's contribution to the fingerprints of the shadow, where it followed
+            the step, once :meth:`verify` was called. Of several processes no one can tell alone
+            whether they are those of the state.
+        disproved: the leaves in which they were not, in a process alone.
     """
 
     def __init__(
@@ -182,7 +191,8 @@ class StagedStep:
         self._counters = counters
         self._check: Check | None = None
         self.proof: Proof | None = None
-        self.is_proved, self.disproved = False, frozenset[int]()
+        self.replayed: dict[int, int] | None = None
+        self.disproved = frozenset[int]()
         self._parent, self._before, self._again = parent, before, again
         self._sums: dict[int, int] = {}
         self._is_released = False
@@ -283,9 +293,14 @@ class StagedStep:
         found: Collection[int] = ()
         if self._check is not None:
             found = self._check.findings(plan.decision.updates)
-        if self.proof is not None and (differing := self.proof.differing()) is not None:
-            self.is_proved, self.disproved = not differing, differing
-            found = {*found, *differing}
+        if self.proof is not None:
+            self.replayed = self.proof.sums()
+        if self.proof is not None and self.replayed is not None and jax.process_count() == 1:
+            own, replayed = self.sums(), self.replayed
+            self.disproved = frozenset(i for i in replayed if replayed[i] != own[i])
+            if self.disproved and not self.proof.is_trusted():
+                self.replayed, self.disproved = None, frozenset()
+            found = {*found, *self.disproved}
         if wrong := sorted(i for i in found if i not in plan.unreplayed):
             raise ReplayError(
                 f"{self.label}: step {self.step}: {told(plan.structure, wrong)}. This was found "

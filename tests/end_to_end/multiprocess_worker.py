@@ -6,6 +6,7 @@ MODE is save, resume or restore; or record, which records steps and saves the ot
 restore-recorded; or bits, which saves bit-pattern differences; or projected, which
 saves a run that changes params after the update; or no-scalars, which saves one without a scalar;
 or schedule, which saves by a schedule for which each process measures other costs.
+or edited, in which an element is changed by hand before the fourth step is saved;
 or compact, in which another process compacts the second step before the third is saved.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 from tests.one_process import own, write  # isort: skip
@@ -103,7 +105,20 @@ with support.manager_of(own.root, handler, **options) as manager:
     if mode == "resume":
         target = adacheck.RestoreArgs(support.abstract(run.state))
         run.state, run.count = manager.restore(STEPS, args=target), STEPS
-    if mode not in ("restore", "restore-recorded", "record"):
+    if mode == "edited":
+        edit = jax.jit(lambda x: x.at[5, 17].add(1e-3), donate_argnums=0)
+        for _ in range(6):
+            run.advance()
+            if run.count == 4:
+                kernel = run.state["params"]["in"]["kernel"]
+                run.state["params"]["in"]["kernel"] = edit(kernel)
+            write(run.state, f"saved{run.count}")
+            manager.save(run.count, args=adacheck.SaveArgs(run.state))
+            try:
+                manager.wait_until_finished()
+            except adacheck.AdaCheckError as error:
+                Path(f"{own.out}-refused{own.process}").write_text(f"{run.count}: {error}")
+    if mode not in ("restore", "restore-recorded", "record", "edited"):
         for _ in range(STEPS):
             if mode == "compact" and run.count == 2:
                 manager.wait_until_finished()

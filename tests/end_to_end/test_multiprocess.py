@@ -7,13 +7,16 @@ import sys
 import uuid
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
+import adacheck_jax as adacheck
 from adacheck_jax.format import manifest
 from adacheck_jax.store.steps import lineage, roots
 from adacheck_jax.store.storage.location import located
 from benchmarks.common import free_port
+from tests import support
 
 WORKER = "tests.end_to_end.multiprocess_worker"
 
@@ -165,6 +168,31 @@ def test_several_processes_save_differences(tmp_path, mode, kinds, has_update):
         for step in (1, 3):
             restored = leaves(Path(f"{out}-restored{step}.npz"))
             assert restored == leaves(tmp_path / f"out-saved{step}.npz")
+
+
+def checked_of(root):
+    found = [step.manifest for step in roots.steps_of(root)]
+    return [getattr(each, "checked", "base") for each in found]
+
+
+def test_the_shadows_of_all_processes_prove_a_delta_together(run_of_two):
+    assert checked_of(run_of_two / "run") == ["base", "full", "full"]
+
+
+def test_an_element_changed_by_hand_is_refused_by_all_processes(tmp_path):
+    """No sample is certain to meet it; each process has a part of its leaf."""
+    launch("edited", 2, tmp_path / "run", tmp_path / "out", devices=2)
+    told = [(tmp_path / f"out-refused{n}").read_text() for n in range(2)]
+    assert all(each.startswith("4: ") and "params/in/kernel" in each for each in told)
+    assert [step.step for step in roots.steps_of(tmp_path / "run")] == [1, 2, 3, 5, 6]
+    assert checked_of(tmp_path / "run") == ["base", "full", "full", "base", "full"]
+    run = support.dict_run(support.mesh_of((2, 2)))
+    with support.manager_of(tmp_path / "run", adacheck.AdaCheckHandler()) as manager:
+        for step in (3, 6):
+            target = adacheck.RestoreArgs(support.abstract(run.state))
+            found = manager.restore(step, args=target)
+            expected = leaves(tmp_path / f"out-saved{step}.npz")
+            assert [np.asarray(x).tobytes() for x in jax.tree.leaves(found)] == expected
 
 
 @pytest.mark.slow

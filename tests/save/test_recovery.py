@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
-import logging
-import os
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import adacheck_jax as adacheck
 from adacheck_jax.device import transfer
-from adacheck_jax.save.recovery import journal, shadow_file
 from adacheck_jax.save.recovery.journal import Journal
 from adacheck_jax.update.elements import host_fold
 from tests import support
@@ -58,8 +50,8 @@ def told(caplog: pytest.LogCaptureFixture) -> str:
 def assert_same(found: Any, expected: Any) -> None:
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
     for a, b in pairs:
-        a, b = (np.asarray(transfer.raw(x)) for x in (a, b))
-        assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
+        x, y = (np.asarray(transfer.raw(each)) for each in (a, b))
+        assert (x.dtype, x.shape, x.tobytes()) == (y.dtype, y.shape, y.tobytes())
 
 
 def trained(root: Path, memory: Path, count: int = 3, **options: Any) -> support.Run:
@@ -85,8 +77,10 @@ def test_the_next_save_after_a_recovery_is_a_delta_of_the_newest_step(root, memo
     handler = handler_of(run, memory)
     with manager_of(root, handler) as manager:
         found = handler.recover(root, support.abstract(run.state))
-        assert found is not None and found.step == 3
-        assert handler.restored is not None and handler.restored.exact
+        assert found is not None
+        assert found.step == 3
+        assert handler.restored is not None
+        assert handler.restored.exact
         assert_same(found.state, saved[3])
         run.state = found.state
         saved |= save_steps(manager, run, 2)
@@ -113,7 +107,8 @@ def test_a_recorded_step_is_recovered_and_the_next_save_is_a_base(root, memory):
     handler = handler_of(run, memory)
     with manager_of(root, handler) as manager:
         found = handler.recover(root, run.state)
-        assert found is not None and found.step == 5
+        assert found is not None
+        assert found.step == 5
         assert_same(found.state, expected)
         run.state = found.state
         saved = save_steps(manager, run, 2)
@@ -184,7 +179,8 @@ def test_a_fold_that_was_stopped_at_any_chunk_is_gone_on_with(root, memory, monk
         inner = Journal.note
         patch.setattr(Journal, "note", lambda self, n: (counts.append(n), inner(self, n)))
         found = recovered(run, root, memory)
-    assert found is not None and found.step == 3
+    assert found is not None
+    assert found.step == 3
     assert_same(found.state, states[3])
     done = at - 1 if after else max(at - 2, 0)
     assert counts == [*range(done + 1, CHUNKS + 1)]

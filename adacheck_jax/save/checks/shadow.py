@@ -31,6 +31,7 @@ from adacheck_jax.save.recovery.shadow_file import ShadowFileError
 from adacheck_jax.save.snapshot import Structure
 from adacheck_jax.update import program as update_program
 from adacheck_jax.update.elements.host_fold import HostFold, UnfitError
+from adacheck_jax.update.elements.pieces import Pieces
 from adacheck_jax.update.elements.sample_sites import WHOLE_ELEMENTS
 
 _log = logging.getLogger(__name__)
@@ -235,19 +236,24 @@ class Proof:
     """A step that the shadow follows; see :class:`~adacheck_jax.save.staged.Proof`."""
 
     shadow: Shadow
-    found: Future[frozenset[int] | None]
+    found: Future[dict[int, int] | None]
 
-    def differing(self) -> frozenset[int] | None:
-        """The leaves in which the shadow differs from the trained state; waits.
+    def sums(self) -> dict[int, int] | None:
+        """This process's contribution to the fingerprints of the leaves that are compared; waits.
 
-        On other platforms than the CPU that may be the arithmetic of the host. Then the shadow is
-        given up, and nothing can be told.
+        None if the shadow is at another step.
         """
-        found = self.found.result()
-        if found and update_program.platform() != "cpu":
-            self.shadow.give_up("the host computes other bits than the devices")
-            return None
-        return found
+        return self.found.result()
+
+    def is_trusted(self) -> bool:
+        """False if a difference may be the arithmetic of the host: on any platform but the CPU.
+
+        Then the shadow is given up.
+        """
+        if update_program.platform() == "cpu":
+            return True
+        self.shadow.give_up("the host computes other bits than the devices")
+        return False
 
 
 class _Replica:
@@ -280,9 +286,10 @@ class _Replica:
         computed = frozenset(pieces.before.leaves)
         self._taken = [i for i in pieces.after.leaves if i not in computed]
         self._compared = sorted(computed - update.stored)
-        scalars = frozenset(pieces.scalar_leaves)
-        self._scalars = [i for i in self._compared if i in scalars]
-        self._arrays = [i for i in self._compared if i not in scalars]
+        self._scalars = [
+            i for i in self._compared if _teller_of(structure, pieces, i) == jax.process_index()
+        ]
+        self._arrays = [i for i in self._compared if structure.leaves[i].shape]
         self._fingerprints: dict[bool, tuple[list[int], Fingerprints]] = {}
         self._compiled: Future[None] = Future()
         update_program.in_background(self._compile, self._compiled)
@@ -336,8 +343,8 @@ class _Replica:
         else:
             self.position = begun.own
 
-    def follow(self, step: Followed) -> frozenset[int] | None:
-        """Moves on to a step; gives the leaves that differ from the state's."""
+    def follow(self, step: Followed) -> dict[int, int] | None:
+        """Moves on to a step; gives contributions to the fingerprints of what is compared."""
         plan = step.settled()
         position, self.position = self.position, None
         try:
@@ -346,7 +353,9 @@ class _Replica:
             elif position is None or position is not step.again:
                 self.is_lost = True
                 return None
-            found = self._differing(plan, step.sums())
+            # What may not have changed is compared with the parent when shares are validated.
+            others = plan.unreplayed.union(plan.unchanged)
+            found = {i: each for i, each in self._sums().items() if i not in others}
         except Exception as error:
             self._lose(error)
             return None
@@ -415,12 +424,6 @@ class _Replica:
             if i in blocks and (own := blocks[i]):
                 self._fold.put(i, own)
 
-    def _differing(self, plan: SavePlan, sums: Mapping[int, int]) -> frozenset[int]:
-        # What may not have changed is compared with the parent when the shares are validated.
-        others = plan.unreplayed.union(plan.unchanged)
-        own = self._sums()
-        return frozenset(i for i in own if i not in others and own[i] != sums[i])
-
     def _sums(self) -> dict[int, int]:
         """This process's contribution to the fingerprint of each leaf that is compared."""
         phase, arrays = self._fold.place[0], self._arrays
@@ -433,10 +436,9 @@ class _Replica:
         for i, each in zip(leaves, table.sums(), strict=True):
             found[i].append(each)
         sums = {i: combine(each) for i, each in found.items()}
-        for i in self._scalars:  # of which another process may account for
-            if _boxes_of(self.structure, i):
-                ((box, value),) = self._fold.blocks(i).items()
-                sums[i] = fingerprint_of(value, box.start)
+        for i in self._scalars:
+            ((_, value),) = self._fold.blocks(i).items()
+            sums[i] = fingerprint_of(value)
         return sums
 
 
@@ -454,21 +456,46 @@ def _fold_of(structure: Structure, update: ExportedUpdate, *, is_kept: bool) -> 
     touched = [i for each in structure.arguments for i in each]
     if not is_kept and max(math.prod(leaves[i].shape) for i in touched) <= WHOLE_ELEMENTS:
         return ""  # a sample has all elements
-    taken = frozenset(pieces.after.leaves).difference(pieces.before.leaves)
-    if jax.process_count() > 1 and taken.intersection(pieces.scalar_leaves):
-        return "the update takes a number that one process has"
-    boxes = {i: _boxes_of(structure, i) or [Box.full(())] * (not leaves[i].shape) for i in touched}
+    consumed = frozenset(pieces.after.leaves).difference(pieces.before.leaves)
+    if jax.process_count() > 1 and consumed.intersection(pieces.scalars_behind()[1]):
+        return "arrays are computed from a number that one process has"
+    boxes = {i: [Box.full(leaves[i].shape)] for i in touched}
     dtypes = {i: jax.numpy.dtype(leaves[i].dtype) for i in touched}
     count, x64 = len(structure.bindings), transfer.x64_enabled()
     try:
+        if jax.process_count() > 1:
+            boxes |= _boxes_of_records(structure, pieces, consumed)
         return HostFold(pieces, dtypes, boxes, count, x64)
     except UnfitError as error:
         return str(error)
 
 
-def _boxes_of(structure: Structure, leaf: int) -> list[Box]:
-    """The boxes that the shadow holds of a leaf: in a process alone the whole leaf."""
-    described = structure.leaves[leaf]
-    if jax.process_count() == 1:
-        return [Box.full(described.shape)]
-    return described.boxes_of(jax.process_index())
+def _boxes_of_records(
+    structure: Structure, pieces: Pieces, consumed: frozenset[int]
+) -> dict[int, list[Box]]:
+    """The boxes of several processes' shadows: of each leaf those of the record that changes it.
+
+    A process has the boxes on the host that it owns. Of what lies on devices of several processes
+    each leaf may have another owner; but the record is all that a step brings.
+    """
+    process, boxes = jax.process_index(), dict[int, list[Box]]()
+    for batch in pieces.batches:
+        for leaves in zip(*batch.taken, *batch.outputs, strict=True):
+            brought = [structure.leaves[i].boxes_of(process) for i in leaves if i in consumed]
+            if any(each != brought[0] for each in brought):
+                raise UnfitError("other processes have parts of what the update consumes")
+            own = brought[0] if brought else structure.leaves[leaves[0]].boxes_of(process)
+            boxes |= dict.fromkeys(leaves, own)
+    return boxes
+
+
+def _teller_of(structure: Structure, pieces: Pieces, leaf: int) -> int | None:
+    """The process that contributes a computed scalar's fingerprint: one that can compute it.
+
+    None for arrays, and for what no process has all of.
+    """
+    if structure.leaves[leaf].shape:
+        return None
+    behind = pieces.scalars_behind()[0][leaf].difference(pieces.before.leaves)
+    owners = {owner for i in behind for owner in structure.leaves[i].owners}
+    return min(owners, default=0) if len(owners) <= 1 else None

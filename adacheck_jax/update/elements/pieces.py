@@ -284,6 +284,29 @@ class Pieces:
         """Indices of the scalars that the update takes."""
         return [leaf for leaf in self._leaf_of.values() if leaf in self._scalars]
 
+    def scalars_behind(self) -> tuple[dict[int, frozenset[int]], frozenset[int]]:
+        """The scalars of the state that other scalars, and arrays, are computed from.
+
+        Returns:
+            For each computed scalar the scalar leaves that it depends on; and those that some array
+            depends on.
+        """
+        behind: dict[int, frozenset[int]] = {}
+        for ref, leaf in self._leaf_of.items():
+            if leaf in self._scalars:
+                behind[ref] = frozenset([leaf])
+
+        def of(refs: Sequence[Any]) -> frozenset[int]:
+            known = [behind[ref] for ref in refs if isinstance(ref, int) and ref in behind]
+            return frozenset[int]().union(*known)
+
+        for batch in self._of_scalars:
+            for op in batch.group.ops:
+                behind |= dict.fromkeys(op.outputs, of(op.inputs))
+        scalars = {leaf: of([ref]) for ref, leaf in self._result_of.items()}
+        arrays = of([ref for batch in self.batches for ref in batch.group.inputs])
+        return {i: each for i, each in scalars.items() if i in self._scalars}, arrays
+
     def scalars(
         self, given: Mapping[int, Any], switches: Any
     ) -> tuple[dict[int, Any], dict[int, Any]]:
