@@ -221,9 +221,9 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
                 state = manager.restore(newest, args=adacheck.RestoreArgs(abstract_state))
                 first = newest + 1
 
-        The step may be newer than the newest one in storage: recorded and not saved, or saved by a
-        save that did not end. It is older nowhere: then nothing is given. If it is the newest one
-        in storage the next save may be a delta of it, else it is a base.
+        The step may be newer than the newest one in storage: it was recorded and not saved, or its
+        save did not end. One that is older than that is not given. If it is the newest one in
+        storage the next save is a delta of it, if it can be; else it is a base.
 
         Args:
             root: the directory or URL given to the checkpoint manager.

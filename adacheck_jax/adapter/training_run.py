@@ -293,7 +293,9 @@ class TrainingRun:
             saver = self._saver_of(Place(line, None))
             step, state = saver.recover(abstract_state, _newest(*line))
         except ShadowFileError as error:
-            _log.warning("The state is not recovered from memory: %s. Restore it.", error)
+            _log.warning(
+                "The state is not recovered from memory (restore it from storage): %s.", error
+            )
             return None
         self.restored = RestoreInfo(step, 0, (), 0.0)
         return RecoveredStep(step, state)

@@ -190,7 +190,7 @@ class Saver:
             lineage = newest.lineage if newest and newest.step == found.step else None
             if lineage is not None and [*lineage.manifest.fingerprints] != [*found.sums]:
                 raise ShadowFileError(f"storage has another state as step {found.step}")
-        except ShadowFileError:
+        except BaseException:
             self._shadow.close()
             raise
         if newest is None or lineage is None:

@@ -175,7 +175,7 @@ class Shadow:
         replica.has_room_for_copy = journal.size_bytes + found.size_bytes() <= most_bytes
         try:
             state = replica.resume()
-        except ShadowFileError:
+        except BaseException:
             replica.close()
             raise
         self._refused, self._replica = None, replica
@@ -202,21 +202,24 @@ class Shadow:
             return None
         self.close()
         self._refused = (structure, update)
-        found = _fold_of(structure, update, is_kept=self._place is not None)
+        place, found = self._place, _fold_of(structure, update, is_kept=self._place is not None)
+        # Who wants to recover from it has to know that there is none.
+        level, recovers = logging.INFO, ""
+        if place is not None:
+            level, recovers = logging.WARNING, ", and nothing can be recovered from memory"
         if isinstance(found, str):
             if found:
-                _log.info("Deltas are checked by sample: %s.", found)
+                _log.log(level, "Deltas are checked by sample%s: %s.", recovers, found)
             return None
-        journal = None
-        if self._place is not None:
-            journal = Journal(self._place, structure, update, found)
+        journal = None if place is None else Journal(place, structure, update, found)
         size_bytes = found.size_bytes() if journal is None else journal.size_bytes
         most_bytes = self._most(journal)
         if size_bytes > most_bytes:
-            _log.info(
-                "Deltas are checked by sample: a copy of the state in host memory takes %d MiB, "
+            _log.log(
+                level,
+                "Deltas are checked by sample%s: a copy of the state in host memory takes %d MiB, "
                 "and may take %d (shadow_bytes).",
-                *(size_bytes >> 20, most_bytes >> 20),
+                *(recovers, size_bytes >> 20, most_bytes >> 20),
             )
             return None
         self._refused = None

@@ -1,0 +1,349 @@
+"""Kills a training run whose shadow lies in a file, and has the next process recover from it.
+
+    python -m tests.campaigns.shadow_kills --count 500
+
+trains a small model that records most steps and saves the others, and sends SIGKILL at random
+moments, many of them in the middle of a fold: chunks are small, and a pause lies between two. Each
+process recovers what the last one left, compares every bit with a run that was never interrupted,
+trains on from there, and is killed in its turn; some are killed while they recover. What a process
+said to be in the file has to be found by the next one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import json
+import logging
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import orbax.checkpoint as ocp
+from etils import epath
+
+import adacheck_jax as adacheck
+from adacheck_jax.save.recovery.journal import Journal
+from adacheck_jax.update.elements import host_fold
+from benchmarks.common import environment
+from tests.campaigns.crashes import Child, compile_once, digest, fork
+
+CHUNK_ELEMENTS = 1 << 12
+PAUSE_S = 2e-4
+"""Pause after each chunk, so that a fold takes as long as that of a larger state."""
+REFERENCE_STEPS = 120
+"""Length of a run; then the next one begins in a new root."""
+KEPT_STEPS, MAX_DELTAS = 3, 12
+LONGEST_S, START_S = 0.8, 120.0
+
+
+class Run:
+    """A training run with leaves of all kinds: computed, recorded, passed on, and others."""
+
+    def __init__(self, memory: Path | None) -> None:
+        recorder = adacheck.Recorder(optax.adamw(1e-2), dtype=jnp.bfloat16)
+        self._chain = optax.chain(optax.clip_by_global_norm(1.0), recorder)
+        self.handler = adacheck.AdaCheckHandler(
+            recorder, max_deltas=MAX_DELTAS, shadow_directory=memory
+        )
+        self.new_state = jax.jit(self._initial)
+        self.advance = jax.jit(self._train_step, donate_argnums=0)
+
+    def _initial(self) -> dict[str, Any]:
+        keys = jax.random.split(jax.random.key(3), 2)
+        params = {
+            "in": jax.random.normal(keys[0], (128, 512)) * 0.2,
+            "bias": jnp.zeros(4096 + 17),
+            "out": jax.random.normal(keys[1], (512, 96)) * 0.2,
+            "scale": jnp.ones(()),
+        }
+        return {
+            "params": params,
+            "opt_state": self._chain.init(params),
+            "statistics": {"mean": jnp.zeros((300, 7)), "count": jnp.int32(0)},
+            "frozen": jnp.arange(1000, dtype=jnp.int32),
+            "key": jax.random.key_data(jax.random.key(11)),
+        }
+
+    def _train_step(self, state: dict[str, Any]) -> dict[str, Any]:
+        statistics = state["statistics"]
+        number = statistics["count"].astype(jnp.float32)
+        params = state["params"]
+        grads = jax.tree.map(lambda p: jnp.sin(3 * p + number) * jnp.cos(number * 7 + p), params)
+        updates, opt_state = self._chain.update(grads, state["opt_state"], params)
+        key = jax.random.split(jax.random.wrap_key_data(state["key"]))[0]
+        return state | {
+            "params": optax.apply_updates(params, updates),
+            "opt_state": opt_state,
+            "statistics": {
+                "mean": statistics["mean"] * 0.9 + number,
+                "count": statistics["count"] + 1,
+            },
+            "key": jax.random.key_data(key),
+        }
+
+    def open_manager(self, root: Path) -> ocp.CheckpointManager:
+        """A stock manager."""
+        options = ocp.CheckpointManagerOptions(max_to_keep=KEPT_STEPS)
+        return ocp.CheckpointManager(epath.Path(root), item_handlers=self.handler, options=options)
+
+
+# What a process tells, one line each:
+#   recovered STEP CHUNKS   it has the state of a step from memory, after so many chunks
+#   refused REASON          it has none
+#   restored STEP           it read that step from storage; 0 for none
+#   wrong STEP              a state has other bits than the reference's
+#   has STEP, lifted        the file holds a step, or says that it has none; told afterwards
+#   over                    the run has all steps
+
+
+def train(directory: Path, root: Path, seed: int, tell: Callable[[str], None]) -> None:
+    """Recovers, and trains until it is killed or the run is over."""
+    digests = json.loads((directory / "reference.json").read_text())
+    rng, run = random.Random(seed), Run(directory / "memory")
+    reasons: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: reasons.append(record.getMessage())
+    logging.getLogger("adacheck_jax.adapter.training_run").addHandler(handler)
+    chunks = slow_down(tell)
+    with run.open_manager(root) as manager:
+        state = run.new_state()
+        found = run.handler.recover(root, jax.eval_shape(run.new_state))
+        step = 0
+        if found is not None:
+            state, step = found.state, found.step
+            tell(f"recovered {step} {chunks[0]}")
+        else:
+            (reason,) = [each for each in reasons if "not recovered" in each]
+            tell(f"refused {reason}")
+            newest = manager.latest_step()
+            if newest is not None:
+                state = manager.restore(newest, args=adacheck.RestoreArgs(state))
+                step = newest
+            tell(f"restored {step}")
+        if step and digest(state) != digests[step]:
+            tell(f"wrong {step}")
+        while step < REFERENCE_STEPS:
+            step += 1
+            state = run.advance(state)
+            if run.handler.record_step(state, step) and rng.random() < 0.8:
+                continue
+            manager.save(step, args=adacheck.SaveArgs(state))
+            if rng.random() < 0.3:
+                manager.wait_until_finished()
+    tell("over")
+
+
+def slow_down(tell: Callable[[str], None]) -> list[int]:
+    """Pauses after each chunk, and tells of each header; the number of chunks so far."""
+    chunks, note, begin, lift = [0], Journal.note, Journal.begin, Journal.lift
+
+    def slow(self: Journal, count: int) -> None:
+        note(self, count)
+        chunks[0] += count > 0
+        time.sleep(PAUSE_S)
+
+    def told(self: Journal, step: int, *arguments: Any) -> None:
+        begin(self, step, *arguments)
+        tell(f"has {step}")
+
+    def lifted(self: Journal) -> None:
+        tell("lifted")
+        lift(self)
+
+    Journal.note, Journal.begin, Journal.lift = slow, told, lifted
+    return chunks
+
+
+def write_reference(path: Path) -> None:
+    """Trains without saving anything, and writes the digest of every step."""
+    run = Run(None)
+    state, digests = run.new_state(), [""]
+    for _ in range(REFERENCE_STEPS):
+        state = run.advance(state)
+        digests.append(digest(state))
+    path.write_text(json.dumps(digests))
+
+
+@dataclass
+class Tally:
+    """What was found.
+
+    Attributes:
+        kills: SIGKILLs sent.
+        recovered: states that were recovered from memory.
+        in_fold: those of them whose fold had been stopped in the middle.
+        newer: those that were newer than the newest step in storage.
+        refused: reasons of the others, and how often each.
+        wrong: recovered or restored states with other bits than the reference's.
+        lost: steps that the file was said to hold, and that were not found.
+        failures: anything else.
+        runs: whole runs.
+    """
+
+    kills: int = 0
+    recovered: int = 0
+    in_fold: int = 0
+    newer: int = 0
+    refused: collections.Counter[str] = field(default_factory=collections.Counter)
+    wrong: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    runs: int = 0
+
+    def problems(self) -> list[str]:
+        """All that must not be."""
+        return [*self.wrong, *self.lost, *self.failures]
+
+
+class Killer:
+    """Kills one process after the other.
+
+    Args:
+        directory: to work in.
+        seed: of the moments.
+    """
+
+    def __init__(self, directory: Path, seed: int) -> None:
+        self._directory, self._rng = directory, random.Random(seed)
+        self._root, self._held = directory / "root-0", 0
+        self.tally = Tally()
+
+    def _forked(self, task: Callable[[Callable[[str], None]], None]) -> Child:
+        def begin(tell: Callable[[str], None]) -> None:
+            compile_once(self._directory / "compiled")
+            jax.config.update("jax_num_cpu_devices", 1)
+            host_fold.CHUNK_ELEMENTS = CHUNK_ELEMENTS
+            task(tell)
+
+        return fork(begin, self._directory / "log")
+
+    def prepare(self) -> None:
+        """Makes the reference."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        child = self._forked(lambda _: write_reference(self._directory / "reference.json"))
+        if child.end(kill=False):
+            raise RuntimeError(f"no reference; see {self._directory}/log")
+
+    def kill_once(self) -> None:
+        """Starts a process, and kills it somewhen."""
+        seed, newest = self._rng.randrange(1 << 30), self._newest()
+        child = self._forked(lambda tell: train(self._directory, self._root, seed, tell))
+        deadline_s = time.monotonic() + START_S
+        while child.read(0.02) and time.monotonic() < deadline_s:
+            if any(line.split()[0] in ("recovered", "restored") for line in child.lines):
+                break
+            if self._rng.random() < 0.0005:  # while it recovers
+                break
+        self._watch(child, self._rng.random() * LONGEST_S)
+        self.tally.kills += 1
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child.pid, signal.SIGKILL)
+        status = child.end(kill=False)
+        if not os.WIFSIGNALED(status) and "over" not in child.lines:
+            self.tally.failures.append(f"{self._root}: a process failed; see the log")
+        self._judge(child.lines, newest)
+
+    def _watch(self, child: Child, seconds: float) -> None:
+        stop_s = time.monotonic() + seconds
+        while (left_s := stop_s - time.monotonic()) > 0 and child.read(left_s):
+            pass
+
+    def _newest(self) -> int:
+        """The newest step in storage."""
+        names = os.listdir(self._root) if self._root.is_dir() else []
+        return max((int(name) for name in names if name.isdecimal()), default=0)
+
+    def _judge(self, lines: list[str], newest: int) -> None:
+        tally = self.tally
+        for line in lines:
+            word, _, rest = line.partition(" ")
+            if word == "recovered":
+                step, chunks = map(int, rest.split())
+                tally.recovered += 1
+                tally.in_fold += chunks > 0
+                tally.newer += step > newest
+                if step < self._held:
+                    tally.lost.append(f"{self._root}: had {self._held}, recovered {step}")
+                self._held = step
+            elif word == "refused":
+                reason = rest.rpartition(": ")[2].replace(str(self._root), "its root")
+                tally.refused[reason.replace(str(self._directory), "")] += 1
+                if self._held:
+                    tally.lost.append(f"{self._root}: had {self._held}, {line}")
+                self._held = 0
+            elif word == "has":
+                self._held = int(rest)
+            elif word == "lifted":
+                self._held = 0
+            elif word == "wrong":
+                tally.wrong.append(f"{self._root}: step {rest}")
+        if "over" in lines:
+            tally.runs += 1
+            shutil.rmtree(self._root)
+            shutil.rmtree(self._directory / "memory")
+            self._root, self._held = self._directory / f"root-{tally.runs}", 0
+
+
+def show(tally: Tally, total_s: float) -> None:
+    """Prints what was found."""
+    rows = [
+        ("SIGKILLs", tally.kills),
+        ("states recovered from memory", tally.recovered),
+        ("of them stopped in the middle of a fold", tally.in_fold),
+        ("of them newer than storage", tally.newer),
+        *((f"refused: {reason}", count) for reason, count in tally.refused.items()),
+        ("states with wrong bits", len(tally.wrong)),
+        ("steps lost that the file held", len(tally.lost)),
+        ("other failures", len(tally.failures)),
+        (f"whole runs of {REFERENCE_STEPS} steps", tally.runs),
+        ("minutes", f"{total_s / 60:.1f}"),
+    ]
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        print(f"{name:<{width}}  {value}")
+    for problem in tally.problems():
+        print(f"FAILED: {problem}")
+
+
+def main(arguments: list[str] | None = None) -> Tally:
+    """Reads the command line, kills, and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--count", type=int, default=500, help="SIGKILLs (default 500)")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments (default 0)")
+    parser.add_argument("--minutes", type=float, default=1e6, help="stop after so many")
+    parser.add_argument("--directory", type=Path, help="to work in; kept if something fails")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    args = parser.parse_args(arguments)
+    directory = args.directory or Path(tempfile.mkdtemp(prefix="shadow-kills-", dir="/dev/shm"))
+    start_s = time.monotonic()
+    killer = Killer(directory, args.seed)
+    killer.prepare()
+    while killer.tally.kills < args.count and time.monotonic() - start_s < args.minutes * 60:
+        killer.kill_once()
+        if killer.tally.kills % 10 == 0:
+            seconds = time.monotonic() - start_s
+            print(f"{killer.tally.kills} kills, {seconds:.0f} s", file=sys.stderr, flush=True)
+    if args.json:
+        print(json.dumps({**environment(), "seed": args.seed, **vars(killer.tally)}, indent=1))
+    else:
+        show(killer.tally, time.monotonic() - start_s)
+    if not killer.tally.problems():
+        shutil.rmtree(directory, ignore_errors=True)
+    return killer.tally
+
+
+if __name__ == "__main__":
+    sys.exit(bool(main().problems()))

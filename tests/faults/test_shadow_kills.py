@@ -1,0 +1,22 @@
+"""A run that is killed at any moment gets from memory what it had there, exact."""
+
+import json
+
+import pytest
+
+from tests.faults.test_crashes import printed_by
+
+
+# A few kills here; `python -m tests.campaigns.shadow_kills` makes hundreds.
+@pytest.mark.slow
+def test_a_run_that_is_killed_at_random_recovers_what_its_file_held(tmp_path):
+    directory = tmp_path / "run"
+    printed = printed_by(
+        *("-m", "tests.campaigns.shadow_kills", "--count", 15, "--seed", 3, "--json"),
+        *("--directory", directory),
+    )
+    found = json.loads(printed)
+    assert (found["wrong"], found["lost"], found["failures"]) == ([], [], [])
+    assert found["kills"] == 15
+    assert found["recovered"] >= 5
+    assert found["in_fold"] >= 1
