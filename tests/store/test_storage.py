@@ -113,6 +113,13 @@ class Conformance:
         assert {*top.list()} == {top / f"{name}/1", top / f"{name}/b/2", top / "ab"}
         assert (top / name / "b/2").read() == b"a/b/2"
 
+    def test_a_value_is_moved_over_another_one_or_not_at_all(self, top: Location):
+        (top / "a/new").write(b"new")
+        (top / "old").write(b"old")
+        assert (top / "a/new").move(top / "old") is self.renames
+        assert (top / "old").read() == (b"new" if self.renames else b"old")
+        assert (top / "a/new").exists is not self.renames
+
     def test_sync_and_looks_take_any_tree(self, top: Location):
         (top / "a/b/value").write(b"1")
         top.sync(top / "a/b/value", deep=True)
@@ -185,6 +192,24 @@ class TestPosix(Conformance):
     @pytest.fixture
     def top(self, tmp_path):
         return at(tmp_path)
+
+    def test_a_move_makes_no_folder(self, top: Location):
+        (top / "value").write(b"1")
+        with pytest.raises(FileNotFoundError):
+            (top / "value").move(top / "gone/value")
+        assert not (top / "gone").exists
+
+    def test_a_lock_is_let_go_though_its_file_cannot_be_removed(self, top: Location, monkeypatch):
+        def fail(*_: Any) -> None:
+            raise OSError(errno.EIO, "Input/output error")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "unlink", fail)
+            with pytest.raises(OSError, match="Input/output"), (top / ".lock").lock():
+                pass
+        with (top / ".lock").lock():  # would wait for ever
+            pass
+        assert not (top / ".lock").exists
 
     def test_links_pipes_and_what_is_below_a_link_are_refused(self, top: Location):
         (top / "folder/value").write(b"1")

@@ -236,7 +236,7 @@ def _beside(directory: Location, what: str) -> Location:
 @contextlib.contextmanager
 def _turn(directory: Location) -> Iterator[None]:
     """Waits for another compaction of the same step."""
-    with _beside(directory, "compacting").lock():
+    with _named(directory, "It is whole"), _beside(directory, "compacting").lock():
         yield
 
 

@@ -187,9 +187,11 @@ class Posix:
         try:
             yield
         finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(key)
-            os.close(descriptor)
+            try:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(key)
+            finally:
+                os.close(descriptor)  # lets go of the lock, whatever became of the file
 
     @contextlib.contextmanager
     def watched(self, prefix: str) -> Iterator[Callable[[], bool]]:
