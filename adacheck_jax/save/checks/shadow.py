@@ -334,13 +334,16 @@ class _Replica:
         try:
             self._compiled.result()
             if (journal := self.journal) is not None:
+                # Until all of it is here the file keeps the step that it has.
+                sums, blocks = begun.sums(), {i: blocks[i] for i in blocks}
                 journal.lift()
-            self._fold.go_to(False, False)  # an update that failed may have left it in between
-            if journal is not None:
+                self._fold.go_to(False, False)
                 journal.receive(self._taken, blocks)
-            self._take(blocks, (), self._compared)
-            if journal is not None:
-                journal.begin(begun.number, (), begun.sums())
+                self._take(blocks, (), self._compared)
+                journal.begin(begun.number, (), sums)
+            else:
+                self._fold.go_to(False, False)  # an update that failed may have left it in between
+                self._take(blocks, (), self._compared)
         except Exception as error:
             self._lose(error)
         else:

@@ -259,11 +259,6 @@ class HostFold:
         return {box: vector.part(start, box.size).reshape(box.shape) for box, start in places}
 
     @property
-    def chunks(self) -> int:
-        """Number of chunks that an update computes."""
-        return sum(work.computed[0].count for work in self._work)
-
-    @property
     def scalars(self) -> Mapping[int, np.ndarray]:
         """The leaves that are single numbers, by leaf index."""
         return self._scalars
@@ -300,8 +295,8 @@ class _Chunks:
 
     Attributes:
         before: number of chunks of the batches before it.
-        begin: number of chunks, of all, that are complete already.
-        done: to be called with the number of complete chunks, of all.
+        begin: number of chunks of all that are complete already.
+        done: to be called with the number of complete chunks of all.
     """
 
     before: int
