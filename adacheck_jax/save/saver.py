@@ -307,8 +307,10 @@ class Saver:
         if planned.is_base:
             self._last_base, self._encodings = save, DeltaEncodings()
             self._bases.restart()
-        elif planned.makes_base and self._bases.take(own, copies.staged):
-            self._taken = following
+        elif planned.makes_base:
+            own.begin_proof()  # behind which the shadow is copied
+            if self._bases.take(own, copies.staged):
+                self._taken = following
         return save
 
     def returns(self) -> None:
@@ -375,6 +377,7 @@ class Saver:
         copies.wait()
         depth = parent.tip.depth + len(deferred) + 1
         drains = any(map(transfer.on_accelerator, snapshot.arrays))
+        own.begin_proof()
         deferred.add(Tip(number, depth, own, copies.kept, witness), own, drains=drains)
         self._watch.leave_deferred()
         if jax.process_count() == 1 and (planner.distrust.is_cautious or is_known):

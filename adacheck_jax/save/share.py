@@ -281,6 +281,7 @@ def _write(
         if each.fingerprints.holds_blocks:
             each.sums()  # else packing could not let go of them
         each.settled()
+        each.begin_proof()
     report: Report = {
         "is_base": base is not None,
         "parent": staged.parent.manifest.saved_checksum if staged.parent else None,

@@ -134,6 +134,10 @@ def comparable(copies: Mapping[int, Blocks], plan: SavePlan) -> Mapping[int, Blo
 class Proof(Protocol):
     """A comparison of all of a step with the trained state, under way."""
 
+    def begin(self) -> Any:
+        """Begins it, if it has not begun; does not wait."""
+        ...
+
     def sums(self) -> dict[int, int] | None:
         """This process's contribution to the replay's fingerprints; None if it is not known.
 
@@ -313,6 +317,11 @@ class StagedStep:
         """Copies to the host what is stored, and sums up fingerprints; waits for the devices."""
         self.bring()
         self.sums()
+
+    def begin_proof(self) -> None:
+        """Has the shadow follow the step, in the background."""
+        if (proof := self.proof) is not None:
+            proof.begin()
 
     def bring(self) -> None:
         """Copies to the host what a delta stores."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -119,7 +120,7 @@ class Shadow:
         replica = self._replica
         if replica is None or replica.is_lost:
             return None
-        return Proof(self, self._thread.submit(replica.follow, step))
+        return Proof(self, lambda: self._thread.submit(replica.follow, step))
 
     @property
     def has_room_for_copy(self) -> bool:
@@ -234,19 +235,32 @@ class Shadow:
         return (free_bytes() + (journal.found_bytes if journal else 0)) // 2
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class Proof:
-    """A step that the shadow follows; see :class:`~adacheck_jax.save.staged.Proof`."""
+    """A step that the shadow follows; see :class:`~adacheck_jax.save.staged.Proof`.
 
-    shadow: Shadow
-    found: Future[dict[int, int] | None]
+    Args:
+        shadow: the shadow.
+        follow: has the shadow follow the step, after those that it was told to follow before.
+    """
+
+    def __init__(self, shadow: Shadow, follow: Callable[[], Future[dict[int, int] | None]]) -> None:
+        self._shadow, self._follow = shadow, follow
+        self._found: Future[dict[int, int] | None] | None = None
+        self._lock = threading.Lock()
+
+    def begin(self) -> Future[dict[int, int] | None]:
+        """Begins to fold the step; a save does so when it has returned, since it would be held up."""
+        with self._lock:
+            if self._found is None:
+                self._found = self._follow()
+            return self._found
 
     def sums(self) -> dict[int, int] | None:
         """This process's contribution to the fingerprints of the leaves that are compared; waits.
 
         None if the shadow is at another step.
         """
-        return self.found.result()
+        return self.begin().result()
 
     def is_trusted(self) -> bool:
         """False if a difference may be the arithmetic of the host: on any platform but the CPU.
@@ -255,7 +269,7 @@ class Proof:
         """
         if update_program.platform() == "cpu":
             return True
-        self.shadow.give_up("the host computes other bits than the devices")
+        self._shadow.give_up("the host computes other bits than the devices")
         return False
 
 
