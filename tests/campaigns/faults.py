@@ -120,6 +120,16 @@ def kill_rows(campaign: Campaign, found: Found) -> list[Row]:
     ]
 
 
+def recovery_rows(campaign: Campaign, found: Found) -> list[Row]:
+    counts = {name: len(found[name]) for name in ("lost", "wrong")}
+    note = (
+        f"{found['recovered']} recovered, {found['in_fold']} of them stopped in a fold, "
+        f"{found['newer']} newer than storage; {sum(found['refused'].values())} refused"
+    )
+    other = len(found["failures"])
+    return [campaign.row(tried=found["kills"], crashed=0, **counts, other=other, note=note)]
+
+
 def operation_rows(campaign: Campaign, found: Found) -> list[Row]:
     ((mode, result),) = found["modes"].items()
     kinds = collections.Counter(problem["kind"] for problem in result["problems"])
@@ -296,6 +306,17 @@ CAMPAIGNS: tuple[Campaign, ...] = (
     _kills("kills-one-process", 1, 8, 500),
     _kills("kills-recording", 1, 4, 250, "--record"),
     _kills("kills-two-processes", 2, 4, 250),
+    Campaign(
+        "kills-shadow",
+        "SIGKILL at a random moment, and recovery from memory",
+        "the state that the file held, exact; or refused",
+        "tests.campaigns.shadow_kills",
+        {
+            "small": "--json --seed {seed} --directory {work}/run --count 8 --minutes 5",
+            "full": "--json --seed {seed} --directory {work}/run --count 500 --minutes 60",
+        },
+        recovery_rows,
+    ),
     *_operations(),
     Campaign(
         "any-order",

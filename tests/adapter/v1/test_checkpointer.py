@@ -182,6 +182,27 @@ def test_arguments_stand_for_the_state_and_for_the_abstract_state(tmp_path):
     assert lineage.resolve(tmp_path / "3/state").manifest.custom_metadata == {"note": 3}
 
 
+def test_a_state_is_recovered_from_memory(tmp_path):
+    run, root = dict_run(mesh_of((2,))), tmp_path / "root"
+    options = {"shadow_directory": tmp_path / "memory"}
+    context = adacheck.context(run.recorder, **options)
+    with context, checkpointer_of(root) as checkpointer:
+        for _ in range(3):
+            run.advance()
+            checkpointer.save(run.count, run.state)
+    adacheck.run_of(context).close()  # as the end of its process would
+    context = adacheck.context(run.recorder, **options)
+    found = adacheck.run_of(context).recover(root, abstract(run.state))
+    assert found is not None
+    assert found.step == 3
+    assert_same_bits(found.state, host_copy(run.state))
+    with context, checkpointer_of(root) as checkpointer:
+        run.state = found.state
+        run.advance()
+        checkpointer.save(run.count, run.state)
+    assert kinds_of(root) == "BDDD"
+
+
 def test_states_of_scalars_keys_and_empty_arrays(tmp_path):
     state = {
         "epoch": 3,
