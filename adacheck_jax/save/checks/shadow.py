@@ -249,7 +249,7 @@ class Proof:
         self._lock = threading.Lock()
 
     def begin(self) -> Future[dict[int, int] | None]:
-        """Begins to fold the step; a save does so when it has returned, since it would be held up."""
+        """Begins to fold the step. A save does so when it has returned: it would be held up."""
         with self._lock:
             if self._found is None:
                 self._found = self._follow()
