@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.boxes import Blocks
-from adacheck_jax.format.byte_loops import lower_priority
 from adacheck_jax.save.checks.shadow import Position, Shadow
 from adacheck_jax.store.compaction import in_place
 from adacheck_jax.store.steps.lineage import Lineage
@@ -29,7 +28,7 @@ class _Pending:
     """A step that is to become a base."""
 
     copies: Future[Mapping[int, Blocks] | None]
-    writing: Future[float] | None = None
+    writing: Future[tuple[float, int]] | None = None
 
 
 class BackgroundBases:
@@ -37,15 +36,17 @@ class BackgroundBases:
 
     Args:
         shadow: the copy of the state that they are made of.
+
+    Attributes:
+        newest_depth: number of the newest of them among the deltas of its line; 0 for none.
     """
 
     def __init__(self, shadow: Shadow) -> None:
         self._shadow = shadow
-        self._thread = ThreadPoolExecutor(
-            1, thread_name_prefix="adacheck_base", initializer=lower_priority
-        )
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="adacheck_base")
         self._pending: _Pending | None = None
         self._has_failed = False
+        self.newest_depth = 0
 
     @property
     def are_possible(self) -> bool:
@@ -53,8 +54,8 @@ class BackgroundBases:
         return self._shadow.has_room_for_copy and not self._has_failed
 
     def restart(self) -> None:
-        """Notes that the loop has written a base: what failed before may work again."""
-        self._has_failed = False
+        """Notes that a line begins: the loop has written a base, or another step was restored."""
+        self._has_failed, self.newest_depth = False, 0
         if self._pending is not None and self._pending.writing is None:
             self._pending = None
 
@@ -91,7 +92,8 @@ class BackgroundBases:
         elif pending.writing.done():
             self._pending = None
             try:
-                return pending.writing.result()
+                seconds, self.newest_depth = pending.writing.result()
+                return seconds
             except (AdaCheckError, OSError) as error:
                 self._has_failed = True
                 _log.info("The next base is written by the loop: %s", error)
@@ -103,11 +105,12 @@ class BackgroundBases:
             self._pending.writing.exception()
 
 
-def _write(lineage: Lineage, copies: Future[Mapping[int, Blocks] | None]) -> float:
+def _write(lineage: Lineage, copies: Future[Mapping[int, Blocks] | None]) -> tuple[float, int]:
+    """Seconds that it took, and the depth of the base."""
     begin_s, blocks = time.monotonic(), copies.result()
     if blocks is None:
         raise AdaCheckError("the copy of the state went on to another step")
-    in_place.compact(lineage, blocks)
+    manifest = in_place.compact(lineage, blocks, read_back=False)
     seconds = time.monotonic() - begin_s
     _log.info("step %d: a base now (%.3g s in the background)", lineage.manifest.step, seconds)
-    return seconds
+    return seconds, manifest.depth

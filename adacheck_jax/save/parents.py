@@ -127,7 +127,12 @@ class Parent:
 
     def committed(self) -> Lineage | None:
         """Its lineage, once this process has committed it and while it is on the disk unchanged."""
-        return self._committed(self._known())
+        found = self._committed(self._known())
+        if found is None or found.exists():
+            return found
+        with contextlib.suppress(AdaCheckError):  # deleted; else linked otherwise than was known
+            return lineage.resolve(self.directory)
+        return None
 
     def refuse(self) -> None:
         """Notes that no delta may refer to it."""
@@ -263,19 +268,21 @@ def _is_root(directory: AnyPath) -> bool:
     return at(directory).is_folder and not at(directory / marks.STEP_METADATA).exists
 
 
-def facts_of(parent: Parent, tip: Tip, *, knows_counts: bool) -> Facts:
+def facts_of(parent: Parent, tip: Tip, *, knows_counts: bool, made_depth: int) -> Facts:
     """Facts for a plan about a step that the next one may follow.
 
     Args:
         parent: the step on the disk, as it was looked at last.
         tip: the last step in memory: the parent's own, or the last deferred step.
         knows_counts: True if its update counters are computed, as the next step's are.
+        made_depth: number that the newest base of its line which was made in the background has
+            among the deltas; 0 for none.
     """
     counts = None
     if knows_counts:
         counts = parent.counts() if tip.staged is None else tip.staged.counts()
     # Several processes may not see at the same save that a step has become a base.
-    base_depth = parent.base_depth if jax.process_count() == 1 else 0
+    base_depth = max(parent.base_depth, made_depth) if jax.process_count() == 1 else 0
     return Facts(
         step=tip.step,
         depth=tip.depth - base_depth,

@@ -162,7 +162,9 @@ class Planner:
         is_checked = plan.replays(update, options, replayable=replayable)
         if parent is not None:
             tip = self.deferred.tip_behind(parent)
-            facts = parents.facts_of(parent, tip, knows_counts=counts is not None)
+            facts = parents.facts_of(
+                parent, tip, knows_counts=counts is not None, made_depth=self._bases.newest_depth
+            )
         return Situation(
             step=step,
             structure=structure,

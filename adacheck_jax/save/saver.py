@@ -141,6 +141,7 @@ class Saver:
             distrusted = [specs[i].path for i in saved.caution.distrusted]
             self._planner.distrust.learn(saved.caution.reason, distrusted)
             self._planner.parents.follow(parent)
+            self._bases.restart()
             for name, seconds in measured.items():
                 self._watch.note(name, seconds)
             self._note_position()

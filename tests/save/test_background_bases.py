@@ -79,7 +79,7 @@ def test_a_number_of_deltas_is_kept_to(tmp_path):
 
 
 def test_where_a_base_cannot_be_made_in_the_background_the_loop_writes_it(tmp_path, monkeypatch):
-    def fails(lineage, blocks):
+    def fails(lineage, blocks, read_back):
         raise OSError("no space")
 
     monkeypatch.setattr(in_place, "compact", fails)
@@ -92,7 +92,7 @@ def test_where_a_base_cannot_be_made_in_the_background_the_loop_writes_it(tmp_pa
 def test_a_base_that_takes_long_lets_the_lineage_grow_to_twice_its_length(tmp_path, monkeypatch):
     is_over = []
 
-    def slow(lineage, blocks):
+    def slow(lineage, blocks, read_back):
         while not is_over:
             time.sleep(0.01)
         raise OSError("given up")

@@ -32,7 +32,9 @@ _KEPT_METADATA = f"{_OURS}/{OWN_TREE_METADATA}"
 _DATABASE = "manifest.ocdbt"
 
 
-def compact(lineage: Lineage, blocks: Mapping[int, Blocks]) -> BaseManifest:
+def compact(
+    lineage: Lineage, blocks: Mapping[int, Blocks], *, read_back: bool = True
+) -> BaseManifest:
     """Turns the delta at the end of a lineage into a base.
 
     The step can be restored at every moment, and has the same bits before and after. Other steps,
@@ -44,6 +46,8 @@ def compact(lineage: Lineage, blocks: Mapping[int, Blocks]) -> BaseManifest:
         blocks: elements of every leaf that has any, by leaf index and box, as the step was saved:
             boxes of whole chunks, such as the leaf's own boxes, or the whole leaf; of a typed PRNG
             key its words.
+        read_back: True to compare what was written with the fingerprints that were saved; False to
+            compare the blocks alone, as a save does, which takes half the time.
 
     Returns:
         The manifest of the base.
@@ -58,7 +62,7 @@ def compact(lineage: Lineage, blocks: Mapping[int, Blocks]) -> BaseManifest:
     directory, delta = _checked(lineage)
     with _turn(directory):
         with _named(directory):
-            manifest = _compacted(directory, delta, lineage, blocks)
+            manifest = _compacted(directory, delta, lineage, blocks, read_back)
         with _named(directory, "It is a base now, and what is left of the delta does no harm"):
             if (directory / manifest_file.FILE).exists:  # else it was deleted since
                 _clear(directory)
@@ -66,7 +70,11 @@ def compact(lineage: Lineage, blocks: Mapping[int, Blocks]) -> BaseManifest:
 
 
 def _compacted(
-    directory: Location, delta: DeltaManifest, lineage: Lineage, blocks: Mapping[int, Blocks]
+    directory: Location,
+    delta: DeltaManifest,
+    lineage: Lineage,
+    blocks: Mapping[int, Blocks],
+    read_back: bool,
 ) -> BaseManifest:
     """The manifest of the base that is in the delta's place now."""
     _clear(directory)
@@ -74,7 +82,7 @@ def _compacted(
     work = _beside(directory, "compaction")
     work.delete()
     try:
-        manifest = new_base.write(work, lineage, blocks)
+        manifest = new_base.write(work, lineage, blocks, read_back=read_back)
         try:
             _move(work, directory, stamp)
         except BaseException:

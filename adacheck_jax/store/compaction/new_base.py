@@ -16,6 +16,8 @@ from typing import Any
 from adacheck_jax.errors import IntegrityError, MismatchError, first_line
 from adacheck_jax.format import manifest as manifests
 from adacheck_jax.format.boxes import Blocks
+from adacheck_jax.format.byte_loops import fingerprint_of
+from adacheck_jax.format.fingerprint import combine
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest, Leaf, Replaced, Update
 from adacheck_jax.store import links, volume_reader, volumes
 from adacheck_jax.store.base_writer import BaseWriter, EarlierBase, Layout, Name, seldom_changed
@@ -29,13 +31,17 @@ _CODECS: dict[str, Compression] = {"blosc": "fast", "zstd": "small"}
 """Choices of a codec, by its name in the metadata of the arrays that were stored with it."""
 
 
-def write(directory: Location, lineage: Lineage, blocks: Mapping[int, Blocks]) -> BaseManifest:
-    """Writes a base durably, and reads it back.
+def write(
+    directory: Location, lineage: Lineage, blocks: Mapping[int, Blocks], *, read_back: bool
+) -> BaseManifest:
+    """Writes a base durably.
 
     Args:
         directory: directory for the files, where nothing is; below the same root as the step.
         lineage: the step's lineage, which ends at a saved delta.
         blocks: elements of every leaf that has any, by leaf index and box; boxes of whole chunks.
+        read_back: True to compare what was written with the saved fingerprints, False to compare
+            the blocks.
 
     Returns:
         The base's manifest, as it was written.
@@ -50,6 +56,8 @@ def write(directory: Location, lineage: Lineage, blocks: Mapping[int, Blocks]) -
     assert isinstance(delta, DeltaManifest)
     stored = {i: leaf for i, leaf in enumerate(base.leaves) if leaf.nbytes}
     _check_blocks(stored, blocks)
+    if not read_back:
+        _check_values(stored, blocks, delta.fingerprints)
     programs, described = _programs(lineage), _descriptions(lineage)
     names, compression = _names(source, described[TREE_METADATA], [*stored.values()])
     described[TREE_METADATA] = _with_metadata(described[TREE_METADATA], delta.custom_metadata)
@@ -68,8 +76,9 @@ def write(directory: Location, lineage: Lineage, blocks: Mapping[int, Blocks]) -
     for name, data in {**described, **programs}.items():
         (directory / name).write(data)
     directory.sync(*(directory / name for name in (*described, *programs)))
-    for i, leaf in stored.items():
-        _check(directory, leaf, names[leaf.path], delta.fingerprints[i])
+    if read_back:
+        for i, leaf in stored.items():
+            _check(directory, leaf, names[leaf.path], delta.fingerprints[i])
     files = {name for name, _ in links.base_files(directory)} | {manifest_file.FILE}
     made = dataclasses.replace(
         base,
@@ -100,6 +109,19 @@ def _check_blocks(stored: Mapping[int, Leaf], blocks: Mapping[int, Blocks]) -> N
                 f"leaf {leaf.path}: expected blocks of {leaf.dtype}{list(leaf.shape)} with the "
                 f"shapes of their boxes, found {', '.join(shown) or 'none'}. Nothing was changed; "
                 "pass the whole state as it was saved."
+            )
+
+
+def _check_values(
+    stored: Mapping[int, Leaf], blocks: Mapping[int, Blocks], fingerprints: Sequence[int]
+) -> None:
+    """Raises if the blocks have not the bits that were saved."""
+    for i, leaf in stored.items():
+        sums = [fingerprint_of(each, box.start) for box, each in blocks[i].items()]
+        if combine(sums) != fingerprints[i]:
+            raise IntegrityError(
+                f"leaf {leaf.path}: expected the bits that were saved, found others in the state "
+                "that was given. The step is as it was."
             )
 
 
