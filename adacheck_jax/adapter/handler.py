@@ -98,6 +98,11 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             its state back without reading storage (:meth:`recover`). It is made if it is not
             there, and the file stays when training ends: remove the directory then. The file holds
             a whole state and two records. Without effect in jobs of several processes.
+        background_bases: True to turn saved deltas into bases in the background, from the shadow,
+            so that the loop writes the first base alone; with a policy as ``max_deltas``, in one
+            process, and where files can be hard-linked. Keep so many steps that none is deleted
+            while it becomes a base, which takes seconds: a deletion that meets the change of its
+            files fails, and with it the save.
 
     Attributes:
         restored: what the last restore gave; None before it.
@@ -127,10 +132,11 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         check_replicas: replicas.Mode = "warn",
         shadow_bytes: int | None = None,
         shadow_directory: AnyPath | str | None = None,
+        background_bases: bool = False,
     ) -> None:
         options = Options(
             *(max_deltas, params_path, keep_lineage, delta, check),
-            *(compression, check_replicas, shadow_bytes, shadow_directory),
+            *(compression, check_replicas, shadow_bytes, shadow_directory, background_bases),
         )
         self._run = TrainingRun(recorder, options)
         self._lock = threading.Lock()  # a manager's saves and restores may be on several threads

@@ -189,7 +189,8 @@ class Planner:
         know when the others' parts are written; and in a store nothing can be renamed.
         """
         return (
-            not isinstance(self._options.max_deltas, int)
+            self._options.background_bases
+            and not isinstance(self._options.max_deltas, int)
             and jax.process_count() == 1
             and self._bases.are_possible
             and self.parents.has_links(directory)

@@ -53,7 +53,7 @@ def bases_of(root):
 @pytest.mark.parametrize("shape", [(1, 1), (4, 2)], ids=["one device", "eight devices"])
 def test_the_loop_writes_one_base_and_the_shadow_the_others(tmp_path, shape):
     run = support.dict_run(mesh_of(shape))
-    handler = adacheck.AdaCheckHandler(run.recorder)
+    handler = adacheck.AdaCheckHandler(run.recorder, background_bases=True)
     saved = trained(tmp_path, run, handler, 9)
     assert bases_of(tmp_path) == [1, 4, 7]
     reasons = [roots.steps_of(tmp_path)[i].manifest.reason for i in (3, 6)]
@@ -71,7 +71,12 @@ def test_the_loop_writes_one_base_and_the_shadow_the_others(tmp_path, shape):
 
 def test_a_number_of_deltas_is_kept_to(tmp_path):
     run = support.dict_run(mesh_of((1, 1)))
-    saved = trained(tmp_path, run, adacheck.AdaCheckHandler(run.recorder, max_deltas=2), 6)
+    saved = trained(
+        tmp_path,
+        run,
+        adacheck.AdaCheckHandler(run.recorder, max_deltas=2, background_bases=True),
+        6,
+    )
     assert kinds(tmp_path) == ["B", "R", "R", "B", "R", "R"]
     reasons = [each.manifest.reason for each in roots.steps_of(tmp_path)[3:4]]
     assert not any("compacted" in each for each in reasons)
@@ -84,7 +89,9 @@ def test_where_a_base_cannot_be_made_in_the_background_the_loop_writes_it(tmp_pa
 
     monkeypatch.setattr(in_place, "compact", fails)
     run = support.dict_run(mesh_of((1, 1)))
-    saved = trained(tmp_path, run, adacheck.AdaCheckHandler(run.recorder), 10)
+    saved = trained(
+        tmp_path, run, adacheck.AdaCheckHandler(run.recorder, background_bases=True), 10
+    )
     assert bases_of(tmp_path)[:2] == [1, 5]  # once it had failed
     assert_all_restorable(tmp_path, saved, run.state)
 
@@ -99,7 +106,7 @@ def test_a_base_that_takes_long_lets_the_lineage_grow_to_twice_its_length(tmp_pa
 
     monkeypatch.setattr(background_bases.in_place, "compact", slow)
     run = support.dict_run(mesh_of((1, 1)))
-    handler = adacheck.AdaCheckHandler(run.recorder)
+    handler = adacheck.AdaCheckHandler(run.recorder, background_bases=True)
     with manager_of(tmp_path, handler) as manager:
         for step in range(1, 10):
             run.advance()
@@ -109,31 +116,22 @@ def test_a_base_that_takes_long_lets_the_lineage_grow_to_twice_its_length(tmp_pa
     assert kinds(tmp_path) == ["B", *"RRRRRR", "B", "R"]
 
 
-def test_a_step_that_is_deleted_meanwhile_becomes_no_base(tmp_path):
-    run = support.dict_run(mesh_of((1, 1)))
-    handler = adacheck.AdaCheckHandler(run.recorder)
-    saved = {}
-    policy = ocp.checkpoint_managers.preservation_policy.LatestN(1)
-    with manager_of(tmp_path, handler, preservation_policy=policy) as manager:
-        for step in range(1, 16):
-            run.advance()
-            saved = {step: host_copy(run.state)}
-            manager.save(step, args=adacheck.SaveArgs(run.state))
-        manager.wait_until_finished()
-        assert manager.all_steps() == [15]
-    assert_all_restorable(tmp_path, saved, run.state)
-
-
-def test_without_room_for_a_copy_the_loop_writes_bases(tmp_path, monkeypatch):
-    monkeypatch.setattr(Shadow, "has_room_for_copy", False)
+def test_no_base_is_made_in_the_background_unasked(tmp_path):
     run = support.dict_run(mesh_of((1, 1)))
     trained(tmp_path, run, adacheck.AdaCheckHandler(run.recorder), 6)
     assert kinds(tmp_path) == ["B", "R", "R", "R", "B", "R"]
 
 
+def test_without_room_for_a_copy_the_loop_writes_bases(tmp_path, monkeypatch):
+    monkeypatch.setattr(Shadow, "has_room_for_copy", False)
+    run = support.dict_run(mesh_of((1, 1)))
+    trained(tmp_path, run, adacheck.AdaCheckHandler(run.recorder, background_bases=True), 6)
+    assert kinds(tmp_path) == ["B", "R", "R", "R", "B", "R"]
+
+
 def test_recorded_steps_go_on_while_a_base_is_made(tmp_path):
     run = support.dict_run(mesh_of((1, 1)))
-    handler = adacheck.AdaCheckHandler(run.recorder)
+    handler = adacheck.AdaCheckHandler(run.recorder, background_bases=True)
     saved = {}
     with manager_of(tmp_path, handler) as manager:
         for step in range(1, 16):

@@ -469,6 +469,7 @@ def test_a_leaf_that_is_put_over_the_copy_as_it_lies_has_a_moment_without_a_step
         with monkeypatch.context() as patch:
             patch.setattr(Journal, "begin", ends)
             manager.save(3, args=adacheck.SaveArgs(run.state))
+            manager.wait_until_finished()
             wait_for_shadow(handler)
     assert recovered_run(run, root, memory) is None
     assert "its process ended while it took a whole state" in told(caplog)

@@ -33,6 +33,7 @@ class RunOptions(TypedDict, total=False):
     compression: Compression
     check_replicas: replicas.Mode
     shadow_bytes: int | None
+    background_bases: bool
     shadow_directory: AnyPath | str | None
 
 
