@@ -200,7 +200,7 @@ def test_a_process_that_owns_no_scalar_checks_its_share(tmp_path):
     launch("no-scalars", 2, tmp_path / "run", tmp_path / "out", devices=2)
     found = [step.manifest for step in roots.steps_of(tmp_path / "run")]
     assert "".join(type(each).__name__[0] for each in found) == "BDD"
-    assert [each.checked for each in found[1:]] == ["sample", "sample"]
+    assert [each.checked for each in found[1:]] == ["full", "full"]
     assert not any(each.caution.reason for each in found)
 
 
