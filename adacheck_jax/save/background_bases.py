@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.boxes import Blocks
-from adacheck_jax.save.checks.shadow import Position, Shadow
+from adacheck_jax.save.checks.replica import Position
+from adacheck_jax.save.checks.shadow import Shadow
 from adacheck_jax.store.compaction import in_place
 from adacheck_jax.store.steps.lineage import Lineage
 

@@ -24,7 +24,8 @@ from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.save import staged
 from adacheck_jax.save.background_bases import BackgroundBases
 from adacheck_jax.save.checks.interface import State, Witness
-from adacheck_jax.save.checks.shadow import Begun, Followed, Shadow
+from adacheck_jax.save.checks.replica import Begun, Followed
+from adacheck_jax.save.checks.shadow import Shadow
 from adacheck_jax.save.commit import Save
 from adacheck_jax.save.notices import Notices
 from adacheck_jax.save.parents import Parent, Tip, sizes_of

@@ -297,14 +297,13 @@ class StagedStep:
         found: Collection[int] = ()
         if self._check is not None:
             found = self._check.findings(plan.decision.updates)
-        if self.proof is not None:
-            self.replayed = self.proof.sums()
-        if self.proof is not None and self.replayed is not None and jax.process_count() == 1:
-            own, replayed = self.sums(), self.replayed
-            self.disproved = frozenset(i for i in replayed if replayed[i] != own[i])
-            if self.disproved and not self.proof.is_trusted():
-                self.replayed, self.disproved = None, frozenset()
-            found = {*found, *self.disproved}
+        if (proof := self.proof) is not None and (replayed := proof.sums()) is not None:
+            if jax.process_count() == 1:
+                own = self.sums()
+                self.disproved = frozenset(i for i in replayed if replayed[i] != own[i])
+            if not self.disproved or proof.is_trusted():
+                self.replayed = replayed
+                found = {*found, *self.disproved}
         if wrong := sorted(i for i in found if i not in plan.unreplayed):
             raise ReplayError(
                 f"{self.label}: step {self.step}: {told(plan.structure, wrong)}. This was found "

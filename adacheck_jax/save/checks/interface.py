@@ -1,4 +1,4 @@
-"""What every comparison of a replay with its state offers, and what it is given."""
+"""The interface of all comparisons of a replay with its state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies in a shadow's file, so that a process that was killed gets its state back.
+"""The contents of a shadow's file, in an order that lets a killed process get its state back.
 
 Beside the copy that updates advance (:mod:`~adacheck_jax.update.elements.host_fold`) the file has
 the leaves that no update computes, as each step was received, and a header for each step: its
@@ -299,7 +299,7 @@ def _digest_of(text: str) -> str:
 
 
 def _boot() -> str:
-    """What tells one start of the machine from another; empty where the system does not say."""
+    """A name of this start of the machine; empty where the system does not say."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
