@@ -33,7 +33,7 @@ from tests.campaigns.crashes import compile_once
 from tests.campaigns.operations import COPY, FAIL_ONCE, FULL, Disk, Exam, progress
 
 STEPS = (5, 6, 7)
-"""What is there: a base, the delta that is compacted, and the delta that follows it."""
+"""A base, the delta that is compacted, and the delta that follows it."""
 FAILURES = {"once": (FAIL_ONCE, errno.EIO), "full": (FULL, errno.ENOSPC)}
 
 

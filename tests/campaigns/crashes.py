@@ -30,7 +30,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -506,6 +506,15 @@ class Killer:
         self.tally.kinds[kind] += 1
 
 
+def show_table(rows: Sequence[tuple[str, object]], problems: Iterable[str]) -> None:
+    """Prints a campaign's findings."""
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        print(f"{name:<{width}}  {value}")
+    for problem in problems:
+        print(f"FAILED: {problem}")
+
+
 def show(tally: Tally, process_count: int, total_s: float) -> None:
     """Prints what was found."""
     moments = ", ".join(f"{count} {name}" for name, count in sorted(tally.moments.items()))
@@ -524,11 +533,7 @@ def show(tally: Tally, process_count: int, total_s: float) -> None:
         ("whole runs of " + str(REFERENCE_STEPS) + " steps", tally.runs),
         ("minutes", f"{total_s / 60:.1f}"),
     ]
-    width = max(len(name) for name, _ in rows)
-    for name, value in rows:
-        print(f"{name:<{width}}  {value}")
-    for problem in tally.problems():
-        print(f"FAILED: {problem}")
+    show_table(rows, tally.problems())
 
 
 def main(arguments: list[str] | None = None) -> Tally:

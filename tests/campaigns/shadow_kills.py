@@ -38,7 +38,7 @@ import adacheck_jax as adacheck
 from adacheck_jax.save.recovery.journal import Journal
 from adacheck_jax.update.elements import host_fold
 from benchmarks.common import environment
-from tests.campaigns.crashes import Child, compile_once, digest, fork
+from tests.campaigns.crashes import Child, compile_once, digest, fork, show_table
 
 CHUNK_ELEMENTS = 1 << 12
 PAUSE_S = 2e-4
@@ -181,7 +181,7 @@ def write_reference(path: Path) -> None:
 
 @dataclass
 class Tally:
-    """What was found.
+    """Findings of a campaign.
 
     Attributes:
         kills: SIGKILLs sent.
@@ -315,11 +315,7 @@ def show(tally: Tally, total_s: float) -> None:
         (f"whole runs of {REFERENCE_STEPS} steps", tally.runs),
         ("minutes", f"{total_s / 60:.1f}"),
     ]
-    width = max(len(name) for name, _ in rows)
-    for name, value in rows:
-        print(f"{name:<{width}}  {value}")
-    for problem in tally.problems():
-        print(f"FAILED: {problem}")
+    show_table(rows, tally.problems())
 
 
 def main(arguments: list[str] | None = None) -> Tally:

@@ -85,7 +85,7 @@ def trained(
 
 
 def recovered(recorder: Any, root: Path, memory: Path, state: Any) -> adacheck.RecoveredStep | None:
-    """What a new process finds."""
+    """The step that a new process recovers; None where it is refused."""
     handler = handler_of(recorder, memory)
     try:
         return handler.recover(root, state)

@@ -5,10 +5,7 @@ from __future__ import annotations
 import logging
 from concurrent.futures import Future
 
-import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
 
 import adacheck_jax as adacheck
@@ -143,35 +140,5 @@ def test_on_other_platforms_a_difference_may_be_the_arithmetic_of_the_host(platf
     assert shadow.Proof(shadow.Shadow(None), Future).is_trusted() is (platform == "cpu")
 
 
-def test_two_optimizers_that_update_in_turns(tmp_path):
-    first, second = (adacheck.Recorder(optax.adam(rate)) for rate in (1e-2, 3e-3))
-    params = {"a": jnp.ones((80, 80)), "b": jnp.full((90, 70), 0.5)}
-    state = {
-        "params": params,
-        "opt": {"a": first.init(params["a"]), "b": second.init(params["b"])},
-    }
-
-    def step(state, name, recorder):
-        grads = jnp.sin(state["params"][name] * 3)
-        updates, opt = recorder.update(grads, state["opt"][name], state["params"][name])
-        new = optax.apply_updates(state["params"][name], updates)
-        return {
-            "params": {**state["params"], name: new},
-            "opt": {**state["opt"], name: opt},
-        }
-
-    steps = [jax.jit(lambda s, n=n, r=r: step(s, n, r)) for n, r in (("a", first), ("b", second))]
-    handler = adacheck.AdaCheckHandler({"opt/a": first, "opt/b": second})
-    saved = {}
-    with manager_of(tmp_path, handler) as manager:
-        for number in range(1, 7):
-            state = steps[number % 2](state)
-            saved[number] = host_copy(state)
-            manager.save(number, args=adacheck.SaveArgs(state))
-    assert set(checked(tmp_path)) == {"full"}
-    assert_all_restorable(tmp_path, saved, state)
-
-
 def test_free_memory_is_a_number_of_bytes():
     assert 2**20 < shadow.free_bytes() < 2**50
-    assert np.isscalar(shadow.free_bytes())
