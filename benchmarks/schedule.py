@@ -235,7 +235,7 @@ def main() -> None:
 def bases_alone() -> dict[str, Schedule]:
     """Schedules for a state of 100 MB and a failure in three hours, where saving deltas is free."""
     chosen = best_schedule(BASES_ALONE, THREE_HOURS_S)
-    policy = AdaptivePolicy(THREE_HOURS_S, BUDGET_S)
+    policy = AdaptivePolicy(THREE_HOURS_S, BUDGET_S, most_deltas=1000)
     return {
         "20 deltas": Schedule(20, chosen.save_every),
         "chosen, any restore": chosen,

@@ -88,7 +88,7 @@ class _Context(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far a line of steps is, in the schedule that it follows.
+    """A point of a line of steps, in the schedule that it follows.
 
     Attributes:
         saved: the manager's number of the step that was saved or restored last.

@@ -2,7 +2,8 @@
 
 It is the base of the delta's lineage once more, with other values: arrays of the same names, cut
 into the same boxes and chunks, and the same descriptions, so that all that stock Orbax read of the
-old base it reads of the new one. The bytes are read back before anybody relies on them.
+old base it reads of the new one. Its bits are compared with the step's fingerprints: those of the
+given values, or those of what was written, read back.
 """
 
 from __future__ import annotations

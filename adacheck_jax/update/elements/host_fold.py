@@ -226,7 +226,7 @@ class HostFold:
 
     @property
     def place(self) -> tuple[bool, bool]:
-        """Where elements lie: those computed in the spare chunk, those taken in a second place."""
+        """True for computed elements in the spare chunk; for those taken, in a second place."""
         return any(each.shift for each in self._vectors if each.slides), self._is_turned
 
     def go_to(self, computed: bool, taken: bool) -> None:
