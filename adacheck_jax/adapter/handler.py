@@ -99,10 +99,11 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             there, and the file stays when training ends: remove the directory then. The file holds
             a whole state and two records. Without effect in jobs of several processes.
         background_bases: True to turn saved deltas into bases in the background, from the shadow,
-            so that the loop writes the first base alone; with a policy as ``max_deltas``, in one
-            process, and where files can be hard-linked. Keep so many steps that none is deleted
-            while it becomes a base, which takes seconds: a deletion that meets the change of its
-            files fails, and with it the save.
+            so that the loop writes the first base alone. It does so with a policy as
+            ``max_deltas``, in one process, where files can be hard-linked and memory has room for
+            two shadows. Give False to a manager that deletes in the background
+            (``enable_background_delete``): its deletion of a step fails if it meets the change of
+            the step's files.
 
     Attributes:
         restored: what the last restore gave; None before it.
@@ -132,7 +133,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         check_replicas: replicas.Mode = "warn",
         shadow_bytes: int | None = None,
         shadow_directory: AnyPath | str | None = None,
-        background_bases: bool = False,
+        background_bases: bool = True,
     ) -> None:
         options = Options(
             *(max_deltas, params_path, keep_lineage, delta, check),

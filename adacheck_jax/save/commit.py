@@ -6,7 +6,7 @@ import errno
 import functools
 import importlib.metadata
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -59,6 +59,7 @@ class Save:
         staged: the save.
         base: copies of what a base stores; None for a delta.
         clock: a monotonic clock.
+        before_commit: called in the background when this process's part is written.
 
     Attributes:
         staged: the save.
@@ -68,9 +69,13 @@ class Save:
     """
 
     def __init__(
-        self, staged: StagedSave, base: BaseWriter | None, clock: Clock = time.monotonic
+        self,
+        staged: StagedSave,
+        base: BaseWriter | None,
+        clock: Clock = time.monotonic,
+        before_commit: Callable[[], None] = lambda: None,
     ) -> None:
-        self.staged, self._clock = staged, clock
+        self.staged, self._clock, self._before_commit = staged, clock, before_commit
         self.durable_s: float | None = None
         self.error: Exception | None = None
         self.committed: Committed | None = None
@@ -108,6 +113,7 @@ class Save:
         try:
             self._written = share.write(self.staged, directory, base, layout)
             self._measured, self.durable_s = self._written.measured, self._clock()
+            self._before_commit()
         except AdaCheckError as error:
             self.error = error
             if deferred := [each.step for each in self.staged.steps[:-1]]:

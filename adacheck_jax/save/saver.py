@@ -299,7 +299,7 @@ class Saver:
             measured=self._watch.take(),
         )
         share = self._base_share(course, copies, destination) if not parent else None
-        save = Save(ready, share, self._clock)
+        save = Save(ready, share, self._clock, self._bases.put)
         # Until the save is committed this directory does not exist, and if it fails it never will:
         # the next save looks at the disk, finds no parent, and writes a base.
         tip = Tip(planned.step, ready.depth, own, copies.kept, witness)
@@ -389,7 +389,7 @@ class Saver:
 
     def close(self) -> None:
         """Tells of deferred steps that are not saved; another manager may still save them."""
-        self._bases.wait()
+        self._bases.close()
         if steps := [each.step for each in self._planner.deferred.steps]:
             numbers = lineages.shown_steps(steps)
             _log.warning("Recorded steps that are not saved: %s; a manager is closed.", numbers)

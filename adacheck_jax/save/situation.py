@@ -44,7 +44,7 @@ class Options:
     check_replicas: replicas.Mode = "warn"
     shadow_bytes: int | None = None
     shadow_directory: AnyPath | str | None = None
-    background_bases: bool = False
+    background_bases: bool = True
 
     def __post_init__(self) -> None:
         most, is_policy = self.max_deltas, isinstance(self.max_deltas, AdaptivePolicy)

@@ -9,11 +9,10 @@ import pytest
 
 import adacheck_jax as adacheck
 from adacheck_jax.format.manifest import BaseManifest
-from adacheck_jax.save import background_bases
 from adacheck_jax.save.checks.shadow import Shadow
 from adacheck_jax.schedule import line
 from adacheck_jax.schedule.costs import Schedule
-from adacheck_jax.store.compaction import in_place
+from adacheck_jax.store.compaction import in_place, new_base
 from adacheck_jax.store.steps import lineage, roots
 from tests import support
 from tests.save.test_checks import assert_all_restorable, kinds
@@ -26,7 +25,7 @@ def short_lineages(monkeypatch):
 
 
 def trained(root, run, handler, steps, *, settle=True):
-    """Saves each step; with ``settle`` a base that was begun is complete before the next step."""
+    """Saves each step; with ``settle`` a base that was begun is written before the next step."""
     saved = {}
     with manager_of(root, handler) as manager:
         for _ in range(steps):
@@ -36,7 +35,9 @@ def trained(root, run, handler, steps, *, settle=True):
             manager.wait_until_finished()
             if settle:
                 handler.record_step(run.state, run.count)  # the same step: it is looked after
-                _bases(handler).wait()
+                pending = _bases(handler)._pending
+                if pending is not None and pending.written is not None:
+                    pending.written.exception()
     return saved
 
 
@@ -53,7 +54,8 @@ def bases_of(root):
 @pytest.mark.parametrize("shape", [(1, 1), (4, 2)], ids=["one device", "eight devices"])
 def test_the_loop_writes_one_base_and_the_shadow_the_others(tmp_path, shape):
     run = support.dict_run(mesh_of(shape))
-    handler = adacheck.AdaCheckHandler(run.recorder, background_bases=True)
+    policy = adacheck.AdaptivePolicy(most_deltas=3)
+    handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=policy)
     saved = trained(tmp_path, run, handler, 9)
     assert bases_of(tmp_path) == [1, 4, 7]
     reasons = [roots.steps_of(tmp_path)[i].manifest.reason for i in (3, 6)]
@@ -74,7 +76,7 @@ def test_a_number_of_deltas_is_kept_to(tmp_path):
     saved = trained(
         tmp_path,
         run,
-        adacheck.AdaCheckHandler(run.recorder, max_deltas=2, background_bases=True),
+        adacheck.AdaCheckHandler(run.recorder, max_deltas=2),
         6,
     )
     assert kinds(tmp_path) == ["B", "R", "R", "B", "R", "R"]
@@ -83,30 +85,35 @@ def test_a_number_of_deltas_is_kept_to(tmp_path):
     assert_all_restorable(tmp_path, saved, run.state)
 
 
-def test_where_a_base_cannot_be_made_in_the_background_the_loop_writes_it(tmp_path, monkeypatch):
-    def fails(lineage, blocks, read_back):
+@pytest.mark.parametrize(
+    ("module", "name", "base"),
+    [(new_base, "write", 5), (in_place, "_move", 6)],
+    ids=["written", "moved"],
+)
+def test_where_a_base_cannot_be_made_in_the_background_the_loop_writes_it(
+    tmp_path, monkeypatch, module, name, base
+):
+    def fails(*args, **kwargs):
         raise OSError("no space")
 
-    monkeypatch.setattr(in_place, "compact", fails)
+    monkeypatch.setattr(module, name, fails)
     run = support.dict_run(mesh_of((1, 1)))
-    saved = trained(
-        tmp_path, run, adacheck.AdaCheckHandler(run.recorder, background_bases=True), 10
-    )
-    assert bases_of(tmp_path)[:2] == [1, 5]  # once it had failed
+    saved = trained(tmp_path, run, adacheck.AdaCheckHandler(run.recorder), 10)
+    assert bases_of(tmp_path)[:2] == [1, base]  # once it had failed
     assert_all_restorable(tmp_path, saved, run.state)
 
 
 def test_a_base_that_takes_long_lets_the_lineage_grow_to_twice_its_length(tmp_path, monkeypatch):
     is_over = []
 
-    def slow(lineage, blocks, read_back):
+    def slow(*args, **kwargs):
         while not is_over:
             time.sleep(0.01)
         raise OSError("given up")
 
-    monkeypatch.setattr(background_bases.in_place, "compact", slow)
+    monkeypatch.setattr(new_base, "write", slow)
     run = support.dict_run(mesh_of((1, 1)))
-    handler = adacheck.AdaCheckHandler(run.recorder, background_bases=True)
+    handler = adacheck.AdaCheckHandler(run.recorder)
     with manager_of(tmp_path, handler) as manager:
         for step in range(1, 10):
             run.advance()
@@ -116,22 +123,22 @@ def test_a_base_that_takes_long_lets_the_lineage_grow_to_twice_its_length(tmp_pa
     assert kinds(tmp_path) == ["B", *"RRRRRR", "B", "R"]
 
 
-def test_no_base_is_made_in_the_background_unasked(tmp_path):
+def test_no_base_is_made_in_the_background_where_that_is_refused(tmp_path):
     run = support.dict_run(mesh_of((1, 1)))
-    trained(tmp_path, run, adacheck.AdaCheckHandler(run.recorder), 6)
+    trained(tmp_path, run, adacheck.AdaCheckHandler(run.recorder, background_bases=False), 6)
     assert kinds(tmp_path) == ["B", "R", "R", "R", "B", "R"]
 
 
 def test_without_room_for_a_copy_the_loop_writes_bases(tmp_path, monkeypatch):
     monkeypatch.setattr(Shadow, "has_room_for_copy", False)
     run = support.dict_run(mesh_of((1, 1)))
-    trained(tmp_path, run, adacheck.AdaCheckHandler(run.recorder, background_bases=True), 6)
+    trained(tmp_path, run, adacheck.AdaCheckHandler(run.recorder), 6)
     assert kinds(tmp_path) == ["B", "R", "R", "R", "B", "R"]
 
 
 def test_recorded_steps_go_on_while_a_base_is_made(tmp_path):
     run = support.dict_run(mesh_of((1, 1)))
-    handler = adacheck.AdaCheckHandler(run.recorder, background_bases=True)
+    handler = adacheck.AdaCheckHandler(run.recorder)
     saved = {}
     with manager_of(tmp_path, handler) as manager:
         for step in range(1, 16):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from adacheck_jax.errors import AdaCheckError, LineageError, StorageError, first_line, system_error
 from adacheck_jax.format.boxes import Blocks
@@ -59,41 +60,71 @@ def compact(
         LineageError: the step is a base already, or was deleted, or is no saved step.
         StorageError: the step lies in an object store, or the disk refused something.
     """
-    directory, delta = _checked(lineage)
-    with _turn(directory):
+    with prepared(lineage, blocks, read_back=read_back) as base:
+        base.put()
+    return base.manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A base, durable, beside the delta whose place it is to take.
+
+    Attributes:
+        manifest: its manifest.
+    """
+
+    manifest: BaseManifest
+    _work: Location
+    _directory: Location
+    _stamp: Stamp
+
+    def put(self) -> None:
+        """Puts it into the delta's place; once.
+
+        Nobody may delete the step meanwhile: who removes a directory with all that is in it fails
+        where files come and go.
+
+        Raises:
+            LineageError: the step was deleted or replaced.
+            StorageError: the disk refused something.
+        """
+        directory = self._directory
         with _named(directory):
-            manifest = _compacted(directory, delta, lineage, blocks, read_back)
+            _check_there(directory, self._stamp)
+            _clear(directory)
+            try:
+                _move(self._work, directory, self._stamp)
+            except BaseException:
+                # What a disk keeps that refuses this too does no harm.
+                with contextlib.suppress(OSError, AdaCheckError):
+                    _clear(directory)
+                raise
         with _named(directory, "It is a base now, and what is left of the delta does no harm"):
             if (directory / manifest_file.FILE).exists:  # else it was deleted since
                 _clear(directory)
-    return manifest
 
 
-def _compacted(
-    directory: Location,
-    delta: DeltaManifest,
-    lineage: Lineage,
-    blocks: Mapping[int, Blocks],
-    read_back: bool,
-) -> BaseManifest:
-    """The manifest of the base that is in the delta's place now."""
-    _clear(directory)
-    stamp = _stamp(directory, delta)
+@contextlib.contextmanager
+def prepared(
+    lineage: Lineage, blocks: Mapping[int, Blocks], *, read_back: bool = True
+) -> Iterator[Prepared]:
+    """Writes a base beside the delta at the end of a lineage; removes it if it is not put there.
+
+    Another compaction of the step waits until this one is left. Arguments and errors are those of
+    :func:`compact`.
+    """
+    directory, delta = _checked(lineage)
     work = _beside(directory, "compaction")
-    work.delete()
-    try:
-        manifest = new_base.write(work, lineage, blocks, read_back=read_back)
+    with _turn(directory):
         try:
-            _move(work, directory, stamp)
-        except BaseException:
-            # What a disk keeps that refuses this too does no harm.
-            with contextlib.suppress(OSError, AdaCheckError):
-                _clear(directory)
-            raise
-    finally:
-        with contextlib.suppress(OSError):  # the next compaction, or a repair, removes it
-            work.delete()
-    return manifest
+            with _named(directory):
+                stamp = _stamp(directory, delta)
+                work.delete()
+                manifest = new_base.write(work, lineage, blocks, read_back=read_back)
+            yield Prepared(manifest, work, directory, stamp)
+        finally:
+            with contextlib.suppress(OSError):  # the next compaction, or a repair, removes it
+                work.delete()
 
 
 def _checked(lineage: Lineage) -> tuple[Location, DeltaManifest]:
