@@ -21,7 +21,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.common import environment
-from benchmarks.speed import child, report
+from benchmarks.speed import child, longest, report
 from benchmarks.speed.ways import BASE, DELTA, DELTA_FILE, FLOOR, STATE_FILE, STOCK
 
 SIZES = ("small", "full")
@@ -54,6 +54,15 @@ def training(is_full: bool) -> Any:
     return child.measure(
         "training", params=1_000_000, batch=16, steps=20, rounds=rounds, max_deltas=20
     )
+
+
+def longest_steps(is_full: bool) -> dict[str, Any]:
+    """A language model of 7 million params, each way in a process of its own."""
+    size = {"params": 7_000_000, "batch": 96} if is_full else {"params": 1_000_000, "batch": 16}
+    steps = (
+        {"warm": 26, "steps": 52, "deltas": 12} if is_full else {"warm": 8, "steps": 8, "deltas": 3}
+    )
+    return {way: child.measure("longest", way=way, **size, **steps) for way in longest.WAYS}
 
 
 def recording(is_full: bool) -> list[Any]:
@@ -99,10 +108,11 @@ def pinning(is_full: bool) -> list[Any]:
     return [child.measure("pinning", devices=devices, **size, **rounds) for devices in (1, 8)]
 
 
-def checks(is_full: bool) -> Any:
-    """100 MB in 301 arrays, checked and not."""
+def checks(is_full: bool) -> list[Any]:
+    """100 MB in 301 arrays, checked and not, on one device and on eight."""
     rounds = {"rounds": 5, "saves": 6} if is_full else {"rounds": 1, "saves": 4}
-    return child.measure("checks", params=8_300_000, leaves=100, **rounds)
+    size = {"params": 8_300_000, "leaves": 100}
+    return [child.measure("checks", devices=devices, **size, **rounds) for devices in (1, 8)]
 
 
 def fingerprints(is_full: bool) -> list[Any]:
@@ -127,6 +137,7 @@ MEASUREMENTS = {
     "large saves": large_saves,
     "restores": restores,
     "training": training,
+    "longest step": longest_steps,
     "recording": recording,
     "pinning": pinning,
     "checks": checks,

@@ -58,7 +58,12 @@ def run(root: str, params: int, leaves: int, rounds: int, saves: int) -> Any:
         )
         found[kind] = {name: asdict(cost) for name, cost in costs.items()}
         state = states.train_state(params, leaves, recorder)  # the other one was donated
-    return {"leaves": len(jax.tree.leaves(state)), "state_bytes": size_bytes, "costs": found}
+    return {
+        "devices": jax.device_count(),
+        "leaves": len(jax.tree.leaves(state)),
+        "state_bytes": size_bytes,
+        "costs": found,
+    }
 
 
 class _Unchecked(Managed):

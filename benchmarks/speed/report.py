@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.speed.checks import UNCHECKED
+from benchmarks.speed.checks import SAMPLE
 from benchmarks.speed.pinning import FREE, STAGES
 from benchmarks.speed.ways import BASE, DELTA, DELTA_FILE, FLOOR, STATE_FILE, STOCK
 
@@ -148,17 +148,30 @@ def _compiling_s(row: Mapping[str, float]) -> float:
     return sum(row[stage] for stage in STAGES)
 
 
-def _checks(result: Mapping[str, Any]) -> str:
-    head = ["the step that is saved is", "delta", "blocking ms", "durable ms", "CPU ms"]
-    cells = []
-    for kind, costs in result["costs"].items():
-        for name, cost in costs.items():
-            ratios = (cost[key] / costs[UNCHECKED][key] for key in _GROWN)
-            pairs = zip(_GROWN, ratios, strict=True)
-            times = [f"{_ms(cost[key])} ({ratio:.2f})" for key, ratio in pairs]
-            cells.append([kind, name, *times])
-    about = f"{result['leaves']} arrays with the record; {_mb(result['state_bytes'])} MB without it"
+def _longest(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    cells = [
+        [name, _ms(row["mean_s"]), _ms(row["longest_s"]), f"{row['longest_s'] / row['mean_s']:.2f}"]
+        for name, row in rows.items()
+    ]
+    first = next(iter(rows.values()))
+    about = f"{_mb(first['state_bytes'])} MB of state; {first['arrays']} arrays with the record"
+    head = ["saved", "mean step, ms", "longest step, ms", "longest ÷ mean"]
     return f"{about}.\n\n" + _table(head, cells)
+
+
+def _checks(results: Sequence[Mapping[str, Any]]) -> str:
+    head = ["devices", "the step that is saved is", "delta", "blocking ms", "durable ms", "CPU ms"]
+    cells = []
+    for result in results:
+        for kind, costs in result["costs"].items():
+            for name, cost in costs.items():
+                ratios = (cost[key] / costs[SAMPLE][key] for key in _GROWN)
+                pairs = zip(_GROWN, ratios, strict=True)
+                times = [f"{_ms(cost[key])} ({ratio:.2f})" for key, ratio in pairs]
+                cells.append([str(result["devices"]), kind, name, *times])
+    first = results[0]
+    about = f"{first['leaves']} arrays with the record; {_mb(first['state_bytes'])} MB without it"
+    return f"{about}; in parentheses against the check by sample.\n\n" + _table(head, cells)
 
 
 def _stores(results: Sequence[Mapping[str, Any]]) -> str:
@@ -217,6 +230,7 @@ _TABLES: dict[str, tuple[str, Any]] = {
     "large saves": ("One save of a large state", _saves),
     "restores": ("A restore", _restores),
     "training": ("Training", _training),
+    "longest step": ("The longest step", _longest),
     "recording": ("Short steps, each kept", _recording),
     "pinning": ("Pinned updates beside unpinned ones", _pinning),
     "checks": ("Deltas that are checked", _checks),
