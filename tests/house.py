@@ -18,15 +18,17 @@ FACADE = "adacheck_jax"
 MAY_IMPORT = {
     "errors": (),
     "schedule": (),
+    "layout": ("errors",),
     "format": ("errors",),
     "device": ("errors", "format"),
     "store": ("errors", "format"),
     "update": ("errors", "format", "device"),
     "save": ("errors", "schedule", "format", "device", "store", "update"),
-    "restore": ("errors", "format", "device", "store", "update"),
+    "restore": ("errors", "layout", "format", "device", "store", "update"),
     "adapter": (
         "errors",
         "schedule",
+        "layout",
         "format",
         "device",
         "store",
@@ -35,7 +37,7 @@ MAY_IMPORT = {
         "restore",
     ),
     "tools": ("errors", "format", "device", "store", "update", "restore", "adapter", "schedule"),
-    "cli": ("errors", "format", "device", "store", "update", "adapter", "tools", FACADE),
+    "cli": ("errors", "layout", "format", "device", "store", "update", "adapter", "tools", FACADE),
     "v1": ("adapter", FACADE),
 }
 """Rooms, lowest first, and the rooms that each may import: a design decision, made here."""

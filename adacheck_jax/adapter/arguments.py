@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import orbax.checkpoint as ocp
 
 from adacheck_jax.adapter import leaf_wishes
 from adacheck_jax.device.trees import PyTree
+from adacheck_jax.layout.rules import Rule
 
 HANDLER_NAME = "adacheck_jax.handler.AdaCheckHandler"
 """Name that Orbax writes beside every step, and finds the handler by: it never changes."""
@@ -83,13 +85,17 @@ class RestoreArgs(ocp.args.CheckpointArgs):
             what they read over their devices, so that storage is read once. False has each process
             read all that its devices need, and so does None, but for object stores and many bytes.
             The same in all processes, and without effect in a single one.
+        transform: rules of :mod:`adacheck_jax.layout` that give the saved leaves the paths and
+            shapes of the abstract state: scanned layers for unrolled ones, fused matrices, a padded
+            vocabulary. They are applied to the params and to all that the optimizer keeps for
+            them, after every leaf was verified. The next save is then a base.
         item: another name for ``abstract_state``, as for ``StandardRestore``.
         restore_args: tree of ``ocp.RestoreArgs`` (or None) like the abstract state, as for
             ``PyTreeRestore``. What they say of a leaf (its sharding, data type, shape, or to be a
             host array) comes before what the abstract state says.
             ``SingleReplicaArrayRestoreArgs`` ask for ``read_once``.
-        transforms: ``{}`` asks for ``partial_restore``, as for ``PyTreeRestore``. Leaves are not
-            renamed or computed.
+        transforms: ``{}`` asks for ``partial_restore``, as for ``PyTreeRestore``. Others are
+            refused: use ``transform``.
 
     Raises:
         ValueError: both ``abstract_state`` and ``item`` are given, ``restore_args`` are no tree
@@ -105,6 +111,7 @@ class RestoreArgs(ocp.args.CheckpointArgs):
     step: int | None = None
     exact: bool = False
     read_once: bool | None = None
+    transform: Sequence[Rule] | None = None
     item: PyTree | None = None
     restore_args: PyTree | None = None
     transforms: PyTree | None = None
@@ -118,7 +125,7 @@ class RestoreArgs(ocp.args.CheckpointArgs):
             if self.transforms:
                 raise ValueError(
                     f"transforms: expected {{}} or None, found {self.transforms!r}. Nothing was "
-                    "restored; restore the leaves under their saved names, and transform them then."
+                    "restored; use transform=, with rules of adacheck_jax.layout."
                 )
             self.partial_restore, self.transforms = True, None
         if self.restore_args is not None:

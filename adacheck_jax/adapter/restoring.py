@@ -12,9 +12,16 @@ from typing import Any
 from adacheck_jax.adapter import descriptions, stock_restore
 from adacheck_jax.adapter.arguments import RestoreArgs, RestoreInfo
 from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
+from adacheck_jax.adapter.relayout import Relayout
 from adacheck_jax.adapter.targets import Target, Wishes
 from adacheck_jax.device.trees import PyTree
-from adacheck_jax.errors import AdaCheckError, FormatError, IntegrityError, LineageError
+from adacheck_jax.errors import (
+    AdaCheckError,
+    FormatError,
+    IntegrityError,
+    LineageError,
+    MismatchError,
+)
 from adacheck_jax.format import manifest as manifests
 from adacheck_jax.restore import check, replay, working_set
 from adacheck_jax.restore.compiled_update import CompiledUpdates, abstract_leaf
@@ -65,6 +72,7 @@ class _Base:
         leaves: the base's leaves, on the devices of the replay; see :func:`replay_onto`.
         rounded: indices of the leaves that these devices replay to rounding only.
         moved: wanted shardings of the leaves that are replayed on other devices, by leaf path.
+        relayout: the transformation into the caller's layout; None if it is the saved one.
     """
 
     target: Target
@@ -72,6 +80,7 @@ class _Base:
     leaves: list[Any]
     rounded: frozenset[int]
     moved: dict[str, Any]
+    relayout: Relayout | None
 
 
 class StepRestorer:
@@ -226,14 +235,14 @@ class StepRestorer:
         named = {spec.path: leaf for spec, leaf in zip(lineage.base.leaves, leaves, strict=True)}
         if base.moved:
             base.target.move(base.moved, named)
-        state = base.target.finish(named)
+        state = base.relayout.finish(named) if base.relayout else base.target.finish(named)
         begin_s = found_s if begin_s is None else begin_s
         # Looking for a lineage means reading the manifest of each delta.
         deltas_s = found_s - begin_s + replayed_s - read_s - base.programs.waited_s
         measured = _measured(
             self._clock() - begin_s, read_s - found_s, deltas_s, len(lineage.deltas)
         )
-        is_own = is_own and not lineage.left_out
+        is_own = is_own and not lineage.left_out and base.relayout is None
         return Restored(state, info, path, lineage, leaves, is_own, measured)
 
     def _read(self, path: AnyPath, lineage: Lineage, args: RestoreArgs) -> _Base:
@@ -252,6 +261,10 @@ class StepRestorer:
             args.support_layout,
             args.fallback_sharding,
         )
+        relayout = None
+        if args.transform is not None:
+            relayout = Relayout(args.transform, wishes, lineage.base, path)
+            wishes = relayout.wishes
         target = Target(wishes, lineage.base, saved_tree, path, shardings_damage)
         placements = target.placements(lineage)
         bound = check.bound_to_mesh(lineage)
@@ -278,7 +291,7 @@ class StepRestorer:
         leaves = [read[leaf.path] for leaf in lineage.base.leaves]
         check.check_types(leaves, lineage.base, lineage.base_directory)
         moved = {each: placements[each] for each in there}
-        return _Base(target, programs, leaves, rounded, moved)
+        return _Base(target, programs, leaves, rounded, moved, relayout)
 
 
 def _measured(
@@ -304,6 +317,11 @@ def _apart(lineage: Lineage, placements: Mapping[str, Any]) -> dict[str, Any]:
 
 def _restored_stock(path: AnyPath, args: RestoreArgs) -> Restored:
     """A step that stock Orbax saved, which no delta can build on."""
+    if args.transform is not None:
+        raise MismatchError(
+            f"{path}: expected a step of this library to transform, found one that stock Orbax "
+            "saved. Restore it in its own layout, save it, and transform that step."
+        )
     state = stock_restore.restore(path, args)
     return Restored(state, stock_info(path), path, None, [], is_own=False)
 

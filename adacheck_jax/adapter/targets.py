@@ -79,6 +79,11 @@ class Target:
                 self._wanted |= dict.fromkeys(left_out, ocp.PLACEHOLDER)
             self._check(where)
 
+    @property
+    def wanted(self) -> Mapping[str, Any]:
+        """The caller's leaf for each saved one, by leaf path; None if the caller named no tree."""
+        return self._wanted
+
     def _left_out(self, missing: AbstractSet[str], state: PyTree) -> AbstractSet[str]:
         """Leaf paths of saved leaves that the abstract state has no leaf for, on purpose.
 
@@ -118,7 +123,8 @@ class Target:
             where=f"{where}: the abstract state does not fit what was saved",
             remedy="Build the abstract state from the code that saved it (jax.eval_shape), mark "
             "leaves to leave out with ocp.PLACEHOLDER, leave out all that it does not have with "
-            "partial_restore=True, or pass no abstract state.",
+            "partial_restore=True, or pass no abstract state. If the model has another layout now "
+            "(scanned layers, other names), say so with RestoreArgs(transform=...).",
         )
 
     def _describe(self, leaf: Any, spec: Leaf | None) -> str:

@@ -1,0 +1,179 @@
+"""A restore into another layout: what is read for it, and the caller's tree in the end."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+from adacheck_jax.adapter.targets import Target, Wishes
+from adacheck_jax.device.trees import PyTree
+from adacheck_jax.format.manifest import ITEMSIZES_BYTES, BaseManifest, Leaf
+from adacheck_jax.layout import plan as layouts
+from adacheck_jax.layout import trees
+from adacheck_jax.layout.operations import Kind
+from adacheck_jax.layout.plan import Plan
+from adacheck_jax.layout.rules import Rule
+from adacheck_jax.layout.trees import Params
+from adacheck_jax.restore import transform
+from adacheck_jax.store.storage.location import AnyPath
+from adacheck_jax.update.recorder_state import RECORD_FIELD
+
+_log = logging.getLogger(__name__)
+
+
+class Relayout:
+    """The rules of a restore, planned for the leaves of a base.
+
+    Args:
+        rules: the rules.
+        wishes: form in which the caller wants the state, in its own layout.
+        base: manifest that describes the saved leaves.
+        where: directory of the step, for messages.
+
+    Attributes:
+        plan: operations on the leaves that are wanted.
+
+    Raises:
+        MismatchError: a rule does not fit the saved leaves, or the caller's state not what rules
+            make of them.
+    """
+
+    def __init__(
+        self, rules: Sequence[Rule], wishes: Wishes, base: BaseManifest, where: AnyPath
+    ) -> None:
+        kinds = {leaf.path: _kind(leaf) for leaf in base.leaves}
+        every = layouts.plan(rules, kinds, params_trees(base))
+        specs = _transformed_leaves(every, base.leaves)
+        after = dataclasses.replace(base, leaves=tuple(specs))
+        self._target = Target(wishes, after, _nested(specs), where)
+        self._wishes = wishes
+        self._given = self._target.wanted
+        wanted = [path for path, leaf in self._given.items() if leaf is not ocp.PLACEHOLDER]
+        self.plan = every.needed_for(path for path in wanted if path in every.outputs)
+        self._specs = {leaf.path: leaf for leaf in base.leaves}
+        _tell(every, base)
+
+    @property
+    def wishes(self) -> Wishes:
+        """The form in which the saved leaves are read: each where the new leaf will lie."""
+        if self._wishes.abstract_state is None:
+            return dataclasses.replace(self._wishes, support_layout=False)
+        places = transform.placements_before(self.plan, self._placements())
+        asked: dict[str, Any] = dict.fromkeys(self._specs, ocp.PLACEHOLDER)
+        paths = {value: path for path, value in self.plan.outputs.items()}
+        for path, value in self.plan.inputs.items():
+            if value in paths:  # as it is, but for its path
+                asked[path] = self._given[paths[value]]
+            else:
+                asked[path] = _abstract(self._specs[path], places[path])
+        return dataclasses.replace(
+            self._wishes, abstract_state=asked, partial_restore=False, support_layout=False
+        )
+
+    def finish(self, leaves: Mapping[str, Any]) -> PyTree:
+        """The caller's tree.
+
+        Args:
+            leaves: verified leaves by leaf path before the transformation.
+
+        Raises:
+            MismatchError: an operation loses bits, and its rule does not say that it may.
+        """
+        return self._target.finish(transform.transformed(self.plan, leaves, self._placements()))
+
+    def _placements(self) -> dict[str, Any]:
+        """Wanted placement of each new leaf, by leaf path."""
+        return {path: _placement(self._given[path]) for path in self.plan.outputs}
+
+
+def params_trees(base: BaseManifest) -> list[Params]:
+    """The trees of params of a base's recorders; without a recorder ``params``, or the state."""
+    update = base.update
+    paths = [leaf.path for leaf in base.leaves]
+    if update is None or not update.params:
+        inside = [end for path in paths if (end := trees.within("params", path)) is not None]
+        return [Params("params" if inside else "", frozenset(inside or paths))]
+    found = []
+    for k in range(len(update.counts)):
+        computed, consumed = update.computed_by([k]), update.consumed_by([k])
+        own = [paths[i] for i in update.params if i in computed]
+        ends = [paths[i].partition(f"{RECORD_FIELD}/")[2] for i in update.record if i in consumed]
+        found.append(trees.params_of(own, [end for end in ends if end]))
+    return found
+
+
+def _kind(leaf: Leaf) -> Kind:
+    if leaf.key_type:
+        return Kind(leaf.shape[:-1], leaf.key_type)
+    return Kind(leaf.shape, leaf.dtype)
+
+
+def _transformed_leaves(plan: Plan, leaves: Sequence[Leaf]) -> list[Leaf]:
+    """Descriptions of the new leaves, as if each had been saved whole."""
+    known = {plan.inputs[leaf.path]: leaf for leaf in leaves}
+    found = []
+    for path, value in plan.outputs.items():
+        if value in known:
+            found.append(dataclasses.replace(known[value], path=path))
+        else:
+            kind = plan.kinds[value]
+            cuts = tuple((0, length) for length in kind.shape)
+            size = ITEMSIZES_BYTES[kind.dtype]
+            found.append(Leaf(path, kind.shape, kind.dtype, size, None, cuts, (0,)))
+    return found
+
+
+def _nested(leaves: Sequence[Leaf]) -> PyTree:
+    """The new leaves as nested dictionaries, for a caller who names no tree."""
+    tree: dict[str, Any] = {}
+    for leaf in leaves:
+        *above, name = leaf.path.split("/")
+        node = tree
+        for each in above:
+            node = node.setdefault(each, {})
+        node[name] = jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype))
+    return tree
+
+
+def _placement(leaf: Any) -> Any:
+    if isinstance(leaf, np.ndarray | np.generic | int | float | complex):
+        return np.ndarray
+    sharding = getattr(leaf, "sharding", None)
+    return sharding if isinstance(sharding, jax.sharding.Sharding) else None
+
+
+def _abstract(leaf: Leaf, place: Any) -> Any:
+    """A leaf as a restore is asked for it."""
+    dtype = jnp.dtype(leaf.dtype)
+    if place is np.ndarray:
+        return np.broadcast_to(np.zeros((), dtype), leaf.shape)
+    return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=place)
+
+
+def _tell(plan: Plan, base: BaseManifest) -> None:
+    inside = [
+        path
+        for path in plan.untouched
+        if any(trees.within(tree, path) is not None for tree in plan.trees)
+    ]
+    _log.info(
+        "transform: %d operations on the trees %s; as they were: %d leaves of these (%s) and %d "
+        "others.",
+        len(plan.steps),
+        ", ".join(plan.trees),
+        len(inside),
+        ", ".join(inside[:20]) + (", ..." if len(inside) > 20 else ""),
+        len(plan.untouched) - len(inside),
+    )
+    if base.update is not None and base.update.reducing:
+        _log.warning(
+            "transform: the optimizer adds up elements, so a run that goes on in another layout "
+            "equals one that was trained there to rounding only."
+        )

@@ -1,0 +1,476 @@
+"""Operations on whole leaves: what each does to shapes and elements, and its inverse.
+
+Every operation takes some leaves and gives some. All but :class:`Average` and some casts only move
+elements, so their inverse gives the bits back. Arrays are those of numpy or of ``jax.numpy``: the
+functions are passed as ``xp``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+Shape = tuple[int, ...]
+Arrays = Sequence[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Shape and data type of a leaf.
+
+    Attributes:
+        shape: global shape.
+        dtype: numpy name of the data type; ``key<...>`` for a typed PRNG key.
+    """
+
+    shape: Shape
+    dtype: str
+
+
+@runtime_checkable
+class Operation(Protocol):
+    """An operation on leaves of known shapes."""
+
+    def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
+        """Shapes and data types of the results.
+
+        Raises:
+            ValueError: the operation cannot take these leaves; it says why.
+        """
+        ...
+
+    def apply(self, xp: Any, arrays: Arrays) -> list[Any]:
+        """The results, computed with the functions of numpy or ``jax.numpy``."""
+        ...
+
+    def inverse(self, taken: Sequence[Kind]) -> Operation | None:
+        """The operation that gives the taken leaves back; None if it loses something."""
+        ...
+
+    def source_axes(self, axes: int) -> list[int | None]:
+        """For each axis of a taken leaf the axis of a result that it becomes, None if it has none.
+
+        Args:
+            axes: number of axes of the taken leaf.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """The leaf as it is, under another path."""
+
+    def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
+        return list(taken)
+
+    def apply(self, xp: Any, arrays: Arrays) -> list[Any]:
+        del xp
+        return list(arrays)
+
+    def inverse(self, taken: Sequence[Kind]) -> Operation:
+        del taken
+        return self
+
+    def source_axes(self, axes: int) -> list[int | None]:
+        return [*range(axes)]
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Equal leaves become one with an axis more.
+
+    Attributes:
+        axis: position of the new axis in the result.
+    """
+
+    axis: int = 0
+
+    def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
+        first = _same(taken, "stack")
+        axis = _axis(self.axis, len(first.shape) + 1)
+        shape = (*first.shape[:axis], len(taken), *first.shape[axis:])
+        return [Kind(shape, first.dtype)]
+
+    def apply(self, xp: Any, arrays: Arrays) -> list[Any]:
+        return [xp.stack(arrays, axis=self.axis)]
+
+    def inverse(self, taken: Sequence[Kind]) -> Operation:
+        return Unstack(len(taken), self.axis)
+
+    def source_axes(self, axes: int) -> list[int | None]:
+        axis = _axis(self.axis, axes + 1)
+        return [*range(axis), *range(axis + 1, axes + 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Unstack:
+    """A leaf becomes one for each index of an axis.
+
+    Attributes:
+        count: length of the axis.
+        axis: its position.
+    """
+
+    count: int
+    axis: int = 0
+
+    def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
+        (only,) = taken
+        axis = _axis(self.axis, len(only.shape))
+        if only.shape[axis] != self.count:
+            raise ValueError(f"expected {self.count} along axis {axis}, found {only.shape[axis]}")
+        return [Kind(_without(only.shape, axis), only.dtype)] * self.count
+
+    def apply(self, xp: Any, arrays: Arrays) -> list[Any]:
+        (only,) = arrays
+        return [xp.take(only, k, axis=self.axis) for k in range(self.count)]
+
+    def inverse(self, taken: Sequence[Kind]) -> Operation:
+        return Stack(self.axis)
+
+    def source_axes(self, axes: int) -> list[int | None]:
+        axis = _axis(self.axis, axes)
+        return [*range(axis), None, *range(axis, axes - 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Fuse:
+    """Leaves are joined along an axis, whole or group by group.
+
+    With two groups, q, k and v become ``q0 k0 v0 q1 k1 v1``: the first half of each, then the
+    second.
+
+    Attributes:
+        axis: the axis.
+        groups: number of groups.
+    """
+
+    axis: int
+    groups: int = 1
+
+    def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
+        axis = _axis(self.axis, len(taken[0].shape))
+        _same([Kind(_without(kind.shape, axis), kind.dtype) for kind in taken], "fuse")
+        for kind in taken:
+            _divides(self.groups, kind.shape[axis], axis)
+        total = sum(kind.shape[axis] for kind in taken)
+        return [Kind(_with(taken[0].shape, axis, total), taken[0].dtype)]
+
+    def apply(self, xp: Any, arrays: Arrays) -> list[Any]:
+        axis = _axis(self.axis, arrays[0].ndim)
+        parts = [_grouped(each, axis, self.groups) for each in arrays]
+        return [_ungrouped(xp.concatenate(parts, axis=axis + 1), axis)]
+
+    def inverse(self, taken: Sequence[Kind]) -> Operation:
+        axis = _axis(self.axis, len(taken[0].shape))
+        return Split(axis, tuple(kind.shape[axis] for kind in taken), self.groups)
+
+    def source_axes(self, axes: int) -> list[int | None]:
+        return [*range(axes)]
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A leaf is cut along an axis: the inverse of :class:`Fuse`.
+
+    Attributes:
+        axis: the axis.
+        sizes: lengths of the parts.
+        groups: number of groups.
+    """
+
+    axis: int
+    sizes: tuple[int, ...]
+    groups: int = 1
+
+    def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
+        (only,) = taken
+        axis = _axis(self.axis, len(only.shape))
+        if sum(self.sizes) != only.shape[axis] or min(self.sizes) < 0:
+            raise ValueError(
+                f"expected sizes that add up to {only.shape[axis]}, the length of axis {axis}, "
+                f"found {list(self.sizes)}"
+            )
+        for size in self.sizes:
+            _divides(self.groups, size, axis)
+        return [Kind(_with(only.shape, axis, size), only.dtype) for size in self.sizes]
+
+    def apply(self, xp: Any, arrays: Arrays) -> list[Any]:
+        del xp
+        (only,) = arrays
+        axis = _axis(self.axis, only.ndim)
+        grouped = _grouped(only, axis, self.groups)
+        results, start = [], 0
+        for size in self.sizes:
+            stop = start + size // self.groups
+            here = (slice(None),) * (axis + 1)
+            results.append(_ungrouped(grouped[(*here, slice(start, stop))], axis))
+            start = stop
+        return results
+
+    def inverse(self, taken: Sequence[Kind]) -> Operation:
+        return Fuse(self.axis, self.groups)
+
+    def source_axes(self, axes: int) -> list[int | None]:
+        return [*range(axes)]
+
+
+@dataclass(frozen=True, slots=True)
+class Pad:
+    """Zeros are added at the end of an axis.
+
+    Attributes:
+        axis: the axis.
+        size: its new length.
+    """
+
+    axis: int
+    size: int
+
+    def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
+        (only,) = taken
+        axis = _axis(self.axis, len(only.shape))
+        if self.size < only.shape[axis]:
+            raise ValueError(f"expected a size of at least {only.shape[axis]}, found {self.size}")
+        return [Kind(_with(only.shape, axis, self.size), only.dtype)]
+
+    def apply(self, xp: Any, arrays: Arrays) -> list[Any]:
+        (only,) = arrays
+        axis = _axis(self.axis, only.ndim)
+        missing = _with(only.shape, axis, self.size - only.shape[axis])
+        return [xp.concatenate([only, xp.zeros(missing, only.dtype)], axis=axis)]
+
+    def inverse(self, taken: Sequence[Kind]) -> Operation:
+        axis = _axis(self.axis, len(taken[0].shape))
+        return Strip(axis, taken[0].shape[axis])
+
+    def source_axes(self, axes: int) -> list[int | None]:
+        return [*range(axes)]
+
+
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """The end of an axis is cut off; its inverse gives the bits back if only zeros were.
+
+    Attributes:
+        axis: the axis.
+        size: its new length.
+        is_lossy: True if other elements than zeros may be lost.
+    """
+
+    axis: int
+    size: int
+    is_lossy: bool = False
+
+    def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
+        (only,) = taken
+        axis = _axis(self.axis, len(only.shape))
+        if not 0 <= self.size <= only.shape[axis]:
+            raise ValueError(f"expected a size of at most {only.shape[axis]}, found {self.size}")
+        return [Kind(_with(only.shape, axis, self.size), only.dtype)]
+
+    def apply(self, xp: Any, arrays: Arrays) -> list[Any]:
+        del xp
+        (only,) = arrays
+        axis = _axis(self.axis, only.ndim)
+        return [only[(*(slice(None),) * axis, slice(0, self.size))]]
+
+    def inverse(self, taken: Sequence[Kind]) -> Operation | None:
+        axis = _axis(self.axis, len(taken[0].shape))
+        return None if self.is_lossy else Pad(axis, taken[0].shape[axis])
+
+    def source_axes(self, axes: int) -> list[int | None]:
+        return [*range(axes)]
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """Copies of a leaf along a new axis.
+
+    Attributes:
+        count: number of copies.
+        axis: position of the new axis in the result.
+    """
+
+    count: int
+    axis: int = 0
+
+    def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
+        (only,) = taken
+        if self.count < 1:
+            raise ValueError(f"expected at least one copy, found {self.count}")
+        return Stack(self.axis).kinds([only] * self.count)
+
+    def apply(self, xp: Any, arrays: Arrays) -> list[Any]:
+        return [xp.stack(list(arrays) * self.count, axis=self.axis)]
+
+    def inverse(self, taken: Sequence[Kind]) -> Operation:
+        return First(self.count, self.axis)
+
+    def source_axes(self, axes: int) -> list[int | None]:
+        return Stack(self.axis).source_axes(axes)
+
+
+@dataclass(frozen=True, slots=True)
+class First:
+    """The first of equal copies along an axis: the inverse of :class:`Repeat`.
+
+    Attributes:
+        count: number of copies.
+        axis: position of the axis.
+    """
+
+    count: int
+    axis: int = 0
+
+    def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
+        return Unstack(self.count, self.axis).kinds(taken)[:1]
+
+    def apply(self, xp: Any, arrays: Arrays) -> list[Any]:
+        return [xp.take(arrays[0], 0, axis=self.axis)]
+
+    def inverse(self, taken: Sequence[Kind]) -> Operation:
+        return Repeat(self.count, self.axis)
+
+    def source_axes(self, axes: int) -> list[int | None]:
+        return Unstack(self.count, self.axis).source_axes(axes)
+
+
+@dataclass(frozen=True, slots=True)
+class Average:
+    """The mean along an axis, of copies that drifted apart; to rounding.
+
+    Attributes:
+        axis: position of the axis.
+    """
+
+    axis: int = 0
+
+    def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
+        (only,) = taken
+        axis = _axis(self.axis, len(only.shape))
+        if "float" not in only.dtype and "complex" not in only.dtype:
+            raise ValueError(f"expected elements that have a mean, found {only.dtype}")
+        if not only.shape[axis]:
+            raise ValueError(f"expected at least one copy along axis {axis}, found none")
+        return [Kind(_without(only.shape, axis), only.dtype)]
+
+    def apply(self, xp: Any, arrays: Arrays) -> list[Any]:
+        (only,) = arrays
+        # Narrow elements are added up as float32: a sum of bfloat16 loses most of the digits.
+        wide = only.astype("float32") if only.dtype.itemsize < 4 else only
+        return [xp.mean(wide, axis=self.axis).astype(only.dtype)]
+
+    def inverse(self, taken: Sequence[Kind]) -> None:
+        del taken
+
+    def source_axes(self, axes: int) -> list[int | None]:
+        return Unstack(0, self.axis).source_axes(axes)
+
+
+@dataclass(frozen=True, slots=True)
+class Transpose:
+    """Axes in another order.
+
+    Attributes:
+        axes: for each axis of the result the axis of the leaf.
+    """
+
+    axes: tuple[int, ...]
+
+    def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
+        (only,) = taken
+        if sorted(self.axes) != [*range(len(only.shape))]:
+            raise ValueError(
+                f"expected the axes 0 to {len(only.shape) - 1} in some order, "
+                f"found {list(self.axes)}"
+            )
+        return [Kind(tuple(only.shape[k] for k in self.axes), only.dtype)]
+
+    def apply(self, xp: Any, arrays: Arrays) -> list[Any]:
+        return [xp.transpose(arrays[0], self.axes)]
+
+    def inverse(self, taken: Sequence[Kind]) -> Operation:
+        del taken
+        return Transpose(tuple(self.axes.index(k) for k in range(len(self.axes))))
+
+    def source_axes(self, axes: int) -> list[int | None]:
+        return [self.axes.index(k) for k in range(axes)]
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """Elements of another data type; its inverse gives the bits back if nothing was rounded.
+
+    Attributes:
+        dtype: numpy name of the data type.
+        is_lossy: True if elements may be rounded.
+    """
+
+    dtype: str
+    is_lossy: bool = False
+
+    def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
+        (only,) = taken
+        return [Kind(only.shape, self.dtype)]
+
+    def apply(self, xp: Any, arrays: Arrays) -> list[Any]:
+        del xp
+        return [arrays[0].astype(self.dtype)]
+
+    def inverse(self, taken: Sequence[Kind]) -> Operation | None:
+        return None if self.is_lossy else Cast(taken[0].dtype)
+
+    def source_axes(self, axes: int) -> list[int | None]:
+        return [*range(axes)]
+
+
+def size(kind: Kind) -> int:
+    """Number of elements of a leaf."""
+    return math.prod(kind.shape)
+
+
+def _axis(axis: int, axes: int) -> int:
+    """The position of an axis, which may be counted from the end.
+
+    Raises:
+        ValueError: there is no such axis.
+    """
+    if not -axes <= axis < axes:
+        raise ValueError(f"expected an axis of {axes}, found axis {axis}")
+    return axis % axes
+
+
+def _same(taken: Sequence[Kind], name: str) -> Kind:
+    for kind in taken:
+        if kind != taken[0]:
+            raise ValueError(
+                f"expected leaves of one shape and type to {name}, found "
+                f"{taken[0].dtype}{list(taken[0].shape)} and {kind.dtype}{list(kind.shape)}"
+            )
+    return taken[0]
+
+
+def _divides(groups: int, length: int, axis: int) -> None:
+    if groups < 1 or length % groups:
+        raise ValueError(f"expected groups that divide {length} along axis {axis}, found {groups}")
+
+
+def _with(shape: Shape, axis: int, length: int) -> Shape:
+    return (*shape[:axis], length, *shape[axis + 1 :])
+
+
+def _without(shape: Shape, axis: int) -> Shape:
+    return (*shape[:axis], *shape[axis + 1 :])
+
+
+def _grouped(array: Any, axis: int, groups: int) -> Any:
+    shape = array.shape
+    return array.reshape(*shape[:axis], groups, shape[axis] // groups, *shape[axis + 1 :])
+
+
+def _ungrouped(array: Any, axis: int) -> Any:
+    shape = array.shape
+    return array.reshape(*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])

@@ -1,0 +1,297 @@
+"""The plan of a transformation: operations on whole leaves, from rules and the leaves' shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from adacheck_jax.errors import MismatchError
+from adacheck_jax.layout import trees
+from adacheck_jax.layout.operations import Keep, Kind, Operation
+from adacheck_jax.layout.rules import Rule
+from adacheck_jax.layout.trees import Params
+
+_SHOWN = 10
+
+
+class Step(NamedTuple):
+    """One operation; values are numbered.
+
+    Attributes:
+        operation: the operation.
+        taken: numbers of the values that it takes.
+        given: numbers of the values that it gives.
+    """
+
+    operation: Operation
+    taken: tuple[int, ...]
+    given: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """Steps that have values in common, and none with other steps.
+
+    Attributes:
+        steps: the steps, in order.
+        taken: numbers of the state's leaves that they take.
+        given: numbers of the new state's leaves that they give.
+    """
+
+    steps: tuple[Step, ...]
+    taken: tuple[int, ...]
+    given: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Operations that give a state another layout.
+
+    Attributes:
+        kinds: shape and data type of each value.
+        inputs: number of each leaf of the state, by leaf path.
+        outputs: number of each leaf of the new state, by leaf path.
+        steps: the operations, in order.
+        trees: paths of the trees that rules were applied to.
+    """
+
+    kinds: tuple[Kind, ...]
+    inputs: Mapping[str, int]
+    outputs: Mapping[str, int]
+    steps: tuple[Step, ...]
+    trees: tuple[str, ...]
+
+    @property
+    def after(self) -> dict[str, Kind]:
+        """Shapes and data types of the new state's leaves, by leaf path."""
+        return {path: self.kinds[value] for path, value in self.outputs.items()}
+
+    @property
+    def untouched(self) -> list[str]:
+        """Leaf paths of the leaves that no rule concerns."""
+        return [path for path, value in self.inputs.items() if self.outputs.get(path) == value]
+
+    @property
+    def renamed(self) -> dict[str, str]:
+        """New leaf path of each leaf that is only renamed, by its path before."""
+        paths = {value: path for path, value in self.outputs.items()}
+        return {
+            path: paths[value]
+            for path, value in self.inputs.items()
+            if value in paths and paths[value] != path
+        }
+
+    def needed_for(self, wanted: Iterable[str]) -> Plan:
+        """The part of the plan that gives some leaves of the new state.
+
+        Args:
+            wanted: their leaf paths; others are left out.
+        """
+        outputs = {path: self.outputs[path] for path in wanted}
+        values, steps = set(outputs.values()), list[Step]()
+        for step in reversed(self.steps):
+            if not values.isdisjoint(step.given):
+                steps.insert(0, step)
+                values.update(step.taken)
+        inputs = {path: value for path, value in self.inputs.items() if value in values}
+        return Plan(self.kinds, inputs, outputs, tuple(steps), self.trees)
+
+    def components(self) -> list[Component]:
+        """The steps in components, which can be computed one after another."""
+        root: dict[int, int] = {}
+
+        def find(value: int) -> int:
+            while root.setdefault(value, value) != value:
+                value = root[value]
+            return value
+
+        for step in self.steps:
+            first, *others = [*step.taken, *step.given]
+            for other in others:
+                root[find(other)] = find(first)
+        groups: dict[int, list[Step]] = {}
+        for step in self.steps:
+            groups.setdefault(find(step.taken[0]), []).append(step)
+        inputs, outputs = set(self.inputs.values()), set(self.outputs.values())
+        return [
+            Component(
+                tuple(steps),
+                tuple(v for step in steps for v in step.taken if v in inputs),
+                tuple(v for step in steps for v in step.given if v in outputs),
+            )
+            for steps in groups.values()
+        ]
+
+    def inverted(self, component: Component) -> list[Step] | None:
+        """Steps that give the leaves back which a component took; None if it may lose something."""
+        steps = []
+        for step in reversed(component.steps):
+            inverse = step.operation.inverse([self.kinds[v] for v in step.taken])
+            if inverse is None:
+                return None
+            steps.append(Step(inverse, step.given, step.taken))
+        return steps
+
+
+def plan(rules: Sequence[Rule], leaves: Mapping[str, Kind], params: Sequence[Params]) -> Plan:
+    """Plan a transformation.
+
+    Args:
+        rules: the rules, applied one after another, each to what those before it left.
+        leaves: shapes and data types of the state's leaves, by leaf path.
+        params: the trees of params, one for each recorder.
+
+    Raises:
+        MismatchError: a rule matches nothing, cannot take what it matches, or two leaves would have
+            one path; the message names the rule and the leaves.
+    """
+    planning = _Planning(leaves, params)
+    for number, rule in enumerate(rules, 1):
+        planning.add(rule, f"rule {number} ({rule})")
+    return planning.plan()
+
+
+class _Planning:
+    """The state so far, while rules are applied."""
+
+    def __init__(self, leaves: Mapping[str, Kind], params: Sequence[Params]) -> None:
+        self._inputs = {path: k for k, path in enumerate(leaves)}
+        self._kinds = [*leaves.values()]
+        self._now = dict(self._inputs)
+        self._steps: list[Step] = []
+        found = [tree for each in params for tree in trees.find(leaves, each)]
+        self._trees = tuple(dict.fromkeys(found))
+        self._params = tuple(each.root for each in params)
+
+    def plan(self) -> Plan:
+        return Plan(tuple(self._kinds), self._inputs, self._now, tuple(self._steps), self._trees)
+
+    def add(self, rule: Rule, name: str) -> None:
+        """Apply a rule to every tree that it concerns."""
+        made: dict[str, int] = {}
+        taken: set[str] = set()
+        for tree in self._concerned(rule, name):
+            paths = ["/" + path for path in self._now] if rule.is_anchored else self._paths_in(tree)
+            for match in _matches(rule, paths, name):
+                sources = [self._full(rule, tree, path) for path in match.sources]
+                given = self._step(rule, sources, name)
+                results = [self._full(rule, tree, path) for path in match.results(len(given))]
+                for path, value in zip(results, given, strict=True):
+                    if path in made:
+                        raise MismatchError(f"{name}: expected one leaf {path}, found two.")
+                    made[path] = value
+                taken.update(sources)
+        if not made:
+            here = sorted(self._paths_in(self._params[0] if self._params else ""))
+            raise MismatchError(
+                f"{name}: expected leaves that match, found none. The leaves of "
+                f"{(self._params or ('',))[0] or 'the state'} are: {_listed(here)}."
+            )
+        left = {path: value for path, value in self._now.items() if path not in taken}
+        if twice := sorted(made.keys() & left.keys()):
+            raise MismatchError(f"{name}: leaves of that path exist already: {_listed(twice)}.")
+        self._now = left | made
+
+    def _concerned(self, rule: Rule, name: str) -> Sequence[str]:
+        if rule.is_anchored:
+            return [""]
+        if rule.trees is None:
+            return self._trees or [""]
+        chosen: list[str] = []
+        for tree in rule.trees:
+            known = self._params if tree == "params" and tree not in self._trees else (tree,)
+            if not set(known) <= set(self._trees):
+                raise MismatchError(
+                    f"{name}: expected trees among {_listed([*self._trees])}, found {tree!r}."
+                )
+            chosen += known
+        return chosen
+
+    def _paths_in(self, tree: str) -> list[str]:
+        """Paths in a tree of its leaves; those of other trees inside it are left out."""
+        others = [
+            other
+            for other in self._trees
+            if other != tree and trees.within(tree, f"{other}/x") is not None
+        ]
+        return [
+            inside
+            for path in self._now
+            if (inside := trees.within(tree, path)) is not None
+            and not any(trees.within(other, path) is not None for other in others)
+        ]
+
+    @staticmethod
+    def _full(rule: Rule, tree: str, path: str) -> str:
+        return path.removeprefix("/") if rule.is_anchored else trees.join(tree, path)
+
+    def _step(self, rule: Rule, sources: Sequence[str], name: str) -> tuple[int, ...]:
+        """Note the operation on some leaves; the numbers of its results."""
+        taken = tuple(self._now[path] for path in sources)
+        kinds = [self._kinds[value] for value in taken]
+        try:
+            operation = rule.making(kinds)
+            if isinstance(operation, Keep):
+                return taken
+            if keys := [path for path, k in zip(sources, kinds, strict=True) if "<" in k.dtype]:
+                raise ValueError(f"typed PRNG keys can only be renamed, and {keys[0]} is one")
+            results = operation.kinds(kinds)
+        except ValueError as error:
+            raise MismatchError(f"{name}: {_listed(sources)}: {error}.") from error
+        given = tuple(range(len(self._kinds), len(self._kinds) + len(results)))
+        self._kinds += results
+        self._steps.append(Step(operation, taken, given))
+        return given
+
+
+class _Match(NamedTuple):
+    """Leaves that an operation takes, and what their paths have told."""
+
+    rule: Rule
+    sources: Sequence[str]
+    values: Mapping[str, str]
+
+    def results(self, count: int) -> list[str]:
+        """Paths of the results."""
+        rule, name = self.rule, self.rule.counts_results
+        if name is None:
+            return [pattern.fill(self.values) for pattern in rule.results]
+        return [rule.results[0].fill({**self.values, name: str(k)}) for k in range(count)]
+
+
+def _matches(rule: Rule, paths: Sequence[str], name: str) -> Iterator[_Match]:
+    """The groups of leaves that a rule takes."""
+    groups: dict[frozenset[tuple[str, str]], dict[int, str]] = {}
+    for path in paths:
+        for k, pattern in enumerate(rule.sources):
+            values = pattern.match(path)
+            if values is None:
+                continue
+            counted = rule.counts_sources
+            place = k if counted is None else _number(values.pop(counted), path, name)
+            group = groups.setdefault(frozenset(values.items()), {})
+            if place in group:
+                raise MismatchError(f"{name}: {group[place]} and {path} have the same place.")
+            group[place] = path
+    for values, group in groups.items():
+        count = len(group) if rule.counts_sources is not None else len(rule.sources)
+        if missing := sorted(set(range(count)).difference(group)):
+            wanted = rule.sources[0 if rule.counts_sources else missing[0]]
+            number = {rule.counts_sources: str(missing[0])} if rule.counts_sources else {}
+            raise MismatchError(
+                f"{name}: expected a leaf {wanted.fill({**dict(values), **number})} beside "
+                f"{_listed([*group.values()])}, found none."
+            )
+        yield _Match(rule, [group[k] for k in range(count)], dict(values))
+
+
+def _number(text: str, path: str, name: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise MismatchError(f"{name}: expected a number in {path}, found {text!r}.")
+    return int(text)
+
+
+def _listed(paths: Sequence[str]) -> str:
+    more = f", and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
+    return ", ".join(paths[:_SHOWN]) + more

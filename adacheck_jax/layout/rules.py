@@ -1,0 +1,277 @@
+"""Rules: a pattern of leaf paths, the operation on what matches, and the paths of the results.
+
+Paths are those inside a tree of params, like ``block_3/attention/kernel``. A rule is applied to the
+params and to every tree that the optimizer keeps for them. A pattern that begins with ``/`` is the
+whole path of leaves elsewhere in the state (``/batch_stats/block_{i}/{rest...}``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from adacheck_jax.layout import operations
+from adacheck_jax.layout.operations import Kind, Operation
+from adacheck_jax.layout.patterns import Pattern
+
+Making = Callable[[Sequence[Kind]], Operation]
+"""Makes the operation on some leaves, when their shapes are known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A rule; the functions of this module make them.
+
+    Attributes:
+        name: name of the operation.
+        sources: patterns of the leaves that it takes.
+        results: patterns of the leaves that it gives.
+        making: makes the operation.
+        counts_sources: name in braces that numbers the leaves that it takes, from 0.
+        counts_results: name in braces that numbers the leaves that it gives, from 0.
+        trees: paths of the trees that it is applied to, ``"params"`` for the trained params; None
+            for the params and all that the optimizer keeps for them.
+
+    Raises:
+        ValueError: a pattern lacks a name, or has one that the other side does not know.
+    """
+
+    name: str
+    sources: tuple[Pattern, ...]
+    results: tuple[Pattern, ...]
+    making: Making
+    counts_sources: str | None = None
+    counts_results: str | None = None
+    trees: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        shared = self.sources[0].names - {self.counts_sources}
+        for pattern in (*self.sources, *self.results):
+            counted = self.counts_sources if pattern in self.sources else self.counts_results
+            wanted = shared | ({counted} if counted else frozenset())
+            if pattern.names != wanted:
+                raise ValueError(
+                    f"{self}: expected the names {_shown(wanted)} in {pattern.text!r}, found "
+                    f"{_shown(pattern.names)}"
+                )
+        if len({pattern.text.startswith("/") for pattern in (*self.sources, *self.results)}) > 1:
+            raise ValueError(f"{self}: expected '/' at the beginning of all paths, or of none")
+
+    @property
+    def is_anchored(self) -> bool:
+        """True if its patterns are whole paths of the state."""
+        return self.sources[0].text.startswith("/")
+
+    def __str__(self) -> str:
+        sources, results = (
+            " + ".join(repr(pattern.text) for pattern in each)
+            for each in (self.sources, self.results)
+        )
+        return f"{self.name} {sources}" + (f" to {results}" if results != sources else "")
+
+
+def _shown(names: frozenset[str | None]) -> str:
+    return ", ".join(f"{{{name}}}" for name in sorted(map(str, names))) or "none"
+
+
+Trees = Sequence[str] | None
+
+
+def _one_to_one(name: str, source: str, to: str | None, made: Operation, trees: Trees) -> Rule:
+    taken, given = (Pattern(source),), (Pattern(source if to is None else to),)
+    return Rule(name, taken, given, lambda _: made, trees=_trees(trees))
+
+
+def _trees(trees: Trees) -> tuple[str, ...] | None:
+    return None if trees is None else tuple(trees)
+
+
+def rename(source: str, to: str, *, trees: Trees = None) -> Rule:
+    """Give leaves another path.
+
+    Args:
+        source: pattern of the leaves.
+        to: pattern of their new paths.
+        trees: the trees that it is applied to; see :class:`Rule`. So for all rules.
+    """
+    return _one_to_one("rename", source, to, operations.Keep(), trees)
+
+
+def stack(source: str, to: str, *, over: str = "i", axis: int = 0, trees: Trees = None) -> Rule:
+    """Stack numbered leaves, as a scan over layers wants them.
+
+    Args:
+        source: pattern of the leaves; the name ``over`` in braces stands for their number, from 0.
+        to: pattern of the stacked leaves.
+        over: the name.
+        axis: position of the new axis.
+        trees: see :func:`rename`.
+    """
+    taken, given = (Pattern(source),), (Pattern(to),)
+    made = operations.Stack(axis)
+    return Rule("stack", taken, given, lambda _: made, counts_sources=over, trees=_trees(trees))
+
+
+def unstack(source: str, to: str, *, over: str = "i", axis: int = 0, trees: Trees = None) -> Rule:
+    """Take stacked leaves apart: the inverse of :func:`stack`.
+
+    Args:
+        source: pattern of the stacked leaves.
+        to: pattern of the results; the name ``over`` in braces stands for their number, from 0.
+        over: the name.
+        axis: position of the axis.
+        trees: see :func:`rename`.
+    """
+
+    def made(taken: Sequence[Kind]) -> Operation:
+        operations.Unstack(0, axis).source_axes(len(taken[0].shape))  # the axis exists
+        return operations.Unstack(taken[0].shape[axis], axis)
+
+    taken, given = (Pattern(source),), (Pattern(to),)
+    return Rule("unstack", taken, given, made, counts_results=over, trees=_trees(trees))
+
+
+def fuse(
+    sources: Sequence[str], to: str, *, axis: int = -1, groups: int = 1, trees: Trees = None
+) -> Rule:
+    """Join leaves along an axis, as q, k and v, or gate and up.
+
+    Args:
+        sources: patterns of the leaves, in order.
+        to: pattern of the fused leaves.
+        axis: the axis.
+        groups: number of groups along the axis: with 2 the first half of each leaf comes first,
+            then the second half of each (the heads of a tensor-parallel model).
+        trees: see :func:`rename`.
+    """
+    made = operations.Fuse(axis, groups)
+    taken = tuple(map(Pattern, _several(sources)))
+    return Rule("fuse", taken, (Pattern(to),), lambda _: made, trees=_trees(trees))
+
+
+def split(
+    source: str,
+    to: Sequence[str],
+    *,
+    axis: int = -1,
+    sizes: Sequence[int] | None = None,
+    groups: int = 1,
+    trees: Trees = None,
+) -> Rule:
+    """Cut leaves along an axis: the inverse of :func:`fuse`.
+
+    Args:
+        source: pattern of the fused leaves.
+        to: patterns of the parts, in order.
+        axis: the axis.
+        sizes: lengths of the parts along the axis; None for equal ones.
+        groups: see :func:`fuse`.
+        trees: see :func:`rename`.
+    """
+    given = tuple(map(Pattern, _several(to)))
+
+    def made(taken: Sequence[Kind]) -> Operation:
+        operations.Unstack(0, axis).source_axes(len(taken[0].shape))  # the axis exists
+        equal = (taken[0].shape[axis] // len(given),) * len(given)
+        return operations.Split(axis, equal if sizes is None else tuple(sizes), groups)
+
+    return Rule("split", (Pattern(source),), given, made, trees=_trees(trees))
+
+
+def _several(paths: Sequence[str]) -> Sequence[str]:
+    if isinstance(paths, str) or not paths:
+        raise ValueError(f"expected a list of leaf paths, found {paths!r}")
+    return paths
+
+
+def pad(
+    source: str, size: int, *, axis: int = 0, to: str | None = None, trees: Trees = None
+) -> Rule:
+    """Add zeros at the end of an axis, as rows of a vocabulary.
+
+    Args:
+        source: pattern of the leaves.
+        size: length of the axis afterwards.
+        axis: the axis.
+        to: pattern of their new paths; None to keep the paths.
+        trees: see :func:`rename`.
+    """
+    return _one_to_one("pad", source, to, operations.Pad(axis, size), trees)
+
+
+def strip(
+    source: str,
+    size: int,
+    *,
+    axis: int = 0,
+    lossy: bool = False,
+    to: str | None = None,
+    trees: Trees = None,
+) -> Rule:
+    """Cut off the end of an axis: the inverse of :func:`pad`.
+
+    Args:
+        source: pattern of the leaves.
+        size: length of the axis afterwards.
+        axis: the axis.
+        lossy: True to cut off whatever is there; False refuses to lose other elements than zeros.
+        to: pattern of their new paths; None to keep the paths.
+        trees: see :func:`rename`.
+    """
+    return _one_to_one("strip", source, to, operations.Strip(axis, size, lossy), trees)
+
+
+def repeat(
+    source: str, count: int, *, axis: int = 0, to: str | None = None, trees: Trees = None
+) -> Rule:
+    """Copy leaves along a new axis, as one replica for each of several workers.
+
+    Args:
+        source: pattern of the leaves.
+        count: number of copies.
+        axis: position of the new axis.
+        to: pattern of their new paths; None to keep the paths.
+        trees: see :func:`rename`.
+    """
+    return _one_to_one("repeat", source, to, operations.Repeat(count, axis), trees)
+
+
+def average(source: str, *, axis: int = 0, to: str | None = None, trees: Trees = None) -> Rule:
+    """Take the mean along an axis, of replicas that drifted apart; exact to rounding.
+
+    Args:
+        source: pattern of the leaves.
+        axis: position of the axis, which goes.
+        to: pattern of their new paths; None to keep the paths.
+        trees: see :func:`rename`.
+    """
+    return _one_to_one("average", source, to, operations.Average(axis), trees)
+
+
+def transpose(
+    source: str, axes: Sequence[int], *, to: str | None = None, trees: Trees = None
+) -> Rule:
+    """Put axes in another order.
+
+    Args:
+        source: pattern of the leaves.
+        axes: for each axis of the result the axis of the leaf.
+        to: pattern of their new paths; None to keep the paths.
+        trees: see :func:`rename`.
+    """
+    return _one_to_one("transpose", source, to, operations.Transpose(tuple(axes)), trees)
+
+
+def cast(
+    source: str, dtype: str, *, lossy: bool = False, to: str | None = None, trees: Trees = None
+) -> Rule:
+    """Give elements another data type.
+
+    Args:
+        source: pattern of the leaves.
+        dtype: numpy name of the data type.
+        lossy: True to round elements; False refuses to change a value.
+        to: pattern of their new paths; None to keep the paths.
+        trees: see :func:`rename`; often ``["params"]``.
+    """
+    return _one_to_one("cast", source, to, operations.Cast(str(dtype), lossy), trees)

@@ -1,0 +1,220 @@
+"""Rules find the leaves that they concern, in every tree, and tell what does not fit."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adacheck_jax import layout
+from adacheck_jax.errors import FormatError, MismatchError
+from adacheck_jax.layout import trees
+from adacheck_jax.layout.operations import Kind
+from adacheck_jax.layout.patterns import Pattern
+from adacheck_jax.layout.plan import plan
+from adacheck_jax.layout.trees import Params
+
+PATHS = ("block_0/w", "block_1/w", "head")
+
+
+def state(paths=PATHS, places=("params", "opt/mu", "opt/nu"), shape=(2, 3)):
+    leaves = {f"{place}/{path}": Kind(shape, "float32") for place in places for path in paths}
+    return {**leaves, "opt/count": Kind((), "int32")}
+
+
+def params(paths=PATHS):
+    return [Params("params", frozenset(paths))]
+
+
+def test_a_rule_is_applied_to_the_params_and_to_all_that_is_kept_for_them():
+    found = plan(layout.scan_layers("block_{i}", "blocks"), state(), params())
+    assert found.trees == ("params", "opt/mu", "opt/nu")
+    for place in found.trees:
+        assert found.after[f"{place}/blocks/w"] == Kind((2, 2, 3), "float32")
+    assert found.untouched == ["params/head", "opt/mu/head", "opt/nu/head", "opt/count"]
+
+
+def test_a_rule_may_be_for_the_params_alone():
+    found = plan([layout.cast("head", "bfloat16", trees=["params"])], state(), params())
+    assert found.after["params/head"].dtype == "bfloat16"
+    assert found.after["opt/mu/head"].dtype == "float32"
+
+
+def test_a_masked_tree_has_some_of_the_leaves():
+    leaves = state() | {"ema/block_0/w": Kind((2, 3), "float32")}
+    assert "ema" in trees.find(leaves, params()[0])
+    found = plan([layout.rename("block_0/w", "first")], leaves, params())
+    assert "ema/first" in found.after
+
+
+def test_a_tree_with_other_leaves_is_none_of_the_params():
+    leaves = state() | {"stats/head": Kind((7,), "float32"), "other/head": Kind((2, 3), "float32")}
+    leaves["other/more"] = Kind((), "float32")
+    found = plan([layout.rename("head", "tail")], leaves, params())
+    assert {"stats/head", "other/head", "other/more"} <= found.after.keys()
+
+
+def test_whole_paths_begin_with_a_slash():
+    leaves = state() | {f"stats/block_{k}/mean": Kind((3,), "float32") for k in range(2)}
+    rules = [layout.stack("/stats/block_{i}/{rest...}", "/stats/blocks/{rest...}")]
+    assert plan(rules, leaves, params()).after["stats/blocks/mean"] == Kind((2, 3), "float32")
+
+
+def test_names_can_be_exchanged():
+    found = plan(
+        [layout.rename("a/{x}", "b/{x}"), layout.rename("b/{x}", "c/{x}")],
+        {"params/a/w": Kind((1,), "int8")},
+        params(("a/w",)),
+    )
+    assert found.renamed == {"params/a/w": "params/c/w"}
+    swap = [layout.rename("{kind}_{n}", "{n}_{kind}")]
+    found = plan(swap, {"params/a_b": Kind((1,), "int8")}, params(("a_b",)))
+    assert [*found.after] == ["params/b_a"]
+
+
+def test_what_is_not_wanted_is_not_taken():
+    rules = [
+        *layout.scan_layers("block_{i}", "blocks"),
+        layout.split("head", ["left", "right"], sizes=[1, 2], axis=1),
+    ]
+    found = plan(rules, state(), params()).needed_for(["params/right"])
+    assert [*found.inputs] == ["params/head"]
+    assert len(found.steps) == 1
+
+
+@pytest.mark.parametrize(
+    ("rules", "told"),
+    [
+        ([layout.rename("had", "x")], "found none. The leaves of params are: block_0/w"),
+        ([layout.rename("block_0/w", "head")], "exist already: opt/mu/head"),
+        ([layout.split("head", ["x", "x"], sizes=[1, 2])], "expected one leaf params/x, found two"),
+        ([layout.stack("block_{i}/{n}", "{n}", axis=5)], r"rule 1 .*axis of 3, found axis 5"),
+        ([layout.stack("{i}", "x")], "expected a number in head, found 'head'"),
+        ([layout.fuse(["block_{i}/w", "block_{i}/b"], "x_{i}")], "expected a leaf block_0/b"),
+        ([layout.strip("head", 5)], "at most 2"),
+        ([layout.cast("head", "int8", trees=["opt"])], "trees among params, opt/mu"),
+    ],
+    ids=lambda each: str(each)[:40],
+)
+def test_a_rule_that_does_not_fit_is_told(rules, told):
+    with pytest.raises(MismatchError, match=told):
+        plan(rules, state(), params())
+
+
+def test_a_missing_layer_is_told():
+    paths = ("block_0/w", "block_2/w")
+    with pytest.raises(MismatchError, match="expected a leaf block_1/w beside block_0/w"):
+        plan(layout.scan_layers("block_{i}", "blocks"), state(paths), params(paths))
+
+
+def test_typed_keys_are_only_renamed():
+    leaves = {"params/key": Kind((2,), "key<fry>")}
+    assert "params/new" in plan([layout.rename("key", "new")], leaves, params(("key",))).after
+    with pytest.raises(MismatchError, match="typed PRNG keys"):
+        plan([layout.pad("key", 3)], leaves, params(("key",)))
+
+
+@pytest.mark.parametrize("text", ["", "a/{", "{}", "{a b}", "{A}"])
+def test_a_pattern_without_a_name_is_refused(text):
+    with pytest.raises(ValueError, match="braces enclose names"):
+        Pattern(text)
+
+
+def test_names_have_to_be_known_on_both_sides():
+    with pytest.raises(ValueError, match=r"expected the names \{i\} in 'x', found none"):
+        layout.rename("block_{i}", "x")
+
+
+SEGMENTS = st.lists(st.text("ab0.", min_size=1, max_size=3), min_size=1, max_size=3)
+
+
+@given(SEGMENTS, SEGMENTS)
+def test_a_pattern_that_matches_a_path_fills_in_to_that_path(first, rest):
+    path = "/".join([*first, *rest])
+    pattern = Pattern("{top}/{rest...}")
+    values = pattern.match(path)
+    assert (values is None) == ("/" not in path)
+    if values is not None:
+        assert pattern.fill(values) == path
+        assert "/" not in values["top"]
+
+
+@given(st.data())
+def test_random_rules_are_undone_by_their_inverse(data):
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    count = data.draw(st.integers(1, 3))
+    paths = [f"b_{k}/{name}" for k in range(count) for name in ("q", "k")]
+    leaves = {f"params/{path}": Kind((4, 6), "float32") for path in paths}
+    possible = {
+        "fuse": layout.fuse(["{b}/q", "{b}/k"], "{b}/qk", axis=1, groups=data.draw(GROUPS)),
+        "stack": layout.stack("b_{i}/{n}", "b/{n}", axis=data.draw(st.integers(0, 2))),
+        "pad": layout.pad("{all...}", 9, axis=-1 if count == 1 else -2),
+        "rename": layout.rename("{top}/{n}", "{top}/x/{n}"),
+    }
+    names = data.draw(st.permutations(sorted(possible)))[: data.draw(st.integers(1, 4))]
+    rules, fits = [], None
+    for name in names:
+        try:
+            fits = plan([*rules, possible[name]], leaves, params(paths))
+        except MismatchError:  # after a rule before it, this one finds nothing
+            continue
+        rules.append(possible[name])
+    if fits is None:
+        return
+    fits = plan(rules, leaves, params(paths))
+    values = {v: rng.random((4, 6), np.float32) for v in fits.inputs.values()}
+    before = dict(values)
+    for component in fits.components():
+        for step in component.steps:
+            results = step.operation.apply(np, [values[v] for v in step.taken])
+            values |= zip(step.given, results, strict=True)
+        back = dict(values)
+        for step in fits.inverted(component):
+            results = step.operation.apply(np, [back[v] for v in step.taken])
+            back |= zip(step.given, results, strict=True)
+        for value in component.taken:
+            np.testing.assert_array_equal(back[value], before[value])
+
+
+GROUPS = st.sampled_from([1, 2, 3])
+
+
+def test_rules_are_read_from_a_file():
+    text = """
+        [[rule]]
+        stack = "block_{i}/{rest...}"
+        to = "blocks/{rest...}"
+
+        [[rule]]
+        split = "head"
+        to = ["left", "right"]
+        sizes = [1, 2]
+        axis = 1
+    """
+    found = plan(layout.read_rules(text), state(), params())
+    assert found.after["opt/mu/right"].shape == (2, 2)
+    assert found.after["params/blocks/w"].shape == (2, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("rule", "expected TOML"),
+        ("", "expected tables"),
+        ("[[rules]]\nrename = 'a'", "found rules"),
+        ("[[rule]]\nto = 'a'", "rule 1: expected one of rename, stack"),
+        ("[[rule]]\nrename = 'a'", "rule 1 .rename.: missing a required argument: 'to'"),
+        ("[[rule]]\npad = 'a'\nsize = 3\nsizes = 4", "unexpected keyword argument 'sizes'"),
+        ("[[rule]]\nrename = '{i}'\nto = 'a'", "expected the names {i}"),
+    ],
+)
+def test_a_file_that_is_wrong_is_told(text, told):
+    with pytest.raises(FormatError, match=told):
+        layout.read_rules(text, "rules.toml")
+
+
+def test_the_root_of_the_params_is_told_by_their_gradients():
+    paths = ["state/params/net/a/w", "state/params/net/b/w"]
+    assert trees.params_of(paths, ["net/a/w", "net/b/w"]).root == "state/params"
+    assert trees.params_of(paths, ["net/a/w"]).root == "state/params"
+    assert trees.params_of(["w"], ["w"]) == Params("", frozenset(["w"]))
+    assert trees.params_of(paths, []).root == "state/params/net"
