@@ -58,7 +58,7 @@ def training(is_full: bool) -> Any:
 
 def longest_steps(is_full: bool) -> dict[str, Any]:
     """A language model of 7 million params, each way in a process of its own."""
-    size = {"params": 7_000_000, "batch": 96} if is_full else {"params": 1_000_000, "batch": 16}
+    size = {"params": 7_000_000, "batch": 32} if is_full else {"params": 1_000_000, "batch": 16}
     steps = (
         {"warm": 26, "steps": 52, "deltas": 12} if is_full else {"warm": 8, "steps": 8, "deltas": 3}
     )

@@ -144,13 +144,13 @@ def opened(directory: AnyPath, names: Sequence[str]) -> list[Any]:
     Raises:
         ValueError: an array is missing, or not in the codecs that arrays are written in.
     """
-    context = at(directory).context()
+    context, database = at(directory).context(), zarr.database_in(directory)
     opening = []
     for name, body in zip(names, _descriptions(directory, names, context), strict=True):
         codecs = zarr.names(body["codecs"])
         if codecs not in _CHAINS:
             raise ValueError(f"expected array {name} in one of {sorted(_CHAINS)}, found {codecs}")
-        spec = {**zarr.array_in(zarr.database_in(directory), name), "metadata": body}
+        spec = {**zarr.array_in(database, name), "metadata": body}
         opening.append(ts.open(spec, open=True, read=True, assume_metadata=True, context=context))
     return [each.result() for each in opening]
 
