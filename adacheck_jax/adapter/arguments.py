@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from adacheck_jax.adapter import leaf_wishes
+from adacheck_jax.adapter.wanted import leaf_wishes
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.layout.rules import Rule
 

@@ -12,8 +12,8 @@ from typing import Any
 from adacheck_jax.adapter import descriptions, stock_restore
 from adacheck_jax.adapter.arguments import RestoreArgs, RestoreInfo
 from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
-from adacheck_jax.adapter.relayout import Relayout
-from adacheck_jax.adapter.targets import Target, Wishes
+from adacheck_jax.adapter.wanted.relayout import Relayout
+from adacheck_jax.adapter.wanted.targets import Target, Wishes
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import (
     AdaCheckError,

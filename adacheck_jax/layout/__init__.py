@@ -4,7 +4,7 @@ A rule names leaves of the params by a pattern and an operation (rename, stack, 
 split, pad, strip, repeat, average, transpose, cast). :mod:`~adacheck_jax.layout.plan` finds all
 leaves that it concerns, in the params and in whatever the optimizer keeps for them, and gives
 operations on whole leaves. Pure: no array is touched here, and none is known but by its shape and
-data type.
+data type. Begin with :mod:`~adacheck_jax.layout.rules`; this module gives its names to users.
 """
 
 from adacheck_jax.layout.ready_made import scan_layers, unroll_layers

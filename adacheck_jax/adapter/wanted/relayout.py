@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from adacheck_jax.adapter.targets import Target, Wishes
+from adacheck_jax.adapter.wanted.targets import Target, Wishes
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.format.manifest import ITEMSIZES_BYTES, BaseManifest, Leaf
 from adacheck_jax.layout import plan as layouts
