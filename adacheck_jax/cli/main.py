@@ -7,21 +7,23 @@ a step is damaged or a demonstration failed, 2 the command was given something t
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import rich.progress
 import typer
 from rich.console import Console
 
 import adacheck_jax
-from adacheck_jax.cli import tables
-from adacheck_jax.errors import AdaCheckError, StorageError
-from adacheck_jax.store.storage.location import AnyPath, located
+from adacheck_jax.cli import handover, tables
+from adacheck_jax.cli.command import Json, Root
+from adacheck_jax.cli.command import errors as _errors
+from adacheck_jax.cli.command import print_json as _print_json
+from adacheck_jax.cli.command import root_of as _root
+from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.tools import inspection
 from adacheck_jax.tools.steps import InputError
 
@@ -55,10 +57,7 @@ def _main(
     """Look at checkpoints in which every training step is a base or a delta."""
 
 
-Root = Annotated[
-    str, typer.Argument(help="Directory or URL (gs://, s3://) given to the checkpoint manager.")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+app.add_typer(handover.app)
 
 
 @app.command()
@@ -381,40 +380,6 @@ def demo(
         reports.show(report, console)
     if report.failures:
         raise typer.Exit(1)
-
-
-def _root(text: str) -> AnyPath:
-    """The root that a user names.
-
-    Raises:
-        InputError: a URL of an unknown kind.
-    """
-    try:
-        return located(text)
-    except StorageError as error:
-        raise InputError(str(error)) from error
-
-
-@contextlib.contextmanager
-def _errors() -> Iterator[None]:
-    """Turn errors into one line on stderr and an exit code."""
-    try:
-        yield
-    except BrokenPipeError:
-        raise
-    except (InputError, OSError) as error:
-        _fail(error, 2)
-    except AdaCheckError as error:
-        _fail(error, 1)
-
-
-def _fail(error: Exception, code: int) -> None:
-    typer.echo(f"adacheck: {' '.join(str(error).split())}", err=True)
-    raise typer.Exit(code) from error
-
-
-def _print_json(record: Any) -> None:
-    typer.echo(json.dumps(dataclasses.asdict(record), indent=2))
 
 
 if __name__ == "__main__":

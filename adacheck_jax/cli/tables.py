@@ -11,6 +11,9 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
+from adacheck_jax.cli.printing import add_row as _add_row
+from adacheck_jax.cli.printing import new_table as _table
+from adacheck_jax.cli.printing import screen as _console
 from adacheck_jax.store.steps.lineage import shown_steps
 
 if TYPE_CHECKING:  # the modules of some import JAX, which ``adacheck ls`` does not need
@@ -20,24 +23,6 @@ if TYPE_CHECKING:  # the modules of some import JAX, which ``adacheck ls`` does 
     from adacheck_jax.tools.inspection import RootSummary, StepDetails
     from adacheck_jax.tools.plan import Balance, RedundancyReport
     from adacheck_jax.tools.repair import RepairReport
-
-
-def _console() -> Console:
-    """The terminal; for a file or a pipe, lines long enough to keep a row on one line."""
-    console = Console()
-    return console if console.is_terminal else Console(width=max(console.width, 200))
-
-
-def _table(*columns: str, right: tuple[str, ...] = ()) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    return table
-
-
-def _add_row(table: Table, *cells: object) -> None:
-    """Add cells as plain text: a shape such as ``[4]`` is not rich's markup."""
-    table.add_row(*(Text("" if cell is None else str(cell)) for cell in cells))
 
 
 def _bytes(count: int | None) -> str:

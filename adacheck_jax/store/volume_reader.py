@@ -183,6 +183,26 @@ def fingerprint_of_array(directory: AnyPath, name: str, dtype: str) -> int:
     )
 
 
+def whole_array(directory: AnyPath, name: str, dtype: str) -> tuple[np.ndarray, int]:
+    """Elements of an array, and their fingerprint, of which little more is held than the array.
+
+    Args:
+        directory: directory of the database.
+        name: name of the array.
+        dtype: name of the type that the elements had when they were saved.
+
+    Raises:
+        ValueError: a chunk is missing, truncated, or its checksum does not match.
+    """
+    reader = ArrayReader(zarr.database_in(directory), name, at(directory).context())
+    array, sums = np.empty(reader.shape, np.dtype(dtype)), []
+    for box, block in reader.pieces():
+        part = block.astype(array.dtype, copy=False)
+        array[box.slices] = part
+        sums.append(fingerprint_of(part, box.start))
+    return array, fingerprint.combine(sums)
+
+
 def lost_chunks(
     database: Mapping[str, Any], names: Sequence[str], context: ts.Context | None = None
 ) -> dict[str, str]:

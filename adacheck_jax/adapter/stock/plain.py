@@ -1,0 +1,108 @@
+"""A plain checkpoint of stock Orbax, written and read on the host, for those who lack this library.
+
+Both Orbax APIs read it: ``ocp.StandardCheckpointer().restore(path)``, and v1's ``load(path)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from adacheck_jax.device import transfer, trees
+from adacheck_jax.device.trees import PyTree
+from adacheck_jax.errors import StorageError, first_line
+from adacheck_jax.format.manifest import Leaf
+
+_KEY_IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
+
+
+def write(path: Path, tree: PyTree) -> None:
+    """Write a tree of host arrays, numbers and PRNG keys as a checkpoint of stock Orbax.
+
+    Args:
+        path: path of the new directory.
+        tree: the tree.
+
+    Raises:
+        StorageError: Orbax cannot write it.
+    """
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(path, tree)
+            checkpointer.wait_until_finished()
+    except OSError:
+        raise
+    except Exception as error:
+        raise StorageError(
+            f"{path.name}: stock Orbax cannot write it ({type(error).__name__}: "
+            f"{first_line(error)}). Make room, or choose another format."
+        ) from error
+
+
+def read(path: Path) -> dict[str, np.ndarray]:
+    """Elements of a checkpoint by leaf path, as stock Orbax restores them; keys as key data.
+
+    Args:
+        path: directory of the checkpoint.
+    """
+    with ocp.StandardCheckpointer() as checkpointer:
+        found, _ = trees.flatten(checkpointer.restore(path))
+    return {path: np.asarray(transfer.raw(leaf)) for path, leaf in found.items()}
+
+
+def tree_of(described: PyTree, wanted: Collection[str], value: Callable[[str], Any]) -> PyTree:
+    """The tree of a base with values in the place of metadata, and of the wanted leaves alone.
+
+    Positions in a list stay: None is in the place of what is left out before a wanted leaf.
+
+    Args:
+        described: Orbax's metadata tree.
+        wanted: leaf paths of the wanted leaves.
+        value: the value for a leaf path, as :func:`stored` makes it.
+    """
+    above = {""} | {p[:i] for p in wanted for i, c in enumerate(p) if c == "/"} | {*wanted}
+
+    def build(node: Any, path: str) -> Any:
+        below = f"{path}/" if path else ""
+        if isinstance(node, dict):
+            return {k: build(x, f"{below}{k}") for k, x in node.items() if f"{below}{k}" in above}
+        if isinstance(node, list | tuple):
+            places = [i for i in range(len(node)) if f"{below}{i}" in above]
+            kept = range(max(places, default=-1) + 1)
+            return [build(node[i], f"{below}{i}") if i in places else None for i in kept]
+        return value(path) if path in wanted else None
+
+    return build(described, "")
+
+
+def stored(elements: np.ndarray, leaf: Leaf, described: Any) -> Any:
+    """A leaf as Orbax takes it: an array, a typed PRNG key, or a Python number.
+
+    Args:
+        elements: its elements; of a key its key data.
+        leaf: the manifest's record of it.
+        described: Orbax's metadata of it in the base.
+    """
+    if leaf.key_type is not None:
+        return jax.random.wrap_key_data(
+            jax.numpy.asarray(elements), impl=_implementation(leaf.key_type)
+        )
+    if isinstance(described, ocp.metadata.ScalarMetadata):
+        return elements.item()
+    return elements
+
+
+def _implementation(key_type: str) -> str:
+    """Name of the implementation of keys by their data type, such as ``key<fry>``."""
+    for name in _KEY_IMPLEMENTATIONS:
+        if str(jax.eval_shape(lambda n=name: jax.random.key(0, impl=n)).dtype) == key_type:
+            return name
+    raise StorageError(
+        f"expected typed PRNG keys of {', '.join(_KEY_IMPLEMENTATIONS)}, found {key_type}. Nothing "
+        "was written; export without --all, or with --format safetensors."
+    )

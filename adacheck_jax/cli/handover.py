@@ -1,0 +1,63 @@
+"""Commands that hand steps over: to other formats and other directories, and from stock Orbax."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from adacheck_jax.cli import handover_tables as tables
+from adacheck_jax.cli.command import Json, Root, bytes_of, errors, print_json, root_of
+from adacheck_jax.tools.steps import InputError
+
+app = typer.Typer()
+_FORMATS = ("orbax", "safetensors", "npz")
+
+
+@app.command()
+def export(
+    root: Root,
+    step: Annotated[int, typer.Argument(help="Step number: saved, or deferred.")],
+    dest: Annotated[str, typer.Argument(help="New directory; a new file for npz.")],
+    kind: Annotated[str, typer.Option("--format", help="orbax, safetensors or npz.")],
+    params_only: Annotated[
+        bool, typer.Option("--params-only/--all", help="The params alone, or every leaf.")
+    ] = True,
+    max_shard_size: Annotated[
+        str, typer.Option(help="Largest safetensors file: 5GB is 5,000,000,000 bytes.")
+    ] = "5GB",
+    item: Annotated[
+        str | None, typer.Option(help="Item name, where a step holds several such items.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write one recorded step to DEST in a format that needs nothing of this library.
+
+    Example: adacheck export checkpoints 1200 model --format safetensors
+
+    orbax: a checkpoint that ocp.StandardCheckpointer().restore(path) reads, and v1's load(path).
+    safetensors: model.safetensors, or shards and their index; npz: one file for numpy.load. There
+    a leaf's name is its path with dots. The export is read back and compared with the step before
+    it gets its name. Exit code 1 if the step is damaged, not exact on this machine, or has leaves
+    of a type that the format does not hold; 2 if there is no such step, or something is at DEST.
+    With --json: the fields of adacheck_jax.tools.handover.export.ExportReport.
+    """
+    from adacheck_jax.tools.handover import export as exports
+    from adacheck_jax.tools.handover.formats import Format
+
+    with errors():
+        if kind not in _FORMATS:
+            raise InputError(f"--format: expected one of {', '.join(_FORMATS)}, found {kind!r}.")
+        report = exports.export(
+            root_of(root),
+            step,
+            dest,
+            Format(kind),
+            params_only=params_only,
+            shard_bytes=bytes_of("--max-shard-size", max_shard_size),
+            item=item,
+        )
+    if as_json:
+        print_json(report)
+    else:
+        tables.show_export(report)

@@ -1,0 +1,35 @@
+"""Tables and sentences of the commands that hand steps over, without ``--json``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.filesize import decimal
+from rich.text import Text
+
+from adacheck_jax.cli.printing import add_row, new_table, screen
+
+if TYPE_CHECKING:  # which import JAX, or are not needed by other commands
+    from adacheck_jax.tools.handover.export import ExportReport
+
+
+def show_export(report: ExportReport) -> None:
+    """Print the files of an export, and what was compared."""
+    files = new_table("file", "bytes", right=("bytes",))
+    for each in report.files[:20]:
+        add_row(files, each.name, decimal(each.size_bytes))
+    console = screen()
+    console.print(files)
+    if len(report.files) > 20:
+        console.print(f"and {len(report.files) - 20} more files", highlight=False)
+    what = "params" if report.params_only else "all leaves"
+    replayed = f", {report.replayed_count} updates replayed" if report.replayed_count else ""
+    sentence = (
+        f"Step {report.step} ({report.kind}{replayed}) is at {report.destination}: {what}, "
+        f"{report.leaf_count:,} leaves, {decimal(report.leaf_bytes)}. Read back, every leaf has "
+        "the bits that were saved."
+    )
+    console.print(Text(sentence))
+    if report.empty:
+        shown = ", ".join(report.empty[:10]) + (", ..." if len(report.empty) > 10 else "")
+        console.print(Text(f"Without elements, which Orbax does not store: {shown}."))

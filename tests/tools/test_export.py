@@ -1,0 +1,383 @@
+"""``adacheck export``: what others read has the bits of the step, and nothing else is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from safetensors import deserialize
+from typer.testing import CliRunner
+
+import adacheck_jax as adacheck
+from adacheck_jax.cli.main import app
+from adacheck_jax.device import trees
+from adacheck_jax.errors import MismatchError, StorageError
+from adacheck_jax.store.steps import lineage
+from adacheck_jax.store.storage.location import at
+from adacheck_jax.tools.handover import export as exports
+from adacheck_jax.tools.handover import formats, recorded_step, safetensors_files
+from adacheck_jax.tools.handover.formats import Format
+from tests import support
+from tests.end_to_end.test_compaction import item
+from tests.support import manager_of, mesh_of
+
+FORMATS = [*Format]
+READERS = {
+    "v0": "import orbax.checkpoint as ocp; tree = ocp.StandardCheckpointer().restore(path)",
+    "v1": "from orbax.checkpoint import v1; tree = v1.load(path)",
+}
+
+
+def run(*arguments: Any) -> Any:
+    return CliRunner().invoke(app, [*map(str, arguments)])
+
+
+def named(state: Any) -> dict[str, np.ndarray]:
+    """Host copies of leaves, by leaf path."""
+    return {path: np.array(support._plain(x)) for path, x in trees.flatten(state)[0].items()}
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """A root of a base, a replayed delta, and a save of two deferred steps; and its states."""
+    root, states = tmp_path_factory.mktemp("root") / "run", {}
+    trained = support.dict_run(mesh_of((4, 2)))
+    handler = adacheck.AdaCheckHandler(trained.recorder)
+    with manager_of(root, handler) as manager:
+        for step in range(1, 6):
+            state = jax.block_until_ready(trained.advance())
+            states[step] = named(state)
+            if step in (1, 2, 5):
+                manager.save(step, args=adacheck.SaveArgs(state))
+                manager.wait_until_finished()
+            else:
+                assert handler.record_step(state, step)
+    return root, states
+
+
+def mixed_state() -> dict[str, Any]:
+    """A state with a leaf of each unusual kind."""
+    return {
+        "params": {
+            "w": jnp.arange(6.0).reshape(2, 3),
+            "half": jnp.arange(5, dtype=jnp.bfloat16),
+            "small": np.arange(4).astype(ml_dtypes.float8_e4m3fn),
+            "scalar": jnp.float32(2.5),
+        },
+        "list": [jnp.arange(3), np.arange(2.0), (np.ones(2, np.complex64),)],
+        "number": 7,
+        "real": 0.5,
+        "flags": np.array([True, False]),
+        "empty": np.zeros((0, 3), np.float32),
+    }
+
+
+def saved_bits(root: Path, state: Any, steps: int = 1) -> dict[str, np.ndarray]:
+    """Saves a state as a base, then with another number as bit-pattern deltas."""
+    handler = adacheck.AdaCheckHandler(delta="bits")
+    with manager_of(root, handler) as manager:
+        for step in range(1, steps + 1):
+            state = {**state, "number": step}
+            manager.save(step, args=adacheck.SaveArgs(state))
+    return named(state)
+
+
+def found_in(path: Path, kind: str) -> dict[str, np.ndarray]:
+    """Arrays of a file of arrays, by name, as the format's own library reads them."""
+    if kind == "npz":
+        with np.load(path) as file:
+            return {name: file[name] for name in file.files}
+    files = [path / "model.safetensors"]
+    if (index := path / "model.safetensors.index.json").exists():
+        weights = json.loads(index.read_text())["weight_map"]
+        files = [path / name for name in dict.fromkeys(weights.values())]
+    types = {code: np.dtype(name) for name, code in formats.SAFETENSORS_CODES.items()}
+    return {
+        name: np.frombuffer(each["data"], types[each["dtype"]]).reshape(each["shape"])
+        for file in files
+        for name, each in deserialize(file.read_bytes())
+    }
+
+
+def same_bits(found: Any, expected: Any) -> None:
+    assert sorted(found) == sorted(expected)
+    for name, value in expected.items():
+        assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape), name
+        assert found[name].tobytes() == value.tobytes(), name
+
+
+def params(state: dict[str, np.ndarray], mark: str = "/") -> dict[str, np.ndarray]:
+    return {k.replace("/", mark): x for k, x in state.items() if k.startswith("params/")}
+
+
+def read_by_orbax(path: Path, api: str = "v0") -> dict[str, np.ndarray]:
+    """Leaves that stock Orbax reads, in a process that does not know this library."""
+    script = f"""
+import sys, numpy as np, jax
+path, target = sys.argv[1:]
+{READERS[api]}
+assert not any("adacheck" in name for name in sys.modules)
+plain = lambda x: jax.random.key_data(x) if str(getattr(x, "dtype", "")).startswith("key") else x
+pairs, _ = jax.tree_util.tree_flatten_with_path(tree)
+name = lambda keys: "/".join(str(getattr(k, "key", getattr(k, "idx", None))) for k in keys)
+np.save(target, np.array([(name(k), np.asarray(plain(x))) for k, x in pairs] + [0], object))
+"""
+    target = path.parent / f"{path.name}.{api}.npy"
+    subprocess.run(
+        [sys.executable, "-I", "-c", script, str(path), str(target)],
+        check=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
+    found = np.load(target, allow_pickle=True)
+    target.unlink()
+    return dict(found[:-1])
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("step", [1, 2, 4, 5], ids=["base", "delta", "deferred", "after"])
+def test_the_params_of_any_recorded_step_are_exported(recorded, tmp_path, step, kind):
+    root, states = recorded
+    before = lineage.identity(root)
+    done = run("export", root, step, tmp_path / "out", "--format", kind, "--json")
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.output)
+    assert report["kind"] == {1: "base", 4: "deferred"}.get(step, "delta")
+    assert report["replayed_count"] == step - 1
+    assert (report["leaf_count"], report["params_only"]) == (4, True)
+    expected = params(states[step], "/" if kind == "orbax" else ".")
+    assert report["leaf_bytes"] == sum(x.nbytes for x in expected.values())
+    if kind == "orbax":
+        found, _ = trees.flatten(exports.plain.read(tmp_path / "out"))
+    else:
+        found = found_in(tmp_path / "out", kind)
+    same_bits(found, expected)
+    assert [x.name for x in tmp_path.iterdir()] == ["out"]
+    assert lineage.identity(root) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("api", READERS)
+def test_stock_orbax_reads_an_export_without_this_library(recorded, tmp_path, api):
+    root, states = recorded
+    shown = run("export", root, 4, tmp_path / "out", "--format", "orbax", "--all")
+    told = " ".join(shown.output.split())
+    assert "Step 4 (deferred, 3 updates replayed) is at" in told
+    assert "Read back, every leaf has the bits that were saved." in told
+    same_bits(read_by_orbax(tmp_path / "out", api), states[4])
+    names = {x.name for x in (tmp_path / "out").rglob("*")}
+    assert not [name for name in names if "adacheck" in name or name == "manifest.json"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [1, 2], ids=["base", "bits"])
+def test_a_state_of_all_kinds_of_leaves_is_exported_to_orbax(tmp_path, step):
+    state = {**mixed_state(), "key": jax.random.key(3), "keys": jax.random.split(jax.random.key(1))}
+    state["nibbles"] = jnp.arange(5, dtype=jnp.int4)
+    state["wide"] = np.arange(3, dtype=np.float64) / 3
+    saved = saved_bits(tmp_path / "run", state, step)
+    done = run("export", tmp_path / "run", step, tmp_path / "x", "--format", "orbax", "--all")
+    assert done.exit_code == 0, done.output
+    assert "Without elements, which Orbax does not store: empty." in done.output
+    del saved["empty"]
+    same_bits(read_by_orbax(tmp_path / "x"), saved)
+    found = exports.plain.ocp.StandardCheckpointer().restore(tmp_path / "x")
+    assert (found["number"], found["real"], type(found["number"])) == (step, 0.5, int)
+    assert found["keys"].dtype == state["keys"].dtype
+    assert jax.tree.structure(found["list"]) == jax.tree.structure([0, 0, [0]])
+
+
+@pytest.mark.parametrize("step", [1, 2], ids=["base", "bits"])
+def test_a_state_of_all_kinds_of_leaves_is_exported_to_safetensors(tmp_path, step):
+    state = {**mixed_state(), "key": jax.random.key(3)}
+    saved = saved_bits(tmp_path / "run", state, step)
+    done = run("export", tmp_path / "run", step, tmp_path / "x", "--format", "safetensors", "--all")
+    assert done.exit_code == 0, done.output
+    expected = {path.replace("/", "."): value for path, value in saved.items()}
+    same_bits(found_in(tmp_path / "x", "safetensors"), expected)
+
+
+def test_a_large_export_is_cut_into_shards_with_an_index(recorded, tmp_path):
+    root, states = recorded
+    for size, count in (("33xB", 0), ("34kB", 2), ("0", 0), ("1KB", 4), ("1GiB", 1)):
+        out = tmp_path / size
+        options = ("--format", "safetensors", "--max-shard-size", size)
+        done = run("export", root, 2, out, *options)
+        if not count:
+            assert done.exit_code == 2
+            assert "expected a size such as 5GB or 512MiB, found" in done.stderr
+            continue
+        same_bits(found_in(out, "safetensors"), params(states[2], "."))
+        names = sorted(path.name for path in out.iterdir())
+        if count == 1:
+            assert names == ["model.safetensors"]
+            continue
+        files = [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
+        assert names == [*files, "model.safetensors.index.json"]
+        index = json.loads((out / names[-1]).read_text())
+        assert sorted({*index["weight_map"].values()}) == files
+        total = sum(x.nbytes for x in params(states[2]).values())
+        assert index["metadata"] == {"total_size": total}
+
+
+@pytest.mark.parametrize("kind", [Format.SAFETENSORS, Format.NPZ])
+def test_types_that_a_format_does_not_hold_are_named_before_anything_is_written(tmp_path, kind):
+    state = mixed_state()
+    state["params"]["nibbles"] = jnp.arange(5, dtype=jnp.int4)
+    saved_bits(tmp_path / "run", state)
+    done = run("export", tmp_path / "run", 1, tmp_path / "x", "--format", kind)
+    assert done.exit_code == 1
+    assert "params/nibbles (int4)" in done.stderr
+    assert ("params/half (bfloat16), " in done.stderr) is (kind is Format.NPZ)
+    assert "params/w" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_leaves_of_one_name_are_refused(tmp_path):
+    saved_bits(tmp_path / "run", {"params": {"b": jnp.ones(2), "a.c": np.ones(1)}, "params.b": 1})
+    done = run("export", tmp_path / "run", 1, tmp_path / "x", "--format", "npz", "--all")
+    assert done.exit_code == 1
+    assert "found params.b for several" in done.stderr
+
+
+def test_wrong_inputs_are_refused_and_leave_nothing(recorded, tmp_path):
+    root, _ = recorded
+    (tmp_path / "there").write_text("mine")
+    before = lineage.identity(root)
+    for arguments, told in (
+        ((tmp_path / "none", 1, tmp_path / "x"), "found nothing there"),
+        ((root, 9, tmp_path / "x"), "expected step 9, found 1, 2, 5"),
+        ((root, 1, tmp_path / "there"), "expected nothing there, found something"),
+        ((root, 1, root / "x"), "outside of the checkpoint root"),
+        ((root, 1, root / "1/x"), "outside of the checkpoint root"),
+        ((root, 1, tmp_path / "no/x"), "expected a directory, found none"),
+        ((root, 1, "gs://bucket/x"), "expected a local path"),
+        ((root, 1, tmp_path / "x", "--item", "other"), "expected an item 'other'"),
+    ):
+        done = run("export", *arguments, "--format", "npz")
+        assert (done.exit_code, told in " ".join(done.stderr.split())) == (2, True), done.stderr
+    done = run("export", root, 1, tmp_path / "x", "--format", "zip")
+    assert (done.exit_code, "found 'zip'" in done.stderr) == (2, True)
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+    assert (tmp_path / "there").read_text() == "mine"
+    assert lineage.identity(root) == before
+
+
+def test_a_step_of_stock_orbax_is_named(recorded, tmp_path):
+    saved_bits(tmp_path / "run", {"w": jnp.ones(3)})
+    exports.plain.write(tmp_path / "run" / "4", {"w": np.ones(3)})
+    done = run("export", tmp_path / "run", 4, tmp_path / "x", "--format", "npz")
+    assert (done.exit_code, "stock Orbax saved step 4" in done.stderr) == (2, True)
+    done = run("export", tmp_path / "run", 1, tmp_path / "x", "--format", "npz")
+    assert (done.exit_code, "with --all" in done.stderr) == (2, True)
+
+
+def test_without_safetensors_it_is_said_what_to_install(recorded, tmp_path, monkeypatch):
+    root, _ = recorded
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    done = run("export", root, 1, tmp_path / "x", "--format", "safetensors")
+    assert done.exit_code == 2
+    assert "pip install 'adacheck-jax[safetensors]'" in done.stderr
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_damaged_base_is_an_error_and_leaves_nothing(tmp_path, kind):
+    saved_bits(tmp_path / "run", {"params": {"w": np.arange(4096.0)}, "x": np.ones(3000)})
+    volumes = item(tmp_path / "run", 1) / "adacheck/base"
+    for path in volumes.rglob("*"):
+        if path.is_file() and path.parent.name == "d":
+            path.write_bytes(support.with_flipped_data(path.read_bytes()))
+    done = run("export", tmp_path / "run", 1, tmp_path / "x", "--format", kind, "--all")
+    assert done.exit_code == 1, done.output
+    assert "expected the bits that were saved" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_other_bits_in_what_was_written_are_found(recorded, tmp_path, monkeypatch, kind):
+    root, _ = recorded
+    contents = recorded_step.Contents
+
+    def changed(self: Any) -> Any:
+        read_leaf = opened(self)
+        return lambda index: np.nextafter(read_leaf(index), np.float32(9))
+
+    opened = contents.opened
+    monkeypatch.setattr(contents, "opened", changed)
+    done = run("export", root, 1, tmp_path / "x", "--format", kind)
+    assert done.exit_code == 1
+    assert "found others in 4 of 4 leaves" in " ".join(done.stderr.split())
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_base_is_read_leaf_by_leaf(tmp_path, monkeypatch):
+    """What is alive at once is one leaf, however many there are."""
+    saved_bits(tmp_path / "run", {"params": {f"w{n}": np.full(1000, n * 1.0) for n in range(8)}})
+    alive: list[Any] = []
+    whole = recorded_step.volume_reader.whole_array
+
+    def counted(*arguments: Any) -> Any:
+        import weakref
+
+        array, found = whole(*arguments)
+        assert sum(each() is not None for each in alive) <= 1
+        alive.append(weakref.ref(array))
+        return array, found
+
+    monkeypatch.setattr(recorded_step.volume_reader, "whole_array", counted)
+    for kind in (Format.SAFETENSORS, Format.NPZ):
+        alive.clear()
+        exports.export(tmp_path / "run", 1, str(tmp_path / kind), kind)
+        assert len(alive) == 8
+
+
+def test_a_place_that_was_taken_meanwhile_is_not_replaced(recorded, tmp_path, monkeypatch):
+    root, _ = recorded
+    out = tmp_path / "x"
+    monkeypatch.setattr(exports, "_files_of", lambda made: (out.write_text("mine"), ())[1])
+    done = run("export", root, 1, out, "--format", "npz")
+    assert (done.exit_code, "something was put there" in done.stderr) == (2, True)
+    assert out.read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_shards_are_as_full_as_they_may_be():
+    sizes = (3, 4, 2, 9, 1, 1)
+    leaves = [
+        formats.ExportedLeaf(i, str(i), recorded_step.Leaf(str(i), (n,), "int8", 1, None, (), ()))
+        for i, n in enumerate(sizes)
+    ]
+    shards = safetensors_files.shards_of(leaves, 7)
+    assert [[x.leaf.nbytes for x in each] for each in shards.values()] == [[3, 4], [2], [9], [1, 1]]
+    assert [*safetensors_files.shards_of(leaves, 20)] == ["model.safetensors"]
+    assert [*safetensors_files.shards_of([], 20)] == ["model.safetensors"]
+
+
+def test_params_are_what_the_update_trains(tmp_path):
+    """Whatever the state calls them."""
+    recorder = adacheck.Recorder(optax.sgd(0.1))
+    weights = {"w": jnp.ones(4)}
+    state = {"model": weights, "opt": recorder.init(weights), "ema": {"w": jnp.zeros(3)}}
+    with manager_of(tmp_path / "run", adacheck.AdaCheckHandler(recorder)) as manager:
+        _, state["opt"] = jax.jit(recorder.update)(weights, state["opt"], weights)
+        manager.save(1, args=adacheck.SaveArgs(state))
+    exports.export(at(tmp_path / "run"), 1, str(tmp_path / "x"), Format.NPZ)
+    assert [*found_in(tmp_path / "x", "npz")] == ["model.w"]
+
+
+def test_orbax_errors_are_storage_errors(tmp_path):
+    with pytest.raises(StorageError, match="stock Orbax cannot write it"):
+        exports.plain.write(tmp_path / "x", {"a": np.zeros((0, 3))})
+    leaf = recorded_step.Leaf("u", (4,), "uint4", 1, None, (), ())
+    with pytest.raises(MismatchError, match="u \\(uint4\\)"):
+        formats.planned([leaf], [0], Format.ORBAX)
