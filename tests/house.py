@@ -72,6 +72,8 @@ MAY_TOUCH_FILES = {
     "adapter.directories": "it looks if a directory can be written",
     "tools.restorable": "callers give it a path as a text",
     "adapter.stock.plain": "Orbax takes paths",
+    "tools.handover.copying": "it copies between roots of a file system",
+    "tools.handover.file_copies": "it copies files and their hard links",
     "tools.handover.destination": "it makes what a user names, outside of checkpoint roots",
     "tools.handover.export": "it lists what was written there",
     "tools.handover.npz_file": "numpy writes files",

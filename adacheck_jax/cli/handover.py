@@ -61,3 +61,36 @@ def export(
         print_json(report)
     else:
         tables.show_export(report)
+
+
+@app.command()
+def cp(
+    paths: Annotated[
+        list[str],
+        typer.Argument(metavar="SRC[/STEP]... DEST", help="A root, or steps of one; a new root."),
+    ],
+    as_json: Json = False,
+) -> None:
+    """Copy a checkpoint root, or some of its steps with all that they build on, to DEST.
+
+    Example: adacheck cp checkpoints/1100 checkpoints/1200 /mnt/backup/checkpoints
+
+    Hard links stay hard links, so that the copy is as large as the original; cp -r would write
+    each link as a file of its own. Every file is read back. A step is copied under a temporary name
+    and renamed last; one that cannot be copied is told in its row. Steps that DEST has stay, and
+    are linked to. Exit code 1 if a step was refused, 2 if there is no such root or step.
+    With --json: the fields of adacheck_jax.tools.handover.copying.CopyReport.
+    """
+    from adacheck_jax.tools.handover import copying
+
+    with errors():
+        if len(paths) < 2:
+            raise InputError("expected SRC[/STEP]... and DEST, found one path.")
+        *sources, dest = paths
+        report = copying.copy(sources, dest)
+    if as_json:
+        print_json(report)
+    else:
+        tables.show_copy(report)
+    if any(step.result == copying.REFUSED for step in report.steps):
+        raise typer.Exit(1)

@@ -10,6 +10,7 @@ from rich.text import Text
 from adacheck_jax.cli.printing import add_row, new_table, screen
 
 if TYPE_CHECKING:  # which import JAX, or are not needed by other commands
+    from adacheck_jax.tools.handover.copying import CopyReport
     from adacheck_jax.tools.handover.export import ExportReport
 
 
@@ -33,3 +34,25 @@ def show_export(report: ExportReport) -> None:
     if report.empty:
         shown = ", ".join(report.empty[:10]) + (", ..." if len(report.empty) > 10 else "")
         console.print(Text(f"Without elements, which Orbax does not store: {shown}."))
+
+
+def show_copy(report: CopyReport) -> None:
+    """Print a row for each step, and what was saved by links."""
+    numbers = ("files", "links", "written")
+    rows = new_table("step", "result", *numbers, right=numbers)
+    for each in report.steps:
+        result = each.result if each.why is None else f"{each.result}: {each.why}"
+        if each.is_added:
+            result += " (another step builds on it)"
+        counts = (each.file_count, each.link_count, decimal(each.written_bytes))
+        add_row(rows, each.name, result, *(counts if each.file_count else (None, None, None)))
+    console = screen()
+    console.print(rows)
+    console.print(
+        Text(
+            f"{decimal(report.written_bytes)} written to {report.destination}; as files of their "
+            f"own the links would make it {decimal(report.plain_bytes)}. Every file was read back."
+        )
+    )
+    if report.not_copied:
+        console.print(Text(f"Not copied, as they are no steps: {', '.join(report.not_copied)}."))
