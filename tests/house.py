@@ -36,7 +36,17 @@ MAY_IMPORT = {
         "save",
         "restore",
     ),
-    "tools": ("errors", "format", "device", "store", "update", "restore", "adapter", "schedule"),
+    "tools": (
+        "errors",
+        "layout",
+        "format",
+        "device",
+        "store",
+        "update",
+        "restore",
+        "adapter",
+        "schedule",
+    ),
     "cli": ("errors", "layout", "format", "device", "store", "update", "adapter", "tools", FACADE),
     "v1": ("adapter", FACADE),
 }
@@ -86,6 +96,7 @@ MAY_TOUCH_FILES = {
     "cli.demo.run": "the demonstration works in a directory of its own",
     "cli.demo.stage": "the demonstration works in a directory of its own",
     "cli.demo.train_lm": "it learns from files",
+    "cli.handover": "a file of rules, which users write",
 }
 """Modules that import the operating system's files and paths, each with the reason; to all others
 a checkpoint is what :mod:`adacheck_jax.store.storage` holds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -61,6 +62,41 @@ def export(
         print_json(report)
     else:
         tables.show_export(report)
+
+
+@app.command()
+def transform(
+    root: Root,
+    dest: Annotated[str, typer.Argument(help="Directory of a new root.")],
+    rules: Annotated[Path, typer.Option(help="TOML file of [[rule]] tables.")],
+    step: Annotated[int, typer.Option(help="Step number: saved, or deferred.")],
+    item: Annotated[
+        str | None, typer.Option(help="Item name, where a step holds several such items.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan alone.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write one recorded step to a new root in another layout: scanned, fused, renamed, padded.
+
+    Example: adacheck transform checkpoints scanned --rules rules.toml --step 1200
+
+    A rule is applied to the params and to all that the optimizer keeps for them. The inverse of
+    each is computed and compared, so that no bit is lost unasked. The step is a base there, which
+    a run in the new layout restores and goes on from. docs/guide/layouts.md has the rules.
+    Exit code 1 if a rule does not fit or would lose bits, or the step is damaged; 2 if there is no
+    such step, or something is at DEST.
+    With --json: the fields of adacheck_jax.tools.handover.transform.TransformReport.
+    """
+    from adacheck_jax.layout import read_rules
+    from adacheck_jax.tools.handover import transform as transforms
+
+    with errors():
+        read = read_rules(rules.read_text(), str(rules))
+        report = transforms.transform(root_of(root), dest, read, step, item, dry_run=dry_run)
+    if as_json:
+        print_json(report)
+    else:
+        tables.show_transform(report)
 
 
 @app.command()

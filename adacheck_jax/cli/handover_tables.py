@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from rich.filesize import decimal
@@ -12,6 +14,7 @@ from adacheck_jax.cli.printing import add_row, new_table, screen
 if TYPE_CHECKING:  # which import JAX, or are not needed by other commands
     from adacheck_jax.tools.handover.copying import CopyReport
     from adacheck_jax.tools.handover.export import ExportReport
+    from adacheck_jax.tools.handover.transform import TransformReport
 
 
 def show_export(report: ExportReport) -> None:
@@ -34,6 +37,41 @@ def show_export(report: ExportReport) -> None:
     if report.empty:
         shown = ", ".join(report.empty[:10]) + (", ..." if len(report.empty) > 10 else "")
         console.print(Text(f"Without elements, which Orbax does not store: {shown}."))
+
+
+def show_transform(report: TransformReport) -> None:
+    """Print the leaves that rules concern in the first tree, and what was left as it was."""
+    trees = report.trees or ("",)
+    rows = new_table("before", "after")
+    inside = [_inside(trees[0], leaves) for leaves in (report.changed, report.made)]
+    for before, after in itertools.zip_longest(*inside):
+        add_row(rows, before, after)
+    console = screen()
+    console.print(rows)
+    others = f", and alike of {', '.join(trees[1:])}" if trees[1:] else ""
+    would = "would be" if report.is_dry_run else "is"
+    proof = "Their inverses give back every bit." if report.proved else "Some rules may lose bits."
+    proof = "" if report.is_dry_run else f" {proof}"
+    console.print(
+        Text(
+            f"Leaves of {trees[0] or 'the state'}{others}. Step {report.step} {would} at "
+            f"{report.destination}.{proof}"
+        )
+    )
+    shown = ", ".join(report.untouched[:10]) + (", ..." if len(report.untouched) > 10 else "")
+    console.print(Text(f"As they were, {len(report.untouched)} leaves: {shown or 'none'}."))
+    if report.rounds_otherwise:
+        told = "The optimizer adds up elements: a run that goes on rounds otherwise there."
+        console.print(Text(told))
+
+
+def _inside(tree: str, leaves: Mapping[str, str]) -> list[str]:
+    """Leaves of one tree; all leaves if it has none of them."""
+    start = f"{tree}/" if tree else ""
+    found = [
+        f"{path[len(start) :]} {kind}" for path, kind in leaves.items() if path.startswith(start)
+    ]
+    return found or [f"{path} {kind}" for path, kind in leaves.items()]
 
 
 def show_copy(report: CopyReport) -> None:

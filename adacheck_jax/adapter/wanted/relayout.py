@@ -48,8 +48,7 @@ class Relayout:
     def __init__(
         self, rules: Sequence[Rule], wishes: Wishes, base: BaseManifest, where: AnyPath
     ) -> None:
-        kinds = {leaf.path: _kind(leaf) for leaf in base.leaves}
-        every = layouts.plan(rules, kinds, params_trees(base))
+        every = planned(rules, base)
         specs = _transformed_leaves(every, base.leaves)
         after = dataclasses.replace(base, leaves=tuple(specs))
         self._target = Target(wishes, after, _nested(specs), where)
@@ -93,7 +92,21 @@ class Relayout:
         return {path: _placement(self._given[path]) for path in self.plan.outputs}
 
 
-def params_trees(base: BaseManifest) -> list[Params]:
+def planned(rules: Sequence[Rule], base: BaseManifest) -> Plan:
+    """The plan of some rules for all leaves of a base.
+
+    Args:
+        rules: the rules.
+        base: manifest that describes the saved leaves.
+
+    Raises:
+        MismatchError: a rule does not fit the saved leaves.
+    """
+    kinds = {leaf.path: _kind(leaf) for leaf in base.leaves}
+    return layouts.plan(rules, kinds, _params_trees(base))
+
+
+def _params_trees(base: BaseManifest) -> list[Params]:
     """The trees of params of a base's recorders; without a recorder ``params``, or the state."""
     update = base.update
     paths = [leaf.path for leaf in base.leaves]

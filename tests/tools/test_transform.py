@@ -1,0 +1,101 @@
+"""``adacheck transform``: a step in another layout, in a new root."""
+
+import json
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from typer.testing import CliRunner
+
+import adacheck_jax as adacheck
+from adacheck_jax.cli.main import app
+from tests import support
+
+RULES = """
+[[rule]]
+split = "in/kernel"
+to = ["in/left", "in/right"]
+
+[[rule]]
+rename = "{all...}"
+to = "model/{all...}"
+"""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    root = tmp_path_factory.mktemp("root")
+    run = support.dict_run(support.mesh_of((1,)))
+    with support.manager_of(root, adacheck.AdaCheckHandler(run.recorder)) as manager:
+        support.save_steps(manager, run, 3)
+        manager.wait_until_finished()
+        states = {n: manager.restore(n, args=adacheck.RestoreArgs()) for n in manager.all_steps()}
+    return root, states
+
+
+@pytest.fixture
+def rules(tmp_path):
+    path = tmp_path / "rules.toml"
+    path.write_text(RULES)
+    return path
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["transform", *map(str, arguments)])
+
+
+def test_a_delta_becomes_a_base_in_another_layout(saved, rules, tmp_path):
+    root, states = saved
+    number = max(states)
+    done = run(root, tmp_path / "new", "--rules", rules, "--step", number)
+    assert done.exit_code == 0, done.output
+    assert "in/kernel float32[64, 128]" in done.output
+    assert "inverses give back every bit" in " ".join(done.output.split())
+    with ocp.CheckpointManager(tmp_path / "new", item_handlers=adacheck.AdaCheckHandler()) as m:
+        assert m.all_steps() == [number]
+        found = m.restore(number, args=adacheck.RestoreArgs())
+    before, after = states[number]["params"], found["params"]["model"]
+    np.testing.assert_array_equal(after["in"]["left"], before["in"]["kernel"][:, :64])
+    np.testing.assert_array_equal(after["in"]["right"], before["in"]["kernel"][:, 64:])
+    np.testing.assert_array_equal(after["out"]["kernel"], before["out"]["kernel"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "rules.toml"]
+
+
+def test_a_plan_is_shown_and_nothing_written(saved, rules, tmp_path):
+    root, states = saved
+    done = run(
+        root, tmp_path / "new", "--rules", rules, "--step", min(states), "--dry-run", "--json"
+    )
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.output)
+    assert report["trees"][0] == "params"
+    assert report["made"]["params/model/in/left"] == "float32[64, 64]"
+    assert "step" in report["untouched"]
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "told"),
+    [
+        ("nothing", 1, "expected TOML"),
+        ("[[rule]]\nrename = 'inn/kernel'\nto = 'x'", 1, "The leaves of params are"),
+        ("[[rule]]\nstrip = 'in/kernel'\nsize = 3", 1, "lossy=True"),
+    ],
+)
+def test_what_does_not_fit_leaves_nothing_behind(saved, tmp_path, text, code, told):
+    root, states = saved
+    path = tmp_path / "rules.toml"
+    path.write_text(text)
+    done = run(root, tmp_path / "new", "--rules", path, "--step", max(states))
+    assert done.exit_code == code, done.output
+    assert told in done.output
+    assert [each.name for each in tmp_path.iterdir()] == ["rules.toml"]
+
+
+def test_missing_files_and_steps_are_told(saved, rules, tmp_path):
+    root, states = saved
+    assert run(root, tmp_path / "new", "--rules", tmp_path / "no", "--step", 1).exit_code == 2
+    assert run(root, tmp_path / "new", "--rules", rules, "--step", 77).exit_code == 2
+    assert run(root, root / "new", "--rules", rules, "--step", max(states)).exit_code == 2
+    assert jax.tree.leaves(states)  # which were left alone
