@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # for type checkers and editors; must name what _MODULES name
     )
     from adacheck_jax.schedule.adaptive import AdaptivePolicy
     from adacheck_jax.store.retention import KeepLineage
+    from adacheck_jax.tools.handover.importing import import_checkpoint
     from adacheck_jax.tools.plan import RedundancyReport, redundancy_report
     from adacheck_jax.tools.restorable import RestorableStep, latest_restorable
     from adacheck_jax.update.recorder import Recorder
@@ -67,6 +68,7 @@ __all__ = [
     "SaveArgs",
     "SeparateUpdate",
     "StorageError",
+    "import_checkpoint",
     "latest_restorable",
     "redundancy_report",
     "replica_report",
@@ -87,6 +89,7 @@ _MODULES = {
     "replica_report": "device.replicas",
     "AdaptivePolicy": "schedule.adaptive",
     "KeepLineage": "store.retention",
+    "import_checkpoint": "tools.handover.importing",
     "RestorableStep": "tools.restorable",
     "latest_restorable": "tools.restorable",
     "RedundancyReport": "tools.plan",

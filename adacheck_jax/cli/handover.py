@@ -130,3 +130,40 @@ def cp(
         tables.show_copy(report)
     if any(step.result == copying.REFUSED for step in report.steps):
         raise typer.Exit(1)
+
+
+@app.command(name="import")
+def import_(
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="Function to call: path/to/file.py:function or package.module:function."
+        ),
+    ],
+    src: Annotated[str, typer.Argument(help="Checkpoint of stock Orbax, or safetensors files.")],
+    dest: Annotated[str, typer.Argument(help="New checkpoint root.")],
+    step: Annotated[int, typer.Option(min=0, help="Step number of the base.")],
+    as_json: Json = False,
+) -> None:
+    """Put a checkpoint of stock Orbax, or safetensors, as a base under a new root.
+
+    Example: adacheck import train.py:abstract_state old_run/1200/default new_run --step 1200
+
+    TARGET takes no argument and returns the abstract state, built with the Recorder, or a tuple of
+    it and the Recorder. The state of the optimizer goes where the Recorder keeps it. In a program
+    adacheck.import_checkpoint does the same, onto your mesh. Exit code 1 if leaves do not fit.
+    With --json: the fields of adacheck_jax.tools.handover.importing.ImportReport.
+    """
+    from adacheck_jax.cli import callables
+    from adacheck_jax.tools.handover import importing
+    from adacheck_jax.update.recorder import Recorder
+
+    with errors():
+        made = callables.call(target)
+        has_recorder = isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Recorder)
+        state, recorder = made if has_recorder else (made, None)
+        report = importing.import_base(src, dest, step, state, recorder)
+    if as_json:
+        print_json(report)
+    else:
+        tables.show_import(report)

@@ -14,6 +14,7 @@ from adacheck_jax.cli.printing import add_row, new_table, screen
 if TYPE_CHECKING:  # which import JAX, or are not needed by other commands
     from adacheck_jax.tools.handover.copying import CopyReport
     from adacheck_jax.tools.handover.export import ExportReport
+    from adacheck_jax.tools.handover.importing import ImportReport
     from adacheck_jax.tools.handover.transform import TransformReport
 
 
@@ -94,3 +95,16 @@ def show_copy(report: CopyReport) -> None:
     )
     if report.not_copied:
         console.print(Text(f"Not copied, as they are no steps: {', '.join(report.not_copied)}."))
+
+
+def show_import(report: ImportReport) -> None:
+    """Print where a checkpoint is now, and what was not in it."""
+    made = f" Made, since no checkpoint has them: {', '.join(report.made[:10])}"
+    made += ", ..." if len(report.made) > 10 else "."
+    screen().print(
+        Text(
+            f"{report.source} is step {report.step} under {report.destination}, a base of "
+            f"{report.leaf_count:,} leaves.{made if report.made else ''} Nothing could verify what "
+            "was read."
+        )
+    )

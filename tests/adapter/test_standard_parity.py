@@ -8,7 +8,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import adacheck_jax as adacheck
-from adacheck_jax.adapter import targets
+from adacheck_jax.adapter.wanted import targets
 
 ARRAY = jnp.arange(3.0)
 SPEC = jax.ShapeDtypeStruct((3,), jnp.float32)

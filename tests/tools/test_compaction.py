@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 import adacheck_jax as adacheck
-from adacheck_jax.adapter import targets
+from adacheck_jax.adapter.wanted import targets
 from adacheck_jax.cli.main import app
 from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.store.compaction import in_place

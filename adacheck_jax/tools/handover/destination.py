@@ -13,12 +13,12 @@ from adacheck_jax.store.storage.location import AnyPath, Location, at
 from adacheck_jax.tools.steps import InputError
 
 
-def checked(text: str, root: AnyPath) -> Path:
+def checked(text: str, root: AnyPath | None) -> Path:
     """The destination that a user names, if something can be written there.
 
     Args:
         text: path of a file or directory that does not exist.
-        root: the checkpoint root that is exported from.
+        root: the checkpoint root that is exported from; None if there is none.
 
     Raises:
         InputError: it exists, lies under the root, has no parent, or is a URL.
@@ -32,7 +32,7 @@ def checked(text: str, root: AnyPath) -> Path:
         raise InputError(f"{path}: expected nothing there, found something. Give another path.")
     if not path.parent.is_dir():
         raise InputError(f"{path.parent}: expected a directory, found none. Make it first.")
-    if not isinstance(root, Location):
+    if root is not None and not isinstance(root, Location):
         place, top = path.parent.resolve() / path.name, root.resolve()
         if place == top or top in place.parents:
             raise InputError(

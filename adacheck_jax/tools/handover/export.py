@@ -204,6 +204,7 @@ def _compare(
         words = elements.astype(np.dtype(leaf.dtype), copy=False)
         if words.shape != leaf.shape or fingerprint_of(words) != fingerprints[index]:
             wrong.append(leaf.path)
+        del elements, words  # or two leaves would be in memory at once
     if wrong or seen != len(leaves):
         raise IntegrityError(
             f"{path}: expected the bits of the step in what was written, found others in "

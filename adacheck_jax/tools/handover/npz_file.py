@@ -23,8 +23,7 @@ def write(path: Path, leaves: Sequence[ExportedLeaf], read_leaf: ReadLeaf) -> No
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         for each in leaves:
             with archive.open(f"{each.name}.npy", "w", force_zip64=True) as file:
-                array = read_leaf(each.index)
-                np.lib.format.write_array(file, array, allow_pickle=False)
+                np.lib.format.write_array(file, read_leaf(each.index), allow_pickle=False)
 
 
 def read(path: Path, leaves: Sequence[ExportedLeaf]) -> Iterator[tuple[int, np.ndarray]]:

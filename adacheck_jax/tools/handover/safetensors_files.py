@@ -171,10 +171,16 @@ def read(directory: Path, leaves: Sequence[ExportedLeaf]) -> Iterator[tuple[int,
             raise IntegrityError(f"{path}: expected other names, types or shapes. Export it again.")
         places = _places(path)
         for key, each in inside.items():
-            count = each.leaf.nbytes // each.leaf.itemsize_bytes
-            elements = np.fromfile(path, np.uint8, each.leaf.nbytes, offset=places[key])
-            typed = elements.view(np.dtype(each.leaf.dtype)) if count else elements[:0]
-            yield each.index, typed.reshape(each.leaf.shape)
+            yield each.index, _elements(path, places[key], each)
+
+
+def _elements(path: Path, start: int, each: ExportedLeaf) -> np.ndarray:
+    """Elements of a leaf, read from its place in a file."""
+    dtype = np.dtype(each.leaf.dtype)
+    if not each.leaf.nbytes:
+        return np.empty(each.leaf.shape, dtype)
+    elements = np.fromfile(path, np.uint8, each.leaf.nbytes, offset=start)
+    return elements.view(dtype).reshape(each.leaf.shape)
 
 
 def files_at(path: AnyPath) -> dict[str, np.ndarray]:
@@ -197,7 +203,7 @@ def files_at(path: AnyPath) -> dict[str, np.ndarray]:
         try:
             weights = json.loads(index.read_text())["weight_map"]
             names = [path / name for name in sorted({*weights.values()})]
-        except (ValueError, LookupError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise IntegrityError(f"{index}: expected an index of shards, found {error}.") from error
     return {key: array for each in names for key, array in _mapped(each).items()}
 

@@ -1,0 +1,273 @@
+"""``import_checkpoint``: a run that stock Orbax saved goes on under a Recorder, bit by bit."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax.training.train_state import TrainState
+from orbax.checkpoint import v1 as ocp_v1
+from typer.testing import CliRunner
+
+import adacheck_jax as adacheck
+from adacheck_jax.cli.main import app
+from adacheck_jax.device import trees
+from adacheck_jax.errors import IntegrityError, MismatchError
+from adacheck_jax.format.manifest import BaseManifest, DeltaManifest
+from adacheck_jax.store.steps import roots
+from adacheck_jax.tools.handover import export as exports
+from adacheck_jax.tools.handover.formats import Format
+from adacheck_jax.tools.steps import InputError
+from tests import support
+from tests.support import assert_same_bits, host_copy, manager_of, mesh_of
+
+INNER = optax.inject_hyperparams(optax.adamw)(1e-2)
+
+
+def chained(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    return optax.chain(optax.clip_by_global_norm(1.0), inner)
+
+
+def state_of(tx: Any) -> TrainState:
+    state = TrainState.create(apply_fn=support.forward, params=support.initial_params(), tx=tx)
+    return support.place(state, mesh_of((4, 2)))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def train_step(state: TrainState, data: Any) -> TrainState:
+    x, y = data
+    loss = lambda p: jnp.mean((state.apply_fn(p, x) - y) ** 2)  # noqa: E731
+    return state.apply_gradients(grads=jax.grad(loss)(state.params))
+
+
+@pytest.fixture(scope="module")
+def plain_run(tmp_path_factory):
+    """Checkpoints of a run without a Recorder, by each way of saving, and its state."""
+    root = tmp_path_factory.mktemp("plain")
+    state = state_of(chained(INNER))
+    for step in range(3):
+        state = train_step(state, support.batch(step))
+    with ocp.CheckpointManager(root / "manager") as manager:
+        manager.save(3, args=ocp.args.StandardSave(state))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(root / "bare", state)
+    ocp_v1.save(root / "v1", state)
+    return root, state
+
+
+def target() -> tuple[adacheck.Recorder, TrainState]:
+    recorder = adacheck.Recorder(INNER)
+    return recorder, state_of(chained(recorder))
+
+
+WAYS = {"manager": "manager/3", "item": "manager/3/default", "bare": "bare", "v1": "v1"}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_checkpoint_fills_a_state_with_a_recorder(plain_run, way):
+    root, state = plain_run
+    _, wanted = target()
+    found = adacheck.import_checkpoint(root / WAYS[way], support.abstract(wanted))
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    assert_same_bits(found.params, host_copy(state.params))
+    node = found.opt_state[1]
+    assert_same_bits(node.adacheck_inner, host_copy(state.opt_state[1]))
+    assert (int(node.adacheck_count), int(found.step)) == (0, 3)
+    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(node.adacheck_record))
+    rate = state.opt_state[1].hyperparams["learning_rate"]
+    assert node.adacheck_passed["hyperparams.learning_rate"] == rate
+    for leaf, place in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert leaf.sharding.is_equivalent_to(place.sharding, leaf.ndim)
+    places = [x for leaf in jax.tree.leaves(found) for x in _places(leaf)]
+    assert len({*places}) == len(places), "two leaves of one buffer: it would be donated twice"
+
+
+def _places(leaf: jax.Array) -> set[int]:
+    return {shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards}
+
+
+def test_the_run_goes_on_and_every_step_is_saved(plain_run, tmp_path):
+    root, _ = plain_run
+    recorder, wanted = target()
+    state = adacheck.import_checkpoint(root / "manager/3", support.abstract(wanted))
+    saved = {3: host_copy(state)}
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    go_on = jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
+    with manager_of(tmp_path, adacheck.AdaCheckHandler(recorder, check="full")) as manager:
+        manager.save(3, args=adacheck.SaveArgs(state))
+        for step in (3, 4, 5):
+            state = go_on(state, support.batch(step))
+            manager.save(step + 1, args=adacheck.SaveArgs(state))
+            manager.wait_until_finished()
+            saved[step + 1] = host_copy(state)
+    first, *rest = [step.manifest for step in roots.steps_of(tmp_path)]
+    assert isinstance(first, BaseManifest)
+    assert all(isinstance(each, DeltaManifest) and each.has_update for each in rest)
+    with manager_of(tmp_path, adacheck.AdaCheckHandler()) as manager:
+        for step, expected in saved.items():
+            args = adacheck.RestoreArgs(support.abstract(state))
+            assert_same_bits(manager.restore(step, args=args), expected)
+
+
+def test_leaves_that_do_not_fit_are_named(plain_run):
+    root, _ = plain_run
+    for inner, told in (
+        (optax.sgd(1e-2, momentum=0.9), "missing (4): opt_state/1/0/trace/in/bias"),
+        (optax.adamw(1e-2), "not expected"),
+        (
+            optax.inject_hyperparams(optax.adamw, ["mu_dtype"])(1e-2, mu_dtype=jnp.bfloat16),
+            "opt_state/1/inner_state/0/mu/in/bias: expected bfloat16[128], found float32[128]",
+        ),
+    ):
+        wanted = state_of(chained(adacheck.Recorder(inner)))
+        with pytest.raises(MismatchError) as error:
+            adacheck.import_checkpoint(root / "bare", wanted)
+        assert told in str(error.value), str(error.value)
+        assert "Nothing was read." in str(error.value)
+
+
+def test_a_state_that_had_a_recorder_already_is_taken_as_it_is(plain_run, tmp_path):
+    recorder, state = target()
+    del recorder
+    state = train_step(state, support.batch(0))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "x", state)
+    found = adacheck.import_checkpoint(tmp_path / "x", support.abstract(state))
+    assert_same_bits(found, host_copy(state))
+
+
+def test_numbers_keys_and_arrays_of_the_host_are_imported(tmp_path):
+    recorder = adacheck.Recorder(optax.adam(1e-3))
+    params = {"w": jnp.ones((4, 4), jnp.bfloat16)}
+    plain = {
+        "params": params,
+        "opt": recorder.tx.init(params),
+        "key": jax.random.key(5),
+        "number": 7,
+        "rate": 0.25,
+        "host": np.arange(3.0),
+        "nothing": None,
+    }
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "x", plain)
+    wanted = {**plain, "opt": recorder.init(params), "number": jnp.int32(0)}
+    wanted |= {"key": jax.random.key(0), "empty": jnp.zeros((0, 2))}
+    found = adacheck.import_checkpoint(tmp_path / "x", wanted)
+    assert (int(found["number"]), found["rate"], found["nothing"]) == (7, 0.25, None)
+    assert isinstance(found["number"], jax.Array)
+    assert isinstance(found["host"], np.ndarray)
+    assert found["host"].tobytes() == plain["host"].tobytes()
+    assert jax.random.key_data(found["key"]).tolist() == jax.random.key_data(plain["key"]).tolist()
+    assert found["empty"].shape == (0, 2)
+    assert_same_bits(found["opt"].adacheck_inner, host_copy(plain["opt"]))
+    with pytest.raises(MismatchError, match=r"host: expected float64\[4\], found float64\[3\]"):
+        adacheck.import_checkpoint(tmp_path / "x", {**wanted, "host": np.zeros(4)})
+    shape = jax.ShapeDtypeStruct((3,), np.float64)
+    with pytest.raises(MismatchError, match="Set jax_enable_x64"):
+        adacheck.import_checkpoint(tmp_path / "x", {**wanted, "host": shape})
+
+
+@pytest.mark.parametrize("size", [10**9, 40_000], ids=["file", "shards"])
+def test_params_are_imported_from_safetensors(tmp_path, size):
+    trained = support.dict_run(mesh_of((4, 2)))
+    with manager_of(tmp_path / "run", adacheck.AdaCheckHandler(trained.recorder)) as manager:
+        support.save_steps(manager, trained, 2)
+    form = Format.SAFETENSORS
+    exports.export(tmp_path / "run", 2, str(tmp_path / "x"), form, shard_bytes=size)
+    assert (tmp_path / "x/model.safetensors").exists() is (size == 10**9)
+    params = {"params": trained.state["params"]}
+    found = adacheck.import_checkpoint(tmp_path / "x", support.abstract(params, mesh_of((8, 1))))
+    assert_same_bits(found, host_copy(params))
+    kernel = found["params"]["in"]["kernel"]
+    assert kernel.sharding.is_equivalent_to(support.shardings_of(kernel, mesh_of((8, 1))), 2)
+    params["params"]["other"] = jnp.ones(2)
+    params["params"]["scale"] = jnp.ones(3)
+    with pytest.raises(MismatchError) as error:
+        adacheck.import_checkpoint(str(tmp_path / "x"), params)
+    assert "missing (1): params/other" in str(error.value)
+    assert "params/scale: expected float32[3], found float32[]" in str(error.value)
+
+
+def test_small_floats_are_imported_from_safetensors(tmp_path):
+    state = {"params": {"a": jnp.arange(4, dtype=jnp.bfloat16), "b": jnp.float8_e5m2(1.5)}}
+    with manager_of(tmp_path / "run", adacheck.AdaCheckHandler(delta="bits")) as manager:
+        manager.save(1, args=adacheck.SaveArgs(state))
+    exports.export(tmp_path / "run", 1, str(tmp_path / "x"), Format.SAFETENSORS)
+    for path in (tmp_path / "x", tmp_path / "x/model.safetensors"):
+        assert_same_bits(adacheck.import_checkpoint(path, state), host_copy(state))
+
+
+def test_wrong_sources_are_refused(plain_run, tmp_path):
+    root, state = plain_run
+    with manager_of(tmp_path / "ours", adacheck.AdaCheckHandler(delta="bits")) as manager:
+        manager.save(1, args=adacheck.SaveArgs({"w": jnp.ones(2)}))
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad/model.safetensors").write_bytes(b"\xff" * 20)
+    (tmp_path / "index").mkdir()
+    (tmp_path / "index/model.safetensors.index.json").write_text(json.dumps([]))
+    (tmp_path / "broken/x").mkdir(parents=True)
+    (tmp_path / "broken/x/_METADATA").write_text("{")
+    for path, kind, told in (
+        (tmp_path / "none", InputError, "found none"),
+        (tmp_path, InputError, "expected a checkpoint of stock Orbax"),
+        (root / "manager", InputError, "found 3. Give the directory of one step"),
+        (tmp_path / "ours/1", InputError, "a step saved by AdaCheckHandler"),
+        (tmp_path / "bad", IntegrityError, "safetensors cannot read it"),
+        (tmp_path / "index", IntegrityError, "expected an index of shards"),
+        (tmp_path / "broken", IntegrityError, "stock Orbax cannot read this checkpoint"),
+    ):
+        with pytest.raises(kind, match=told):
+            adacheck.import_checkpoint(path, trees.flatten(state)[0])
+
+
+TARGET = """
+import jax, optax, adacheck_jax as adacheck
+
+def build():
+    recorder = adacheck.Recorder(optax.adam(1e-3))
+    params = {"w": jax.ShapeDtypeStruct((4, 4), "float32")}
+    opt = jax.eval_shape(recorder.init, params)
+    return {"params": params, "opt": opt}, recorder
+
+def other():
+    return build()[0]["params"]
+"""
+
+
+def test_the_command_makes_a_base(tmp_path):
+    params = {"w": jnp.arange(16.0).reshape(4, 4)}
+    plain = {"params": params, "opt": optax.adam(1e-3).init(params)}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "old", plain)
+    (tmp_path / "model.py").write_text(TARGET)
+
+    def run(name: str, *rest: Any) -> Any:
+        words = ("import", f"{tmp_path}/model.py:{name}", tmp_path / "old", tmp_path / "new", *rest)
+        return CliRunner().invoke(app, [*map(str, words)])
+
+    wrong = run("other", "--step", 7)
+    assert (wrong.exit_code, "leaves differ" in wrong.stderr) == (1, True)
+    assert not (tmp_path / "new").exists()
+    done = run("build", "--step", 7, "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(
+        done.output.strip().splitlines()[-1] if done.output[0] != "{" else done.output
+    )
+    assert (found["step"], found["leaf_count"], found["made"]) == (
+        7,
+        6,
+        ["opt/adacheck_count", "opt/adacheck_record/w"],
+    )
+    assert adacheck.latest_restorable(tmp_path / "new") == 7
+    with manager_of(tmp_path / "new", adacheck.AdaCheckHandler()) as manager:
+        state = manager.restore(7, args=adacheck.RestoreArgs())
+    assert state["params"]["w"].tobytes() == np.asarray(params["w"]).tobytes()
+    again = run("build", "--step", 8)
+    assert (again.exit_code, "expected nothing there" in again.stderr) == (2, True)
