@@ -81,7 +81,6 @@ MAY_TOUCH_FILES = {
     "update.untrusted": "it starts a script beside it",
     "adapter.directories": "it looks if a directory can be written",
     "tools.restorable": "callers give it a path as a text",
-    "adapter.stock.loading": "Orbax takes paths",
     "adapter.stock.plain": "Orbax takes paths",
     "tools.handover.copying": "it copies between roots of a file system",
     "tools.handover.file_copies": "it copies files and their hard links",

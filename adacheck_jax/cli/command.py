@@ -1,4 +1,4 @@
-"""What all commands share: kinds of arguments, errors in one line, and JSON."""
+"""Kinds of arguments, errors in one line and JSON, for all commands."""
 
 from __future__ import annotations
 

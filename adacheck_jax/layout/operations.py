@@ -7,10 +7,9 @@ functions are passed as ``xp``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 Shape = tuple[int, ...]
 Arrays = Sequence[Any]
@@ -29,7 +28,6 @@ class Kind:
     dtype: str
 
 
-@runtime_checkable
 class Operation(Protocol):
     """An operation on leaves of known shapes."""
 
@@ -425,11 +423,6 @@ class Cast:
 
     def source_axes(self, axes: int) -> list[int | None]:
         return [*range(axes)]
-
-
-def size(kind: Kind) -> int:
-    """Number of elements of a leaf."""
-    return math.prod(kind.shape)
 
 
 def _axis(axis: int, axes: int) -> int:

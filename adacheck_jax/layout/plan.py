@@ -72,16 +72,6 @@ class Plan:
         """Leaf paths of the leaves that no rule concerns."""
         return [path for path, value in self.inputs.items() if self.outputs.get(path) == value]
 
-    @property
-    def renamed(self) -> dict[str, str]:
-        """New leaf path of each leaf that is only renamed, by its path before."""
-        paths = {value: path for path, value in self.outputs.items()}
-        return {
-            path: paths[value]
-            for path, value in self.inputs.items()
-            if value in paths and paths[value] != path
-        }
-
     def needed_for(self, wanted: Iterable[str]) -> Plan:
         """The part of the plan that gives some leaves of the new state.
 

@@ -1,7 +1,7 @@
 """Leaves in another layout: a plan's operations, computed on shards, and proved by their inverse.
 
-The operations run as compiled programs on the leaves' own devices, so no process ever holds a
-whole leaf that is cut over several. After them the inverse gives the leaves back as they were, and
+The operations run as compiled programs on the leaves' own devices, and leaves that are cut over
+several stay cut. After them the inverse gives the leaves back as they were, and
 these have to be, bit by bit, those that were verified.
 """
 

@@ -65,7 +65,7 @@ def test_names_can_be_exchanged():
         {"params/a/w": Kind((1,), "int8")},
         params(("a/w",)),
     )
-    assert found.renamed == {"params/a/w": "params/c/w"}
+    assert [*found.outputs] == ["params/c/w"]
     swap = [layout.rename("{kind}_{n}", "{n}_{kind}")]
     found = plan(swap, {"params/a_b": Kind((1,), "int8")}, params(("a_b",)))
     assert [*found.after] == ["params/b_a"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,7 +11,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from adacheck_jax.adapter.handler import AdaCheckHandler, SaveArgs
 from adacheck_jax.device import trees
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import IntegrityError, StorageError, first_line, unreadable
@@ -86,21 +84,3 @@ def _named(directory: AnyPath) -> Iterator[None]:
             f"{directory}: stock Orbax cannot read this checkpoint ({type(error).__name__}: "
             f"{first_line(error)}). Nothing was returned; take another one."
         ) from error
-
-
-def save_base(root: Path, step: int, state: PyTree, recorder: Any) -> None:
-    """Save a state as the first step under a root.
-
-    Args:
-        root: the directory of the checkpoint manager.
-        step: step number.
-        state: the whole state.
-        recorder: the recorder or recorders of the state; None if it has none.
-
-    Raises:
-        AdaCheckError: it cannot be saved.
-    """
-    handler = AdaCheckHandler(recorder)
-    with ocp.CheckpointManager(root, item_handlers=handler) as manager:
-        manager.save(step, args=SaveArgs(state))
-        manager.wait_until_finished()

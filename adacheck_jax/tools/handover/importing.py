@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from adacheck_jax.adapter.single_save import save_base
 from adacheck_jax.adapter.stock import loading
 from adacheck_jax.device import transfer, trees
 from adacheck_jax.device.trees import PyTree
@@ -102,7 +103,7 @@ def import_base(
     wanted, _ = trees.flatten(abstract_state)
     state = import_checkpoint(source, abstract_state)
     with destination.temporary(path) as made:
-        loading.save_base(made, step, state, recorder)
+        save_base(str(made), step, state, recorder)
     new = tuple(each for each, place in places_of(wanted).items() if place is None)
     return ImportReport(source, str(path), step, len(wanted), new)
 

@@ -16,12 +16,13 @@ import numpy as np
 from adacheck_jax.adapter.arguments import RestoreArgs
 from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
 from adacheck_jax.adapter.descriptions import check_described, damaged_descriptions
-from adacheck_jax.adapter.restoring import StepRestorer
+from adacheck_jax.adapter.restoring import Restored, StepRestorer
 from adacheck_jax.device import transfer, trees
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError, IntegrityError, first_line, unreadable
 from adacheck_jax.format import manifest as manifests
 from adacheck_jax.format.manifest import Leaf
+from adacheck_jax.layout.rules import Rule
 from adacheck_jax.store import volume_reader
 from adacheck_jax.store.steps import lineage as lineages
 from adacheck_jax.store.steps import roots, stock
@@ -56,6 +57,23 @@ class RecordedStep:
         if not self.lineage.deltas:
             return "base"
         return "deferred" if self.lineage.left_out else "delta"
+
+    def restored(self, stock: StockCheckpoints, rules: Sequence[Rule] | None = None) -> Restored:
+        """Restore the step, exactly, on its own devices or on one of this machine.
+
+        Args:
+            stock: reader of bases.
+            rules: rules that give it another layout; None for its own.
+
+        Raises:
+            AdaCheckError: the step is damaged, cannot be restored exactly on this machine, or rules
+                do not fit it.
+        """
+        with wide_integers(leaf.dtype for leaf in self.lineage.base.leaves):
+            device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+            number = None if self.is_own else self.number
+            args = RestoreArgs(exact=True, fallback_sharding=device, step=number, transform=rules)
+            return StepRestorer(stock, {}, None).restore(self.directory, args)
 
 
 def find(root: AnyPath, number: int, item: str | None = None) -> RecordedStep:
@@ -143,12 +161,7 @@ class Contents:
         """
         if self._step.kind == "base":
             return self._from_base
-        with wide_integers(leaf.dtype for leaf in self.leaves):
-            device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-            number = None if self._step.is_own else self._step.number
-            args = RestoreArgs(exact=True, fallback_sharding=device, step=number)
-            restorer = StepRestorer(self._stock, {}, None)
-            self._values = restorer.restore(self._step.directory, args).leaves
+        self._values = self._step.restored(self._stock).leaves
         return self._restored
 
     def close(self) -> None:

@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import jax
-
-from adacheck_jax.adapter.arguments import RestoreArgs
 from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
-from adacheck_jax.adapter.restoring import StepRestorer
 from adacheck_jax.adapter.single_save import save_base
 from adacheck_jax.adapter.wanted import relayout
 from adacheck_jax.layout.plan import Plan
@@ -81,13 +77,8 @@ def transform(
     plan = relayout.planned(rules, base)
     if not dry_run:
         with wide_integers(leaf.dtype for leaf in base.leaves), destination.temporary(path) as new:
-            device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-            step = None if found.is_own else found.number
-            args = RestoreArgs(exact=True, fallback_sharding=device, step=step, transform=rules)
-            restorer = StepRestorer(StockCheckpoints(), {}, None)
-            state = restorer.restore(found.directory, args).state
-            name = found.directory.name
-            save_base(str(new), number, name, state)
+            state, name = found.restored(StockCheckpoints(), rules).state, found.directory.name
+            save_base(str(new), number, state, item=name)
             verification.check(new / str(number) / name, read_data=True)
     update = base.update
     return TransformReport(
