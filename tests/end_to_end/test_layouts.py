@@ -1,7 +1,9 @@
 """Steps are restored into other layouts: every operation, tree and kind of step, bit by bit."""
 
 import functools
+import itertools
 import logging
+from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -10,6 +12,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import adacheck_jax as adacheck
@@ -18,7 +22,9 @@ from adacheck_jax.device import trees
 from adacheck_jax.errors import IntegrityError, MismatchError
 from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.store.steps import lineage
+from benchmarks.redundancy import with_master_weights
 from tests import support
+from tests.end_to_end.test_multiprocess import launch, leaves
 
 LAYERS = 4
 
@@ -33,18 +39,20 @@ def initial_params():
         for i in range(LAYERS)
     }
     table = jax.random.normal(keys[-1], (10, 8))
-    return {**layers, "table": table, "copies": jnp.ones((2, 6)) * table[0, :6]}
+    params = {**layers, "table": table, "copies": jnp.ones((2, 6)) * table[0, :6]}
+    return jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
 
 
 def optimizer():
-    """Adam with a master copy: a moving average of the params."""
-    return adacheck.Recorder(optax.chain(optax.adam(1e-2), optax.ema(0.9)))
+    """Adam of master weights, and a moving average of what it makes."""
+    adam = optax.chain(optax.adam(1e-2), optax.ema(0.9))
+    return adacheck.Recorder(with_master_weights(adam))
 
 
 def train_state(recorder, params):
     params = jax.tree.map(jnp.array, params)
-    half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
-    return {"params": params, "opt_state": recorder.init(params), "step": jnp.int32(0), "ema": half}
+    ema = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    return {"params": params, "opt_state": recorder.init(params), "step": jnp.int32(0), "ema": ema}
 
 
 def train_step_of(recorder):
@@ -53,7 +61,9 @@ def train_step_of(recorder):
     @functools.partial(jax.jit, donate_argnums=0)
     def step(state):
         number = state["step"].astype(jnp.float32)
-        gradients = jax.tree.map(lambda p: p * (0.5 + 0.01 * number), state["params"])
+        gradients = jax.tree.map(
+            lambda p: (p * (0.5 + 0.01 * number)).astype(p.dtype), state["params"]
+        )
         updates, opt_state = recorder.update(gradients, state["opt_state"], state["params"])
         params = optax.apply_updates(state["params"], updates)
         ema = jax.tree.map(lambda e, p: (e * 0.5 + p * 0.5).astype(e.dtype), state["ema"], params)
@@ -106,6 +116,13 @@ TABLE = {
 OF_PARAMS = {"params_path": "params"}
 """The moving average has the same paths and shapes."""
 
+ORIGINS = (
+    *("params/", "ema/", "opt_state/adacheck_record/"),
+    *(f"opt_state/adacheck_inner/{name}" for name in ("master/", "inner/0/0/mu/", "inner/0/0/nu/")),
+    "opt_state/adacheck_inner/inner/1/ema/",
+)
+"""Where the trees are that have the params' leaves."""
+
 KINDS = {"base": (0, {}), "delta": (3, {}), "bit-pattern delta": (3, {"delta": "bits"})}
 """Steps that are restored, and options of the handler that saves them."""
 
@@ -137,6 +154,29 @@ def saved(root, options, steps=4, params=None):
     return manager, states
 
 
+def mesh_of(devices):
+    return jax.make_mesh((devices,), ("x",), devices=jax.devices()[:devices])
+
+
+def sharded_abstractly(tree, mesh):
+    """Every leaf cut along the first of its axes that the mesh can cut."""
+
+    def placed(leaf):
+        cut = [k for k, length in enumerate(leaf.shape) if length % mesh.size == 0]
+        axes = ["x" if [k] == cut[:1] else None for k in range(leaf.ndim)]
+        sharding = NamedSharding(mesh, PartitionSpec(*axes))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(placed, tree)
+
+
+def restored(manager, number, rules, mesh):
+    """A step in another layout, on a mesh."""
+    shapes = manager.restore(number, args=adacheck.RestoreArgs(transform=rules))
+    args = adacheck.RestoreArgs(sharded_abstractly(shapes, mesh), transform=rules)
+    return manager.restore(number, args=args)
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("devices", [1, 8], ids=["one device", "eight devices"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -145,23 +185,14 @@ def test_every_tree_is_transformed_and_comes_back(tmp_path, name, kind, devices)
     rules, back = TABLE[name]
     number, options = KINDS[kind]
     manager, states = saved(tmp_path / "a", options)
-    mesh = jax.make_mesh((devices,), ("x",), devices=jax.devices()[:devices])
-
-    def placed(leaf):
-        cut = [k for k, length in enumerate(leaf.shape) if length % devices == 0]
-        axes = ["x" if [k] == cut[:1] else None for k in range(leaf.ndim)]
-        sharding = NamedSharding(mesh, PartitionSpec(*axes))
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    args = adacheck.RestoreArgs(transform=rules)
-    shapes = manager.restore(number, args=args)
-    args = adacheck.RestoreArgs(jax.tree.map(placed, shapes), transform=rules)
-    found = manager.restore(number, args=args)
-    assert_equal(found, shapes)
+    found = restored(manager, number, rules, mesh_of(devices))
+    assert_equal(found, manager.restore(number, args=adacheck.RestoreArgs(transform=rules)))
     changed = leaves_of(found).keys() ^ leaves_of(states[0]).keys()
-    places = ("params/", "ema/", "opt_state/adacheck_record/", "opt_state/adacheck_inner/0/0/mu/")
     if changed:  # every tree has changed alike
-        ends = [{p.removeprefix(place) for p in changed if p.startswith(place)} for place in places]
+        ends = [
+            {path.removeprefix(origin) for path in changed if path.startswith(origin)}
+            for origin in ORIGINS
+        ]
         assert ends[0]
         assert all(each == ends[0] for each in ends)
     with support.manager_of(tmp_path / "b", adacheck.AdaCheckHandler(delta="bits")) as other:
@@ -172,7 +203,102 @@ def test_every_tree_is_transformed_and_comes_back(tmp_path, name, kind, devices)
     manager.close()
 
 
-@pytest.mark.parametrize("name", ["scan", "split by heads", "transpose", "all at once"])
+@pytest.mark.slow
+@pytest.mark.first(1)
+@pytest.mark.parametrize("names", [["all at once", "pad"], list(TABLE)], ids=["some", "all"])
+def test_four_processes_transform_as_one_does(tmp_path, names):
+    """Each kind of step that four processes saved, in their hands and in those of one process."""
+    (tmp_path / "names").write_text("\n".join(names))
+    worker = "tests.end_to_end.layouts_worker"
+    launch("layouts", 4, tmp_path / "run", tmp_path / "out", devices=2, worker=worker)
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    for (kind, (number, _)), name in itertools.product(KINDS.items(), names):
+        with support.manager_of(tmp_path / "run" / kind, adacheck.AdaCheckHandler()) as manager:
+            args = adacheck.RestoreArgs(transform=TABLE[name][0], fallback_sharding=here)
+            alone = manager.restore(number, args=args)
+        of_four = leaves(Path(f"{tmp_path}/out-{kind}-{name}.npz"))
+        assert of_four == [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(alone)]
+
+
+@st.composite
+def rule_sets(draw):
+    """Rules that lose nothing, drawn at random, and those that undo them."""
+    shapes = {path: leaf.shape for path, leaf in leaves_of(initial_params()).items()}
+    rules, back, names = [], [], itertools.count()
+
+    def add(rule, undo, changes):
+        for gone in taken:
+            del shapes[gone]
+        shapes.update(changes)
+        rules.append(rule)
+        back.insert(0, undo)
+
+    for _ in range(draw(st.integers(1, 6))):
+        path = draw(st.sampled_from(sorted(shapes)))
+        shape, to = shapes[path], f"new/{next(names)}"
+        axis = draw(st.integers(0, len(shape) - 1))
+        alike = [other for other in sorted(shapes) if shapes[other] == shape and other != path]
+        taken = [path]
+        kind = draw(st.sampled_from(["rename", "transpose", "pad", "repeat", "split", "together"]))
+        if kind == "rename":
+            add(layout.rename(path, to), layout.rename(to, path), {to: shape})
+        elif kind == "transpose":
+            order = draw(st.permutations(range(len(shape))))
+            undo = layout.transpose(path, list(np.argsort(order)))
+            add(layout.transpose(path, order), undo, {path: tuple(shape[k] for k in order)})
+        elif kind == "pad":
+            longer = shape[axis] + draw(st.integers(0, 3))
+            changed = {path: (*shape[:axis], longer, *shape[axis + 1 :])}
+            undo = layout.strip(path, shape[axis], axis=axis)
+            add(layout.pad(path, longer, axis=axis), undo, changed)
+        elif kind == "repeat":
+            changed = {path: (*shape[:axis], 2, *shape[axis:])}
+            undo = layout.average(path, axis=axis)
+            add(layout.repeat(path, 2, axis=axis), undo, changed)
+        elif kind == "split" and shape[axis] % 2 == 0:
+            half = (*shape[:axis], shape[axis] // 2, *shape[axis + 1 :])
+            parts = [f"{to}/a", f"{to}/b"]
+            groups = draw(st.sampled_from([g for g in (1, 2) if half[axis] % g == 0]))
+            undo = layout.fuse(parts, path, axis=axis, groups=groups)
+            rule = layout.split(path, parts, axis=axis, groups=groups)
+            add(rule, undo, dict.fromkeys(parts, half))
+        elif kind == "together" and alike:
+            other = draw(st.sampled_from(alike))
+            taken = [path, other]
+            longer = (*shape[:axis], 2 * shape[axis], *shape[axis + 1 :])
+            undo = layout.split(to, [path, other], axis=axis)
+            add(layout.fuse([path, other], to, axis=axis), undo, {to: longer})
+    return rules, back
+
+
+@pytest.fixture(scope="module")
+def saved_steps(tmp_path_factory):
+    """Roots of each kind of step, and their states."""
+    there = {}
+    for kind, (number, options) in KINDS.items():
+        root = tmp_path_factory.mktemp("saved") / "run"
+        manager, states = saved(root, options)
+        manager.close()
+        there[kind] = root, number, states[number]
+    return there
+
+
+@given(rule_sets(), st.sampled_from(sorted(KINDS)), st.sampled_from([1, 2, 8]))
+def test_rules_drawn_at_random_come_back(tmp_path_factory, saved_steps, drawn, kind, devices):
+    rules, back = drawn
+    root, number, state = saved_steps[kind]
+    with support.manager_of(root, adacheck.AdaCheckHandler()) as manager:
+        found = restored(manager, number, rules, mesh_of(devices)) if rules else state
+    there = tmp_path_factory.mktemp("drawn")
+    with support.manager_of(there, adacheck.AdaCheckHandler(delta="bits")) as other:
+        other.save(0, args=adacheck.SaveArgs(found))
+        other.wait_until_finished()
+        args = adacheck.RestoreArgs(transform=back) if back else adacheck.RestoreArgs()
+        assert_equal(other.restore(0, args=args), state)
+
+
+@pytest.mark.first(1)
+@pytest.mark.parametrize("name", ["all at once", "scan", "split by heads", "transpose"])
 def test_a_run_goes_on_as_if_it_had_been_trained_in_the_new_layout(tmp_path, name):
     rules, _ = TABLE[name]
     manager, _ = saved(tmp_path / "a", {})
@@ -220,25 +346,28 @@ def test_replicas_that_drifted_are_averaged(tmp_path):
     with manager:
         rules = [layout.average("copies")]
         found = manager.restore(3, args=adacheck.RestoreArgs(transform=rules))
-    np.testing.assert_allclose(
-        found["params"]["copies"], states[3]["params"]["copies"].mean(0), rtol=1e-6
-    )
+    found, expected = leaves_of(found), leaves_of(states[3])
+    for origin in ORIGINS:
+        path = f"{origin}copies"
+        exactness = 1e-2 if found[path].dtype == jnp.bfloat16 else 1e-6
+        mean = np.float64(expected[path]).mean(0)
+        np.testing.assert_allclose(np.float64(found[path]), mean, rtol=exactness)
 
 
 def test_what_would_lose_bits_is_refused_unless_it_may(tmp_path):
     manager, states = saved(tmp_path, {})
     with manager:
-        for lossy in (layout.strip("table", 3), layout.cast("table", "bfloat16")):
+        for lossy in (layout.strip("table", 3), layout.cast("table", "float8_e4m3fn")):
             with pytest.raises(MismatchError, match=r"params/table.*lossy=True"):
                 manager.restore(3, args=adacheck.RestoreArgs(transform=[lossy]))
         found = manager.restore(
             3, args=adacheck.RestoreArgs(transform=[layout.strip("table", 3, lossy=True)])
         )
         np.testing.assert_array_equal(found["params"]["table"], states[3]["params"]["table"][:3])
-        rules = [layout.cast("table", "float32", trees=["ema"])]
+        rules = [layout.cast("table", "float32", trees=["params"])]
         found = manager.restore(3, args=adacheck.RestoreArgs(transform=rules))
-        assert found["ema"]["table"].dtype == np.float32
         assert found["params"]["table"].dtype == np.float32
+        assert found["params"]["copies"].dtype == jnp.bfloat16
 
 
 def test_a_part_of_the_new_state_is_restored(tmp_path):
