@@ -121,6 +121,11 @@ def fingerprints(is_full: bool) -> list[Any]:
     return [child.measure("fingerprints", devices=devices, **size) for devices in (1, 8)]
 
 
+def handover(is_full: bool) -> Any:
+    """Peak memory of exports and transforms; of 3.2 GB of state."""
+    return child.measure("handover", leaf_bytes=134_000_000 if is_full else 8_000_000, leaves=8)
+
+
 def stores(is_full: bool) -> list[Any]:
     """12 MB in 81 arrays, in an object store on this machine whose requests take 0 and 30 ms."""
     size = {"params": 1_000_000, "leaves": 20, "saves": 10 if is_full else 3}
@@ -138,6 +143,7 @@ MEASUREMENTS = {
     "restores": restores,
     "training": training,
     "longest step": longest_steps,
+    "handover": handover,
     "recording": recording,
     "pinning": pinning,
     "checks": checks,

@@ -68,7 +68,7 @@ def export(
 def transform(
     root: Root,
     dest: Annotated[str, typer.Argument(help="Directory of a new root.")],
-    rules: Annotated[Path, typer.Option(help="TOML file of [[rule]] tables.")],
+    rules: Annotated[Path, typer.Option(help="TOML file of rules (docs/guide/layouts.md).")],
     step: Annotated[int, typer.Option(help="Step number: saved, or deferred.")],
     item: Annotated[
         str | None, typer.Option(help="Item name, where a step holds several such items.")

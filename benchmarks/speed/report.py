@@ -159,6 +159,24 @@ def _longest(rows: Mapping[str, Mapping[str, Any]]) -> str:
     return f"{about}.\n\n" + _table(head, cells)
 
 
+def _handover(result: Mapping[str, Any]) -> str:
+    cells = [
+        [
+            f"{row['kind']}, {row['form']}",
+            _mb(row["peak_bytes"]),
+            f"{row['peak_bytes'] / result['leaf_bytes']:.1f}",
+            f"{row['peak_bytes'] / result['state_bytes']:.2f}",
+        ]
+        for row in result["rows"]
+    ]
+    size = f"{_mb(result['state_bytes'])} MB of state"
+    about = f"{size}; {result['leaves']} arrays of params, each of {_mb(result['leaf_bytes'])} MB"
+    head = ["step, form", "peak MB", "÷ a leaf", "÷ the state"]
+    return f"{about}; peaks beyond those of the same command on a tiny root.\n\n" + _table(
+        head, cells
+    )
+
+
 def _checks(results: Sequence[Mapping[str, Any]]) -> str:
     head = ["devices", "the step that is saved is", "delta", "blocking ms", "durable ms", "CPU ms"]
     cells = []
@@ -235,6 +253,7 @@ _TABLES: dict[str, tuple[str, Any]] = {
     "pinning": ("Pinned updates beside unpinned ones", _pinning),
     "checks": ("Deltas that are checked", _checks),
     "fingerprints": ("Fingerprints and the comparison of replicas", _fingerprints),
+    "handover": ("Memory of exports and transforms", _handover),
     "stores": ("Object stores", _stores),
     "growth": ("How the cost of a save grows", _growth),
 }

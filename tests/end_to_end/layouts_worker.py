@@ -6,6 +6,7 @@ stand beside ROOT, in the file ``names``.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 from tests.one_process import own, write  # isort: skip
@@ -23,14 +24,10 @@ mesh = layouts.mesh_of(jax.device_count())
 for kind, (number, options) in layouts.KINDS.items():
     recorder = layouts.optimizer()
     step = layouts.train_step_of(recorder)
-    abstract = layouts.sharded_abstractly(
-        jax.eval_shape(lambda: layouts.train_state(recorder, layouts.initial_params())), mesh
-    )
+    made = functools.partial(layouts.train_state, recorder, layouts.initial_params())
+    abstract = layouts.sharded_abstractly(jax.eval_shape(made), mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    made = jax.jit(
-        lambda: layouts.train_state(recorder, layouts.initial_params()), out_shardings=shardings
-    )
-    state = made()
+    state = jax.jit(made, out_shardings=shardings)()
     chosen = options or {"recorder": recorder, **layouts.OF_PARAMS}
     with support.manager_of(Path(own.root) / kind, adacheck.AdaCheckHandler(**chosen)) as manager:
         for count in range(number + 1):
