@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -283,6 +283,7 @@ def saved_steps(tmp_path_factory):
     return there
 
 
+@settings(max_examples=max(4, settings().max_examples // 3))  # each saves and restores
 @given(rule_sets(), st.sampled_from(sorted(KINDS)), st.sampled_from([1, 2, 8]))
 def test_rules_drawn_at_random_come_back(tmp_path_factory, saved_steps, drawn, kind, devices):
     rules, back = drawn

@@ -179,6 +179,7 @@ def test_the_shadows_of_all_processes_prove_a_delta_together(run_of_two):
     assert checked_of(run_of_two / "run") == ["base", "full", "full"]
 
 
+@pytest.mark.slow
 def test_an_element_changed_by_hand_is_refused_by_all_processes(tmp_path):
     """No sample is certain to meet it; each process has a part of its leaf."""
     launch("edited", 2, tmp_path / "run", tmp_path / "out", devices=2)

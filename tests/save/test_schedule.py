@@ -122,6 +122,7 @@ def test_a_resumed_run_measures_what_its_restore_took(tmp_path, monkeypatch):
     assert all(seconds > 0 for _, seconds, _ in measured)
 
 
+@pytest.mark.slow
 def test_processes_decide_alike_by_what_the_first_one_measured(tmp_path):
     """The second one measures other costs; by these it would write a base each 2 deltas."""
     launch("schedule", 2, tmp_path / "run", tmp_path / "out", devices=1)

@@ -90,7 +90,7 @@ def test_the_later_of_two_writers_saves_the_step_and_the_other_is_told(
     first, second = writers.managers
     writers.save(first, 1)
     assert writers.reached.wait(60)
-    directory = tmp_path / f"1{roots.TMP_SUFFIX}"
+    directory = tmp_path / f"1{roots.TMP_SUFFIX}" / f"default{roots.TMP_SUFFIX}"
     kept = os.open(directory, os.O_RDONLY)  # so that its inode is not given again
     two = writers.save(second, 1)
     wait_for_removal(directory, os.fstat(kept).st_ino)
