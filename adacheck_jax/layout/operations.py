@@ -150,7 +150,7 @@ class Fuse:
 
     def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
         axis = _axis(self.axis, len(taken[0].shape))
-        _same([Kind(_without(kind.shape, axis), kind.dtype) for kind in taken], "fuse")
+        _same(taken, "fuse", but=axis)
         for kind in taken:
             _divides(self.groups, kind.shape[axis], axis)
         total = sum(kind.shape[axis] for kind in taken)
@@ -436,11 +436,16 @@ def _axis(axis: int, axes: int) -> int:
     return axis % axes
 
 
-def _same(taken: Sequence[Kind], name: str) -> Kind:
+def _same(taken: Sequence[Kind], name: str, but: int | None = None) -> Kind:
+    def compared(kind: Kind) -> tuple[object, ...]:
+        shape = kind.shape if but is None else _without(kind.shape, but)
+        return shape, len(kind.shape), kind.dtype
+
     for kind in taken:
-        if kind != taken[0]:
+        if compared(kind) != compared(taken[0]):
+            along = "" if but is None else f", but along axis {but},"
             raise ValueError(
-                f"expected leaves of one shape and type to {name}, found "
+                f"expected leaves of one shape{along} and type to {name}, found "
                 f"{taken[0].dtype}{list(taken[0].shape)} and {kind.dtype}{list(kind.shape)}"
             )
     return taken[0]

@@ -161,11 +161,19 @@ class _Planning:
         """Apply a rule to every tree that it concerns."""
         made: dict[str, int] = {}
         taken: set[str] = set()
+        counts: dict[str, int] = {}
         for tree in self._concerned(rule, name):
             paths = ["/" + path for path in self._now] if rule.is_anchored else self._paths_in(tree)
             for match in _matches(rule, paths, name):
                 sources = [self._full(rule, tree, path) for path in match.sources]
-                given = self._step(rule, sources, name)
+                first = counts.setdefault(match.sources[0], len(sources))
+                if len(sources) != first:
+                    raise MismatchError(
+                        f"{name}: expected {first} leaves in {tree}, as in the params, found "
+                        f"{len(sources)}: {_listed(sources)}. The optimizer keeps them for some of "
+                        "the params; name the trees that the rule is for (trees=[...])."
+                    )
+                given = self._step(rule, sources, name, tree)
                 results = [self._full(rule, tree, path) for path in match.results(len(given))]
                 for path, value in zip(results, given, strict=True):
                     if path in made:
@@ -216,7 +224,7 @@ class _Planning:
     def _full(rule: Rule, tree: str, path: str) -> str:
         return path.removeprefix("/") if rule.is_anchored else trees.join(tree, path)
 
-    def _step(self, rule: Rule, sources: Sequence[str], name: str) -> tuple[int, ...]:
+    def _step(self, rule: Rule, sources: Sequence[str], name: str, tree: str) -> tuple[int, ...]:
         """Note the operation on some leaves; the numbers of its results."""
         taken = tuple(self._now[path] for path in sources)
         kinds = [self._kinds[value] for value in taken]
@@ -228,7 +236,9 @@ class _Planning:
                 raise ValueError(f"typed PRNG keys can only be renamed, and {keys[0]} is one")
             results = operation.kinds(kinds)
         except ValueError as error:
-            raise MismatchError(f"{name}: {_listed(sources)}: {error}.") from error
+            is_like = not rule.is_anchored and tree not in self._params
+            hint = " Name the trees that the rule is for (trees=[...])." if is_like else ""
+            raise MismatchError(f"{name}: {_listed(sources)}: {error}.{hint}") from error
         given = tuple(range(len(self._kinds), len(self._kinds) + len(results)))
         self._kinds += results
         self._steps.append(Step(operation, taken, given))

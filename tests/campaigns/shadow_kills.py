@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -190,7 +191,7 @@ class Tally:
         newer: those that were newer than the newest step in storage.
         refused: reasons of the others, and how often each.
         wrong: recovered or restored states with other bits than the reference's.
-        lost: steps that the file was said to hold, and that were not found.
+        lost: steps that the file was said to hold, and that were not found, nor newer ones.
         failures: anything else.
         runs: whole runs.
     """
@@ -284,9 +285,14 @@ class Killer:
                 self._held = step
             elif word == "refused":
                 reason = rest.rpartition(": ")[2].replace(str(self._root), "its root")
-                tally.refused[reason.replace(str(self._directory), "")] += 1
-                if self._held:
+                reason = re.sub(r"step \d+", "step N", reason.replace(str(self._directory), ""))
+                tally.refused[reason] += 1
+                if self._held and "and storage has step" not in rest:
                     tally.lost.append(f"{self._root}: had {self._held}, {line}")
+                    self._held = 0
+            elif word == "restored":
+                if int(rest) < self._held:
+                    tally.lost.append(f"{self._root}: had {self._held}, restored {rest}")
                 self._held = 0
             elif word == "has":
                 self._held = int(rest)

@@ -100,6 +100,26 @@ def test_a_rule_that_does_not_fit_is_told(rules, told):
         plan(rules, state(), params())
 
 
+def test_a_tree_that_has_fewer_layers_than_the_params_is_told():
+    leaves = state()
+    del leaves["opt/mu/block_1/w"]  # as an optimizer with a mask has it
+    with pytest.raises(MismatchError, match=r"2 leaves in opt/mu, as in the params, found 1"):
+        plan(layout.scan_layers("block_{i}", "blocks"), leaves, params())
+
+
+def test_a_tree_of_other_shapes_is_told():
+    leaves = state() | {"opt/mu/head": Kind((2,), "float32")}
+    with pytest.raises(MismatchError, match=r"opt/mu/head: .*trees="):
+        plan([layout.transpose("head", [1, 0])], leaves, params())
+
+
+def test_fused_leaves_of_other_shapes_are_told_whole():
+    leaves = {"params/a": Kind((6, 4), "int8"), "params/b": Kind((4,), "int8")}
+    for axis in (0, 1, -1):
+        with pytest.raises(MismatchError, match=r"found int8\[6, 4\] and int8\[4\]"):
+            plan([layout.fuse(["a", "b"], "c", axis=axis)], leaves, params(("a", "b")))
+
+
 def test_a_missing_layer_is_told():
     paths = ("block_0/w", "block_2/w")
     with pytest.raises(MismatchError, match="expected a leaf block_1/w beside block_0/w"):
