@@ -28,11 +28,16 @@ def kinds_of(root: Path, item: str = "state") -> str:
 
 
 def save_steps(checkpointer: ocp.training.Checkpointer, run: Run, steps: int) -> dict[int, Any]:
-    """Trains and saves every step without waiting; returns what each saved state was."""
+    """Trains and saves every step, and waits for it; returns what each saved state was.
+
+    Orbax puts a new checkpointer into its manager before it waits for the last save. A thread that
+    looks for it late waits for the new one: without the wait here the last step is now and then not
+    committed yet, and the next one a base.
+    """
     saved = {}
     for _ in range(steps):
         run.advance()
         saved[run.count] = host_copy(run.state)
         assert checkpointer.save_async(run.count, run.state) is not None
-    checkpointer.wait()
+        checkpointer.wait()
     return saved
