@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from typer.testing import CliRunner
 
 import adacheck_jax
 from adacheck_jax.cli.main import app
+from tests.data.make_golden import unpack
 
 ROOT = Path(__file__).parent.parent.parent
 COMMAND = "sys.argv[0] = 'adacheck'; from adacheck_jax.cli.main import app"
@@ -22,9 +22,8 @@ LARGE = {"jax", "jaxlib", "numba", "orbax", "flax", "optax", "tensorstore"}
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    with tarfile.open(ROOT / "tests/data/v6/steps.tar.xz") as archive:
-        path = tmp_path_factory.mktemp("steps")
-        archive.extractall(path, filter="data")
+    path = tmp_path_factory.mktemp("steps")
+    unpack(ROOT / "tests/data/v6", path)
     return path / "replayed"
 
 

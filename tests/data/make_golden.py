@@ -153,6 +153,13 @@ def make(golden: Golden, root: Path) -> dict[int, np.ndarray]:
     return bits
 
 
+def unpack(directory: Path, where: Path) -> None:
+    """Unpacks the roots of one version."""
+    safe = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Python 3.11.2 has none
+    with tarfile.open(directory / "steps.tar.xz") as archive:
+        archive.extractall(where, **safe)
+
+
 def main(names: Sequence[str] = ()) -> None:
     """Makes roots of the current version: those of some names, or all."""
     every = [each for each in GOLDEN if each.version == manifest_json.FORMAT_VERSION]
@@ -162,8 +169,7 @@ def main(names: Sequence[str] = ()) -> None:
     with tempfile.TemporaryDirectory() as work, io.BytesIO() as archive:
         kept = [each.name for each in every if each not in made]
         if kept:
-            with tarfile.open(directory / "steps.tar.xz") as before:
-                before.extractall(work, filter="data")
+            unpack(directory, Path(work))
         with tarfile.open(fileobj=archive, mode="w:xz") as tar:
             for name in kept:
                 tar.add(Path(work, name), name, filter=_anonymous)

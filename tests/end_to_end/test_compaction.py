@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tarfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from adacheck_jax.store.compaction import in_place, new_base
 from adacheck_jax.store.steps import lineage, manifest_file, roots
 from adacheck_jax.store.storage.location import Location, at
 from tests import support
-from tests.data.make_golden import GOLDEN, bits_of, initial_state
+from tests.data.make_golden import GOLDEN, bits_of, initial_state, unpack
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
 
 MESH = (4, 2)
@@ -274,8 +273,7 @@ def test_v1_loads_a_compacted_step_with_and_without_this_library(tmp_path):
 
 @pytest.mark.parametrize("golden", GOLDEN, ids=str)
 def test_steps_of_earlier_releases_are_compacted(tmp_path, golden):
-    with tarfile.open(golden.directory / "steps.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
+    unpack(golden.directory, tmp_path)
     root = tmp_path / golden.name
     for step in {*golden.saved[:0:-1]} - {golden.compacted}:
         support.compact(root, step)
@@ -431,7 +429,8 @@ def test_steps_are_compacted_while_training_saves_restores_and_deletes(tmp_path)
 
     def compact_all() -> None:
         while not stop.is_set():
-            for path in sorted(tmp_path.glob("*/default"), key=lambda p: -int(p.parent.name)):
+            steps = [p for p in tmp_path.glob("*/default") if p.parent.name.isdecimal()]
+            for path in sorted(steps, key=lambda p: -int(p.parent.name)):
                 try:
                     if isinstance(manifest_file.read(path), DeltaManifest):
                         in_place.compact(*support.restored_boxes(path))

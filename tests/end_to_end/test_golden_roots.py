@@ -1,7 +1,6 @@
 """Steps that earlier releases wrote are read: ``tests/data`` holds roots of each format version."""
 
 import json
-import tarfile
 
 import jax
 import numpy as np
@@ -14,7 +13,7 @@ from adacheck_jax.cli.main import app
 from adacheck_jax.format import manifest, manifest_json
 from adacheck_jax.store.steps import roots
 from tests import support
-from tests.data.make_golden import GOLDEN, bits_of, initial_state, train_step
+from tests.data.make_golden import GOLDEN, bits_of, initial_state, train_step, unpack
 
 of_each_root = pytest.mark.parametrize("golden", GOLDEN, ids=str)
 of_version_6 = pytest.mark.parametrize(
@@ -25,8 +24,7 @@ of_version_6 = pytest.mark.parametrize(
 @pytest.fixture
 def root(golden, tmp_path):
     """A golden root as it was written."""
-    with tarfile.open(golden.directory / "steps.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
+    unpack(golden.directory, tmp_path)
     return tmp_path / golden.name
 
 

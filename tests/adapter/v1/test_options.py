@@ -90,7 +90,7 @@ def test_the_size_of_data_files(tmp_path):
     with context:
         ocp.save_checkpointables(tmp_path / "other/1", {"state": whole})
     sizes = [each.stat().st_size for each in (tmp_path / "other").rglob("d/*")]
-    assert max(sizes) > 8 * chunk_bytes
+    assert max(sizes) > limit + chunk_bytes + 1000  # how many arrays are in one is a matter of time
 
 
 @pytest.mark.parametrize(
