@@ -11,10 +11,12 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from typing import TYPE_CHECKING, TypeAlias
 
 from adacheck_jax.errors import FormatError
+
+if TYPE_CHECKING:  # ``adacheck ls`` starts without numpy
+    import numpy as np
 
 Cuts = tuple[tuple[int, ...], ...]
 """Ascending cut points of each axis, first 0 and last the axis' length."""
@@ -117,7 +119,7 @@ def grid(cuts: Cuts) -> list[Box]:
     ]
 
 
-Blocks = dict[Box, np.ndarray]
+Blocks: TypeAlias = "dict[Box, np.ndarray]"
 """Host copies (or, on CPU devices, read-only views) of the owned boxes of one leaf."""
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from adacheck_jax.errors import (
@@ -36,6 +36,9 @@ STILL = ".still"
 """End of the name of a volume with arrays that are expected not to change."""
 KEPT = f"{manifest_file.DIRECTORY}/kept"
 """Folder of hard links to volumes of earlier bases whose arrays have not changed since."""
+
+ReadManifest = Callable[[AnyPath], Manifest]
+"""Reads a manifest from its own path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,11 +242,12 @@ class Lineage:
         return Lineage((*entries, LineageStep(manifest, directory)))
 
 
-def resolve(item_directory: AnyPath) -> Lineage:
+def resolve(item_directory: AnyPath, read: ReadManifest = manifest_file.read_file) -> Lineage:
     """Finds the base and the deltas that reproduce one step, and checks every parent.
 
     Args:
         item_directory: the step's item directory.
+        read: reads a manifest from its own path.
 
     Raises:
         FormatError: a manifest is missing or cannot be read.
@@ -252,19 +256,20 @@ def resolve(item_directory: AnyPath) -> Lineage:
             Orbax.
     """
     try:
-        return _looked_up(item_directory)
+        return _looked_up(item_directory, read)
     except (LineageError, FormatError, IntegrityError):
         if not at(item_directory).on_file_system:
             raise
         # A step may have become a base, and lost its links, while the lineage was followed.
-        return _looked_up(item_directory)
+        return _looked_up(item_directory, read)
 
 
-def _looked_up(item_directory: AnyPath) -> Lineage:
+def _looked_up(item_directory: AnyPath, read: ReadManifest) -> Lineage:
     item_directory = _for_many_looks(item_directory)
     manifest_file.refuse_links(item_directory)
     marks.refuse_uncommitted(item_directory)
-    return _resolved(LineageStep(manifest_file.read(item_directory), item_directory))
+    manifest = read(item_directory / manifest_file.FILE)
+    return _resolved(LineageStep(manifest, item_directory), read)
 
 
 def _for_many_looks(item_directory: AnyPath) -> AnyPath:
@@ -325,13 +330,13 @@ def linked_manifests(item_directory: AnyPath) -> Iterator[Location]:
             yield each
 
 
-def _resolved(entry: LineageStep) -> Lineage:
+def _resolved(entry: LineageStep, read: ReadManifest = manifest_file.read_file) -> Lineage:
     """Follows a step's parents to its base."""
     entries = [entry]
     holders = [entry.holder]
     while isinstance(entry.manifest, DeltaManifest):
         child = entry.manifest
-        found = _find(child, entry, holders)
+        found = _find(child, entry, holders, read)
         parent = found.manifest
         if parent.saved_checksum != child.parent.checksum or parent.step != child.parent.step:
             raise LineageError(
@@ -502,29 +507,33 @@ def _compacted(entry: LineageStep, directory: AnyPath, stamp: Stamp | None) -> B
     return None
 
 
-def _find(child: DeltaManifest, entry: LineageStep, holders: Sequence[AnyPath]) -> LineageStep:
+def _find(
+    child: DeltaManifest, entry: LineageStep, holders: Sequence[AnyPath], read: ReadManifest
+) -> LineageStep:
     """The parent of a delta.
 
     Args:
         child: the delta's manifest.
         entry: the delta.
         holders: directories that may hold links to the parent.
+        read: reads a manifest from its own path.
     """
     parent = child.parent
     for holder in holders:
         linked = holder / LINEAGE / str(parent.step)
         if at(linked).is_folder:
-            return LineageStep(manifest_file.read(linked), holder, is_link=True)
+            manifest = read(linked / manifest_file.FILE)
+            return LineageStep(manifest, holder, is_link=True)
         path = linked.with_name(f"{parent.step}.{manifest_file.NAME}")
         if at(path).exists:
-            return LineageStep(manifest_file.read_file(path), holder, is_link=True)
+            return LineageStep(read(path), holder, is_link=True)
     places: list[AnyPath] = [holders[0] / LINEAGE / f"{parent.step}[.{manifest_file.NAME}]"]
     # A directory with links has links to all; and a reference holds for the delta's own directory.
     if not (entry.is_link or at(entry.holder / LINEAGE).is_folder):
         places.append(entry.holder / parent.reference)
         if found := references.found(entry.holder, parent.reference):
             marks.refuse_uncommitted(found)
-            return LineageStep(manifest_file.read(found), found)
+            return LineageStep(read(found / manifest_file.FILE), found)
     raise LineageError(
         f"{entry.place}: step {child.step} builds on step {parent.step}, expected at "
         f"{' or '.join(map(str, places))}, found nothing there."

@@ -57,6 +57,28 @@ def read_file(path: AnyPath) -> Manifest:
     return manifest_json.decode(data, where=str(path))
 
 
+class ManifestReader:
+    """Reads manifests; of files that are hard links to each other the first.
+
+    For a look at many steps: each of them has links to the manifests of those before it.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Stamp, Manifest] = {}
+
+    def read_file(self, path: AnyPath) -> Manifest:
+        """Reads a manifest from its own path; raises as :func:`read` does."""
+        if not at(path).on_file_system:  # where to ask for the identity is to read
+            return read_file(path)
+        try:
+            stamp = at(path).stamp
+        except OSError:
+            return read_file(path)  # for its error
+        if stamp not in self._known:
+            self._known[stamp] = read_file(path)
+        return self._known[stamp]
+
+
 def stamp(item_directory: AnyPath) -> Stamp:
     """Identity of a manifest file: equal if it is still the same file.
 

@@ -83,18 +83,20 @@ def steps_of(root: AnyPath, item: str | None = None) -> list[Step]:
         item: name of the item directory, None for any.
     """
     steps = []
+    manifests = manifest_file.ManifestReader()
     for directory in items_of(root):
         if item is not None and directory.name != item:
             continue
         try:
-            manifest: Manifest | None = manifest_file.read(directory)
+            path = directory / manifest_file.FILE
+            manifest: Manifest | None = manifests.read_file(path)
             error: AdaCheckError | None = None
         except AdaCheckError as unreadable:
             manifest, error = None, unreadable
         delta_count = None
         if manifest is not None:
             try:
-                delta_count = _delta_count(directory, manifest)
+                delta_count = _delta_count(directory, manifest, manifests)
             except AdaCheckError as unresolved:
                 error = unresolved
         if error is not None and not at(directory).is_folder:
@@ -170,13 +172,15 @@ def siblings(item_directory: AnyPath) -> list[Step]:
     return steps_of(root, item)
 
 
-def _delta_count(directory: AnyPath, manifest: Manifest) -> int:
+def _delta_count(
+    directory: AnyPath, manifest: Manifest, manifests: manifest_file.ManifestReader
+) -> int:
     """Number of deltas after the base of a step.
 
     Raises:
         AdaCheckError: its lineage does not resolve.
     """
     if isinstance(manifest, DeltaManifest):
-        return resolve(directory).delta_count
+        return resolve(directory, manifests.read_file).delta_count
     manifest_file.refuse_links(directory)
     return 0
