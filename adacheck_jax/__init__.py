@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # for type checkers and editors; must name what _MODULES name
     from adacheck_jax.schedule.adaptive import AdaptivePolicy
     from adacheck_jax.store.retention import KeepLineage
     from adacheck_jax.tools.handover.importing import import_checkpoint
+    from adacheck_jax.tools.history.what_if import replay
     from adacheck_jax.tools.plan import RedundancyReport, redundancy_report
     from adacheck_jax.tools.restorable import RestorableStep, latest_restorable
     from adacheck_jax.update.recorder import Recorder
@@ -71,6 +72,7 @@ __all__ = [
     "import_checkpoint",
     "latest_restorable",
     "redundancy_report",
+    "replay",
     "replica_report",
     "separate_update",
     "wait_for_processes",
@@ -90,6 +92,7 @@ _MODULES = {
     "AdaptivePolicy": "schedule.adaptive",
     "KeepLineage": "store.retention",
     "import_checkpoint": "tools.handover.importing",
+    "replay": "tools.history.what_if",
     "RestorableStep": "tools.restorable",
     "latest_restorable": "tools.restorable",
     "RedundancyReport": "tools.plan",

@@ -1,79 +1,20 @@
-"""Descriptions of the steps under a checkpoint root, from manifests and file sizes alone.
-
-``adacheck ls`` and ``adacheck inspect`` print them; with ``--json`` field by field.
-"""
+"""Description of one step and its leaves, from manifests and file sizes alone."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.manifest import (
     BaseManifest,
-    DeltaManifest,
     Encoding,
     Manifest,
     Update,
 )
 from adacheck_jax.store.steps import lineage as lineages
-from adacheck_jax.store.steps import stock
 from adacheck_jax.store.steps.lineage import Lineage
-from adacheck_jax.store.steps.roots import Step
-from adacheck_jax.store.storage.location import AnyPath, at
-from adacheck_jax.tools.steps import disk_bytes, new_bytes, selected, steps_under
-
-
-@dataclass(frozen=True, slots=True)
-class StepSummary:
-    """One row of ``adacheck ls``.
-
-    Attributes:
-        step: step number, None if neither manifest nor directory name has it.
-        item: path of the item directory, relative to the root.
-        kind: ``base`` or ``delta``; None if the manifest cannot be read.
-        update_count: number of updates so far, of all recorders; None without a recorder or
-            manifest.
-        parent: for a delta the step that it builds on, else None.
-        depth: number of deltas since the base, 0 for a base, None if that is not to be found.
-        recorded: deferred steps that were saved with it, and can be restored from it.
-        checked: the comparison of its deltas with the state when they were saved: ``full``,
-            ``sample``, ``identity``, ``stored`` or ``not checked``, several joined by ``+``; None
-            for a base, and without a manifest.
-        new_bytes: bytes that this step added: its files without the links to earlier steps; None in
-            an object store.
-        error: the reason why the step cannot be restored, None if base and deltas are all there.
-            Array data is not read.
-    """
-
-    step: int | None
-    item: str
-    kind: str | None
-    update_count: int | None
-    parent: int | None
-    depth: int | None
-    recorded: tuple[int, ...]
-    checked: str | None
-    new_bytes: int | None
-    error: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class RootSummary:
-    """The table of ``adacheck ls``.
-
-    Attributes:
-        root: the checkpoint root.
-        disk_bytes: bytes of all files under it, each hard-linked file counted once; None in
-            an object store.
-        steps: rows, by ascending step number.
-        stock_steps: numbers of the steps that stock Orbax saved, ascending: they can be restored,
-            and nothing can verify them.
-    """
-
-    root: str
-    disk_bytes: int | None
-    steps: tuple[StepSummary, ...]
-    stock_steps: tuple[int, ...] = ()
+from adacheck_jax.store.storage.location import AnyPath
+from adacheck_jax.tools.listing import kind_of, parent_of, recorded_with
+from adacheck_jax.tools.steps import new_bytes, selected
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,23 +117,6 @@ class StepDetails:
     leaves: tuple[LeafSummary, ...]
 
 
-def summarize_root(root: AnyPath) -> RootSummary:
-    """List the steps under a checkpoint root.
-
-    Args:
-        root: the directory given to the checkpoint manager.
-
-    Returns:
-        Every step that :class:`~adacheck_jax.AdaCheckHandler` saved, damaged ones included.
-
-    Raises:
-        InputError: the root is missing, is not a directory, or holds no step of ours.
-    """
-    steps = tuple(_summarize(step, root) for step in steps_under(root))
-    others = tuple(sorted(stock.steps_under(root)))
-    return RootSummary(str(root), disk_bytes(root), steps, others)
-
-
 def describe_step(root: AnyPath, number: int | None = None, item: str | None = None) -> StepDetails:
     """Describe one step and its leaves.
 
@@ -228,13 +152,13 @@ def describe_step(root: AnyPath, number: int | None = None, item: str | None = N
     return StepDetails(
         step=manifest.step,
         directory=str(step.directory),
-        kind=_kind(manifest),
+        kind=kind_of(manifest),
         reason=_reason(manifest),
         update_count=sum(manifest.counts) if manifest.counts else None,
-        parent=_parent(manifest),
+        parent=parent_of(manifest),
         base=base.step,
         depth=len(lineage.deltas),
-        recorded=_recorded(manifest),
+        recorded=recorded_with(manifest),
         replayed_count=lineage.replayed_count,
         checks=tuple(StepCheck(d.step, lineages.checked_of(d)) for d in lineage.deltas),
         problem=lineage.problem or (None if base.update else "the base holds no update program"),
@@ -243,47 +167,6 @@ def describe_step(root: AnyPath, number: int | None = None, item: str | None = N
         groups=_totals(leaves),
         leaves=leaves,
     )
-
-
-def _summarize(step: Step, root: AnyPath) -> StepSummary:
-    manifest = step.manifest
-    return StepSummary(
-        step=None if step.step < 0 else step.step,
-        item=at(step.directory).below(at(root)),
-        kind=_kind(manifest) if manifest else None,
-        update_count=sum(manifest.counts) if manifest and manifest.counts else None,
-        parent=_parent(manifest) if manifest else None,
-        depth=step.delta_count,
-        recorded=_recorded(manifest) if manifest else (),
-        checked=_checked(manifest) if manifest else None,
-        new_bytes=new_bytes(step.directory),
-        error=None if step.error is None else _one_line(step.error),
-    )
-
-
-def _one_line(error: AdaCheckError) -> str:
-    return " ".join(str(error).split())
-
-
-def _kind(manifest: Manifest) -> str:
-    return "base" if isinstance(manifest, BaseManifest) else "delta"
-
-
-def _parent(manifest: Manifest) -> int | None:
-    return manifest.parent.step if isinstance(manifest, DeltaManifest) else None
-
-
-def _recorded(manifest: Manifest) -> tuple[int, ...]:
-    if isinstance(manifest, BaseManifest):
-        return ()
-    return tuple(delta.step for delta in manifest.recorded)
-
-
-def _checked(manifest: Manifest) -> str | None:
-    if isinstance(manifest, BaseManifest):
-        return None
-    kinds = dict.fromkeys(lineages.checked_of(delta) for delta in manifest.deltas)
-    return " + ".join(kind or "not checked" for kind in kinds)
 
 
 def _reason(manifest: Manifest) -> str:

@@ -82,8 +82,8 @@ class Recomputation:
             return Replayed(problem=problem)
         chain = tuple(map(identity_of, lineage.entries))
         try:
-            touched = _touched(lineage.base)
-            with wide_integers(lineage.base.leaves[i].dtype for i in touched):
+            on_device = touched(lineage.base)
+            with wide_integers(lineage.base.leaves[i].dtype for i in on_device):
                 result = self._advanced(lineage, chain)
         except StorageError as error:  # the step may be whole, so this is no damage
             self._chain, self._leaves = (), []
@@ -114,7 +114,7 @@ class Recomputation:
         differing: set[int] = set()
         try:
             if len(chain) == 1:
-                self._leaves = self._base(lineage)
+                self._leaves = base_leaves(self._stock, lineage)
                 differing |= check.differing(self._leaves, lineage.base.fingerprints)
             else:
                 one = Lineage((first, entry))
@@ -130,25 +130,33 @@ class Recomputation:
         self._chain = chain
         return _Compared(tuple(sorted(differing)))
 
-    def _base(self, lineage: Lineage) -> list[Any]:
-        base, directory = lineage.base, lineage.base_directory
-        device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        on_device = _touched(base)
-        wanted = {
-            leaf.path: device if leaf.key_type or i in on_device else np.ndarray
-            for i, leaf in enumerate(base.leaves)
-            if leaf.nbytes
-        }
-        specs = {leaf.path: leaf for leaf in base.leaves}
-        read = self._stock.read(directory, wanted, specs, self._stock.described(directory))
-        for i, leaf in enumerate(base.leaves):
-            if not leaf.nbytes:
-                empty = np.empty(leaf.shape, jnp.dtype(leaf.dtype))
-                read[leaf.path] = jax.device_put(empty, device) if i in on_device else empty
-        return [read[leaf.path] for leaf in base.leaves]
+
+def base_leaves(stock: StockCheckpoints, lineage: Lineage) -> list[Any]:
+    """Read a base: on one device the leaves that updates touch, all others on the host.
+
+    Args:
+        stock: reader of bases.
+        lineage: a lineage that begins with it.
+    """
+    base, directory = lineage.base, lineage.base_directory
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    on_device = touched(base)
+    wanted = {
+        leaf.path: device if leaf.key_type or i in on_device else np.ndarray
+        for i, leaf in enumerate(base.leaves)
+        if leaf.nbytes
+    }
+    specs = {leaf.path: leaf for leaf in base.leaves}
+    read = stock.read(directory, wanted, specs, stock.described(directory))
+    for i, leaf in enumerate(base.leaves):
+        if not leaf.nbytes:
+            empty = np.empty(leaf.shape, jnp.dtype(leaf.dtype))
+            read[leaf.path] = jax.device_put(empty, device) if i in on_device else empty
+    return [read[leaf.path] for leaf in base.leaves]
 
 
-def _touched(base: BaseManifest) -> frozenset[int]:
+def touched(base: BaseManifest) -> frozenset[int]:
+    """Indices of the leaves that updates compute or consume."""
     return frozenset() if base.update is None else base.update.explained | {*base.update.consumed}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from adacheck_jax.store.steps import lineage as lineages
 from adacheck_jax.store.steps import roots
@@ -30,17 +30,8 @@ def steps_under(root: AnyPath) -> list[Step]:
     Raises:
         InputError: the root is missing, is not a directory, or holds no step of ours.
     """
-    if not at(root).exists:
-        raise InputError(
-            f"{root}: expected a checkpoint root, found nothing there. Give the directory that "
-            "the checkpoint manager was given."
-        )
-    if not at(root).is_folder:
-        raise InputError(
-            f"{root}: expected a checkpoint root, found a file. Give the directory that the "
-            "checkpoint manager was given."
-        )
-    steps = _settled_steps(root)
+    existing(root)
+    steps = settled_steps(root)
     if not steps:
         top = at(root)
         names = sorted([*top.folders(), *(each.name for each in top.list(deep=False))])
@@ -52,12 +43,30 @@ def steps_under(root: AnyPath) -> list[Step]:
     return steps
 
 
+def existing(root: AnyPath) -> None:
+    """Refuse a root that is missing, or is not a directory.
+
+    Raises:
+        InputError: it is.
+    """
+    if not at(root).exists:
+        raise InputError(
+            f"{root}: expected a checkpoint root, found nothing there. Give the directory that "
+            "the checkpoint manager was given."
+        )
+    if not at(root).is_folder:
+        raise InputError(
+            f"{root}: expected a checkpoint root, found a file. Give the directory that the "
+            "checkpoint manager was given."
+        )
+
+
 def selected(root: AnyPath, number: int | None, item: str | None) -> Step:
     """One step under a root.
 
     Args:
         root: the directory given to the checkpoint manager.
-        number: step number, None for the newest step.
+        number: step number; None for the newest step; -1 is the newest too, -2 the one before it.
         item: name of the item directory, needed if a step holds several.
 
     Raises:
@@ -70,8 +79,7 @@ def selected(root: AnyPath, number: int | None, item: str | None) -> Step:
             f"{root}: expected an item {item!r}, found {', '.join(items)}. Give one of these."
         )
     steps = [step for step in steps if item in (None, step.directory.name)]
-    if number is None:
-        number = steps[-1].step
+    number = numbered([step.step for step in steps], -1 if number is None else number, root)
     chosen = [step for step in steps if step.step == number]
     if not chosen:
         numbers = ", ".join(str(step.step) for step in steps[-10:])
@@ -87,6 +95,42 @@ def selected(root: AnyPath, number: int | None, item: str | None) -> Step:
     return chosen[0]
 
 
+def newest(root: AnyPath, wanted: int | None, item: str | None = None) -> int:
+    """The number of the step that a caller means, which need not be a saved one.
+
+    Args:
+        root: the directory given to the checkpoint manager.
+        wanted: a step number; None for the newest step; -1 is the newest too, -2 the one before it.
+        item: name of the item directory, None for any.
+
+    Raises:
+        InputError: there is no such root, or it has fewer steps.
+    """
+    if wanted is not None and wanted >= 0:
+        return wanted
+    steps = [step.step for step in steps_under(root) if item in (None, step.directory.name)]
+    return numbered(steps, -1 if wanted is None else wanted, root)
+
+
+def numbered(numbers: Sequence[int], wanted: int, root: AnyPath) -> int:
+    """The step number that a caller means.
+
+    Args:
+        numbers: numbers of all steps.
+        wanted: a step number, or below zero a place counted from the newest step, which is -1.
+        root: the directory given to the checkpoint manager.
+
+    Raises:
+        InputError: there are not so many steps.
+    """
+    if wanted >= 0:
+        return wanted
+    known = sorted({number for number in numbers if number >= 0})
+    if -wanted > len(known):
+        raise InputError(f"{root}: expected at least {-wanted} steps, found {len(known)}.")
+    return known[wanted]
+
+
 def _remedy(root: AnyPath, names: list[str]) -> str:
     if DIRECTORY in names:
         return f"This is one step's item directory; give {at(root).parent.parent}."
@@ -95,7 +139,7 @@ def _remedy(root: AnyPath, names: list[str]) -> str:
     return "Give the directory that holds the step directories."
 
 
-def _settled_steps(root: AnyPath) -> list[Step]:
+def settled_steps(root: AnyPath) -> list[Step]:
     """The steps under a root, without those that are being deleted.
 
     A step that is being deleted looks damaged. So damage counts only if the number of files stays
@@ -123,28 +167,24 @@ def new_bytes(directory: AnyPath) -> int | None:
     """
     if not at(directory).on_file_system:
         return None
-    return sum(each.size_bytes for each in _files(directory, (lineages.LINEAGE, lineages.KEPT)))
+    return sum(each.size_bytes for each in _files(directory, links=False))
 
 
-def disk_bytes(directory: AnyPath) -> int | None:
-    """Bytes of all files under a directory, each hard-linked file counted once; as above."""
-    if not at(directory).on_file_system:
-        return None
-    found = {each.stamp: each.size_bytes for each in _files(directory)}
-    return sum(found.values())
+def is_link(path: str) -> bool:
+    """True for a file under a step that is a link to one of an earlier step."""
+    return f"/{lineages.LINEAGE}/" in path or f"/{lineages.KEPT}/" in path
 
 
-def _files(directory: AnyPath, skipped: tuple[str, ...] = ()) -> Iterator[Entry]:
+def _files(directory: AnyPath, *, links: bool = True) -> Iterator[Entry]:
     """Descriptions of the files under a directory; files deleted meanwhile are left out.
 
     Args:
         directory: the directory.
-        skipped: relative paths of folders to leave out, wherever they lie.
+        links: False to leave out those that are links to files of earlier steps.
     """
     top = at(directory)
     with contextlib.suppress(FileNotFoundError):
         for each in top.list():
-            path = f"/{each.below(top)}"
-            if not any(f"/{folder}/" in path for folder in skipped):
+            if links or not is_link(f"/{each.below(top)}"):
                 with contextlib.suppress(FileNotFoundError):
                     yield each.stat()

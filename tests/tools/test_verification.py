@@ -27,7 +27,7 @@ from adacheck_jax.store import packs as arrays
 from adacheck_jax.store.steps import lineage, manifest_file, marks
 from adacheck_jax.store.storage.kvstore import KvStore
 from adacheck_jax.store.storage.location import Location, at
-from adacheck_jax.tools import audit, inspection, recompute, repair, verification
+from adacheck_jax.tools import audit, inspection, listing, recompute, repair, verification
 from adacheck_jax.tools import steps as tools_steps
 from adacheck_jax.tools.audit import Thoroughness
 from tests import support
@@ -459,15 +459,15 @@ class TestRepair:
         path = max(files, key=lambda p: p.stat().st_size)
         rewrite(path, support.with_flipped_data(path.read_bytes()))
         leave(copy / "7.orbax-checkpoint-tmp-12")
-        before = tools_steps.disk_bytes(copy)
+        before = listing.summarize_root(copy).disk_bytes
         plan = repair.repair(copy, read_data=True, dry_run=True)
-        assert tools_steps.disk_bytes(copy) == before
+        assert listing.summarize_root(copy).disk_bytes == before
         assert repair.repair(copy, dry_run=True).removals == plan.removals[:1]
         report = repair.repair(copy, read_data=True)
         assert [each.path for each in report.removals] == ["7.orbax-checkpoint-tmp-12", str(step)]
         assert report.removals == plan.removals
         assert report.step_count == 2
-        freed_bytes = before - tools_steps.disk_bytes(copy)
+        freed_bytes = before - listing.summarize_root(copy).disk_bytes
         assert abs(report.freed_bytes - freed_bytes) < 100_000  # directories count here too
         left = {1, 2, 3} - {step}
         assert {int(path.name) for path in copy.iterdir()} == left

@@ -1,0 +1,136 @@
+"""What every recorded step did: norms of gradients and updates, learning rate, and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from adacheck_jax.store.storage.location import at
+from adacheck_jax.tools.history.differences import norm
+from adacheck_jax.tools.history.walk import State, Walk
+from adacheck_jax.tools.orbax_notes import note_of
+from adacheck_jax.update.recorder_state import PASSED_FIELD
+
+_RATE = "learning_rate"
+
+
+@dataclass(frozen=True, slots=True)
+class StepLog:
+    """What one step did.
+
+    Attributes:
+        step: its number.
+        kind: ``base`` or ``delta``.
+        gradient_norm: Euclidean norm of all gradients that the Recorder got in the last update;
+            None without a Recorder.
+        update_norm: Euclidean norm of the change of the params since the recorded step before; None
+            for the first one.
+        params_norm: Euclidean norm of the params; None without a Recorder.
+        learning_rate: the leaf of that name that the update took; None if the state has none.
+        metrics: numbers that were given with the save, by name.
+        rounded: True if this machine replays the step to rounding only.
+    """
+
+    step: int
+    kind: str
+    gradient_norm: float | None
+    update_norm: float | None
+    params_norm: float | None
+    learning_rate: float | None
+    metrics: dict[str, float]
+    rounded: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RunLog:
+    """The result of ``adacheck log``.
+
+    Attributes:
+        root: the checkpoint root.
+        recorded_count: number of recorded steps.
+        steps: the steps that were asked for, ascending.
+    """
+
+    root: str
+    recorded_count: int
+    steps: tuple[StepLog, ...]
+
+
+def log(
+    walk: Walk,
+    last: int | None = None,
+    tell: Callable[[int, int, str], None] | None = None,
+) -> RunLog:
+    """Tell what the recorded steps did, from records and states alone.
+
+    Args:
+        walk: the run.
+        last: number of the newest steps to tell of; None for all.
+        tell: is told of the progress.
+
+    Raises:
+        InputError: this machine cannot replay a step.
+        AdaCheckError: a step is damaged.
+    """
+    steps = walk.steps
+    first = 0 if last is None else max(len(steps) - last, 0)
+    wanted = steps[max(first - 1, 0) :]  # one more, to tell what the first of them changed
+    rows = []
+    for n, row in enumerate(rows_of(walk, wanted)):
+        if tell is not None:
+            tell(n, len(wanted), f"step {row.step}")
+        rows.append(row)
+    return RunLog(str(walk.root), len(steps), tuple(rows[len(rows) - len(steps[first:]) :]))
+
+
+def rows_of(walk: Walk, steps: Sequence[int]) -> Iterator[StepLog]:
+    """What some steps did, one after another.
+
+    Args:
+        walk: the run.
+        steps: their numbers, ascending.
+    """
+    before: list[np.ndarray] = []
+    for state in walk.walk([*steps]):
+        params = params_of(state)
+        change = None
+        if before and [p.shape for p in params] == [p.shape for p in before]:
+            pairs = zip(params, before, strict=True)
+            change = norm([_wide(new) - _wide(old) for new, old in pairs])
+        before = params
+        update = state.update
+        folder = walk.root / walk.folder(state.step)
+        yield StepLog(
+            state.step,
+            "base" if walk.is_base(state.step) else "delta",
+            norm([state.arrays[i] for i in update.record]) if update else None,
+            change,
+            norm(params) if params else None,
+            _learning_rate(state),
+            note_of(folder).metrics if at(folder).is_folder else {},
+            bool(state.rounded),
+        )
+
+
+def params_of(state: State) -> list[np.ndarray]:
+    """What the recorded update trains; without one the leaves under ``params``."""
+    if state.update is not None:
+        return [state.arrays[i] for i in sorted({*state.update.params})]
+    pairs = zip(state.leaves, state.arrays, strict=True)
+    return [array for leaf, array in pairs if leaf.path.split("/")[0] == "params"]
+
+
+def _wide(array: np.ndarray) -> np.ndarray:
+    return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
+
+
+def _learning_rate(state: State) -> float | None:
+    """The learning rate that the last update took, if it is a leaf."""
+    found = [
+        (f"/{PASSED_FIELD}/" not in leaf.path, float(array))
+        for leaf, array in zip(state.leaves, state.arrays, strict=True)
+        if leaf.path.replace(".", "/").split("/")[-1] == _RATE and array.shape == ()
+    ]
+    return min(found)[1] if found else None

@@ -1,0 +1,259 @@
+"""The recorded steps of a run, and the state at each of them, restored on one device.
+
+A step that follows the one before in its lineage is had by replaying what lies between, so that a
+walk from step to step replays each update once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
+from adacheck_jax.device import transfer
+from adacheck_jax.errors import AdaCheckError, IntegrityError
+from adacheck_jax.format.manifest import BaseManifest, Leaf, Update
+from adacheck_jax.restore import check, delta_reader, replay
+from adacheck_jax.restore.compiled_update import CompiledUpdates
+from adacheck_jax.store.steps import roots
+from adacheck_jax.store.steps.lineage import Lineage, resolve
+from adacheck_jax.store.steps.manifest_file import ManifestReader
+from adacheck_jax.store.storage.location import AnyPath, at
+from adacheck_jax.tools.recompute import base_leaves, cannot_replay_here, touched, wide_integers
+from adacheck_jax.tools.steps import InputError, numbered, steps_under
+
+Tree = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The state of one recorded step.
+
+    Attributes:
+        step: its step number.
+        leaves: description of each leaf.
+        arrays: elements of each leaf: key data of a typed PRNG key, a 0-d array of a number.
+        update: the update that the Recorder recorded; None without one.
+        rounded: leaf paths that this machine replays to rounding only.
+    """
+
+    step: int
+    leaves: tuple[Leaf, ...]
+    arrays: tuple[np.ndarray, ...]
+    update: Update | None
+    rounded: tuple[str, ...]
+
+    def tree(self) -> Tree:
+        """The leaves in nested dicts, a level for each name in their paths."""
+        root: Tree = {}
+        for leaf, array in zip(self.leaves, self.arrays, strict=True):
+            *above, name = leaf.path.split("/")
+            level = root
+            for each in above:
+                level = level.setdefault(each, {})
+            level[name] = array
+        return root
+
+
+@dataclass(slots=True)
+class _Reached:
+    """Where a walk is.
+
+    Attributes:
+        keys: the base, and each delta that was applied to it.
+        leaves: the leaves there.
+    """
+
+    keys: list[object] = field(default_factory=list)
+    leaves: list[Any] = field(default_factory=list)
+
+
+class Walk:
+    """Restores recorded steps of one run, on the first device of this process.
+
+    A recorded step is one that was saved, deferred until a later save, or deleted while a later
+    step's directory still holds it.
+
+    Args:
+        root: the directory given to the checkpoint manager.
+        item: name of the item directory, needed if steps hold several.
+
+    Attributes:
+        skipped: the reason for each step that cannot be found whole.
+        restored_count: number of states that were restored or replayed.
+
+    Raises:
+        InputError: there is no such root or item, or no whole step.
+    """
+
+    def __init__(self, root: AnyPath, item: str | None = None) -> None:
+        self.root = root
+        self.skipped: dict[int, str] = {}
+        self.restored_count = 0
+        self._lineages: dict[int, Lineage] = {}
+        self._stock, self._programs = StockCheckpoints(), CompiledUpdates()
+        self._reached = _Reached()
+        self._find(item)
+
+    def _find(self, item: str | None) -> None:
+        manifests, held = ManifestReader(), dict[int, Lineage]()
+        steps = [s for s in steps_under(self.root) if item in (None, s.directory.name)]
+        items = sorted({step.directory.name for step in steps})
+        if item is None and len({step.step for step in steps}) < len(steps):
+            raise InputError(
+                f"{self.root}: expected one item a step, found {', '.join(items)}. Name one with "
+                "--item."
+            )
+        for step in steps:
+            try:
+                lineage = resolve(step.directory, manifests.read_file)
+            except AdaCheckError as error:
+                self.skipped[step.step] = " ".join(str(error).split())
+                continue
+            self._lineages[step.step] = lineage
+            held |= {number: lineage for number in lineage.steps if number not in held}
+        for number, lineage in held.items():
+            if number not in self._lineages:
+                self._lineages[number] = lineage.to(number)
+        self.skipped = {n: why for n, why in self.skipped.items() if n not in self._lineages}
+        if not self._lineages:
+            where = f" in item {item!r}" if item else ""
+            why = next(iter(self.skipped.values()), f"found {', '.join(items)}")
+            raise InputError(f"{self.root}: expected steps{where} that can be restored: {why}")
+
+    @property
+    def steps(self) -> list[int]:
+        """Numbers of the recorded steps, ascending."""
+        return sorted(self._lineages)
+
+    def number(self, wanted: int | None) -> int:
+        """The recorded step that a caller means.
+
+        Args:
+            wanted: a step number; None for the newest step; -1 is the newest too, -2 the one before
+                it.
+
+        Raises:
+            InputError: it is not recorded.
+        """
+        number = numbered(self.steps, -1 if wanted is None else wanted, self.root)
+        if number not in self._lineages:
+            near = sorted(self.steps, key=lambda step: abs(step - number))[:6]
+            why = self.skipped.get(number, f"found {', '.join(map(str, sorted(near)))} near it")
+            raise InputError(f"{self.root}: expected step {number}: {why}")
+        return number
+
+    def fingerprints(self, step: int) -> dict[str, int]:
+        """The digest of each leaf, by its path, as it was saved; no array is read."""
+        lineage = self._lineages[step]
+        paths = [leaf.path for leaf in lineage.base.leaves]
+        return dict(zip(paths, lineage.end.fingerprints, strict=True))
+
+    def leaves(self, step: int) -> tuple[Leaf, ...]:
+        """Description of each leaf of a step."""
+        return self._lineages[step].base.leaves
+
+    def folder(self, step: int) -> str:
+        """Name of the directory that a step has, or would have, under the root."""
+        place = roots.place_of(self._lineages[step].entries[-1].holder)
+        held = at(self._lineages[step].entries[-1].holder)
+        name = (held.parent if place.line[1] else held).name
+        return name if place.step == step else str(step)
+
+    def is_base(self, step: int) -> bool:
+        """True if a step is restored without a delta."""
+        return not self._lineages[step].deltas
+
+    def between(self, first: int | None = None, last: int | None = None) -> list[int]:
+        """Recorded steps from one to another, both included."""
+        return [
+            step
+            for step in self.steps
+            if (first is None or step >= first) and (last is None or step <= last)
+        ]
+
+    def at(self, step: int) -> State:
+        """The state of a recorded step, verified.
+
+        Args:
+            step: its number, one of :attr:`steps`.
+
+        Raises:
+            InputError: this machine cannot replay it.
+            AdaCheckError: it is damaged.
+        """
+        lineage = self._lineages[step]
+        problem = cannot_replay_here(lineage)
+        if problem is not None:
+            raise InputError(f"{self.root}: step {step} cannot be restored here: {problem}")
+        on_device = touched(lineage.base)
+        with wide_integers(lineage.base.leaves[i].dtype for i in on_device):
+            return self._restored(step, lineage)
+
+    def walk(self, steps: list[int]) -> Iterator[State]:
+        """The states of some steps, one after another; each is whole before the next is begun.
+
+        Args:
+            steps: their numbers.
+        """
+        for step in steps:
+            yield self.at(step)
+
+    def close(self) -> None:
+        """Release the state, and Orbax's reader."""
+        self._reached = _Reached()
+        self._stock.close()
+
+    def _restored(self, step: int, lineage: Lineage) -> State:
+        self._advance(lineage)
+        self.restored_count += 1
+        base, leaves = lineage.base, self._reached.leaves
+        bound = check.bound_to_mesh(lineage)
+        differing = check.differing(leaves, lineage.end.fingerprints)
+        if wrong := sorted(differing - bound):
+            shown = ", ".join(base.leaves[i].path for i in wrong[:5])
+            self._reached = _Reached()
+            raise IntegrityError(
+                f"{self.root}: step {step}: expected the bits that were saved, found others in "
+                f"{len(wrong)} leaves: {shown}. Look for damage with adacheck verify --read-data."
+            )
+        return State(
+            step,
+            base.leaves,
+            tuple(_on_host(value, spec) for value, spec in zip(leaves, base.leaves, strict=True)),
+            base.update,
+            tuple(base.leaves[i].path for i in sorted(differing)),
+        )
+
+    def _advance(self, lineage: Lineage) -> None:
+        """Bring the leaves to the end of a lineage: from where the walk is, or from the base."""
+        wanted = _keys(lineage)
+        reached, self._reached = self._reached, _Reached()  # what fails leaves nothing half done
+        if not reached.keys or reached.keys != wanted[: len(reached.keys)]:
+            reached = _Reached(wanted[:1], base_leaves(self._stock, lineage))
+        readers = delta_reader.readers_of(lineage)[len(reached.keys) - 1 :]
+        leaves = reached.leaves
+        if readers:
+            leaves = replay.apply_deltas(leaves, lineage, readers, self._programs)
+        self._reached = _Reached(wanted, leaves)
+
+
+def _keys(lineage: Lineage) -> list[object]:
+    keys: list[object] = []
+    for entry in lineage.entries:
+        manifest = entry.manifest
+        if isinstance(manifest, BaseManifest):
+            keys.append(manifest.checksum)
+        else:
+            keys += [(manifest.checksum, n) for n in range(len(manifest.deltas))]
+    return keys[: len(keys) - lineage.left_out]
+
+
+def _on_host(value: Any, leaf: Leaf) -> np.ndarray:
+    """A copy: a later update may be computed in the memory of the array."""
+    words = jax.random.key_data(value) if transfer.is_key(value) else value
+    return np.array(words).astype(np.dtype(leaf.dtype), copy=False)
