@@ -15,13 +15,10 @@ from adacheck_jax.tools.steps import InputError
 
 
 def call(target: str) -> Any:
-    """Import a function and call it without arguments.
-
-    The directory of the file, or for a module the working directory, is where its own imports are
-    looked for first, as ``python file.py`` and ``python -m module`` do.
+    """Import a function that returns an abstract state, and call it without arguments.
 
     Args:
-        target: ``path/to/file.py:function`` or ``package.module:function``.
+        target: as for :func:`function`.
 
     Returns:
         The function's result.
@@ -29,24 +26,71 @@ def call(target: str) -> Any:
     Raises:
         InputError: there is no such function, or it or its module raises.
     """
-    place, colon, name = target.rpartition(":")
-    if not (place and colon and name):
-        raise InputError(
-            f"{target}: expected path/to/file.py:function or package.module:function. Name the "
-            "function that returns the abstract state."
-        )
-    is_file = place.endswith(".py") or Path(place).name != place
-    if is_file and not Path(place).is_file():
-        raise InputError(f"{place}: expected a Python file, found none. Check the path.")
-    with _first_on_path(Path(place).absolute().parent if is_file else Path.cwd()):
-        function = _function(place, name, _imported(place, is_file))
+    found = function(target)
+    with _first_on_path(_directory(target)):
         try:
-            return function()
+            return found()
         except (Exception, SystemExit) as error:
             raise InputError(
                 f"{target}: the function raised {_described(error)}. It is called without "
                 "arguments and must return an abstract state, or a tuple of it and a Recorder."
             ) from error
+
+
+def called(target: str, found: Callable[..., Any], state: Any, step: int) -> Any:
+    """Call a predicate.
+
+    Args:
+        target: its name, for messages.
+        found: the function.
+        state: nested dicts of arrays.
+        step: the step number.
+
+    Raises:
+        InputError: it raises.
+    """
+    with _first_on_path(_directory(target)):
+        try:
+            return found(state, step)
+        except (Exception, SystemExit) as error:
+            raise InputError(
+                f"{target}: at step {step} the function raised {_described(error)}. It is called "
+                "with the state, nested dicts of arrays, and the step number."
+            ) from error
+
+
+def function(target: str) -> Callable[..., Any]:
+    """Import a function.
+
+    The directory of the file, or for a module the working directory, is where its own imports are
+    looked for first, as ``python file.py`` and ``python -m module`` do.
+
+    Args:
+        target: ``path/to/file.py:function`` or ``package.module:function``.
+
+    Raises:
+        InputError: there is no such function, or its module raises.
+    """
+    place, colon, name = target.rpartition(":")
+    if not (place and colon and name):
+        raise InputError(
+            f"{target}: expected path/to/file.py:function or package.module:function. Name a "
+            "function."
+        )
+    is_file = _is_file(place)
+    if is_file and not Path(place).is_file():
+        raise InputError(f"{place}: expected a Python file, found none. Check the path.")
+    with _first_on_path(_directory(target)):
+        return _function(place, name, _imported(place, is_file))
+
+
+def _is_file(place: str) -> bool:
+    return place.endswith(".py") or Path(place).name != place
+
+
+def _directory(target: str) -> Path:
+    place = target.rpartition(":")[0]
+    return Path(place).absolute().parent if _is_file(place) else Path.cwd()
 
 
 @contextlib.contextmanager

@@ -6,8 +6,9 @@ import contextlib
 import dataclasses
 import json
 import re
+import sys
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,10 +16,44 @@ from adacheck_jax.errors import AdaCheckError, StorageError
 from adacheck_jax.store.storage.location import AnyPath, located
 from adacheck_jax.tools.steps import InputError
 
+if TYPE_CHECKING:
+    from adacheck_jax.tools.audit import Progress
+
 Root = Annotated[
-    str, typer.Argument(help="Directory or URL (gs://, s3://) given to the checkpoint manager.")
+    str,
+    typer.Argument(
+        metavar="ROOT", help="Directory or URL (gs://, s3://) given to the checkpoint manager."
+    ),
 ]
+Item = Annotated[str | None, typer.Option(help="Item name, where a step holds several such items.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+
+
+Step = Annotated[str, typer.Argument(metavar="STEP", help="Number, latest, or -1.")]
+STEPS = {"ignore_unknown_options": True}
+"""Settings of a command that takes steps: -1 is one, and no option."""
+
+
+def step_of(text: str | None, name: str = "STEP") -> int | None:
+    """The step that a user names.
+
+    Args:
+        text: a number, ``latest``, or a place counted from the newest step, which is ``-1``.
+        name: name of the argument, for the message.
+
+    Returns:
+        The number; below zero a place; None for the newest step, and if nothing is named.
+
+    Raises:
+        InputError: it is none of these.
+    """
+    if text is None or text == "latest":
+        return None
+    if not re.fullmatch(r"-?\d{1,18}", text):
+        raise InputError(
+            f"{name}: expected a step number, latest, or -1 for the newest step, found {text!r}."
+        )
+    return int(text)
 
 
 def root_of(text: str) -> AnyPath:
@@ -77,6 +112,25 @@ def errors() -> Iterator[None]:
 def _fail(error: Exception, code: int) -> None:
     typer.echo(f"adacheck: {' '.join(str(error).split())}", err=True)
     raise typer.Exit(code) from error
+
+
+@contextlib.contextmanager
+def progress_bar() -> Iterator[Progress | None]:
+    """A progress bar on stderr if that is a terminal, else None."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    import rich.progress  # only here: it takes a tenth of the time of a listing
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    with rich.progress.Progress(console=console, transient=True) as bar:
+        task = bar.add_task("")
+
+        def tell(done: int, total: int, what: str) -> None:
+            bar.update(task, completed=done, total=total, description=what)
+
+        yield tell
 
 
 def print_json(record: Any) -> None:

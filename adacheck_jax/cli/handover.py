@@ -7,19 +7,31 @@ from typing import Annotated
 
 import typer
 
-from adacheck_jax.cli import handover_tables as tables
-from adacheck_jax.cli.command import Json, Root, bytes_of, errors, print_json, root_of
-from adacheck_jax.tools.steps import InputError
+from adacheck_jax.cli.command import (
+    STEPS,
+    Item,
+    Json,
+    Root,
+    bytes_of,
+    errors,
+    print_json,
+    root_of,
+    step_of,
+)
+from adacheck_jax.cli.tables import handover as tables
+from adacheck_jax.tools.steps import InputError, newest
 
 app = typer.Typer()
 _FORMATS = ("orbax", "safetensors", "npz")
 
 
-@app.command()
+@app.command(context_settings=STEPS)
 def export(
     root: Root,
-    step: Annotated[int, typer.Argument(help="Step number: saved, or deferred.")],
-    dest: Annotated[str, typer.Argument(help="New directory; a new file for npz.")],
+    step: Annotated[
+        str, typer.Argument(metavar="STEP", help="Number (saved or deferred), latest, -1.")
+    ],
+    dest: Annotated[str, typer.Argument(metavar="DEST", help="New directory; a new file for npz.")],
     kind: Annotated[str, typer.Option("--format", help="orbax, safetensors or npz.")],
     params_only: Annotated[
         bool, typer.Option("--params-only/--all", help="The params alone, or every leaf.")
@@ -27,13 +39,12 @@ def export(
     max_shard_size: Annotated[
         str, typer.Option(help="Largest safetensors file: 5GB is 5,000,000,000 bytes.")
     ] = "5GB",
-    item: Annotated[
-        str | None, typer.Option(help="Item name, where a step holds several such items.")
-    ] = None,
+    item: Item = None,
     as_json: Json = False,
 ) -> None:
     """Write one recorded step to DEST in a format that needs nothing of this library.
 
+    \b
     Example: adacheck export checkpoints 1200 model --format safetensors
 
     orbax: a checkpoint that ocp.StandardCheckpointer().restore(path) reads, and v1's load(path).
@@ -41,6 +52,7 @@ def export(
     a leaf's name is its path with dots. The export is read back and compared with the step before
     it gets its name. Exit code 1 if the step is damaged, not exact on this machine, or has leaves
     of a type that the format does not hold; 2 if there is no such step, or something is at DEST.
+
     With --json: the fields of adacheck_jax.tools.handover.export.ExportReport.
     """
     from adacheck_jax.tools.handover import export as exports
@@ -51,7 +63,7 @@ def export(
             raise InputError(f"--format: expected one of {', '.join(_FORMATS)}, found {kind!r}.")
         report = exports.export(
             root_of(root),
-            step,
+            newest(root_of(root), step_of(step), item),
             dest,
             Format(kind),
             params_only=params_only,
@@ -67,17 +79,16 @@ def export(
 @app.command()
 def transform(
     root: Root,
-    dest: Annotated[str, typer.Argument(help="Directory of a new root.")],
+    dest: Annotated[str, typer.Argument(metavar="DEST", help="Directory of a new root.")],
     rules: Annotated[Path, typer.Option(help="TOML file of rules (docs/guide/layouts.md).")],
-    step: Annotated[int, typer.Option(help="Step number: saved, or deferred.")],
-    item: Annotated[
-        str | None, typer.Option(help="Item name, where a step holds several such items.")
-    ] = None,
+    step: Annotated[str, typer.Option(help="Step: number (saved or deferred), latest, -1.")],
+    item: Item = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan alone.")] = False,
     as_json: Json = False,
 ) -> None:
     """Write one recorded step to a new root in another layout: scanned, fused, renamed, padded.
 
+    \b
     Example: adacheck transform checkpoints scanned --rules rules.toml --step 1200
 
     A rule is applied to the params and to all that the optimizer keeps for them. The inverse of
@@ -85,6 +96,7 @@ def transform(
     a run in the new layout restores and goes on from. docs/guide/layouts.md has the rules.
     Exit code 1 if a rule does not fit or would lose bits, or the step is damaged; 2 if there is no
     such step, or something is at DEST.
+
     With --json: the fields of adacheck_jax.tools.handover.transform.TransformReport.
     """
     from adacheck_jax.layout import read_rules
@@ -92,7 +104,8 @@ def transform(
 
     with errors():
         read = read_rules(rules.read_text(), str(rules))
-        report = transforms.transform(root_of(root), dest, read, step, item, dry_run=dry_run)
+        number = newest(root_of(root), step_of(step, "--step"), item)
+        report = transforms.transform(root_of(root), dest, read, number, item, dry_run=dry_run)
     if as_json:
         print_json(report)
     else:
@@ -109,12 +122,14 @@ def cp(
 ) -> None:
     """Copy a checkpoint root, or some of its steps with all that they build on, to DEST.
 
+    \b
     Example: adacheck cp checkpoints/1100 checkpoints/1200 /mnt/backup/checkpoints
 
     Hard links stay hard links, so that the copy is as large as the original; cp -r would write
     each link as a file of its own. Every file is read back. A step is copied under a temporary name
     and renamed last; one that cannot be copied is told in its row. Steps that DEST has stay, and
     are linked to. Exit code 1 if a step was refused, 2 if there is no such root or step.
+
     With --json: the fields of adacheck_jax.tools.handover.copying.CopyReport.
     """
     from adacheck_jax.tools.handover import copying
@@ -137,21 +152,26 @@ def import_(
     target: Annotated[
         str,
         typer.Argument(
-            help="Function to call: path/to/file.py:function or package.module:function."
+            metavar="TARGET",
+            help="Function to call: path/to/file.py:function or package.module:function.",
         ),
     ],
-    src: Annotated[str, typer.Argument(help="Checkpoint of stock Orbax, or safetensors files.")],
-    dest: Annotated[str, typer.Argument(help="New checkpoint root.")],
+    src: Annotated[
+        str, typer.Argument(metavar="SRC", help="Checkpoint of stock Orbax, or safetensors files.")
+    ],
+    dest: Annotated[str, typer.Argument(metavar="DEST", help="New checkpoint root.")],
     step: Annotated[int, typer.Option(min=0, help="Step number of the base.")],
     as_json: Json = False,
 ) -> None:
     """Put a checkpoint of stock Orbax, or safetensors, as a base under a new root.
 
+    \b
     Example: adacheck import train.py:abstract_state old_run/1200/default new_run --step 1200
 
     TARGET takes no argument and returns the abstract state, built with the Recorder, or a tuple of
     it and the Recorder. The state of the optimizer goes where the Recorder keeps it. In a program
     adacheck.import_checkpoint does the same, onto your mesh. Exit code 1 if leaves do not fit.
+
     With --json: the fields of adacheck_jax.tools.handover.importing.ImportReport.
     """
     from adacheck_jax.cli import callables

@@ -1,8 +1,12 @@
-"""The terminal, and tables of plain text on it."""
+"""The terminal, tables of plain text on it, and quantities as people read them."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable, Sequence
+
 from rich.console import Console
+from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
@@ -34,3 +38,67 @@ def add_row(table: Table, *cells: object) -> None:
         cells: one value a column; None is empty.
     """
     table.add_row(*(Text("" if cell is None else str(cell)) for cell in cells))
+
+
+def print_rows(
+    columns: Sequence[str], rows: Iterable[Sequence[object]], right: Sequence[str] = ()
+) -> None:
+    """Print a table whose rows are one line each, however many there are.
+
+    A rich table of 300 rows takes as long as all else that a listing does. Columns without any
+    value are left out. On a terminal that is too narrow the widest column is shortened.
+
+    Args:
+        columns: titles of the columns.
+        rows: one value a column; None is empty.
+        right: titles of those that are aligned to the right.
+    """
+    cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
+    used = [i for i in range(len(columns)) if any(row[i] for row in cells)]
+    lines = [list(columns), *cells]
+    widths = {i: max(len(line[i]) for line in lines) for i in used}
+    if sys.stdout.isatty():  # what is piped stays whole
+        widest = max(used, key=widths.__getitem__, default=0)
+        too_much = sum(widths.values()) + 2 * (len(used) - 1) - screen().width
+        if too_much > 0:
+            widths[widest] = max(widths[widest] - too_much, 10)
+            for line in lines:
+                line[widest] = _shortened(line[widest], widths[widest])
+    for n, line in enumerate(lines):
+        text = "  ".join(
+            line[i].rjust(widths[i]) if columns[i] in right else line[i].ljust(widths[i])
+            for i in used
+        ).rstrip()
+        bold = n == 0 and sys.stdout.isatty()
+        sys.stdout.write(f"\x1b[1m{text}\x1b[0m\n" if bold else f"{text}\n")
+
+
+def _shortened(text: str, width: int) -> str:
+    """A text without its middle, if it is too long: the ends of a leaf path tell most."""
+    if len(text) <= width:
+        return text
+    head = (width - 1) // 3
+    return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
+
+
+def print_text(text: str) -> None:
+    """Print a sentence as it is; the terminal wraps it."""
+    sys.stdout.write(f"{text}\n")
+
+
+def shown_bytes(count: int | None) -> str:
+    """A size; a mark where an object store does not tell it."""
+    return "?" if count is None else decimal(count)
+
+
+def counted(number: int, one: str, several: str) -> str:
+    """A number with its noun."""
+    return f"{number:,} {one if number == 1 else several}"
+
+
+def shown_age(seconds: float) -> str:
+    """A length of time in its largest unit."""
+    for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"

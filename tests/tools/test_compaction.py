@@ -101,7 +101,10 @@ def test_wrong_inputs_are_refused(tmp_path):
         ((root, 1), "step 1 is a base already"),
         ((root, 4), "stock Orbax saved step 4"),
         ((root, 9), "expected step 9, found 1, 2, 3"),
-        ((root, "newest"), "expected a step number or latest, found 'newest'"),
+        (
+            (root, "newest"),
+            "expected a step number, latest, or -1 for the newest step, found 'newest'",
+        ),
         ((root, 2, "--item", "other"), "expected an item 'other', found default"),
         ((tmp_path / "none",), "found nothing there"),
         (("gs://bucket/run", 3), "nothing can be renamed"),

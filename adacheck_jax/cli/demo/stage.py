@@ -20,8 +20,8 @@ from rich.progress import Progress, TaskID
 
 from adacheck_jax.cli.demo.report import MeshRestore
 from adacheck_jax.errors import AdaCheckError
-from adacheck_jax.tools import inspection
-from adacheck_jax.tools.inspection import StepSummary
+from adacheck_jax.tools import listing
+from adacheck_jax.tools.listing import StepSummary
 
 _MESH = ("--mesh", "4x2", "--devices", "8")
 _POLL_S = 0.02
@@ -95,7 +95,7 @@ class Stage:
         Returns:
             The newest committed step, and the copied step: the newest delta.
         """
-        whole = [step for step in inspection.summarize_root(self.root).steps if not step.error]
+        whole = [step for step in listing.summarize_root(self.root).steps if not step.error]
         if not whole:
             raise DemoError(f"{self.root}: expected a step that can be restored, found none.")
         chosen = max(whole, key=lambda step: (step.kind == "delta", step.step))

@@ -1,0 +1,1 @@
+"""Tables and sentences for people: the output of the commands without ``--json``."""

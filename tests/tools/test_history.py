@@ -1,0 +1,302 @@
+"""Looking back through a run: every recorded step, what changed, and where two runs part."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from typer.testing import CliRunner
+
+import adacheck_jax as adacheck
+from adacheck_jax.cli.main import app
+from adacheck_jax.tools.history import bisect as bisects
+from adacheck_jax.tools.history import compare as compares
+from adacheck_jax.tools.history import log as logs
+from adacheck_jax.tools.history.walk import Walk
+from adacheck_jax.tools.steps import InputError
+
+STEPS = 14
+RECORDER = adacheck.Recorder(optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2))
+
+
+def initial() -> Any:
+    params = {"a": {"kernel": jnp.arange(24.0).reshape(4, 6) / 9}, "b": jnp.ones((5,))}
+    return {"params": params, "opt": RECORDER.init(params), "seen": jnp.zeros((), jnp.int32)}
+
+
+def gradients_at(step: int, params: Any) -> Any:
+    rng = np.random.default_rng(step)
+    return jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), p.dtype), params)
+
+
+@jax.jit
+def applied(state: Any, gradients: Any) -> Any:
+    updates, opt = RECORDER.update(gradients, state["opt"], state["params"])
+    params = optax.apply_updates(state["params"], updates)
+    return {"params": params, "opt": opt, "seen": state["seen"] + 1}
+
+
+def flipped(array: Any, index: tuple[int, ...], bit: int) -> jax.Array:
+    words = np.array(array)
+    view = words.view(f"u{words.dtype.itemsize}")
+    view[index] ^= view.dtype.type(1 << bit)
+    return jnp.asarray(words)
+
+
+def changed(state: Any, path: str, index: tuple[int, ...], bit: int) -> Any:
+    """The state with one bit of one leaf flipped."""
+
+    def leaf(where: Any, value: Any) -> Any:
+        name = "/".join(
+            str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", "")))) for k in where
+        )
+        return flipped(value, index, bit) if name == path else value
+
+    return jax.tree_util.tree_map_with_path(leaf, state)
+
+
+def train(root: Path, fault: Any = None, deferred: tuple[int, ...] = (3, 4)) -> dict[int, Any]:
+    """Saves every step but some deferred ones; a fault is (step, leaf path, index, bit)."""
+    state, states = initial(), {}
+    handler = adacheck.AdaCheckHandler(RECORDER, max_deltas=5)
+    options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])
+    with ocp.CheckpointManager(root, item_handlers=handler, options=options) as manager:
+        for step in range(STEPS):
+            gradients = gradients_at(step, state["params"])
+            if fault and fault[0] == step and fault[1].startswith("gradient/"):
+                named = {"gradient": gradients}
+                gradients = changed(named, *fault[1:])["gradient"]
+            state = applied(state, gradients)
+            if fault and fault[0] == step:
+                state = changed(state, *fault[1:])
+            if step in deferred:
+                assert handler.record_step(state, step)
+            else:
+                manager.save(step, args=adacheck.SaveArgs(state), metrics={"loss": 1 / (step + 1)})
+                manager.wait_until_finished()
+            states[step] = jax.tree.map(np.array, state)
+    return states
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    root = tmp_path_factory.mktemp("history") / "run"
+    return root, train(root)
+
+
+def in_tree(state: Any, path: str) -> Any:
+    for name in path.split("/"):
+        state = state[name] if isinstance(state, dict) else getattr(state, name, None)
+    return state
+
+
+def test_every_recorded_step_is_restored_in_any_order(run):
+    root, states = run
+    walk = Walk(root)
+    assert walk.steps == list(range(STEPS))
+    for step in (3, 4, 5, 13, 0, 7, 6, 12):
+        tree = walk.at(step).tree()
+        np.testing.assert_array_equal(
+            tree["params"]["a"]["kernel"], states[step]["params"]["a"]["kernel"]
+        )
+        assert tree["seen"] == step + 1
+    walk.close()
+
+
+def test_steps_that_were_deleted_are_had_from_later_ones(run, tmp_path):
+    root, states = run
+    copy = tmp_path / "run"
+    shutil.copytree(root, copy)
+    newest = Walk(copy).steps[-1]
+    for step in range(newest):
+        shutil.rmtree(copy / str(step), ignore_errors=True)
+    walk = Walk(copy)
+    assert len(walk.steps) > 1
+    assert walk.steps[-1] == newest
+    for step in walk.steps:
+        np.testing.assert_array_equal(
+            walk.at(step).tree()["params"]["b"], states[step]["params"]["b"]
+        )
+
+
+def test_a_damaged_step_is_refused_by_name_and_others_are_walked(run, tmp_path):
+    root, _ = run
+    copy = tmp_path / "run"
+    shutil.copytree(root, copy)
+    (copy / "9/default/adacheck/manifest.json").write_text("{}")
+    walk = Walk(copy)
+    assert walk.skipped.keys() <= {9}  # a later step's directory may hold it
+    assert walk.at(8).step == 8
+    with pytest.raises(InputError, match="expected step 99"):
+        walk.number(99)
+    assert (walk.number(-1), walk.number(None), walk.number(-2)) == (13, 13, 12)
+    with pytest.raises(InputError, match="at least 99 steps"):
+        walk.number(-99)
+
+
+def test_the_log_has_norms_rates_and_metrics(run):
+    root, states = run
+    report = logs.log(Walk(root))
+    assert [each.step for each in report.steps] == list(range(STEPS))
+    for each in report.steps:
+        record = states[each.step]["opt"].adacheck_record
+        expected = math.sqrt(
+            sum(float(np.sum(np.square(x, dtype=np.float64))) for x in jax.tree.leaves(record))
+        )
+        assert each.gradient_norm == pytest.approx(expected, rel=1e-12)
+        assert each.learning_rate == pytest.approx(1e-2)
+        assert each.metrics == ({} if each.step in (3, 4) else {"loss": 1 / (each.step + 1)})
+        if each.step:
+            pairs = [jax.tree.leaves(states[s]["params"]) for s in (each.step, each.step - 1)]
+            moved = [np.float64(a) - np.float64(b) for a, b in zip(*pairs, strict=True)]
+            expected = math.sqrt(sum(float(np.sum(x**2)) for x in moved))
+            assert each.update_norm == pytest.approx(expected, rel=1e-9)
+    assert logs.log(Walk(root), last=3).steps == report.steps[-3:]
+
+
+def test_the_difference_of_two_steps(run):
+    root, states = run
+    walk = Walk(root)
+    assert not compares.compare_steps(walk, 5, walk, 5).differences
+    assert walk.restored_count == 0  # equal by fingerprint
+    found = compares.compare_steps(walk, 5, walk, 8)
+    by_path = {each.path: each for each in found.differences}
+    each = by_path["params/a/kernel"]
+    old, new = (np.float64(states[s]["params"]["a"]["kernel"]) for s in (5, 8))
+    assert each.role == "params"
+    assert each.norm == pytest.approx(float(np.linalg.norm(new - old)))
+    assert each.largest == pytest.approx(float(np.abs(new - old).max()))
+    cosine = float((old * new).sum() / np.linalg.norm(old) / np.linalg.norm(new))
+    assert each.cosine == pytest.approx(cosine)
+    assert each.changed_count == np.count_nonzero(old != new)
+    assert by_path["seen"].first.before == "6"
+    assert by_path["seen"].first.after == "9"
+    assert not any("hyperparams/learning_rate" in path for path in by_path)
+
+
+@pytest.mark.parametrize("target", [0, 1, 6, 13])
+def test_bisect_finds_the_first_step_in_few_restores(run, target):
+    walk = Walk(run[0])
+    found = bisects.bisect(walk, lambda s: "so" if int(s.tree()["seen"]) > target else None)
+    assert (found.step, found.says) == (target, "so")
+    assert found.before == (target - 1 if target else None)
+    assert found.restored_count <= 2 + math.ceil(math.log2(STEPS))
+
+
+def test_bisect_tells_that_it_holds_nowhere(run):
+    found = bisects.bisect(Walk(run[0]), lambda _: None)
+    assert (found.step, found.restored_count) == (None, 1)
+    with pytest.raises(InputError, match="recorded steps from 50"):
+        bisects.bisect(Walk(run[0]), lambda _: None, first=50)
+
+
+FAULTS = [
+    (6, "params/a/kernel", (2, 3), 5),
+    (7, "opt/adacheck_inner/inner_state/0/nu/b", (4,), 22),
+    (9, "gradient/a/kernel", (0, 5), 30),
+    (12, "gradient/b", (1,), 0),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f[1].replace("/", "."))
+def test_compare_names_step_leaf_and_element_of_one_flipped_bit(run, tmp_path, fault):
+    step, path, index, _bit = fault
+    train(tmp_path / "other", fault)
+    first, second = Walk(run[0]), Walk(tmp_path / "other")
+    found = compares.compare_runs(first, second)
+    assert (found.step, found.equal_until) == (step, step - 1)
+    assert found.restored_count == 2
+    worst = found.differences[0]
+    is_gradient = path.startswith("gradient/")
+    name = f"opt/adacheck_record/{path.removeprefix('gradient/')}" if is_gradient else path
+    assert worst.path == name
+    assert (worst.first.index, worst.first.bits, worst.changed_count) == (index, 1, 1)
+    assert worst.first.process == 0
+    assert ("gradients that the update took differ" in found.cause) == is_gradient
+
+
+def test_equal_runs_are_equal(run, tmp_path):
+    train(tmp_path / "other", deferred=())
+    found = compares.compare_runs(Walk(run[0]), Walk(tmp_path / "other"))
+    assert (found.step, found.compared_count, found.equal_until) == (None, STEPS, STEPS - 1)
+
+
+def test_replay_with_the_same_update_gives_the_run_and_with_another_what_it_would_be(run):
+    root, states = run
+    same = dict(adacheck.replay(root, 4, initial(), with_=applied))
+    assert [*same] == list(range(4, STEPS))
+    for step, state in same.items():
+        jax.tree.map(np.testing.assert_array_equal, state["params"], states[step]["params"])
+
+    def slower(state: Any, gradients: Any) -> Any:
+        params = jax.tree.map(lambda p, g: p - 1e-3 * g, state["params"], gradients)
+        return {**state, "params": params}
+
+    expected = np.float32(states[4]["params"]["b"])
+    for step, state in adacheck.replay(root, 4, initial(), with_=slower, to_step=7):
+        if step > 4:
+            gradient = jax.tree.leaves(states[step]["opt"].adacheck_record)[1]
+            expected = expected - np.float32(1e-3) * gradient
+        np.testing.assert_allclose(state["params"]["b"], expected, rtol=1e-6)
+    assert step == 7
+    with pytest.raises(InputError, match="one Recorder's state"):
+        next(adacheck.replay(root, 4, {"params": initial()["params"]}, with_=slower))
+
+
+def invoked(*words: Any) -> Any:
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def test_the_commands(run, tmp_path):
+    root, _ = run
+    shown = invoked("log", root, "--last", 2)
+    assert shown.exit_code == 0
+    assert "learning rate" in shown.output
+    assert "loss" in shown.output
+    assert "the newest 2 of 14 recorded steps" in shown.output
+    assert [s["step"] for s in json.loads(invoked("log", root, "--json").output)["steps"]] == [
+        *range(STEPS)
+    ]
+    shown = invoked("diff", root, 3, -1)
+    assert shown.exit_code == 1
+    assert "params/a/kernel" in shown.output
+    assert invoked("diff", root, "latest", "-1").exit_code == 0
+    assert invoked("diff", root, 3, 3, "--other", root).exit_code == 0
+    (tmp_path / "checks.py").write_text(
+        "def late(state, step):\n    return f'seen {state[\"seen\"]}' if step >= 5 else ''\n"
+        "def broken(state, step):\n    return state['nothing']\n"
+    )
+    shown = invoked("bisect", root, "--predicate", f"{tmp_path / 'checks.py'}:late")
+    assert shown.exit_code == 0
+    assert "Step 5 is the first" in shown.output
+    assert "seen 6" in shown.output
+    shown = invoked("bisect", root, "--non-finite")
+    assert shown.exit_code == 1
+    assert "does not hold at step 13" in shown.output
+    shown = invoked("bisect", root, "--predicate", f"{tmp_path / 'checks.py'}:broken")
+    assert shown.exit_code == 2
+    assert "at step 13 the function raised KeyError" in shown.output
+    assert invoked("bisect", root).exit_code == 2
+    assert invoked("compare", root, root).exit_code == 0
+    shown = invoked("compare", root, tmp_path)
+    assert shown.exit_code == 2
+    assert "expected steps saved by AdaCheckHandler" in shown.output
+
+
+def test_a_nan_is_named_by_leaf_and_element(tmp_path):
+    train(tmp_path, (8, "params/b", (3,), 30))  # 1 plus a little becomes a huge number or NaN
+    state = Walk(tmp_path).at(8)
+    broken = [np.array(a) for a in state.arrays]
+    place = [leaf.path for leaf in state.leaves].index("params/b")
+    broken[place][3] = np.nan
+    found = bisects.not_finite(type(state)(8, state.leaves, tuple(broken), state.update, ()))
+    assert found == "params/b [3] is nan"
