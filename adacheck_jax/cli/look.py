@@ -80,3 +80,30 @@ def inspect(
         print_json(details)
     else:
         tables.show_step(details)
+
+
+@app.command()
+def stats(
+    root: Root,
+    last: Annotated[int, typer.Option("--leaves", min=0, help="Leaves to list.")] = 15,
+    as_json: Json = False,
+) -> None:
+    """Show where the bytes under ROOT go: by kind of file, by redundancy, and by leaf.
+
+    \b
+    Example: adacheck stats checkpoints
+
+    Of files, names count hard links and files count inodes; named bytes are what a copy takes that
+    makes each link a file of its own, such as cp -r. Redundancy says what became of the bytes of
+    all recorded states in full; sizes of leaves are those in memory, before compression.
+
+    With --json: the fields of adacheck_jax.tools.statistics.RootStatistics.
+    """
+    from adacheck_jax.tools import statistics
+
+    with errors():
+        report = statistics.statistics_of(root_of(root))
+    if as_json:
+        print_json(report)
+    else:
+        tables.show_statistics(report, last)

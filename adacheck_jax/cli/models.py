@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from adacheck_jax.cli.command import Json, errors, print_json
+from adacheck_jax.cli.command import Json, errors, print_json, seconds_of
 from adacheck_jax.cli.tables import models as tables
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.tools.steps import InputError
@@ -103,7 +102,7 @@ def goodput(
         try:
             cluster = Cluster(hosts, devices_per_host, days * DAY_S)
             if mtbf is not None:
-                cluster = cluster.with_mtbf(_seconds("--mtbf", mtbf))
+                cluster = cluster.with_mtbf(seconds_of("--mtbf", mtbf))
             wishes = _wishes(costs) if costs else {}
             report = goodput_report(
                 cluster, wishes, runs=runs, seed=seed, is_sensitivity=sensitivity
@@ -118,17 +117,6 @@ def goodput(
         print_json(report)
     else:
         tables.show_goodput(report)
-
-
-_UNITS_S = {"s": 1, "min": 60, "h": 3600, "d": 86_400}
-
-
-def _seconds(option: str, text: str) -> float:
-    """Seconds of a time such as ``3h``."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(s|min|h|d)", text)
-    if not found or not float(found[1]):
-        raise InputError(f"{option}: expected a time such as 3h, 45min or 2d, found {text!r}.")
-    return float(found[1]) * _UNITS_S[found[2]]
 
 
 def _wishes(path: Path) -> dict[str, dict[str, float]]:

@@ -18,6 +18,7 @@ from adacheck_jax.store.steps import lineage as lineages
 from adacheck_jax.store.steps import roots
 from adacheck_jax.store.steps.roots import TMP_SUFFIX, Step
 from adacheck_jax.store.storage.location import AnyPath, Location, at
+from adacheck_jax.tools.causes import Cause, causes_of
 from adacheck_jax.tools.recompute import RECOMPUTED, Recomputation
 from adacheck_jax.tools.steps import InputError, steps_under
 from adacheck_jax.tools.verification import (
@@ -110,6 +111,7 @@ class RootReport:
         seed: seed of the choice of these steps; None without ``subset``.
         damaged_count: number of damaged steps.
         not_looked_at: parts that were not checked, described for people.
+        causes: causes of all damage, each once.
     """
 
     root: str
@@ -120,6 +122,7 @@ class RootReport:
     seed: int | None
     damaged_count: int
     not_looked_at: tuple[str, ...] = ()
+    causes: tuple[Cause, ...] = ()
 
 
 def verify_root(
@@ -174,6 +177,7 @@ def verify_root(
         seed=wanted.seed if partly else None,
         damaged_count=sum(bool(each.damage) for each in reports),
         not_looked_at=tuple(_not_looked_at(reports)),
+        causes=causes_of(str(root), reports),
     )
 
 

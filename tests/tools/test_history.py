@@ -5,14 +5,10 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
-import orbax.checkpoint as ocp
 import pytest
 from typer.testing import CliRunner
 
@@ -23,68 +19,7 @@ from adacheck_jax.tools.history import compare as compares
 from adacheck_jax.tools.history import log as logs
 from adacheck_jax.tools.history.walk import Walk
 from adacheck_jax.tools.steps import InputError
-
-STEPS = 14
-RECORDER = adacheck.Recorder(optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2))
-
-
-def initial() -> Any:
-    params = {"a": {"kernel": jnp.arange(24.0).reshape(4, 6) / 9}, "b": jnp.ones((5,))}
-    return {"params": params, "opt": RECORDER.init(params), "seen": jnp.zeros((), jnp.int32)}
-
-
-def gradients_at(step: int, params: Any) -> Any:
-    rng = np.random.default_rng(step)
-    return jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), p.dtype), params)
-
-
-@jax.jit
-def applied(state: Any, gradients: Any) -> Any:
-    updates, opt = RECORDER.update(gradients, state["opt"], state["params"])
-    params = optax.apply_updates(state["params"], updates)
-    return {"params": params, "opt": opt, "seen": state["seen"] + 1}
-
-
-def flipped(array: Any, index: tuple[int, ...], bit: int) -> jax.Array:
-    words = np.array(array)
-    view = words.view(f"u{words.dtype.itemsize}")
-    view[index] ^= view.dtype.type(1 << bit)
-    return jnp.asarray(words)
-
-
-def changed(state: Any, path: str, index: tuple[int, ...], bit: int) -> Any:
-    """The state with one bit of one leaf flipped."""
-
-    def leaf(where: Any, value: Any) -> Any:
-        name = "/".join(
-            str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", "")))) for k in where
-        )
-        return flipped(value, index, bit) if name == path else value
-
-    return jax.tree_util.tree_map_with_path(leaf, state)
-
-
-def train(root: Path, fault: Any = None, deferred: tuple[int, ...] = (3, 4)) -> dict[int, Any]:
-    """Saves every step but some deferred ones; a fault is (step, leaf path, index, bit)."""
-    state, states = initial(), {}
-    handler = adacheck.AdaCheckHandler(RECORDER, max_deltas=5)
-    options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])
-    with ocp.CheckpointManager(root, item_handlers=handler, options=options) as manager:
-        for step in range(STEPS):
-            gradients = gradients_at(step, state["params"])
-            if fault and fault[0] == step and fault[1].startswith("gradient/"):
-                named = {"gradient": gradients}
-                gradients = changed(named, *fault[1:])["gradient"]
-            state = applied(state, gradients)
-            if fault and fault[0] == step:
-                state = changed(state, *fault[1:])
-            if step in deferred:
-                assert handler.record_step(state, step)
-            else:
-                manager.save(step, args=adacheck.SaveArgs(state), metrics={"loss": 1 / (step + 1)})
-                manager.wait_until_finished()
-            states[step] = jax.tree.map(np.array, state)
-    return states
+from tests.tools.small_run import STEPS, applied, initial, train
 
 
 @pytest.fixture(scope="module")

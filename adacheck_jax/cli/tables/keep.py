@@ -2,44 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.filesize import decimal
 from rich.text import Text
 
-from adacheck_jax.cli.printing import add_row, counted, new_table, screen
+from adacheck_jax.cli.printing import (
+    add_row,
+    counted,
+    new_table,
+    print_rows,
+    print_text,
+    screen,
+)
 from adacheck_jax.store.steps.lineage import shown_steps
 
 if TYPE_CHECKING:  # the modules of some import JAX, which ``adacheck ls`` does not need
     from adacheck_jax.tools.audit import RootReport
     from adacheck_jax.tools.compaction import CompactionReport
-    from adacheck_jax.tools.repair import RepairReport
+    from adacheck_jax.tools.upkeep.pins import PinReport
+    from adacheck_jax.tools.upkeep.pruning import PruneReport
+    from adacheck_jax.tools.upkeep.repair import RepairReport
 
 
 def show_verification(report: RootReport) -> None:
-    """Print the result of each step, all damage, and a verdict."""
-    table = new_table("step", "item", "kind", "checked", "result", right=("step",))
+    """Print the result of each step, every cause of damage once, and a verdict."""
+    several = len({step.item.rpartition("/")[2] for step in report.steps}) > 1
+    rows = []
     for step in report.steps:
         result = "ok"
         if step.damage:
-            result = f"damaged ({len(step.damage)})"
+            result = "DAMAGED"
         elif step.not_checked:
             result = "ok, but not recomputed"
         elif step.rounded:
             result = f"ok, {counted(len(step.rounded), 'leaf', 'leaves')} to rounding"
         number = "?" if step.step is None else step.step
-        add_row(table, number, step.item, step.kind or "?", ", ".join(step.checked), result)
+        item = step.item if several or step.step is None else None
+        rows.append((number, item, step.kind or "?", ", ".join(step.checked), result))
+    print_rows(("step", "item", "kind", "checked", "result"), rows, right=("step",))
     console = screen()
-    console.print(table)
-    console.print()
-    details = new_table("step", "file", "leaf", "damage", right=("step",))
-    for step in report.steps:
-        for each in step.damage:
-            file = each.file.removeprefix(f"{report.root}/")
-            add_row(details, step.step, file, each.leaf, each.message)
-    if report.damaged_count:
-        console.print(details)
-        console.print()
+    for each in report.causes:
+        file = each.file.removeprefix(f"{report.root}/")
+        steps = f"steps {shown_steps(each.steps)}" if len(each.steps) > 1 else "step "
+        steps += "" if len(each.steps) > 1 else f"{each.steps[0] if each.steps else '?'}"
+        concerned = ": ".join(part for part in (steps, _leaves(each.leaves)) if part)
+        print_text(f"{concerned}: {file}: {each.message}")
     for reason in dict.fromkeys(step.not_checked for step in report.steps if step.not_checked):
         console.print(Text(f"Not recomputed: {reason}"))
     for each in report.leftovers:
@@ -47,6 +56,11 @@ def show_verification(report: RootReport) -> None:
     console.print(_verdict(report), highlight=False)
     if report.not_looked_at:
         console.print(Text(f"Not looked at: {', '.join(report.not_looked_at)}."))
+
+
+def _leaves(paths: Sequence[str]) -> str:
+    """One leaf path, or how many there are."""
+    return "" if not paths else paths[0] if len(paths) == 1 else f"{len(paths)} leaves"
 
 
 def _verdict(report: RootReport) -> str:
@@ -87,6 +101,8 @@ def show_repair(report: RepairReport) -> None:
     console.print(
         f"{count} {done}, {decimal(report.freed_bytes)} freed; {left} left.", highlight=False
     )
+    if report.not_looked_at:
+        console.print(Text(f"Not looked at: {', '.join(report.not_looked_at)}."))
 
 
 def show_compaction(report: CompactionReport) -> None:
@@ -105,3 +121,35 @@ def show_compaction(report: CompactionReport) -> None:
             f"Gone with it, since it alone {held} them: steps {shown_steps(report.lost_steps)}."
         )
     screen().print(" ".join(sentences), highlight=False)
+
+
+def show_prune(report: PruneReport) -> None:
+    """Print the steps that stay with their reasons, and what the others free."""
+    rows = [(each.step, "stays", each.why) for each in report.kept]
+    print_rows(("step", "", "why"), rows, right=("step",))
+    going = [each.path.partition("/")[0] for each in report.removals]
+    shown = ", ".join(going[:20]) + (", ..." if len(going) > 20 else "")
+    done = "would go" if report.is_dry_run else "went"
+    print_text(
+        f"{counted(len(going), 'step', 'steps')} {done}{': ' + shown if going else ''}; "
+        f"{decimal(report.freed_bytes)} freed, since what other steps link stays."
+    )
+    if report.lost_steps:
+        print_text(
+            f"With them {'would go' if report.is_dry_run else 'went'} deferred steps that they "
+            f"alone held: {shown_steps(report.lost_steps)}."
+        )
+
+
+def show_pin(report: PinReport) -> None:
+    """Print what became of a pin, and the pins that there are."""
+    before = "is still" if report.was_pinned and report.is_pinned else "is"
+    if report.is_pinned:
+        print_text(
+            f"Step {report.step} {before} pinned: {report.root}/pinned has a second name of its "
+            "files, which no retention deletes and which takes no bytes."
+        )
+    else:
+        print_text(f"Step {report.step} is not pinned any more.")
+    pins = shown_steps(report.pinned) if report.pinned else "none"
+    print_text(f"Pinned steps: {pins}. Every command takes {report.root}/pinned as a root.")

@@ -25,6 +25,7 @@ from adacheck_jax.tools.listing import saved_at
 if TYPE_CHECKING:  # the modules of some import JAX, which ``adacheck ls`` does not need
     from adacheck_jax.tools.inspection import StepDetails
     from adacheck_jax.tools.listing import RootSummary, StepSummary
+    from adacheck_jax.tools.statistics import RootStatistics
 
 
 def show_root(summary: RootSummary, *, fold: bool = False) -> None:
@@ -122,6 +123,9 @@ def _total(summary: RootSummary) -> str:
         parts.append(f"{summary.damaged_count:,} cannot be restored")
     if summary.stock_steps:
         parts.append("what stock Orbax saved cannot be verified")
+    if summary.pinned:
+        steps = counted(len(summary.pinned), "step is", "steps are")
+        parts.append(f"{steps} pinned (adacheck ls {summary.root}/pinned)")
     return "; ".join(parts)
 
 
@@ -181,3 +185,45 @@ def _shown_checks(details: StepDetails) -> str:
         f"step{'' if len(steps) == 1 else 's'} {shown_steps(steps)} {_CHECKS.get(kind, kind)}"
         for kind, steps in kinds.items()
     )
+
+
+def show_statistics(report: RootStatistics, leaf_count: int) -> None:
+    """Print files by kind, bytes by redundancy, and the leaves that take most.
+
+    Args:
+        report: the statistics.
+        leaf_count: number of leaves to print.
+    """
+    numbers = ("names", "files", "bytes", "named bytes")
+    rows = [
+        (f.kind, f.name_count, f.file_count, decimal(f.file_bytes), decimal(f.named_bytes))
+        for f in report.files
+    ]
+    if rows:
+        counts = [sum(each) for each in zip(*((r[1], r[2]) for r in rows), strict=True)]
+        sums = [sum(f.file_bytes for f in report.files), sum(f.named_bytes for f in report.files)]
+        print_rows(("kind", *numbers), [*rows, ("all", *counts, *map(decimal, sums))], numbers)
+        print_text("")
+    rows = [
+        (name, decimal(count), f"{count / report.full_bytes:.1%}")
+        for name, count in report.redundancy.items()
+    ]
+    right = ("bytes", "share")
+    print_rows(("states in full", *right), [*rows, ("all", decimal(report.full_bytes), "")], right)
+    print_text("")
+    right = ("in one state", "in bases", "in deltas")
+    rows = [
+        (leaf.path, *map(decimal, (leaf.state_bytes, leaf.base_bytes, leaf.delta_bytes)))
+        for leaf in report.leaves[:leaf_count]
+    ]
+    if rows:
+        print_rows(("leaf", *right), rows, right)
+    if len(report.leaves) > leaf_count:
+        print_text(f"and {len(report.leaves) - leaf_count:,} more leaves, which --json lists")
+    print_text(
+        f"{counted(report.recorded_count, 'recorded step', 'recorded steps')}: "
+        f"{counted(report.base_count, 'base', 'bases')} and "
+        f"{counted(report.delta_count, 'delta', 'deltas')}."
+    )
+    if report.skipped:
+        print_text(f"Left out, since they cannot be restored: steps {shown_steps(report.skipped)}.")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-import uuid
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
@@ -20,39 +19,18 @@ from adacheck_jax.format import manifest_json
 from adacheck_jax.store.compaction import in_place
 from adacheck_jax.store.steps import lineage as lineages
 from adacheck_jax.store.steps import manifest_file, roots
-from adacheck_jax.store.steps.lineage import identity
-from adacheck_jax.store.steps.marks import COMMIT_MARK
-from adacheck_jax.store.steps.roots import TMP_SUFFIX
-from adacheck_jax.store.storage.interface import Stamp
 from adacheck_jax.store.storage.location import AnyPath, Location, at
 from adacheck_jax.tools import audit
 from adacheck_jax.tools.audit import Leftover, Progress, StepReport, Thoroughness
 from adacheck_jax.tools.recompute import try_to_restore
 from adacheck_jax.tools.steps import InputError
+from adacheck_jax.tools.upkeep.removal import Removal, execute, is_plain, needed_by, planned
 from adacheck_jax.tools.verification import Verifier, unreadable_file, whole_part
 
 _YOUNG_S = 60.0
 """A temporary directory that changed within this time may belong to a running save."""
 _METRICS = "metrics"
 """Name of the item that Orbax's manager itself adds to a step."""
-
-
-@dataclass(frozen=True, slots=True)
-class Removal:
-    """One directory to remove.
-
-    Attributes:
-        path: path relative to the root.
-        why: the reason why it is of no use.
-        freed_bytes: bytes of its files that have no hard link elsewhere; 0 where the storage does
-            not tell sizes.
-        identity: identity of the judged files; a directory with other files is not removed.
-    """
-
-    path: str
-    why: str
-    freed_bytes: int
-    identity: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +58,7 @@ class RepairReport:
         cleared: paths of the steps that lost what an interrupted compaction left in them, or would.
         freed_bytes: bytes that all removals free, without those of ``cleared``.
         step_count: number of steps that are left.
+        not_looked_at: parts that were not checked, described for people.
     """
 
     root: str
@@ -89,6 +68,7 @@ class RepairReport:
     cleared: tuple[str, ...]
     freed_bytes: int
     step_count: int
+    not_looked_at: tuple[str, ...] = ()
 
 
 def repair(
@@ -128,7 +108,14 @@ def repair(
     freed_bytes = sum(each.freed_bytes for each in removals)
     cleared = tuple(each.below(root) for each in halves)
     return RepairReport(
-        str(root), dry_run, tuple(removals), tuple(kept), cleared, freed_bytes, len(left)
+        root=str(root),
+        is_dry_run=dry_run,
+        removals=tuple(removals),
+        kept=tuple(kept),
+        cleared=cleared,
+        freed_bytes=freed_bytes,
+        step_count=len(left),
+        not_looked_at=report.not_looked_at,
     )
 
 
@@ -185,7 +172,7 @@ def _plan(
     for path, why in _alone(sound, lost).items():
         kept.append(KeptDirectory(path.below(root), why))
         del lost[path]
-    needed = _needed(sound)
+    needed = needed_by(sound)
     for path in [each for each in lost if each in needed]:
         kept.append(KeptDirectory(path.below(root), f"{needed[path]} builds on it"))
         del lost[path]
@@ -193,23 +180,18 @@ def _plan(
     for each in found:
         if not each.is_temporary:
             continue
-        if _is_plain(root / each.path):
+        if is_plain(root / each.path):
             chosen.append((root / each.path, each.why))
         else:
             kept.append(KeptDirectory(each.path, "it is a symbolic link, which is not followed"))
     chosen += _widened(root, lost)
-    links: dict[Stamp, int] = {}
-    removals = [
-        Removal(path.below(root), why, _freed_bytes(path, links), identity(path))
-        for path, why in chosen
-    ]
-    return removals, kept
+    return planned(root, chosen), kept
 
 
 def _judge(root: Location, step: StepReport) -> tuple[bool, str]:
     """The judgement of a damaged step: True if it is lost, and the reason."""
     directory = root / step.item
-    if not _is_plain(directory):
+    if not is_plain(directory):
         return False, "it lies behind a symbolic link, which is not followed"
     own = at(directory / manifest_file.FILE)
     for manifest in (own, *lineages.linked_manifests(directory)):
@@ -239,19 +221,6 @@ def _format(manifest: Location) -> object:
         body = json.loads(manifest.read())
         return body.get("format") if isinstance(body, dict) else None
     return None
-
-
-def _needed(directories: Iterable[Location]) -> dict[Location, str]:
-    """The directories that steps need, each with the name of such a step."""
-    found = {}
-    for directory in directories:
-        try:
-            lineage = lineages.resolve(directory)
-        except AdaCheckError:
-            continue
-        for entry in lineage.entries:
-            found.setdefault(at(entry.holder).resolve(), f"step {lineage.manifest.step}")
-    return found
 
 
 def _alone(sound: Iterable[Location], lost: Iterable[Location]) -> dict[Location, str]:
@@ -289,45 +258,14 @@ def _widened(root: Location, lost: dict[Location, str]) -> list[tuple[Location, 
     return list({path: (path, why) for path, why in reversed(chosen)}.values())[::-1]
 
 
-def _freed_bytes(path: Location, links: dict[Stamp, int]) -> int:
-    """Bytes of files whose last link is in a directory; ``links`` counts links removed so far."""
-    freed_bytes = 0
-    with contextlib.suppress(FileNotFoundError):
-        for each in path.list():
-            with contextlib.suppress(OSError):
-                entry = each.stat()
-                links[entry.stamp] = links.get(entry.stamp, 0) + 1
-                if links[entry.stamp] == entry.link_count:
-                    freed_bytes += entry.size_bytes
-    return freed_bytes
-
-
-def _is_plain(path: Location) -> bool:
-    """True if no part of a path below the root, which is resolved, is a symbolic link."""
-    return path.resolve() == path
-
-
 def _execute(
     root: Location, removals: Sequence[Removal]
 ) -> tuple[list[Removal], list[KeptDirectory]]:
     """Remove the directories whose files are still the judged ones."""
     done, kept = [], []
     for each in removals:
-        path = root / each.path
-        if not _is_plain(path) or identity(path) != each.identity:
+        if execute(root, each):
+            done.append(each)
+        else:
             kept.append(KeptDirectory(each.path, "it changed meanwhile"))
-            continue
-        _remove(path)
-        done.append(each)
     return done, kept
-
-
-def _remove(path: Location) -> None:
-    """Remove a directory; if this process ends midway, no manager takes the rest for a step."""
-    if TMP_SUFFIX not in path.name:
-        name = f"{path.name}{TMP_SUFFIX}-{uuid.uuid4().hex}"
-        if path.rename(name):
-            path = path.with_name(name)
-        else:  # where nothing is renamed, a step counts by its mark
-            (path / COMMIT_MARK).delete()
-    path.delete()

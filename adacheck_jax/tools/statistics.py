@@ -1,0 +1,240 @@
+"""Statistics of a checkpoint root: its files, and where the bytes go, by leaf and by redundancy.
+
+From manifests and file sizes alone; no array is read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from adacheck_jax.errors import AdaCheckError
+from adacheck_jax.format.manifest import BaseManifest, Delta, Leaf, Update
+from adacheck_jax.format.pack_plan import Extent, plan_delta
+from adacheck_jax.store.steps import manifest_file
+from adacheck_jax.store.steps.lineage import LineageStep, resolve
+from adacheck_jax.store.steps.manifest_file import ManifestReader
+from adacheck_jax.store.storage.interface import Stamp
+from adacheck_jax.store.storage.location import AnyPath, at
+from adacheck_jax.tools.steps import steps_under
+
+
+@dataclass(frozen=True, slots=True)
+class FileStatistics:
+    """The files of one kind.
+
+    Attributes:
+        kind: ``arrays of bases``, ``packs of deltas``, ``manifests``, ``update programs``, or
+            ``other`` (Orbax's own, other items).
+        name_count: number of names, hard links included.
+        file_count: number of files: inodes.
+        file_bytes: their bytes, each file counted once.
+        named_bytes: bytes of all names: what copies take that make each link a file of its own.
+    """
+
+    kind: str
+    name_count: int
+    file_count: int
+    file_bytes: int
+    named_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeafStatistics:
+    """One leaf, or leaves of one role.
+
+    Attributes:
+        path: leaf path.
+        state_bytes: its bytes in one state, in memory.
+        base_bytes: its bytes in all bases, before compression.
+        delta_bytes: its bytes in all deltas, before compression.
+    """
+
+    path: str
+    state_bytes: int
+    base_bytes: int
+    delta_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RootStatistics:
+    """The output of ``adacheck stats``.
+
+    Attributes:
+        root: the checkpoint root.
+        recorded_count: number of steps that can be restored: saved, deferred, and held by others.
+        base_count, delta_count: bases and deltas that these steps need, each counted once.
+        full_bytes: bytes of all these states in full, in memory.
+        redundancy: bytes of ``full_bytes``, by what became of them: ``stored in bases``, ``stored
+            in deltas``, ``replayed``, ``unchanged``, ``equal to another leaf``, ``kept from an
+            earlier base``. They add up to ``full_bytes``.
+        files: files by kind; none in an object store, which does not tell sizes.
+        leaves: every leaf that takes bytes, the most expensive one first.
+        skipped: numbers of steps that cannot be restored, and are left out.
+    """
+
+    root: str
+    recorded_count: int
+    base_count: int
+    delta_count: int
+    full_bytes: int
+    redundancy: dict[str, int]
+    files: tuple[FileStatistics, ...]
+    leaves: tuple[LeafStatistics, ...]
+    skipped: tuple[int, ...]
+
+
+BASES, DELTAS, REPLAYED = "stored in bases", "stored in deltas", "replayed"
+UNCHANGED, EQUAL, KEPT = "unchanged", "equal to another leaf", "kept from an earlier base"
+
+
+def statistics_of(root: AnyPath) -> RootStatistics:
+    """Tell where the bytes of a root go.
+
+    Args:
+        root: the directory given to the checkpoint manager.
+
+    Raises:
+        InputError: the root is missing, is not a directory, or holds no step of ours.
+    """
+    tally, skipped, manifests = _Tally(), list[int](), ManifestReader()
+    for step in steps_under(root):
+        try:
+            lineage = resolve(step.directory, manifests.read_file)
+        except AdaCheckError:
+            skipped.append(step.step)
+            continue
+        tally.add_base(lineage.base)
+        for manifest, delta in _deltas(lineage.entries):
+            tally.add_delta(lineage.base, manifest, delta)
+    return RootStatistics(
+        root=str(root),
+        recorded_count=tally.base_count + tally.delta_count,
+        base_count=tally.base_count,
+        delta_count=tally.delta_count,
+        full_bytes=sum(tally.redundancy.values()),
+        redundancy={name: tally.redundancy[name] for name in _ORDER if tally.redundancy[name]},
+        files=_files(root),
+        leaves=tally.leaves(),
+        skipped=tuple(skipped),
+    )
+
+
+_ORDER = (BASES, DELTAS, REPLAYED, UNCHANGED, EQUAL, KEPT)
+
+
+def _deltas(entries: Iterable[LineageStep]) -> Iterator[tuple[str, Delta]]:
+    for entry in entries:
+        manifest = entry.manifest
+        if not isinstance(manifest, BaseManifest):
+            for delta in manifest.deltas:
+                yield manifest.checksum, delta
+
+
+class _Tally:
+    """Bytes by leaf and by redundancy, of bases and deltas that are each counted once."""
+
+    def __init__(self) -> None:
+        self._seen: set[object] = set()
+        self._state: dict[str, int] = {}
+        self._bases: Counter[str] = Counter()
+        self._deltas: Counter[str] = Counter()
+        self.redundancy: Counter[str] = Counter()
+        self.base_count = self.delta_count = 0
+
+    def add_base(self, base: BaseManifest) -> None:
+        """Count a base."""
+        if base.checksum in self._seen:
+            return
+        self._seen.add(base.checksum)
+        self.base_count += 1
+        elsewhere = {**dict.fromkeys((i for i, _ in base.kept), KEPT)}
+        elsewhere |= dict.fromkeys((i for i, _ in base.aliases), EQUAL)
+        for index, leaf in enumerate(base.leaves):
+            self._state[leaf.path] = leaf.nbytes
+            kind = elsewhere.get(index, BASES)
+            self.redundancy[kind] += leaf.nbytes
+            if kind is BASES:
+                self._bases[leaf.path] += leaf.nbytes
+
+    def add_delta(self, base: BaseManifest, manifest: str, delta: Delta) -> None:
+        """Count a delta of a lineage that begins at a base."""
+        if (manifest, delta.step) in self._seen:
+            return
+        self._seen.add((manifest, delta.step))
+        self.delta_count += 1
+        stored, equal = _stored(base.leaves, delta)
+        computed = _computed(base.update, delta)
+        for index, leaf in enumerate(base.leaves):
+            self._deltas[leaf.path] += stored[index]
+            self.redundancy[DELTAS] += stored[index]
+            self.redundancy[EQUAL] += equal[index]
+            left = leaf.nbytes - stored[index] - equal[index]
+            self.redundancy[REPLAYED if index in computed else UNCHANGED] += left
+
+    def leaves(self) -> tuple[LeafStatistics, ...]:
+        """The leaves, those that take most first."""
+        rows = [
+            LeafStatistics(path, size, self._bases[path], self._deltas[path])
+            for path, size in self._state.items()
+        ]
+        rows = [row for row in rows if row.base_bytes or row.delta_bytes]
+        return tuple(sorted(rows, key=lambda row: -(row.base_bytes + row.delta_bytes)))
+
+
+def _stored(leaves: tuple[Leaf, ...], delta: Delta) -> tuple[Counter[int], Counter[int]]:
+    """Bytes of each leaf that a delta stores, and those that equal another leaf's."""
+    encodings = [pack.encodings for pack in delta.packs]
+    aliases = [pack.aliases for pack in delta.packs]
+    plan = plan_delta(leaves, delta.stored, encodings, aliases)
+    own: list[list[Extent]] = [[] for _ in delta.packs]
+    stored, equal = Counter[int](), Counter[int]()
+    for extent in plan.extents:
+        own[extent.process].append(extent)
+        stored[extent.leaf] += extent.size_bytes
+    for process, pairs in enumerate(aliases):
+        for number, _ in pairs:
+            extent = own[process][number]
+            stored[extent.leaf] -= extent.size_bytes
+            equal[extent.leaf] += extent.size_bytes
+    return stored, equal
+
+
+def _computed(update: Update | None, delta: Delta) -> frozenset[int]:
+    """Indices of the leaves that a restore computes from this delta."""
+    if update is None or not delta.has_update:
+        return frozenset()
+    return update.computed_by(delta.updates).difference(update.passed, delta.unreplayed)
+
+
+_KINDS: tuple[tuple[str, Callable[[str, str], bool]], ...] = (
+    ("manifests", lambda path, name: name.endswith(manifest_file.NAME)),
+    ("update programs", lambda path, name: name.startswith("update.")),
+    ("packs of deltas", lambda path, name: "delta." in name),
+    ("arrays of bases", lambda path, name: f"/{manifest_file.DIRECTORY}/base" in path),
+)
+
+
+def _files(root: AnyPath) -> tuple[FileStatistics, ...]:
+    """The files under a root, by kind."""
+    if not at(root).on_file_system:
+        return ()
+    top = at(root)
+    names: Counter[str] = Counter()
+    named: Counter[str] = Counter()
+    files: dict[str, dict[Stamp, int]] = {}
+    for each in top.list():
+        try:
+            entry = each.stat()
+        except FileNotFoundError:  # a manager deletes while this looks
+            continue
+        path = f"/{each.below(top)}"
+        kind = next((k for k, holds in _KINDS if holds(path, each.name)), "other")
+        names[kind] += 1
+        named[kind] += entry.size_bytes
+        files.setdefault(kind, {})[entry.stamp] = entry.size_bytes
+    return tuple(
+        FileStatistics(kind, names[kind], len(found), sum(found.values()), named[kind])
+        for kind, found in sorted(files.items(), key=lambda each: -sum(each[1].values()))
+    )
