@@ -177,7 +177,7 @@ def verify_root(
         seed=wanted.seed if partly else None,
         damaged_count=sum(bool(each.damage) for each in reports),
         not_looked_at=tuple(_not_looked_at(reports)),
-        causes=causes_of(str(root), reports),
+        causes=causes_of(str(root), ((each.step, d) for each in reports for d in each.damage)),
     )
 
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from adacheck_jax.store.steps.lineage import LINEAGE
-
-if TYPE_CHECKING:  # a cycle: reports hold causes
-    from adacheck_jax.tools.audit import StepReport
+from adacheck_jax.tools.verification import Damage
 
 _QUOTED = re.compile(r'"/[^"]*"|"[a-z0-9]+://[^"]*"')
 
@@ -32,30 +29,29 @@ class Cause:
     message: str
 
 
-def causes_of(root: str, reports: Sequence[StepReport]) -> tuple[Cause, ...]:
+def causes_of(root: str, found: Iterable[tuple[int | None, Damage]]) -> tuple[Cause, ...]:
     """The causes of all damage, in the order in which they were found.
 
     Files that steps share are verified once, so that a cause has the same words in each of them.
 
     Args:
         root: the checkpoint root.
-        reports: reports of its steps.
+        found: all damage, each with the number of its step.
     """
     files: dict[object, str] = {}
     steps: dict[object, dict[int, None]] = {}
     leaves: dict[object, dict[str, None]] = {}
     messages: dict[object, str] = {}
-    for report in reports:
-        for each in report.damage:
-            told = _without(each.message, each.leaf)
-            named = bool(_QUOTED.search(told))  # then the words tell the file
-            key = told if named else (told, _own_name(root, report, each.file))
-            files.setdefault(key, each.file)
-            messages.setdefault(key, told)
-            if report.step is not None:
-                steps.setdefault(key, {})[report.step] = None
-            if each.leaf is not None:
-                leaves.setdefault(key, {})[each.leaf] = None
+    for step, each in found:
+        told = _without(each.message, each.leaf)
+        named = bool(_QUOTED.search(told))  # then the words tell the file
+        key = told if named else (told, _own_name(root, step, each.file))
+        files.setdefault(key, each.file)
+        messages.setdefault(key, told)
+        if step is not None:
+            steps.setdefault(key, {})[step] = None
+        if each.leaf is not None:
+            leaves.setdefault(key, {})[each.leaf] = None
     return tuple(
         Cause(file, (*steps.get(key, ()),), (*leaves.get(key, ()),), messages[key])
         for key, file in files.items()
@@ -70,10 +66,10 @@ def _without(message: str, leaf: str | None) -> str:
     return told.replace(f"{leaf}: ", "")
 
 
-def _own_name(root: str, report: StepReport, file: str) -> str:
+def _own_name(root: str, step: int | None, file: str) -> str:
     """Name of a file in the step that wrote it, the same whichever step links it."""
     below = file.removeprefix(root).lstrip("/")
     _, is_link, rest = below.partition(f"/{LINEAGE}/")
     if is_link:
         return rest
-    return f"{report.step}.{below.rpartition('/')[2]}"
+    return f"{step}.{below.rpartition('/')[2]}"
