@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.campaigns import matrix, perturbations, replays, training
+from tests.campaigns import history, matrix, perturbations, replays, training
 from tests.campaigns.outcomes import differing
 
 SEEDS = (24, 33, 36)
@@ -64,3 +64,10 @@ def test_no_step_of_a_perturbed_run_is_lost(check):
 def test_no_element_of_a_recomputed_update_differs():
     rows = [*matrix.rows_of(range(300), [], None)]
     assert not [matrix.line_of(row) for row in rows if row["class"] in ("differs", "crash")]
+
+
+@pytest.mark.slow
+def test_single_flipped_bits_are_named_by_step_leaf_and_element():
+    found = history.campaign(steps=30, mb=0.2, faults=3, clean=1, seed=0)
+    assert [each.is_right for each in found] == [True] * 4
+    assert all(max(each.restored_counts) <= 7 for each in found)
