@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
+
+_READABLE = 36
+"""Characters of a long column that are shown before optional columns are."""
 
 
 def screen() -> Console:
@@ -41,25 +44,31 @@ def add_row(table: Table, *cells: object) -> None:
 
 
 def print_rows(
-    columns: Sequence[str], rows: Iterable[Sequence[object]], right: Sequence[str] = ()
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    right: Sequence[str] = (),
+    optional: Sequence[str] = (),
 ) -> None:
     """Print a table whose rows are one line each, however many there are.
 
     A rich table of 300 rows takes as long as all else that a listing does. Columns without any
-    value are left out. On a terminal that is too narrow the widest column is shortened.
+    value are left out. On a terminal that is too narrow optional ones are, and the widest one is
+    shortened; what is piped stays whole.
 
     Args:
         columns: titles of the columns.
         rows: one value a column; None is empty.
         right: titles of those that are aligned to the right.
+        optional: titles of those that a narrow terminal lacks, the first to be left out first.
     """
     cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
     used = [i for i in range(len(columns)) if any(row[i] for row in cells)]
     lines = [list(columns), *cells]
     widths = {i: max(len(line[i]) for line in lines) for i in used}
-    if sys.stdout.isatty():  # what is piped stays whole
+    if sys.stdout.isatty():
+        used = _fitting(used, widths, [columns.index(title) for title in optional])
         widest = max(used, key=widths.__getitem__, default=0)
-        too_much = sum(widths.values()) + 2 * (len(used) - 1) - screen().width
+        too_much = _excess(used, widths)
         if too_much > 0:
             widths[widest] = max(widths[widest] - too_much, 10)
             for line in lines:
@@ -73,12 +82,27 @@ def print_rows(
         sys.stdout.write(f"\x1b[1m{text}\x1b[0m\n" if bold else f"{text}\n")
 
 
+def _excess(used: Sequence[int], widths: Mapping[int, int]) -> int:
+    """Characters by which a row of these columns is too long for the terminal."""
+    return sum(widths[i] for i in used) + 2 * (len(used) - 1) - screen().width
+
+
+def _fitting(used: list[int], widths: Mapping[int, int], optional: Sequence[int]) -> list[int]:
+    """The columns without as many optional ones as a readable row has no room for."""
+    readable = {i: min(width, _READABLE) for i, width in widths.items()}
+    for column in optional:
+        if _excess(used, readable) <= 0:
+            break
+        used = [i for i in used if i != column]
+    return used
+
+
 def _shortened(text: str, width: int) -> str:
-    """A text without its middle, if it is too long: the ends of a leaf path tell most."""
+    """A text that is cut where it tells least: of a path the beginning, else the end."""
     if len(text) <= width:
         return text
-    head = (width - 1) // 3
-    return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
+    is_path = "/" in text and " " not in text
+    return f"…{text[len(text) - width + 1 :]}" if is_path else f"{text[: width - 1]}…"
 
 
 def print_text(text: str) -> None:

@@ -20,7 +20,7 @@ from adacheck_jax.cli.printing import (
     shown_bytes,
 )
 from adacheck_jax.store.steps.lineage import shown_steps
-from adacheck_jax.tools.listing import saved_at
+from adacheck_jax.tools.listing import FOREIGN, saved_at
 
 if TYPE_CHECKING:  # the modules of some import JAX, which ``adacheck ls`` does not need
     from adacheck_jax.tools.inspection import StepDetails
@@ -35,13 +35,14 @@ def show_root(summary: RootSummary, *, fold: bool = False) -> None:
         summary: the steps.
         fold: True for one row a lineage.
     """
-    now, years = datetime.now(UTC), {_year(row) for row in summary.steps}
-    several = len({row.item.rpartition("/")[2] for row in summary.steps}) > 1
+    now, years = datetime.now(UTC), {_year(row) for row in summary.steps} - {None}
+    items = {row.item.rpartition("/")[2] for row in summary.steps if row.kind != FOREIGN}
     groups = _lineages(summary.steps) if fold else [[row] for row in summary.steps]
     print_rows(
         ("step", "item", "saved", "age", "kind", "with", "new", "size", "unique", "checked"),
-        [_row(group, now, is_dated=len(years) > 1, has_item=several) for group in groups],
+        [_row(group, now, is_dated=len(years) > 1, has_item=len(items) > 1) for group in groups],
         right=("step", "age", "new", "size", "unique"),
+        optional=("unique", "size", "age"),
     )
     for row in summary.steps:
         if row.error is not None:
@@ -156,15 +157,19 @@ def show_step(details: StepDetails) -> None:
     groups = new_table("group", "leaves", "bytes", right=("leaves", "bytes"))
     for group in details.groups:
         add_row(groups, group.name, group.leaf_count, decimal(group.leaf_bytes))
-    names = ("leaf path", "type", "update", "restored", "boxes", "fingerprint")
-    leaves = new_table(*names, right=("boxes",))
-    for leaf in details.leaves:
-        cells = (leaf.path, leaf.description, leaf.exactness, leaf.source, leaf.box_count)
-        add_row(leaves, *cells, leaf.fingerprint)
     console = screen()
-    for table in (facts, groups, leaves):
+    for table in (facts, groups):
         console.print(table)
         console.print()
+    print_rows(
+        ("leaf path", "type", "update", "restored", "boxes", "fingerprint"),
+        [
+            (x.path, x.description, x.exactness, x.source, x.box_count, x.fingerprint)
+            for x in details.leaves
+        ],
+        right=("boxes",),
+        optional=("fingerprint", "boxes", "update"),
+    )
 
 
 _CHECKS = {

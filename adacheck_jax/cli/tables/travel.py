@@ -50,7 +50,8 @@ def show_diff(report: StepComparison) -> None:
     ]
     numbers = ("changed", "norm", "relative", "largest", "cosine")
     if rows:
-        print_rows(("leaf", "role", *numbers), rows, right=numbers)
+        optional = ("role", "cosine", "largest", "norm")
+        print_rows(("leaf", "role", *numbers), rows, numbers, optional)
     _tell_more(report.differences)
     for paths, (root, step) in (
         (report.only_before, report.before),
@@ -100,7 +101,7 @@ def show_comparison(report: RunComparison) -> None:
         cells = (each.path, each.role, each.changed_count, list(first.index), values, bits)
         rows.append((*cells, first.process))
     titles = ("leaf", "role", "elements", "first", "values", "differ by", "process")
-    print_rows(titles, rows, right=("elements", "process"))
+    print_rows(titles, rows, ("elements", "process"), ("role", "differ by", "process"))
     _tell_more(report.differences)
 
 

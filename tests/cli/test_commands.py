@@ -1,0 +1,148 @@
+"""All commands: what they say of wrong inputs, how wide they are, and what their help promises."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from adacheck_jax.cli.main import app
+from tests.tools.small_run import train
+
+COMMANDS = [each.name or each.callback.__name__ for each in app.registered_commands]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    path = tmp_path_factory.mktemp("commands") / "run"
+    train(path)
+    (path / "77").mkdir()  # somebody else's
+    (path.parent / "a_file").write_text("no root")
+    (path.parent / "empty").mkdir()
+    (path.parent / "checks.py").write_text(
+        "def holds(state, step):\n    return step > 5\nnumber = 3\nraise_later = lambda: 1 / 0\n"
+    )
+    return path
+
+
+def invoked(*words):
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+WRONG = [
+    (("ls", "{root}/none"), "expected a checkpoint root, found nothing there"),
+    (("ls", "{top}/a_file"), "expected a checkpoint root, found a file"),
+    (("ls", "{top}/empty"), "expected steps saved by AdaCheckHandler, found nothing"),
+    (("ls", "{root}/5/default"), "This is one step's item directory; give {root}"),
+    (("ls", "ftp://bucket/run"), "expected a local path, gs://BUCKET/... or s3://BUCKET/..."),
+    (("ls", "{root}", "--last", "0"), "greater than or equal to 1"),
+    (("ls", "{root}", "--lst"), "No such option"),
+    (("inspect", "{root}", "99"), "expected step 99, found"),
+    (("inspect", "{root}", "newest"), "expected a step number, latest, or -1"),
+    (("inspect", "{root}", "-99"), "expected at least 99 steps, found"),
+    (("inspect", "{root}", "--item", "state"), "expected an item 'state', found default"),
+    (("stats", "{top}/empty"), "expected steps saved by AdaCheckHandler"),
+    (("log", "{root}/none"), "found nothing there"),
+    (("diff", "{root}", "5"), "Missing argument 'AFTER'"),
+    (("diff", "{root}", "5", "99"), "expected step 99: found"),
+    (("diff", "{root}", "5", "5", "--other", "{top}/empty"), "expected steps saved by"),
+    (("bisect", "{root}"), "expected --predicate FILE.py:FUNCTION or --non-finite"),
+    (("bisect", "{root}", "--predicate", "{top}/checks.py"), "Name a function"),
+    (("bisect", "{root}", "--predicate", "{top}/no.py:f"), "expected a Python file, found none"),
+    (("bisect", "{root}", "--predicate", "{top}/checks.py:f"), "expected a function f"),
+    (("bisect", "{root}", "--predicate", "{top}/checks.py:number"), "number"),
+    (("bisect", "{root}", "--predicate", "{top}/checks.py:raise_later"), "the function raised"),
+    (("compare", "{root}", "{top}/none"), "found nothing there"),
+    (("verify", "{root}", "99"), "expected step 99, found"),
+    (("verify", "{root}", "--read-data-subset", "ten"), "expected a percentage such as 10%"),
+    (("repair", "{top}/none"), "found nothing there"),
+    (("prune", "{root}"), "expected a rule of what to keep, found none"),
+    (("prune", "{root}", "--keep-within", "2 weeks"), "expected a time such as 3h, 45min or 2d"),
+    (("pin", "{root}", "3"), "expected step 3, found"),
+    (("pin", "{root}", "0", "--remove"), "expected pinned steps, found none"),
+    (("compact", "{root}", "0"), "is a base already"),
+    (("export", "{root}", "5", "{top}/x", "--format", "onnx"), "expected one of orbax"),
+    (("export", "{root}", "5", "{top}", "--format", "npz"), "expected nothing there, found"),
+    (("cp", "{root}/98", "{top}/copy"), "found nothing there. Steps there:"),
+    (("transform", "{root}", "{top}/x", "--rules", "{top}/no.toml", "--step", "5"), "no.toml"),
+    (("import", "{top}/checks.py:f", "{root}", "{top}/x", "--step", "1"), "expected a function f"),
+    (("plan", "{top}/checks.py:f"), "expected a function f"),
+    (("goodput", "--mtbf", "often"), "expected a time such as 3h"),
+    (("frobnicate",), "No such command"),
+]
+
+
+@pytest.mark.parametrize(("words", "expected"), WRONG, ids=lambda x: x[0] if x else None)
+def test_wrong_inputs_are_told_in_one_line_and_exit_with_2(root, words, expected):
+    places = {"root": root, "top": root.parent}
+    before = sorted(path for path in root.rglob("*"))
+    shown = invoked(*(word.format(**places) for word in words))
+    assert shown.exit_code == 2, shown.output
+    assert expected.format(**places) in " ".join(shown.output.split())
+    own = [line for line in shown.output.splitlines() if line.startswith("adacheck:")]
+    assert len(own) <= 1
+    assert "Traceback" not in shown.output
+    assert sorted(path for path in root.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_each_command_has_an_example_and_says_what_json_holds(name):
+    shown = invoked(name, "--help").output
+    assert "Example" in shown or name == "demo"
+    assert "With --json: the fields of adacheck_jax." in " ".join(shown.split())
+    assert "\\b" not in shown
+    assert all(len(line) <= 80 for line in shown.splitlines())
+
+
+def on_a_terminal(columns, *words):
+    """What a command prints on a terminal so wide, and its exit code."""
+    process, terminal = pty.fork()
+    if not process:  # pragma: no cover
+        os.environ.pop("COLUMNS", None)
+        os.environ["TERM"] = "xterm"
+        os.execv(sys.executable, [sys.executable, "-m", "adacheck_jax.cli.main", *map(str, words)])
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    printed = b""
+    while True:
+        try:
+            found = os.read(terminal, 1 << 16)
+        except OSError:  # Linux says so that the other end is closed
+            break
+        if not found:
+            break
+        printed += found
+    _, status = os.waitpid(process, 0)
+    os.close(terminal)
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", printed.decode()).replace("\r\n", "\n")
+    lines = [line.rpartition("\r")[2] for line in text.splitlines()]  # of a progress bar the last
+    return lines, os.waitstatus_to_exitcode(status)
+
+
+VERBS = [
+    ("ls", "{root}"),
+    ("ls", "{root}", "--fold"),
+    ("inspect", "{root}"),
+    ("stats", "{root}"),
+    ("prune", "{root}", "--keep-last", "2", "--dry-run"),
+    ("log", "{root}"),
+    ("diff", "{root}", "-2", "-1"),
+    ("verify", "{root}"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("words", VERBS, ids=lambda words: " ".join((words[0], *words[2:])))
+def test_tables_fit_a_terminal(root: Path, words, columns):
+    lines, _ = on_a_terminal(columns, *(word.format(root=root) for word in words))
+    rows = [line for line in lines if "  " in line]  # sentences are wrapped by the terminal
+    assert rows
+    assert max(map(len, rows)) <= columns
