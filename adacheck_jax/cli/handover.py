@@ -166,7 +166,7 @@ def import_(
     """Put a checkpoint of stock Orbax, or safetensors, as a base under a new root.
 
     \b
-    Example: adacheck import train.py:abstract_state old_run/1200/default new_run --step 1200
+    Example: adacheck import train.py:state old/1200/default new_run --step 1200
 
     TARGET takes no argument and returns the abstract state, built with the Recorder, or a tuple of
     it and the Recorder. The state of the optimizer goes where the Recorder keeps it. In a program

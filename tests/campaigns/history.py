@@ -34,6 +34,8 @@ from adacheck_jax.tools.history.walk import State, Walk
 from benchmarks.common import environment
 
 SAVED_EVERY, MAX_DELTAS, LEAVES = 10, 100, 8
+GOES_ON = 40
+"""Steps that a run goes on for after its fault."""
 BYTES_A_PARAM = 14
 """Of float32 params and two moments, and a bfloat16 record."""
 RECORDER = adacheck.Recorder(optax.adamw(1e-3), dtype=jnp.bfloat16)
@@ -64,12 +66,14 @@ class Verdict:
 
     Attributes:
         is_right: True if step, leaf and element were named, or a clean pair found equal.
+        faded: True if the last step has no trace of the fault, so that ``bisect`` had to find none.
         restored_counts: states that ``compare`` and ``bisect`` restored.
         seconds: time that each took.
         said: what they said.
     """
 
     is_right: bool
+    faded: bool
     restored_counts: tuple[int, int]
     seconds: tuple[float, float]
     said: str
@@ -164,7 +168,7 @@ def with_fault(clean: Path, root: Path, mb: float, steps: int, fault: Fault) -> 
     state = initial(mb)
     with ocp.CheckpointManager(root, item_handlers=adacheck.AdaCheckHandler(RECORDER)) as manager:
         state = manager.restore(first, args=adacheck.RestoreArgs(state))
-    train(root, state, first + 1, steps, fault)
+    train(root, state, first + 1, min(fault.step + GOES_ON, steps), fault)
 
 
 def judge(clean: Path, root: Path, fault: Fault | None) -> Verdict:
@@ -192,13 +196,15 @@ def judge(clean: Path, root: Path, fault: Fault | None) -> Verdict:
     second.close()
     if fault is None:
         is_right = found.step is None and halved.step is None
-        return Verdict(is_right, counts, seconds, f"{found.step} {halved.step}")
+        return Verdict(is_right, False, counts, seconds, f"{found.step} {halved.step}")
     told = found.differences[0] if found.differences else None
     said = f"{found.step} {halved.step} {told.path if told else ''} {told.first if told else ''}"
-    is_right = (found.step, halved.step) == (fault.step, fault.step)
+    last = min(first.steps[-1], second.steps[-1])
+    faded = first.fingerprints(last) == second.fingerprints(last)
+    is_right = (found.step, halved.step) == (fault.step, None if faded else fault.step)
     is_right &= told is not None and told.path == path_of(fault)
     is_right &= told is not None and told.first.index == fault.index and told.first.bits == 1
-    return Verdict(is_right, counts, seconds, said)
+    return Verdict(is_right, faded, counts, seconds, said)
 
 
 def campaign(steps: int, mb: float, faults: int, clean: int, seed: int) -> list[Verdict]:
@@ -235,15 +241,17 @@ def main() -> None:
     print(environment())
     found = campaign(options.steps, options.mb, options.faults, options.clean, options.seed)
     groups = (("faults", found[: options.faults]), ("clean pairs", found[options.faults :]))
-    print("| pairs | number | right | most restores | longest compare, s | longest bisect, s |")
-    print("|---|---|---|---|---|---|")
+    print("| pairs | number | right | faded | most restores | compare, s | bisect, s |")
+    print("|---|---|---|---|---|---|---|")
     for name, verdicts in groups:
         if verdicts:
             restores = max(max(v.restored_counts) for v in verdicts)
             longest = [max(v.seconds[i] for v in verdicts) for i in (0, 1)]
-            right = sum(v.is_right for v in verdicts)
+            right, faded = (
+                sum(each) for each in zip(*((v.is_right, v.faded) for v in verdicts), strict=True)
+            )
             print(
-                f"| {name} | {len(verdicts)} | {right} | {restores} | {longest[0]:.1f} | "
+                f"| {name} | {len(verdicts)} | {right} | {faded} | {restores} | {longest[0]:.1f} | "
                 f"{longest[1]:.1f} |"
             )
     if not all(each.is_right for each in found):
