@@ -91,7 +91,7 @@ def transform(
     from adacheck_jax.tools.handover import transform as transforms
 
     with errors():
-        read = read_rules(rules.read_text(), str(rules))
+        read = read_rules(rules.read_bytes(), str(rules))
         report = transforms.transform(root_of(root), dest, read, step, item, dry_run=dry_run)
     if as_json:
         print_json(report)
