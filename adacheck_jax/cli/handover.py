@@ -103,7 +103,7 @@ def transform(
     from adacheck_jax.tools.handover import transform as transforms
 
     with errors():
-        read = read_rules(rules.read_text(), str(rules))
+        read = read_rules(rules.read_bytes(), str(rules))
         number = newest(root_of(root), step_of(step, "--step"), item)
         report = transforms.transform(root_of(root), dest, read, number, item, dry_run=dry_run)
     if as_json:

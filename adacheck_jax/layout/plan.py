@@ -155,7 +155,18 @@ class _Planning:
         self._params = tuple(each.root for each in params)
 
     def plan(self) -> Plan:
+        self._check_nesting()
         return Plan(tuple(self._kinds), self._inputs, self._now, tuple(self._steps), self._trees)
+
+    def _check_nesting(self) -> None:
+        """Refuse a leaf below another one: a tree cannot hold both, and one would be lost."""
+        for path in self._now:
+            above = (path[:k] for k, letter in enumerate(path) if letter == "/")
+            if leaf := next((each for each in above if each in self._now), None):
+                raise MismatchError(
+                    f"expected no leaf below another one after the rules, found {leaf} and {path}. "
+                    "Give one of them another path."
+                )
 
     def add(self, rule: Rule, name: str) -> None:
         """Apply a rule to every tree that it concerns."""
@@ -166,6 +177,11 @@ class _Planning:
             paths = ["/" + path for path in self._now] if rule.is_anchored else self._paths_in(tree)
             for match in _matches(rule, paths, name):
                 sources = [self._full(rule, tree, path) for path in match.sources]
+                if len({*sources}) < len(sources) or not taken.isdisjoint(sources):
+                    raise MismatchError(
+                        f"{name}: expected to take each leaf once, found one twice among "
+                        f"{_listed(sources)}."
+                    )
                 first = counts.setdefault(match.sources[0], len(sources))
                 if len(sources) != first:
                     raise MismatchError(

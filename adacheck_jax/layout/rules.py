@@ -7,8 +7,11 @@ whole path of leaves elsewhere in the state (``/batch_stats/block_{i}/{rest...}`
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from adacheck_jax.layout import operations
 from adacheck_jax.layout.operations import Kind, Operation
@@ -86,6 +89,17 @@ def _trees(trees: Trees) -> tuple[str, ...] | None:
     return None if trees is None else tuple(trees)
 
 
+def _integer(name: str, value: object) -> int:
+    try:
+        return operator.index(value)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        raise ValueError(f"expected an integer for {name}, found {value!r}") from None
+
+
+def _integers(name: str, values: Sequence[object]) -> tuple[int, ...]:
+    return tuple(_integer(name, value) for value in values)
+
+
 def rename(source: str, to: str, *, trees: Trees = None) -> Rule:
     """Give leaves another path.
 
@@ -108,7 +122,7 @@ def stack(source: str, to: str, *, over: str = "i", axis: int = 0, trees: Trees 
         trees: see :func:`rename`.
     """
     taken, given = (Pattern(source),), (Pattern(to),)
-    made = operations.Stack(axis)
+    made = operations.Stack(_integer("axis", axis))
     return Rule("stack", taken, given, lambda _: made, counts_sources=over, trees=_trees(trees))
 
 
@@ -122,6 +136,7 @@ def unstack(source: str, to: str, *, over: str = "i", axis: int = 0, trees: Tree
         axis: position of the axis.
         trees: see :func:`rename`.
     """
+    axis = _integer("axis", axis)
 
     def made(taken: Sequence[Kind]) -> Operation:
         operations.Unstack(0, axis).source_axes(len(taken[0].shape))  # the axis exists
@@ -144,7 +159,7 @@ def fuse(
             then the second half of each (the heads of a tensor-parallel model).
         trees: see :func:`rename`.
     """
-    made = operations.Fuse(axis, groups)
+    made = operations.Fuse(_integer("axis", axis), _integer("groups", groups))
     taken = tuple(map(Pattern, _several(sources)))
     return Rule("fuse", taken, (Pattern(to),), lambda _: made, trees=_trees(trees))
 
@@ -169,11 +184,15 @@ def split(
         trees: see :func:`rename`.
     """
     given = tuple(map(Pattern, _several(to)))
+    axis, groups = _integer("axis", axis), _integer("groups", groups)
+    lengths = None if sizes is None else _integers("sizes", sizes)
+    if lengths is not None and len(lengths) != len(given):
+        raise ValueError(f"expected {len(given)} sizes, one for each part, found {[*lengths]}")
 
     def made(taken: Sequence[Kind]) -> Operation:
         operations.Unstack(0, axis).source_axes(len(taken[0].shape))  # the axis exists
         equal = (taken[0].shape[axis] // len(given),) * len(given)
-        return operations.Split(axis, equal if sizes is None else tuple(sizes), groups)
+        return operations.Split(axis, equal if lengths is None else lengths, groups)
 
     return Rule("split", (Pattern(source),), given, made, trees=_trees(trees))
 
@@ -196,7 +215,8 @@ def pad(
         to: pattern of their new paths; None to keep the paths.
         trees: see :func:`rename`.
     """
-    return _one_to_one("pad", source, to, operations.Pad(axis, size), trees)
+    made = operations.Pad(_integer("axis", axis), _integer("size", size))
+    return _one_to_one("pad", source, to, made, trees)
 
 
 def strip(
@@ -218,7 +238,8 @@ def strip(
         to: pattern of their new paths; None to keep the paths.
         trees: see :func:`rename`.
     """
-    return _one_to_one("strip", source, to, operations.Strip(axis, size, lossy), trees)
+    made = operations.Strip(_integer("axis", axis), _integer("size", size), lossy)
+    return _one_to_one("strip", source, to, made, trees)
 
 
 def repeat(
@@ -233,7 +254,8 @@ def repeat(
         to: pattern of their new paths; None to keep the paths.
         trees: see :func:`rename`.
     """
-    return _one_to_one("repeat", source, to, operations.Repeat(count, axis), trees)
+    made = operations.Repeat(_integer("count", count), _integer("axis", axis))
+    return _one_to_one("repeat", source, to, made, trees)
 
 
 def average(source: str, *, axis: int = 0, to: str | None = None, trees: Trees = None) -> Rule:
@@ -245,7 +267,7 @@ def average(source: str, *, axis: int = 0, to: str | None = None, trees: Trees =
         to: pattern of their new paths; None to keep the paths.
         trees: see :func:`rename`.
     """
-    return _one_to_one("average", source, to, operations.Average(axis), trees)
+    return _one_to_one("average", source, to, operations.Average(_integer("axis", axis)), trees)
 
 
 def transpose(
@@ -259,19 +281,21 @@ def transpose(
         to: pattern of their new paths; None to keep the paths.
         trees: see :func:`rename`.
     """
-    return _one_to_one("transpose", source, to, operations.Transpose(tuple(axes)), trees)
+    made = operations.Transpose(_integers("axes", axes))
+    return _one_to_one("transpose", source, to, made, trees)
 
 
 def cast(
-    source: str, dtype: str, *, lossy: bool = False, to: str | None = None, trees: Trees = None
+    source: str, dtype: object, *, lossy: bool = False, to: str | None = None, trees: Trees = None
 ) -> Rule:
     """Give elements another data type.
 
     Args:
         source: pattern of the leaves.
-        dtype: numpy name of the data type.
+        dtype: the data type, or numpy's name of it.
         lossy: True to round elements; False refuses to change a value.
         to: pattern of their new paths; None to keep the paths.
         trees: see :func:`rename`; often ``["params"]``.
     """
-    return _one_to_one("cast", source, to, operations.Cast(str(dtype), lossy), trees)
+    name = dtype if isinstance(dtype, str) else np.dtype(dtype).name  # pyright: ignore
+    return _one_to_one("cast", source, to, operations.Cast(name, lossy), trees)

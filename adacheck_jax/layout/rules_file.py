@@ -41,7 +41,7 @@ _MAKERS: Mapping[str, Callable[..., Rule]] = {
 }
 
 
-def read_rules(text: str, where: str = "rules") -> list[Rule]:
+def read_rules(text: str | bytes, where: str = "rules") -> list[Rule]:
     """Read rules from the text of a TOML file.
 
     Args:
@@ -52,8 +52,8 @@ def read_rules(text: str, where: str = "rules") -> list[Rule]:
         FormatError: it is no TOML, or a table is no rule; the message names the table.
     """
     try:
-        tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        tables = tomllib.loads(text if isinstance(text, str) else text.decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise FormatError(f"{where}: expected TOML, found what is not: {error}.") from error
     unknown = [name for name in tables if name != "rule"]
     found = tables.get("rule")

@@ -96,11 +96,16 @@ def transformed(
     places = {value: wanted.get(path) for path, value in plan.outputs.items()}
     paths = {value: path for path, value in plan.inputs.items()}
     for component in plan.components():
-        taken = {value: values.pop(value) for value in component.taken}
+        taken = {value: _array(values.pop(value), plan.kinds[value]) for value in component.taken}
         given = _run(component.steps, taken, places)
         _prove(plan, component, taken, given, paths)
         values |= {value: given[value] for value in component.given}
     return {path: values[value] for path, value in plan.outputs.items()}
+
+
+def _array(leaf: Any, kind: Kind) -> Any:
+    """A leaf as an array: a Python number is a 0-d one of the host."""
+    return leaf if hasattr(leaf, "shape") else np.asarray(leaf, kind.dtype)
 
 
 def _run(
@@ -146,7 +151,7 @@ def _computed(
     """The results of one operation, on the wanted places."""
     if not any(isinstance(array, jax.Array) for array in arrays):
         hosted = [np.asarray(array) for array in arrays]
-        results = [np.ascontiguousarray(each) for each in operation.apply(np, hosted)]
+        results = [np.asarray(each, order="C") for each in operation.apply(np, hosted)]
         pairs = zip(results, wanted, strict=True)
         return [x if w is None or w is np.ndarray else jax.device_put(x, w) for x, w in pairs]
     shapes = operation.kinds([Kind(x.shape, str(x.dtype)) for x in arrays])
@@ -156,6 +161,11 @@ def _computed(
     finished = []
     for x, kind, w in zip(results, shapes, wanted, strict=True):
         assert x.shape == kind.shape, (operation, x.shape, kind)
+        if str(x.dtype) != kind.dtype:
+            raise MismatchError(
+                f"transform ({type(operation).__name__.lower()}): expected elements of "
+                f"{kind.dtype}, found that jax makes {x.dtype} of them. Set jax_enable_x64."
+            )
         if w is np.ndarray:
             finished.append(np.asarray(x))
         else:

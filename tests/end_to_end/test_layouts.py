@@ -371,6 +371,35 @@ def test_what_would_lose_bits_is_refused_unless_it_may(tmp_path):
         assert found["params"]["copies"].dtype == jnp.bfloat16
 
 
+def test_data_types_are_what_the_rule_says_or_refused(tmp_path):
+    manager, states = saved(tmp_path, {"delta": "bits"})
+    with manager:
+        for dtype in ("float31", "object", "key<fry>", "f4"):
+            with pytest.raises(MismatchError, match=f"params/table.*found '{dtype}'"):
+                manager.restore(
+                    3, args=adacheck.RestoreArgs(transform=[layout.cast("table", dtype)])
+                )
+        for dtype in (jnp.float32, np.dtype("float32"), "float32"):
+            rules = [layout.cast("table", dtype, trees=["params"])]
+            found = manager.restore(3, args=adacheck.RestoreArgs(transform=rules))
+            expected = np.float32(states[3]["params"]["table"])
+            assert_equal(found["params"]["table"], expected)
+        rules = [layout.cast("table", "float64", trees=["params"])]
+        with pytest.raises(MismatchError, match=r"found that jax makes float32.*jax_enable_x64"):
+            manager.restore(3, args=adacheck.RestoreArgs(transform=rules))
+
+
+def test_python_numbers_are_stacked_as_arrays(tmp_path):
+    state = {"params": {"a_0": 0.5, "a_1": 1.5, "n": 3, "b": True}}
+    with support.manager_of(tmp_path, adacheck.AdaCheckHandler(delta="bits")) as manager:
+        manager.save(0, args=adacheck.SaveArgs(state))
+        rules = [layout.stack("a_{i}", "a"), layout.repeat("n", 2), layout.repeat("b", 2)]
+        found = manager.restore(0, args=adacheck.RestoreArgs(transform=rules))["params"]
+    assert {path: np.asarray(leaf).tolist() for path, leaf in found.items()} == {
+        **{"a": [0.5, 1.5], "n": [3, 3], "b": [True, True]}
+    }
+
+
 def test_a_part_of_the_new_state_is_restored(tmp_path):
     rules = layout.scan_layers("block_{i}", "blocks")
     manager, states = saved(tmp_path, {})

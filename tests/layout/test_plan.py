@@ -91,6 +91,9 @@ def test_what_is_not_wanted_is_not_taken():
         ([layout.stack("{i}", "x")], "expected a number in head, found 'head'"),
         ([layout.fuse(["block_{i}/w", "block_{i}/b"], "x_{i}")], "expected a leaf block_0/b"),
         ([layout.strip("head", 5)], "at most 2"),
+        ([layout.rename("head", "block_0")], "params/block_0 and params/block_0/"),
+        ([layout.rename("block_0/w", "head/w")], "no leaf below another one"),
+        ([layout.fuse(["head", "head"], "x")], "each leaf once, found one twice among params/head"),
         ([layout.cast("head", "int8", trees=["opt"])], "trees among params, opt/mu"),
     ],
     ids=lambda each: str(each)[:40],
@@ -225,6 +228,14 @@ def test_rules_are_read_from_a_file():
         ("[[rule]]\nrename = 'a'", "rule 1 .rename.: missing a required argument: 'to'"),
         ("[[rule]]\npad = 'a'\nsize = 3\nsizes = 4", "unexpected keyword argument 'sizes'"),
         ("[[rule]]\nrename = '{i}'\nto = 'a'", "expected the names {i}"),
+        (
+            "[[rule]]\npad = 'a'\nsize = 2.5",
+            "pad.: expected an integer for size, found 2.5",
+        ),
+        ("[[rule]]\nrepeat = 'a'\ncount = '2'", "expected an integer for count, found '2'"),
+        ("[[rule]]\ntranspose = 'a'\naxes = [1.0, 0.0]", "an integer for axes, found 1.0"),
+        ("[[rule]]\nsplit = 'a'\nto = ['b', 'c']\nsizes = [1]", r"expected 2 sizes.*found \[1\]"),
+        (b"[[rule]]\nrename = '\xe9'", "expected TOML, found what is not: 'utf-8' codec"),
     ],
 )
 def test_a_file_that_is_wrong_is_told(text, told):

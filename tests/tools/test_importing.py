@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from flax import nnx
 from flax.training.train_state import TrainState
 from orbax.checkpoint import v1 as ocp_v1
 from typer.testing import CliRunner
@@ -271,3 +272,107 @@ def test_the_command_makes_a_base(tmp_path):
     assert state["params"]["w"].tobytes() == np.asarray(params["w"]).tobytes()
     again = run("build", "--step", 8)
     assert (again.exit_code, "expected nothing there" in again.stderr) == (2, True)
+
+
+def _matrices(params: Any) -> Any:
+    return jax.tree.map(lambda leaf: jnp.ndim(leaf) == 2, params)
+
+
+def _kinds(params: Any) -> Any:
+    return jax.tree.map(lambda leaf: "matrix" if jnp.ndim(leaf) == 2 else "other", params)
+
+
+OPTIMIZERS = {
+    "two recorders": lambda wrap: optax.multi_transform(
+        {"matrix": wrap(optax.adam(1e-2)), "other": wrap(optax.sgd(1e-2, momentum=0.9))}, _kinds
+    ),
+    "chain": lambda wrap: optax.chain(optax.clip_by_global_norm(1.0), wrap(optax.adam(1e-2))),
+    "several gradients": lambda wrap: wrap(
+        optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation()
+    ),
+    "masked": lambda wrap: optax.masked(wrap(optax.adam(1e-2)), _matrices),
+    "parts inside": lambda wrap: wrap(
+        optax.multi_transform({"matrix": optax.adam(1e-2), "other": optax.sgd(1e-2)}, _kinds)
+    ),
+    "hyperparams": lambda wrap: wrap(optax.inject_hyperparams(optax.adam)(1e-2)),
+}
+"""Optimizers, of which ``wrap`` wraps some part."""
+
+
+class Net(nnx.Module):
+    def __init__(self) -> None:
+        self.linear = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jnp.tanh(self.linear(x))
+
+
+def _of_nnx(tx: Any) -> tuple[Any, Any]:
+    """A model and an optimizer of nnx: their state, and a step."""
+    net = Net()
+    definition, state = nnx.split((net, nnx.Optimizer(net, tx, wrt=nnx.Param)))
+
+    @jax.jit
+    def step(state: Any, x: jax.Array) -> Any:
+        model, optimizer = nnx.merge(definition, state)
+        optimizer.update(model, nnx.grad(lambda each: jnp.mean(each(x) ** 2))(model))
+        return nnx.state((model, optimizer))
+
+    return state, step
+
+
+def _of_dicts(tx: Any) -> tuple[Any, Any]:
+    """A dictionary of params and optax's state, and a step."""
+    params = {"kernel": jax.random.normal(jax.random.key(0), (8, 4)), "bias": jnp.ones(4)}
+
+    @jax.jit
+    def step(state: Any, x: jax.Array) -> Any:
+        loss = lambda p: jnp.mean(jnp.tanh(x @ p["kernel"] + p["bias"]) ** 2)  # noqa: E731
+        gradients = jax.grad(loss)(state["params"])
+        updates, opt = tx.update(gradients, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}
+
+    return {"params": params, "opt": tx.init(params)}, step
+
+
+@pytest.mark.slow
+@pytest.mark.first(2)
+@pytest.mark.parametrize("form", [_of_dicts, _of_nnx], ids=["dicts", "nnx"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_imported_run_goes_on_as_the_run_itself(tmp_path, name, form):
+    """The state of a run, without what its recorders keep, is saved by stock Orbax and imported."""
+    recorders: list[Any] = []
+
+    def wrap(tx: Any) -> Any:
+        recorders.append(adacheck.Recorder(tx))
+        return recorders[-1]
+
+    initial, step = form(OPTIMIZERS[name](wrap))
+    batches = [jax.random.normal(jax.random.key(n), (16, 8)) for n in range(7)]
+    state = initial
+    for x in batches[:3]:
+        state = step(state, x)
+    own = {p.replace("adacheck_inner/", ""): x for p, x in trees.flatten(state)[0].items()}
+    plain, _ = form(OPTIMIZERS[name](lambda tx: tx))
+    paths = [*trees.flatten(plain)[0]]
+    assert {p for p in own if "/adacheck_" not in p} == {*paths}
+    plain = jax.tree.unflatten(jax.tree.structure(plain), [own[path] for path in paths])
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "plain", plain)
+    found = adacheck.import_checkpoint(tmp_path / "plain", initial)
+    states = {}
+    with manager_of(tmp_path / "run", adacheck.AdaCheckHandler(recorders)) as manager:
+        manager.save(2, args=adacheck.SaveArgs(found))
+        for number, x in enumerate(batches[3:], 3):
+            found, state = step(found, x), step(state, x)
+            states[number] = host_copy(found)
+            manager.save(number, args=adacheck.SaveArgs(found))
+            ours, theirs = (
+                {p: x for p, x in trees.flatten(each)[0].items() if "adacheck_count" not in p}
+                for each in (found, state)
+            )
+            assert_same_bits(ours, host_copy(theirs))
+        manager.wait_until_finished()
+        for number, expected in states.items():
+            args = adacheck.RestoreArgs(support.abstract(found))
+            assert_same_bits(manager.restore(number, args=args), expected)

@@ -99,3 +99,28 @@ def test_missing_files_and_steps_are_told(saved, rules, tmp_path):
     assert run(root, tmp_path / "new", "--rules", rules, "--step", 77).exit_code == 2
     assert run(root, root / "new", "--rules", rules, "--step", max(states)).exit_code == 2
     assert jax.tree.leaves(states)  # which were left alone
+
+
+def test_a_base_has_the_data_types_that_are_told(saved, tmp_path):
+    root, states = saved
+    number = max(states)
+    (tmp_path / "wide.toml").write_text('[[rule]]\ncast = "in/kernel"\ndtype = "float64"\n')
+    done = run(root, tmp_path / "new", "--rules", tmp_path / "wide.toml", "--step", number)
+    assert done.exit_code == 0, done.output
+    assert "in/kernel float64[64, 128]" in done.output
+    words = ["export", tmp_path / "new", number, tmp_path / "x.npz", "--format", "npz"]
+    assert not CliRunner().invoke(app, [*map(str, words)]).exit_code
+    found = np.load(tmp_path / "x.npz")["params.in.kernel"]
+    assert found.dtype == np.float64
+    np.testing.assert_array_equal(found, np.asarray(states[number]["params"]["in"]["kernel"]))
+
+
+def test_a_leaf_above_others_is_refused(saved, tmp_path):
+    root, states = saved
+    (tmp_path / "wrong.toml").write_text('[[rule]]\nrename = "scale"\nto = "in"\n')
+    for more in ([], ["--dry-run"]):
+        rules = ["--rules", tmp_path / "wrong.toml", "--step", max(states), *more]
+        done = run(root, tmp_path / "new", *rules)
+        assert done.exit_code == 1
+        assert "expected no leaf below another one" in " ".join(done.stderr.split())
+    assert not (tmp_path / "new").exists()

@@ -14,6 +14,7 @@ import orbax.checkpoint as ocp
 
 from adacheck_jax.adapter.wanted.targets import Target, Wishes
 from adacheck_jax.device.trees import PyTree
+from adacheck_jax.errors import MismatchError
 from adacheck_jax.format.manifest import ITEMSIZES_BYTES, BaseManifest, Leaf
 from adacheck_jax.layout import plan as layouts
 from adacheck_jax.layout import trees
@@ -100,10 +101,17 @@ def planned(rules: Sequence[Rule], base: BaseManifest) -> Plan:
         base: manifest that describes the saved leaves.
 
     Raises:
-        MismatchError: a rule does not fit the saved leaves.
+        MismatchError: a rule does not fit the saved leaves, or gives a data type that no leaf has.
     """
     kinds = {leaf.path: _kind(leaf) for leaf in base.leaves}
-    return layouts.plan(rules, kinds, _params_trees(base))
+    found = layouts.plan(rules, kinds, _params_trees(base))
+    for path, kind in found.after.items():
+        if kind.dtype not in ITEMSIZES_BYTES and found.outputs[path] >= len(kinds):
+            raise MismatchError(
+                f"transform: {path}: expected numpy's name of a data type that arrays have, as "
+                f"bfloat16, found {kind.dtype!r}. Name another in the rule."
+            )
+    return found
 
 
 def _params_trees(base: BaseManifest) -> list[Params]:

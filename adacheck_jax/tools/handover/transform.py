@@ -76,7 +76,8 @@ def transform(
     base = found.lineage.base
     plan = relayout.planned(rules, base)
     if not dry_run:
-        with wide_integers(leaf.dtype for leaf in base.leaves), destination.temporary(path) as new:
+        dtypes = (kind.dtype for kind in plan.kinds)
+        with wide_integers(dtypes), destination.temporary(path) as new:
             state, name = found.restored(StockCheckpoints(), rules).state, found.directory.name
             save_base(str(new), number, state, item=name)
             verification.check(new / str(number) / name, read_data=True)
