@@ -32,7 +32,7 @@ from adacheck_jax.save.parents import Parent, Tip, sizes_of
 from adacheck_jax.save.plan import SavePlan, shown
 from adacheck_jax.save.planner import Course, Planner
 from adacheck_jax.save.recovery import rebuilt
-from adacheck_jax.save.recovery.journal import FilePlace
+from adacheck_jax.save.recovery.journal import FilePlace, Found
 from adacheck_jax.save.recovery.shadow_file import ShadowFileError
 from adacheck_jax.save.share import Attempt, Destination, Exchange, StagedSave
 from adacheck_jax.save.situation import Counts, Options
@@ -173,18 +173,15 @@ class Saver:
             ShadowFileError: there is none that can be taken; the message says why.
             RecorderError: the recorder cannot be tied to the state.
         """
-        snapshot = self._planner.snapshots.take(rebuilt.example_of(abstract_state))
-        structure = snapshot.structure
-        del snapshot  # with what it has on devices
-        found = self._shadow.recover(structure, self._planner.update_of(structure))
+        structure, found = self._found_like(abstract_state)
         try:
             if newest is not None and newest.step > found.step:
                 raise ShadowFileError(
                     f"it is of step {found.step}, and storage has step {newest.step}"
                 )
             state = rebuilt.state_of(abstract_state, found)
-            leaves = jax.tree.leaves(state)
-            if wrong := rebuilt.differing({i: leaves[i] for i in found.arrays}, found):
+            leaves = rebuilt.trained(jax.tree.leaves(state), found)
+            if wrong := rebuilt.differing(leaves, found):
                 raise ShadowFileError(
                     f"step {found.step} does not have the bits that were trained, in "
                     f"{structure.leaves[wrong[0]].path} and {len(wrong) - 1} more"
@@ -200,6 +197,19 @@ class Saver:
         else:
             self.follow(lineage, newest.number, leaves, state, {}, has_shadow=True)
         return found.step, state
+
+    def _found_like(self, abstract_state: PyTree) -> tuple[Structure, Found]:
+        """What the shadow's file holds of a state like an abstract one, and its structure."""
+        refused = ShadowFileError()
+        for example in rebuilt.examples_of(abstract_state):
+            structure = self._planner.snapshots.take(example).structure
+            try:
+                return structure, self._shadow.recover(
+                    structure, self._planner.update_of(structure)
+                )
+            except ShadowFileError as error:
+                refused = error
+        raise refused
 
     def forget(self) -> None:
         """Makes the next save a base: what was restored is no step that another can build on."""

@@ -527,6 +527,24 @@ def test_a_state_of_all_kinds_of_leaves_is_recovered(root, memory):
     assert found.state["keys"].dtype == state["keys"].dtype
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (4, 2)], ids=["one device", "eight devices"])
+def test_a_python_number_that_became_an_array_is_recovered_as_a_number(root, memory, shape):
+    run = support.dict_run(mesh_of(shape))
+    state = {**support.dict_run(mesh_of(shape)).state, "step": 0}  # as TrainState.create makes it
+    with manager_of(root, handler_of(run.recorder, memory)) as manager:
+        save_steps(manager, run, 3)
+    handler = handler_of(run.recorder, memory)
+    with manager_of(root, handler) as manager:
+        found = handler.recover(root, state)
+        assert found is not None
+        assert type(found.state["step"]) is int
+        assert found.state["step"] == 3
+        assert_same({**found.state, "step": run.state["step"]}, run.state)
+        run.state = {**found.state, "step": jnp.int32(found.state["step"])}
+        saved = save_steps(manager, run, 2)
+    assert_all_restorable(root, saved, run.state)
+
+
 def test_each_step_is_recovered_by_the_next_process_also_one_without_an_update(root, memory):
     run = support.dict_run(mesh_of((1, 1)))
     expected = None
