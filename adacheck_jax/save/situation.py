@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -56,10 +57,10 @@ class Options:
         shadow = self.shadow_bytes
         if not (shadow is None or (isinstance(shadow, int) and shadow >= 0)):
             raise ValueError(f"expected shadow_bytes to be None or an int >= 0, found {shadow!r}")
-        if self.shadow_directory is not None and (shadow == 0 or self.check != "auto"):
+        self._check_directory()
+        if not isinstance(self.background_bases, bool):
             raise ValueError(
-                f'expected check="auto" and no shadow_bytes=0 with a shadow_directory, found check='
-                f"{self.check!r} and shadow_bytes={shadow}: there is no shadow to lie in it."
+                f"expected background_bases to be True or False, found {self.background_bases!r}"
             )
         if not isinstance(self.keep_lineage, KeepLineage | None):
             raise ValueError(
@@ -76,6 +77,24 @@ class Options:
                 raise ValueError(
                     f"expected {name} to be one of {get_args(known)}, found {choice!r}"
                 )
+
+    def _check_directory(self) -> None:
+        directory, shadow = self.shadow_directory, self.shadow_bytes
+        if directory is None:
+            return
+        is_path = isinstance(directory, str | os.PathLike)
+        if not is_path or not str(directory) or "://" in str(directory):
+            raise ValueError(
+                "expected shadow_directory to be a directory of this machine, such as "
+                f'"/dev/shm/myrun", found {directory!r}'
+            )
+        if shadow == 0 or self.check != "auto" or self.delta != "auto" or not self.has_deltas:
+            raise ValueError(
+                'expected check="auto", delta="auto", and no shadow_bytes=0 or max_deltas=0 with a '
+                f"shadow_directory, found check={self.check!r}, delta={self.delta!r}, "
+                f"shadow_bytes={shadow} and max_deltas={self.max_deltas!r}: there is no shadow to "
+                "lie in it."
+            )
 
     @property
     def has_deltas(self) -> bool:

@@ -615,7 +615,32 @@ def test_a_handler_without_a_directory_has_nothing_to_recover(root):
         adacheck.AdaCheckHandler().recover(root, {})
 
 
-@pytest.mark.parametrize("options", [{"check": "sample"}, {"shadow_bytes": 0}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"check": "sample"}, {"shadow_bytes": 0}, {"delta": "bits"}, {"max_deltas": 0}],
+    ids=str,
+)
 def test_a_directory_without_a_shadow_is_an_error(memory, options):
+    recorder = adacheck.Recorder(optax.sgd(0.1))
     with pytest.raises(ValueError, match="there is no shadow to lie in it"):
-        adacheck.AdaCheckHandler(shadow_directory=memory, **options)
+        handler_of(recorder, memory, **options)
+
+
+def test_a_directory_without_a_recorder_is_an_error(memory):
+    with pytest.raises(ValueError, match="expected a recorder with a shadow_directory"):
+        handler_of(None, memory)
+
+
+@pytest.mark.parametrize("directory", ["", 5, "gs://bucket/run"], ids=repr)
+def test_a_directory_of_no_machine_is_an_error(directory):
+    with pytest.raises(ValueError, match="expected shadow_directory to be a directory of this"):
+        handler_of(adacheck.Recorder(optax.sgd(0.1)), directory)
+
+
+def test_an_item_that_is_not_there_is_named(root, memory, caplog):
+    run, _ = trained(root, memory)
+    handler = handler_of(run.recorder, memory)
+    assert handler.recover(root, run.state, item="other") is None
+    assert re.search(
+        r"no states of item 'other' of .*root; .*root \(item 'default'\)", told(caplog)
+    )

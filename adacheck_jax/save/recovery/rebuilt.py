@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,8 +17,8 @@ from adacheck_jax.save.recovery.journal import Found
 def examples_of(abstract_state: PyTree) -> Iterator[PyTree]:
     """States like an abstract one, to be taken apart: with zeros for what is abstract.
 
-    A Python number, such as the step of a train state that was just created, is an array once a
-    compiled step has returned it, and a number if the state was saved before. The array comes first.
+    A Python number, such as the step of a train state that was just created, has become an array
+    once a compiled step returned it; so that comes first, and then the number.
     """
     made = jax.tree.map(_example_of, abstract_state)
     if any(map(_is_number, jax.tree.leaves(made))):
