@@ -95,8 +95,8 @@ class TrainingRun:
         self._recorders = recorders_of(recorder)
         if options.shadow_directory is not None and not self._recorders:
             raise ValueError(
-                "expected a recorder with a shadow_directory, found none: there is no shadow to lie in "
-                "it where no update is replayed. Give it: AdaCheckHandler(recorder, ...)."
+                "expected a recorder with a shadow_directory, found none: without one there is no "
+                "shadow to lie in it. Give it: AdaCheckHandler(recorder, ...)."
             )
         self.restored: RestoreInfo | None = None
         # Managers, or one manager's saves and restores, may call from several threads.

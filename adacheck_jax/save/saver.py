@@ -90,7 +90,7 @@ class Saver:
         self._schedule, self._watch = LineSchedule(options.max_deltas), Stopwatch(clock)
         self._shadow = Shadow(options.shadow_bytes if options.check == "auto" else 0, place)
         self._bases, self._taken = BackgroundBases(self._shadow), None
-        self._planner = Planner(recorders, options, self._schedule, self._bases)
+        self._planner = Planner(recorders, options, self._schedule, self._bases, self._shadow)
         self._notices = Notices()
         # A step may be restored, to look at it, while another thread saves the next one.
         self._lock = threading.Lock()
@@ -276,7 +276,7 @@ class Saver:
             self._last_base = None  # with the copies of its state
         planner.learn()
         again = planner.superseded(step)
-        course = planner.plan_save(snapshot, directory, step, replayable=replayable)
+        course = planner.plan_save(snapshot, directory, step, again, replayable=replayable)
         copies = self._copies(snapshot, course.plan)
         corrected = planner.corrected(snapshot, course)  # devices replay and copy meanwhile
         if corrected is not course:
@@ -465,13 +465,12 @@ class Saver:
             before=before if planned.is_speculative else None,
             again=again if planned.is_speculative else None,
         )
-        if not planned.is_base and tip is not None:
-            position = before if before is not None else tip
+        if not (planned.is_base or planned.is_whole) and tip is not None:
             repeated = again
             if again is not None and planned.counts not in (None, again.counts()):
                 repeated = None  # another state was recorded with this number
             own.proof = self._shadow.follow(
-                Followed(position, own, repeated, copies.staged, own.settled, own.sums)
+                Followed(tip.position, own, repeated, copies.staged, own.settled, own.sums)
             )
         elif planned.has_witness:
             blocks = _with_others(snapshot, copies.staged)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -82,7 +81,7 @@ class Options:
         directory, shadow = self.shadow_directory, self.shadow_bytes
         if directory is None:
             return
-        is_path = isinstance(directory, str | os.PathLike)
+        is_path = isinstance(directory, str) or hasattr(directory, "__fspath__")
         if not is_path or not str(directory) or "://" in str(directory):
             raise ValueError(
                 "expected shadow_directory to be a directory of this machine, such as "
@@ -171,6 +170,7 @@ class Situation:
         longest_lineage: number of deltas that may follow the base, as the schedule has it now.
         makes_bases: True if a delta can become a base in the background. Until it is one, the
             lineage may grow to twice that length.
+        is_shadow_beyond: True if the shadow followed a step that is not saved.
     """
 
     step: int | None
@@ -187,6 +187,7 @@ class Situation:
     is_checker_ready: bool
     longest_lineage: int
     makes_bases: bool = False
+    is_shadow_beyond: bool = False
 
     @property
     def most_deltas(self) -> int:
