@@ -137,18 +137,21 @@ class Planner:
         course = Course(facts, plan.plan(facts, self._options), parent, tip)
         return self._compared(snapshot, course) if course.plan.is_replayed else course
 
-    def plan_deferred(self, snapshot: Snapshot, parent: Parent, step: int) -> Course | str:
+    def plan_deferred(
+        self, snapshot: Snapshot, parent: Parent, step: int, again: StagedStep | None
+    ) -> Course | str:
         """Plans a step that stays in memory until the next save.
 
         Args:
             snapshot: the state.
             parent: the step on the disk that it follows, behind those that are deferred already.
             step: step number.
+            again: the same step, if it was deferred before.
 
         Returns:
             The plan; or the reason why the step has to be saved instead.
         """
-        facts = self._situation(snapshot, parent.directory, step, None, parent, None, True)
+        facts = self._situation(snapshot, parent.directory, step, None, parent, again, True)
         planned = plan.plan_deferred(facts, self._options)
         if isinstance(planned, str):
             return planned
@@ -196,7 +199,7 @@ class Planner:
         )
 
     def _is_shadow_beyond(self, tip: Tip, again: StagedStep | None, counts: Counts | None) -> bool:
-        """True if the shadow followed what is not saved: a step that was given up, or replaced.
+        """True if the shadow followed what is not saved: a step that was given up.
 
         Of several processes all have to plan alike, and each knows its own shadow alone.
         """

@@ -373,12 +373,11 @@ class Saver:
         if number == parent.tip.step:
             _check_same(_counts_of(planner.snapshots.take(state)), parent, number)
             return ""
-        if number == last:
-            deferred.cut(len(deferred) - 1)
+        again = deferred.cut(len(deferred) - 1)[0] if number == last else None
         if not len(deferred):
             deferred.restart(parent)
         snapshot = planner.snapshots.take(state)
-        course = planner.plan_deferred(snapshot, parent, number)
+        course = planner.plan_deferred(snapshot, parent, number, again)
         if isinstance(course, str):
             return course
         before = parent.tip.staged
