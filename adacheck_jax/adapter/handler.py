@@ -110,8 +110,9 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
 
     Raises:
         ValueError: ``max_deltas`` is negative or none of these, ``shadow_bytes`` is negative, there
-            is a ``shadow_directory`` and no shadow, or ``delta``, ``check``, ``compression`` or
-            ``check_replicas`` is none of these.
+            is a ``shadow_directory`` and no shadow, or it is no directory of this machine, or
+            ``delta``, ``check``, ``compression``, ``check_replicas`` or ``background_bases`` is
+            none of these.
         RecorderError: there is no recorder in what was given as one.
     """
 

@@ -84,6 +84,7 @@ class TrainingRun:
         restored: what the last restore gave; None before it.
 
     Raises:
+        ValueError: there is a ``shadow_directory`` and no recorder.
         RecorderError: there is no recorder in what was given as one.
     """
 
@@ -92,6 +93,11 @@ class TrainingRun:
     ) -> None:
         self._options, self._clock = options, clock
         self._recorders = recorders_of(recorder)
+        if options.shadow_directory is not None and not self._recorders:
+            raise ValueError(
+                "expected a recorder with a shadow_directory, found none: without one there is no "
+                "shadow to lie in it. Give it: AdaCheckHandler(recorder, ...)."
+            )
         self.restored: RestoreInfo | None = None
         # Managers, or one manager's saves and restores, may call from several threads.
         self._lock = threading.Lock()
@@ -312,9 +318,10 @@ class TrainingRun:
         every = journal.places_in(directory)
         found = [x for x in every if x.root == wanted and item in (None, x.item)]
         if not found:
-            others = ", ".join(sorted({each.root for each in every}))
+            others = ", ".join(sorted(map(_told_place, every)))
             told = f"; there are some of {others}" if others else ""
-            raise ShadowFileError(f"{directory} has no states of {wanted}{told}")
+            named = "" if item is None else f" of item {item!r}"
+            raise ShadowFileError(f"{directory} has no states{named} of {wanted}{told}")
         if len(found) > 1:
             raise ValueError(
                 f"expected the states of one item in {directory}, found those of "
@@ -400,6 +407,10 @@ def _told_root(root: AnyPath) -> str:
     """A root as a shadow's file names it: one text, by whatever links it is reached."""
     there = at(root)
     return there.storage.physical(there.key) if there.on_file_system else str(there)
+
+
+def _told_place(place: FilePlace) -> str:
+    return f"{place.root} (item {place.item!r})" if place.item else place.root
 
 
 def absolute(directory: epath.Path) -> AnyPath:

@@ -15,6 +15,7 @@ from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.format.manifest import DeltaManifest
 from adacheck_jax.save.checks.interface import Witness
+from adacheck_jax.save.checks.replica import Position
 from adacheck_jax.save.commit import Save
 from adacheck_jax.save.plan import advanced
 from adacheck_jax.save.situation import Counts, Facts, SavedFacts
@@ -53,6 +54,11 @@ class Tip:
     staged: StagedStep | None
     host_copies: Mapping[int, Blocks]
     witness: Witness
+
+    @property
+    def position(self) -> Position:
+        """The step, as the shadow knows it."""
+        return self if self.staged is None else self.staged
 
 
 class Parent:

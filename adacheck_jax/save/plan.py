@@ -191,6 +191,7 @@ def speculate(situation: Situation, options: Options) -> SavePlan | None:
         or lineage is None
         or lineage.problem
         or parent.depth >= situation.most_deltas
+        or situation.is_shadow_beyond
     ):
         return None
     return _planned(situation, _one_update(situation.structure, "one update"), options)
@@ -219,6 +220,8 @@ def plan_deferred(situation: Situation, options: Options) -> SavePlan | str:
         return "the restored step has another tree, update, or other shardings"
     if not parent.has_witness:
         return "the step before is not known well enough to check the update"
+    if situation.is_shadow_beyond:
+        return "the shadow followed a step that is not saved"
     if parent.depth + 2 > situation.longest_lineage:
         return f"the lineage would be longer than max_deltas={situation.longest_lineage}"
     if not situation.keeps_ancestors:
@@ -314,6 +317,8 @@ def _decided(
         decision = Decision("base", "another step was restored meanwhile")
     if decision.kind == "replay" and not parent.has_witness:
         decision = Decision("base", "the step before is not known here well enough to check")
+    if decision.kind == "replay" and situation.is_shadow_beyond:
+        decision = Decision("base", "the shadow followed a step that is not saved")
     return decision, notices
 
 

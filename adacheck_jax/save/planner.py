@@ -23,6 +23,7 @@ from adacheck_jax.save import parents, plan, staged
 from adacheck_jax.save.background_bases import BackgroundBases
 from adacheck_jax.save.checks import engines
 from adacheck_jax.save.checks.interface import Check, Checker, State, Witness, is_sparse
+from adacheck_jax.save.checks.shadow import Shadow
 from adacheck_jax.save.exported_update import ExportedUpdate, ExportedUpdates
 from adacheck_jax.save.notices import Distrust, tell_given_up
 from adacheck_jax.save.parents import DeferredSteps, Parent, Parents, Tip
@@ -66,6 +67,7 @@ class Planner:
         options: the caller's choices.
         schedule: the schedule that the saves follow.
         bases: bases that are made in the background.
+        shadow: the copy of the state that checks deltas in full.
 
     Attributes:
         snapshots: takes states apart.
@@ -80,8 +82,10 @@ class Planner:
         options: Options,
         schedule: LineSchedule,
         bases: BackgroundBases,
+        shadow: Shadow,
     ) -> None:
-        self._options, self._schedule, self._bases = options, schedule, bases
+        self._options, self._schedule = options, schedule
+        self._bases, self._shadow = bases, shadow
         self.snapshots = Snapshots(recorders, options.params_path)
         self.distrust = Distrust()
         self.parents = Parents(options.keep_lineage)
@@ -90,7 +94,13 @@ class Planner:
         self._checker: tuple[Structure, ExportedUpdate, Checker] | None = None
 
     def plan_save(
-        self, snapshot: Snapshot, directory: AnyPath, step: int | None, *, replayable: bool
+        self,
+        snapshot: Snapshot,
+        directory: AnyPath,
+        step: int | None,
+        again: StagedStep | None,
+        *,
+        replayable: bool,
     ) -> Course:
         """Plans a save: without a look at the state's values if it is still being computed.
 
@@ -98,6 +108,7 @@ class Planner:
             snapshot: the state.
             directory: the item's directory once it is committed.
             step: step number; None if neither the caller nor the directory gives it.
+            again: the same step, if it was deferred before it is saved.
             replayable: True if no leaf of an update is stored in another data type.
 
         Returns:
@@ -111,7 +122,7 @@ class Planner:
         waits = self.distrust.is_cautious or staged.are_ready(counters)
         if not waits and step is not None and only is not None and only.save is not None:
             self.parents.look(only, directory)
-            facts = self._situation(snapshot, directory, step, None, only, replayable=replayable)
+            facts = self._situation(snapshot, directory, step, None, only, again, replayable)
             if (planned := plan.speculate(facts, self._options)) is not None:
                 return Course(facts, planned, only, self.deferred.tip_behind(only))
         counts = snapshot.counts()  # waits for the running step
@@ -121,23 +132,26 @@ class Planner:
             self.give_up(0, "the step that they follow is not there")
             parent = None
         parent = parent or self.parents.choose(directory, counts)
-        facts = self._situation(snapshot, directory, step, counts, parent, replayable=replayable)
+        facts = self._situation(snapshot, directory, step, counts, parent, again, replayable)
         tip = self.deferred.tip_behind(parent) if parent else None
         course = Course(facts, plan.plan(facts, self._options), parent, tip)
         return self._compared(snapshot, course) if course.plan.is_replayed else course
 
-    def plan_deferred(self, snapshot: Snapshot, parent: Parent, step: int) -> Course | str:
+    def plan_deferred(
+        self, snapshot: Snapshot, parent: Parent, step: int, again: StagedStep | None
+    ) -> Course | str:
         """Plans a step that stays in memory until the next save.
 
         Args:
             snapshot: the state.
             parent: the step on the disk that it follows, behind those that are deferred already.
             step: step number.
+            again: the same step, if it was deferred before.
 
         Returns:
             The plan; or the reason why the step has to be saved instead.
         """
-        facts = self._situation(snapshot, parent.directory, step, None, parent, replayable=True)
+        facts = self._situation(snapshot, parent.directory, step, None, parent, again, True)
         planned = plan.plan_deferred(facts, self._options)
         if isinstance(planned, str):
             return planned
@@ -153,11 +167,11 @@ class Planner:
         step: int | None,
         counts: Counts | None,
         parent: Parent | None,
-        *,
+        again: StagedStep | None,
         replayable: bool,
     ) -> Situation:
         """All that a plan may know."""
-        structure, options, facts = snapshot.structure, self._options, None
+        structure, options, facts, is_beyond = snapshot.structure, self._options, None, False
         update = self._updates.of(structure)
         is_checked = plan.replays(update, options, replayable=replayable)
         if parent is not None:
@@ -165,6 +179,7 @@ class Planner:
             facts = parents.facts_of(
                 parent, tip, knows_counts=counts is not None, made_depth=self._bases.newest_depth
             )
+            is_beyond = self._is_shadow_beyond(tip, again, counts)
         return Situation(
             step=step,
             structure=structure,
@@ -180,7 +195,18 @@ class Planner:
             is_checker_ready=is_checked and self.checker_of(structure, update).is_ready,
             longest_lineage=self._schedule.longest_lineage,
             makes_bases=self._makes_bases(directory),
+            is_shadow_beyond=is_beyond,
         )
+
+    def _is_shadow_beyond(self, tip: Tip, again: StagedStep | None, counts: Counts | None) -> bool:
+        """True if the shadow followed what is not saved: a step that was given up.
+
+        Of several processes all have to plan alike, and each knows its own shadow alone.
+        """
+        if jax.process_count() > 1 or not self._shadow.is_beyond(tip.position):
+            return False
+        is_same = again is not None and (counts is None or again.counts() == counts)
+        return not is_same or self._shadow.is_beyond(again)
 
     def _makes_bases(self, directory: AnyPath) -> bool:
         """True if a delta can become a base in the background.

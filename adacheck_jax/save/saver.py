@@ -32,7 +32,7 @@ from adacheck_jax.save.parents import Parent, Tip, sizes_of
 from adacheck_jax.save.plan import SavePlan, shown
 from adacheck_jax.save.planner import Course, Planner
 from adacheck_jax.save.recovery import rebuilt
-from adacheck_jax.save.recovery.journal import FilePlace
+from adacheck_jax.save.recovery.journal import FilePlace, Found
 from adacheck_jax.save.recovery.shadow_file import ShadowFileError
 from adacheck_jax.save.share import Attempt, Destination, Exchange, StagedSave
 from adacheck_jax.save.situation import Counts, Options
@@ -90,7 +90,7 @@ class Saver:
         self._schedule, self._watch = LineSchedule(options.max_deltas), Stopwatch(clock)
         self._shadow = Shadow(options.shadow_bytes if options.check == "auto" else 0, place)
         self._bases, self._taken = BackgroundBases(self._shadow), None
-        self._planner = Planner(recorders, options, self._schedule, self._bases)
+        self._planner = Planner(recorders, options, self._schedule, self._bases, self._shadow)
         self._notices = Notices()
         # A step may be restored, to look at it, while another thread saves the next one.
         self._lock = threading.Lock()
@@ -173,18 +173,15 @@ class Saver:
             ShadowFileError: there is none that can be taken; the message says why.
             RecorderError: the recorder cannot be tied to the state.
         """
-        snapshot = self._planner.snapshots.take(rebuilt.example_of(abstract_state))
-        structure = snapshot.structure
-        del snapshot  # with what it has on devices
-        found = self._shadow.recover(structure, self._planner.update_of(structure))
+        structure, found = self._found_like(abstract_state)
         try:
             if newest is not None and newest.step > found.step:
                 raise ShadowFileError(
                     f"it is of step {found.step}, and storage has step {newest.step}"
                 )
             state = rebuilt.state_of(abstract_state, found)
-            leaves = jax.tree.leaves(state)
-            if wrong := rebuilt.differing({i: leaves[i] for i in found.arrays}, found):
+            leaves = rebuilt.trained(jax.tree.leaves(state), found)
+            if wrong := rebuilt.differing(leaves, found):
                 raise ShadowFileError(
                     f"step {found.step} does not have the bits that were trained, in "
                     f"{structure.leaves[wrong[0]].path} and {len(wrong) - 1} more"
@@ -200,6 +197,19 @@ class Saver:
         else:
             self.follow(lineage, newest.number, leaves, state, {}, has_shadow=True)
         return found.step, state
+
+    def _found_like(self, abstract_state: PyTree) -> tuple[Structure, Found]:
+        """What the shadow's file holds of a state like an abstract one, and its structure."""
+        refused = ShadowFileError()
+        for example in rebuilt.examples_of(abstract_state):
+            structure = self._planner.snapshots.take(example).structure
+            try:
+                return structure, self._shadow.recover(
+                    structure, self._planner.update_of(structure)
+                )
+            except ShadowFileError as error:
+                refused = error
+        raise refused
 
     def forget(self) -> None:
         """Makes the next save a base: what was restored is no step that another can build on."""
@@ -266,7 +276,7 @@ class Saver:
             self._last_base = None  # with the copies of its state
         planner.learn()
         again = planner.superseded(step)
-        course = planner.plan_save(snapshot, directory, step, replayable=replayable)
+        course = planner.plan_save(snapshot, directory, step, again, replayable=replayable)
         copies = self._copies(snapshot, course.plan)
         corrected = planner.corrected(snapshot, course)  # devices replay and copy meanwhile
         if corrected is not course:
@@ -363,12 +373,11 @@ class Saver:
         if number == parent.tip.step:
             _check_same(_counts_of(planner.snapshots.take(state)), parent, number)
             return ""
-        if number == last:
-            deferred.cut(len(deferred) - 1)
+        again = deferred.cut(len(deferred) - 1)[0] if number == last else None
         if not len(deferred):
             deferred.restart(parent)
         snapshot = planner.snapshots.take(state)
-        course = planner.plan_deferred(snapshot, parent, number)
+        course = planner.plan_deferred(snapshot, parent, number, again)
         if isinstance(course, str):
             return course
         before = parent.tip.staged
@@ -455,13 +464,12 @@ class Saver:
             before=before if planned.is_speculative else None,
             again=again if planned.is_speculative else None,
         )
-        if not planned.is_base and tip is not None:
-            position = before if before is not None else tip
+        if not (planned.is_base or planned.is_whole) and tip is not None:
             repeated = again
             if again is not None and planned.counts not in (None, again.counts()):
                 repeated = None  # another state was recorded with this number
             own.proof = self._shadow.follow(
-                Followed(position, own, repeated, copies.staged, own.settled, own.sums)
+                Followed(tip.position, own, repeated, copies.staged, own.settled, own.sums)
             )
         elif planned.has_witness:
             blocks = _with_others(snapshot, copies.staged)

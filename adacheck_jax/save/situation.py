@@ -56,10 +56,10 @@ class Options:
         shadow = self.shadow_bytes
         if not (shadow is None or (isinstance(shadow, int) and shadow >= 0)):
             raise ValueError(f"expected shadow_bytes to be None or an int >= 0, found {shadow!r}")
-        if self.shadow_directory is not None and (shadow == 0 or self.check != "auto"):
+        self._check_directory()
+        if not isinstance(self.background_bases, bool):
             raise ValueError(
-                f'expected check="auto" and no shadow_bytes=0 with a shadow_directory, found check='
-                f"{self.check!r} and shadow_bytes={shadow}: there is no shadow to lie in it."
+                f"expected background_bases to be True or False, found {self.background_bases!r}"
             )
         if not isinstance(self.keep_lineage, KeepLineage | None):
             raise ValueError(
@@ -76,6 +76,24 @@ class Options:
                 raise ValueError(
                     f"expected {name} to be one of {get_args(known)}, found {choice!r}"
                 )
+
+    def _check_directory(self) -> None:
+        directory, shadow = self.shadow_directory, self.shadow_bytes
+        if directory is None:
+            return
+        is_path = isinstance(directory, str) or hasattr(directory, "__fspath__")
+        if not is_path or not str(directory) or "://" in str(directory):
+            raise ValueError(
+                "expected shadow_directory to be a directory of this machine, such as "
+                f'"/dev/shm/myrun", found {directory!r}'
+            )
+        if shadow == 0 or self.check != "auto" or self.delta != "auto" or not self.has_deltas:
+            raise ValueError(
+                'expected check="auto", delta="auto", and no shadow_bytes=0 or max_deltas=0 with a '
+                f"shadow_directory, found check={self.check!r}, delta={self.delta!r}, "
+                f"shadow_bytes={shadow} and max_deltas={self.max_deltas!r}: there is no shadow to "
+                "lie in it."
+            )
 
     @property
     def has_deltas(self) -> bool:
@@ -152,6 +170,7 @@ class Situation:
         longest_lineage: number of deltas that may follow the base, as the schedule has it now.
         makes_bases: True if a delta can become a base in the background. Until it is one, the
             lineage may grow to twice that length.
+        is_shadow_beyond: True if the shadow followed a step that is not saved.
     """
 
     step: int | None
@@ -168,6 +187,7 @@ class Situation:
     is_checker_ready: bool
     longest_lineage: int
     makes_bases: bool = False
+    is_shadow_beyond: bool = False
 
     @property
     def most_deltas(self) -> int:

@@ -527,6 +527,24 @@ def test_a_state_of_all_kinds_of_leaves_is_recovered(root, memory):
     assert found.state["keys"].dtype == state["keys"].dtype
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (4, 2)], ids=["one device", "eight devices"])
+def test_a_python_number_that_became_an_array_is_recovered_as_a_number(root, memory, shape):
+    run = support.dict_run(mesh_of(shape))
+    state = {**support.dict_run(mesh_of(shape)).state, "step": 0}  # as TrainState.create makes it
+    with manager_of(root, handler_of(run.recorder, memory)) as manager:
+        save_steps(manager, run, 3)
+    handler = handler_of(run.recorder, memory)
+    with manager_of(root, handler) as manager:
+        found = handler.recover(root, state)
+        assert found is not None
+        assert type(found.state["step"]) is int
+        assert found.state["step"] == 3
+        assert_same({**found.state, "step": run.state["step"]}, run.state)
+        run.state = {**found.state, "step": jnp.int32(found.state["step"])}
+        saved = save_steps(manager, run, 2)
+    assert_all_restorable(root, saved, run.state)
+
+
 def test_each_step_is_recovered_by_the_next_process_also_one_without_an_update(root, memory):
     run = support.dict_run(mesh_of((1, 1)))
     expected = None
@@ -597,7 +615,32 @@ def test_a_handler_without_a_directory_has_nothing_to_recover(root):
         adacheck.AdaCheckHandler().recover(root, {})
 
 
-@pytest.mark.parametrize("options", [{"check": "sample"}, {"shadow_bytes": 0}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"check": "sample"}, {"shadow_bytes": 0}, {"delta": "bits"}, {"max_deltas": 0}],
+    ids=str,
+)
 def test_a_directory_without_a_shadow_is_an_error(memory, options):
+    recorder = adacheck.Recorder(optax.sgd(0.1))
     with pytest.raises(ValueError, match="there is no shadow to lie in it"):
-        adacheck.AdaCheckHandler(shadow_directory=memory, **options)
+        handler_of(recorder, memory, **options)
+
+
+def test_a_directory_without_a_recorder_is_an_error(memory):
+    with pytest.raises(ValueError, match="expected a recorder with a shadow_directory"):
+        handler_of(None, memory)
+
+
+@pytest.mark.parametrize("directory", ["", 5, "gs://bucket/run"], ids=repr)
+def test_a_directory_of_no_machine_is_an_error(directory):
+    with pytest.raises(ValueError, match="expected shadow_directory to be a directory of this"):
+        handler_of(adacheck.Recorder(optax.sgd(0.1)), directory)
+
+
+def test_an_item_that_is_not_there_is_named(root, memory, caplog):
+    run, _ = trained(root, memory)
+    handler = handler_of(run.recorder, memory)
+    assert handler.recover(root, run.state, item="other") is None
+    assert re.search(
+        r"no states of item 'other' of .*root; .*root \(item 'default'\)", told(caplog)
+    )

@@ -142,3 +142,27 @@ def test_on_other_platforms_a_difference_may_be_the_arithmetic_of_the_host(platf
 
 def test_free_memory_is_a_number_of_bytes():
     assert 2**20 < shadow.free_bytes() < 2**50
+
+
+def test_after_recorded_steps_that_are_wrong_deltas_are_proved_in_full_again(tmp_path):
+    run = support.dict_run(mesh_of((1, 1)))
+    handler = adacheck.AdaCheckHandler(run.recorder)
+    with manager_of(tmp_path, handler) as manager:
+        saved = save_steps(manager, run, 2)
+        run.advance()
+        saved[3] = host_copy(run.state)
+        assert handler.record_step(run.state, 3)
+        run.advance()
+        kernel = run.state["params"]["in"]["kernel"]
+        run.state["params"]["in"]["kernel"] = kernel.at[3, 7].add(1e-3)
+        assert handler.record_step(run.state, 4)
+        run.advance()
+        with pytest.raises(adacheck.ReplayError, match="params/in/kernel"):
+            manager.save(5, args=adacheck.SaveArgs(run.state))
+        saved[5] = host_copy(run.state)
+        manager.save(5, args=adacheck.SaveArgs(run.state))
+        run.count = 5
+        saved |= save_steps(manager, run, 3)
+    assert set(checked(tmp_path)) <= {"full", "stored"}
+    assert checked(tmp_path)[-3:] == ["full"] * 3
+    assert_all_restorable(tmp_path, saved, run.state)

@@ -167,7 +167,8 @@ class Replica:
         except Exception as error:
             self._lose(error)
         else:
-            self.position = begun.own
+            # What was given up before may have been followed until now.
+            self.position, self.is_lost = begun.own, False
 
     def follow(self, step: Followed) -> dict[int, int] | None:
         """Moves on to a step; gives contributions to the fingerprints of what is compared."""

@@ -41,6 +41,7 @@ class Shadow:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adacheck_shadow")
         self._replica: Replica | None = None
         self._refused: tuple[Structure, ExportedUpdate] | None = None
+        self._told: Position | None = None
 
     def start(
         self,
@@ -58,6 +59,7 @@ class Shadow:
         replica = self._replica
         if replica is None or not replica.fits(structure, update):
             replica = self._replica = self._made(structure, update)
+        self._told = begun.own
         if replica is not None:
             replica.is_lost = False
             self._thread.submit(replica.load, begun)
@@ -67,7 +69,13 @@ class Shadow:
         replica = self._replica
         if replica is None or replica.is_lost:
             return None
+        self._told = step.own
         return Proof(self, lambda: self._thread.submit(replica.follow, step))
+
+    def is_beyond(self, position: Position | None) -> bool:
+        """True if it was told to follow a step after another one, from which it cannot go back."""
+        replica = self._replica
+        return replica is not None and not replica.is_lost and self._told is not position
 
     @property
     def has_room_for_copy(self) -> bool:
@@ -134,6 +142,7 @@ class Shadow:
         Args:
             position: the step that it is.
         """
+        self._told = position
         if self._replica is not None:
             self._replica.position = position
 

@@ -152,8 +152,8 @@ class Journal:
         if not self._file.is_open:
             self.close()
             raise ShadowFileError(
-                f"{self._file.path}: expected {self.size_bytes} bytes, found "
-                "another length; it was cut off"
+                f"{self._file.path}: expected {self.size_bytes} bytes, found {self.found_bytes}; "
+                "it was cut off, or bytes were added"
             )
 
     def _description(self) -> Mapping[str, Any]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from adacheck_jax.device import fingerprint, transfer
@@ -13,9 +14,16 @@ from adacheck_jax.device.trees import PyTree
 from adacheck_jax.save.recovery.journal import Found
 
 
-def example_of(abstract_state: PyTree) -> PyTree:
-    """A state like an abstract one, to be taken apart: with zeros for what is abstract."""
-    return jax.tree.map(_example_of, abstract_state)
+def examples_of(abstract_state: PyTree) -> Iterator[PyTree]:
+    """States like an abstract one, to be taken apart: with zeros for what is abstract.
+
+    A Python number, such as the step of a train state that was just created, has become an array
+    once a compiled step returned it; so that comes first, and then the number.
+    """
+    made = jax.tree.map(_example_of, abstract_state)
+    if any(map(_is_number, jax.tree.leaves(made))):
+        yield jax.tree.map(_as_array, made)
+    yield made
 
 
 def _example_of(leaf: Any) -> Any:
@@ -23,6 +31,14 @@ def _example_of(leaf: Any) -> Any:
         return leaf
     data = jax.eval_shape(jax.random.key_data, leaf) if transfer.is_key(leaf) else leaf
     return _like(leaf, np.zeros(data.shape, data.dtype))
+
+
+def _as_array(leaf: Any) -> Any:
+    return jnp.zeros((), jnp.result_type(type(leaf))) if _is_number(leaf) else leaf
+
+
+def _is_number(leaf: Any) -> bool:
+    return isinstance(leaf, bool | int | float | complex) and not isinstance(leaf, np.generic)
 
 
 def state_of(abstract_state: PyTree, found: Found) -> PyTree:
@@ -41,14 +57,26 @@ def state_of(abstract_state: PyTree, found: Found) -> PyTree:
     return jax.tree.unflatten(treedef, made)
 
 
-def differing(leaves: Mapping[int, Any], found: Found) -> list[int]:
+def trained(leaves: Sequence[Any], found: Found) -> list[Any]:
+    """The leaves of a state that was made, with the arrays in place of Python numbers.
+
+    Args:
+        leaves: its leaves.
+        found: what it was made of.
+    """
+    return [
+        np.array(found.arrays[i]) if _is_number(leaf) else leaf for i, leaf in enumerate(leaves)
+    ]
+
+
+def differing(leaves: Sequence[Any], found: Found) -> list[int]:
     """The leaves whose fingerprints are not those that were taken of the trained state.
 
     Args:
-        leaves: leaves of a state that was made, by leaf index.
+        leaves: leaves of a state that was made, as they were trained.
         found: what it was made of.
     """
-    own = fingerprint.of_leaves({i: transfer.raw(leaf) for i, leaf in leaves.items()})
+    own = fingerprint.of_leaves({i: transfer.raw(leaves[i]) for i in found.arrays})
     return sorted(i for i, each in own.items() if each != found.sums[i])
 
 

@@ -179,7 +179,8 @@ class ShadowFile:
             os.close(self._descriptor)
             self._descriptor = -1
             raise ShadowFileError(
-                f"{self.path}: another process that runs, or a child of one that ran, has it"
+                f"{self.path}: another process that runs, a child of one that ran, or another "
+                "handler of this process has it"
             ) from None
 
     def _map(self) -> None:
