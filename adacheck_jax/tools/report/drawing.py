@@ -11,7 +11,7 @@ from string import Template
 from adacheck_jax.tools.report import encode
 from adacheck_jax.tools.report.facts import Report
 
-_SCRIPTS = ("base.js", "charts.js", "heat.js", "table.js", "main.js")
+SCRIPTS = ("base.js", "charts.js", "heat.js", "table.js", "main.js")
 """Parts of one script, in this order."""
 
 
@@ -26,7 +26,7 @@ def page_of(report: Report, watch_s: int | None = None) -> str:
         The text of an HTML file.
     """
     style = _part("page.css")
-    script = "\n".join(map(_part, _SCRIPTS))
+    script = "\n".join(map(_part, SCRIPTS))
     policy = (
         f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}; "
         "base-uri 'none'; form-action 'none'"
