@@ -34,7 +34,6 @@ def page_of(report: Report, watch_s: int | None = None) -> str:
     name = report.root.rstrip("/").rpartition("/")[2] or report.root
     return Template(_part("page.html")).substitute(
         policy=policy,
-        refresh="" if watch_s is None else f'<meta http-equiv="refresh" content="{watch_s}">',
         version=html.escape(report.version),
         title=html.escape(f"{name}: adacheck report"),
         name=html.escape(name),

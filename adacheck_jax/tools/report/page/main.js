@@ -94,7 +94,9 @@ function moveTo(row) {
   markRow();
   $("go-back").disabled = row === PLACED[0];
   $("go-on").disabled = row === PLACED[PLACED.length - 1];
-  if (location.hash !== `#step-${step}`) history.replaceState(null, "", `#step-${step}`);
+  // The newest step has no anchor of its own, so that a page that loads itself again follows the run.
+  const anchor = row === PLACED[PLACED.length - 1] ? "" : `#step-${step}`;
+  if (location.hash !== anchor) history.replaceState(null, "", anchor || location.pathname + location.search);
 }
 function move(by) {
   const n = PLACED.indexOf(VIEW.row) + by;
@@ -138,6 +140,20 @@ function toHash() {
   return true;
 }
 
+// Load the page again, and leave the range, the step and the focus as they are.
+function again() {
+  const { low, high } = VIEW;
+  const isWhole = $("zoom-all").disabled;
+  history.replaceState({ low, high, isWhole, focus: document.activeElement && document.activeElement.id }, "");
+  location.reload();
+}
+function resume() {
+  const before = history.state;
+  if (!DATA.watch || !before) return;
+  if (!before.isWhole && PLACED.length) look(before.low, before.high);
+  if (before.focus && $(before.focus)) $(before.focus).focus({ preventScroll: true });
+}
+
 function start() {
   tiles();
   legend();
@@ -167,6 +183,8 @@ function start() {
     requestAnimationFrame(drawAll);
   });
   for (const query of ["(prefers-color-scheme: dark)", "print"]) matchMedia(query).addEventListener("change", drawAll);
+  resume();
+  if (DATA.watch) setTimeout(again, DATA.watch * 1000);
   document.documentElement.dataset.drawnMs = Math.round(performance.now());
 }
 start();
