@@ -190,6 +190,30 @@ def test_the_parts_of_the_page_are_in_the_package():
     assert {name for name in names if name.endswith(".js")} == {*drawing.SCRIPTS}
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("below", ["surface", "bg"])
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [
+        *((name, 4.5) for name in ("ink", "soft", "link", "good", "bad")),
+        *((name, 3) for name in ("base", "delta", "stock", "deferred", "damaged", "edge", "focus")),
+    ],
+)
+def test_colours_can_be_told_from_what_they_lie_on(scheme, below, name, least):
+    """Contrasts as WCAG 2 level AA asks for them, of text and of marks."""
+    style = (importlib.resources.files("adacheck_jax.tools.report") / "page/page.css").read_text()
+    light, dark = style.split("@media (prefers-color-scheme: dark)", 1)
+    found = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", light if scheme == "light" else dark))
+    one, two = sorted((luminance(found[each]) for each in (name, below)), reverse=True)
+    assert (one + 0.05) / (two + 0.05) >= least
+
+
+def luminance(colour):
+    parts = [int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return sum(part * weight for part, weight in zip(linear, (0.2126, 0.7152, 0.0722), strict=True))
+
+
 @pytest.mark.slow
 def test_watching_follows_a_run_and_ends_clearly(run, tmp_path):
     output, later = tmp_path / "report.html", tmp_path / "later"

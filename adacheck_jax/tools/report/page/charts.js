@@ -94,14 +94,14 @@ function timeline(box) {
     let top = 1;
     for (const each of found.values()) top = Math.max(top, each.base + each.delta + each.other);
     const y = (value) => bars - (value / top) * (bars - 10);
-    valueAxis(made, ticks(0, top, 4), y, width, (value) => (value ? bytes(value).replace(/\.0+ /, " ").replace(/(\.\d)0 /, "$1 ") : "0"));
+    if (found.size) valueAxis(made, ticks(0, top, 4), y, width, (value) => (value ? bytes(value).replace(/\.0+ /, " ").replace(/(\.\d)0 /, "$1 ") : "0"));
     for (const kind of ["base", "delta", "other"]) {
       let path = "";
       for (const [x, each] of found) {
         const under = kind === "base" ? each.delta : kind === "other" ? each.delta + each.base : 0;
         if (each[kind]) path += `M${(x - thick / 2).toFixed(1)} ${y(under).toFixed(1)}h${thick.toFixed(1)}V${y(under + each[kind]).toFixed(1)}h${(-thick).toFixed(1)}z`;
       }
-      made.append(svg("path", { class: `k-${kind === "other" ? "damaged" : kind}`, d: path }));
+      made.append(svg("path", { class: `k-${kind}`, d: path }));
     }
     made.append(svg("line", { class: "axis", x1: LEFT, x2: width - RIGHT, y1: bars, y2: bars }));
     marks(made, bars + strip / 2 + 1);
@@ -113,7 +113,7 @@ function timeline(box) {
     box.replaceChildren(made);
     $("timeline-lead").textContent = found.size
       ? `New bytes of each save${isEach ? "" : `, added up over ${most > 1 ? `up to ${most}` : "several"} saves a bar`}. Marks below the bars: what lies between and beside them.`
-      : "No sizes are known: an object store tells them with the bytes alone. Marks show the steps.";
+      : "No sizes are known, as in an object store. Marks show the steps.";
     cursor();
   }
   function marks(made, y) {
