@@ -9,7 +9,7 @@ import typer
 
 import adacheck_jax
 from adacheck_jax.cli.command import Item, Json, Root, errors, print_json, progress_bar, root_of
-from adacheck_jax.cli.printing import counted, print_text, shown_bytes
+from adacheck_jax.cli.printing import counted, shown_bytes
 from adacheck_jax.store.storage.location import AnyPath, Location, at
 from adacheck_jax.tools.steps import InputError
 
@@ -79,7 +79,7 @@ def report(
             print_json(found)
         else:
             _write(found, output)
-            print_text(_told(found, output))
+            typer.echo(_told(found, output))
     if found.verification.damaged_count:
         raise typer.Exit(1)
 
@@ -98,19 +98,19 @@ def _watch(
     if jax.config.values["jax_platforms"] is None:  # the training holds the accelerators
         jax.config.update("jax_platforms", "cpu")
     newest: Report | None = None
-    print_text(f"watching {root}, writing {output}; Ctrl-C ends it")
+    typer.echo(f"watching {root}, writing {output}; Ctrl-C ends it")
     try:
         for newest in watching.reports(
-            root, adacheck_jax.__version__, item, norms, EVERY_S, print_text
+            root, adacheck_jax.__version__, item, norms, EVERY_S, typer.echo
         ):
             _write(newest, output, EVERY_S)
-            print_text(_told(newest, output))
+            typer.echo(_told(newest, output))
     except KeyboardInterrupt:
         if newest is None:
-            print_text("stopped; no page was written")
+            typer.echo("stopped; no page was written")
         else:
             _write(newest, output)  # which does not load itself again
-            print_text(f"stopped; {output} has the steps up to {newest.newest}")
+            typer.echo(f"stopped; {output} has the steps up to {newest.newest}")
 
 
 def _checked(output: Path, root: AnyPath) -> None:

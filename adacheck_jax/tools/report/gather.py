@@ -110,7 +110,8 @@ def _walked(
     wanted = norms_of_steps.chosen(walk, norm_count)
     known = norms.fill(walk, wanted, tell)
     note = norms_of_steps.note(walk, len(known), len(wanted), norms.failed)
-    rows = {row.step: row for row in report.steps if row.kind not in (STOCK, FOREIGN)}
+    rows = {row.step: row for row in report.steps if _has_place(row)}
+    others = [row for row in report.steps if not _has_place(row)]
     for step in walk.steps:
         row = rows.get(step) or _held(walk, step)
         row = replace(row, changed_count=counts.get(step))
@@ -124,7 +125,6 @@ def _walked(
                 learning_rate=told.learning_rate,
             )
         rows[step] = row
-    others = [row for row in report.steps if row.kind in (STOCK, FOREIGN)]
     steps = sorted([*rows.values(), *others], key=lambda r: -1 if r.step is None else r.step)
     newest = walk.steps[-1]
     return replace(
@@ -146,6 +146,11 @@ def _walked(
 def _is_of(row: StepSummary, item: str | None) -> bool:
     is_other = row.kind in (STOCK, FOREIGN)
     return item is None or is_other or row.item.rpartition("/")[2] == item
+
+
+def _has_place(row: StepFacts) -> bool:
+    """True for a numbered step of ours."""
+    return row.step is not None and row.kind not in (STOCK, FOREIGN)
 
 
 def _facts_of(row: StepSummary) -> StepFacts:
