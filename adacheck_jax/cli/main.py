@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 import adacheck_jax
-from adacheck_jax.cli import handover, keep, look, models, travel
+from adacheck_jax.cli import handover, keep, look, models, report, travel
 from adacheck_jax.cli.command import Json, errors, print_json
 
 # Commands that read arrays import their modules when they run: with them comes JAX, which takes
@@ -50,7 +50,7 @@ def _main(
     """
 
 
-for commands in (look, travel, keep, handover, models):
+for commands in (look, travel, report, keep, handover, models):
     app.registered_commands += commands.app.registered_commands
 
 

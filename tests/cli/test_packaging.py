@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,17 @@ def test_one_version():
 
 def test_types_are_marked():
     assert importlib.resources.files("adacheck_jax").joinpath("py.typed").is_file()
+
+
+def test_the_wheel_has_what_the_package_reads(tmp_path):
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(build, check=True, cwd=ROOT, capture_output=True)
+    (wheel,) = tmp_path.iterdir()
+    found = set(zipfile.ZipFile(wheel).namelist())
+    wanted = {
+        str(each.relative_to(ROOT))
+        for each in (ROOT / "adacheck_jax").rglob("*")
+        if each.is_file() and each.parent.name != "__pycache__"
+    }
+    assert wanted <= found
+    assert "adacheck_jax/tools/report/page/page.html" in found

@@ -94,24 +94,34 @@ def rows_of(walk: Walk, steps: Sequence[int]) -> Iterator[StepLog]:
     """
     before: list[np.ndarray] = []
     for state in walk.walk([*steps]):
-        params = params_of(state)
-        change = None
-        if before and [p.shape for p in params] == [p.shape for p in before]:
-            pairs = zip(params, before, strict=True)
-            change = norm([_wide(new) - _wide(old) for new, old in pairs])
-        before = params
-        update = state.update
-        folder = walk.root / walk.folder(state.step)
-        yield StepLog(
-            state.step,
-            "base" if walk.is_base(state.step) else "delta",
-            norm([state.arrays[i] for i in update.record]) if update else None,
-            change,
-            norm(params) if params else None,
-            _learning_rate(state),
-            note_of(folder).metrics if at(folder).is_folder else {},
-            bool(state.rounded),
-        )
+        yield row_of(walk, state, before)
+        before = params_of(state)
+
+
+def row_of(walk: Walk, state: State, before: Sequence[np.ndarray]) -> StepLog:
+    """What one step did.
+
+    Args:
+        walk: the run.
+        state: the step's state.
+        before: the params that its change is told from, as from :func:`params_of`; none to tell
+            no change.
+    """
+    params, change = params_of(state), None
+    if before and [p.shape for p in params] == [p.shape for p in before]:
+        pairs = zip(params, before, strict=True)
+        change = norm([_wide(new) - _wide(old) for new, old in pairs])
+    folder, update = walk.root / walk.folder(state.step), state.update
+    return StepLog(
+        state.step,
+        "base" if walk.is_base(state.step) else "delta",
+        norm([state.arrays[i] for i in update.record]) if update else None,
+        change,
+        norm(params) if params else None,
+        _learning_rate(state),
+        note_of(folder).metrics if at(folder).is_folder else {},
+        bool(state.rounded),
+    )
 
 
 def params_of(state: State) -> list[np.ndarray]:

@@ -153,6 +153,10 @@ class Walk:
         paths = [leaf.path for leaf in lineage.base.leaves]
         return dict(zip(paths, lineage.end.fingerprints, strict=True))
 
+    def lineage(self, step: int) -> Lineage:
+        """Everything that a recorded step is restored from."""
+        return self._lineages[step]
+
     def leaves(self, step: int) -> tuple[Leaf, ...]:
         """Description of each leaf of a step."""
         return self._lineages[step].base.leaves
