@@ -270,6 +270,7 @@ def _delta(step: StagedStep, reports: Sequence[Report]) -> Delta:
             compressed_bytes=report["sizes_bytes"][1],
             raw_zeros=_pairs(report["zeros"][0]),
             compressed_zeros=_pairs(report["zeros"][1]),
+            coded=_pairs(report["coded"]),
         )
         for own, report in zip(letters, reports, strict=True)
     )
