@@ -135,6 +135,8 @@ def show_verification(report: RootReport) -> None:
             result = "ok, but not recomputed"
         elif step.rounded:
             result = f"ok, {_count(len(step.rounded), 'leaf', 'leaves')} to rounding"
+        if step.stale and not step.damage:
+            result += f", {_count(len(step.stale), 'leaf', 'leaves')} stale"
         number = "?" if step.step is None else step.step
         _add_row(table, number, step.item, step.kind or "?", ", ".join(step.checked), result)
     console = _console()

@@ -145,9 +145,7 @@ def _place(
             extents[number] = _at(extent, extents[sources[number]])
             continue
         raw = raw_end
-        if (
-            extent.encoding is Encoding.RAW
-        ):  # elements start where they can be viewed
+        if extent.encoding is Encoding.RAW:  # elements start where they can be viewed
             raw += -raw_end % leaves[extent.leaf].itemsize_bytes
         extents[number] = dataclasses.replace(
             extent, raw_start=raw, compressed_start=compressed_end

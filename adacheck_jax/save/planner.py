@@ -82,7 +82,7 @@ class Planner:
         bases: BackgroundBases,
     ) -> None:
         self._options, self._schedule, self._bases = options, schedule, bases
-        self.snapshots = Snapshots(recorders, options.params_path)
+        self.snapshots = Snapshots(recorders, options.params_path, options.ephemeral)
         self.distrust = Distrust()
         self.parents = Parents(options.keep_lineage)
         self.deferred = DeferredSteps()
