@@ -378,9 +378,8 @@ def _tell_stale(info: RestoreInfo, path: AnyPath, wants_exact: bool) -> None:
     """Warn about stale leaves, or refuse them."""
     shown = ", ".join([*info.stale][:5]) + (", ..." if len(info.stale) > 5 else "")
     message = (
-        f"{path}: {len(info.stale)} ephemeral leaves of step {info.step} are as step "
-        f"{min(info.stale.values())} or a later one had them ({shown}): they are saved with "
-        "bases alone"
+        f"{path}: the ephemeral leaves of step {info.step} have the bits of step "
+        f"{min(info.stale.values())} or of one after it ({shown}): they are saved with bases alone"
     )
     if wants_exact:
         raise IntegrityError(
