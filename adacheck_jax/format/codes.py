@@ -18,6 +18,7 @@ that a read could go past its memory.
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 from collections.abc import Iterable
@@ -71,7 +72,7 @@ def may_pay(block: np.ndarray) -> bool:
     if block.flags.c_contiguous:
         words = _looked_at(planes.words_of(block))
     else:
-        places = _looked_at(np.arange(block.size))
+        places = _looks(block.size) if block.size > _RUNS * _RUN_WORDS else np.arange(block.size)
         words = planes.words_of(block[np.unravel_index(places, block.shape)])
     return _has_zeros(words) or _has_few_values(words)
 
@@ -105,14 +106,19 @@ def decode(stream: np.ndarray, block: np.ndarray) -> None:
 
 def _looked_at(words: np.ndarray) -> np.ndarray:
     """A few runs of words, spread evenly; each takes a look at memory that is far away."""
-    if words.size <= _RUNS * _RUN_WORDS:
-        return words
-    starts = np.linspace(0, words.size - _RUN_WORDS, _RUNS).astype(np.int64)
-    return words[starts[:, None] + np.arange(_RUN_WORDS)].reshape(-1)
+    return words if words.size <= _RUNS * _RUN_WORDS else words.take(_looks(words.size))
+
+
+@functools.lru_cache(1024)  # a save looks at as many leaves, and the next one at the same
+def _looks(size: int) -> np.ndarray:
+    starts = np.linspace(0, size - _RUN_WORDS, _RUNS).astype(np.int64)
+    return (starts[:, None] + np.arange(_RUN_WORDS)).reshape(-1)
 
 
 def _has_few_values(words: np.ndarray) -> bool:
-    return len(set(words.tolist())) <= _most_values(words)
+    ordered = np.sort(words)
+    count = 1 + np.count_nonzero(ordered[1:] != ordered[:-1])
+    return bool(count <= _most_values(words))
 
 
 def _has_zeros(words: np.ndarray) -> bool:
