@@ -365,6 +365,35 @@ def test_only_the_rows_that_are_needed_are_read_and_their_damage_names_the_leaf(
             reader.patch(0, box, step.old[0][box.slices].copy())
 
 
+def test_bytes_that_are_no_code_are_an_error_that_names_the_leaf(tmp_path, monkeypatch):
+    other = codes.Code(np.full(5, 9, np.uint8), np.zeros(0, np.uint8))
+    monkeypatch.setattr(codes, "encode", lambda block: other)
+    leaf = leaf_of(((0, 4),), (0,))
+    reader = step_of([leaf], [0], ["c"]).write(tmp_path)
+    message = r"expected a code of params/kernel.*unknown kind 9.*Restore another step"
+    for read in (lambda: reader.read(0, Box((1,), (3,))), reader.check):
+        with pytest.raises(IntegrityError, match=message):
+            read()
+
+
+def test_a_code_is_decoded_once_for_all_boxes_that_are_read_together(tmp_path, monkeypatch):
+    leaf = leaf_of(((0, 64), (0, 8)), (0,), "bfloat16")
+    step = step_of([leaf], [0], ["c"])
+    reader = step.write(tmp_path)
+    decode, sizes = codes.decode, []
+
+    def counted(stream, block):
+        sizes.append(block.size)
+        decode(stream, block)
+
+    monkeypatch.setattr(codes, "decode", counted)
+    boxes = [Box((start, 0), (start + 8, 8)) for start in range(0, 64, 8)]
+    found = reader.read_many([(0, box) for box in boxes])
+    assert sizes == [512]
+    for box, block in zip(boxes, found, strict=True):
+        assert block.tobytes() == step.new[0][box.slices].tobytes()
+
+
 def damage(directory, content):
     """Changes one stored byte of some content."""
     for path in directory.rglob("*"):
