@@ -20,6 +20,7 @@ from adacheck_jax.schedule import line
 from adacheck_jax.schedule.costs import Schedule
 from adacheck_jax.store.steps import roots
 from tests import support
+from tests.end_to_end.test_multiprocess import launch
 from tests.save.test_background_bases import trained
 from tests.support import abstract, assert_same_bits, manager_of, mesh_of, save_steps
 
@@ -174,6 +175,24 @@ def test_bases_that_are_made_in_the_background_have_the_residual(tmp_path, monke
         state, info = restored(tmp_path, run, step, mesh_of((1,)))
         assert_same_bits(state, expected_of(run.state, saved, step, since))
         assert set(info.stale.values()) == ({since} - {step})
+
+
+@pytest.mark.slow
+def test_two_processes_leave_out_what_each_has_of_the_residual(tmp_path):
+    root, out = tmp_path / "run", tmp_path / "out"
+    launch("feedback", 2, root, out, 2, "tests.end_to_end.feedback_worker")
+    run, _ = run_of(mesh_of((2, 2)))
+    saved = {}
+    for step in range(1, 7):
+        with np.load(f"{out}-{step}.npz") as arrays:
+            saved[step] = [arrays[name] for name in arrays.files]
+    letters = {pack.encodings for s in roots.steps_of(root)[1:-1] for pack in s.manifest.packs}
+    assert any("c" in each for each in letters)
+    for step, since in ((2, 1), (3, 1), (5, 1), (6, 6)):
+        held = {"step": 3} if step == 3 else {}
+        state, info = restored(root, run, 4 if held else step, mesh_of((8,)), **held)
+        assert_same_bits(state, expected_of(run.state, saved, step, since))
+        assert info.stale == ({} if step == since else dict.fromkeys(PATHS, since))
 
 
 def test_the_residual_takes_no_bytes(tmp_path):
