@@ -19,14 +19,13 @@ that a read could go past its memory.
 from __future__ import annotations
 
 import functools
-import math
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from adacheck_jax.format import byte_loops, planes
+from adacheck_jax.format import byte_loops, palette, planes
 
 MAX_HEAD_BYTES = 64
 """Bytes that a code may take beyond those of its block."""
@@ -41,10 +40,6 @@ _SAMPLED = 8192
 _MIN_ZEROS = 0.25
 _WORTHWHILE = 0.9
 """Largest part of their bytes at which words are coded."""
-_BLOCK_WORDS = 1 << 15
-_HASH_BITS = 16
-_MAX_TRIES = 64
-_GOLDEN = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,11 +233,13 @@ def _palette(words: np.ndarray) -> Code | None:
     """A palette code; None if it would not be shorter than the words."""
     if not words.size or not _has_few_values(_looked_at(words)):
         return None
-    found = _indexed(words, np.unique(words[:: words.size // _SAMPLED | 1]), _most_values(words))
+    found = palette.indexed(
+        words, np.unique(words[:: words.size // _SAMPLED | 1]), _most_values(words)
+    )
     if found is None:
         return None
     table, indices = found
-    packed = _packed(indices, _index_bits(table.size))
+    packed = palette.packed(indices, palette.index_bits(table.size))
     if 2 + table.nbytes + packed.size >= _WORTHWHILE * words.nbytes:
         return None
     return Code(_bytes(bytes([_PALETTE, table.size - 1]), table), packed)
@@ -251,113 +248,19 @@ def _palette(words: np.ndarray) -> Code | None:
 def _decode_palette(reader: _Reader, words: np.ndarray) -> None:
     count = int(reader.take(1)[0]) + 1
     table = reader.take(count * words.itemsize).copy().view(words.dtype)
-    bits = _index_bits(count)
+    bits = palette.index_bits(count)
     packed = reader.take(-(-words.size * bits // 8))
     per_byte = 8 // bits if bits else 1
-    for first in range(0, words.size, _BLOCK_WORDS):
-        into = words[first : first + _BLOCK_WORDS]
+    for first in range(0, words.size, palette.BLOCK_WORDS):
+        into = words[first : first + palette.BLOCK_WORDS]
         if not bits:
             into[:] = table[0]
             continue
         part = packed[first // per_byte :][: -(-into.size // per_byte)]
-        indices = _unpacked(part, bits, into.size)
+        indices = palette.unpacked(part, bits, into.size)
         if int(indices.max()) >= count:
             raise ValueError(f"a position outside a table of {count} values")
         np.take(table, indices, out=into, mode="clip")
-
-
-def _index_bits(count: int) -> int:
-    """Bits of a position in a table: 0, 1, 2, 4 or 8."""
-    least = (count - 1).bit_length()
-    return 1 << math.ceil(math.log2(least)) if least else 0
-
-
-def _indexed(
-    words: np.ndarray, table: np.ndarray, most: int
-) -> tuple[np.ndarray, np.ndarray] | None:
-    """All values of some words, and the position of each; None if they are more than ``most``.
-
-    Args:
-        words: the words.
-        table: some of the values.
-        most: largest number of values.
-    """
-    lookup = _Lookup.of(table, most)
-    indices = np.empty(words.size, np.uint8)
-    for first in range(0, words.size, _BLOCK_WORDS):
-        part, into = words[first : first + _BLOCK_WORDS], indices[first : first + _BLOCK_WORDS]
-        while lookup is not None:
-            lookup.find(part, into)
-            wrong = lookup.table[into] != part
-            if not wrong.any():
-                break
-            more = np.unique(part[wrong])
-            lookup = _Lookup.of(np.concatenate([lookup.table, more]), most)
-        if lookup is None:
-            return None
-    return (lookup.table, indices) if lookup else None
-
-
-@dataclass(frozen=True, slots=True)
-class _Lookup:
-    """Positions of values in a table, by a hash under which no two of them collide.
-
-    Attributes:
-        table: the values.
-        positions: position for each hash.
-        factor: the hash's factor.
-    """
-
-    table: np.ndarray
-    positions: np.ndarray
-    factor: int
-
-    @classmethod
-    def of(cls, table: np.ndarray, most: int) -> _Lookup | None:
-        """The lookup of a table; None for too many values."""
-        if table.size > most:
-            return None
-        for attempt in range(_MAX_TRIES):
-            factor = (_GOLDEN * (2 * attempt + 1)) % (1 << 8 * table.itemsize) | 1
-            made = cls(table, np.zeros(1 << _HASH_BITS, np.uint8), factor)
-            hashes = made._hashes(table)
-            if len(set(hashes.tolist())) == table.size:
-                made.positions[hashes] = np.arange(table.size)
-                return made
-        return None
-
-    def find(self, words: np.ndarray, into: np.ndarray) -> None:
-        """Gives each word a position; of one that is not in the table any."""
-        np.take(self.positions, self._hashes(words), out=into, mode="clip")
-
-    def _hashes(self, words: np.ndarray) -> np.ndarray:
-        unused = 8 * words.itemsize - _HASH_BITS
-        if unused <= 0:
-            return words
-        return (words * words.dtype.type(self.factor)) >> words.dtype.type(unused)
-
-
-def _packed(indices: np.ndarray, bits: int) -> np.ndarray:
-    if bits == 8:
-        return indices
-    if not bits:
-        return indices[:0]
-    per_byte = 8 // bits
-    rows = np.zeros(-(-indices.size // per_byte) * per_byte, np.uint8)
-    rows[: indices.size] = indices
-    rows = rows.reshape(-1, per_byte)
-    packed = np.zeros(len(rows), np.uint8)
-    for column in range(per_byte):
-        packed |= rows[:, column] << np.uint8(column * bits)
-    return packed
-
-
-def _unpacked(packed: np.ndarray, bits: int, count: int) -> np.ndarray:
-    if bits == 8:
-        return packed
-    shifts = np.arange(0, 8, bits, dtype=np.uint8)
-    indices = packed[:, None] >> shifts & np.uint8((1 << bits) - 1)
-    return indices.reshape(-1)[:count]
 
 
 # Bytes of a code.
