@@ -4,6 +4,8 @@
 
 One core, float32 noise: its exponents as a delta stores them, and whole elements as a base does;
 the fastest of several passes over one chunk. Compression is tensorstore's, with its own overhead.
+Then codes of the same noise in bfloat16, compressed as gradients are: millions of elements that
+are encoded and decoded in a second, and bytes an element. ``look`` is what a dense leaf costs.
 """
 
 from __future__ import annotations
@@ -11,9 +13,11 @@ from __future__ import annotations
 import argparse
 import json
 
+import ml_dtypes
 import numpy as np
 import tensorstore as ts
 
+from adacheck_jax.format import codes
 from adacheck_jax.format import planes as codecs
 from adacheck_jax.format.manifest import Encoding
 from adacheck_jax.store import zarr
@@ -40,6 +44,35 @@ def compressed(data: np.ndarray, chain: list[dict[str, object]], repeats: int) -
     ratio = data.size / stored_bytes(data, chain)
     rate = rate_of(lambda: stored_bytes(data, chain), data.size, repeats)
     return {"GB/s": round(rate, 2), "ratio": round(ratio, 3)}
+
+
+def coded(block: np.ndarray, repeats: int) -> dict[str, float]:
+    """Rates and size of the code of one block."""
+    code, target = codes.encode(block), np.empty_like(block)
+    stream = np.concatenate([code.body, code.rest])
+    encode = rate_of(lambda: codes.encode(block), block.size, repeats)
+    decode = rate_of(lambda: codes.decode(stream, target), block.size, repeats)
+    return {
+        "encode M/s": round(1e3 * encode),
+        "decode M/s": round(1e3 * decode),
+        "bytes": round(code.size_bytes / block.size, 4),
+    }
+
+
+def all_coded(noise: np.ndarray, repeats: int) -> dict[str, dict[str, float]]:
+    """Codes of noise that is compressed as gradients are."""
+    scale = np.abs(noise).max() / 127
+    largest = np.abs(noise) >= np.quantile(np.abs(noise), 0.99)
+    ways = {
+        "top-k 1 %": np.where(largest, noise, np.float32(0)),
+        "int8": np.round(noise / scale) * scale,
+        "sign": np.sign(noise) * scale,
+    }
+    narrow = {name: each.astype(ml_dtypes.bfloat16) for name, each in ways.items()}
+    dense = noise.astype(ml_dtypes.bfloat16)
+    look_us = 1e-3 / rate_of(lambda: codes.may_pay(dense), 1, repeats)
+    found = {name: coded(each, repeats) for name, each in narrow.items()}
+    return {**found, "look": {"us": round(look_us, 1)}}
 
 
 def main() -> None:
@@ -69,6 +102,7 @@ def main() -> None:
             },
             "zstd of unshuffled bytes": compressed(whole, zarr.chain("zstd"), repeats),
         },
+        "codes": all_coded(noise, repeats),
     }
     print(json.dumps(result, indent=1))
 

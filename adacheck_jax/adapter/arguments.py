@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -79,8 +79,8 @@ class RestoreArgs(ocp.args.CheckpointArgs):
             (:meth:`AdaCheckHandler.record_step`) and saved with it, or one that it builds on, also
             if the directory's own step is damaged. The next save is then a base.
         exact: True refuses a step of which some bits can only be restored to rounding here, because
-            the update adds up elements and the devices that it was saved from do not exist; and a
-            step that stock Orbax saved.
+            the update adds up elements and the devices that it was saved from do not exist; one
+            whose ephemeral leaves have an earlier step's bits; and a step that stock Orbax saved.
         read_once: True has one process read each box that several processes need; they exchange
             what they read over their devices, so that storage is read once. False has each process
             read all that its devices need, and so does None, but for object stores and many bytes.
@@ -160,6 +160,8 @@ class RestoreInfo:
             for continuous updates; 0 if every leaf is exact.
         verified: False if stock Orbax saved the step, which keeps no fingerprints: its leaves are
             as they were read, and the next save is a base.
+        stale: ephemeral leaves that have an earlier step's bits, by leaf path, and the number of
+            that step. All others are as ``rounded`` says.
     """
 
     step: int
@@ -167,11 +169,12 @@ class RestoreInfo:
     rounded: tuple[str, ...]
     tolerance: float
     verified: bool = True
+    stale: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def exact(self) -> bool:
-        """True if every bit is known to be the saved one."""
-        return self.verified and not self.rounded
+        """True if every bit is known to be the one that was trained."""
+        return self.verified and not self.rounded and not self.stale
 
 
 @dataclass(frozen=True, slots=True)

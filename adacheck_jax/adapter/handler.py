@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -98,6 +98,11 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             its state back without reading storage (:meth:`recover`). It is made if it is not
             there, and the file stays when training ends: remove the directory then. The file holds
             a whole state and two records. Without effect in jobs of several processes.
+        ephemeral: patterns of the paths of leaves, or of nodes above them, that are saved with
+            bases alone, such as ``("*/residual",)`` for what error feedback keeps: a step in
+            between is restored with the bits that they had at the last base, and
+            :attr:`RestoreInfo.stale` says so. ``*`` stands for any text. No Recorder's update may
+            take or return them.
         background_bases: True to turn saved deltas into bases in the background, from the shadow,
             so that the loop writes the first base alone. It does so with a policy as
             ``max_deltas``, in one process, where files can be hard-linked and memory has room for
@@ -110,9 +115,9 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
 
     Raises:
         ValueError: ``max_deltas`` is negative or none of these, ``shadow_bytes`` is negative, there
-            is a ``shadow_directory`` and no shadow, or it is no directory of this machine, or
-            ``delta``, ``check``, ``compression``, ``check_replicas`` or ``background_bases`` is
-            none of these.
+            is a ``shadow_directory`` and no shadow, or one and ephemeral leaves, or it is no
+            directory of this machine, or ``delta``, ``check``, ``compression``, ``check_replicas``
+            or ``background_bases`` is none of these.
         RecorderError: there is no recorder in what was given as one.
     """
 
@@ -135,10 +140,12 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         shadow_bytes: int | None = None,
         shadow_directory: AnyPath | str | None = None,
         background_bases: bool = True,
+        ephemeral: Sequence[str] = (),
     ) -> None:
         options = Options(
             *(max_deltas, params_path, keep_lineage, delta, check),
             *(compression, check_replicas, shadow_bytes, shadow_directory, background_bases),
+            ephemeral,
         )
         self._run = TrainingRun(recorder, options)
         self._lock = threading.Lock()  # a manager's saves and restores may be on several threads

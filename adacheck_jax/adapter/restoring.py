@@ -344,15 +344,18 @@ def _tell_passed_over(path: AnyPath, found: int, wanted: int | None) -> None:
 def _info(
     lineage: Lineage, rounded: Sequence[int], path: AnyPath, wants_exact: bool
 ) -> RestoreInfo:
-    """Report of a restore; warns about rounded leaves, or refuses them.
+    """Report of a restore; warns about rounded and stale leaves, or refuses them.
 
     Raises:
-        IntegrityError: the caller wants exact bits, and some leaves are rounded.
+        IntegrityError: the caller wants exact bits, and some leaves are rounded or stale.
     """
     count = lineage.replayed_count
     paths = tuple(lineage.base.leaves[i].path for i in rounded)
     tolerance = check.tolerance(lineage, rounded) if rounded else 0.0
-    info = RestoreInfo(lineage.end.step, count, paths, tolerance)
+    stale = {lineage.base.leaves[i].path: step for i, step in lineage.end.stale}
+    info = RestoreInfo(lineage.end.step, count, paths, tolerance, stale=stale)
+    if stale:
+        _tell_stale(info, path, wants_exact)
     if not paths:
         return info
     shown = ", ".join(paths[:5]) + (", ..." if len(paths) > 5 else "")
@@ -369,6 +372,20 @@ def _info(
         )
     _log.warning("%s.", message)
     return info
+
+
+def _tell_stale(info: RestoreInfo, path: AnyPath, wants_exact: bool) -> None:
+    """Warn about stale leaves, or refuse them."""
+    shown = ", ".join([*info.stale][:5]) + (", ..." if len(info.stale) > 5 else "")
+    message = (
+        f"{path}: the ephemeral leaves of step {info.step} have the bits of step "
+        f"{min(info.stale.values())} or of one after it ({shown}): they are saved with bases alone"
+    )
+    if wants_exact:
+        raise IntegrityError(
+            f"{message}. Nothing was returned; restore a base step, or do not ask for exact=True."
+        )
+    _log.warning("%s. All other leaves are as they were trained.", message)
 
 
 def resolve(path: AnyPath) -> Lineage:

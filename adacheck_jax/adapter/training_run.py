@@ -259,7 +259,7 @@ class TrainingRun:
             self.note_stock(restored.directory)
             return restored.state
         self.restored = restored.info
-        if restored.info.exact:
+        if restored.info.verified and not restored.info.rounded:
             place = roots.place_of(restored.directory)
             saver = self._saver_of(place)
             if restored.is_own:

@@ -7,6 +7,7 @@ path in the nested dictionary that Orbax returns when it is asked for no particu
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -33,6 +34,18 @@ def _key_name(key: Any) -> str:
         if value is not None:
             return str(value)
     return str(key)
+
+
+def matches(path: str, pattern: str) -> bool:
+    """True if a leaf, or a node that it lies below, has a path that a pattern of the shell fits.
+
+    Args:
+        path: leaf path.
+        pattern: a pattern in which ``*`` stands for any text, slashes included.
+    """
+    parts = path.split("/")
+    starts = ("/".join(parts[: n + 1]) for n in range(len(parts)))
+    return any(fnmatch.fnmatchcase(each, pattern) for each in starts)
 
 
 def flatten(tree: PyTree) -> tuple[dict[str, Any], TreeDef]:

@@ -45,6 +45,8 @@ class Encoding(StrEnum):
         RAW: elements as they are.
         EXPONENTS: planes of bytes, of which the highest is compressed.
         PLANES: planes of bytes, all of them compressed.
+        CODED: a code of mostly zero or few distinct elements, whose length the pack's manifest
+            says.
         XOR, SUBTRACT: compressed planes of a bit-pattern difference from the parent step.
         SAME: nothing is stored; the elements are those that the update computes, else the
             parent's.
@@ -53,6 +55,7 @@ class Encoding(StrEnum):
     RAW = "r"
     EXPONENTS = "e"
     PLANES = "p"
+    CODED = "c"
     XOR = "x"
     SUBTRACT = "s"
     SAME = "="
@@ -205,6 +208,7 @@ class Pack:
         raw_bytes, compressed_bytes: sizes of the section in either array, runs of zeros included.
         raw_zeros, compressed_zeros: half-open ranges of blocks of zeros that were not stored. Other
             missing blocks are lost.
+        coded: bytes in either array of each extent that is ``CODED``, in plan order.
     """
 
     encodings: str
@@ -213,6 +217,7 @@ class Pack:
     compressed_bytes: int
     raw_zeros: tuple[tuple[int, int], ...]
     compressed_zeros: tuple[tuple[int, int], ...]
+    coded: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +283,7 @@ class BaseManifest:
         caution: findings of the checks so far.
         replaces: the delta that the step was before it was compacted; None if it was saved as a
             base.
+        stale: as of a :class:`Delta`; of a step that was compacted.
         checksum: checksum of this manifest; empty until it is encoded.
     """
 
@@ -296,6 +302,7 @@ class BaseManifest:
     directory_step: int | None = None
     caution: Caution = NO_CAUTION
     replaces: Replaced | None = None
+    stale: tuple[tuple[int, int], ...] = ()
     checksum: str = ""
 
     @property
@@ -324,6 +331,8 @@ class Delta:
         packs: one section a process.
         fingerprints: one 64-bit digest for every leaf of the state after this step.
         checked: comparison that its replay passed, one of :data:`CHECKS`.
+        stale: pairs of a leaf and a step: the leaf is ephemeral, and has the bits of that earlier
+            step, as its fingerprint has; those that were trained are not stored.
     """
 
     step: int
@@ -334,6 +343,7 @@ class Delta:
     packs: tuple[Pack, ...]
     fingerprints: tuple[int, ...]
     checked: str
+    stale: tuple[tuple[int, int], ...] = ()
 
     @property
     def has_update(self) -> bool:
@@ -346,8 +356,8 @@ class DeltaManifest:
     """The delta of a saved step, and the deltas of the deferred steps before it.
 
     Attributes:
-        step, counts, updates, stored, unreplayed, packs, fingerprints, checked: the fields of the
-            step's own :class:`Delta`.
+        step, counts, updates, stored, unreplayed, packs, fingerprints, checked, stale: the fields
+            of the step's own :class:`Delta`.
         parent: the saved step that this one builds on.
         depth: number of deltas since the base that began its line, its own included. A step of
             the line may have become a base since, so a lineage may be shorter.
@@ -377,6 +387,7 @@ class DeltaManifest:
     directory_step: int | None = None
     recorded: tuple[Delta, ...] = ()
     caution: Caution = NO_CAUTION
+    stale: tuple[tuple[int, int], ...] = ()
     checksum: str = ""
 
     @property
@@ -401,6 +412,7 @@ class DeltaManifest:
             self.packs,
             self.fingerprints,
             self.checked,
+            self.stale,
         )
         return (*self.recorded, own)
 

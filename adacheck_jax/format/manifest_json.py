@@ -35,7 +35,7 @@ from adacheck_jax.format.manifest import (
     Update,
 )
 
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 OLDEST_VERSION = 6
 """The oldest format version that is read."""
 MAX_MANIFEST_BYTES = 256 * 2**20
@@ -136,7 +136,9 @@ def decode(data: bytes, *, where: str) -> Manifest:
             "the file was changed after it was written. Restore another step."
         )
     try:
-        return _from_body(_upgraded(body) if version == OLDEST_VERSION else body, expected)
+        for older in range(version, FORMAT_VERSION):
+            body = _UPGRADES[older](body)
+        return _from_body(body, expected)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise FormatError(
             f"{where}: a field of the manifest is missing or has the wrong type ({error!r}). "
@@ -172,7 +174,7 @@ def _shown(value: Any) -> str:
     return reprlib.repr(value)
 
 
-def _upgraded(body: dict[str, Any]) -> dict[str, Any]:
+def _upgraded_6(body: dict[str, Any]) -> dict[str, Any]:
     """Body of a manifest of format version 6, as of version 7."""
 
     def counted(own: dict[str, Any]) -> dict[str, Any]:
@@ -192,6 +194,20 @@ def _upgraded(body: dict[str, Any]) -> dict[str, Any]:
         return {**counted(body), "update": update, "environment": {}, "caution": caution}
     recorded = [delta(each) for each in body["recorded"]]
     return {**delta(body), "recorded": recorded, "caution": caution}
+
+
+def _upgraded_7(body: dict[str, Any]) -> dict[str, Any]:
+    """Body of a manifest of format version 7, as of version 8."""
+
+    def delta(own: dict[str, Any]) -> dict[str, Any]:
+        return {**own, "packs": [{**pack, "coded": []} for pack in own["packs"]], "stale": []}
+
+    if body["kind"] == "base":
+        return {**body, "stale": []}
+    return {**delta(body), "recorded": [delta(each) for each in body["recorded"]]}
+
+
+_UPGRADES = {6: _upgraded_6, 7: _upgraded_7}
 
 
 def _from_body(body: dict[str, Any], checksum: str) -> Manifest:
@@ -232,6 +248,7 @@ def _base_manifest(body: dict[str, Any], checksum: str) -> BaseManifest:
         directory_step=_optional(body["directory_step"]),
         caution=_caution(body["caution"], len(leaves)),
         replaces=_replaced(body.get("replaces")),
+        stale=_stale(body, len(leaves)),
         checksum=checksum,
     )
 
@@ -277,6 +294,7 @@ def _delta_manifest(body: dict[str, Any], checksum: str) -> DeltaManifest:
         directory_step=_optional(body["directory_step"]),
         recorded=recorded,
         caution=_caution(body["caution"], len(own.fingerprints)),
+        stale=own.stale,
         checksum=checksum,
     )
 
@@ -288,6 +306,10 @@ def _delta(body: dict[str, Any]) -> Delta:
         raise ValueError(f"updates of {len(counts)} recorders: {_shown(updates)}")
     if body["checked"] not in CHECKS:
         raise ValueError(f"expected one of {sorted(CHECKS)}, found {_shown(body['checked'])}")
+    fingerprints = _tuple_of(_fingerprint, body["fingerprints"])
+    stale = _stale(body, len(fingerprints))
+    if not {i for i, _ in stale}.isdisjoint(stored):
+        raise ValueError(f"a leaf is stored and stale: {_shown(stale)}")
     return Delta(
         step=_natural(body["step"]),
         counts=counts,
@@ -295,9 +317,17 @@ def _delta(body: dict[str, Any]) -> Delta:
         stored=stored,
         unreplayed=_ascending(body["unreplayed"]),
         packs=_tuple_of(lambda pack: _pack(pack, len(stored)), body["packs"]),
-        fingerprints=_tuple_of(_fingerprint, body["fingerprints"]),
+        fingerprints=fingerprints,
         checked=body["checked"],
+        stale=stale,
     )
+
+
+def _stale(body: dict[str, Any], leaf_count: int) -> tuple[tuple[int, int], ...]:
+    pairs = _pairs(body["stale"], leaf_count, _natural(body["step"]))
+    if any(a[0] >= b[0] for a, b in itertools.pairwise(pairs)):
+        raise ValueError(f"stale leaves that do not ascend: {_shown(pairs)}")
+    return pairs
 
 
 def _caution(body: dict[str, Any], leaf_count: int) -> Caution:
@@ -315,6 +345,7 @@ def _pack(body: dict[str, Any], stored_count: int) -> Pack:
         compressed_bytes=_natural(body["compressed_bytes"]),
         raw_zeros=_ranges(body["raw_zeros"]),
         compressed_zeros=_ranges(body["compressed_zeros"]),
+        coded=_tuple_of(_range, body["coded"]),
     )
     if len(pack.encodings) != stored_count:
         raise ValueError(f"{len(pack.encodings)} encodings of {stored_count} stored leaves")

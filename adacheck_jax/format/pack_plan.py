@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from adacheck_jax.format.boxes import Box
+from adacheck_jax.format.codes import MAX_HEAD_BYTES
 from adacheck_jax.format.manifest import Encoding, Leaf
 
 
@@ -22,10 +23,10 @@ class Extent:
         box: the box in the leaf's global coordinates.
         process: the owner, in whose pack the box lies.
         encoding: the box's encoding.
-        planes: number of planes of bytes, the lowest first; 0 for ``RAW``.
+        planes: number of planes of bytes, the lowest first; 0 for ``RAW`` and ``CODED``.
         compressed: number of planes, the highest ones, in the pack's compressed array.
         raw_start, compressed_start: first byte in either array.
-        size_bytes: number of bytes in both arrays together.
+        raw_bytes, compressed_bytes: number of bytes in either array.
     """
 
     leaf: int
@@ -36,17 +37,13 @@ class Extent:
     compressed: int
     raw_start: int
     compressed_start: int
-    size_bytes: int
+    raw_bytes: int
+    compressed_bytes: int
 
     @property
-    def raw_bytes(self) -> int:
-        """Bytes in the pack's raw array."""
-        return self.size_bytes - self.compressed_bytes
-
-    @property
-    def compressed_bytes(self) -> int:
-        """Bytes in the pack's compressed array."""
-        return self.size_bytes // self.planes * self.compressed if self.planes else 0
+    def size_bytes(self) -> int:
+        """Number of bytes in both arrays together."""
+        return self.raw_bytes + self.compressed_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +62,8 @@ class WritePlan:
 
 Aliases = Sequence[tuple[int, int]]
 """Pairs of extents of one process, numbered in plan order; see ``manifest.Pack``."""
+Sizes = Sequence[tuple[int, int]]
+"""Bytes in either array of the coded extents of one process, in plan order."""
 
 
 def plan_delta(
@@ -72,6 +71,7 @@ def plan_delta(
     stored: Sequence[int],
     encodings: Sequence[str],
     aliases: Sequence[Aliases],
+    coded: Sequence[Sizes] = (),
 ) -> WritePlan:
     """Lays out the boxes of the stored leaves in their owners' packs.
 
@@ -83,14 +83,17 @@ def plan_delta(
         stored: indices of the leaves that the delta holds, ascending.
         encodings: one text a process, with one :class:`Encoding` letter a stored leaf.
         aliases: the aliases of each process's extents.
+        coded: sizes of each process's coded extents; may be left out where there are none.
 
     Returns:
         The plan.
 
     Raises:
-        ValueError: an alias of an extent that does not exist or has another size or encoding.
+        ValueError: an alias of an extent that does not exist or has another size or encoding; or
+            sizes that no codes of these boxes have.
     """
     own: list[list[Extent]] = [[] for _ in encodings]
+    sizes = [iter(each) for each in coded or [()] * len(encodings)]
     order = []
     for position, index in enumerate(stored):
         leaf = leaves[index]
@@ -98,13 +101,23 @@ def plan_delta(
             encoding = Encoding(encodings[process][position])
             if encoding is Encoding.SAME:
                 continue
-            planes = 0 if encoding is Encoding.RAW else leaf.word_bytes
-            compressed = min(planes, 1) if encoding is Encoding.EXPONENTS else planes
-            size_bytes = box.size * leaf.itemsize_bytes
             order.append((process, len(own[process])))
+            planes = leaf.word_bytes if encoding not in (Encoding.RAW, Encoding.CODED) else 0
+            compressed = min(planes, 1) if encoding is Encoding.EXPONENTS else planes
+            whole_bytes = box.size * leaf.itemsize_bytes
+            if encoding is Encoding.CODED:
+                raw_bytes, compressed_bytes = _checked(next(sizes[process], None), whole_bytes)
+            else:
+                compressed_bytes = whole_bytes // planes * compressed if planes else 0
+                raw_bytes = whole_bytes - compressed_bytes
             own[process].append(
-                Extent(index, box, process, encoding, planes, compressed, 0, 0, size_bytes)
+                Extent(
+                    *(index, box, process, encoding, planes, compressed),
+                    *(0, 0, raw_bytes, compressed_bytes),
+                )
             )
+    if any(next(each, None) is not None for each in sizes):
+        raise ValueError("more sizes than coded extents")
     ends = [_place(extents, dict(each), leaves) for extents, each in zip(own, aliases, strict=True)]
     extents = tuple(own[process][number] for process, number in order)
     return WritePlan(extents, tuple(a for a, _ in ends), tuple(b for _, b in ends))
@@ -116,18 +129,23 @@ def _place(
     """Gives each extent of a process its place; returns the sizes of both arrays.
 
     The largest extents come first: their sizes are mostly round numbers, so that rows of zeros fall
-    into whole blocks of the pack, without padding.
+    into whole blocks of the pack, without padding. Codes, whose sizes are not, come last.
     """
     if any(not source < number < len(extents) for number, source in sources.items()):
         raise ValueError(f"aliases that are not of earlier ones of {len(extents)} extents")
     raw_end = compressed_end = 0
-    for number in sorted(range(len(extents)), key=lambda n: -extents[n].size_bytes):
+
+    def rank(number: int) -> tuple[bool, int]:
+        extent = extents[number]
+        return extent.encoding is Encoding.CODED, -extent.size_bytes
+
+    for number in sorted(range(len(extents)), key=rank):
         extent = extents[number]
         if number in sources:
             extents[number] = _at(extent, extents[sources[number]])
             continue
         raw = raw_end
-        if not extent.planes:  # elements start where their type can be viewed in place
+        if extent.encoding is Encoding.RAW:  # elements start where they can be viewed
             raw += -raw_end % leaves[extent.leaf].itemsize_bytes
         extents[number] = dataclasses.replace(
             extent, raw_start=raw, compressed_start=compressed_end
@@ -138,10 +156,17 @@ def _place(
     return raw_end, compressed_end
 
 
+def _checked(size: tuple[int, int] | None, whole_bytes: int) -> tuple[int, int]:
+    """The size of a code in either array; a code is not longer than what it stands for."""
+    if size is None or not 0 < sum(size) <= whole_bytes + MAX_HEAD_BYTES:
+        raise ValueError(f"a code of {size} bytes for a box of {whole_bytes}")
+    return size
+
+
 def _at(extent: Extent, source: Extent) -> Extent:
     """An extent in the place of another one."""
-    alike = (extent.encoding, extent.planes, extent.size_bytes)
-    if alike != (source.encoding, source.planes, source.size_bytes):
+    alike = (extent.encoding, extent.planes, extent.raw_bytes, extent.compressed_bytes)
+    if alike != (source.encoding, source.planes, source.raw_bytes, source.compressed_bytes):
         raise ValueError(f"an alias of another kind: {extent} of {source}")
     return dataclasses.replace(
         extent, raw_start=source.raw_start, compressed_start=source.compressed_start

@@ -24,8 +24,8 @@ import numpy as np
 from adacheck_jax.format import byte_loops
 from adacheck_jax.format.manifest import Encoding
 
-_SMALL_BYTES = 1024
-"""Smaller leaves are stored as they are."""
+SMALL_BYTES = 1024
+"""Leaves of up to so many bytes are stored as they are."""
 _SAMPLE_RUNS, _RUN_WORDS = 8, 2048
 _WORTHWHILE = 0.95
 """Largest expected part of their bytes at which planes are compressed."""
@@ -36,7 +36,8 @@ def word_bytes(dtype: np.dtype) -> int:
     return dtype.itemsize // 2 if dtype.kind == "c" else dtype.itemsize
 
 
-def _words(array: np.ndarray) -> np.ndarray:
+def words_of(array: np.ndarray) -> np.ndarray:
+    """Unsigned words of an array, one-dimensional; a view if it is contiguous."""
     flat = np.ascontiguousarray(array).reshape(-1)
     return flat.view(np.dtype(f"u{word_bytes(array.dtype)}"))
 
@@ -44,9 +45,9 @@ def _words(array: np.ndarray) -> np.ndarray:
 def choose_whole(blocks: Iterable[np.ndarray]) -> Encoding:
     """Chooses an encoding without a difference for blocks of one leaf, from a sample."""
     block = max(blocks, key=lambda block: block.size)
-    if block.nbytes <= _SMALL_BYTES:
+    if block.nbytes <= SMALL_BYTES:
         return Encoding.RAW
-    return _best_whole(_sample(_words(block)))[0]
+    return _best_whole(_sample(words_of(block)))[0]
 
 
 def choose_difference(pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> Encoding:
@@ -58,11 +59,11 @@ def choose_difference(pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> Encodin
     Returns:
         ``SAME`` if no bit changed in any block, else the encoding with the smallest estimate.
     """
-    changed = [(a, b) for new, old in pairs if not _equal(a := _words(new), b := _words(old))]
+    changed = [(a, b) for new, old in pairs if not _equal(a := words_of(new), b := words_of(old))]
     if not changed:
         return Encoding.SAME
     new, old = max(changed, key=lambda pair: pair[0].size)
-    if sum(a.nbytes for a, _ in changed) <= _SMALL_BYTES:
+    if sum(a.nbytes for a, _ in changed) <= SMALL_BYTES:
         return Encoding.RAW
     new, old = _sample(new), _sample(old)
     bits = {each: sum(_entropies(_planes(each, new, old))) for each in _DIFFERENCES}
@@ -100,8 +101,8 @@ def encode(
         low: memory for the first planes, uint8 of shape (planes, words).
         high: memory for the other planes.
     """
-    before = None if old is None else _words(old)
-    byte_loops.split(_words(new), before, _WAYS[encoding], low, high)
+    before = None if old is None else words_of(old)
+    byte_loops.split(words_of(new), before, _WAYS[encoding], low, high)
 
 
 def decode(encoding: Encoding, block: np.ndarray, low: np.ndarray, high: np.ndarray) -> None:

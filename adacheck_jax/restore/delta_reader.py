@@ -10,7 +10,7 @@ import ml_dtypes  # noqa: F401  numpy knows bfloat16 and its kin by it
 import numpy as np
 
 from adacheck_jax.errors import IntegrityError
-from adacheck_jax.format import pack_plan, planes
+from adacheck_jax.format import codes, pack_plan, planes
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest, Encoding, Pack
 from adacheck_jax.store import packs
@@ -94,6 +94,7 @@ class DeltaReader:
         for extent in self._layout.extents:
             self._extents.setdefault(extent.leaf, []).append(extent)
         self._packs: dict[tuple[int, packs.Kind], PackReader] = {}
+        self._decoded: dict[tuple[int, Box], np.ndarray] | None = None
 
     def _plan(self) -> pack_plan.WritePlan:
         """The layout of the packs, computed as the writer computed it, and compared with theirs."""
@@ -101,13 +102,14 @@ class DeltaReader:
         encodings = [pack.encodings for pack in delta.packs]
         try:
             aliases = [pack.aliases for pack in delta.packs]
-            key = (delta.stored, *encodings, *aliases)
+            coded = [pack.coded for pack in delta.packs]
+            key = (delta.stored, *encodings, *aliases, *coded)
             plan = plans.get(key)
             if plan is None:
-                plan = pack_plan.plan_delta(self._leaves, delta.stored, encodings, aliases)
+                plan = pack_plan.plan_delta(self._leaves, delta.stored, encodings, aliases, coded)
         except (ValueError, IndexError) as error:
             raise IntegrityError(
-                f"{self._entry.place}: the manifest calls parts equal that cannot be ({error}). "
+                f"{self._entry.place}: the manifest tells of parts that cannot be so ({error}). "
                 "Restore another step."
             ) from error
         plans[key] = plan
@@ -197,6 +199,8 @@ class DeltaReader:
                 "itself; found it otherwise. Restore another step."
             )
         for extent in self._extents.get(index, ()):
+            if extent.box == box and extent.encoding is Encoding.CODED:
+                return self._decode(extent)
             if extent.box == box and box.size and extent.encoding is Encoding.RAW:
                 spans, _ = _spans_of(extent, box)
                 data = self._planes(extent.process, packs.RAW, spans, leaf.path)
@@ -281,12 +285,14 @@ class DeltaReader:
                     for kind, spans in ((packs.RAW, raw), (packs.COMPRESSED, compressed)):
                         needed.setdefault((extent.process, kind), []).extend(spans)
         readers = [(self._pack(*each), spans) for each, spans in needed.items() if spans]
+        self._decoded = {}
         try:
             for reader, spans in readers:
                 with contextlib.suppress(IntegrityError):  # read() raises it with the leaf's path
                     reader.hold(spans, what="the leaves that the update consumed")
             yield
         finally:
+            self._decoded = None
             for reader, _ in readers:
                 reader.hold([], what="nothing")
 
@@ -308,6 +314,10 @@ class DeltaReader:
             common = box.intersect(extent.box)
             if common is None:
                 continue
+            if extent.encoding is Encoding.CODED:
+                part = self._decode(extent)[(*common.relative_to(extent.box.start).slices, ...)]
+                block[(*common.relative_to(box.start).slices, ...)] = part
+                continue
             rows = _rows_of(extent.box, common)
             inside = (*common.relative_to(rows.start).slices, ...)
             target = block[(*common.relative_to(box.start).slices, ...)]
@@ -324,6 +334,26 @@ class DeltaReader:
             whole[inside] = target
             planes.decode(extent.encoding, whole, low, high)
             target[...] = whole[inside]
+
+    def _decode(self, extent: pack_plan.Extent) -> np.ndarray:
+        """The elements of a coded box, which the caller must not change; once while prefetched."""
+        leaf, key = self._leaves[extent.leaf], (extent.leaf, extent.box)
+        if self._decoded is not None and key in self._decoded:
+            return self._decoded[key]
+        raw, compressed = _spans_of(extent, extent.box)
+        low = self._planes(extent.process, packs.RAW, raw, leaf.path)
+        high = self._planes(extent.process, packs.COMPRESSED, compressed, leaf.path)
+        block = np.empty(extent.box.shape, np.dtype(leaf.dtype))
+        try:
+            codes.decode(np.concatenate([low.reshape(-1), high.reshape(-1)]), block)
+        except ValueError as error:
+            raise IntegrityError(
+                f"{self._entry.place}: expected a code of {leaf.path}, found other bytes "
+                f"({error}). Restore another step."
+            ) from error
+        if self._decoded is not None:
+            self._decoded[key] = block
+        return block
 
     def _planes(self, process: int, kind: packs.Kind, spans: Spans, path: str) -> np.ndarray:
         """Bytes of spans of one length, one span a row."""
@@ -395,7 +425,13 @@ def _rows_of(stored: Box, part: Box) -> Box:
 
 
 def _spans_of(extent: pack_plan.Extent, rows: Box) -> tuple[Spans, Spans]:
-    """Byte ranges of some rows of a stored box, one a plane, in the raw and compressed arrays."""
+    """Byte ranges of some rows of a stored box, one a plane, in the raw and compressed arrays.
+
+    Of a code all bytes, one range in each array.
+    """
+    if extent.encoding is Encoding.CODED:  # read whole
+        low, high = extent.raw_start, extent.compressed_start
+        return [(low, low + extent.raw_bytes)], [(high, high + extent.compressed_bytes)]
     plane_count = extent.planes or 1
     plane_bytes = extent.size_bytes // plane_count
     first, last = 0, plane_bytes

@@ -232,8 +232,11 @@ def _agreed(reports: Sequence[Report], key: str, staged: StagedSave) -> tuple[tu
 def _delta_manifest(
     staged: StagedSave, parent: Lineage, reports: Sequence[Report], caution: Caution
 ) -> DeltaManifest:
-    pairs = zip(staged.steps, share.by_step(reports), strict=True)
-    *deferred, own = [_delta(each, told) for each, told in pairs]
+    before, deltas = parent.end, list[Delta]()
+    for step, told in zip(staged.steps, share.by_step(reports), strict=True):
+        before = _delta(step, told, before)
+        deltas.append(before)
+    *deferred, own = deltas
     reference = references.reference(staged.destination.directory, parent.entries[-1].holder)
     if reference is None:
         raise AdaCheckError(
@@ -254,11 +257,12 @@ def _delta_manifest(
         directory_step=staged.destination.step,
         recorded=tuple(deferred),
         caution=caution,
+        stale=own.stale,
     )
 
 
-def _delta(step: StagedStep, reports: Sequence[Report]) -> Delta:
-    """The delta of a step, from the reports of all processes on it."""
+def _delta(step: StagedStep, reports: Sequence[Report], before: BaseManifest | Delta) -> Delta:
+    """The delta of a step, from the reports of all processes on it, behind another step."""
     letters: list[dict[int, str]] = [dict(report["letters"]) for report in reports]
     stored, plan = tuple(sorted(set().union(*letters))), step.plan
     is_full = plan.decision.updates and share.is_proved(reports)
@@ -270,9 +274,13 @@ def _delta(step: StagedStep, reports: Sequence[Report]) -> Delta:
             compressed_bytes=report["sizes_bytes"][1],
             raw_zeros=_pairs(report["zeros"][0]),
             compressed_zeros=_pairs(report["zeros"][1]),
+            coded=_pairs(report["coded"]),
         )
         for own, report in zip(letters, reports, strict=True)
     )
+    known, fingerprints = dict(before.stale), [*share.fingerprints_of(reports)]
+    for i in plan.stale:  # a restore gives what the step before has of them
+        fingerprints[i] = before.fingerprints[i]
     return Delta(
         step=plan.step,
         counts=plan.counts or (),
@@ -280,8 +288,9 @@ def _delta(step: StagedStep, reports: Sequence[Report]) -> Delta:
         stored=stored,
         unreplayed=tuple(sorted(plan.unreplayed)) if plan.decision.updates else (),
         packs=packs,
-        fingerprints=share.fingerprints_of(reports),
+        fingerprints=tuple(fingerprints),
         checked="full" if is_full else plan.checked_by,
+        stale=tuple((i, known.get(i, before.step)) for i in plan.stale),
     )
 
 

@@ -85,6 +85,11 @@ class SavePlan:
         return self.decision.is_base
 
     @property
+    def stale(self) -> tuple[int, ...]:
+        """Ephemeral leaves that are not stored: a restore gives what an earlier step had."""
+        return tuple(sorted(self.structure.ephemeral.difference(self.stored)))
+
+    @property
     def is_replayed(self) -> bool:
         """True if an update is replayed at restore, and has to be checked."""
         return self.decision.kind == "replay"
@@ -124,7 +129,7 @@ class SavePlan:
         decision = Decision("replay", _described(updates), updates)
         stored = self.stored
         if len(updates) < len(counts):
-            wanted = _stored(self.structure, decision, self.update, self.unreplayed)
+            wanted = _stored(self.structure, decision, self.update, self.unreplayed, whole=True)
             stored = tuple(i for i in wanted if i in frozenset(stored))
         return dataclasses.replace(
             self,
@@ -380,7 +385,8 @@ def _checked_bits(
 ) -> Decision:
     if options.delta == "auto" and lineage.problem and not situation.update.problem:
         return Decision("base", "updates can be replayed from here on")
-    if len(parent.copied) < len(situation.structure.leaves):
+    structure = situation.structure
+    if len(parent.copied) < len(structure.leaves) - len(structure.ephemeral):
         return Decision("base", f"step {lineage.manifest.step} is not in host memory")
     return decision
 
@@ -426,7 +432,8 @@ def _with_deferred(
         return dataclasses.replace(made, given_up=decision.reason)
     reason = f"{decision.reason}, and {parent.deferred_count} deferred steps are saved with it"
     made = _planned(situation, Decision("bits", reason), options, notices=notices)
-    return dataclasses.replace(made, is_whole=True)
+    every = tuple(range(len(situation.structure.leaves)))
+    return dataclasses.replace(made, is_whole=True, stored=every)
 
 
 def _planned(
@@ -440,7 +447,9 @@ def _planned(
     """A plan with all that follows from its decision."""
     structure, update = situation.structure, situation.update
     unreplayed = known_unreplayed(situation) | (wrong & structure.computed)
-    stored = _stored(structure, decision, update, unreplayed | wrong)
+    makes_base = decision.kind == "replay" and situation.is_base_due
+    is_whole = decision.is_base or makes_base
+    stored = _stored(structure, decision, update, unreplayed | wrong, whole=is_whole)
     may_follow = replays(update, options, replayable=situation.replayable)
     told: frozenset[int] = frozenset()
     unchanged: tuple[int, ...] = ()
@@ -459,7 +468,7 @@ def _planned(
         unreplayed=told,
         unchanged=unchanged,
         has_witness=may_follow,
-        makes_base=decision.kind == "replay" and situation.is_base_due,
+        makes_base=makes_base,
         notices=notices,
     )
 
@@ -472,16 +481,32 @@ def _kept(
     if not options.has_deltas:
         return ()
     if may_follow:
-        return _stored(structure, Decision("replay", ""), situation.update, unreplayed)
+        replay = Decision("replay", "")
+        return _stored(structure, replay, situation.update, unreplayed, whole=False)
     follows_bits = options.delta == "bits" or (situation.replayable and bool(structure.bindings))
-    return tuple(range(len(structure.leaves))) if follows_bits else ()
+    every = range(len(structure.leaves)) if follows_bits else ()
+    return tuple(i for i in every if i not in structure.ephemeral)
 
 
 def _stored(
-    structure: Structure, decision: Decision, update: ExportedUpdate, wrong: Collection[int]
+    structure: Structure,
+    decision: Decision,
+    update: ExportedUpdate,
+    wrong: Collection[int],
+    *,
+    whole: bool,
 ) -> tuple[int, ...]:
-    """The leaves that a save stores: a delta those alone that it would not have without it."""
-    every = range(len(structure.leaves))
+    """The leaves that a save stores: a delta those alone that it would not have without it.
+
+    Args:
+        structure: structure of the state.
+        decision: kind of the save.
+        update: the exported update.
+        wrong: leaves that replay gets wrong.
+        whole: True for what is, or becomes, a base: it has the ephemeral leaves, too.
+    """
+    left_out = frozenset[int]() if whole else structure.ephemeral
+    every = [i for i in range(len(structure.leaves)) if i not in left_out]
     if decision.kind != "replay":
         return tuple(every)
     replayed = structure.computed - update.stored - frozenset(wrong)
@@ -493,7 +518,7 @@ def _stored(
 def _unchanged(
     structure: Structure, stored: Collection[int], updates: Sequence[int]
 ) -> tuple[int, ...]:
-    touched = structure.computed_by(updates).union(stored)
+    touched = structure.computed_by(updates).union(stored, structure.ephemeral)
     return tuple(i for i in range(len(structure.leaves)) if i not in touched)
 
 

@@ -86,7 +86,7 @@ class Planner:
     ) -> None:
         self._options, self._schedule = options, schedule
         self._bases, self._shadow = bases, shadow
-        self.snapshots = Snapshots(recorders, options.params_path)
+        self.snapshots = Snapshots(recorders, options.params_path, options.ephemeral)
         self.distrust = Distrust()
         self.parents = Parents(options.keep_lineage)
         self.deferred = DeferredSteps()

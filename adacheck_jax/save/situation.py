@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -45,6 +45,7 @@ class Options:
     shadow_bytes: int | None = None
     shadow_directory: AnyPath | str | None = None
     background_bases: bool = True
+    ephemeral: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         most, is_policy = self.max_deltas, isinstance(self.max_deltas, AdaptivePolicy)
@@ -60,6 +61,16 @@ class Options:
         if not isinstance(self.background_bases, bool):
             raise ValueError(
                 f"expected background_bases to be True or False, found {self.background_bases!r}"
+            )
+        if isinstance(self.ephemeral, str) or not all(isinstance(p, str) for p in self.ephemeral):
+            raise ValueError(
+                "expected ephemeral to be a sequence of patterns of leaf paths, found "
+                f"{self.ephemeral!r}. Write ephemeral=('*/residual',)."
+            )
+        if self.ephemeral and self.shadow_directory is not None:
+            raise ValueError(
+                "expected no ephemeral leaves with a shadow_directory, found "
+                f"{self.ephemeral!r}: what is recovered from memory has the bits of every leaf."
             )
         if not isinstance(self.keep_lineage, KeepLineage | None):
             raise ValueError(

@@ -22,7 +22,7 @@ from adacheck_jax.device import (
 )
 from adacheck_jax.device.shard_sums import Summing
 from adacheck_jax.device.trees import PyTree
-from adacheck_jax.errors import FormatError
+from adacheck_jax.errors import FormatError, RecorderError
 from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.update import binding
 from adacheck_jax.update.binding import Binding, Recorders
@@ -46,6 +46,7 @@ class Structure:
         sites: places at which this process samples leaves of updates; None without a recorder.
         local_picks: all boxes of each leaf that every process of several has for itself.
         replicated: leaves that lie on several devices in copies declared equal.
+        ephemeral: positions of the leaves that are saved with bases alone.
     """
 
     leaves: tuple[Leaf, ...]
@@ -57,6 +58,7 @@ class Structure:
     sites: Sites | None
     local_picks: dict[int, tuple[transfer.Pick, ...]]
     replicated: tuple[replicas.ReplicatedLeaf, ...]
+    ephemeral: frozenset[int] = frozenset()
 
     @functools.cached_property
     def arguments(self) -> tuple[tuple[int, ...], ...]:
@@ -175,11 +177,17 @@ class Snapshots:
         recorders: as from :func:`~adacheck_jax.update.binding.recorders_of`.
         params_path: leaf path of the trained params, None to find it; for several recorders by the
             keys of ``recorders``.
+        ephemeral: patterns of the paths of leaves that are saved with bases alone.
     """
 
-    def __init__(self, recorders: Recorders, params_path: str | Mapping[str, str] | None) -> None:
+    def __init__(
+        self,
+        recorders: Recorders,
+        params_path: str | Mapping[str, str] | None,
+        ephemeral: Sequence[str] = (),
+    ) -> None:
         self._recorders = recorders
-        self._params_path = params_path
+        self._params_path, self._ephemeral = params_path, ephemeral
         self._structures: dict[Any, Structure] = {}
         self._seen: _Seen | None = None
 
@@ -187,7 +195,8 @@ class Snapshots:
         """Takes a state apart, without a look at what is in it.
 
         Raises:
-            RecorderError: the recorder cannot be tied to the state.
+            RecorderError: the recorder cannot be tied to the state, or its update takes or returns
+                a leaf that is to be ephemeral.
             MismatchError: two leaves have the same leaf path.
             FormatError: a leaf has a type that cannot be stored.
         """
@@ -252,7 +261,8 @@ class Snapshots:
         }
         replicated = replicas.replicated_leaves(tuple(named), arrays)
         structure = Structure(
-            leaves, bindings, index, picks, whole_picks, "", None, local_picks, replicated
+            *(leaves, bindings, index, picks, whole_picks, "", None, local_picks, replicated),
+            _ephemeral(self._ephemeral, index, bindings),
         )
         if not bindings:
             return structure
@@ -260,6 +270,24 @@ class Snapshots:
         described = "\n".join(sharding.describe(arrays[i]) for i in touched)
         placement = hashlib.sha256(described.encode()).hexdigest()
         return dataclasses.replace(structure, placement=placement, sites=Sites(touched, arrays))
+
+
+def _ephemeral(
+    patterns: Sequence[str], index: Mapping[str, int], bindings: Sequence[Binding]
+) -> frozenset[int]:
+    """Positions of the leaves that some patterns fit."""
+    found = frozenset[int]()
+    bound = {p for each in bindings for p in (*each.explained, *each.consumed, each.count)}
+    for pattern in patterns:
+        paths = [path for path in index if trees.matches(path, pattern)]
+        if wrong := sorted(bound.intersection(paths)) or (not paths and ["no leaf"]):
+            raise RecorderError(
+                f"ephemeral={pattern!r}: expected leaves that no Recorder's update takes, returns "
+                f"or counts with, found {', '.join(wrong[:3])}. Nothing was saved; name what a "
+                "transformation before the Recorder keeps, such as 'opt_state/0/residual'."
+            )
+        found |= {index[path] for path in paths}
+    return found
 
 
 def _signature(leaf: Any, array: Any) -> Any:

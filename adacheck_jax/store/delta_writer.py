@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from adacheck_jax.format import pack_plan, planes
-from adacheck_jax.format.boxes import Blocks
+from adacheck_jax.format import codes, pack_plan, planes
+from adacheck_jax.format.boxes import Blocks, Box
+from adacheck_jax.format.codes import Code
 from adacheck_jax.format.manifest import Encoding, Leaf
 from adacheck_jax.format.pack_plan import Extent, WritePlan
 from adacheck_jax.store import equality, packs
@@ -28,11 +29,13 @@ class DeltaEncodings:
     Attributes:
         choices: encodings of leaves that are stored by themselves, by leaf index.
         letters: leaf indices and encodings of everything that the last delta stored.
-        plan: the plan of the packs for these letters and no aliases.
+        sizes: sizes of the codes that the last delta stored.
+        plan: the plan of the packs for these letters and sizes, and no aliases.
     """
 
     choices: dict[int, Encoding] = field(default_factory=dict)
     letters: tuple[tuple[int, Encoding], ...] | None = None
+    sizes: tuple[tuple[int, int], ...] = ()
     plan: WritePlan | None = None
 
 
@@ -44,12 +47,14 @@ class Packed:
         raw, compressed: bytes for the pack's two arrays.
         letters: leaf indices and encodings of the leaves that this process stores boxes of.
         aliases: pairs of extents, as in :class:`~adacheck_jax.format.manifest.Pack`.
+        coded: sizes of the codes, likewise.
     """
 
     raw: np.ndarray
     compressed: np.ndarray
     letters: list[tuple[int, Encoding]]
     aliases: list[tuple[int, int]]
+    coded: tuple[tuple[int, int], ...]
 
     def told(self, raw_zeros: packs.Ranges, compressed_zeros: packs.Ranges) -> dict[str, Any]:
         """Report for the other processes and for the manifest, as JSON.
@@ -61,6 +66,7 @@ class Packed:
         return {
             "letters": self.letters,
             "aliases": self.aliases,
+            "coded": self.coded,
             "sizes_bytes": (self.raw.size, self.compressed.size),
             "zeros": (raw_zeros, compressed_zeros),
         }
@@ -100,29 +106,46 @@ class DeltaWriter:
             process: index of this process.
             process_count: number of processes.
         """
-        letters = {i: self._encoding(i) for i in self.candidates}
+        coded = {i: found for i in self.candidates if (found := self._codes(i))}
+        letters = {i: Encoding.CODED if i in coded else self._encoding(i) for i in self.candidates}
         letters = {i: each for i, each in sorted(letters.items()) if each is not Encoding.SAME}
         own = "".join(letters.values())
         others = Encoding.SAME * len(own)
         encodings = [own if each == process else others for each in range(process_count)]
+        sizes = tuple(
+            self._sizes(coded[i][box])
+            for i in sorted(coded)
+            for box in self.leaves[i].boxes_of(process)
+        )
 
         def plan_with(own_aliases: Sequence[tuple[int, int]]) -> WritePlan:
-            aliases = [own_aliases if each == process else () for each in range(process_count)]
-            return pack_plan.plan_delta(self.leaves, tuple(letters), encodings, aliases)
+            aliases, own_sizes = (
+                [values if each == process else () for each in range(process_count)]
+                for values in (own_aliases, sizes)
+            )
+            return pack_plan.plan_delta(self.leaves, tuple(letters), encodings, aliases, own_sizes)
 
-        if self.encodings.plan is None or self.encodings.letters != tuple(letters.items()):
-            self.encodings.letters, self.encodings.plan = tuple(letters.items()), plan_with(())
-        plan = self.encodings.plan
+        known, items = self.encodings, tuple(letters.items())
+        if known.plan is None or (known.letters, known.sizes) != (items, sizes):
+            known.letters, known.sizes, known.plan = items, sizes, plan_with(())
+        plan = known.plan
         aliases = self._aliases(plan.extents)
         if aliases:
             plan = plan_with(aliases)
         raw = self.memory.take(plan.raw_bytes[process])
         compressed = self.memory.take(plan.compressed_bytes[process])
         skipped = {first for first, _ in aliases}
-        self._fill(raw, compressed, [x for i, x in enumerate(plan.extents) if i not in skipped])
-        return Packed(raw, compressed, [*letters.items()], aliases)
+        kept = [x for i, x in enumerate(plan.extents) if i not in skipped]
+        self._fill(raw, compressed, kept, coded)
+        return Packed(raw, compressed, [*letters.items()], aliases, sizes)
 
-    def _fill(self, raw: np.ndarray, compressed: np.ndarray, extents: Sequence[Extent]) -> None:
+    def _fill(
+        self,
+        raw: np.ndarray,
+        compressed: np.ndarray,
+        extents: Sequence[Extent],
+        coded: Mapping[int, Mapping[Box, Code]],
+    ) -> None:
         """Writes boxes to their planned places in the section, and zeros into the gaps."""
         end = 0
         for extent in sorted(extents, key=lambda x: x.raw_start):
@@ -135,6 +158,11 @@ class DeltaWriter:
                 np.copyto(low.view(block.dtype).reshape(block.shape), block)
                 continue
             high = compressed[extent.compressed_start :][: extent.compressed_bytes]
+            if extent.encoding is Encoding.CODED:
+                code = coded[extent.leaf][extent.box]
+                low[: code.body.size] = code.body
+                (high if high.size else low[code.body.size :])[...] = code.rest
+                continue
             old = self.previous[extent.leaf][extent.box] if extent.encoding.is_difference else None
             shapes = extent.planes - extent.compressed, extent.compressed
             low, high = (
@@ -159,6 +187,22 @@ class DeltaWriter:
             if old_is_equal:
                 pairs.append((i, chosen[first]))
         return pairs
+
+    def _codes(self, index: int) -> dict[Box, Code] | None:
+        """Codes of this process's boxes of one leaf; None if they do not pay."""
+        blocks = self.blocks[index]
+        if index in self.previous or not blocks:
+            return None
+        if not codes.may_pay(max(blocks.values(), key=lambda block: block.size)):
+            return None
+        made = {box: codes.encode(block) for box, block in blocks.items()}
+        return made if codes.pay(made.values(), blocks.values()) else None
+
+    def _sizes(self, code: Code) -> tuple[int, int]:
+        """Bytes of a code in the raw and in the compressed array."""
+        if self.compression == "none":
+            return code.size_bytes, 0
+        return code.body.size, code.rest.size
 
     def _encoding(self, index: int) -> Encoding:
         """Encoding of this process's boxes of one leaf."""

@@ -70,6 +70,7 @@ class StepReport:
         unchecked: numbers of the steps of its lineage whose replay was never compared with the
             state, neither when they were saved nor now.
         replayed_count: number of updates that a restore replays.
+        stale: paths of the ephemeral leaves that have an earlier step's bits, which were verified.
     """
 
     step: int | None
@@ -81,6 +82,7 @@ class StepReport:
     not_checked: str | None = None
     unchecked: tuple[int, ...] = ()
     replayed_count: int = 0
+    stale: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,8 +287,9 @@ class _Audit:
         found = tuple(dict.fromkeys(damage))
         unchecked = () if "replay" in checked else tuple(lineage.unchecked)
         count = lineage.replayed_count
+        stale = tuple(lineage.base.leaves[i].path for i, _ in lineage.end.stale)
         return StepReport(
-            number, place, kind, tuple(checked), found, rounded, problem, unchecked, count
+            number, place, kind, tuple(checked), found, rounded, problem, unchecked, count, stale
         )
 
 

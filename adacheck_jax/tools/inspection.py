@@ -44,8 +44,9 @@ class LeafSummary:
             ``reducing`` (exact where it was saved), or ``passed through``; else None.
         source: source of a restore: ``replayed`` (computed from the base by the update),
             ``recorded`` (consumed by the update, and stored in a delta), ``differences`` (of its
-            bits from step to step), ``stored``, ``same as`` another leaf (whose data it shares), or
-            ``kept from`` an earlier base; several joined by ``+``.
+            bits from step to step), ``stored``, ``same as`` another leaf (whose data it shares),
+            ``kept from`` an earlier base, or, of an ephemeral leaf, ``stale`` with the step that
+            had it so; several joined by ``+``.
         box_count: number of distinct boxes that it was cut into when it was saved.
         leaf_bytes: its size in memory, in bytes.
         fingerprint: 16 hexadecimal digits.
@@ -232,4 +233,6 @@ def _sources(lineage: Lineage) -> list[str]:
                 sources[index]["differences"] = None
             else:
                 sources[index] = {"stored": None}
+    for index, step in lineage.end.stale:
+        sources[index] = {f"stale, as step {step} had it": None}
     return [" + ".join(each) or own for each, own in zip(sources, stored, strict=True)]

@@ -67,8 +67,8 @@ class RootStatistics:
         base_count, delta_count: bases and deltas that these steps need, each counted once.
         full_bytes: bytes of all these states in full, in memory.
         redundancy: bytes of ``full_bytes``, by what became of them: ``stored in bases``, ``stored
-            in deltas``, ``replayed``, ``unchanged``, ``equal to another leaf``, ``kept from an
-            earlier base``. They add up to ``full_bytes``.
+            in deltas``, ``replayed``, ``left out by a code`` (of a compressed gradient),
+            ``unchanged``, ``equal to another leaf``, ``kept from an earlier base``. They add up to ``full_bytes``.
         files: files by kind; none in an object store, which does not tell sizes.
         leaves: every leaf that takes bytes, the most expensive one first.
         skipped: numbers of steps that cannot be restored, and are left out.
@@ -87,6 +87,7 @@ class RootStatistics:
 
 BASES, DELTAS, REPLAYED = "stored in bases", "stored in deltas", "replayed"
 UNCHANGED, EQUAL, KEPT = "unchanged", "equal to another leaf", "kept from an earlier base"
+CODED = "left out by a code"
 
 
 def statistics_of(root: AnyPath) -> RootStatistics:
@@ -121,7 +122,7 @@ def statistics_of(root: AnyPath) -> RootStatistics:
     )
 
 
-_ORDER = (BASES, DELTAS, REPLAYED, UNCHANGED, EQUAL, KEPT)
+_ORDER = (BASES, DELTAS, REPLAYED, CODED, UNCHANGED, EQUAL, KEPT)
 
 
 def _deltas(entries: Iterable[LineageStep]) -> Iterator[tuple[str, Delta]]:
@@ -164,13 +165,14 @@ class _Tally:
             return
         self._seen.add((manifest, delta.step))
         self.delta_count += 1
-        stored, equal = _stored(base.leaves, delta)
+        stored, equal, coded = _stored(base.leaves, delta)
         computed = _computed(base.update, delta)
         for index, leaf in enumerate(base.leaves):
             self._deltas[leaf.path] += stored[index]
             self.redundancy[DELTAS] += stored[index]
             self.redundancy[EQUAL] += equal[index]
-            left = leaf.nbytes - stored[index] - equal[index]
+            self.redundancy[CODED] += coded[index]
+            left = leaf.nbytes - stored[index] - equal[index] - coded[index]
             self.redundancy[REPLAYED if index in computed else UNCHANGED] += left
 
     def leaves(self) -> tuple[LeafStatistics, ...]:
@@ -183,22 +185,26 @@ class _Tally:
         return tuple(sorted(rows, key=lambda row: -(row.base_bytes + row.delta_bytes)))
 
 
-def _stored(leaves: tuple[Leaf, ...], delta: Delta) -> tuple[Counter[int], Counter[int]]:
-    """Bytes of each leaf that a delta stores, and those that equal another leaf's."""
+def _stored(
+    leaves: tuple[Leaf, ...], delta: Delta
+) -> tuple[Counter[int], Counter[int], Counter[int]]:
+    """Bytes of each leaf that a delta stores, that equal another leaf's, and that a code spares."""
     encodings = [pack.encodings for pack in delta.packs]
     aliases = [pack.aliases for pack in delta.packs]
-    plan = plan_delta(leaves, delta.stored, encodings, aliases)
+    sizes = [pack.coded for pack in delta.packs]
     own: list[list[Extent]] = [[] for _ in delta.packs]
-    stored, equal = Counter[int](), Counter[int]()
-    for extent in plan.extents:
+    stored, equal, coded = Counter[int](), Counter[int](), Counter[int]()
+    for extent in plan_delta(leaves, delta.stored, encodings, aliases, sizes).extents:
         own[extent.process].append(extent)
+        whole_bytes = extent.box.size * leaves[extent.leaf].itemsize_bytes
         stored[extent.leaf] += extent.size_bytes
+        coded[extent.leaf] += whole_bytes - extent.size_bytes
     for process, pairs in enumerate(aliases):
         for number, _ in pairs:
             extent = own[process][number]
             stored[extent.leaf] -= extent.size_bytes
             equal[extent.leaf] += extent.size_bytes
-    return stored, equal
+    return stored, equal, coded
 
 
 def _computed(update: Update | None, delta: Delta) -> frozenset[int]:

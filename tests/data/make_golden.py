@@ -60,6 +60,8 @@ class Golden:
         delta: of the handler.
         steered: step before which the learning rate was set by hand, if any.
         compacted: step that was compacted before the next one was saved, if any.
+        width: columns of the params; of many the largest gradients alone are recorded, and the
+            others are kept in an ephemeral leaf.
     """
 
     version: int
@@ -70,6 +72,7 @@ class Golden:
     delta: str = "auto"
     steered: int | None = None
     compacted: int | None = None
+    width: int = 6
 
     def __str__(self) -> str:
         return f"v{self.version}-{self.name}"
@@ -96,24 +99,34 @@ GOLDEN = (
     Golden(7, "bits", adamw, (1, 2, 3, 4), "BDDD", delta="bits"),
     Golden(7, "replayed", injected_adamw, (1, 2, 3, 6), "BRRR", steered=3),
     Golden(7, "compacted", adamw, (1, 2, 3, 4, 6), "BRBRR", compacted=3),
+    Golden(8, "bits", adamw, (1, 2, 3, 4), "BDDD", delta="bits"),
+    Golden(8, "replayed", injected_adamw, (1, 2, 3, 6), "BRRR", steered=3),
+    Golden(8, "coded", adamw, (1, 2, 3, 4, 6), "BRBRR", compacted=3, width=200),
 )
 
 
-def initial_state(recorder: adacheck.Recorder) -> Any:
-    params = {"w": jnp.zeros((4, 6)), "b": jnp.zeros(6)}
-    return {"params": params, "opt_state": recorder.init(params), "step": jnp.int32(0)}
+def initial_state(recorder: adacheck.Recorder, width: int = 6) -> Any:
+    params = {"w": jnp.zeros((4, width)), "b": jnp.zeros(width)}
+    state = {"params": params, "opt_state": recorder.init(params), "step": jnp.int32(0)}
+    return state if width == 6 else {**state, "residual": jnp.zeros((4, width))}
 
 
 def train_step(recorder: adacheck.Recorder) -> Callable[[Any], Any]:
     def step(state: Any) -> Any:
         def loss(params: Any) -> jax.Array:
             x = jnp.sin(jnp.arange(8.0).reshape(2, 4) + state["step"])
-            return jnp.mean((x @ params["w"] + params["b"] - 1.0) ** 2)
+            wanted = jnp.cos(jnp.arange(params["b"].size) * 1.7) if "residual" in state else 1.0
+            return jnp.mean((x @ params["w"] + params["b"] - wanted) ** 2)
 
-        grads = jax.grad(loss)(state["params"])
+        grads, rest = jax.grad(loss)(state["params"]), {}
+        if "residual" in state:
+            whole = grads["w"] + state["residual"]
+            least = jax.lax.top_k(jnp.abs(whole).reshape(-1), whole.size // 20)[0][-1]
+            grads["w"] = jnp.where(jnp.abs(whole) >= least, whole, 0)
+            rest = {"residual": whole - grads["w"]}
         updates, opt_state = recorder.update(grads, state["opt_state"], state["params"])
         params = optax.apply_updates(state["params"], updates)
-        return {"params": params, "opt_state": opt_state, "step": state["step"] + 1}
+        return {"params": params, "opt_state": opt_state, "step": state["step"] + 1, **rest}
 
     return jax.jit(step)
 
@@ -132,8 +145,13 @@ def make(golden: Golden, root: Path) -> dict[int, np.ndarray]:
         The bits of every step.
     """
     recorder = golden.recorder()
-    step, state, bits = train_step(recorder), initial_state(recorder), {}
-    handler = adacheck.AdaCheckHandler(recorder, delta=golden.delta)  # pyright: ignore[reportArgumentType]
+    step, state, bits = train_step(recorder), initial_state(recorder, golden.width), {}
+    handler = adacheck.AdaCheckHandler(
+        recorder,
+        delta=golden.delta,  # pyright: ignore[reportArgumentType]
+        ephemeral=["residual"] if "residual" in state else [],
+    )
+    kept = {}
     with support.manager_of(root, handler) as manager:
         for number in range(1, golden.saved[-1] + 1):
             if number == golden.steered:
@@ -142,7 +160,8 @@ def make(golden: Golden, root: Path) -> dict[int, np.ndarray]:
                     state["opt_state"], learning_rate=rate
                 )
             state = jax.block_until_ready(step(state))
-            bits[number] = bits_of(state, golden.version)
+            kept = kept or {k: v for k, v in state.items() if k == "residual"}
+            bits[number] = bits_of({**state, **kept}, golden.version)
             if number in golden.saved:
                 manager.save(number, args=adacheck.SaveArgs(state))
                 manager.wait_until_finished()

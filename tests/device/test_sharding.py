@@ -234,7 +234,7 @@ def leaves(draw, process_count):
     return Leaf("a", shape_of(each), dtype, itemsize_bytes, None, each, tuple(owners))
 
 
-letters = st.sampled_from(sorted(Encoding))
+letters = st.sampled_from(sorted(set(Encoding) - {Encoding.CODED}))
 
 
 @dataclass(frozen=True)
@@ -432,6 +432,29 @@ def test_leaves_that_a_process_does_not_write_move_none_of_its_other_boxes(delta
     assert few.extents == tuple(e for e in every.extents if e.process == process)
     assert few.raw_bytes[process] == every.raw_bytes[process]
     assert few.compressed_bytes[process] == every.compressed_bytes[process]
+
+
+def test_codes_lie_after_all_others_at_the_sizes_that_are_told():
+    leaves = [dataclasses.replace(A_BOX, path=path) for path in "abcd"]
+    plan = pack_plan.plan_delta(leaves, [0, 1, 2, 3], ["crcp"], [()], [[(3, 2), (5, 0)]])
+    starts = [(x.raw_start, x.raw_bytes, x.compressed_start) for x in plan.extents]
+    assert starts == [(16, 3, 16), (0, 16, 0), (19, 5, 18), (16, 0, 0)]
+    assert (plan.raw_bytes, plan.compressed_bytes) == ((24,), (18,))
+
+
+@pytest.mark.parametrize(
+    "sizes", [[], [(0, 0)], [(80, 1)], [(1, 0), (1, 0)], [(2**60, 2**60)]], ids=str
+)
+def test_sizes_that_no_codes_have_are_an_error(sizes):
+    with pytest.raises(ValueError, match="code"):
+        pack_plan.plan_delta([A_BOX], [0], ["c"], [()], [sizes])
+
+
+def test_an_alias_of_a_code_of_another_size_is_an_error():
+    plan = pack_plan.plan_delta([A_BOX] * 2, [0, 1], ["cc"], [((1, 0),)], [[(3, 2), (3, 2)]])
+    assert (plan.raw_bytes, plan.compressed_bytes) == ((3,), (2,))
+    with pytest.raises(ValueError, match="an alias of another kind"):
+        pack_plan.plan_delta([A_BOX] * 2, [0, 1], ["cc"], [((1, 0),)], [[(3, 2), (2, 3)]])
 
 
 def test_a_delta_in_which_nothing_changed_takes_no_bytes():

@@ -277,7 +277,7 @@ def test_steps_of_earlier_releases_are_compacted(tmp_path, golden):
     root = tmp_path / golden.name
     for step in {*golden.saved[:0:-1]} - {golden.compacted}:
         support.compact(root, step)
-        target = adacheck.RestoreArgs(abstract(initial_state(golden.recorder())))
+        target = adacheck.RestoreArgs(abstract(initial_state(golden.recorder(), golden.width)))
         with manager_of(root, adacheck.AdaCheckHandler()) as manager:
             for each in golden.saved:
                 found = bits_of(manager.restore(each, args=target), golden.version)

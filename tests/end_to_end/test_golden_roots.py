@@ -38,7 +38,7 @@ def test_there_is_a_root_of_each_version_that_is_read():
 @of_each_root
 def test_every_step_is_restored(root, golden, with_recorder):
     recorder = golden.recorder()
-    target = support.abstract(initial_state(recorder))
+    target = support.abstract(initial_state(recorder, golden.width))
     handler = adacheck.AdaCheckHandler(*([recorder] if with_recorder else []))
     with support.manager_of(root, handler) as manager:
         steps = manager.all_steps()

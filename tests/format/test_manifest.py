@@ -82,6 +82,14 @@ def cautions(leaf_count):
     return st.builds(Caution, reason=st.text(), distrusted=some.map(lambda own: tuple(sorted(own))))
 
 
+@st.composite
+def stale(draw, leaf_count, step, stored=()):
+    """Ephemeral leaves, with the steps of their bits."""
+    left = sorted(set(range(leaf_count)) - set(stored))
+    some = draw(st.sets(st.sampled_from(left))) if left and step else ()
+    return tuple((i, draw(st.integers(0, step - 1))) for i in sorted(some))
+
+
 replaced = st.builds(
     Replaced, checksum=digest, depth=natural, files=st.lists(st.text(), max_size=3).map(tuple)
 )
@@ -93,8 +101,9 @@ def bases(draw):
     specs = tuple(draw(leaves(path)) for path in paths)
     some = st.integers(0, len(specs) - 1)
     none = st.just(())
+    step = draw(natural)
     return BaseManifest(
-        step=draw(natural),
+        step=step,
         counts=draw(naturals),
         leaves=specs,
         fingerprints=tuple(draw(fingerprint) for _ in specs),
@@ -107,6 +116,7 @@ def bases(draw):
         environment=draw(texts),
         caution=draw(cautions(len(specs))),
         replaces=draw(st.none() | replaced),
+        stale=draw(stale(len(specs), step)),
     )
 
 
@@ -135,6 +145,7 @@ def packs(stored_count):
         compressed_bytes=natural,
         raw_zeros=ranges,
         compressed_zeros=ranges,
+        coded=st.lists(st.tuples(natural, natural), max_size=3).map(tuple),
     )
 
 
@@ -159,6 +170,7 @@ def runs(draw):
                 packs=tuple(draw(own)),
                 fingerprints=tuple(draw(digests)),
                 checked=draw(st.sampled_from(sorted(CHECKS))),
+                stale=draw(stale(leaf_count, step, stored)),
             )
         )
     return run
@@ -178,6 +190,7 @@ def deltas(draw):
         packs=own.packs,
         fingerprints=own.fingerprints,
         checked=own.checked,
+        stale=own.stale,
         recorded=tuple(recorded),
         problem=draw(st.text()),
         custom_metadata=draw(any_json),
@@ -324,7 +337,7 @@ def test_a_changed_value_is_told_apart_from_another_format():
 
 def test_an_unknown_format_version_names_both_versions():
     body = body_of(A_BASE)
-    with pytest.raises(FormatError, match="expected format version 6 to 7, found 99"):
+    with pytest.raises(FormatError, match="expected format version 6 to 8, found 99"):
         decode(encode_body({**body, "format": 99}))
 
 
@@ -605,8 +618,22 @@ def test_a_delta_of_updates_that_cannot_be_is_an_error(field, value):
                 decode(encode_body(body))
 
 
-def as_version_6(body):
+def as_version_7(body):
     """The body of a manifest as the release before wrote it."""
+
+    def delta(own):
+        packs = [{key: x for key, x in each.items() if key != "coded"} for each in own["packs"]]
+        return {**{key: x for key, x in own.items() if key != "stale"}, "packs": packs}
+
+    if body["kind"] == "base":
+        return {key: x for key, x in {**body, "format": 7}.items() if key != "stale"}
+    recorded = [delta(each) for each in body["recorded"]]
+    return {**delta(body), "recorded": recorded, "format": 7}
+
+
+def as_version_6(body):
+    """The body of a manifest as the release before that wrote it."""
+    body = as_version_7(body)
 
     def delta(own):
         own = {**own, "count": own["counts"][0] if own["counts"] else None}
@@ -643,9 +670,16 @@ def test_the_format_version_before_is_read(manifest):
     assert dataclasses.replace(found, checksum="") == dataclasses.replace(manifest, **unknown)
 
 
+@EXAMPLES
+def test_format_version_7_is_read(manifest):
+    found = decode(encode_body(as_version_7(body_of(manifest))))
+    assert dataclasses.replace(found, checksum="") == manifest
+
+
+@pytest.mark.parametrize("as_before", [as_version_6, as_version_7])
 @pytest.mark.parametrize("manifest", [A_BASE, A_DELTA, A_RUN], ids=["base", "delta", "run"])
-def test_a_missing_field_of_the_format_version_before_is_an_error(manifest):
-    whole = as_version_6(body_of(manifest))
+def test_a_missing_field_of_the_format_version_before_is_an_error(manifest, as_before):
+    whole = as_before(body_of(manifest))
     for field in whole:
         with pytest.raises(FormatError):
             decode(encode_body({key: whole[key] for key in whole if key != field}))
@@ -654,6 +688,16 @@ def test_a_missing_field_of_the_format_version_before_is_an_error(manifest):
 def test_a_missing_manifest_is_an_error_that_names_the_file(tmp_path):
     with pytest.raises(FormatError, match=r"manifest\.json.*No such file"):
         manifest_file.read(tmp_path)
+
+
+@pytest.mark.parametrize("pairs", [[[0, 5]], [[9, 1]], [[1, 1], [1, 1]], [[1, 10**6]], [[1]], 3])
+def test_stale_leaves_that_cannot_be_are_an_error(pairs):
+    own = dataclasses.replace(A_DELTA, stored=(0,), fingerprints=(1, 2, 3))
+    packs = tuple(dataclasses.replace(each, encodings="r") for each in own.packs)
+    body = body_of(dataclasses.replace(own, packs=packs, stale=((1, 5), (2, 5))))
+    decode(encode_body(body))
+    with pytest.raises(FormatError):
+        decode(encode_body({**body, "stale": pairs}))
 
 
 def test_a_file_too_large_for_a_manifest_is_not_read(tmp_path):

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from adacheck_jax.format import manifest, manifest_json, pack_plan
+from adacheck_jax.format import codes, manifest, manifest_json, pack_plan
 from adacheck_jax.restore import delta_reader
 from adacheck_jax.store.steps import lineage, manifest_file
 from tests.fuzz import engine
@@ -60,6 +60,7 @@ TEXTS += [
     "r",
     "e",
     "p",
+    "c",
     "x",
     "s",
     "base",
@@ -148,14 +149,16 @@ def _check_plan(base: manifest.BaseManifest, delta: manifest.Delta) -> None:
     """What a reader relies on when it allocates and reads."""
     encodings = [pack.encodings for pack in delta.packs]
     aliases = [pack.aliases for pack in delta.packs]
-    plan = pack_plan.plan_delta(base.leaves, delta.stored, encodings, aliases)
+    coded = [pack.coded for pack in delta.packs]
+    plan = pack_plan.plan_delta(base.leaves, delta.stored, encodings, aliases, coded)
     for extent in plan.extents:
         leaf, pack = base.leaves[extent.leaf], delta.packs[extent.process]
         assert all(
             0 <= a <= b <= n
             for a, b, n in zip(extent.box.start, extent.box.stop, leaf.shape, strict=True)
         )
-        assert extent.size_bytes <= leaf.nbytes <= manifest_json.MAX_STATE_BYTES
+        assert extent.size_bytes <= leaf.nbytes + codes.MAX_HEAD_BYTES
+        assert leaf.nbytes <= manifest_json.MAX_STATE_BYTES
         assert 0 <= extent.raw_start <= extent.raw_start + extent.raw_bytes <= pack.raw_bytes
         end = extent.compressed_start + extent.compressed_bytes
         assert 0 <= extent.compressed_start <= end <= pack.compressed_bytes
@@ -187,6 +190,7 @@ def _mend(rng: random.Random, case: Any) -> None:
             case["delta"]["stored"],
             [pack["encodings"] for pack in packs],
             [pack["aliases"] for pack in packs],
+            [pack["coded"] for pack in packs],
         )
         for pack, raw, compressed in zip(packs, plan.raw_bytes, plan.compressed_bytes, strict=True):
             pack["raw_bytes"], pack["compressed_bytes"] = raw, compressed

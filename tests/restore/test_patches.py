@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adacheck_jax.errors import FormatError, IntegrityError
-from adacheck_jax.format import pack_plan
+from adacheck_jax.format import codes, pack_plan
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest, Encoding, Leaf, Link, Pack
 from adacheck_jax.restore.delta_reader import DeltaReader
@@ -21,7 +21,7 @@ from tests import support
 from tests.strategies import DTYPES, any_bits, boxes_in, cuts, shape_of
 
 LINK = Link(0, "../0", "0" * 64)
-BY_ITSELF = (Encoding.RAW, Encoding.EXPONENTS, Encoding.PLANES)
+BY_ITSELF = (Encoding.RAW, Encoding.EXPONENTS, Encoding.PLANES, Encoding.CODED)
 STORING = [each for each in Encoding if each is not Encoding.SAME]
 
 
@@ -49,13 +49,24 @@ class Step:
         ]
         own_aliases = self.aliases[process] if self.aliases else ()
         aliases = [own_aliases if each == process else () for each in range(len(own))]
-        plan = pack_plan.plan_delta(self.leaves, self.stored, own, aliases)
+        coded = {}
+        for position, index in enumerate(self.stored):
+            if self.encodings[process][position] == Encoding.CODED:
+                for box in self.leaves[index].boxes_of(process):
+                    coded[index, box] = codes.encode(self.new[index][box.slices])
+        sizes = tuple((code.body.size, code.rest.size) for code in coded.values())
+        own_sizes = [sizes if each == process else () for each in range(len(own))]
+        plan = pack_plan.plan_delta(self.leaves, self.stored, own, aliases, own_sizes)
         skipped = {first for first, _ in own_aliases}
         raw, compressed = [], []
         for extent in (x for i, x in enumerate(plan.extents) if i not in skipped):
             new, old = (leaf[extent.leaf][extent.box.slices] for leaf in (self.new, self.old))
             if extent.encoding is Encoding.RAW:
                 raw.append((extent.raw_start, new))
+                continue
+            if extent.encoding is Encoding.CODED:
+                raw.append((extent.raw_start, coded[extent.leaf, extent.box].body))
+                compressed.append((extent.compressed_start, coded[extent.leaf, extent.box].rest))
                 continue
             planes = support.planes_of(extent.encoding, new, old)
             low = extent.planes - extent.compressed
@@ -69,7 +80,7 @@ class Step:
         ]
         written = arrays.write_pack(lineage.pack_in(directory, process), contents)
         zeros = [left_out for (left_out,) in written]
-        return Pack(self.encodings[process], own_aliases, *sizes_bytes, *zeros)
+        return Pack(self.encodings[process], own_aliases, *sizes_bytes, *zeros, sizes)
 
     @property
     def base(self):
@@ -267,7 +278,7 @@ def test_parts_that_are_called_equal_and_cannot_be_are_an_error(aliases, tmp_pat
     step = step_of(leaves, [0, 1, 2], ["rrp"])
     step.write(tmp_path)
     (pack,) = step.manifest.packs
-    with pytest.raises(IntegrityError, match="calls parts equal that cannot be"):
+    with pytest.raises(IntegrityError, match="tells of parts that cannot be so"):
         step.reader(tmp_path, packs=(dataclasses.replace(pack, aliases=aliases),))
     with pytest.raises(IntegrityError, match="expected packs of"):  # one that could be, and is not
         step.reader(tmp_path, packs=(dataclasses.replace(pack, aliases=((1, 0),)),))
@@ -302,7 +313,7 @@ def test_rows_that_did_not_change_take_no_room_in_a_large_leaf(encoding, dtype, 
     check_sparse(step, reader, tmp_path)
 
 
-@pytest.mark.parametrize("encoding", BY_ITSELF)
+@pytest.mark.parametrize("encoding", [each for each in BY_ITSELF if each is not Encoding.CODED])
 def test_rows_of_zeros_take_no_room_in_a_large_leaf(encoding, tmp_path):
     leaf = leaf_of(((0, 512, 1024), (0, 1024)), (0, 0), "float32")
     step = step_of([leaf], [0], [str(encoding)])
@@ -335,7 +346,7 @@ def test_of_exponents_only_the_highest_plane_is_compressed(tmp_path):
 
 
 @chunks_of(256, is_compressed=False)  # a row each, to be found among the stored bytes
-@pytest.mark.parametrize("encoding", STORING)
+@pytest.mark.parametrize("encoding", [each for each in STORING if each is not Encoding.CODED])
 def test_only_the_rows_that_are_needed_are_read_and_their_damage_names_the_leaf(encoding, tmp_path):
     leaf = leaf_of(((0, 4, 8), (0, 256)), (0, 0), "uint8")
     step = step_of([leaf], [0], [str(encoding)], is_near=False)
@@ -352,6 +363,35 @@ def test_only_the_rows_that_are_needed_are_read_and_their_damage_names_the_leaf(
     for box in [row, Box((5, 3), (6, 4)), Box.full((8, 256))]:
         with pytest.raises(IntegrityError, match=r"params/kernel.*Restore another step"):
             reader.patch(0, box, step.old[0][box.slices].copy())
+
+
+def test_bytes_that_are_no_code_are_an_error_that_names_the_leaf(tmp_path, monkeypatch):
+    other = codes.Code(np.full(5, 9, np.uint8), np.zeros(0, np.uint8))
+    monkeypatch.setattr(codes, "encode", lambda block: other)
+    leaf = leaf_of(((0, 4),), (0,))
+    reader = step_of([leaf], [0], ["c"]).write(tmp_path)
+    message = r"expected a code of params/kernel.*unknown kind 9.*Restore another step"
+    for read in (lambda: reader.read(0, Box((1,), (3,))), reader.check):
+        with pytest.raises(IntegrityError, match=message):
+            read()
+
+
+def test_a_code_is_decoded_once_for_all_boxes_that_are_read_together(tmp_path, monkeypatch):
+    leaf = leaf_of(((0, 64), (0, 8)), (0,), "bfloat16")
+    step = step_of([leaf], [0], ["c"])
+    reader = step.write(tmp_path)
+    decode, sizes = codes.decode, []
+
+    def counted(stream, block):
+        sizes.append(block.size)
+        decode(stream, block)
+
+    monkeypatch.setattr(codes, "decode", counted)
+    boxes = [Box((start, 0), (start + 8, 8)) for start in range(0, 64, 8)]
+    found = reader.read_many([(0, box) for box in boxes])
+    assert sizes == [512]
+    for box, block in zip(boxes, found, strict=True):
+        assert block.tobytes() == step.new[0][box.slices].tobytes()
 
 
 def damage(directory, content):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypedDict, Unpack
 
 from orbax.checkpoint import v1 as ocp
@@ -35,6 +35,7 @@ class RunOptions(TypedDict, total=False):
     shadow_bytes: int | None
     background_bases: bool
     shadow_directory: AnyPath | str | None
+    ephemeral: Sequence[str]
 
 
 def context(

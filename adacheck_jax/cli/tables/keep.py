@@ -38,6 +38,8 @@ def show_verification(report: RootReport) -> None:
             result = "ok, but not recomputed"
         elif step.rounded:
             result = f"ok, {counted(len(step.rounded), 'leaf', 'leaves')} to rounding"
+        if step.stale and not step.damage:
+            result += f", {counted(len(step.stale), 'leaf', 'leaves')} stale"
         number = "?" if step.step is None else step.step
         item = step.item if several or step.step is None else None
         rows.append((number, item, step.kind or "?", ", ".join(step.checked), result))

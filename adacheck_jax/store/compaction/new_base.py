@@ -93,6 +93,7 @@ def write(
         described={n: hashlib.sha256(data).hexdigest() for n, data in described.items()},
         directory_step=delta.directory_step,
         caution=delta.caution,
+        stale=delta.stale,
         replaces=Replaced(delta.checksum, delta.depth, tuple(sorted(files))),
     )
     manifest, _ = manifest_file.write(directory, made)

@@ -1,0 +1,301 @@
+"""Codes for records of compressed gradients: mostly zeros, or few distinct values.
+
+A code is found in the bits alone, and gives back every one of them. It takes the bits of a block as
+unsigned words, as :mod:`~adacheck_jax.format.planes` does, and begins with a byte for its kind:
+
+*sparse*: for words most of which are zero, the places of the others and then a code of these
+words. Places are a bitmap or an Elias-Fano code: the low bits of each place as planes, and a bit
+string in which the n-th one bit stands at the n-th place's high bits plus n (Fano, 1971).
+
+*palette*: for words of at most 256 distinct values, whatever their scale, a table of these values
+and for each word its position in the table, in 0, 1, 2, 4 or 8 bits.
+
+*plain*: planes of the rotated words.
+
+Codes come from files: :func:`decode` refuses any that :func:`encode` cannot have made in such a way
+that a read could go past its memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from adacheck_jax.format import byte_loops, palette, planes
+
+MAX_HEAD_BYTES = 64
+"""Bytes that a code may take beyond those of its block."""
+_PLAIN, _SPARSE, _PALETTE = range(3)
+_SPARSE_HEAD = struct.Struct("<BQ")
+_BITMAP = 255
+"""In place of a number of low bits: places are a bitmap."""
+_MAX_SHIFT = 62
+_MAX_VALUES = 256
+_RUNS, _RUN_WORDS = 64, 8
+_SAMPLED = 8192
+_MIN_ZEROS = 0.25
+_WORTHWHILE = 0.9
+"""Largest part of their bytes at which words are coded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """A coded block: the bytes of both parts, one after the other.
+
+    Attributes:
+        body: bytes that no compressor makes shorter.
+        rest: bytes that one may make shorter: exponents, positions in a table.
+    """
+
+    body: np.ndarray
+    rest: np.ndarray
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of both parts."""
+        return self.body.size + self.rest.size
+
+
+def may_pay(block: np.ndarray) -> bool:
+    """True if a code may be shorter than a block, by a look at a few elements."""
+    if block.nbytes <= planes.SMALL_BYTES:
+        return False
+    if block.flags.c_contiguous:
+        words = _looked_at(planes.words_of(block))
+    else:
+        places = _looks(block.size) if block.size > _RUNS * _RUN_WORDS else np.arange(block.size)
+        words = planes.words_of(block[np.unravel_index(places, block.shape)])
+    return _has_zeros(words) or _has_few_values(words)
+
+
+def encode(block: np.ndarray) -> Code:
+    """The shortest code of a block, found in its bits."""
+    words = planes.words_of(block)
+    return _sparse(words) or _palette(words) or _plain(words)
+
+
+def pay(codes: Iterable[Code], blocks: Iterable[np.ndarray]) -> bool:
+    """True if codes are shorter than their blocks without rows of zeros, which take no bytes."""
+    whole_bytes = sum(_bytes_without_zeros(planes.words_of(block)) for block in blocks)
+    return sum(code.size_bytes for code in codes) < _WORTHWHILE * whole_bytes
+
+
+def decode(stream: np.ndarray, block: np.ndarray) -> None:
+    """Fills a block with the elements that a code stands for.
+
+    Args:
+        stream: the code's bytes, uint8.
+        block: contiguous, writable memory for the elements.
+
+    Raises:
+        ValueError: the bytes are no code of as many elements.
+    """
+    reader = _Reader(np.ascontiguousarray(stream))
+    _decode(reader, block.reshape(-1).view(np.dtype(f"u{planes.word_bytes(block.dtype)}")))
+    reader.end()
+
+
+def _looked_at(words: np.ndarray) -> np.ndarray:
+    """A few runs of words, spread evenly; each takes a look at memory that is far away."""
+    return words if words.size <= _RUNS * _RUN_WORDS else words.take(_looks(words.size))
+
+
+@functools.lru_cache(1024)  # a save looks at as many leaves, and the next one at the same
+def _looks(size: int) -> np.ndarray:
+    starts = np.linspace(0, size - _RUN_WORDS, _RUNS).astype(np.int64)
+    return (starts[:, None] + np.arange(_RUN_WORDS)).reshape(-1)
+
+
+def _has_few_values(words: np.ndarray) -> bool:
+    ordered = np.sort(words)
+    count = 1 + np.count_nonzero(ordered[1:] != ordered[:-1])
+    return bool(count <= _most_values(words))
+
+
+def _has_zeros(words: np.ndarray) -> bool:
+    return bool(words.size - np.count_nonzero(words) >= _MIN_ZEROS * max(1, words.size))
+
+
+def _most_values(words: np.ndarray) -> int:
+    """Largest number of distinct words of which positions take fewer bits than the words."""
+    return _MAX_VALUES if words.itemsize > 1 else 16
+
+
+def _bytes_without_zeros(words: np.ndarray) -> int:
+    row = planes.SMALL_BYTES // words.itemsize
+    whole = words.size // row * row
+    rows = int(np.count_nonzero(words[:whole].reshape(-1, row).any(axis=1)))
+    return rows * planes.SMALL_BYTES + (words.size - whole) * words.itemsize
+
+
+def _bytes(*parts: bytes | np.ndarray) -> np.ndarray:
+    arrays = [np.frombuffer(x, np.uint8) if isinstance(x, bytes) else x for x in parts]
+    return np.concatenate([x.reshape(-1).view(np.uint8) for x in arrays])
+
+
+# Plain.
+
+
+def _plain(words: np.ndarray) -> Code:
+    low = np.empty((words.itemsize - 1, words.size), np.uint8)
+    high = np.empty((1, words.size), np.uint8)
+    byte_loops.split(words, None, byte_loops.ROTATE, low, high)
+    return Code(_bytes(bytes([_PLAIN]), low), high[0])
+
+
+def _decode_plain(reader: _Reader, words: np.ndarray) -> None:
+    split = reader.take(words.itemsize * words.size).reshape(words.itemsize, words.size)
+    byte_loops.join(words, byte_loops.ROTATE, split[:-1], split[-1:])
+
+
+# Sparse.
+
+
+def _sparse(words: np.ndarray) -> Code | None:
+    if not _has_zeros(words):
+        return None
+    mask = words != 0
+    count = int(np.count_nonzero(mask))
+    values = words[mask]
+    inner = _palette(values) or _plain(values)
+    shift = _shift_of(count, words.size)
+    if shift == _BITMAP:
+        places = np.packbits(mask, bitorder="little")
+    else:
+        places = _elias_fano(np.flatnonzero(mask), shift, words.size)
+    head = bytes([_SPARSE]) + _SPARSE_HEAD.pack(shift, count)
+    return Code(_bytes(head, places, inner.body), inner.rest)
+
+
+def _decode_sparse(reader: _Reader, words: np.ndarray) -> None:
+    shift, count = _SPARSE_HEAD.unpack(reader.take(_SPARSE_HEAD.size).tobytes())
+    if count > words.size or (shift > _MAX_SHIFT and shift != _BITMAP):
+        raise ValueError(f"{count} of {words.size} words with {shift} low bits")
+    if shift == _BITMAP:
+        mask = _bits(reader.take(-(-words.size // 8)), words.size)
+        if np.count_nonzero(mask) != count:
+            raise ValueError(f"a bitmap of other than {count} words")
+        places = np.flatnonzero(mask)
+    else:
+        places = _decode_elias_fano(reader, shift, count, words.size)
+    values = np.empty(count, words.dtype)
+    _decode(reader, values, is_inner=True)
+    words[:] = 0
+    words[places] = values
+
+
+def _shift_of(count: int, size: int) -> int:
+    """Number of low bits that makes an Elias-Fano code shortest, or a bitmap if that is shorter."""
+    bits, shift = min(
+        (count * shift + _high_bits(count, size, shift), shift)
+        for shift in range(max(1, size.bit_length()))
+    )
+    return shift if bits < size else _BITMAP
+
+
+def _high_bits(count: int, size: int, shift: int) -> int:
+    return count + (max(size, 1) - 1 >> shift) + 1
+
+
+def _elias_fano(places: np.ndarray, shift: int, size: int) -> np.ndarray:
+    low = [np.packbits(places >> bit & 1, bitorder="little") for bit in range(shift)]
+    high = np.zeros(_high_bits(places.size, size, shift), np.bool_)
+    high[(places >> shift) + np.arange(places.size)] = True
+    return _bytes(*low, np.packbits(high, bitorder="little"))
+
+
+def _decode_elias_fano(reader: _Reader, shift: int, count: int, size: int) -> np.ndarray:
+    length = _high_bits(count, size, shift)
+    low = reader.take(shift * -(-count // 8)).reshape(shift, -(-count // 8))
+    ones = np.flatnonzero(_bits(reader.take(-(-length // 8)), length))
+    if ones.size != count:
+        raise ValueError(f"{ones.size} places of {count} words")
+    places = ones - np.arange(count) << shift
+    for bit in range(shift):
+        places |= _bits(low[bit], count).astype(np.int64) << bit
+    if count and (places[-1] >= size or (np.diff(places) <= 0).any()):
+        raise ValueError("places that do not ascend, or lie outside the block")
+    return places
+
+
+def _bits(data: np.ndarray, count: int) -> np.ndarray:
+    return np.unpackbits(data, count=count, bitorder="little").view(np.bool_)
+
+
+# Palette.
+
+
+def _palette(words: np.ndarray) -> Code | None:
+    """A palette code; None if it would not be shorter than the words."""
+    if not words.size or not _has_few_values(_looked_at(words)):
+        return None
+    found = palette.indexed(
+        words, np.unique(words[:: words.size // _SAMPLED | 1]), _most_values(words)
+    )
+    if found is None:
+        return None
+    table, indices = found
+    packed = palette.packed(indices, palette.index_bits(table.size))
+    if 2 + table.nbytes + packed.size >= _WORTHWHILE * words.nbytes:
+        return None
+    return Code(_bytes(bytes([_PALETTE, table.size - 1]), table), packed)
+
+
+def _decode_palette(reader: _Reader, words: np.ndarray) -> None:
+    count = int(reader.take(1)[0]) + 1
+    table = reader.take(count * words.itemsize).copy().view(words.dtype)
+    bits = palette.index_bits(count)
+    packed = reader.take(-(-words.size * bits // 8))
+    per_byte = 8 // bits if bits else 1
+    for first in range(0, words.size, palette.BLOCK_WORDS):
+        into = words[first : first + palette.BLOCK_WORDS]
+        if not bits:
+            into[:] = table[0]
+            continue
+        part = packed[first // per_byte :][: -(-into.size // per_byte)]
+        indices = palette.unpacked(part, bits, into.size)
+        if int(indices.max()) >= count:
+            raise ValueError(f"a position outside a table of {count} values")
+        np.take(table, indices, out=into, mode="clip")
+
+
+# Bytes of a code.
+
+
+class _Reader:
+    """Takes the bytes of a code one after another.
+
+    Args:
+        data: the bytes.
+    """
+
+    def __init__(self, data: np.ndarray) -> None:
+        self._data, self._position = data, 0
+
+    def take(self, count: int) -> np.ndarray:
+        """The next bytes; raises ValueError if they are not there."""
+        if count > self._data.size - self._position:
+            raise ValueError(f"a code of {self._data.size} bytes ends in the middle")
+        self._position += count
+        return self._data[self._position - count : self._position]
+
+    def end(self) -> None:
+        """Raises ValueError if there are more bytes."""
+        if self._position != self._data.size:
+            raise ValueError(f"{self._data.size - self._position} bytes follow the code")
+
+
+def _decode(reader: _Reader, words: np.ndarray, *, is_inner: bool = False) -> None:
+    kind = int(reader.take(1)[0])
+    if kind == _PLAIN:
+        _decode_plain(reader, words)
+    elif kind == _PALETTE:
+        _decode_palette(reader, words)
+    elif kind == _SPARSE and not is_inner:  # nested codes would take a stack
+        _decode_sparse(reader, words)
+    else:
+        raise ValueError(f"a code of the unknown kind {kind}")

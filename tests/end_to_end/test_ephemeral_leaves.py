@@ -1,0 +1,234 @@
+"""Leaves that are saved with bases alone: what error feedback keeps, and how a restore tells so."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from typer.testing import CliRunner
+
+import adacheck_jax as adacheck
+from adacheck_jax.cli.main import app
+from adacheck_jax.errors import IntegrityError, RecorderError
+from adacheck_jax.format.manifest import BaseManifest
+from adacheck_jax.schedule import line
+from adacheck_jax.schedule.costs import Schedule
+from adacheck_jax.store.steps import roots
+from tests import support
+from tests.end_to_end.test_multiprocess import launch
+from tests.save.test_background_bases import trained
+from tests.support import abstract, assert_same_bits, manager_of, mesh_of, save_steps
+
+RESIDUAL = "opt_state/0/residual"
+PATHS = {f"{RESIDUAL}/{name}" for name in ("in/bias", "in/kernel", "out/kernel", "scale")}
+
+
+class FeedbackState(NamedTuple):
+    residual: Any
+
+
+def top_k_with_feedback(share):
+    """Passes on the largest elements, and adds the others to the next gradient."""
+
+    def update(updates, state, params=None):
+        def split(gradient, rest):
+            whole = gradient + rest
+            count = max(1, int(whole.size * share))
+            least = jax.lax.top_k(jnp.abs(whole).reshape(-1), count)[0][-1]
+            return jnp.where(jnp.abs(whole) >= least, whole, 0)
+
+        passed = jax.tree.map(split, updates, state.residual)
+        rest = jax.tree.map(lambda g, r, p: g + r - p, updates, state.residual, passed)
+        return passed, FeedbackState(rest)
+
+    return optax.GradientTransformation(
+        lambda params: FeedbackState(jax.tree.map(jnp.zeros_like, params)), update
+    )
+
+
+def run_of(mesh, **options):
+    recorder = adacheck.Recorder(optax.adamw(1e-2))
+    chain = optax.chain(top_k_with_feedback(0.05), recorder)
+
+    def begin():
+        params = support.initial_params()
+        return support.place({"params": params, "opt_state": chain.init(params)}, mesh)
+
+    def train_step(state, data):
+        x, y = data
+        grads = jax.grad(lambda p: jnp.mean((support.forward(p, x) - y) ** 2))(state["params"])
+        updates, opt_state = chain.update(grads, state["opt_state"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}
+
+    run = support.Program.of(recorder, begin, train_step).run()
+    return run, adacheck.AdaCheckHandler(
+        recorder, params_path="params", ephemeral=["*/residual"], **options
+    )
+
+
+def is_residual(state):
+    named = jax.tree_util.tree_flatten_with_path(state)[0]
+    return ["residual" in jax.tree_util.keystr(path) for path, _ in named]
+
+
+def expected_of(state, saved, step, since):
+    """The bits of a step but for the residual, which is as an earlier step had it."""
+    triples = zip(is_residual(state), saved[since], saved[step], strict=True)
+    return [old if is_stale else new for is_stale, old, new in triples]
+
+
+def restored(root, run, holder, mesh=None, **options):
+    handler = adacheck.AdaCheckHandler()
+    with manager_of(root, handler) as manager:
+        target = abstract(run.state, mesh or mesh_of((2, 2)))
+        args = adacheck.RestoreArgs(target, **options)
+        return manager.restore(holder, args=args), handler.restored
+
+
+@pytest.mark.parametrize("delta", ["auto", "bits"])
+def test_a_step_between_bases_has_the_residual_of_the_last_one(tmp_path, delta, caplog):
+    run, handler = run_of(mesh_of((2, 2)), max_deltas=3, delta=delta)
+    with manager_of(tmp_path, handler) as manager:
+        saved = save_steps(manager, run, 6)
+    kinds = [isinstance(step.manifest, BaseManifest) for step in roots.steps_of(tmp_path)]
+    assert kinds == [True, False, False, False, True, False]
+    for step, since in ((1, 1), (2, 1), (4, 1), (5, 5), (6, 5)):
+        caplog.clear()
+        for mesh in (mesh_of((2, 2)), mesh_of((8,))):
+            state, info = restored(tmp_path, run, step, mesh)
+            assert_same_bits(state, expected_of(run.state, saved, step, since))
+            assert info.stale == ({} if step == since else dict.fromkeys(PATHS, since))
+            assert info.exact == (step == since)
+        told = [r for r in caplog.records if "ephemeral" in r.message]
+        assert bool(told) == (step != since)
+    state, _ = restored(tmp_path, run, 5, exact=True)
+    with pytest.raises(IntegrityError, match=r"ephemeral.*exact=True"):
+        restored(tmp_path, run, 4, exact=True)
+    for options in ([], ["--read-data"], ["--replay"]):
+        found = CliRunner().invoke(app, ["verify", str(tmp_path), "--json", *options])
+        assert found.exit_code == 0, found.output
+        steps = json.loads(found.output)["steps"]
+        assert [set(each["stale"]) for each in steps] == [
+            *(set() if is_base else PATHS for is_base in kinds)
+        ]
+    shown = CliRunner().invoke(app, ["inspect", str(tmp_path), "4", "--json"])
+    sources = {leaf["path"]: leaf["source"] for leaf in json.loads(shown.output)["leaves"]}
+    assert {sources[path] for path in PATHS} == {"stale, as step 1 had it"}
+    assert "4 leaves stale" in CliRunner().invoke(app, ["verify", str(tmp_path)]).output
+
+
+def test_training_goes_on_from_a_stale_step_and_says_whose_residual_it_is(tmp_path):
+    run, handler = run_of(mesh_of((2, 2)), max_deltas=6)
+    with manager_of(tmp_path, handler) as manager:
+        saved = save_steps(manager, run, 3)
+    run, handler = run_of(mesh_of((2, 2)), max_deltas=6)
+    with manager_of(tmp_path, handler) as manager:
+        state = manager.restore(3, args=adacheck.RestoreArgs(abstract(run.state)))
+        assert_same_bits(state, expected_of(run.state, saved, 3, 1))
+        run.state, run.count = state, 3
+        again = save_steps(manager, run, 5)
+    found = [(s.step, dict(s.manifest.stale)) for s in roots.steps_of(tmp_path)]
+    assert [set(stale.values()) for _, stale in found] == [set(), *[{1}] * 6, set()]
+    for step in (4, 7):
+        state, info = restored(tmp_path, run, step)
+        assert_same_bits(state, expected_of(run.state, {1: saved[1]} | again, step, 1))
+        assert set(info.stale.values()) == {1}
+    assert_same_bits(restored(tmp_path, run, 8)[0], again[8])
+
+
+def test_deferred_steps_and_a_compacted_step_are_stale_too(tmp_path):
+    run, handler = run_of(mesh_of((2, 2)), max_deltas=10)
+    with manager_of(tmp_path, handler) as manager:
+        saved = save_steps(manager, run, 2)
+        for _ in range(2):
+            run.advance()
+            saved[run.count] = support.host_copy(run.state)
+            assert handler.record_step(run.state, run.count)
+        saved |= save_steps(manager, run, 2)
+    state, info = restored(tmp_path, run, 5, step=4)
+    assert_same_bits(state, expected_of(run.state, saved, 4, 1))
+    assert set(info.stale.values()) == {1}
+    support.compact(tmp_path, 5)
+    for step in (5, 6):
+        state, info = restored(tmp_path, run, step)
+        assert_same_bits(state, expected_of(run.state, saved, step, 1))
+        assert set(info.stale.values()) == {1}
+
+
+def test_bases_that_are_made_in_the_background_have_the_residual(tmp_path, monkeypatch):
+    monkeypatch.setattr(line, "BEGINNING", Schedule(3, 1))
+    policy = adacheck.AdaptivePolicy(most_deltas=3)
+    run, handler = run_of(mesh_of((1,)), max_deltas=policy)
+    saved = trained(tmp_path, run, handler, 9)
+    found = {step.step: step.manifest for step in roots.steps_of(tmp_path)}
+    made = [n for n, each in found.items() if isinstance(each, BaseManifest) and each.replaces]
+    assert made == [4, 7]
+    fresh = [n for n, each in found.items() if not each.stale]
+    assert set(made) <= set(fresh)
+    for step in found:
+        since = max(each for each in fresh if each <= step)
+        state, info = restored(tmp_path, run, step, mesh_of((1,)))
+        assert_same_bits(state, expected_of(run.state, saved, step, since))
+        assert set(info.stale.values()) == ({since} - {step})
+
+
+@pytest.mark.slow
+def test_two_processes_leave_out_what_each_has_of_the_residual(tmp_path):
+    root, out = tmp_path / "run", tmp_path / "out"
+    launch("feedback", 2, root, out, 2, "tests.end_to_end.feedback_worker")
+    run, _ = run_of(mesh_of((2, 2)))
+    saved = {}
+    for step in range(1, 7):
+        with np.load(f"{out}-{step}.npz") as arrays:
+            saved[step] = [arrays[name] for name in arrays.files]
+    letters = {pack.encodings for s in roots.steps_of(root)[1:-1] for pack in s.manifest.packs}
+    assert any("c" in each for each in letters)
+    for step, since in ((2, 1), (3, 1), (5, 1), (6, 6)):
+        held = {"step": 3} if step == 3 else {}
+        state, info = restored(root, run, 4 if held else step, mesh_of((8,)), **held)
+        assert_same_bits(state, expected_of(run.state, saved, step, since))
+        assert info.stale == ({} if step == since else dict.fromkeys(PATHS, since))
+
+
+def test_the_residual_takes_no_bytes(tmp_path):
+    sizes = []
+    for name, patterns in (("stored", []), ("left out", ["*/residual"])):
+        run, _ = run_of(mesh_of((1,)))
+        handler = adacheck.AdaCheckHandler(run.recorder, params_path="params", ephemeral=patterns)
+        with manager_of(tmp_path / name, handler) as manager:
+            save_steps(manager, run, 2)
+        (delta,) = [s.manifest for s in roots.steps_of(tmp_path / name) if s.step == 2]
+        sizes.append(sum(pack.raw_bytes + pack.compressed_bytes for pack in delta.packs))
+    count = sum(np.size(x) for x in jax.tree.leaves(run.state["params"]))
+    assert sizes[0] > 4 * count
+    assert sizes[1] < 0.4 * count
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        (["params/*"], "params/in/bias"),
+        (["*/adacheck_record"], "adacheck_record"),
+        (["*/no_such_leaf"], "no leaf"),
+    ],
+)
+def test_leaves_that_cannot_be_ephemeral_are_refused(tmp_path, patterns, message):
+    run, _ = run_of(mesh_of((1,)))
+    handler = adacheck.AdaCheckHandler(run.recorder, params_path="params", ephemeral=patterns)
+    with (
+        manager_of(tmp_path, handler) as manager,
+        pytest.raises(RecorderError, match=rf"ephemeral.*{message}"),
+    ):
+        manager.save(1, args=adacheck.SaveArgs(run.advance()))
+
+
+def test_patterns_are_checked():
+    with pytest.raises(ValueError, match="sequence of patterns"):
+        adacheck.AdaCheckHandler(ephemeral="*/residual")
+    with pytest.raises(ValueError, match="shadow_directory"):
+        adacheck.AdaCheckHandler(ephemeral=["*/residual"], shadow_directory="/dev/shm/x")
