@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,17 +149,20 @@ class _Seen:
     Attributes:
         treedef: tree definition of the state.
         kinds: abstract value and sharding of each leaf; the objects themselves.
+        version: the recorders' ``derived_version``.
         structure: structure of such a state.
     """
 
     treedef: Any
     kinds: tuple[tuple[Any, Any], ...]
+    version: Hashable
     structure: Structure
 
-    def fits(self, leaves: Sequence[Any], treedef: Any) -> bool:
+    def fits(self, leaves: Sequence[Any], treedef: Any, version: Hashable) -> bool:
         """True if a state has the same structure; a state that has it may be missed."""
         return (
             len(leaves) == len(self.kinds)
+            and version == self.version
             and all(
                 isinstance(leaf, jax.Array) and leaf.aval is aval and leaf.sharding is sharding
                 for leaf, (aval, sharding) in zip(leaves, self.kinds, strict=True)
@@ -192,11 +195,11 @@ class Snapshots:
             FormatError: a leaf has a type that cannot be stored.
         """
         leaves, treedef = jax.tree.flatten(state)
-        seen = self._seen
-        if seen is not None and seen.fits(leaves, treedef):
+        seen, version = self._seen, self._derived_version()
+        if seen is not None and seen.fits(leaves, treedef, version):
             return Snapshot(seen.structure, tuple(leaves))
         arrays = tuple(transfer.raw(leaf) for leaf in leaves)
-        key = (treedef, tuple(map(_signature, leaves, arrays)))
+        key = (version, treedef, tuple(map(_signature, leaves, arrays)))
         if key not in self._structures:
             if len(self._structures) >= _CACHED_STRUCTURES:
                 self._structures.clear()
@@ -207,8 +210,12 @@ class Snapshots:
             for leaf, array in zip(leaves, arrays, strict=True)
         ):
             kinds = tuple((array.aval, array.sharding) for array in arrays)
-            self._seen = _Seen(treedef, kinds, structure)
+            self._seen = _Seen(treedef, kinds, version, structure)
         return Snapshot(structure, arrays)
+
+    def _derived_version(self) -> Hashable:
+        """The versions of the derived trees of all recorders."""
+        return tuple(each.derived_version for own in self._recorders.values() for each in own)
 
     def _describe(self, state: PyTree, arrays: tuple[Any, ...]) -> Structure:
         named, _ = trees.flatten(state)
