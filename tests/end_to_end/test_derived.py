@@ -15,6 +15,8 @@ from flax.training.train_state import TrainState
 from jax.sharding import AxisType
 
 import adacheck_jax as adacheck
+from adacheck_jax.schedule import line
+from adacheck_jax.schedule.costs import Schedule
 from tests import support
 from tests.end_to_end.test_state_kinds import (
     assert_only_changes_are_stored,
@@ -23,6 +25,7 @@ from tests.end_to_end.test_state_kinds import (
     kinds,
     stored_paths,
 )
+from tests.save.test_background_bases import bases_of, trained
 from tests.save.test_checks import assert_all_restorable
 from tests.support import Program, Run, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
 
@@ -283,7 +286,8 @@ def test_recorded_steps_are_replayed_too(tmp_path):
     with manager_of(tmp_path, handler) as manager:
         saved |= save_steps(manager, run, 2)
         for _ in range(3):
-            saved[run.count + 1] = host_copy(run.advance())
+            run.advance()
+            saved[run.count] = host_copy(run.state)
             assert handler.record_step(run.state, run.count)
         saved |= save_steps(manager, run, 1)
     assert [each.checked for each in delta_of(tmp_path, 6).deltas] == ["full"] * 4
@@ -291,15 +295,14 @@ def test_recorded_steps_are_replayed_too(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_base_made_in_the_background_has_the_derived_trees(tmp_path):
+def test_a_base_made_in_the_background_has_the_derived_trees(tmp_path, monkeypatch):
+    monkeypatch.setattr(line, "BEGINNING", Schedule(3, 1))
     run = dict_program(mesh_of((1, 1)), {"ema": average}).run()
-    policy = adacheck.AdaptivePolicy(mtbf_s=3600.0, most_deltas=2)
-    saved: dict[int, Any] = {}
-    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder, max_deltas=policy)) as manager:
-        for _ in range(8):
-            saved |= save_steps(manager, run, 1)
-    assert kinds(tmp_path).count("B") > 1
-    assert_restores(tmp_path, saved, run.state)
+    policy = adacheck.AdaptivePolicy(most_deltas=3)
+    handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=policy)
+    saved = trained(tmp_path, run, handler, 9)
+    assert bases_of(tmp_path) == [1, 4, 7]
+    assert_all_restorable(tmp_path, saved, run.state)
 
 
 def stepped(run: Run, changed: Callable[[int, Any, Any], Any]) -> Any:
