@@ -90,6 +90,15 @@ class Structure:
         """Positions of what the updates consume."""
         return self.consumed_by(range(len(self.bindings)))
 
+    @functools.cached_property
+    def derived(self) -> frozenset[int]:
+        """Positions of the derived trees' leaves, which lie outside all optimizer state."""
+        counts = [sum(len(tree.types) for tree in each.derived) for each in self.bindings]
+        pairs = zip(self.bindings, counts, strict=True)
+        return frozenset(
+            self.index[path] for each, n in pairs for path in each.inner[len(each.inner) - n :]
+        )
+
     def computed_by(self, updates: Iterable[int]) -> frozenset[int]:
         """Positions of what some of the updates compute."""
         paths = [path for k in updates for path in self.bindings[k].explained]

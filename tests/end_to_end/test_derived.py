@@ -15,6 +15,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import AxisType
 
 import adacheck_jax as adacheck
+from adacheck_jax.save import staged
 from adacheck_jax.schedule import line
 from adacheck_jax.schedule.costs import Schedule
 from tests import support
@@ -55,7 +56,8 @@ def debiased_average(params: Any, ema: Any, count: Any) -> Any:
 
 
 def hard_copy(params: Any, target: Any, count: Any) -> Any:
-    return optax.periodic_update(params, target, count, 3)
+    same = jax.tree.map(lambda p, t: p.astype(t.dtype), params, target)
+    return optax.periodic_update(same, target, count, 3)
 
 
 def copy_each_step(params: Any, target: Any, count: Any) -> Any:
@@ -329,18 +331,55 @@ def other_decay(step: int, before: Any, state: Any) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("waits", [True, False], ids=["waits", "runs ahead"])
+@pytest.mark.parametrize("check", ["auto", "sample", "full"])
 @pytest.mark.parametrize("changed", [skipped, edited, other_decay])
-def test_what_is_computed_otherwise_is_stored_and_nothing_is_lost(tmp_path, caplog, changed):
+def test_what_is_computed_otherwise_is_stored_and_nothing_is_lost(
+    tmp_path, caplog, monkeypatch, changed, check, waits
+):
+    """Also where the state is gone when this is found."""
+    if not waits:
+        monkeypatch.setattr(staged, "are_ready", lambda _: False)
     run = dict_program(mesh_of((4, 2)), {"ema": average}).run()
+    handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=9, check=check)
     saved = {}
-    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder, max_deltas=9)) as manager:
-        for _ in range(7):
+    with manager_of(tmp_path, handler) as manager:
+        for _ in range(9):
             expected = stepped(run, changed)
             saved[run.count] = expected
             manager.save(run.count, args=adacheck.SaveArgs(run.state))
-    assert kinds(tmp_path) == "B" + "R" * 6
-    assert "they are stored as they are; nothing is lost" in caplog.text.lower()
-    assert all(path.startswith(("ema/", "opt_state/")) for path in stored_paths(tmp_path, 5))
+    assert kinds(tmp_path) == "B" + "R" * 8
+    assert "They are stored as they are; nothing is lost" in caplog.text
+    is_changed = {skipped: lambda n: n % 3, edited: lambda n: n == 4, other_decay: lambda n: n >= 4}
+    leaves = base_of(tmp_path, 1).leaves
+    for step in range(2, 10):
+        delta = delta_of(tmp_path, step)
+        assert delta.checked == ("full" if check == "auto" else check)
+        assert all(path.startswith(("ema/", "opt_state/")) for path in stored_paths(tmp_path, step))
+        if check == "full" and not waits and step == 5:
+            continue  # the copy on the devices has what replay made of the step before
+        assert {leaves[i].path[:4] for i in delta.unreplayed} == (
+            {"ema/"} if is_changed[changed](step) else set()
+        )
+    assert_all_restorable(tmp_path, saved, run.state)
+
+
+@pytest.mark.slow
+def test_an_edit_of_a_recorded_step_is_stored_too(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(staged, "are_ready", lambda _: False)
+    run = dict_program(mesh_of((4, 2)), {"ema": average}).run()
+    handler, saved = adacheck.AdaCheckHandler(run.recorder), {}
+    with manager_of(tmp_path, handler) as manager:
+        saved |= save_steps(manager, run, 2)
+        for _ in range(3):
+            expected = stepped(run, edited)
+            saved[run.count] = expected
+            assert handler.record_step(run.state, run.count)
+        saved |= save_steps(manager, run, 1)
+    assert [each.checked for each in delta_of(tmp_path, 6).deltas] == ["full"] * 4
+    assert [bool(each.unreplayed) for each in delta_of(tmp_path, 6).deltas] == [0, 1, 0, 0]
+    assert "They are stored as they are; nothing is lost" in caplog.text
     assert_all_restorable(tmp_path, saved, run.state)
 
 
@@ -359,16 +398,17 @@ def test_another_function_begins_a_lineage_of_its_own(tmp_path):
 
 
 @pytest.mark.slow
-def test_micro_steps_that_derive_without_an_update_are_stored(tmp_path):
+@pytest.mark.parametrize("waits", [True, False], ids=["waits", "runs ahead"])
+def test_micro_steps_that_derive_without_an_update_are_stored(tmp_path, monkeypatch, waits):
     """The counter stands still, and yet the tree changes."""
-    run = dict_program(
-        mesh_of((4, 2)), {"ema": average}, wrapped=lambda tx: optax.MultiSteps(tx, 2)
-    ).run()
-    with manager_of(
-        tmp_path,
-        adacheck.AdaCheckHandler(run.recorder, max_deltas=9, params_path="params"),
-    ) as manager:
-        saved = save_steps(manager, run, 7)
+    if not waits:
+        monkeypatch.setattr(staged, "are_ready", lambda _: False)
+    wrapped = lambda tx: optax.MultiSteps(tx, 2)  # noqa: E731
+    run = dict_program(mesh_of((4, 2)), {"ema": average}, wrapped=wrapped).run()
+    handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=9, params_path="params")
+    with manager_of(tmp_path, handler) as manager:
+        saved = save_steps(manager, run, 9)
+    assert kinds(tmp_path) == "BRNRNRNRN"
     assert_all_restorable(tmp_path, saved, run.state)
 
 
