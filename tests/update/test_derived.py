@@ -45,22 +45,28 @@ def bind_all(recorders: Any, state: Any, params_path: Any = None) -> Any:
     return bindings.bind_all({"": tuple(recorders)}, types, params_path)
 
 
-def state_of(recorder: Recorder, names: Any = None, dtype: Any = jnp.float32) -> Any:
+def state_of(recorder: Recorder, names: Any = None) -> Any:
     state = {"params": PARAMS, "opt": recorder.init(PARAMS)}
     trees_of = recorder.derived if names is None else names
-    return state | {name: jax.tree.map(lambda x: x.astype(dtype), PARAMS) for name in trees_of}
+    return state | {name: jax.tree.map(jnp.copy, PARAMS) for name in trees_of}
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+DTYPES = [(jnp.float32, jnp.float32), (jnp.float32, jnp.bfloat16), (jnp.bfloat16, jnp.float32)]
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=["float32", "short", "long"])
 @pytest.mark.parametrize("function", [average, warming_average, hard_copy])
-def test_the_update_program_computes_the_bits_of_the_train_step(function, dtype):
+def test_the_update_program_computes_the_bits_of_the_train_step(function, dtypes):
     recorder = Recorder(optax.adamw(1e-2), derived={"ema": function})
-    state = state_of(recorder, dtype=dtype)
+    params, ema = (jax.tree.map(lambda x, d=each: x.astype(d), PARAMS) for each in dtypes)
+    state = {"params": params, "opt": recorder.init(params), "ema": ema}
 
     @jax.jit
     def train_step(state, x):
         # The gradient, the update and the average are element-wise: a compiler fuses them.
-        grads = jax.tree.map(lambda p: jnp.sin(p * x) * 0.3 + p * 0.01, state["params"])
+        grads = jax.tree.map(
+            lambda p: (jnp.sin(p * x) * 0.3 + p * 0.01).astype(p.dtype), state["params"]
+        )
         updates, opt = recorder.update(grads, state["opt"], state["params"])
         params = optax.apply_updates(state["params"], updates)
         ema = recorder.derive("ema", opt, params, state["ema"])
