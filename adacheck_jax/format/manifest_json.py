@@ -455,8 +455,11 @@ def _update(body: dict[str, Any], leaf_count: int) -> Update:
     totals = [sum(each[n] for each in update.parts) for n in range(4)]
     if totals != [len(each) for each in lists] or len(update.parts) != len(update.counts):
         raise ValueError(f"parts {_shown(update.parts)} do not make up the update's leaves")
-    indices = [*update.params, *update.inner, *update.consumed, *update.counts]
-    if len(set(indices)) != len(indices) or max(indices) >= leaf_count:
+    # An update may consume its counter too.
+    counts = set(update.counts).difference(update.extra)
+    indices = [*update.params, *update.inner, *update.consumed, *counts]
+    is_repeated = len({*indices}) != len(indices) or len({*update.counts}) != len(update.counts)
+    if is_repeated or max(indices) >= leaf_count:
         raise ValueError("the update's leaf indices repeat or lie outside the state")
     if not update.explained.issuperset(update.reducing + update.passed):
         raise ValueError("a leaf is reducing or passed through, but not computed by the update")

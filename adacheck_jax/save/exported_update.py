@@ -112,7 +112,7 @@ class ExportedUpdates:
     def _exported(self, structure: Structure, state: Any) -> ExportedUpdate:
         arguments = structure.arguments
         specs = [[_abstract(structure.leaves[i]) for i in indices] for indices in arguments]
-        signatures = [each.signature for each in structure.bindings]
+        signatures = [(each.signature, each.derived) for each in structure.bindings]
         sites = structure.sites
         sharing = (sites.uncovered, tuple(sites.sizes.items())) if sites else None
         shapes = (arguments, tuple(map(tuple, specs)), sharing, transfer.x64_enabled())

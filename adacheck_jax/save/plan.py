@@ -57,6 +57,9 @@ class SavePlan:
         kept: leaves of which the next save needs host copies.
         unreplayed: leaves that the update computes and that are stored nevertheless.
         unchanged: leaves that must have the parent's bits: neither stored nor computed.
+        spare: leaves that are copied too, to be stored if replay is found to get them wrong when
+            the state is gone. Derived trees are computed by the train step's own calls, and so are
+            sooner left out or edited than what the optimizer computes.
         is_whole: True for a delta of bits that compares with nothing.
         has_witness: True if an update onto this state could be replayed and checked.
         makes_base: True if the delta is to become a base once it is saved.
@@ -73,6 +76,7 @@ class SavePlan:
     kept: tuple[int, ...]
     unreplayed: frozenset[int] = frozenset()
     unchanged: tuple[int, ...] = ()
+    spare: tuple[int, ...] = ()
     is_whole: bool = False
     has_witness: bool = False
     makes_base: bool = False
@@ -103,6 +107,15 @@ class SavePlan:
     def checked_by(self) -> str:
         """Engine that compares the replay with the state; ``"stored"`` if nothing is replayed."""
         return self.update.engine if self.decision.updates else "stored"
+
+    def storing(self, wrong: Collection[int]) -> SavePlan:
+        """The plan that stores some of the spare leaves besides."""
+        return dataclasses.replace(
+            self,
+            stored=tuple(sorted({*self.stored, *wrong})),
+            unreplayed=self.unreplayed.union(wrong),
+            unchanged=tuple(i for i in self.unchanged if i not in wrong),
+        )
 
     def check(self, counts: Counts, before: Counts, before_step: int) -> SavePlan:
         """The plan that holds once the counters of a speculative one are known.
@@ -457,6 +470,8 @@ def _planned(
         # Several processes may not have found the same leaves wrong.
         told = unreplayed if situation.process_count == 1 else update.unreplayed
         unchanged = _unchanged(structure, stored, decision.updates)
+    # Several processes may not find the same leaves wrong.
+    has_spare = situation.counts is None and situation.process_count == 1
     return SavePlan(
         step=_number(situation),
         decision=decision,
@@ -467,6 +482,7 @@ def _planned(
         kept=_kept(situation, options, unreplayed, may_follow),
         unreplayed=told,
         unchanged=unchanged,
+        spare=tuple(sorted(structure.derived.difference(stored))) if has_spare else (),
         has_witness=may_follow,
         makes_base=makes_base,
         notices=notices,

@@ -316,6 +316,10 @@ class Planner:
             AdaCheckError: deferred steps are lost by it; told once.
         """
         saved = self.parents.saved
+        staged_steps = [*saved.save.staged.steps] if saved and saved.save else []
+        for each in (*staged_steps, *self.deferred.steps):
+            if each.saved:
+                self.distrust.tell(each.plan, each.saved)
         if saved is not None and (save := saved.save) is not None:
             known, leaves = save.agreed_caution, save.staged.structure.leaves
             self.distrust.learn(known.reason, [leaves[i].path for i in known.distrusted])

@@ -459,6 +459,7 @@ class Saver:
             copies.fingerprints,
             None if planned.is_base else self._delta_share(planned, copies, tip),
             transfer.stage({i: snapshot.arrays[i] for i in picks}, picks),
+            spare=copies.spare,
             counters=copies.counters,
             parent=parent,
             before=before if planned.is_speculative else None,
@@ -468,8 +469,12 @@ class Saver:
             repeated = again
             if again is not None and planned.counts not in (None, again.counts()):
                 repeated = None  # another state was recorded with this number
+            blocks = dict.fromkeys(copies.staged, copies.staged)
+            blocks = Joined(blocks | dict.fromkeys(copies.spare, copies.spare))
+            # What is stored after all has to be put into the shadow, too.
+            settled = own.compared if planned.spare else own.settled
             own.proof = self._shadow.follow(
-                Followed(tip.position, own, repeated, copies.staged, own.settled, own.sums)
+                Followed(tip.position, own, repeated, blocks, settled, own.sums)
             )
         elif planned.has_witness:
             blocks = _with_others(snapshot, copies.staged)

@@ -280,7 +280,8 @@ def _write(
         each.bring()
         if each.fingerprints.holds_blocks:
             each.sums()  # else packing could not let go of them
-        each.settled()
+        if each.settled().spare:
+            each.compared()  # else it would be told too late what is stored after all
         each.begin_proof()
     report: Report = {
         "is_base": base is not None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +92,15 @@ class Structure:
         """Positions of what the updates consume."""
         return self.consumed_by(range(len(self.bindings)))
 
+    @functools.cached_property
+    def derived(self) -> frozenset[int]:
+        """Positions of the derived trees' leaves, which lie outside all optimizer state."""
+        counts = [sum(len(tree.types) for tree in each.derived) for each in self.bindings]
+        pairs = zip(self.bindings, counts, strict=True)
+        return frozenset(
+            self.index[path] for each, n in pairs for path in each.inner[len(each.inner) - n :]
+        )
+
     def computed_by(self, updates: Iterable[int]) -> frozenset[int]:
         """Positions of what some of the updates compute."""
         paths = [path for k in updates for path in self.bindings[k].explained]
@@ -151,17 +160,20 @@ class _Seen:
     Attributes:
         treedef: tree definition of the state.
         kinds: abstract value and sharding of each leaf; the objects themselves.
+        version: the recorders' ``derived_version``.
         structure: structure of such a state.
     """
 
     treedef: Any
     kinds: tuple[tuple[Any, Any], ...]
+    version: Hashable
     structure: Structure
 
-    def fits(self, leaves: Sequence[Any], treedef: Any) -> bool:
+    def fits(self, leaves: Sequence[Any], treedef: Any, version: Hashable) -> bool:
         """True if a state has the same structure; a state that has it may be missed."""
         return (
             len(leaves) == len(self.kinds)
+            and version == self.version
             and all(
                 isinstance(leaf, jax.Array) and leaf.aval is aval and leaf.sharding is sharding
                 for leaf, (aval, sharding) in zip(leaves, self.kinds, strict=True)
@@ -201,11 +213,11 @@ class Snapshots:
             FormatError: a leaf has a type that cannot be stored.
         """
         leaves, treedef = jax.tree.flatten(state)
-        seen = self._seen
-        if seen is not None and seen.fits(leaves, treedef):
+        seen, version = self._seen, self._derived_version()
+        if seen is not None and seen.fits(leaves, treedef, version):
             return Snapshot(seen.structure, tuple(leaves))
         arrays = tuple(transfer.raw(leaf) for leaf in leaves)
-        key = (treedef, tuple(map(_signature, leaves, arrays)))
+        key = (version, treedef, tuple(map(_signature, leaves, arrays)))
         if key not in self._structures:
             if len(self._structures) >= _CACHED_STRUCTURES:
                 self._structures.clear()
@@ -216,8 +228,12 @@ class Snapshots:
             for leaf, array in zip(leaves, arrays, strict=True)
         ):
             kinds = tuple((array.aval, array.sharding) for array in arrays)
-            self._seen = _Seen(treedef, kinds, structure)
+            self._seen = _Seen(treedef, kinds, version, structure)
         return Snapshot(structure, arrays)
+
+    def _derived_version(self) -> Hashable:
+        """The versions of the derived trees of all recorders."""
+        return tuple(each.derived_version for own in self._recorders.values() for each in own)
 
     def _describe(self, state: PyTree, arrays: tuple[Any, ...]) -> Structure:
         named, _ = trees.flatten(state)

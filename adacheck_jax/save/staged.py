@@ -31,6 +31,7 @@ class HostCopies:
 
     Attributes:
         staged: this process's boxes of the leaves that the save stores or keeps.
+        spare: those of the leaves that it may have to store; nothing waits for them.
         kept: those of them that the next save will compare with.
         fingerprints: the fingerprints, perhaps still being computed.
         counters: the update counters, by leaf index, of a speculative plan.
@@ -38,6 +39,7 @@ class HostCopies:
     """
 
     staged: Joined
+    spare: Mapping[int, Blocks]
     kept: Mapping[int, Blocks]
     fingerprints: fingerprint.Contributions
     counters: Mapping[int, Any]
@@ -69,7 +71,7 @@ def take_copies(snapshot: Snapshot, plan: SavePlan, *, every_replica: bool) -> H
         jax.process_count() == 1 or any(map(transfer.on_accelerator, snapshot.arrays))
     )
     if owned:
-        copied = {*plan.stored, *plan.kept, *counters}
+        copied = {*plan.stored, *plan.kept, *plan.spare, *counters}
         copied |= {i for i in arrays if i not in summing.placed}
         arrays |= transfer.copies({i: arrays[i] for i in copied})
     kept = frozenset(plan.kept)
@@ -90,7 +92,8 @@ def take_copies(snapshot: Snapshot, plan: SavePlan, *, every_replica: bool) -> H
     )
     values = {i: arrays[i] if owned else np.array(arrays[i]) for i in counters}
     waiting = [] if owned else [*staged, fingerprints]
-    return HostCopies(joined, staged[0], fingerprints, values, waiting)
+    spare = Staged({i: arrays[i] for i in plan.spare}, structure.picks)
+    return HostCopies(joined, spare, staged[0], fingerprints, values, waiting)
 
 
 def copies_of_restored(
@@ -162,6 +165,7 @@ class StagedStep:
         fingerprints: fingerprints of its state, perhaps still being computed.
         delta: copies of what a delta stores; None for a base.
         local: copies of the leaves that every process has for itself.
+        spare: copies of the plan's spare leaves, until they are known not to be needed.
         counters: arrays of the update counters, by leaf index; needed by a speculative plan alone.
         parent: number and update counters of a step before that was restored, or is on the disk.
         before: the step before, if it is on its way too: it is settled and checked first.
@@ -175,6 +179,7 @@ class StagedStep:
             the step, once :meth:`verify` was called. Of several processes no one can tell alone
             whether they are those of the state.
         disproved: the leaves in which they were not, in a process alone.
+        saved: the spare leaves that are stored, since replay was found to get them wrong.
     """
 
     def __init__(
@@ -185,6 +190,7 @@ class StagedStep:
         delta: DeltaWriter | None,
         local: Mapping[int, Blocks],
         *,
+        spare: Mapping[int, Blocks],
         counters: Mapping[int, Any],
         parent: tuple[int, Counts] | None,
         before: StagedStep | None,
@@ -192,11 +198,12 @@ class StagedStep:
     ) -> None:
         self._plan, self.label = plan, label
         self.fingerprints, self.delta, self.local = fingerprints, delta, local
-        self._counters = counters
+        self._spare, self._counters = spare, counters
         self._check: Check | None = None
         self.proof: Proof | None = None
         self.replayed: dict[int, int] | None = None
         self.disproved = frozenset[int]()
+        self.saved = frozenset[int]()
         self._parent, self._before, self._again = parent, before, again
         self._sums: dict[int, int] = {}
         self._is_released = False
@@ -204,6 +211,8 @@ class StagedStep:
         self._copy_lock = threading.Lock()
         self._plan_lock = threading.RLock()
         self._check_lock = threading.RLock()
+        self._sample_lock = threading.RLock()
+        self._findings: Collection[int] | None = None
 
     def begin_check(self, checker: Checker, before: Witness, arrays: Sequence[Any]) -> Witness:
         """Takes what comparing the replay with the state needs; :meth:`verify` does that.
@@ -273,6 +282,41 @@ class StagedStep:
             raise AdaCheckError(f"step {self.step} was given up before it was written")
         return self._plan.check(counts, parent[1], parent[0])
 
+    def compared(self) -> SavePlan:
+        """The plan that holds, once the checker's findings are in it; waits for the devices.
+
+        What it finds wrong of the spare leaves is stored in this very step.
+
+        Raises:
+            AdaCheckError: as from :meth:`settled`.
+        """
+        plan = self.settled()
+        with self._sample_lock:
+            if self._findings is None:
+                found = self._check.findings(plan.decision.updates) if self._check else {}
+                changed = self._changed(plan) if plan.spare else frozenset()
+                self._save_spare(plan, {*found, *changed})
+                self._findings = [i for i in found if i not in self.saved]
+        return self.settled()
+
+    def _changed(self, plan: SavePlan) -> frozenset[int]:
+        """The spare leaves that ought to be those of the step before, and are not."""
+        same, last = frozenset(plan.unchanged).intersection(plan.spare), self._before
+        if not same or last is None:
+            return frozenset()
+        own, before = self.sums(), last.sums()
+        return frozenset(i for i in same if own[i] != before[i])
+
+    def _save_spare(self, plan: SavePlan, wrong: Collection[int]) -> None:
+        """Stores what is wrong of the spare leaves, if there is still a delta to store it in."""
+        wrong = frozenset(plan.spare).intersection(wrong)
+        with self._plan_lock, self._copy_lock:
+            if wrong and self.delta is not None:
+                blocks = dict.fromkeys(self.delta.blocks, self.delta.blocks)
+                self.delta.blocks = Joined(blocks | dict.fromkeys(wrong, self._spare))
+                self._plan, self.saved = plan.storing(wrong), wrong
+            self._spare = NOTHING
+
     def verify(self) -> None:
         """Compares the replay with the state, after that of the step before; once.
 
@@ -286,7 +330,7 @@ class StagedStep:
                     with contextlib.suppress(AdaCheckError):  # raised by the save of that step
                         self._before.verify()
                 try:
-                    self._compare(self.settled())
+                    self._compare(self.compared())
                 except AdaCheckError as error:
                     self._refused = error
             self._check = self._before = self.proof = None
@@ -294,9 +338,7 @@ class StagedStep:
                 raise self._refused
 
     def _compare(self, plan: SavePlan) -> None:
-        found: Collection[int] = ()
-        if self._check is not None:
-            found = self._check.findings(plan.decision.updates)
+        found: Collection[int] = self._findings or ()
         if (proof := self.proof) is not None and (replayed := proof.sums()) is not None:
             if jax.process_count() == 1:
                 own = self.sums()
@@ -346,6 +388,7 @@ class StagedStep:
     def release(self) -> None:
         """Lets go of all copies of the state."""
         self.delta, self.local, self._is_released = None, {}, True
+        self._spare = NOTHING
         self._check = self._before = self._again = self.proof = None
 
 

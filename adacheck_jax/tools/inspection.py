@@ -22,7 +22,8 @@ class LeafGroup:
     """The leaves that play one role in an update.
 
     Attributes:
-        name: ``params``, ``optimizer state``, ``record`` (with extra arguments), or ``other``.
+        name: ``params``, ``optimizer state`` (with derived trees), ``record`` (with extra
+            arguments), or ``other``.
         leaf_count: number of leaves.
         leaf_bytes: their size in memory, in bytes, without replicas.
     """

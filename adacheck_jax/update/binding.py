@@ -8,6 +8,7 @@ has to name it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,14 +18,17 @@ import optax
 from adacheck_jax.device import trees
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import RecorderError, first_line
+from adacheck_jax.update.derived import DerivedTree, bound_trees
 from adacheck_jax.update.params_search import (
     LeafType,
     covering,
     few,
     leaf_types,
     matched_paths,
+    named_root,
     params_roots,
     params_under,
+    paths_under,
     pick,
     quoted,
 )
@@ -35,6 +39,8 @@ from adacheck_jax.update.recorder_state import (
     find_nodes,
     passed_key,
 )
+
+_log = logging.getLogger(__name__)
 
 Transformation = optax.GradientTransformation | optax.MultiSteps
 RecorderArgument = (
@@ -52,18 +58,20 @@ class Binding:
 
     Attributes:
         signature: the trees that the update takes.
+        derived: the derived trees that follow from the params.
         params: leaf paths of the params, in argument order.
-        inner: leaf paths of the optimizer state that the update computes, in argument order.
-            Small leaves that it passes through are left out.
+        inner: leaf paths of the optimizer state that the update computes, in argument order, and
+            of the derived trees. Small leaves that it passes through are left out.
         record: leaf paths of the gradients, in argument order.
         extra: leaf paths of the extra arguments, and of the consumed values of small leaves that
-            the update passes through.
+            the update passes through; and of the update counter, if a derived tree depends on it.
         count: leaf path of the update counter.
         prefix: leaf path of the recorder's node.
         recorder: the recorder whose update it is.
     """
 
     signature: UpdateSignature
+    derived: tuple[DerivedTree, ...]
     params: tuple[str, ...]
     inner: tuple[str, ...]
     record: tuple[str, ...]
@@ -183,10 +191,15 @@ def bind_all(
         )
     nodes = [node for node in nodes if node.record]
     found = [_recorder_of(node, recorders, leaves, len(nodes) == 1) for node in nodes]
-    roots = params_roots(nodes, leaves, params_path)
+    derived = [
+        _derived_below(node, recorder, nodes, leaves)
+        for node, (recorder, _) in zip(nodes, found, strict=True)
+    ]
+    others = {path for each in derived for paths in each.values() for path in paths.values()}
+    roots = params_roots(nodes, leaves, params_path, others)
     bindings = [
-        _bind_node(node, *each, roots[node.prefix], leaves)
-        for node, each in zip(nodes, found, strict=True)
+        _bind_node(node, *each, roots[node.prefix], leaves, own)
+        for node, each, own in zip(nodes, found, derived, strict=True)
     ]
     _check_apart(bindings)
     return tuple(bindings)
@@ -198,24 +211,58 @@ def _bind_node(
     signature: UpdateSignature,
     root: str,
     leaves: Mapping[str, LeafType],
+    derived: Mapping[str, Mapping[str, str]],
 ) -> Binding:
     params, inner, record, extra = (
         list(_flat(tree))
         for tree in (signature.params, signature.inner, signature.record, signature.extra)
     )
+    followed = bound_trees(recorder.derived, signature.params, derived, leaves)
+    takes_count = any(
+        recorder.derived[tree.name].uses_count(signature.params, tree) for tree in followed
+    )
     return Binding(
         signature=signature,
+        derived=tuple(followed),
         params=params_under(root, params, record, node, leaves),
         inner=pick(
             [path for path in inner if path not in signature.passed], node.inner, "optimizer state"
-        ),
+        )
+        + tuple(path for paths in followed.values() for path in paths),
         record=pick(record, node.record, "record"),
         extra=pick(extra, node.extra, "extra arguments")
-        + pick([*map(passed_key, signature.passed)], node.passed, "consumed optimizer state"),
+        + pick([*map(passed_key, signature.passed)], node.passed, "consumed optimizer state")
+        + ((node.count,) if takes_count else ()),
         count=node.count,
         prefix=node.prefix,
         recorder=recorder,
     )
+
+
+def _derived_below(
+    node: RecorderNode,
+    recorder: Recorder,
+    nodes: Sequence[RecorderNode],
+    leaves: Mapping[str, LeafType],
+) -> dict[str, dict[str, str]]:
+    """Leaf paths below each derived tree of a recorder, by path relative to the tree, by name.
+
+    What an update with a program of its own makes is not computed in the program of its replay.
+    """
+    if recorder.separate:
+        return {}
+    found = {}
+    for name in recorder.derived:
+        root = named_root(name, node, nodes, leaves)
+        if root is None:
+            _log.warning(
+                "The Recorder at %r has a derived tree %r, but the saved state has no such leaf "
+                "path: %s. Name it as the saved state does.",
+                *(node.prefix, name, few(leaves)),
+            )
+        else:
+            found[name] = paths_under(root, leaves)
+    return found
 
 
 def _recorder_of(

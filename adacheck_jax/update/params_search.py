@@ -5,7 +5,8 @@ Knows the nodes of recorders and the types of leaves, and no recorder object.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from adacheck_jax.device import trees
@@ -65,6 +66,7 @@ def params_roots(
     nodes: Sequence[RecorderNode],
     leaves: Mapping[str, LeafType],
     params_path: str | Mapping[str, str] | None,
+    others: Collection[str] = (),
 ) -> dict[str, str]:
     """Leaf path of the root of each node's params, by the node's prefix.
 
@@ -74,6 +76,7 @@ def params_roots(
         nodes: the nodes that record anything.
         leaves: types of all leaves of the state.
         params_path: path or paths of the params, as :func:`recorded_params` takes them.
+        others: leaf paths that are no params.
 
     Raises:
         RecorderError: the params of a node are ambiguous, or there are none.
@@ -84,6 +87,7 @@ def params_roots(
     waiting = [node for node in nodes if node.prefix not in roots]
     candidates = {node.prefix: _candidates(node, nodes, leaves) for node in waiting}
     taken = {path for n in nodes if n.prefix in roots for path in _below(roots[n.prefix], n)}
+    taken |= {*others}
     while waiting:
         for node in waiting:
             free = [r for r in candidates[node.prefix] if taken.isdisjoint(_below(r, node))]
@@ -161,6 +165,48 @@ def _ends_with(path: str, end: str) -> bool:
     return not end or path == end or path.endswith(f"/{end}")
 
 
+def named_root(
+    name: str, node: RecorderNode, nodes: Sequence[RecorderNode], leaves: Iterable[str]
+) -> str | None:
+    """Leaf path of the subtree outside all recorders that has a name, nearest to a node.
+
+    Args:
+        name: leaf path of the subtree, or the end of one.
+        node: the node.
+        nodes: the nodes of all recorders in the state.
+        leaves: all leaf paths of the state.
+
+    Returns:
+        The path; None if there is no such subtree.
+
+    Raises:
+        RecorderError: several such subtrees are equally near.
+    """
+    parts, found = name.split("/"), dict[str, float]()
+    inside = tuple(_join(each.prefix, "") for each in nodes)
+    for path in leaves:
+        own = path.split("/")
+        ends = [n for n in range(len(parts), len(own) + 1) if own[n - len(parts) : n] == parts]
+        if ends and not path.startswith(inside):
+            root = "/".join(own[: ends[0]])
+            found[root] = math.inf if root == name else _shared_count(root, node.prefix)
+    nearest = [root for root, shared in found.items() if shared == max(found.values())]
+    if len(nearest) > 1:
+        raise RecorderError(
+            f"expected one subtree {name!r} for the Recorder at {node.prefix!r}, found "
+            f"{quoted(nearest)}. Name it by more of its leaf path: Recorder(tx, derived="
+            f"{{{nearest[0]!r}: ...}})."
+        )
+    return nearest[0] if nearest else None
+
+
+def paths_under(root: str, leaves: Collection[str]) -> dict[str, str]:
+    """Leaf paths of a subtree in the state, by path relative to its root."""
+    below = _join(root, "")
+    found = {path.removeprefix(below): path for path in leaves if path.startswith(below)}
+    return found | ({"": root} if root in leaves else {})  # one bare array
+
+
 def params_under(
     root: str,
     relative: Sequence[str],
@@ -180,10 +226,7 @@ def params_under(
     Raises:
         RecorderError: a param is missing, or has another shape than its gradient.
     """
-    below = _join(root, "")
-    available = {path.removeprefix(below): path for path in leaves if path.startswith(below)}
-    if root in leaves:  # one bare array
-        available[""] = root
+    available = paths_under(root, leaves)
     params = dict(zip(relative, pick(relative, available, "params"), strict=True))
     for path, record in zip(recorded, pick(recorded, node.record, "record"), strict=True):
         found, expected = leaves[params[path]].shape, leaves[record].shape

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import logging
 import os
 import threading
@@ -29,6 +30,7 @@ from adacheck_jax.errors import FormatError, IntegrityError, first_line
 from adacheck_jax.format.manifest import Update
 from adacheck_jax.update import untrusted
 from adacheck_jax.update.binding import Binding
+from adacheck_jax.update.derived import COUNT, DerivedTree
 from adacheck_jax.update.recorder import Recorder
 from adacheck_jax.update.recorder_state import UpdateSignature
 
@@ -46,27 +48,36 @@ declared extra arguments in ``extra``. See :func:`switches` for the last argumen
 """
 
 
-def update_function(recorder: Recorder, signature: UpdateSignature) -> UpdateFunction:
+def update_function(
+    recorder: Recorder, signature: UpdateSignature, derived: Sequence[DerivedTree] = ()
+) -> UpdateFunction:
     """The update over flat leaves, with the bits of the train step.
 
     Args:
         recorder: the recorder whose update it is.
         signature: the trees that the update takes.
+        derived: trees that follow from the new params; their leaves are behind ``inner``.
 
     Returns:
         The function. Typed PRNG keys are passed and returned as their data; ``switches`` is the
-        number 0 that fences take.
+        number 0 that fences take. If a derived tree depends on the number of updates, that
+        is the last extra argument.
     """
     treedefs = {name: jax.tree.structure(getattr(signature, name)) for name in _TREES}
     specs, _ = trees.flatten(signature.inner)
     is_passed = [path in signature.passed for path in specs]
+    own_count = len(is_passed) - sum(is_passed)
+    has_count = any(recorder.derived[x.name].uses_count(signature.params, x) for x in derived)
 
     def run(
         params: Leaves, inner: Leaves, record: Leaves, extra: Leaves, zero: Any
     ) -> tuple[list[Any], list[Any]]:
+        count = extra[-1] if has_count else jnp.zeros(COUNT.shape, COUNT.dtype)
+        extra = extra[:-1] if has_count else extra
+        inner, old = inner[:own_count], iter(inner[own_count:])
         declared = extra[: len(extra) - sum(is_passed)]
-        computed, passed = iter(inner), iter(extra[len(declared) :])
-        whole = [next(passed if each else computed) for each in is_passed]
+        left, passed = iter(inner), iter(extra[len(declared) :])
+        whole = [next(passed if each else left) for each in is_passed]
         params_tree = jax.tree.unflatten(treedefs["params"], params)
         record_tree, extra_tree = recorder.sealed(
             zero,
@@ -84,7 +95,11 @@ def update_function(recorder: Recorder, signature: UpdateSignature) -> UpdateFun
         )
         applied = apply_updates(params_tree, updates)
         results = zip(jax.tree.leaves(inner_tree), is_passed, strict=True)
-        return jax.tree.leaves(applied), [transfer.raw(leaf) for leaf, each in results if not each]
+        computed = [transfer.raw(leaf) for leaf, each in results if not each]
+        for each in derived:
+            value = each.treedef.unflatten(itertools.islice(old, len(each.types)))
+            computed += jax.tree.leaves(recorder.derived[each.name](zero, applied, value, count))
+        return jax.tree.leaves(applied), computed
 
     return run
 
@@ -97,7 +112,7 @@ def joint_function(bindings: Sequence[Binding]) -> UpdateFunction:
     Args:
         bindings: the recorders' updates, in the order in which their leaves are joined.
     """
-    functions = [update_function(each.recorder, each.signature) for each in bindings]
+    functions = [update_function(each.recorder, each.signature, each.derived) for each in bindings]
     if len(functions) == 1:
         return functions[0]
     sizes = [[len(x) for x in (b.params, b.inner, b.record, b.extra)] for b in bindings]

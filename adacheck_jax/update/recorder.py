@@ -25,6 +25,7 @@ from jax.extend import core
 from adacheck_jax.device import trees
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import RecorderError
+from adacheck_jax.update.derived import Derived, DerivedFunction
 from adacheck_jax.update.pinning.fence import fence, zero_of
 from adacheck_jax.update.pinning.pinned_function import PinnedFunction
 from adacheck_jax.update.recorder_state import (
@@ -32,6 +33,7 @@ from adacheck_jax.update.recorder_state import (
     RecorderState,
     UpdateSignature,
     abstract,
+    find_nodes,
     passed_key,
     picked,
 )
@@ -108,6 +110,11 @@ class Recorder(optax.GradientTransformationExtraArgs):
             then saved as a larger delta, or as a base.
             A pinned update outside ``jax.jit`` is traced once for each structure, as ``jax.jit``
             would trace it: values that ``tx`` reads besides its arguments are read then.
+        derived: functions of trees that follow from the params after every update and lie
+            elsewhere in the state, such as moving averages and target networks, by leaf path of
+            the tree or the end of one. Each takes the new params, the last value of the tree and
+            the number of updates so far, and returns the tree's next value. The train step calls
+            :meth:`derive`; a delta then stores nothing of the tree.
 
     Raises:
         RecorderError: at ``update``, when an array arrives as an extra argument that was not
@@ -122,6 +129,7 @@ class Recorder(optax.GradientTransformationExtraArgs):
     separate: bool
     last_call: SeparateCall | None
     pin: bool
+    derived: dict[str, Derived]
     _kept: dict[Hashable, Any]
     _takes_extra: bool
     _declared: dict[str, jax.ShapeDtypeStruct]
@@ -134,6 +142,7 @@ class Recorder(optax.GradientTransformationExtraArgs):
         dtype: Any = None,
         extra_args: Mapping[str, Any] | None = None,
         pin: bool = True,
+        derived: Mapping[str, DerivedFunction] | None = None,
     ) -> Recorder:
         _check_arguments(tx, dtype)
 
@@ -154,6 +163,10 @@ class Recorder(optax.GradientTransformationExtraArgs):
         self.separate = False  # until separate_update has run
         self.last_call = None
         self.pin = pin
+        self.derived = {
+            name.strip("/"): Derived(name, function, pin=pin)
+            for name, function in (derived or {}).items()
+        }
         self._kept = {}
         self._takes_extra = isinstance(tx, optax.GradientTransformationExtraArgs)
         self._declared = {
@@ -177,6 +190,57 @@ class Recorder(optax.GradientTransformationExtraArgs):
                 self._kept.clear()
             self._kept[key] = make()
         return self._kept[key]
+
+    def derive(self, name: str, opt_state: PyTree, params: PyTree, old: PyTree) -> PyTree:
+        """Compute the next value of a derived tree, after each update of the params.
+
+        Example::
+
+            def average(params, ema, count):
+                return optax.incremental_update(params, ema, 0.001)
+
+            recorder = Recorder(optax.adamw(3e-4), derived={"ema_params": average})
+            ...
+            state = state.apply_gradients(grads=grads)
+            ema = recorder.derive("ema_params", state.opt_state, state.params, state.ema_params)
+            state = state.replace(ema_params=ema)
+
+        Args:
+            name: name of the tree, as in ``derived``.
+            opt_state: the optimizer state after the update, with this Recorder's state in it.
+            params: all params after the update.
+            old: the last value.
+
+        Returns:
+            The next value, with the data types of the last one.
+
+        Raises:
+            RecorderError: the name is unknown, the optimizer state holds not one Recorder's state,
+                or the function returns another tree than it takes.
+        """
+        known = self.derived.get(name.strip("/"))
+        if known is None:
+            raise RecorderError(
+                f"expected the name of a derived tree, one of {sorted(self.derived)}, found "
+                f"{name!r}. Declare it: Recorder(tx, derived={{{name!r}: function}})."
+            )
+        leaves, _ = trees.flatten(opt_state)
+        nodes = find_nodes([*leaves])
+        if len(nodes) != 1:
+            raise RecorderError(
+                f"expected an optimizer state with one Recorder's state in it, found {len(nodes)} "
+                f"in {type(opt_state).__name__}. Give the optimizer state of this Recorder alone, "
+                "as the update returned it."
+            )
+        count = jnp.asarray(leaves[nodes[0].count])
+        known.learn(old)
+        return known(zero_of(count), params, old, count)
+
+    @property
+    def derived_version(self) -> Hashable:
+        """A value that changes when derived trees have to be tied to a state anew."""
+        learned = [len(each.learned) for each in self.derived.values()]
+        return (self.separate, *learned) if learned else None
 
     def _init(self, params: PyTree) -> RecorderState:
         """The state before the first update."""

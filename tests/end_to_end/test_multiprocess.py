@@ -197,6 +197,25 @@ def test_an_element_changed_by_hand_is_refused_by_all_processes(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.first(1)
+@pytest.mark.parametrize("mode", ["save", "edited"])
+def test_several_processes_replay_an_average_and_a_target_network(tmp_path, mode):
+    worker = "tests.end_to_end.derived_worker"
+    launch(mode, 2, tmp_path / "run", tmp_path / "out", 2, worker)
+    found = [step.manifest for step in roots.steps_of(tmp_path / "run")]
+    assert "".join(type(each).__name__[0] for each in found) == "BDDD"
+    paths = [leaf.path for leaf in found[0].leaves]
+    for each in found[1:]:
+        stored = [paths[i] for i in each.stored if paths[i].startswith(("ema/", "target/"))]
+        is_edited = mode == "edited" and each.step == 3
+        assert {path[:4] for path in stored} == ({"ema/"} if is_edited else set())
+    launch("restore", 1, tmp_path / "run", tmp_path / "restored", 4, worker)
+    for step in (2, 4):
+        restored = leaves(tmp_path / f"restored-restored{step}.npz")
+        assert restored == leaves(tmp_path / f"out-saved{step}.npz")
+
+
+@pytest.mark.slow
 def test_a_process_that_owns_no_scalar_checks_its_share(tmp_path):
     launch("no-scalars", 2, tmp_path / "run", tmp_path / "out", devices=2)
     found = [step.manifest for step in roots.steps_of(tmp_path / "run")]

@@ -437,6 +437,21 @@ def test_an_update_over_leaves_that_are_not_there_or_taken_twice_is_an_error(upd
         decode(encode_body(body))
 
 
+def test_an_update_may_consume_its_own_counter_and_no_leaf_twice():
+    update = Update((0,), (), (), (1,), (1,), ((1, 0, 0, 1),), (), (), "", "", {}, "0.10.2", True)
+    body = body_of(dataclasses.replace(A_BASE, update=update))
+    assert decode(encode_body(body)).update == update
+    for wrong in (
+        {"extra": [0]},
+        {"extra": [1, 1], "parts": [[1, 0, 0, 2]]},
+        {"counts": [1, 1], "parts": [[1, 0, 0, 1], [0, 0, 0, 0]]},
+        {"record": [1], "extra": [], "parts": [[1, 0, 1, 0]]},
+    ):
+        changed = {**body, "update": {**body["update"], **wrong}}
+        with pytest.raises(FormatError, match="leaf indices repeat"):
+            decode(encode_body(changed))
+
+
 @pytest.mark.parametrize("field", ["reducing", "passed"])
 @pytest.mark.parametrize("indices", [[1], [0, 1], [2], [-1], [0.0], 0, None], ids=str)
 def test_what_the_update_does_with_leaves_that_it_does_not_compute_is_an_error(field, indices):
