@@ -33,6 +33,8 @@ if TYPE_CHECKING:  # for type checkers and editors; must name what _MODULES name
         ReplicaError,
         StorageError,
     )
+    from adacheck_jax.publish.follower import Follower, follow
+    from adacheck_jax.publish.publisher import Publisher
     from adacheck_jax.schedule.adaptive import AdaptivePolicy
     from adacheck_jax.store.retention import KeepLineage
     from adacheck_jax.tools.handover.importing import import_checkpoint
@@ -49,11 +51,13 @@ __all__ = [
     "AdaCheckHandler",
     "AdaptivePolicy",
     "Divergence",
+    "Follower",
     "FormatError",
     "IntegrityError",
     "KeepLineage",
     "LineageError",
     "MismatchError",
+    "Publisher",
     "Recorder",
     "RecorderError",
     "RecorderState",
@@ -68,6 +72,7 @@ __all__ = [
     "SaveArgs",
     "SeparateUpdate",
     "StorageError",
+    "follow",
     "import_checkpoint",
     "latest_restorable",
     "redundancy_report",
@@ -87,6 +92,9 @@ _MODULES = {
     "Divergence": "device.replicas",
     "ReplicaReport": "device.replicas",
     "replica_report": "device.replicas",
+    "Follower": "publish.follower",
+    "follow": "publish.follower",
+    "Publisher": "publish.publisher",
     "AdaptivePolicy": "schedule.adaptive",
     "KeepLineage": "store.retention",
     "import_checkpoint": "tools.handover.importing",
