@@ -269,5 +269,5 @@ def _named(root: Root, what: str) -> Iterator[None]:
     except (OSError, GoneError) as error:
         raise StorageError(
             f"{root}: expected to write {what}, found: {first_line(error)}. Versions that "
-            "followers can see are whole. Make room or mend the storage, and publish the next version."
+            "followers can see are whole. Make room or mend the storage, and publish the next one."
         ) from error

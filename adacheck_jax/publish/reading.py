@@ -6,8 +6,9 @@ version; who asks for the weights compares, where they are used.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from adacheck_jax.errors import FormatError, IntegrityError, LineageError
@@ -38,6 +39,7 @@ class Reader:
         self._known: dict[int, Known] = {}
         self._leaves: dict[str, Leaves] = {}
         self._refused: set[str] = set()
+        self._gone: set[str] = set()
 
     def sequences(self) -> list[int]:
         """Sequence numbers of versions, of which some may not count."""
@@ -132,11 +134,8 @@ class Reader:
 
     def leaves_at(self, route: Route) -> Leaves:
         """Leaves of the version that a route leads to; raises as :meth:`load`."""
-        try:
+        with self._judged(_last_step(route)):
             return self.leaves(route.end.record)
-        except (FormatError, IntegrityError) as error:
-            self.refuse(route, error)
-            raise
 
     def load(self, route: Route, have: Weights | None) -> tuple[Weights, list[Change]]:
         """Weights at the end of a route, not compared with fingerprints yet.
@@ -165,19 +164,16 @@ class Reader:
 
     def _delta(self, known: Known, leaves: Leaves) -> list[Change]:
         record = known.record
-        try:
+        with self._judged(known.checksum):
             if self.leaves(record) is not leaves:
                 raise IntegrityError(f"{self.root}: version {record.version} has other leaves.")
             if record.delta is None:
                 return []
             return weights.decode(leaves, self.root.delta(record), self.root)
-        except (FormatError, IntegrityError) as error:
-            self._refuse(known.checksum, error)
-            raise
 
     def _base(self, base: Base, leaves: Leaves, threads: ThreadPoolExecutor) -> Weights:
         found = Weights.empty(leaves)
-        try:
+        with self._judged(_base_key(base)):
             if len(base.parts) != found.part_count():
                 raise IntegrityError(
                     f"{self.root.record_at(BASES, base.sequence)}: expected "
@@ -186,10 +182,26 @@ class Reader:
             parts = threads.map(lambda n: self.root.part(base, n), range(len(base.parts)))
             for number, data in enumerate(parts):
                 found.set_part(number, data)
-        except (FormatError, IntegrityError) as error:
-            self._refuse(_base_key(base), error)
-            raise
         return found
+
+    @contextlib.contextmanager
+    def _judged(self, key: str) -> Iterator[None]:
+        """Refuses a delta or a base that is damaged, or is gone though its record stays."""
+        try:
+            yield
+        except (FormatError, IntegrityError) as error:
+            self._refuse(key, error)
+            raise
+        except GoneError as error:
+            if key not in self._gone:  # as a rule it was pruned, and its record before it
+                self._gone.add(key)
+                raise
+            lost = IntegrityError(
+                f"{error}: expected a value that a record names, found none. A later base heals "
+                "followers."
+            )
+            self._refuse(key, lost)
+            raise lost from error
 
     def refuse(self, route: Route, error: Exception) -> None:
         """Takes the last step of a route, which did not prove right, for damaged from now on.
@@ -198,12 +210,16 @@ class Reader:
             route: the route.
             error: the error that it led to.
         """
-        is_base = route.base is not None and not route.deltas
-        self._refuse(_base_key(route.base) if is_base else route.end.checksum, error)
+        self._refuse(_last_step(route), error)
 
     def _refuse(self, key: str, error: Exception) -> None:
         self._refused.add(key)
         self._note(error)
+
+
+def _last_step(route: Route) -> str:
+    is_base = route.base is not None and not route.deltas
+    return _base_key(route.base) if is_base else route.end.checksum
 
 
 def _base_key(base: Base | None) -> str:

@@ -1,7 +1,7 @@
 """Sets of positions in few bits: Rice codes of gaps, block by block.
 
 Of elements that change independently with probability p a set of positions holds H(p) bits an
-element; Rice codes of its gaps take one to two per cent more, where p is that of the block. Each
+element; Rice codes of its gaps take one to three per cent more, where p is that of the block. Each
 block of positions gets the parameter that fits its count, so that stretches that change much and
 others that do not are coded apart. A set of more than half of all positions is coded by its
 complement.
