@@ -16,13 +16,12 @@ by stock Orbax, both in one process, turn by turn.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -225,34 +224,30 @@ def main() -> None:
     parser.add_argument("--pretraining", type=int, default=60)
     parser.add_argument("--timed-params", type=int, default=50_000_000)
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    tuning, sizes = FineTuning(options.params, options.pretraining), []
+    tuning = FineTuning(options.params, options.pretraining)
+    print("| weights | changed a step | bytes a step | bits a change | smaller than bfloat16 by |")
+    print("|---|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         for share in SHARES:
             rate = tuning.rate_for(share)
             name = f"AdamW at {rate:.1e}"
             versions = tuning.versions(rate, options.steps)
-            sizes.append(size_of(name, versions, root / f"tuned_{share}"))
+            show(size_of(name, versions, root / f"tuned_{share}"))
             chosen = random_choice(share, options.params, options.steps)
-            sizes.append(size_of(f"random, {share:.0%}", chosen, root / f"random_{share}"))
+            show(size_of(f"random, {share:.0%}", chosen, root / f"random_{share}"))
         timed = times(options.timed_params, options.turns, root)
-    if options.json:
-        result = {"sizes": [asdict(each) for each in sizes], "times": timed, **environment()}
-        print(json.dumps(result, indent=2))
-        return
-    print("| weights | changed a step | bytes a step | bits a change | smaller than bfloat16 by |")
-    print("|---|---|---|---|---|")
-    for each in sizes:
-        print(
-            f"| {each.run} | {each.changed:.2%} | {each.step_bytes:,} | {each.bits_a_change:.2f} | "
-            f"{each.ratio:.1f} (int32 + bf16 {each.pairs_ratio:.1f}, LEB128 "
-            f"{each.varint_ratio:.1f}, its zlib {each.zlib_ratio:.1f}) |"
-        )
-    print()
-    print({name: round(value, 4) for name, value in timed.items()})
-    print(environment())
+    print("", {name: round(value, 4) for name, value in timed.items()}, environment(), sep="\n")
+
+
+def show(size: Size) -> None:
+    print(
+        f"| {size.run} | {size.changed:.2%} | {size.step_bytes:,} | {size.bits_a_change:.2f} | "
+        f"{size.ratio:.1f} (int32 + bf16 {size.pairs_ratio:.1f}, LEB128 "
+        f"{size.varint_ratio:.1f}, its zlib {size.zlib_ratio:.1f}) |",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,13 @@ import jax
 import numpy as np
 
 from adacheck_jax.device import fingerprint, jax_settings
-from adacheck_jax.errors import FormatError, IntegrityError, LineageError, StorageError
+from adacheck_jax.errors import (
+    FormatError,
+    IntegrityError,
+    LineageError,
+    MismatchError,
+    StorageError,
+)
 from adacheck_jax.publish import placing, reading
 from adacheck_jax.publish.plan import Known, Route
 from adacheck_jax.publish.reading import Reader
@@ -38,6 +44,11 @@ class Follower:
     """
 
     def __init__(self, root: str | AnyPath, abstract_params: Any, *, poll_s: float = 0.1) -> None:
+        if jax.process_count() > 1:  # each may find another version, and all must take one
+            raise MismatchError(
+                f"expected a program of one process, found {jax.process_count()}. Follow in a "
+                "program of its own on each host."
+            )
         self._root = Root(root)
         self._reader = Reader(self._root)
         self._targets = placing.Targets(abstract_params)
@@ -267,7 +278,7 @@ def follow(root: str | AnyPath, abstract_params: Any, *, poll_s: float = 0.1) ->
             each look is a request.
 
     Raises:
-        MismatchError: a leaf is no abstract array.
+        MismatchError: a leaf is no abstract array, or the program has several processes.
         StorageError: the root is a URL of an unknown kind.
     """
     return Follower(root, abstract_params, poll_s=poll_s)

@@ -60,8 +60,8 @@ class Publisher:
                 raise MismatchError(f"{name}: expected a positive number, found {value}.")
         if jax.process_count() > 1:
             raise MismatchError(
-                f"expected a program of one process, found {jax.process_count()}. Give the params "
-                "to one process (jax.experimental.multihost_utils) and publish them there."
+                f"expected a program of one process, found {jax.process_count()}: each has a part "
+                "of the params alone. Publish from a program of one process."
             )
         self._root, self._params_path = Root(root), params_path
         with _named(self._root, "a publisher's claim"):

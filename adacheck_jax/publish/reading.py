@@ -20,6 +20,8 @@ from adacheck_jax.publish.weights import Change, Weights
 
 _log = logging.getLogger(__name__)
 _THREADS = 8
+_MOST_DELTA, _SPARE_BYTES = 3, 1 << 20
+"""A delta has no more bytes than so many times the leaves, and some more."""
 
 
 class Reader:
@@ -97,6 +99,8 @@ class Reader:
             last: largest sequence number to go to; None for any.
         """
         sequences = [each for each in self.sequences() if last is None or each <= last]
+        listed = {*sequences}
+        self._known = {n: x for n, x in self._known.items() if n in listed}
         if have is not None:
             if not sequences or sequences[-1] <= have.record.sequence:
                 return None
@@ -169,16 +173,22 @@ class Reader:
                 raise IntegrityError(f"{self.root}: version {record.version} has other leaves.")
             if record.delta is None:
                 return []
+            if record.delta.nbytes > _MOST_DELTA * leaves.nbytes + _SPARE_BYTES:
+                raise IntegrityError(
+                    f"{self.root.record_at(VERSIONS, record.sequence)}: expected a delta of "
+                    f"{leaves.nbytes} bytes of leaves, found one of {record.delta.nbytes} bytes."
+                )
             return weights.decode(leaves, self.root.delta(record), self.root)
 
     def _base(self, base: Base, leaves: Leaves, threads: ThreadPoolExecutor) -> Weights:
-        found = Weights.empty(leaves)
         with self._judged(_base_key(base)):
-            if len(base.parts) != found.part_count():
+            if len(base.parts) != weights.part_count(leaves):
                 raise IntegrityError(
                     f"{self.root.record_at(BASES, base.sequence)}: expected "
-                    f"{found.part_count()} parts, found {len(base.parts)}."
+                    f"{weights.part_count(leaves)} parts, found {len(base.parts)}. A later base "
+                    "heals followers."
                 )
+            found = Weights.empty(leaves)
             parts = threads.map(lambda n: self.root.part(base, n), range(len(base.parts)))
             for number, data in enumerate(parts):
                 found.set_part(number, data)

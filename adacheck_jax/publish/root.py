@@ -5,6 +5,7 @@ What is read here is whole: records fit their checksums, other values the digest
 
 from __future__ import annotations
 
+import contextlib
 import re
 import uuid
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from typing import TypeVar
 import xxhash
 
 from adacheck_jax.errors import FormatError, IntegrityError, StorageError, unreadable
+from adacheck_jax.format.manifest_json import MAX_MANIFEST_BYTES
 from adacheck_jax.publish import records
 from adacheck_jax.publish.records import Base, Claim, Leaves, Record, Stored, Version
 from adacheck_jax.store.storage.location import AnyPath, Location, at, located
@@ -162,16 +164,18 @@ class Root:
         self.top.sync()
         return checksum
 
-    def delete(self, folder: str, number: int) -> None:
-        """Deletes a record."""
-        self.record_at(folder, number).delete()
+    def delete(self, *places: Location) -> None:
+        """Deletes values and folders, which another publisher may be deleting at the same time."""
+        for each in places:
+            with contextlib.suppress(FileNotFoundError):
+                each.delete()
 
     def clear_temporary(self) -> None:
-        """Deletes what writes of records left that were killed."""
-        for folder in (PUBLISHERS, LEAVES, VERSIONS, BASES, DELTAS):
+        """Deletes what killed writes left; of claims nothing, since others may be making some."""
+        for folder in (LEAVES, VERSIONS, BASES, DELTAS):
             for each in [*(self.top / folder).list(deep=False)]:
                 if _TEMPORARY.fullmatch(each.name):
-                    each.delete()
+                    self.delete(each)
 
     def _delta_at(self, sequence: int, epoch: int) -> Location:
         return self.top / DELTAS / f"{_name(sequence)}-{_name(epoch)}"
@@ -220,6 +224,8 @@ def _number(record: Claim | Version | Base) -> int:
 
 
 def _read(place: Location, nbytes: int | None = None) -> bytes:
+    if nbytes is None and place.on_file_system:
+        nbytes = MAX_MANIFEST_BYTES + 1  # of a file that is no record no more is read
     try:
         return place.read(0, nbytes)
     except FileNotFoundError as error:

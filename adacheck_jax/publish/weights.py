@@ -151,10 +151,6 @@ class Weights:
         """Fingerprint of each leaf."""
         return _each(fingerprint_of, self.arrays)
 
-    def part_count(self) -> int:
-        """Number of the parts of a base."""
-        return -(-self.leaves.nbytes // PART_BYTES)
-
     def part(self, number: int) -> bytes:
         """Bytes of one part of a base."""
         return b"".join(bytes(each.data) for each in self._views(number))
@@ -181,6 +177,11 @@ class Weights:
             if inside.start < inside.stop:
                 yield words.view(np.uint8)[inside]
             at += leaf.nbytes
+
+
+def part_count(leaves: Leaves) -> int:
+    """Number of the parts of a base."""
+    return -(-leaves.nbytes // PART_BYTES)
 
 
 def words_of(array: np.ndarray, leaf: Leaf) -> np.ndarray:

@@ -79,7 +79,7 @@ class Writer:
         kept = {VERSIONS: self._root.numbers(VERSIONS), BASES: self._root.numbers(BASES)}
         for kind, sequence, epoch, place in self._root.payloads():
             if sequence not in kept[kind] and epoch < self._mine.epoch:
-                place.delete()
+                self._root.delete(place)
 
     def resume(self, leaves: Leaves) -> None:
         """Reads the newest version back, to go on with a delta, if it has the same leaves.
@@ -212,6 +212,9 @@ class Writer:
             except FileExistsError:  # of a publisher that did not know yet that it had to stop
                 check_owner(self._root, self._mine)
                 self._next += 1
+            except FileNotFoundError:  # a newer publisher clears what this one was writing
+                check_owner(self._root, self._mine)
+                raise
         check_owner(self._root, self._mine)
         self.last, self._weights, self._next = known, own, self._next + 1
         return known
@@ -224,7 +227,7 @@ class Writer:
             return self._root.write_part(record.sequence, record.epoch, number, data)
 
         with ThreadPoolExecutor(_THREADS) as threads:
-            parts = tuple(threads.map(write, range(own.part_count())))
+            parts = tuple(threads.map(write, range(weights.part_count(own.leaves))))
         self._root.write(BASES, Base(record.sequence, record.epoch, known.checksum, parts))
         self._since_base, self._since_base_bytes = 0, 0
 
@@ -237,10 +240,10 @@ class Writer:
         for folder, numbers in ((BASES, bases), (VERSIONS, sequences)):
             for number in numbers:
                 if number < first:
-                    self._root.delete(folder, number)
+                    self._root.delete(self._root.record_at(folder, number))
         for _, sequence, _, place in self._root.payloads():
             if sequence < first:
-                place.delete()
+                self._root.delete(place)
 
     def _published(self, changed: int, words: int, base_bytes: int) -> Published:
         assert self.last is not None

@@ -233,13 +233,14 @@ class Trials:
         return -1 if version is None else version
 
 
-def campaign(directory: Path, count: int, seed: int) -> dict[str, Any]:
+def campaign(directory: Path, count: int, seed: int, most_s: float = 1e9) -> dict[str, Any]:
     """Does some faults to a root, one after another.
 
     Args:
         directory: to work in.
         count: number of trials.
         seed: seed of all choices.
+        most_s: seconds after which no trial begins.
     """
     byte_loops.fingerprint_of(weights_of(0)["a"])
     byte_loops.wait_until_compiled()  # for all children
@@ -247,6 +248,8 @@ def campaign(directory: Path, count: int, seed: int) -> dict[str, Any]:
     observer = _forked(lambda: observe(directory / "root", orders, report))
     trials, start_s = Trials(directory, seed), time.monotonic()
     for number in range(count):
+        if time.monotonic() - start_s > most_s:
+            break
         trials.trial(FAULTS[number % len(FAULTS)])
         if sys.stderr.isatty():
             print(f"\r{number + 1} of {count}", end="", file=sys.stderr)
@@ -276,9 +279,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=1e9, help="no trial begins after these")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        found = campaign(Path(directory), options.count, options.seed)
+        found = campaign(Path(directory), options.count, options.seed, options.seconds)
     print(json.dumps({**found, **environment()}, indent=2))
     return 1 if found["wrong"] or found["stuck"] else 0
 

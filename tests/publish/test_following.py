@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import uuid
 from typing import Any
@@ -13,7 +14,9 @@ import pytest
 
 import adacheck_jax as adacheck
 from adacheck_jax.errors import LineageError, MismatchError, StorageError
+from adacheck_jax.publish import records
 from adacheck_jax.publish.reading import Reader
+from adacheck_jax.publish.records import Stored
 from adacheck_jax.publish.root import BASES, VERSIONS, Root
 from adacheck_jax.publish.weights import Weights
 from adacheck_jax.store.storage.location import at, located
@@ -350,6 +353,28 @@ def test_arguments_without_a_meaning_are_refused(tmp_path):
         adacheck.follow(tmp_path, {"a": 3})
     with pytest.raises(StorageError, match="URL"):
         adacheck.follow("ftp://somewhere/else", {})
+
+
+def test_programs_of_several_processes_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(MismatchError, match="one process, found 2"):
+        adacheck.Publisher(tmp_path)
+    with pytest.raises(MismatchError, match="one process, found 2"):
+        adacheck.follow(tmp_path, abstract())
+
+
+def test_a_delta_larger_than_its_leaves_can_have_is_not_read(tmp_path, monkeypatch):
+    training = Training()
+    published(tmp_path, 2, training)
+    reader = Reader(Root(tmp_path))
+    known = reader.versions([0, 1])
+    record = dataclasses.replace(known[1].record, delta=Stored(2**50, "0" * 32))
+    (tmp_path / "versions" / f"{1:012}").write_bytes(records.encode(record)[0])
+    monkeypatch.setattr(Root, "delta", lambda *_: pytest.fail("it was read"))
+    follower = adacheck.follow(tmp_path, abstract())
+    follower.latest()
+    assert follower.version == 0
+    assert "found one of 1125899906842624 bytes" in follower.problem
 
 
 def test_a_record_of_another_place_is_refused(tmp_path):
