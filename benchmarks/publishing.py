@@ -212,8 +212,8 @@ def times(params_count: int, turns: int, root: Path) -> dict[str, float]:
             ours, theirs = followed - start, end - again
             rows.append((blocked - start, ours, theirs, theirs / ours))
     columns = zip(*rows[1:], strict=True)  # the first turn compiles
-    names = ["blocked_s", "followed_s", "orbax_s", "ratio"]
-    found = {name: statistics.median(column) for name, column in zip(names, columns, strict=True)}
+    kinds = ("blocked_s", "followed_s", "orbax_s", "ratio")
+    found = {kind: statistics.median(column) for kind, column in zip(kinds, columns, strict=True)}
     return {"weights_mb": sum(x.nbytes for x in params().values()) / 1e6, **found}
 
 

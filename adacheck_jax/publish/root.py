@@ -146,6 +146,8 @@ class Root:
             FileExistsError: there is a record of that number.
         """
         data, checksum = records.encode(record)
+        if isinstance(record, Base) and record.parts:
+            (self.top / PARTS).sync()
         place = self.record_at(folder, checksum if isinstance(record, Leaves) else _number(record))
         if not place.on_file_system:
             place.write(data, if_absent=True)

@@ -119,6 +119,15 @@ class Writer:
         Raises:
             StorageError: it cannot be written, or another publisher has taken over.
         """
+        try:
+            return self._written(version, leaves, arrays, sums)
+        except FileNotFoundError:  # a newer publisher clears what this one was writing
+            check_owner(self._root, self._mine)
+            raise
+
+    def _written(
+        self, version: int, leaves: Leaves, arrays: Sequence[np.ndarray], sums: Sequence[int]
+    ) -> Published:
         self.resume(leaves)
         if self._weights is not None and self._weights.leaves != leaves:
             self._weights = None
@@ -212,9 +221,6 @@ class Writer:
             except FileExistsError:  # of a publisher that did not know yet that it had to stop
                 check_owner(self._root, self._mine)
                 self._next += 1
-            except FileNotFoundError:  # a newer publisher clears what this one was writing
-                check_owner(self._root, self._mine)
-                raise
         check_owner(self._root, self._mine)
         self.last, self._weights, self._next = known, own, self._next + 1
         return known

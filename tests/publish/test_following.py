@@ -206,6 +206,24 @@ def test_of_two_publishers_the_later_one_has_the_root(root):
     second.close()
 
 
+def test_a_publisher_whose_files_a_newer_one_clears_is_told_who_has_the_root(tmp_path, monkeypatch):
+    first = adacheck.Publisher(tmp_path, base_every=1)
+    write, others = Root.write, []
+
+    def cleared(self: Root, folder: str, record: Any) -> str:
+        if folder == BASES and not others:
+            others.append(adacheck.Publisher(tmp_path))
+            raise FileNotFoundError(2, "No such file or directory")
+        return write(self, folder, record)
+
+    monkeypatch.setattr(Root, "write", cleared)
+    first.publish(Training().params(), version=0)
+    with pytest.raises(StorageError, match="taken it over"):
+        first.wait()
+    first.close()
+    others[0].close()
+
+
 def test_other_leaves_begin_with_a_base_and_followers_of_the_old_are_told(tmp_path):
     training = Training()
     published(tmp_path, 1, training)
