@@ -177,7 +177,7 @@ def random_choice(share: float, size: int, count: int) -> Iterator[dict[str, np.
 
 
 def times(params_count: int, turns: int, root: Path) -> dict[str, float]:
-    """Medians of seconds, and of their ratio in a turn."""
+    """Medians of seconds, of the wall and of the CPU, and of their ratios in a turn."""
     width = 1024
     shape = (max(1, params_count // width**2), width, width)
     master = 0.02 * jax.random.normal(jax.random.key(0), shape)
@@ -197,22 +197,23 @@ def times(params_count: int, turns: int, root: Path) -> dict[str, float]:
         for number in rounds:
             master = move(master, jax.random.key(number + 1))
             given = params()
-            start = time.perf_counter()
+            start, start_cpu = time.perf_counter(), time.process_time()
             publisher.publish(given, version=number + 1)
             blocked = time.perf_counter()
             found = jax.block_until_ready(follower.wait_for(number + 1))
-            followed = time.perf_counter()
+            followed, followed_cpu = time.perf_counter(), time.process_time()
             assert all(np.array_equal(words(found[k]), words(given[k])) for k in given)
             publisher.wait()
-            again = time.perf_counter()
+            again, again_cpu = time.perf_counter(), time.process_time()
             stock.save(root / f"stock_{number}", given)
             stock.wait_until_finished()
             jax.block_until_ready(stock.restore(root / f"stock_{number}", abstract))
-            end = time.perf_counter()
-            ours, theirs = followed - start, end - again
-            rows.append((blocked - start, ours, theirs, theirs / ours))
+            ours, theirs = followed - start, time.perf_counter() - again
+            cpu = followed_cpu - start_cpu, time.process_time() - again_cpu
+            rows.append((blocked - start, ours, theirs, theirs / ours, *cpu, cpu[1] / cpu[0]))
     columns = zip(*rows[1:], strict=True)  # the first turn compiles
     kinds = ("blocked_s", "followed_s", "orbax_s", "ratio")
+    kinds += ("followed_cpu_s", "orbax_cpu_s", "cpu_ratio")
     found = {kind: statistics.median(column) for kind, column in zip(kinds, columns, strict=True)}
     return {"weights_mb": sum(x.nbytes for x in params().values()) / 1e6, **found}
 
