@@ -19,7 +19,7 @@ from adacheck_jax.format.boxes import Blocks, Box
 from adacheck_jax.format.manifest import ITEMSIZES_BYTES
 from adacheck_jax.publish import root as roots
 from adacheck_jax.publish.records import Leaf, Leaves
-from adacheck_jax.publish.root import GoneError, Root
+from adacheck_jax.publish.root import GoneError, Root, TakenOverError
 from adacheck_jax.publish.writing import Published, Writer
 from adacheck_jax.store.storage.location import AnyPath
 
@@ -72,6 +72,7 @@ class Publisher:
         self._condition = threading.Condition()
         self._jobs: list[_Job] = []
         self._error: Exception | None = None
+        self._taken_over: TakenOverError | None = None
         self._published: Published | None = None
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="adacheck_publish", daemon=True)
@@ -101,6 +102,8 @@ class Publisher:
                 next one may be.
         """
         self._raise()
+        if self._taken_over is not None:
+            raise self._taken_over
         if type(version) is not int or version <= self._latest:
             raise MismatchError(
                 f"{self._root}: expected a version above {self._latest}, found {version!r}: "
@@ -182,6 +185,8 @@ class Publisher:
                     self._published = job.write(self._writer)
             except Exception as raised:
                 error = raised
+                if isinstance(raised, TakenOverError):
+                    self._taken_over = raised
             with self._condition:
                 if error is not None:
                     # What waits was not compared with what readers have; the next one will be.

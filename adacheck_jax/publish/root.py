@@ -30,6 +30,10 @@ class GoneError(Exception):
     """A value that a record names is not there: it was pruned."""
 
 
+class TakenOverError(StorageError):
+    """Another publisher has the root now."""
+
+
 def digest(data: bytes | memoryview) -> str:
     """Digest of stored bytes, as :class:`~adacheck_jax.publish.records.Stored` has it."""
     return xxhash.xxh3_128_hexdigest(data)
@@ -206,11 +210,11 @@ def check_owner(root: Root, mine: Claim) -> None:
     """Looks for a publisher that has taken the root over.
 
     Raises:
-        StorageError: there is one.
+        TakenOverError: there is one.
     """
     newest = max(root.numbers(PUBLISHERS), default=-1)
     if newest != mine.epoch:
-        raise StorageError(
+        raise TakenOverError(
             f"{root}: expected to be its only publisher (number {mine.epoch}), found that "
             f"publisher {newest} has taken it over. What this one publishes from now on does not "
             "count. End it, or give it a root of its own."

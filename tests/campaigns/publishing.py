@@ -43,6 +43,7 @@ _BITS = {
     "b/c": _RNG.integers(0, 2**16, (3000,), np.uint16),
     "b/d": _RNG.integers(0, 2**16, (7,), np.uint16),
 }
+_PHASES = {name: _RNG.integers(0, 2**16, x.shape, np.uint32) for name, x in _BITS.items()}
 _RATES = {name: _RNG.integers(0, 2**13, x.shape, np.uint32) for name, x in _BITS.items()}
 
 
@@ -51,7 +52,7 @@ def weights_of(version: int) -> dict[str, np.ndarray]:
     count, line = divmod(version, LINES)
     found = {}
     for name, bits in _BITS.items():
-        moved = bits + ((count * _RATES[name]) >> 16).astype(np.uint16)
+        moved = bits + ((count * _RATES[name] + _PHASES[name]) >> 16).astype(np.uint16)
         moved.reshape(-1)[line % bits.size] ^= 0x155
         found[name] = moved
     return found

@@ -196,6 +196,8 @@ def test_of_two_publishers_the_later_one_has_the_root(root):
     first.publish(Training(7).params(), version=100)
     with pytest.raises(StorageError, match="taken it over"):
         first.wait()
+    with pytest.raises(StorageError, match="taken it over"):
+        first.publish(training.params(), version=101)
     follower = adacheck.follow(root, abstract())
     follower.latest()
     assert follower.version == 0, "what the first wrote does not count"
