@@ -234,6 +234,7 @@ class Writer:
 
         with ThreadPoolExecutor(_THREADS) as threads:
             parts = tuple(threads.map(write, range(weights.part_count(own.leaves))))
+        check_owner(self._root, self._mine)  # who takes over deletes parts without a record
         self._root.write(BASES, Base(record.sequence, record.epoch, known.checksum, parts))
         self._since_base, self._since_base_bytes = 0, 0
 
