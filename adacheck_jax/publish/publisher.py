@@ -84,7 +84,7 @@ class Publisher:
         return None if self._latest < 0 else self._latest
 
     @jax_settings.own()
-    def publish(self, state: Any, *, version: int, wait: bool = False) -> None:
+    def publish(self, state: Any, *, version: int, wait: bool = False) -> int:
         """Publishes the params of a state; they may be donated when this returns.
 
         Waits only while an earlier version waits to be written.
@@ -93,6 +93,9 @@ class Publisher:
             state: the state, or the params if no ``params_path`` was given.
             version: number of the version, above all before it; such as the step.
             wait: True to wait until the version is durable and followers can see it.
+
+        Returns:
+            The number of the version, for those who wait for it.
 
         Raises:
             MismatchError: there is a version of that number or a later one, or the params are not
@@ -125,6 +128,7 @@ class Publisher:
             self._condition.notify_all()
         if wait:
             self.wait()
+        return version
 
     def wait(self) -> Published | None:
         """Waits until all versions are durable.

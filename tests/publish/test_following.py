@@ -16,7 +16,7 @@ import adacheck_jax as adacheck
 from adacheck_jax.errors import LineageError, MismatchError, StorageError
 from adacheck_jax.publish import records
 from adacheck_jax.publish.reading import Reader
-from adacheck_jax.publish.records import Stored
+from adacheck_jax.publish.records import Leaves, Stored
 from adacheck_jax.publish.root import BASES, VERSIONS, Root
 from adacheck_jax.publish.weights import Weights
 from adacheck_jax.store.storage.location import at, located
@@ -54,7 +54,7 @@ def test_followers_have_the_bits_of_every_version_on_every_storage(root):
     with adacheck.Publisher(root, base_every=3, keep_versions=2) as publisher:
         for version in range(0, 80, 10):
             params = training.params()
-            publisher.publish(params, version=version)
+            assert publisher.publish(params, version=version) == version
             assert bits(follower.wait_for(version, timeout_s=60)) == bits(params)
             assert follower.version == version
             training.step()
@@ -102,6 +102,29 @@ def test_params_may_be_donated_at_once_on_both_sides(tmp_path):
             assert bits(follower.params) == expected, "donated arrays are placed anew"
             if version % 2:  # else the same weights again
                 training.step()
+
+
+def aligned(leaves: Leaves) -> Weights:
+    """Weights in memory that arrays on CPU devices take over as it is."""
+    arrays = []
+    for leaf in leaves.leaves:
+        memory = np.empty(leaf.nbytes + 64, np.uint8)
+        start = -memory.ctypes.data % 64
+        arrays.append(memory[start : start + leaf.nbytes].view(leaf.dtype).reshape(leaf.shape))
+    return Weights(leaves, arrays)
+
+
+def test_params_that_were_given_stay_as_they_were(tmp_path, monkeypatch):
+    monkeypatch.setattr(Weights, "empty", aligned)
+    wide = {"w": np.zeros((64, 1024), np.float32)}
+    follower, given = adacheck.follow(tmp_path, wide), []
+    with adacheck.Publisher(tmp_path) as publisher:
+        for version in range(4):
+            wide["w"][version] += 1
+            publisher.publish(wide, version=version, wait=True)
+            given.append((follower.latest(), wide["w"].copy()))
+    for params, expected in given:
+        assert np.array_equal(np.asarray(params["w"]), expected)
 
 
 def test_numpy_params_that_change_in_place_are_those_of_the_moment(tmp_path):
