@@ -33,6 +33,8 @@ if TYPE_CHECKING:  # for type checkers and editors; must name what _MODULES name
         ReplicaError,
         StorageError,
     )
+    from adacheck_jax.publish.follower import Follower, follow
+    from adacheck_jax.publish.publisher import Publisher
     from adacheck_jax.schedule.adaptive import AdaptivePolicy
     from adacheck_jax.store.retention import KeepLineage
     from adacheck_jax.tools.handover.importing import import_checkpoint
@@ -50,11 +52,13 @@ __all__ = [
     "AdaCheckHandler",
     "AdaptivePolicy",
     "Divergence",
+    "Follower",
     "FormatError",
     "IntegrityError",
     "KeepLineage",
     "LineageError",
     "MismatchError",
+    "Publisher",
     "Recorder",
     "RecorderError",
     "RecorderState",
@@ -69,6 +73,7 @@ __all__ = [
     "SaveArgs",
     "SeparateUpdate",
     "StorageError",
+    "follow",
     "import_checkpoint",
     "latest_restorable",
     "redundancy_report",
@@ -89,6 +94,9 @@ _MODULES = {
     "Divergence": "device.replicas",
     "ReplicaReport": "device.replicas",
     "replica_report": "device.replicas",
+    "Follower": "publish.follower",
+    "follow": "publish.follower",
+    "Publisher": "publish.publisher",
     "AdaptivePolicy": "schedule.adaptive",
     "KeepLineage": "store.retention",
     "import_checkpoint": "tools.handover.importing",

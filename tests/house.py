@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "format": ("errors",),
     "device": ("errors", "format"),
     "store": ("errors", "format"),
+    "publish": ("errors", "format", "device", "store"),
     "update": ("errors", "format", "device"),
     "save": ("errors", "schedule", "format", "device", "store", "update"),
     "restore": ("errors", "layout", "format", "device", "store", "update"),
@@ -46,6 +47,7 @@ MAY_IMPORT = {
         "restore",
         "adapter",
         "schedule",
+        "publish",
     ),
     "cli": ("errors", "layout", "format", "device", "store", "update", "adapter", "tools", FACADE),
     "v1": ("adapter", FACADE),
@@ -55,6 +57,7 @@ MAY_IMPORT = {
 MAY_USE = {
     "device": {"jax"},
     "store": {"tensorstore"},
+    "publish": {"jax"},
     "update": {"jax"},
     "save": {"jax"},
     "restore": {"jax"},

@@ -76,6 +76,45 @@ def export(
         tables.show_export(report)
 
 
+@app.command(name="publish-export")
+def publish_export(
+    root: Annotated[str, typer.Argument(help="Directory or URL that weights are published to.")],
+    version: Annotated[int, typer.Argument(help="Number of a version that is kept.")],
+    dest: Annotated[str, typer.Argument(help="New directory.")],
+    changes: Annotated[
+        bool, typer.Option("--changes", help="What changed since the version before, alone.")
+    ] = False,
+    max_shard_size: Annotated[
+        str, typer.Option(help="Largest safetensors file: 5GB is 5,000,000,000 bytes.")
+    ] = "5GB",
+    as_json: Json = False,
+) -> None:
+    """Write one version of published weights to DEST as safetensors.
+
+    Example: adacheck publish-export published 1200 model
+
+    With --changes each leaf that changed has two arrays: NAME.indices, flat and ascending, and
+    NAME.bits, the new elements' bits. The weights are compared with their fingerprints, and the
+    export is read back before it gets its name. Exit code 1 if the version is damaged or not kept,
+    2 if something is at DEST.
+    With --json: the fields of adacheck_jax.tools.handover.published.PublishedExport.
+    """
+    from adacheck_jax.tools.handover import published
+
+    with errors():
+        report = published.export_version(
+            root_of(root),
+            version,
+            dest,
+            changes=changes,
+            shard_bytes=bytes_of("--max-shard-size", max_shard_size),
+        )
+    if as_json:
+        print_json(report)
+    else:
+        tables.show_published(report)
+
+
 @app.command()
 def transform(
     root: Root,

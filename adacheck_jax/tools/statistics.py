@@ -68,7 +68,8 @@ class RootStatistics:
         full_bytes: bytes of all these states in full, in memory.
         redundancy: bytes of ``full_bytes``, by what became of them: ``stored in bases``, ``stored
             in deltas``, ``replayed``, ``left out by a code`` (of a compressed gradient),
-            ``unchanged``, ``equal to another leaf``, ``kept from an earlier base``. They add up to ``full_bytes``.
+            ``unchanged``, ``equal to another leaf``, ``kept from an earlier base``. They add up
+            to ``full_bytes``.
         files: files by kind; none in an object store, which does not tell sizes.
         leaves: every leaf that takes bytes, the most expensive one first.
         skipped: numbers of steps that cannot be restored, and are left out.

@@ -1,0 +1,80 @@
+"""Codes of the elements that changed: the set of their positions, and the steps of their bits.
+
+The bits of an element are a word; its step is the signed difference modulo the word's size.
+Floating-point numbers that move by an ulp or two have steps of 1 or 2, small numbers close to zero
+larger ones. Of each step the sign is a bit; the number of bits of its magnitude is coded as nested
+sets (:mod:`~adacheck_jax.format.sets`): those of more than one bit, among these those of more than
+two, and so on; the bits below the highest follow as they are.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from adacheck_jax.format import sets
+
+SEGMENT = 1 << 24
+"""Words that are coded together at most."""
+WIDTHS = (1, 2, 4, 8)
+"""Bytes of a word."""
+
+
+def encode(positions: np.ndarray, steps: np.ndarray, size: int) -> bytes:
+    """Code of the changed words of a segment.
+
+    Args:
+        positions: ascending int64.
+        steps: difference of each word from before, none of them zero; unsigned, as wide as words.
+        size: number of words in the segment.
+    """
+    signed = steps.view(f"i{steps.itemsize}")
+    magnitudes = np.abs(signed).view(steps.dtype)  # of the lowest number itself, as it should be
+    bits = _bits(magnitudes) - 1
+    parts = [sets.encode(positions, size), np.packbits(signed < 0).tobytes()]
+    wide, depth = bits, 0
+    while wide.size:
+        depth += 1
+        chosen = np.flatnonzero(wide >= depth)
+        parts.append(sets.encode(chosen, wide.size))
+        wide = wide[chosen]
+    parts.append(sets.encode_low_bits(magnitudes, bits))
+    return b"".join(parts)
+
+
+def decode(data: bytes | memoryview, size: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Positions and steps that :func:`encode` took.
+
+    Args:
+        data: the code.
+        size: number of words in the segment.
+        width: bytes of a word.
+
+    Raises:
+        ValueError: the bytes are no code of such words.
+    """
+    reader = sets.Reader(data)
+    positions = sets.decode(reader, size)
+    is_negative = reader.bits(positions.size).view(np.bool_)
+    bits = np.zeros(positions.size, np.int64)
+    chosen, depth = np.arange(positions.size), 0
+    while chosen.size:
+        depth += 1
+        chosen = chosen[sets.decode(reader, chosen.size)]
+        if chosen.size and depth >= 8 * width:
+            raise ValueError(f"expected steps of {8 * width} bits, found more")
+        bits[chosen] = depth
+    word = np.dtype(f"u{width}").type
+    magnitudes = sets.decode_low_bits(reader, bits, word)
+    magnitudes |= word(1) << bits.astype(word)
+    reader.finish()
+    return positions, np.where(is_negative, word(0) - magnitudes, magnitudes)
+
+
+def _bits(words: np.ndarray) -> np.ndarray:
+    """Number of bits of each word."""
+    bits = np.zeros(words.size, np.int64)
+    rest = words.copy()
+    while rest.any():
+        bits += rest > 0
+        rest >>= words.dtype.type(1)
+    return bits

@@ -1,0 +1,284 @@
+"""A follower: the newest weights, verified, on a mesh and in data types of its own."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from adacheck_jax.device import fingerprint, jax_settings
+from adacheck_jax.errors import (
+    FormatError,
+    IntegrityError,
+    LineageError,
+    MismatchError,
+    StorageError,
+)
+from adacheck_jax.publish import placing, reading
+from adacheck_jax.publish.plan import Known, Route
+from adacheck_jax.publish.reading import Reader
+from adacheck_jax.publish.root import GoneError, Root
+from adacheck_jax.publish.weights import Change, Weights
+from adacheck_jax.store.storage.location import AnyPath
+
+_log = logging.getLogger(__name__)
+_VANISHED = 20
+"""Times that an update begins anew because values were pruned while it read them."""
+
+
+class Follower:
+    """The newest published weights that prove right; see :func:`follow`.
+
+    Iterating gives pairs of a version and its params, each newer than the one before, without end.
+
+    Attributes:
+        version: number of the version that is held; None before the first.
+        bases_read: number of times that it began with a base: once, and again whenever it fell
+            behind what is kept, or a delta was damaged.
+        problem: the last thing that it found damaged or could not read; empty if nothing was.
+    """
+
+    def __init__(self, root: str | AnyPath, abstract_params: Any, *, poll_s: float = 0.1) -> None:
+        if jax.process_count() > 1:  # each may find another version, and all must take one
+            raise MismatchError(
+                f"expected a program of one process, found {jax.process_count()}. Follow in a "
+                "program of its own on each host."
+            )
+        self._root = Root(root)
+        self._reader = Reader(self._root)
+        self._targets = placing.Targets(abstract_params)
+        self._poll_s = poll_s
+        self._have: Known | None = None
+        self._weights: Weights | None = None
+        self._arrays: dict[str, jax.Array] = {}
+        self._changes: list[Change] | None = None
+        self._trouble = ""
+        self._lock = threading.RLock()
+        self.version: int | None = None
+        self.bases_read = 0
+
+    @property
+    def problem(self) -> str:
+        """The last thing that was found damaged, or could not be read."""
+        return self._trouble or self._reader.problem
+
+    @property
+    def params(self) -> Any:
+        """The params of the version that is held.
+
+        Raises:
+            LineageError: there is none yet.
+        """
+        if self._have is None:
+            raise LineageError(
+                f"{self._root}: expected a published version, found none that can be read."
+                f"{self.problem and ' ' + self.problem} Wait for one: wait_for(version)."
+            )
+        with self._lock:
+            self._heal()
+            return self._targets.tree(self._arrays)
+
+    def latest(self) -> Any:
+        """The params of the newest version that proves right, after one look at the root.
+
+        Raises:
+            LineageError: there is none.
+            StorageError: the root cannot be read now.
+            MismatchError: other params were published.
+        """
+        self.update()
+        return self.params
+
+    def wait_for(self, version: int, *, timeout_s: float | None = None) -> Any:
+        """Waits for a version, or a newer one, and gives the newest; ``version`` tells which it is.
+
+        Storage that cannot be read for a while is waited for, too.
+
+        Args:
+            version: number of the version.
+            timeout_s: longest time to wait; None for any.
+
+        Raises:
+            LineageError: the time is over.
+            MismatchError: other params were published.
+        """
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            try:
+                self.update()
+                self._trouble = ""
+            except StorageError as error:
+                self._trouble = str(error)
+            if self.version is not None and self.version >= version:
+                return self.params
+            rest_s = self._poll_s if end_s is None else min(self._poll_s, end_s - time.monotonic())
+            if rest_s <= 0:
+                raise LineageError(
+                    f"{self._root}: expected version {version} within {timeout_s} seconds, found "
+                    f"{'none' if self.version is None else self.version}. Look after the publisher."
+                    f"{self.problem and ' ' + self.problem}"
+                )
+            time.sleep(rest_s)
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        while True:
+            after = -1 if self.version is None else self.version
+            params = self.wait_for(after + 1)
+            assert self.version is not None
+            yield self.version, params
+
+    @jax_settings.own(x64=True)
+    def update(self) -> bool:
+        """Looks once for newer versions, and takes the newest that proves right.
+
+        What is held stays as it is until a newer version was verified in every leaf.
+
+        Returns:
+            True if there is a newer one now.
+
+        Raises:
+            StorageError: the root cannot be read now.
+            MismatchError: other params were published.
+        """
+        with self._lock:
+            for _ in range(_VANISHED):
+                route = self._reader.route(self._have if self._weights is not None else None)
+                if route is None or not self._is_newer(route):
+                    return False
+                try:
+                    self._take(route)
+                    return True
+                except GoneError as error:
+                    _log.info("Published weights were pruned while they were read: %s", error)
+                except (FormatError, IntegrityError):
+                    continue  # refused by the reader from now on, which finds another way
+        return False
+
+    def _is_newer(self, route: Route) -> bool:
+        have = self._have
+        return have is None or route.end.record.sequence > have.record.sequence
+
+    def _take(self, route: Route) -> None:
+        """Reads, places and verifies a version, and holds it if it is right."""
+        leaves = self._reader.leaves_at(route)
+        self._targets.check(leaves, self._root)
+        loaded, changes = self._reader.load(route, None if route.base else self._weights)
+        former = None if route.base else self._have
+        self._weights = None  # its words have changed, and are not known to be right
+        changed = {each.leaf for each in changes} if former else {*range(len(leaves.leaves))}
+        try:
+            made = self._verified(route.end, loaded, changed, former)
+        except IntegrityError as error:
+            self._reader.refuse(route, error)
+            raise
+        if former is None and self._have is not None:
+            _log.warning(
+                "%s: version %d is read from a base: deltas do not lead there from version %d.",
+                *(self._root, route.end.record.version, self._have.record.version),
+            )
+        # Nothing fails from here on: what is held is of one version.
+        self._arrays = {**self._arrays, **made}
+        self._have, self._weights = route.end, loaded
+        self._changes = changes if former else None
+        self.version = route.end.record.version
+        self.bases_read += former is None
+
+    def _verified(
+        self, version: Known, weights: Weights, indices: Collection[int], former: Known | None
+    ) -> dict[str, jax.Array]:
+        """Some leaves on their devices, verified there with all others, and cast.
+
+        Args:
+            version: the version.
+            weights: its weights.
+            indices: indices of the leaves.
+            former: version whose other leaves are held; None if there are no others.
+
+        Raises:
+            IntegrityError: a leaf is not as it was published.
+        """
+        leaves = weights.leaves.leaves
+        arrays = self._targets.placed(weights, indices)
+        found = [0] * len(leaves) if former is None else [*former.record.fingerprints]
+        for index, total in fingerprint.of_leaves(arrays).items():
+            found[index] = total
+        reading.check(version.record, weights.leaves, found, self._root)
+        paths = {index: leaves[index].path for index in arrays}
+        return {paths[i]: self._targets.cast(paths[i], array) for i, array in arrays.items()}
+
+    @jax_settings.own(x64=True)
+    def _heal(self) -> None:
+        """Places leaves anew that were donated by whoever they were given to."""
+        gone = {path for path, array in self._arrays.items() if array.is_deleted()}
+        if not gone:
+            return
+        if self._weights is None or self._have is None:
+            raise LineageError(
+                f"{self._root}: expected params that were not donated, found {len(gone)} arrays "
+                "that were, and no whole copy. Wait for the next version."
+            )
+        leaves = self._weights.leaves.leaves
+        indices = [index for index, leaf in enumerate(leaves) if leaf.path in gone]
+        self._arrays |= self._verified(self._have, self._weights, indices, self._have)
+
+    def changes(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Elements that the last update changed, for those who hold a copy of their own.
+
+        Returns:
+            Of each leaf that changed the flat indices (C order), ascending, and the new elements'
+            bits as unsigned words; a complex element is two words.
+
+        Raises:
+            LineageError: the last update began with a base, so that all elements may have changed.
+        """
+        with self._lock:
+            if self._changes is None or self._weights is None:
+                raise LineageError(
+                    f"{self._root}: expected an update by deltas, found that the last one began "
+                    "with a base. Take all params."
+                )
+            return changed_words(self._weights, self._changes)
+
+
+def changed_words(
+    weights: Weights, changes: list[Change]
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Places of words that changed, and the words that are there now, by leaf path.
+
+    Args:
+        weights: the weights after all changes.
+        changes: the changes.
+    """
+    places: dict[int, list[np.ndarray]] = {}
+    for each in changes:
+        places.setdefault(each.leaf, []).append(each.positions)
+    found = {}
+    for leaf in sorted(places):
+        positions = np.unique(np.concatenate(places[leaf]))
+        path = weights.leaves.leaves[leaf].path
+        found[path] = positions, weights.words(leaf)[positions]
+    return found
+
+
+def follow(root: str | AnyPath, abstract_params: Any, *, poll_s: float = 0.1) -> Follower:
+    """Follows published weights.
+
+    Args:
+        root: the root that a :class:`~adacheck_jax.publish.publisher.Publisher` publishes to; it
+            need not exist yet.
+        abstract_params: pytree of abstract arrays (``jax.ShapeDtypeStruct``), or of arrays, with
+            the wanted shardings and data types; leaf paths and shapes are those of the published
+            params. Weights are verified as they were published, and cast then.
+        poll_s: time between two looks at the root while a version is waited for. In an object store
+            each look is a request.
+
+    Raises:
+        MismatchError: a leaf is no abstract array, or the program has several processes.
+        StorageError: the root is a URL of an unknown kind.
+    """
+    return Follower(root, abstract_params, poll_s=poll_s)

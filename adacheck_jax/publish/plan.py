@@ -1,0 +1,114 @@
+"""Plans, made of records alone: which versions count, the way to the newest, and what is pruned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+from adacheck_jax.publish.records import Base, Claim, Version
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A version and the checksum of its record.
+
+    Attributes:
+        record: the record.
+        checksum: its checksum.
+    """
+
+    record: Version
+    checksum: str
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The way to a version.
+
+    Attributes:
+        base: the base that it begins with; None if it goes on from weights in hand.
+        start: version of the base, or of the weights in hand.
+        deltas: versions whose deltas are applied, in their order.
+    """
+
+    base: Base | None
+    start: Known
+    deltas: tuple[Known, ...]
+
+    @property
+    def end(self) -> Known:
+        """The version that it leads to."""
+        return self.deltas[-1] if self.deltas else self.start
+
+
+def counts(record: Version, claims: Iterable[Claim]) -> bool:
+    """True if a version was written by the publisher that owned its sequence number.
+
+    Args:
+        record: the version.
+        claims: claims of all publishers.
+    """
+    governing = [each.epoch for each in claims if each.first <= record.sequence]
+    return record.epoch >= max(governing, default=0)
+
+
+def onwards(
+    start: Known, versions: Iterable[Known], refused: Set[str] = frozenset()
+) -> tuple[Known, ...]:
+    """The versions that build on one, each on the one before, as far as they go.
+
+    Args:
+        start: the version.
+        versions: versions that count.
+        refused: checksums of versions whose delta is damaged.
+    """
+    # Of two that build on one version the later one goes on: the other was given up.
+    ascending = sorted(versions, key=lambda each: each.record.sequence)
+    children = {each.record.parent.checksum: each for each in ascending if each.record.parent}
+    found, checksum = [], start.checksum
+    while (child := children.get(checksum)) and child.checksum not in refused:
+        found.append(child)
+        checksum = child.checksum
+    return tuple(found)
+
+
+def from_base(
+    bases: Sequence[Base], versions: Mapping[int, Known], refused: Set[str] = frozenset()
+) -> Route | None:
+    """The way from the newest base that belongs to a version.
+
+    Args:
+        bases: bases that are not damaged.
+        versions: versions that count, by sequence number.
+        refused: as for :func:`onwards`.
+    """
+    for base in sorted(bases, key=lambda each: -each.sequence):
+        start = versions.get(base.sequence)
+        if start is not None and start.checksum == base.of:
+            return Route(base, start, onwards(start, versions.values(), refused))
+    return None
+
+
+def oldest_kept(sequences: Sequence[int], bases: Sequence[int], keep: int) -> int:
+    """The first sequence number that is not pruned: that of a base.
+
+    Args:
+        sequences: sequence numbers of all versions, ascending.
+        bases: sequence numbers of all bases, ascending.
+        keep: number of the newest versions that must stay readable.
+    """
+    if len(sequences) <= keep:
+        return 0
+    return max((each for each in bases if each <= sequences[-keep]), default=0)
+
+
+def base_is_due(count: int, delta_bytes: int, weight_bytes: int, every: int) -> bool:
+    """True if late joiners would read as much in deltas as in a base, or too many of them.
+
+    Args:
+        count: number of versions since the last base.
+        delta_bytes: bytes of their deltas.
+        weight_bytes: bytes of a base.
+        every: largest number of versions between bases.
+    """
+    return count >= every or delta_bytes >= max(weight_bytes, 1)

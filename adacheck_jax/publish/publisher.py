@@ -1,0 +1,282 @@
+"""The publisher: params of a training, published version by version."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+
+from adacheck_jax.device import jax_settings, transfer, trees
+from adacheck_jax.device.fingerprint import Contributions
+from adacheck_jax.device.sharding import distinct_boxes
+from adacheck_jax.errors import MismatchError, StorageError, first_line
+from adacheck_jax.format.boxes import Blocks, Box
+from adacheck_jax.format.manifest import ITEMSIZES_BYTES
+from adacheck_jax.publish import root as roots
+from adacheck_jax.publish.records import Leaf, Leaves
+from adacheck_jax.publish.root import GoneError, Root, TakenOverError
+from adacheck_jax.publish.writing import Published, Writer
+from adacheck_jax.store.storage.location import AnyPath
+
+_WAITING = 1
+"""Versions that wait in host memory while the one before them is written."""
+
+
+class Publisher:
+    """The one who publishes weights to a root, in the background.
+
+    It takes the root over from a publisher that had it, and goes on after the newest version. Close
+    it at the end, or use it in a ``with`` statement.
+
+    Args:
+        root: directory or URL (``gs://``, ``s3://``) of its own, not that of a checkpoint manager.
+        params_path: leaf path of the params in the states that are published; None if the params
+            themselves are.
+        base_every: largest number of versions between bases; there is one sooner if the deltas
+            since the last one have as many bytes.
+        keep_versions: number of the newest versions that stay readable, with all that they build
+            on; older ones are deleted whenever a base was written. None keeps all.
+
+    Raises:
+        MismatchError: an argument is no positive number.
+        StorageError: the root cannot be read or written.
+    """
+
+    def __init__(
+        self,
+        root: str | AnyPath,
+        *,
+        params_path: str | None = None,
+        base_every: int = 50,
+        keep_versions: int | None = 100,
+    ) -> None:
+        for name, value in (("base_every", base_every), ("keep_versions", keep_versions)):
+            if value is not None and value < 1:
+                raise MismatchError(f"{name}: expected a positive number, found {value}.")
+        if jax.process_count() > 1:
+            raise MismatchError(
+                f"expected a program of one process, found {jax.process_count()}: each has a part "
+                "of the params alone. Publish from a program of one process."
+            )
+        self._root, self._params_path = Root(root), params_path
+        with _named(self._root, "a publisher's claim"):
+            mine = roots.claim(self._root)
+            self._writer = Writer(self._root, mine, base_every, keep_versions)
+        last = self._writer.last
+        self._latest = -1 if last is None else last.record.version
+        self._condition = threading.Condition()
+        self._jobs: list[_Job] = []
+        self._error: Exception | None = None
+        self._taken_over: TakenOverError | None = None
+        self._published: Published | None = None
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="adacheck_publish", daemon=True)
+        self._thread.start()
+
+    @property
+    def version(self) -> int | None:
+        """The newest version that was published or is on its way; None if there is none."""
+        return None if self._latest < 0 else self._latest
+
+    @jax_settings.own()
+    def publish(self, state: Any, *, version: int, wait: bool = False) -> int:
+        """Publishes the params of a state; they may be donated when this returns.
+
+        Waits only while an earlier version waits to be written.
+
+        Args:
+            state: the state, or the params if no ``params_path`` was given.
+            version: number of the version, above all before it; such as the step.
+            wait: True to wait until the version is durable and followers can see it.
+
+        Returns:
+            The number of the version, for those who wait for it.
+
+        Raises:
+            MismatchError: there is a version of that number or a later one, or the params are not
+                what can be published.
+            StorageError: an earlier version could not be written, or another publisher has taken
+                the root over. This version was not published; after an error of the storage the
+                next one may be.
+        """
+        self._raise()
+        if self._taken_over is not None:
+            raise self._taken_over
+        if type(version) is not int or version <= self._latest:
+            raise MismatchError(
+                f"{self._root}: expected a version above {self._latest}, found {version!r}: "
+                "versions only go up. Give the number of the step."
+            )
+        named = _params_of(state, self._params_path)
+        leaves = Leaves(tuple(_leaf(path, array) for path, array in named.items()))
+        arrays = dict(enumerate(named.values()))
+        picks = {i: transfer.picks_of(x, distinct_boxes(x)) for i, x in arrays.items()}
+        with self._condition:
+            self._condition.wait_for(lambda: len(self._jobs) <= _WAITING)
+        self._raise()
+        staged = transfer.Staged(arrays, picks).begin()
+        contributions = Contributions(arrays, picks, staged=staged)
+        staged.wait()
+        with self._condition:
+            self._jobs.append(_Job(version, leaves, staged, contributions))
+            self._latest = version
+            self._condition.notify_all()
+        if wait:
+            self.wait()
+        return version
+
+    def wait(self) -> Published | None:
+        """Waits until all versions are durable.
+
+        Returns:
+            Sizes of the version that was published last; None if none was.
+
+        Raises:
+            StorageError: one could not be written.
+        """
+        with self._condition:
+            self._condition.wait_for(lambda: not self._jobs)
+        self._raise()
+        return self._published
+
+    def close(self) -> None:
+        """Waits until all versions are durable, and ends; raises as :meth:`wait`."""
+        if self._is_closed:
+            return
+        try:
+            self.wait()
+        finally:
+            with self._condition:
+                self._is_closed = True
+                self._condition.notify_all()
+            self._thread.join()
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _raise(self) -> None:
+        """Raises the error of an earlier version, once."""
+        if self._is_closed:
+            raise StorageError(f"{self._root}: expected an open publisher, found a closed one.")
+        with self._condition:
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._jobs or self._is_closed)
+                if not self._jobs:
+                    return
+                job = self._jobs[0]
+            error = None
+            try:
+                with _named(self._root, f"version {job.version}"), jax_settings.own():
+                    self._published = job.write(self._writer)
+            except Exception as raised:
+                error = raised
+                if isinstance(raised, TakenOverError):
+                    self._taken_over = raised
+            with self._condition:
+                if error is not None:
+                    # What waits was not compared with what readers have; the next one will be.
+                    self._error = self._error or error
+                    last = self._writer.last
+                    self._latest = -1 if last is None else last.record.version
+                    self._jobs.clear()
+                else:
+                    self._jobs.pop(0)
+                self._condition.notify_all()
+
+
+class _Job:
+    """A version on its way.
+
+    Args:
+        version: the caller's number.
+        leaves: the leaves.
+        staged: their boxes, on the host.
+        contributions: their fingerprints, on the devices.
+    """
+
+    def __init__(
+        self,
+        version: int,
+        leaves: Leaves,
+        staged: transfer.Staged,
+        contributions: Contributions,
+    ) -> None:
+        self.version = version
+        self._leaves, self._staged, self._contributions = leaves, staged, contributions
+
+    def write(self, writer: Writer) -> Published:
+        """Writes it."""
+        every = self._leaves.leaves
+        arrays = [_whole(leaf, self._staged[i]) for i, leaf in enumerate(every)]
+        found = self._contributions.sums()
+        sums = [found[i] for i in range(len(every))]
+        return writer.write(self.version, self._leaves, arrays, sums)
+
+
+def _whole(leaf: Leaf, blocks: Blocks) -> np.ndarray:
+    """A leaf's elements, contiguous; a view where they lie in one box."""
+    block = blocks.get(Box.full(leaf.shape))
+    if block is not None:
+        return np.ascontiguousarray(block).reshape(leaf.shape)
+    whole = np.empty(leaf.shape, np.dtype(leaf.dtype))
+    for box, each in blocks.items():
+        whole[box.slices] = each
+    return whole
+
+
+def _params_of(state: Any, params_path: str | None) -> dict[str, Any]:
+    """The params of a state by leaf path, in the order of the paths."""
+    named = trees.flatten(state)[0]
+    if params_path is not None:
+        start = f"{params_path}/"
+        inside = {x.removeprefix(start): y for x, y in named.items() if x.startswith(start)}
+        if not inside:
+            raise MismatchError(
+                f"params_path: expected leaves below {start}, found none among {len(named)}: "
+                f"{', '.join([*named][:5])}. Give the leaf path of the params."
+            )
+        named = inside
+    if not named:
+        raise MismatchError("expected params, found a tree without leaves.")
+    return {path: named[path] for path in sorted(named)}
+
+
+def _leaf(path: str, array: Any) -> Leaf:
+    dtype = str(getattr(array, "dtype", ""))
+    if not isinstance(array, jax.Array | np.ndarray) or dtype not in ITEMSIZES_BYTES:
+        raise MismatchError(
+            f"{path}: expected an array of numbers, found {type(array).__name__} {dtype}. Publish "
+            "params alone: no keys, no Python numbers."
+        )
+    return Leaf(path, tuple(array.shape), dtype)
+
+
+@contextlib.contextmanager
+def _named(root: Root, what: str) -> Iterator[None]:
+    """Tells errors of the operating system as a StorageError."""
+    try:
+        yield
+    except (OSError, GoneError) as error:
+        raise StorageError(
+            f"{root}: expected to write {what}, found: {first_line(error)}. Versions that "
+            "followers can see are whole. Make room or mend the storage, and publish the next one."
+        ) from error

@@ -1,0 +1,304 @@
+"""Versions read into host memory: the way to one, and its weights.
+
+Nothing read here is trusted until the fingerprints of the weights were compared with those of the
+version; who asks for the weights compares, where they are used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from adacheck_jax.errors import FormatError, IntegrityError, LineageError
+from adacheck_jax.publish import plan, weights
+from adacheck_jax.publish.plan import Known, Route
+from adacheck_jax.publish.records import Base, Claim, Leaves, Version
+from adacheck_jax.publish.root import BASES, LEAVES, VERSIONS, GoneError, Root
+from adacheck_jax.publish.weights import Change, Weights
+
+_log = logging.getLogger(__name__)
+_THREADS = 8
+_MOST_DELTA, _SPARE_BYTES = 3, 1 << 20
+"""A delta has no more bytes than so many times the leaves, and some more."""
+
+
+class Reader:
+    """What one process knows of a root.
+
+    Args:
+        root: the root.
+
+    Attributes:
+        problem: the last thing that was found damaged; empty if nothing was.
+    """
+
+    def __init__(self, root: Root) -> None:
+        self.root = root
+        self.problem = ""
+        self._claims: tuple[Claim, ...] = ()
+        self._known: dict[int, Known] = {}
+        self._leaves: dict[str, Leaves] = {}
+        self._refused: set[str] = set()
+        self._gone: set[str] = set()
+
+    def sequences(self) -> list[int]:
+        """Sequence numbers of versions, of which some may not count."""
+        return self.root.numbers(VERSIONS)
+
+    def versions(self, sequences: Sequence[int]) -> dict[int, Known]:
+        """The versions among some that can be read and count.
+
+        Args:
+            sequences: sequence numbers that were listed.
+        """
+        self._claims = self.root.claims(self._claims)  # read after the listing
+        missing = [each for each in sequences if each not in self._known]
+        if missing:
+            with ThreadPoolExecutor(_THREADS) as threads:
+                found = [*threads.map(self._version, missing)]
+            self._known |= {x.record.sequence: x for x in found if x is not None}
+        every = {each: self._known[each] for each in sequences if each in self._known}
+        return {n: x for n, x in every.items() if plan.counts(x.record, self._claims)}
+
+    def _version(self, sequence: int) -> Known | None:
+        try:
+            return Known(*self.root.read(VERSIONS, sequence, Version))
+        except GoneError:
+            return None
+        except (FormatError, IntegrityError) as error:  # or it is being written
+            self._note(error)
+            return None
+
+    def _note(self, error: Exception) -> None:
+        if str(error) != self.problem:
+            self.problem = str(error)
+            _log.warning("Published weights are damaged: %s", error)
+
+    def bases(self) -> list[Base]:
+        """Bases that can be read and were not refused."""
+        found = []
+        for sequence in self.root.numbers(BASES):
+            try:
+                base = self.root.read(BASES, sequence, Base)[0]
+            except GoneError:
+                continue
+            except (FormatError, IntegrityError) as error:
+                self._note(error)
+                continue
+            if _base_key(base) not in self._refused:
+                found.append(base)
+        return found
+
+    def route(self, have: Known | None, last: int | None = None) -> Route | None:
+        """The way to the newest version that can be reached, and is newer than the one in hand.
+
+        Args:
+            have: version of the weights in hand; None if there are none.
+            last: largest sequence number to go to; None for any.
+        """
+        sequences = [each for each in self.sequences() if last is None or each <= last]
+        listed = {*sequences}
+        self._known = {n: x for n, x in self._known.items() if n in listed}
+        if have is not None:
+            if not sequences or sequences[-1] <= have.record.sequence:
+                return None
+            after = self.versions([each for each in sequences if each > have.record.sequence])
+            deltas = plan.onwards(have, after.values(), self._refused)
+            if deltas and deltas[-1].record.sequence == max(after):
+                return Route(None, have, deltas)
+        every = self.versions(sequences)
+        bases = [each for each in self.bases() if last is None or each.sequence <= last]
+        found = plan.from_base(bases, every, self._refused)
+        if have is None:
+            return found
+        # Whichever leads further; if both end at one version, the deltas alone.
+        deltas = plan.onwards(have, every.values(), self._refused)
+        ahead = Route(None, have, deltas) if deltas else None
+        reached = [x for x in (ahead, found) if x and x.end.record.sequence > have.record.sequence]
+        return max(reached, key=lambda each: each.end.record.sequence, default=None)
+
+    def leaves(self, version: Version) -> Leaves:
+        """Leaves of a version.
+
+        Raises:
+            GoneError: their record is not there.
+            AdaCheckError: it is damaged, or another than the version's.
+        """
+        if version.leaves not in self._leaves:
+            self._leaves[version.leaves] = self.root.read(LEAVES, version.leaves, Leaves)[0]
+        found = self._leaves[version.leaves]
+        if len(version.fingerprints) != len(found.leaves):
+            raise IntegrityError(
+                f"{self.root.record_at(VERSIONS, version.sequence)}: expected a fingerprint for "
+                f"each of {len(found.leaves)} leaves, found {len(version.fingerprints)}."
+            )
+        return found
+
+    def leaves_at(self, route: Route) -> Leaves:
+        """Leaves of the version that a route leads to; raises as :meth:`load`."""
+        with self._judged(_last_step(route)):
+            return self.leaves(route.end.record)
+
+    def load(self, route: Route, have: Weights | None) -> tuple[Weights, list[Change]]:
+        """Weights at the end of a route, not compared with fingerprints yet.
+
+        Args:
+            route: the route.
+            have: weights at its start, which are changed in place once all was read.
+
+        Returns:
+            The weights, and all changes that were applied.
+
+        Raises:
+            GoneError: something was pruned meanwhile.
+            IntegrityError: something is damaged; it is refused from now on.
+        """
+        leaves = self.leaves_at(route)
+        with ThreadPoolExecutor(_THREADS) as threads:
+            reading = [threads.submit(self._delta, each, leaves) for each in route.deltas]
+            if route.base is not None:
+                have = self._base(route.base, self.leaves(route.start.record), threads)
+            changes = [each.result() for each in reading]
+        assert have is not None
+        for each in changes:
+            have.apply(each)
+        return have, [change for each in changes for change in each]
+
+    def _delta(self, known: Known, leaves: Leaves) -> list[Change]:
+        record = known.record
+        with self._judged(known.checksum):
+            if self.leaves(record) is not leaves:
+                raise IntegrityError(f"{self.root}: version {record.version} has other leaves.")
+            if record.delta is None:
+                return []
+            if record.delta.nbytes > _MOST_DELTA * leaves.nbytes + _SPARE_BYTES:
+                raise IntegrityError(
+                    f"{self.root.record_at(VERSIONS, record.sequence)}: expected a delta of "
+                    f"{leaves.nbytes} bytes of leaves, found one of {record.delta.nbytes} bytes."
+                )
+            return weights.decode(leaves, self.root.delta(record), self.root)
+
+    def _base(self, base: Base, leaves: Leaves, threads: ThreadPoolExecutor) -> Weights:
+        with self._judged(_base_key(base)):
+            if len(base.parts) != weights.part_count(leaves):
+                raise IntegrityError(
+                    f"{self.root.record_at(BASES, base.sequence)}: expected "
+                    f"{weights.part_count(leaves)} parts, found {len(base.parts)}. A later base "
+                    "heals followers."
+                )
+            found = Weights.empty(leaves)
+            parts = threads.map(lambda n: self.root.part(base, n), range(len(base.parts)))
+            for number, data in enumerate(parts):
+                found.set_part(number, data)
+        return found
+
+    @contextlib.contextmanager
+    def _judged(self, key: str) -> Iterator[None]:
+        """Refuses a delta or a base that is damaged, or is gone though its record stays."""
+        try:
+            yield
+        except (FormatError, IntegrityError) as error:
+            self._refuse(key, error)
+            raise
+        except GoneError as error:
+            if key not in self._gone:  # as a rule it was pruned, and its record before it
+                self._gone.add(key)
+                raise
+            lost = IntegrityError(
+                f"{error}: expected a value that a record names, found none. A later base heals "
+                "followers."
+            )
+            self._refuse(key, lost)
+            raise lost from error
+
+    def refuse(self, route: Route, error: Exception) -> None:
+        """Takes the last step of a route, which did not prove right, for damaged from now on.
+
+        Args:
+            route: the route.
+            error: the error that it led to.
+        """
+        self._refuse(_last_step(route), error)
+
+    def _refuse(self, key: str, error: Exception) -> None:
+        self._refused.add(key)
+        self._note(error)
+
+
+def _last_step(route: Route) -> str:
+    is_base = route.base is not None and not route.deltas
+    return _base_key(route.base) if is_base else route.end.checksum
+
+
+def _base_key(base: Base | None) -> str:
+    assert base is not None
+    return f"base {base.sequence} {base.of}"
+
+
+def check(version: Version, leaves: Leaves, found: Sequence[int], where: object) -> None:
+    """Compares fingerprints of weights with those of their version.
+
+    Args:
+        version: the version.
+        leaves: its leaves.
+        found: fingerprint of each leaf.
+        where: the root, for messages.
+
+    Raises:
+        IntegrityError: names leaves that differ.
+    """
+    triples = zip(leaves.leaves, version.fingerprints, found, strict=True)
+    wrong = [leaf.path for leaf, expected, got in triples if expected != got]
+    if wrong:
+        raise IntegrityError(
+            f"{where}: version {version.version}: expected the bits that were published, found "
+            f"others in {len(wrong)} of {len(leaves.leaves)} leaves ({', '.join(wrong[:5])}). They "
+            "are not given to anyone; a later base heals followers."
+        )
+
+
+def read_version(root: Root, number: int) -> tuple[Version, Weights, list[Change]]:
+    """One version that is kept, compared with its fingerprints on the host.
+
+    Args:
+        root: the root.
+        number: the caller's number of the version.
+
+    Returns:
+        The record, the weights, and the changes of its own delta: none if it has none.
+
+    Raises:
+        LineageError: there is no such version.
+        AdaCheckError: it is damaged.
+    """
+    reader = Reader(root)
+    every = reader.versions(reader.sequences())
+    found = [each for each in every.values() if each.record.version == number]
+    kept = sorted(each.record.version for each in every.values())
+    if not found:
+        shown = f"versions {kept[0]} to {kept[-1]}" if kept else "none"
+        raise LineageError(
+            f"{root}: expected version {number}, found {shown}. Give a version that is kept."
+            f"{reader.problem and ' ' + reader.problem}"
+        )
+    wanted = max(found, key=lambda each: each.record.sequence)
+    try:
+        route = reader.route(None, wanted.record.sequence)
+        if route is None or route.end != wanted:
+            raise LineageError(
+                f"{root}: expected a base for version {number}, found none that leads to it: what "
+                "it builds on is damaged or was pruned. Give another version."
+                f"{reader.problem and ' ' + reader.problem}"
+            )
+        made, _ = reader.load(route, None)
+        check(wanted.record, made.leaves, made.fingerprints(), root)
+        changes = []
+        if wanted.record.delta is not None:
+            changes = weights.decode(made.leaves, root.delta(wanted.record), root)
+    except GoneError as error:
+        raise LineageError(
+            f"{root}: version {number} was pruned while it was read ({error}). Give a newer one."
+        ) from error
+    return wanted.record, made, changes

@@ -1,0 +1,317 @@
+"""Records of a root of published weights: claims, leaves, versions and bases, and their JSON form.
+
+A record is untrusted input: it is bounded before it is parsed, and consistent in itself once
+:func:`decode` returned it. Its file has a checksum of the rest, by which records name each other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from adacheck_jax.errors import FormatError, IntegrityError
+from adacheck_jax.format.manifest import ITEMSIZES_BYTES
+from adacheck_jax.format.manifest_json import MAX_AXES, MAX_STATE_BYTES, check_counts, checksum_of
+
+FORMAT_VERSION = 1
+MAX_NUMBER = 10**12 - 1
+"""Largest epoch and sequence number: names have so many digits."""
+_MAX_VERSION = 2**63 - 1
+_MAX_FINGERPRINTS = 2**22
+PART_BYTES = 1 << 26
+"""Bytes of a part of a base; the last one has fewer."""
+_T = TypeVar("_T", bound="Record")
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The statement of a publisher that it owns the root.
+
+    Attributes:
+        epoch: number of the publisher: a later one has a higher one.
+        first: first sequence number that is its own.
+        token: random text, by which it tells its own claim from another's.
+    """
+
+    epoch: int
+    first: int
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One leaf of the published params.
+
+    Attributes:
+        path: leaf path, below the path of the params.
+        shape: global shape.
+        dtype: numpy name of the elements' type.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the leaf."""
+        return math.prod(self.shape) * ITEMSIZES_BYTES[self.dtype]
+
+    @property
+    def word_bytes(self) -> int:
+        """Bytes of the words that differences are taken of; a complex number is two words."""
+        width = ITEMSIZES_BYTES[self.dtype]
+        return width // 2 if self.dtype.startswith("complex") else width
+
+    @property
+    def description(self) -> str:
+        """Data type and shape, for people and for comparisons."""
+        return f"{self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Leaves:
+    """All leaves, in the order of their paths."""
+
+    leaves: tuple[Leaf, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all leaves."""
+        return sum(each.nbytes for each in self.leaves)
+
+
+@dataclass(frozen=True, slots=True)
+class Parent:
+    """The version that a delta is applied to.
+
+    Attributes:
+        sequence: its sequence number.
+        checksum: checksum of its record.
+    """
+
+    sequence: int
+    checksum: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Bytes under a key.
+
+    Attributes:
+        nbytes: number of bytes.
+        digest: their XXH3-128, in hexadecimal digits.
+    """
+
+    nbytes: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """One version of the weights.
+
+    Attributes:
+        sequence: its place in the root's sequence.
+        epoch: epoch of the publisher that wrote it.
+        version: the caller's number, such as a step.
+        parent: version that the delta is applied to; None if there is no delta.
+        leaves: checksum of the record of the leaves.
+        fingerprints: fingerprint of each leaf.
+        delta: the delta; None if no bit changed, or there is no parent.
+        changed: number of words whose bits changed.
+    """
+
+    sequence: int
+    epoch: int
+    version: int
+    parent: Parent | None
+    leaves: str
+    fingerprints: tuple[int, ...]
+    delta: Stored | None
+    changed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """All weights of one version.
+
+    Attributes:
+        sequence: sequence number of the version.
+        epoch: epoch of the publisher that wrote it.
+        of: checksum of the version's record.
+        parts: parts of the leaves' bytes, one after another.
+    """
+
+    sequence: int
+    epoch: int
+    of: str
+    parts: tuple[Stored, ...]
+
+
+Record = Claim | Leaves | Version | Base
+
+
+def encode(record: Record) -> tuple[bytes, str]:
+    """Bytes of a record's file, and the checksum in it."""
+    body = dataclasses.asdict(record)
+    if isinstance(record, Version):
+        body["fingerprints"] = "".join(f"{each:016x}" for each in record.fingerprints)
+    kind = type(record).__name__.lower()
+    body = json.loads(json.dumps({"format": FORMAT_VERSION, "kind": kind, **body}))
+    checksum = checksum_of(body)
+    return _json_bytes({**body, "checksum": checksum}), checksum
+
+
+def _json_bytes(body: Mapping[str, Any]) -> bytes:
+    return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+
+
+def decode(data: bytes, kind: type[_T], where: object) -> tuple[_T, str]:
+    """A record, and its checksum.
+
+    Args:
+        data: bytes of its file.
+        kind: class of the record.
+        where: the file, for messages.
+
+    Raises:
+        FormatError: the bytes are no such record.
+        IntegrityError: they were changed since they were written.
+    """
+    check_counts(data, str(where))
+    try:
+        body = json.loads(data, object_pairs_hook=_object)
+        checksum, version = body.pop("checksum"), body.pop("format")
+        found = checksum_of({"format": version, **body})
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise FormatError(
+            f"{where}: expected a record of published weights, found {len(data)} bytes that are "
+            f"none ({error!r}). Publish to and follow a root of published weights."
+        ) from error
+    if type(version) is not int or version != FORMAT_VERSION:
+        raise FormatError(
+            f"{where}: expected format version {FORMAT_VERSION}, found {reprlib.repr(version)}. "
+            "Install the adacheck-jax release that published these weights."
+        )
+    if checksum != found:
+        raise IntegrityError(
+            f"{where}: expected the checksum that the record has of itself, found another: the "
+            "file was changed after it was written. A later base heals followers."
+        )
+    try:
+        if body.pop("kind") != kind.__name__.lower():
+            raise ValueError(f"expected a {kind.__name__.lower()}")
+        return _DECODERS[kind](body), found
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise FormatError(
+            f"{where}: a field of the record is missing or wrong ({error!r}). A later base heals "
+            "followers."
+        ) from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):  # two readers could take different values
+        raise ValueError("a key appears twice in an object")
+    return found
+
+
+def _claim(body: dict[str, Any]) -> Claim:
+    return Claim(_number(body["epoch"]), _number(body["first"]), _text(body["token"]))
+
+
+def _leaves(body: dict[str, Any]) -> Leaves:
+    found = Leaves(tuple(_leaf(each) for each in _list(body["leaves"])))
+    paths = [each.path for each in found.leaves]
+    if paths != sorted(set(paths)):
+        raise ValueError("paths that do not ascend")
+    if found.nbytes > MAX_STATE_BYTES:
+        raise ValueError(f"{found.nbytes} bytes of leaves")
+    return found
+
+
+def _leaf(body: dict[str, Any]) -> Leaf:
+    shape = tuple(_number(length, MAX_STATE_BYTES) for length in _list(body["shape"]))
+    if len(shape) > MAX_AXES or math.prod(filter(None, shape)) > MAX_STATE_BYTES:
+        raise ValueError(f"shape {reprlib.repr(shape)}")
+    if _text(body["dtype"]) not in ITEMSIZES_BYTES:
+        raise ValueError(f"data type {reprlib.repr(body['dtype'])}")
+    return Leaf(_text(body["path"]), shape, body["dtype"])
+
+
+def _version(body: dict[str, Any]) -> Version:
+    text = _text(body["fingerprints"])
+    if not re.fullmatch("([0-9a-f]{16})*", text) or len(text) > 16 * _MAX_FINGERPRINTS:
+        raise ValueError(f"fingerprints {reprlib.repr(text)}")
+    found = Version(
+        sequence=_number(body["sequence"]),
+        epoch=_number(body["epoch"]),
+        version=_number(body["version"], _MAX_VERSION),
+        parent=None if body["parent"] is None else _parent(body["parent"]),
+        leaves=_hex(body["leaves"], 64),
+        fingerprints=tuple(int(text[at : at + 16], 16) for at in range(0, len(text), 16)),
+        delta=None if body["delta"] is None else _stored(body["delta"], MAX_STATE_BYTES),
+        changed=_number(body["changed"], MAX_STATE_BYTES),
+    )
+    if found.parent is None and found.delta is not None:
+        raise ValueError("a delta without a parent")
+    if found.parent is not None and found.parent.sequence >= found.sequence:
+        raise ValueError("a parent that is not before it")
+    return found
+
+
+def _parent(body: dict[str, Any]) -> Parent:
+    return Parent(_number(body["sequence"]), _hex(body["checksum"], 64))
+
+
+def _stored(body: dict[str, Any], most_bytes: int) -> Stored:
+    return Stored(_number(body["nbytes"], most_bytes), _hex(body["digest"], 32))
+
+
+def _base(body: dict[str, Any]) -> Base:
+    return Base(
+        sequence=_number(body["sequence"]),
+        epoch=_number(body["epoch"]),
+        of=_hex(body["of"], 64),
+        parts=tuple(_stored(each, PART_BYTES) for each in _list(body["parts"])),
+    )
+
+
+_DECODERS: dict[type, Callable[[dict[str, Any]], Any]] = {
+    Claim: _claim,
+    Leaves: _leaves,
+    Version: _version,
+    Base: _base,
+}
+
+
+def _number(value: Any, most: int = MAX_NUMBER) -> int:
+    if type(value) is not int or not 0 <= value <= most:
+        raise TypeError(f"expected a number from 0 to {most}, found {reprlib.repr(value)}")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected a text, found {reprlib.repr(value)}")
+    value.encode()  # a ValueError for a lone surrogate
+    return value
+
+
+def _hex(value: Any, digits: int) -> str:
+    if not re.fullmatch(f"[0-9a-f]{{{digits}}}", _text(value)):
+        raise ValueError(f"expected {digits} hexadecimal digits, found {reprlib.repr(value)}")
+    return value
+
+
+def _list(value: Any) -> Sequence[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"expected a list, found {type(value).__name__}")
+    return value

@@ -1,0 +1,242 @@
+"""A root of published weights in a storage: its keys, its records, and who may write it.
+
+What is read here is whole: records fit their checksums, other values the digests in records.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import uuid
+from collections.abc import Sequence
+from typing import TypeVar
+
+import xxhash
+
+from adacheck_jax.errors import FormatError, IntegrityError, StorageError, unreadable
+from adacheck_jax.format.manifest_json import MAX_MANIFEST_BYTES
+from adacheck_jax.publish import records
+from adacheck_jax.publish.records import Base, Claim, Leaves, Record, Stored, Version
+from adacheck_jax.store.storage.location import AnyPath, Location, at, located
+
+PUBLISHERS, LEAVES, VERSIONS = "publishers", "leaves", "versions"
+DELTAS, BASES, PARTS = "deltas", "bases", "parts"
+_DIGITS = 12
+_TEMPORARY = re.compile(r"\..*\.tmp")
+_R = TypeVar("_R", bound=Record)
+
+
+class GoneError(Exception):
+    """A value that a record names is not there: it was pruned."""
+
+
+class TakenOverError(StorageError):
+    """Another publisher has the root now."""
+
+
+def digest(data: bytes | memoryview) -> str:
+    """Digest of stored bytes, as :class:`~adacheck_jax.publish.records.Stored` has it."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+class Root:
+    """A root of published weights.
+
+    Args:
+        path: a local path, a URL, or a location in another storage.
+
+    Attributes:
+        top: location of the root.
+    """
+
+    def __init__(self, path: str | AnyPath) -> None:
+        self.top: Location = at(located(path) if isinstance(path, str) else path)
+
+    def __str__(self) -> str:
+        return str(self.top)
+
+    def numbers(self, folder: str) -> list[int]:
+        """Numbers that values in a folder are named by, ascending."""
+        names = (each.name for each in (self.top / folder).list(deep=False))
+        return sorted(int(name) for name in names if re.fullmatch(rf"\d{{{_DIGITS}}}", name))
+
+    def payloads(self) -> list[tuple[str, int, int, Location]]:
+        """Deltas, and folders of parts: folder of the record, sequence number, epoch, and place."""
+        deltas = [(VERSIONS, each) for each in (self.top / DELTAS).list(deep=False)]
+        parts = [(BASES, self.top / PARTS / name) for name in (self.top / PARTS).folders()]
+        return [
+            (kind, int(found[1]), int(found[2]), each)
+            for kind, each in (*deltas, *parts)
+            if (found := re.fullmatch(rf"(\d{{{_DIGITS}}})-(\d{{{_DIGITS}}})", each.name))
+        ]
+
+    def record_at(self, folder: str, number: int | str) -> Location:
+        """Place of a record."""
+        return self.top / folder / (_name(number) if isinstance(number, int) else number)
+
+    def read(self, folder: str, number: int | str, kind: type[_R]) -> tuple[_R, str]:
+        """A record and its checksum.
+
+        Raises:
+            GoneError: it is not there.
+            AdaCheckError: it is damaged, or cannot be read now.
+        """
+        place = self.record_at(folder, number)
+        record, checksum = records.decode(_read(place), kind, place)
+        own = checksum if isinstance(record, Leaves) else _number(record)
+        if own != number:
+            raise FormatError(f"{place}: expected the record of {number}, found that of {own}.")
+        return record, checksum
+
+    def claims(self, known: Sequence[Claim] = ()) -> tuple[Claim, ...]:
+        """Claims of all publishers that can be read.
+
+        Args:
+            known: claims that were read before: they do not change.
+        """
+        found = {each.epoch: each for each in known}
+        for epoch in self.numbers(PUBLISHERS):
+            if epoch not in found:
+                try:
+                    found[epoch] = self.read(PUBLISHERS, epoch, Claim)[0]
+                except (GoneError, FormatError, IntegrityError):
+                    continue  # it governs nothing; its publisher's versions count all the same
+        return tuple(found[epoch] for epoch in sorted(found))
+
+    def delta(self, version: Version) -> bytes:
+        """Bytes of a version's delta.
+
+        Raises:
+            GoneError: they are not there.
+            IntegrityError: they are others.
+        """
+        assert version.delta is not None
+        return self._checked(self._delta_at(version.sequence, version.epoch), version.delta)
+
+    def part(self, base: Base, number: int) -> bytes:
+        """Bytes of one part of a base; raises as :meth:`delta`."""
+        return self._checked(self._part_at(base.sequence, base.epoch, number), base.parts[number])
+
+    def _checked(self, place: Location, stored: Stored) -> bytes:
+        data = _read(place, stored.nbytes)
+        if len(data) != stored.nbytes or digest(data) != stored.digest:
+            raise IntegrityError(
+                f"{place}: expected {stored.nbytes} bytes of digest {stored.digest}, found "
+                f"{len(data)} others. The file is damaged; a later base heals followers."
+            )
+        return data
+
+    def write_delta(self, sequence: int, epoch: int, data: bytes) -> Stored:
+        """Writes a delta, and makes it durable."""
+        return self._write(self._delta_at(sequence, epoch), data)
+
+    def write_part(self, sequence: int, epoch: int, number: int, data: bytes) -> Stored:
+        """Writes a part of a base, and makes it durable."""
+        return self._write(self._part_at(sequence, epoch, number), data)
+
+    def _write(self, place: Location, data: bytes) -> Stored:
+        place.write(data)
+        place.sync()
+        place.parent.sync()
+        return Stored(len(data), digest(data))
+
+    def write(self, folder: str, record: Record) -> str:
+        """Writes a record whole and durable, if it is absent.
+
+        Returns:
+            Its checksum.
+
+        Raises:
+            FileExistsError: there is a record of that number.
+        """
+        data, checksum = records.encode(record)
+        if isinstance(record, Base) and record.parts:
+            (self.top / PARTS).sync()
+        place = self.record_at(folder, checksum if isinstance(record, Leaves) else _number(record))
+        if not place.on_file_system:
+            place.write(data, if_absent=True)
+            return checksum
+        made = place.with_name(f".{place.name}.{uuid.uuid4().hex}.tmp")
+        try:
+            made.write(data)
+            made.sync()
+            # A link comes to be at once, and only where there is none.
+            if not place.parent.adopt({place.name: made.key}):
+                place.write(data, if_absent=True)
+                place.sync()
+        finally:
+            made.delete()
+        place.parent.sync()
+        self.top.sync()
+        return checksum
+
+    def delete(self, *places: Location) -> None:
+        """Deletes values and folders, which another publisher may be deleting at the same time."""
+        for each in places:
+            with contextlib.suppress(FileNotFoundError):
+                each.delete()
+
+    def clear_temporary(self) -> None:
+        """Deletes what killed writes left; of claims nothing, since others may be making some."""
+        for folder in (LEAVES, VERSIONS, BASES, DELTAS):
+            for each in [*(self.top / folder).list(deep=False)]:
+                if _TEMPORARY.fullmatch(each.name):
+                    self.delete(each)
+
+    def _delta_at(self, sequence: int, epoch: int) -> Location:
+        return self.top / DELTAS / f"{_name(sequence)}-{_name(epoch)}"
+
+    def _part_at(self, sequence: int, epoch: int, number: int) -> Location:
+        return self.top / PARTS / f"{_name(sequence)}-{_name(epoch)}" / _name(number)
+
+
+def claim(root: Root) -> Claim:
+    """Takes a root over from the publisher that had it, from the next sequence number on."""
+    while True:
+        epochs, sequences = root.numbers(PUBLISHERS), root.numbers(VERSIONS)
+        mine = Claim(
+            epoch=epochs[-1] + 1 if epochs else 0,
+            first=sequences[-1] + 1 if sequences else 0,
+            token=uuid.uuid4().hex,
+        )
+        try:
+            root.write(PUBLISHERS, mine)
+        except FileExistsError:
+            continue  # another one began at the same time: this one comes after it
+        return mine
+
+
+def check_owner(root: Root, mine: Claim) -> None:
+    """Looks for a publisher that has taken the root over.
+
+    Raises:
+        TakenOverError: there is one.
+    """
+    newest = max(root.numbers(PUBLISHERS), default=-1)
+    if newest != mine.epoch:
+        raise TakenOverError(
+            f"{root}: expected to be its only publisher (number {mine.epoch}), found that "
+            f"publisher {newest} has taken it over. What this one publishes from now on does not "
+            "count. End it, or give it a root of its own."
+        )
+
+
+def _name(number: int) -> str:
+    return f"{number:0{_DIGITS}}"
+
+
+def _number(record: Claim | Version | Base) -> int:
+    return record.epoch if isinstance(record, Claim) else record.sequence
+
+
+def _read(place: Location, nbytes: int | None = None) -> bytes:
+    if nbytes is None and place.on_file_system:
+        nbytes = MAX_MANIFEST_BYTES + 1  # of a file that is no record no more is read
+    try:
+        return place.read(0, nbytes)
+    except FileNotFoundError as error:
+        raise GoneError(str(place)) from error
+    except OSError as error:
+        raise unreadable(place, error) or IntegrityError(
+            f"{place}: expected a file, found {error}. A later base heals followers."
+        ) from error

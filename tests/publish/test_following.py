@@ -1,0 +1,445 @@
+"""Whoever follows published weights has the bits of one version, and the newest that is whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import uuid
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import adacheck_jax as adacheck
+from adacheck_jax.errors import LineageError, MismatchError, StorageError
+from adacheck_jax.publish import records
+from adacheck_jax.publish.reading import Reader
+from adacheck_jax.publish.records import Leaves, Stored
+from adacheck_jax.publish.root import BASES, VERSIONS, Root
+from adacheck_jax.publish.weights import Weights
+from adacheck_jax.store.storage.location import at, located
+from tests.publish.states import Training, abstract, bits, in_memory
+from tests.support import mesh_of
+
+
+@pytest.fixture(params=["file", "memory", "gcs", "s3"])
+def root(request, tmp_path):
+    if request.param == "file":
+        return tmp_path / "weights"
+    if request.param == "memory":
+        return in_memory()
+    return located(f"{request.getfixturevalue(request.param).url}/{uuid.uuid4().hex}")
+
+
+def published(root: Any, versions: int, training: Training | None = None, **options: Any) -> Any:
+    """Publishes some versions; gives the bits of each."""
+    training, found = training or Training(), {}
+    with adacheck.Publisher(root, **options) as publisher:
+        first = 0 if publisher.version is None else publisher.version + 1
+        for version in range(first, first + versions):
+            params = training.params()
+            publisher.publish(params, version=version)
+            found[version] = bits(params)
+            training.step()
+    return found
+
+
+def test_followers_have_the_bits_of_every_version_on_every_storage(root):
+    training, follower = Training(), adacheck.follow(root, abstract(), poll_s=0.01)
+    assert not follower.update()
+    with pytest.raises(LineageError, match="none"):
+        follower.latest()
+    with adacheck.Publisher(root, base_every=3, keep_versions=2) as publisher:
+        for version in range(0, 80, 10):
+            params = training.params()
+            assert publisher.publish(params, version=version) == version
+            assert bits(follower.wait_for(version, timeout_s=60)) == bits(params)
+            assert follower.version == version
+            training.step()
+    assert follower.bases_read == 1
+    assert not follower.update()
+    late = adacheck.follow(root, abstract())
+    assert bits(late.latest()) == bits(follower.params)
+    # Bases at sequence numbers 0, 3 and 6; when that of 6 was there, two versions began at 5.
+    assert Root(root).numbers(BASES) == [3, 6]
+    assert Root(root).numbers(VERSIONS) == [3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("mesh", [(8,), (4, 2)])
+@pytest.mark.parametrize("dtype", [None, jnp.float32])
+def test_sharded_params_are_followed_on_other_meshes_and_types(mesh, dtype, tmp_path):
+    training = Training()
+    follower = adacheck.follow(tmp_path, abstract(mesh_of((2, 4)), dtype))
+    with adacheck.Publisher(tmp_path, params_path="params") as publisher:
+        for version in range(3):
+            params = training.params(mesh_of(mesh))
+            publisher.publish({"params": params, "step": version}, version=version, wait=True)
+            found = follower.wait_for(version, timeout_s=60)
+            wanted = jax.tree.map(lambda x: x if dtype is None else x.astype(dtype), params)
+            assert bits(found) == bits(wanted)
+            for have, want in zip(
+                jax.tree.leaves(found), jax.tree.leaves(abstract(mesh_of((2, 4)))), strict=True
+            ):
+                assert have.sharding == want.sharding
+            training.step()
+
+
+def test_params_may_be_donated_at_once_on_both_sides(tmp_path):
+    scaled = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2, tree), donate_argnums=0)
+    follower = adacheck.follow(tmp_path, abstract())
+    training = Training()
+    with adacheck.Publisher(tmp_path) as publisher:
+        for version in range(4):
+            params, expected = training.params(), bits(training.params())
+            publisher.publish(params, version=version)
+            jax.block_until_ready(scaled(params))
+            publisher.wait()
+            given = follower.wait_for(version, timeout_s=60)
+            assert bits(given) == expected
+            jax.block_until_ready(scaled(given))
+            assert bits(follower.params) == expected, "donated arrays are placed anew"
+            if version % 2:  # else the same weights again
+                training.step()
+
+
+def aligned(leaves: Leaves) -> Weights:
+    """Weights in memory that arrays on CPU devices take over as it is."""
+    arrays = []
+    for leaf in leaves.leaves:
+        memory = np.empty(leaf.nbytes + 64, np.uint8)
+        start = -memory.ctypes.data % 64
+        arrays.append(memory[start : start + leaf.nbytes].view(leaf.dtype).reshape(leaf.shape))
+    return Weights(leaves, arrays)
+
+
+def test_params_that_were_given_stay_as_they_were(tmp_path, monkeypatch):
+    monkeypatch.setattr(Weights, "empty", aligned)
+    wide = {"w": np.zeros((64, 1024), np.float32)}
+    follower, given = adacheck.follow(tmp_path, wide), []
+    with adacheck.Publisher(tmp_path) as publisher:
+        for version in range(4):
+            wide["w"][version] += 1
+            publisher.publish(wide, version=version, wait=True)
+            given.append((follower.latest(), wide["w"].copy()))
+    for params, expected in given:
+        assert np.array_equal(np.asarray(params["w"]), expected)
+
+
+def test_numpy_params_that_change_in_place_are_those_of_the_moment(tmp_path):
+    params = {"w": np.zeros(1000, np.float32)}
+    follower = adacheck.follow(tmp_path, params)
+    with adacheck.Publisher(tmp_path) as publisher:
+        for version in range(5):
+            publisher.publish(params, version=version)
+            params["w"] += 1
+        publisher.wait()
+    assert (np.asarray(follower.latest()["w"]) == 4).all()
+
+
+def test_pairs_of_versions_and_params_come_in_order(tmp_path):
+    expected: dict[int, list[bytes]] = {}
+
+    def publish() -> None:
+        expected.update(published(tmp_path, 12))
+
+    thread = threading.Thread(target=publish)
+    thread.start()
+    seen = {}
+    for version, params in adacheck.follow(tmp_path, abstract(), poll_s=0.01):
+        seen[version] = bits(params)
+        if version == 11:
+            break
+    thread.join()
+    assert [*seen] == sorted(seen)
+    assert seen == {version: expected[version] for version in seen}
+
+
+def test_changes_lead_whoever_has_a_copy_to_the_next_version(tmp_path):
+    training, follower = Training(), adacheck.follow(tmp_path, abstract())
+    with adacheck.Publisher(tmp_path) as publisher:
+        publisher.publish(training.params(), version=0, wait=True)
+        before = {"embedding": np.array(follower.latest()["embedding"])}
+        with pytest.raises(LineageError, match="base"):
+            follower.changes()
+        for version in (1, 2):
+            training.step(1e-3)
+            publisher.publish(training.params(), version=version, wait=True)
+    after = follower.latest()
+    places, words = follower.changes()["embedding"]
+    assert 0 < places.size < before["embedding"].size
+    before["embedding"].reshape(-1).view(np.uint16)[places] = words
+    assert before["embedding"].tobytes() == np.asarray(after["embedding"]).tobytes()
+
+
+def test_a_follower_that_fell_behind_begins_at_a_base_and_says_so(tmp_path, caplog):
+    follower = adacheck.follow(tmp_path, abstract())
+    training = Training()
+    published(tmp_path, 1, training)
+    follower.latest()
+    expected = published(tmp_path, 10, training, base_every=2, keep_versions=1)
+    assert bits(follower.latest()) == expected[10]
+    assert follower.bases_read == 2
+    assert "version 10 is read from a base" in caplog.text
+
+
+def test_a_restarted_publisher_goes_on_with_deltas(tmp_path):
+    training, follower = Training(), adacheck.follow(tmp_path, abstract())
+    published(tmp_path, 3, training)
+    follower.latest()
+    (tmp_path / "deltas" / f"{7:012}-{0:012}").write_bytes(b"never committed")
+    (tmp_path / "versions" / f".{7:012}.0.tmp").write_bytes(b"never committed")
+    expected = published(tmp_path, 2, training)
+    assert bits(follower.latest()) == expected[4]
+    assert follower.bases_read == 1
+    assert Root(tmp_path).numbers(BASES) == [0]
+    assert not (tmp_path / "deltas" / f"{7:012}-{0:012}").exists()
+    assert not [*(tmp_path / "versions").glob(".*")]
+
+
+def test_a_version_is_published_once_and_numbers_only_go_up(tmp_path):
+    published(tmp_path, 3)
+    with adacheck.Publisher(tmp_path) as publisher:
+        assert publisher.version == 2
+        for version in (2, 0, -1, True, "3"):
+            with pytest.raises(MismatchError, match="above 2"):
+                publisher.publish(Training().params(), version=version)  # type: ignore
+        publisher.publish(Training().params(), version=3, wait=True)
+    with pytest.raises(StorageError, match="closed"):
+        publisher.publish(Training().params(), version=4)
+
+
+def test_of_two_publishers_the_later_one_has_the_root(root):
+    training = Training()
+    first = adacheck.Publisher(root)
+    first.publish(training.params(), version=0, wait=True)
+    second = adacheck.Publisher(root)
+    training.step()
+    first.publish(Training(7).params(), version=100)
+    with pytest.raises(StorageError, match="taken it over"):
+        first.wait()
+    with pytest.raises(StorageError, match="taken it over"):
+        first.publish(training.params(), version=101)
+    follower = adacheck.follow(root, abstract())
+    follower.latest()
+    assert follower.version == 0, "what the first wrote does not count"
+    second.publish(training.params(), version=1, wait=True)
+    assert bits(follower.latest()) == bits(training.params())
+    assert (follower.version, follower.bases_read) == (1, 1)
+    first.close()
+    second.close()
+
+
+def test_a_publisher_whose_files_a_newer_one_clears_is_told_who_has_the_root(tmp_path, monkeypatch):
+    first = adacheck.Publisher(tmp_path, base_every=1)
+    write, others = Root.write, []
+
+    def cleared(self: Root, folder: str, record: Any) -> str:
+        if folder == BASES and not others:
+            others.append(adacheck.Publisher(tmp_path))
+            raise FileNotFoundError(2, "No such file or directory")
+        return write(self, folder, record)
+
+    monkeypatch.setattr(Root, "write", cleared)
+    first.publish(Training().params(), version=0)
+    with pytest.raises(StorageError, match="taken it over"):
+        first.wait()
+    first.close()
+    others[0].close()
+
+
+def test_other_leaves_begin_with_a_base_and_followers_of_the_old_are_told(tmp_path):
+    training = Training()
+    published(tmp_path, 1, training)
+    follower = adacheck.follow(tmp_path, abstract())
+    follower.latest()
+    with adacheck.Publisher(tmp_path) as publisher:
+        publisher.publish({**training.params(), "more": jnp.ones(3)}, version=1, wait=True)
+    with pytest.raises(MismatchError, match="more"):
+        follower.latest()
+    assert follower.version == 0
+    wanted = {**abstract(), "more": jax.ShapeDtypeStruct((3,), jnp.float32)}
+    assert (np.asarray(adacheck.follow(tmp_path, wanted).latest()["more"]) == 1).all()
+
+
+@pytest.mark.parametrize("where", ["deltas", "versions", "parts", "bases"])
+@pytest.mark.parametrize("how", ["flip", "cut", "gone"])
+def test_damage_is_not_served_and_a_later_base_heals(where, how, tmp_path):
+    training = Training()
+    known = published(tmp_path, 3, training, base_every=2)  # bases at 0 and 2
+    running = adacheck.follow(tmp_path, abstract())
+    running.latest()
+    known |= published(tmp_path, 1, training, base_every=50)
+    sequence = 3 if where in ("deltas", "versions") else 2
+    for each in (tmp_path / where).rglob(f"*{sequence:012}*"):
+        path = each if each.is_file() else next(each.iterdir())
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 4
+        if how == "gone":
+            path.unlink()
+        else:
+            path.write_bytes(data if how == "flip" else data[: len(data) // 2])
+    late = adacheck.follow(tmp_path, abstract())
+    for follower in (running, late):
+        follower.update()
+        assert bits(follower.params) == known[follower.version]
+    if sequence == 3:
+        assert running.version == late.version == 2
+        assert running.problem or how == "gone"
+        with pytest.raises(LineageError, match="expected version 3 within"):
+            running.wait_for(3, timeout_s=0.0)
+    else:
+        assert running.version == late.version == 3
+    known |= published(tmp_path, 3, training, base_every=1)
+    for follower in (running, late):
+        assert bits(follower.latest()) == known[follower.version]
+        assert follower.version == max(known)
+
+
+def test_weights_that_do_not_have_their_fingerprints_are_not_served(tmp_path, monkeypatch):
+    training = Training()
+    known = published(tmp_path, 2, training)
+    follower = adacheck.follow(tmp_path, abstract())
+    follower.latest()
+    known |= published(tmp_path, 1, training)
+    apply = Weights.apply
+
+    def wrong(self: Any, changes: Any) -> None:
+        apply(self, changes)
+        self.words(0)[3] ^= 1
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Weights, "apply", wrong)
+        assert not follower.update()
+    assert bits(follower.params) == known[1]
+    assert "expected the bits that were published" in follower.problem
+    known |= published(tmp_path, 1, training, base_every=1)
+    assert bits(follower.latest()) == known[3]
+
+
+def test_what_vanishes_under_a_follower_makes_it_begin_at_a_base(tmp_path, monkeypatch):
+    training, follower = Training(), adacheck.follow(tmp_path, abstract())
+    published(tmp_path, 1, training)
+    follower.latest()
+    published(tmp_path, 2, training)
+    load, expected = Reader.load, {}
+
+    def pruned(self: Reader, *arguments: Any) -> Any:
+        if self is follower._reader and not expected:
+            expected.update(published(tmp_path, 3, training, base_every=1, keep_versions=1))
+        return load(self, *arguments)
+
+    monkeypatch.setattr(Reader, "load", pruned)
+    assert bits(follower.latest()) == expected[5]
+    assert follower.bases_read == 2
+
+
+def test_a_storage_that_fails_for_a_while_costs_a_version_and_no_more(tmp_path, monkeypatch):
+    training, follower = Training(), adacheck.follow(tmp_path, abstract())
+    write = Root.write_delta
+    with adacheck.Publisher(tmp_path) as publisher:
+        publisher.publish(training.params(), version=0, wait=True)
+
+        def full(*_: Any) -> Any:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(Root, "write_delta", full)
+        training.step()
+        publisher.publish(training.params(), version=1)
+        with pytest.raises(StorageError, match="No space"):
+            publisher.wait()
+        monkeypatch.setattr(Root, "write_delta", write)
+        training.step()
+        publisher.publish(training.params(), version=1, wait=True)
+    assert bits(follower.latest()) == bits(training.params())
+
+
+def test_an_unreadable_root_is_waited_for(tmp_path, monkeypatch):
+    expected = published(tmp_path, 1)
+    follower, listed = adacheck.follow(tmp_path, abstract(), poll_s=0.01), []
+    numbers = Root.numbers
+
+    def failing(self: Root, folder: str) -> list[int]:
+        listed.append(folder)
+        if len(listed) < 3:
+            raise StorageError("the network is gone")
+        return numbers(self, folder)
+
+    monkeypatch.setattr(Root, "numbers", failing)
+    with pytest.raises(StorageError, match="network"):
+        follower.latest()
+    assert bits(follower.wait_for(0, timeout_s=60)) == expected[0]
+
+
+@pytest.mark.parametrize(
+    ("params", "match"),
+    [
+        ({}, "without leaves"),
+        ({"a": 1.0}, "array of numbers"),
+        ({"k": None, "a": "text"}, "array of numbers"),
+    ],
+)
+def test_what_cannot_be_published_is_named(params, match, tmp_path):
+    with adacheck.Publisher(tmp_path) as publisher, pytest.raises(MismatchError, match=match):
+        publisher.publish(params, version=0)
+
+
+def test_arguments_without_a_meaning_are_refused(tmp_path):
+    for options in ({"base_every": 0}, {"keep_versions": 0}):
+        with pytest.raises(MismatchError, match="positive"):
+            adacheck.Publisher(tmp_path, **options)
+    publisher = adacheck.Publisher(tmp_path, params_path="weights")
+    with publisher, pytest.raises(MismatchError, match="weights/"):
+        publisher.publish({"params": {"a": jnp.ones(2)}}, version=0)
+    with pytest.raises(MismatchError, match="abstract array"):
+        adacheck.follow(tmp_path, {"a": 3})
+    with pytest.raises(StorageError, match="URL"):
+        adacheck.follow("ftp://somewhere/else", {})
+
+
+def test_programs_of_several_processes_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(MismatchError, match="one process, found 2"):
+        adacheck.Publisher(tmp_path)
+    with pytest.raises(MismatchError, match="one process, found 2"):
+        adacheck.follow(tmp_path, abstract())
+
+
+def test_a_delta_larger_than_its_leaves_can_have_is_not_read(tmp_path, monkeypatch):
+    training = Training()
+    published(tmp_path, 2, training)
+    reader = Reader(Root(tmp_path))
+    known = reader.versions([0, 1])
+    record = dataclasses.replace(known[1].record, delta=Stored(2**50, "0" * 32))
+    (tmp_path / "versions" / f"{1:012}").write_bytes(records.encode(record)[0])
+    monkeypatch.setattr(Root, "delta", lambda *_: pytest.fail("it was read"))
+    follower = adacheck.follow(tmp_path, abstract())
+    follower.latest()
+    assert follower.version == 0
+    assert "found one of 1125899906842624 bytes" in follower.problem
+
+
+def test_a_record_of_another_place_is_refused(tmp_path):
+    published(tmp_path, 2)
+    (tmp_path / "versions" / f"{5:012}").write_bytes(
+        (tmp_path / "versions" / f"{1:012}").read_bytes()
+    )
+    follower = adacheck.follow(tmp_path, abstract())
+    follower.latest()
+    assert follower.version == 1
+    assert "expected the record of 5, found that of 1" in follower.problem
+
+
+def test_a_root_that_is_read_through_a_link_is_refused(tmp_path):
+    expected = published(tmp_path / "real", 1)
+    part = next((tmp_path / "real/parts").rglob(f"*/{0:012}"))
+    moved = part.rename(tmp_path / "elsewhere")
+    part.symlink_to(moved)
+    follower = adacheck.follow(at(tmp_path / "real"), abstract())
+    with pytest.raises(LineageError):
+        follower.latest()
+    assert "link" in follower.problem
+    part.unlink()
+    moved.rename(part)
+    assert bits(adacheck.follow(tmp_path / "real", abstract()).latest()) == expected[0]

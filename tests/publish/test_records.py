@@ -1,0 +1,122 @@
+"""Records come back as they were written, and whatever else is in their files is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from adacheck_jax.errors import FormatError, IntegrityError
+from adacheck_jax.format.manifest_json import MAX_CONTAINERS, checksum_of
+from adacheck_jax.publish import records
+from adacheck_jax.publish.records import Base, Claim, Leaf, Leaves, Parent, Stored, Version
+
+STORED = Stored(12, "0" * 32)
+RECORDS = [
+    Claim(3, 17, "text"),
+    Leaves((Leaf("a", (3, 0), "bfloat16"), Leaf("b/c", (), "float32"))),
+    Version(4, 3, 17, Parent(2, "a" * 64), "b" * 64, (1, 2**64 - 1), STORED, 5),
+    Version(4, 3, 17, None, "b" * 64, (), None, 0),
+    Base(4, 3, "c" * 64, (STORED, STORED)),
+]
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_a_record_comes_back(record):
+    data, checksum = records.encode(record)
+    assert records.decode(data, type(record), "here") == (record, checksum)
+
+
+def changed(record: Any, change: Callable[[dict[str, Any]], Any]) -> bytes:
+    """The file of a record with another body, and a checksum that fits it."""
+    body = json.loads(records.encode(record)[0])
+    del body["checksum"]
+    change(body)
+    return json.dumps({**body, "checksum": checksum_of(body)}).encode()
+
+
+@pytest.mark.parametrize(
+    ("number", "fields"),
+    [
+        (0, {"epoch": -1}),
+        (0, {"epoch": 10**12}),
+        (0, {"first": 1.0}),
+        (0, {"token": 3}),
+        (0, {"token": "\ud800"}),
+        (0, {"kind": "base"}),
+        (1, {"leaves": [{"path": "a", "shape": [3], "dtype": "object"}]}),
+        (1, {"leaves": [{"path": "a", "shape": [2**40, 2**40], "dtype": "int8"}]}),
+        (1, {"leaves": [{"path": "a", "shape": [2**40, 2**40, 0], "dtype": "int8"}]}),
+        (1, {"leaves": [{"path": "a", "shape": [1] * 33, "dtype": "int8"}]}),
+        (1, {"leaves": [{"path": "a", "shape": [], "dtype": "int8"}] * 2}),
+        (1, {"leaves": {}}),
+        (2, {"fingerprints": "0" * 17}),
+        (2, {"fingerprints": ["0" * 16]}),
+        (2, {"leaves": "../" * 21 + "b"}),
+        (2, {"parent": None}),
+        (2, {"parent": {"sequence": 4, "checksum": "a" * 64}}),
+        (2, {"parent": {"sequence": 3, "checksum": "a"}}),
+        (2, {"delta": {"nbytes": 2**61, "digest": "0" * 32}}),
+        (2, {"delta": {"nbytes": 1, "digest": "/" * 32}}),
+        (2, {"changed": True}),
+        (4, {"parts": [{"nbytes": 2**27, "digest": "0" * 32}]}),
+        (4, {"parts": None}),
+    ],
+)
+def test_fields_without_a_meaning_are_refused(number, fields):
+    record = RECORDS[number]
+    with pytest.raises(FormatError, match="missing or wrong"):
+        records.decode(changed(record, lambda body: body.update(fields)), type(record), "here")
+
+
+def test_other_versions_and_changed_bytes_are_told_apart():
+    record = RECORDS[2]
+    other = changed(record, lambda body: body.update({"format": 2}))
+    with pytest.raises(FormatError, match="format version 1, found 2"):
+        records.decode(other, Version, "here")
+    data = records.encode(record)[0].replace(b'"version":17', b'"version":18')
+    with pytest.raises(IntegrityError, match="checksum"):
+        records.decode(data, Version, "here")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b"{}",
+        b'{"checksum": 1}',
+        b'{"format": 1, "format": 1, "checksum": ""}',
+        b"[" * 100_000,
+        b"\xff\xfe",
+        b"[" * (MAX_CONTAINERS + 1),
+    ],
+)
+def test_bytes_that_are_no_record_are_refused(data):
+    with pytest.raises(FormatError):
+        records.decode(data, Version, "here")
+
+
+def test_mutated_records_are_refused_or_consistent():
+    rng = random.Random(0)
+    values = [None, -1, 0, 2**70, "", "0" * 16, [], {}, [[]], 1.5, True]
+    for _ in range(2000):
+        record = rng.choice(RECORDS)
+
+        def mutate(body: dict[str, Any]) -> None:
+            key = rng.choice([*body])
+            if rng.random() < 0.2:
+                del body[key]
+            else:
+                body[key] = rng.choice(values)
+
+        try:
+            found, _ = records.decode(changed(record, mutate), type(record), "here")
+        except FormatError:
+            continue
+        assert records.decode(records.encode(found)[0], type(record), "here")[0] == found
