@@ -13,7 +13,7 @@ from rich.console import Console
 
 import adacheck_jax
 from adacheck_jax.cli import handover, keep, look, models, travel
-from adacheck_jax.cli.command import Json, errors, print_json
+from adacheck_jax.cli.command import Json, errors, print_json, show_restores
 
 # Commands that read arrays import their modules when they run: with them comes JAX, which takes
 # seconds to import and which ls, inspect and --help do not need.
@@ -48,6 +48,7 @@ def _main(
     Exit codes: 0 all is well; 1 a step is damaged, or what was looked for was found to be
     otherwise; 2 the command was given something that is not there, or this machine cannot judge it.
     """
+    show_restores()
 
 
 for commands in (look, travel, keep, handover, models):
