@@ -5,7 +5,7 @@ A cluster that needs its machine sends SIGTERM. JAX's preemption service hears i
 in memory; the one at which it ends is saved with all of them::
 
     python examples/preemption.py --root /tmp/preempted --steps 100000   # kill it, and run it again
-    python examples/preemption.py --root /tmp/preempted --steps 100000 --preempt-at 15
+    python examples/preemption.py --root /tmp/preempted --steps 100000 --preempt-after 15
 
 The second line sends the signal to itself. In the end the last step is restored and compared.
 """
@@ -62,7 +62,7 @@ def train(
     manager: ocp.CheckpointManager,
     handler: adacheck.AdaCheckHandler,
     steps: int,
-    preempt_at: int | None,
+    preempt_after: int | None,
 ) -> None:
     """Trains up to a number of steps, or to a preemption."""
     state, step = init_state(), 0
@@ -71,10 +71,10 @@ def train(
         state, step = manager.restore(newest, args=adacheck.RestoreArgs(state)), newest
     # (5) JAX ends a run at the step after the last one that it was told of: tell it where this run
     # begins, or a signal that comes before the first step is done would be missed.
-    preempted = manager.reached_preemption(step)
+    begun, preempted = step, manager.reached_preemption(step)
     while step < steps and not preempted:
         step += 1
-        if step == preempt_at:
+        if step - begun == preempt_after:
             os.kill(os.getpid(), signal.SIGTERM)  # as a cluster does it
         state, loss = train_step(state, jax.random.normal(jax.random.key(step), (32, WIDTH)))
         preempted = manager.reached_preemption(step)
@@ -95,14 +95,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Save the step at which a run is preempted.")
     parser.add_argument("--root", type=Path, required=True, help="checkpoint directory")
     parser.add_argument("--steps", type=int, default=40, help="steps in all (default 40)")
-    parser.add_argument("--preempt-at", type=int, help="step at which to send SIGTERM to itself")
+    parser.add_argument("--preempt-after", type=int, help="steps until it sends itself SIGTERM")
     args = parser.parse_args()
     begin_job()
     handler = adacheck.AdaCheckHandler(recorder)  # (2) an Orbax handler for a stock manager
     options = ocp.CheckpointManagerOptions(save_interval_steps=20, max_to_keep=3)
     root = args.root.absolute()
     with ocp.CheckpointManager(root, item_handlers=handler, options=options) as manager:
-        train(manager, handler, args.steps, args.preempt_at)
+        train(manager, handler, args.steps, args.preempt_after)
 
 
 if __name__ == "__main__":
