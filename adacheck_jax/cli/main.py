@@ -59,7 +59,7 @@ for commands in (look, travel, keep, handover, models):
 def demo(
     steps: Annotated[int, typer.Option(min=12, help="Training steps of each run.")] = 40,
     keep: Annotated[
-        Path | None, typer.Option(help="New directory to work in and to keep; else temporary.")
+        Path | None, typer.Option(help="New directory to work in; else a temporary one. Both stay.")
     ] = None,
     seed: Annotated[
         int | None, typer.Option(help="Chooses the moment of the kill; random if left out.")
