@@ -80,9 +80,7 @@ class Stage:
         fatal = rng.randint(_FIRST_KILL_STEP, max(_FIRST_KILL_STEP, 3 * self.steps // 4))
         title = "train, save every step, kill -9"
         with (
-            self._told(
-                title, self.steps, "JAX starts, and compiles training and saving"
-            ) as advance,
+            self._told(title, self.steps, _COMPILES) as advance,
             self._trainer(name, "--root", str(self.root)) as child,
         ):
             while committed < fatal:
@@ -148,7 +146,8 @@ class Stage:
         title = f"{self._part}/5 {title}"
         start_s = time.monotonic()
         if not self._bars:
-            self._console.print(f"{title}: {doing} ...", style="dim", highlight=False)
+            line = f"{title}: {doing} ..."
+            self._console.print(line, style="dim", highlight=False, soft_wrap=True)
         with Progress(console=self._console, transient=True, disable=not self._bars) as progress:
             task = progress.add_task(f"{title}: {doing}", total=total)
             yield lambda completed: _set(progress, task, completed, title if completed else None)
