@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # for type checkers and editors; must name what _MODULES name
         RestoreArgs,
         RestoreInfo,
         SaveArgs,
+        SaveReport,
     )
     from adacheck_jax.adapter.processes import wait_for_processes
     from adacheck_jax.device.replicas import Divergence, ReplicaReport, replica_report
@@ -71,6 +72,7 @@ __all__ = [
     "RestoreArgs",
     "RestoreInfo",
     "SaveArgs",
+    "SaveReport",
     "SeparateUpdate",
     "StorageError",
     "follow",
@@ -90,6 +92,7 @@ _MODULES = {
     "RestoreArgs": "adapter.handler",
     "RestoreInfo": "adapter.handler",
     "SaveArgs": "adapter.handler",
+    "SaveReport": "adapter.handler",
     "wait_for_processes": "adapter.processes",
     "Divergence": "device.replicas",
     "ReplicaReport": "device.replicas",

@@ -19,6 +19,7 @@ from adacheck_jax.adapter.arguments import (
     RestoreInfo,
     SaveArgs,
 )
+from adacheck_jax.adapter.observe.reports import OnSave, SaveReport
 from adacheck_jax.adapter.training_run import (
     Begun,
     TrainingRun,
@@ -109,9 +110,13 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             two shadows. Give False to a manager that deletes in the background
             (``enable_background_delete``): its deletion of a step fails if it meets the change of
             the step's files.
+        on_save: called with the :class:`SaveReport` of each save once its manifest is on the disk,
+            in the background and in the process that commits it. Orbax gives the step its name
+            after that, and waits for the callback: let it be short. An error in it is logged.
 
     Attributes:
         restored: what the last restore gave; None before it.
+        last_save: report of the last save that this process committed; None before it.
 
     Raises:
         ValueError: ``max_deltas`` is negative or none of these, ``shadow_bytes`` is negative, there
@@ -141,13 +146,14 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         shadow_directory: AnyPath | str | None = None,
         background_bases: bool = True,
         ephemeral: Sequence[str] = (),
+        on_save: OnSave | None = None,
     ) -> None:
         options = Options(
             *(max_deltas, params_path, keep_lineage, delta, check),
             *(compression, check_replicas, shadow_bytes, shadow_directory, background_bases),
             ephemeral,
         )
-        self._run = TrainingRun(recorder, options)
+        self._run = TrainingRun(recorder, options, on_save=on_save)
         self._lock = threading.Lock()  # a manager's saves and restores may be on several threads
         self._begun: dict[AnyPath, Begun] = {}
 
@@ -155,6 +161,11 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
     def restored(self) -> RestoreInfo | None:
         """Report of the last restore; None before it."""
         return self._run.restored
+
+    @property
+    def last_save(self) -> SaveReport | None:
+        """Report of the last save that was committed; None before it, and in other processes."""
+        return self._run.last_save
 
     async def async_save(self, directory: epath.Path, args: SaveArgs) -> list[ocp.Future]:
         """Start a save: decide between base and delta, stage the state, and begin to write.

@@ -12,6 +12,7 @@ from typing import Any
 from adacheck_jax.adapter import descriptions, stock_restore
 from adacheck_jax.adapter.arguments import RestoreArgs, RestoreInfo
 from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
+from adacheck_jax.adapter.observe.reports import RestoreTimes
 from adacheck_jax.adapter.wanted.relayout import Relayout
 from adacheck_jax.adapter.wanted.targets import Target, Wishes
 from adacheck_jax.device.trees import PyTree
@@ -51,6 +52,7 @@ class Restored:
         is_own: True if the step is the directory's own, so that a delta may build on it; False for
             an earlier step that the directory also holds.
         measured: seconds that the restore took, by the names of costs.
+        times: the same for whoever watches; None if stock Orbax saved the step.
     """
 
     state: PyTree
@@ -60,6 +62,7 @@ class Restored:
     leaves: list[Any]
     is_own: bool
     measured: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    times: RestoreTimes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,14 +242,19 @@ class StepRestorer:
         begin_s = found_s if begin_s is None else begin_s
         # Looking for a lineage means reading the manifest of each delta.
         deltas_s = found_s - begin_s + replayed_s - read_s - base.programs.waited_s
-        measured = _measured(
-            self._clock() - begin_s, read_s - found_s, deltas_s, len(lineage.deltas)
-        )
+        total_s, waited_s = self._clock() - begin_s, base.programs.waited_s
+        measured = _measured(total_s, read_s - found_s, deltas_s, len(lineage.deltas))
+        times = RestoreTimes(total_s, read_s - found_s, replayed_s - read_s - waited_s, waited_s)
         is_own = is_own and not lineage.left_out and base.relayout is None
-        return Restored(state, info, path, lineage, leaves, is_own, measured)
+        return Restored(state, info, path, lineage, leaves, is_own, measured, times)
 
     def _read(self, path: AnyPath, lineage: Lineage, args: RestoreArgs) -> _Base:
         """Read the base of a lineage onto the devices on which its updates are replayed."""
+        _log.info(
+            "restoring step %d: reading the base of step %d (%s bytes); %d deltas follow it",
+            *(lineage.end.step, lineage.base.step),
+            *(f"{sum(leaf.nbytes for leaf in lineage.base.leaves):,}", len(lineage.deltas)),
+        )
         programs = CompiledUpdates(self._recorders, self._params_path, self._clock)
         programs.begin_loading(lineage)
         damage = descriptions.damaged_descriptions(lineage.base_directory, lineage.base)

@@ -19,6 +19,8 @@ from adacheck_jax.adapter import descriptions, directories, inputs, processes
 from adacheck_jax.adapter.arguments import RecoveredStep, RestoreArgs, RestoreInfo, SaveArgs
 from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
 from adacheck_jax.adapter.descriptions import Entry, stored_dtype
+from adacheck_jax.adapter.observe.announce import Announcer
+from adacheck_jax.adapter.observe.reports import OnSave, SaveReport, report_of
 from adacheck_jax.adapter.restoring import StepRestorer, resolve, stock_info
 from adacheck_jax.device import jax_settings
 from adacheck_jax.device.trees import PyTree
@@ -51,11 +53,15 @@ class Begun:
     Attributes:
         line: root and item that the step belongs to.
         save: the save.
+        begin_s: reading of the clock when the caller called.
+        returned_s: reading of the clock when the rest was left to the background.
         entries: arrays of a base that Orbax left to this library, by leaf path.
     """
 
     line: tuple[AnyPath, str | None]
     save: Save
+    begin_s: float
+    returned_s: float = 0.0
     entries: Mapping[str, Entry] = dataclasses.field(default_factory=dict)
 
     @property
@@ -78,10 +84,12 @@ class TrainingRun:
     Args:
         recorder: the :class:`Recorder`, or several; see :class:`AdaCheckHandler`.
         options: the caller's choices.
-        clock: a monotonic clock, by which the schedule's costs are measured.
+        clock: a monotonic clock, by which costs are measured.
+        on_save: called with the report of each save that this process committed.
 
     Attributes:
         restored: what the last restore gave; None before it.
+        last_save: report of the last save that this process committed; None before it.
 
     Raises:
         ValueError: there is a ``shadow_directory`` and no recorder.
@@ -89,7 +97,11 @@ class TrainingRun:
     """
 
     def __init__(
-        self, recorder: RecorderArgument, options: Options, clock: Clock = time.monotonic
+        self,
+        recorder: RecorderArgument,
+        options: Options,
+        clock: Clock = time.monotonic,
+        on_save: OnSave | None = None,
     ) -> None:
         self._options, self._clock = options, clock
         self._recorders = recorders_of(recorder)
@@ -99,6 +111,8 @@ class TrainingRun:
                 "shadow to lie in it. Give it: AdaCheckHandler(recorder, ...)."
             )
         self.restored: RestoreInfo | None = None
+        self.last_save: SaveReport | None = None
+        self._announcer = Announcer(on_save)
         # Managers, or one manager's saves and restores, may call from several threads.
         self._lock = threading.Lock()
         self._savers: dict[tuple[AnyPath, str | None], Saver] = {}
@@ -128,14 +142,19 @@ class TrainingRun:
             MismatchError, FormatError: a leaf of the state cannot be stored.
             ValueError: ``args.step`` is not a step number.
         """
-        final = roots.committed_path(directory)
+        final, begin_s = roots.committed_path(directory), self._clock()
         exchange = processes.exchange(final)  # before anything is refused in one process alone
         with _told(exchange):
             directories.check_writable(directory)
-            return self._begin(final, place, args, exchange)
+            return self._begin(final, place, args, exchange, begin_s)
 
     def _begin(
-        self, final: AnyPath, place: Callable[[], Place], args: SaveArgs, exchange: Exchange | None
+        self,
+        final: AnyPath,
+        place: Callable[[], Place],
+        args: SaveArgs,
+        exchange: Exchange | None,
+        begin_s: float,
     ) -> tuple[Begun, SaveArgs]:
         state = inputs.checked_state(args.state, args.save_args)
         self.stock.check_reachable(final, state)
@@ -159,7 +178,7 @@ class TrainingRun:
             custom_metadata=custom_metadata,
             ocdbt_target_data_file_size=file_bytes,
         )
-        return Begun(found.line, save), stored
+        return Begun(found.line, save, begin_s), stored
 
     async def write(self, directory: AnyPath, begun: Begun, stored: SaveArgs) -> list[ocp.Future]:
         """Start to write this process's share.
@@ -197,6 +216,7 @@ class TrainingRun:
         with self._lock:
             saver = self._savers[begun.line]
         saver.returns()
+        begun.returned_s = self._clock()
         return futures
 
     @jax_settings.own()
@@ -220,6 +240,9 @@ class TrainingRun:
                 }
                 described = self.stock.finalize(epath.Path(str(directory)), begun.entries, chunks)
             begun.save.commit(directory, described)
+        report = report_of(begun.save, directory, begun.begin_s, begun.returned_s)
+        self.last_save = report
+        self._announcer.tell_saved(report)
 
     @jax_settings.own()
     def record_step(self, state: PyTree, step: int | None = None) -> bool:
@@ -259,6 +282,8 @@ class TrainingRun:
             self.note_stock(restored.directory)
             return restored.state
         self.restored = restored.info
+        if restored.times is not None:
+            self._announcer.tell_restored(restored.info, restored.times)
         if restored.info.verified and not restored.info.rounded:
             place = roots.place_of(restored.directory)
             saver = self._saver_of(place)

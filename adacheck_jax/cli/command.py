@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import re
 import sys
 from collections.abc import Iterator
@@ -30,6 +31,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 
 
 Step = Annotated[str, typer.Argument(metavar="STEP", help="Number, latest, or -1.")]
+RESTORES = "adacheck_jax.restore.progress"
+"""Logger of restores that take long."""
 STEPS = {"ignore_unknown_options": True}
 """Settings of a command that takes steps: -1 is one, and no option."""
 
@@ -150,6 +153,21 @@ def progress_bar() -> Iterator[Progress | None]:
             bar.update(task, completed=done, total=total, description=what)
 
         yield tell
+
+
+class _Lines(logging.Handler):
+    """Writes to stderr, above a progress bar if there is one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        typer.echo(record.getMessage(), err=True)
+
+
+def show_restores() -> None:
+    """Tell how far long restores are, if stderr is a terminal."""
+    log = logging.getLogger(RESTORES)
+    if sys.stderr.isatty() and not log.handlers:
+        log.addHandler(_Lines())
+        log.setLevel(logging.INFO)
 
 
 def print_json(record: Any) -> None:

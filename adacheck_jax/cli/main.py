@@ -13,7 +13,7 @@ from rich.console import Console
 
 import adacheck_jax
 from adacheck_jax.cli import handover, keep, look, models, report, travel
-from adacheck_jax.cli.command import Json, errors, print_json
+from adacheck_jax.cli.command import Json, errors, print_json, show_restores
 
 # Commands that read arrays import their modules when they run: with them comes JAX, which takes
 # seconds to import and which ls, inspect and --help do not need.
@@ -48,6 +48,7 @@ def _main(
     Exit codes: 0 all is well; 1 a step is damaged, or what was looked for was found to be
     otherwise; 2 the command was given something that is not there, or this machine cannot judge it.
     """
+    show_restores()
 
 
 for commands in (look, travel, report, keep, handover, models):
@@ -58,7 +59,7 @@ for commands in (look, travel, report, keep, handover, models):
 def demo(
     steps: Annotated[int, typer.Option(min=12, help="Training steps of each run.")] = 40,
     keep: Annotated[
-        Path | None, typer.Option(help="New directory to work in and to keep; else temporary.")
+        Path | None, typer.Option(help="New directory to work in; else a temporary one. Both stay.")
     ] = None,
     seed: Annotated[
         int | None, typer.Option(help="Chooses the moment of the kill; random if left out.")

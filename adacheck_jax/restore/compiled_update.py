@@ -16,6 +16,7 @@ from adacheck_jax.device import jax_settings, transfer
 from adacheck_jax.device.kept import Kept
 from adacheck_jax.errors import FormatError, unreadable
 from adacheck_jax.format.manifest import Leaf, Update
+from adacheck_jax.restore import progress
 from adacheck_jax.restore.working_set import replay_shardings
 from adacheck_jax.store.steps import manifest_file
 from adacheck_jax.store.steps.lineage import Lineage
@@ -121,7 +122,7 @@ class CompiledUpdates:
         if key not in self._compiled:
             self._compiled[key] = Future()
             self._compiled[key].set_result(self._jitted(lineage, update, shardings))
-        program = self._compiled[key].result()
+        program = progress.compiled(lineage.end.step, self._compiled[key])
         self.waited_s += self._clock() - begin_s
         return program
 

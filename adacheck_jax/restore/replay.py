@@ -18,6 +18,7 @@ from adacheck_jax.restore import check
 from adacheck_jax.restore.compiled_update import CompiledUpdates, Shardings
 from adacheck_jax.restore.delta_reader import DeltaReader, readers_of
 from adacheck_jax.restore.patches import Patches
+from adacheck_jax.restore.progress import Progress
 from adacheck_jax.restore.records import Consumed, read_ahead
 from adacheck_jax.restore.shared_reads import ReadOnce
 from adacheck_jax.restore.working_set import WorkingSet, is_abstract, replay_shardings
@@ -148,7 +149,7 @@ def apply_deltas(
     patches = Patches(working, specs)
     if has_updates and update is not None:
         program = programs.get(lineage, update, shardings)
-        replay = _Replay(update, program, working, patches, shardings)
+        replay = _Replay(update, program, working, patches, shardings, Progress(lineage.end.step))
         where = lineage.base_directory
         records = read_ahead(specs, update, readers, shardings, read_once, where, checked=checked)
         replay.run(readers, records)
@@ -168,6 +169,7 @@ class _Replay:
         working: all leaves of the state.
         patches: stored leaves that wait to be put in place.
         shardings: the shardings for replay, by leaf index.
+        progress: told after each delta.
     """
 
     def __init__(
@@ -177,8 +179,9 @@ class _Replay:
         working: WorkingSet,
         patches: Patches,
         shardings: Shardings,
+        progress: Progress,
     ) -> None:
-        self._update, self._program = update, program
+        self._update, self._program, self._progress = update, program, progress
         self._working, self._patches = working, patches
         self._shardings = [*shardings.values()]
         self._passed = frozenset(update.passed)
@@ -192,7 +195,8 @@ class _Replay:
             readers: readers of the deltas, oldest first; those without an update too.
             consumed: the arrays that each update consumes.
         """
-        for reader in readers:
+        for done, reader in enumerate(readers):
+            self._progress.tell(done, len(readers))
             if not reader.has_update:
                 self._patches.add(reader)
                 continue

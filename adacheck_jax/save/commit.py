@@ -93,6 +93,12 @@ class Save:
         """Findings of the checks of any process, as all know them once their shares are written."""
         return self._written.caution if self._written else self.staged.caution
 
+    @property
+    def check_s(self) -> float:
+        """Seconds for which the slowest process waited for the check, once shares are written."""
+        reports = self._written.reports() if self._written else ()
+        return max((report["check_s"] for report in reports), default=0.0)
+
     def take_measured(self) -> Sequence[Measurement]:
         """The seconds that all processes learned of with this save; once."""
         measured, self._measured = self._measured, ()
@@ -111,7 +117,7 @@ class Save:
         """
         base, self._base = self._base, None  # a save that failed is kept, the copies are not
         try:
-            self._written = share.write(self.staged, directory, base, layout)
+            self._written = share.write(self.staged, directory, base, layout, self._clock)
             self._measured, self.durable_s = self._written.measured, self._clock()
             self._before_commit()
         except AdaCheckError as error:

@@ -533,7 +533,7 @@ class Saver:
 
     def _tell(self, planned: SavePlan, again: StagedStep | None) -> None:
         """Tells of a plan, in the log and in warnings."""
-        _log.info("step %d: %s (%s)", planned.step, planned.decision.kind, planned.decision.reason)
+        _log.debug("step %d: %s (%s)", planned.step, planned.decision.kind, planned.decision.reason)
         self._notices.note_plan(planned)
         self._notices.note_step(planned.step)
         counts = planned.counts

@@ -13,6 +13,7 @@ import functools
 import hashlib
 import itertools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from adacheck_jax.save.exported_update import ExportedUpdate
 from adacheck_jax.save.plan import SavePlan
 from adacheck_jax.save.snapshot import Structure
 from adacheck_jax.save.staged import StagedStep
-from adacheck_jax.schedule.stopwatch import Measurement
+from adacheck_jax.schedule.stopwatch import Clock, Measurement
 from adacheck_jax.store import claims, delta_writer, equality, links
 from adacheck_jax.store.base_writer import BaseWriter, Layout
 from adacheck_jax.store.steps import lineage, manifest_file
@@ -230,7 +231,11 @@ class Written:
 
 
 def write(
-    staged: StagedSave, directory: AnyPath, base: BaseWriter | None, layout: Layout
+    staged: StagedSave,
+    directory: AnyPath,
+    base: BaseWriter | None,
+    layout: Layout,
+    clock: Clock = time.monotonic,
 ) -> Written:
     """Writes this process's share, and agrees on it with all processes.
 
@@ -239,6 +244,7 @@ def write(
         directory: the item's temporary directory.
         base: copies of what a base stores; None for a delta.
         layout: form of the arrays of a base.
+        clock: a monotonic clock.
 
     Raises:
         AdaCheckError: another process failed or is gone, or they did not decide alike; or the step
@@ -255,7 +261,7 @@ def write(
             if attempt.is_over:
                 raise AdaCheckError(f"step {staged.own.step}: given up, it is being saved again")
             with claims.writing(directory, process, attempt.token) as attempt.claim:
-                own = _write(staged, directory, process, base, layout)
+                own = _write(staged, directory, process, base, layout, clock)
     except Exception as error:
         if exchange is not None and not attempt.is_over:
             exchange.fail(SHARES, error)
@@ -275,6 +281,7 @@ def _write(
     process: int,
     base: BaseWriter | None,
     layout: Layout,
+    clock: Clock,
 ) -> Report:
     for each in staged.steps:
         each.bring()
@@ -316,9 +323,11 @@ def _write(
     report["steps"] = [
         _reported(staged, each) | own for each, own in zip(staged.steps, written, strict=True)
     ]
+    begin_s = clock()
     for each, told in zip(staged.steps, report["steps"], strict=True):
         each.verify()  # no manifest speaks of a delta whose replay was not compared
         told["replayed"] = None if each.replayed is None else sorted(each.replayed.items())
+    report["check_s"] = clock() - begin_s
     return report
 
 

@@ -11,10 +11,11 @@ from adacheck_jax.format.manifest import (
     Update,
 )
 from adacheck_jax.store.steps import lineage as lineages
+from adacheck_jax.store.steps import sizes
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.tools.listing import kind_of, parent_of, recorded_with
-from adacheck_jax.tools.steps import new_bytes, selected
+from adacheck_jax.tools.steps import selected
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +165,7 @@ def describe_step(root: AnyPath, number: int | None = None, item: str | None = N
         replayed_count=lineage.replayed_count,
         checks=tuple(StepCheck(d.step, lineages.checked_of(d)) for d in lineage.deltas),
         problem=lineage.problem or (None if base.update else "the base holds no update program"),
-        new_bytes=new_bytes(step.directory),
+        new_bytes=sizes.new_bytes(step.directory),
         versions=dict(base.versions),
         groups=_totals(leaves),
         leaves=leaves,

@@ -10,12 +10,12 @@ from datetime import datetime
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest, Manifest
 from adacheck_jax.store.steps import lineage as lineages
-from adacheck_jax.store.steps import roots, stock
+from adacheck_jax.store.steps import roots, sizes, stock
 from adacheck_jax.store.steps.roots import Step
 from adacheck_jax.store.storage.interface import Entry
 from adacheck_jax.store.storage.location import AnyPath, at
 from adacheck_jax.tools.orbax_notes import Note, note_of
-from adacheck_jax.tools.steps import existing, is_link, settled_steps, steps_under
+from adacheck_jax.tools.steps import existing, settled_steps, steps_under
 from adacheck_jax.tools.upkeep import pins
 
 STOCK, FOREIGN = "stock", "foreign"
@@ -227,7 +227,7 @@ class _Size:
 
     def add(self, path: str, entry: Entry) -> None:
         """Count one file."""
-        if not is_link(path):
+        if not sizes.is_link(path):
             self._new += entry.size_bytes
         _, count = self._links.get(entry.stamp, (entry, 0))
         self._links[entry.stamp] = (entry, count + 1)

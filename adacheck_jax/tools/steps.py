@@ -1,16 +1,13 @@
-"""Steps under a checkpoint root that a running manager may be changing, and their sizes on disk."""
+"""Steps under a checkpoint root that a running manager may be changing."""
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from adacheck_jax.store.steps import lineage as lineages
-from adacheck_jax.store.steps import roots
+from adacheck_jax.store.steps import roots, sizes
 from adacheck_jax.store.steps.manifest_file import DIRECTORY
 from adacheck_jax.store.steps.roots import Step
-from adacheck_jax.store.storage.interface import Entry
 from adacheck_jax.store.storage.location import AnyPath, at
 
 _LOOK_COUNT = 20
@@ -150,7 +147,7 @@ def settled_steps(root: AnyPath) -> list[Step]:
     for _ in range(_LOOK_COUNT):
         found = roots.steps_of(root)
         suspects = [step.directory for step in found if step.error]
-        file_counts = {path: sum(1 for _ in _files(path)) for path in suspects}
+        file_counts = {path: sum(1 for _ in sizes.files(path)) for path in suspects}
         steps = [step for step in found if file_counts.get(step.directory, 1)]
         damaged = {path: count for path, count in file_counts.items() if count}
         if not damaged or damaged == before:
@@ -158,33 +155,3 @@ def settled_steps(root: AnyPath) -> list[Step]:
         before = damaged
         time.sleep(_LOOK_AGAIN_S)
     return steps
-
-
-def new_bytes(directory: AnyPath) -> int | None:
-    """Bytes of the files under a step or item directory, without its links to earlier steps.
-
-    None in an object store: tensorstore tells a value's size only with the value.
-    """
-    if not at(directory).on_file_system:
-        return None
-    return sum(each.size_bytes for each in _files(directory, links=False))
-
-
-def is_link(path: str) -> bool:
-    """True for a file under a step that is a link to one of an earlier step."""
-    return f"/{lineages.LINEAGE}/" in path or f"/{lineages.KEPT}/" in path
-
-
-def _files(directory: AnyPath, *, links: bool = True) -> Iterator[Entry]:
-    """Descriptions of the files under a directory; files deleted meanwhile are left out.
-
-    Args:
-        directory: the directory.
-        links: False to leave out those that are links to files of earlier steps.
-    """
-    top = at(directory)
-    with contextlib.suppress(FileNotFoundError):
-        for each in top.list():
-            if links or not is_link(f"/{each.below(top)}"):
-                with contextlib.suppress(FileNotFoundError):
-                    yield each.stat()

@@ -7,6 +7,7 @@ from typing import TypedDict, Unpack
 
 from orbax.checkpoint import v1 as ocp
 
+from adacheck_jax.adapter.observe.reports import OnSave
 from adacheck_jax.adapter.training_run import TrainingRun
 from adacheck_jax.adapter.v1.handler import StateHandler, handler_class
 from adacheck_jax.device import replicas
@@ -23,7 +24,7 @@ STATE = "state"
 
 
 class RunOptions(TypedDict, total=False):
-    """Options of a training run: those of :class:`~adacheck_jax.AdaCheckHandler`."""
+    """Options of a training run's saves: those of :class:`~adacheck_jax.AdaCheckHandler`."""
 
     max_deltas: MaxDeltas
     params_path: str | Mapping[str, str] | None
@@ -43,6 +44,7 @@ def context(
     *,
     parent: ocp.Context | None = None,
     checkpointable_name: str = STATE,
+    on_save: OnSave | None = None,
     **options: Unpack[RunOptions],
 ) -> ocp.Context:
     """An Orbax context in which states are saved as bases and deltas, and restored bit-exact.
@@ -63,6 +65,8 @@ def context(
             load still works.
         parent: a context whose options and handlers the new one has too.
         checkpointable_name: name of the checkpointable that is the train state.
+        on_save: called with the :class:`SaveReport` of each save, as by
+            :class:`~adacheck_jax.AdaCheckHandler`.
         **options: options of :class:`~adacheck_jax.AdaCheckHandler`.
 
     Returns:
@@ -79,7 +83,9 @@ def context(
         if name != checkpointable_name:
             others = known.get_secondary_typestrs(handler)
             registry.add(handler, checkpointable_name=name, secondary_typestrs=others)
-    register(registry, recorder, checkpointable_name=checkpointable_name, **options)
+    register(
+        registry, recorder, checkpointable_name=checkpointable_name, on_save=on_save, **options
+    )
     made.checkpointables.registry = registry
     return made
 
@@ -89,6 +95,7 @@ def register(
     recorder: RecorderArgument = None,
     *,
     checkpointable_name: str = STATE,
+    on_save: OnSave | None = None,
     **options: Unpack[RunOptions],
 ) -> TrainingRun:
     """Add the handler to a registry, for a framework that has one of its own.
@@ -98,6 +105,8 @@ def register(
             ``ocp.handlers.local_registry(include_global_registry=False)``.
         recorder: the :class:`Recorder`, as for :func:`context`.
         checkpointable_name: name of the checkpointable that is the train state.
+        on_save: called with the :class:`SaveReport` of each save, as by
+            :class:`~adacheck_jax.AdaCheckHandler`.
         **options: options of :class:`~adacheck_jax.AdaCheckHandler`.
 
     Returns:
@@ -115,7 +124,7 @@ def register(
             "ocp.handlers.local_registry(include_global_registry=False), or use "
             "adacheck_jax.v1.context(), which puts this handler in the place of that one."
         )
-    run = TrainingRun(recorder, Options(**options))
+    run = TrainingRun(recorder, Options(**options), on_save=on_save)
     registry.add(handler_class(run), checkpointable_name=checkpointable_name)
     return run
 
@@ -123,9 +132,9 @@ def register(
 def run_of(context: ocp.Context, checkpointable_name: str = STATE) -> TrainingRun:
     """The training run that a context follows.
 
-    Its ``restored`` is the report of the last load, and ``record_step(state, step)`` takes hold of
-    a step that the next save writes together with its own
-    (:meth:`~adacheck_jax.AdaCheckHandler.record_step`); ``recover(root, abstract_state)`` gives
+    Its ``restored`` is the report of the last load, ``last_save`` that of the last save, and
+    ``record_step(state, step)`` takes hold of a step that the next save writes together with its
+    own (:meth:`~adacheck_jax.AdaCheckHandler.record_step`); ``recover(root, abstract_state)`` gives
     the state that a process which was killed has left in memory
     (:meth:`~adacheck_jax.AdaCheckHandler.recover`).
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -58,6 +60,7 @@ class DemoReport:
         restored_depth: number of deltas that each restore folded onto the base.
         restores: one restore for each mesh, the mesh that saved first.
         saves: costs of one save of each kind.
+        root: checkpoint root that the demonstration left.
         total_s: seconds of the whole demonstration.
         failures: one sentence for each difference; empty if every bit was equal.
     """
@@ -73,6 +76,7 @@ class DemoReport:
     restored_depth: int
     restores: tuple[MeshRestore, ...]
     saves: tuple[SaveCost, ...]
+    root: str
     total_s: float
     failures: tuple[str, ...]
 
@@ -88,10 +92,28 @@ def show(report: DemoReport, console: Console) -> None:
         console.print("FAILED: not every bit is equal.", style="bold red")
         for failure in report.failures:
             console.print(failure, markup=False, highlight=False)
-        console.print(f"Repeat with --seed {report.seed} --keep DIR to look into it.")
-        return
-    console.print(_conclusion(report), highlight=False, markup=False)
+        console.print(f"Repeat it with --seed {report.seed}.")
+    else:
+        console.print(_conclusion(report), highlight=False, markup=False)
+    console.print()
+    console.print("Look at what it left:", style="bold")
+    for line in _commands(report):
+        console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
     console.print(f"{report.total_s:.0f} s", style="dim", highlight=False)
+
+
+def _commands(report: DemoReport) -> list[str]:
+    """Commands that show what the demonstration left, with a word on each."""
+    root = shlex.quote(report.root)
+    lines = [
+        (f"adacheck ls {root}", "its newest steps"),
+        (f"adacheck log {root}", "norms and learning rate of each step"),
+        (f"adacheck diff {root} -2 -1", "what one step changed"),
+        (f"adacheck verify {root} --read-data --replay", "every stored bit, replayed"),
+        (f"rm -r {shlex.quote(str(Path(report.root).parent))}", "remove it"),
+    ]
+    width = max(len(command) for command, _ in lines)
+    return [f"{command.ljust(width)}  # {said}" for command, said in lines]
 
 
 def _save_table(saves: tuple[SaveCost, ...]) -> Table:

@@ -6,11 +6,9 @@ only what is on disk. This process starts them, kills one, and compares.
 
 from __future__ import annotations
 
-import contextlib
 import random
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -28,7 +26,8 @@ def run_demo(
     Args:
         steps: training steps of each run.
         seed: seed that chooses the moment of the kill; None takes a random one.
-        keep: new or empty directory to work in and to keep; None works in a temporary one.
+        keep: new or empty directory to work in; None makes one among the temporary files. Either
+            way it stays, so that its steps can be looked at.
         console: console for progress messages.
 
     Returns:
@@ -39,29 +38,27 @@ def run_demo(
         DemoError: a child process failed.
     """
     seed = random.SystemRandom().randrange(10**6) if seed is None else seed
-    with _workplace(keep) as work:
-        console.print(f"working in {work}; the kill's seed is {seed}", style="dim", highlight=False)
-        return _play(Stage(work, steps, console), seed)
+    work = _workplace(keep)
+    shown = f"working in {work}; --seed {seed} kills at the same step again"
+    console.print(shown, style="dim", highlight=False, soft_wrap=True)
+    return _play(Stage(work, steps, console), seed)
 
 
-@contextlib.contextmanager
-def _workplace(keep: Path | None) -> Iterator[Path]:
+def _workplace(keep: Path | None) -> Path:
     if keep is None:
-        with tempfile.TemporaryDirectory(prefix="adacheck-demo-") as name:
-            yield Path(name)
-        return
+        return Path(tempfile.mkdtemp(prefix="adacheck-demo-"))
     if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
         raise InputError(
             f"{keep}: expected a new or empty directory to work in, found "
             f"{'files in it' if keep.is_dir() else 'a file'}. Give another one."
         )
     keep.mkdir(parents=True, exist_ok=True)
-    yield keep.absolute()
+    return keep.absolute()
 
 
 def _play(stage: Stage, seed: int) -> DemoReport:
     start_s = time.monotonic()
-    expected = stage.train("uninterrupted", "train without saving", "--no-save")
+    expected = stage.train("uninterrupted", "train to the end, saving nothing", "--no-save")
     before = stage.train_and_kill(random.Random(seed))
     resumed, restored = stage.set_aside()
     was_saving = any("tmp" in path.name for path in stage.root.iterdir())
@@ -96,6 +93,7 @@ def _play(stage: Stage, seed: int) -> DemoReport:
         restored_depth=restored.depth or 0,
         restores=restores,
         saves=saves,
+        root=str(stage.root),
         total_s=time.monotonic() - start_s,
         failures=tuple(failures),
     )

@@ -26,6 +26,12 @@ from adacheck_jax.tools.listing import StepSummary
 _MESH = ("--mesh", "4x2", "--devices", "8")
 _POLL_S = 0.02
 _FIRST_KILL_STEP = 4
+_COMPILES = "JAX starts, and compiles"
+_DOING = {
+    "restore": "JAX starts, and compiles the update for each mesh",
+    "save": "JAX starts, and saves the same states as bases, as deltas and by stock Orbax",
+}
+"""What is done while a bar shows no steps."""
 
 Advance = Callable[[int], None]
 
@@ -54,7 +60,10 @@ class Stage:
     def train(self, name: str, title: str, *options: str) -> dict[int, str]:
         """Train to the end and return each step's loss as ``float.hex``."""
         losses = self._losses_file(name)
-        with self._told(title, self.steps) as advance, self._trainer(name, *options) as child:
+        with (
+            self._told(title, self.steps, _COMPILES) as advance,
+            self._trainer(name, *options) as child,
+        ):
             while child.poll() is None:
                 advance(max(_read_losses(losses), default=0))
                 time.sleep(_POLL_S)
@@ -71,7 +80,7 @@ class Stage:
         fatal = rng.randint(_FIRST_KILL_STEP, max(_FIRST_KILL_STEP, 3 * self.steps // 4))
         title = "train, save every step, kill -9"
         with (
-            self._told(title, self.steps) as advance,
+            self._told(title, self.steps, _COMPILES) as advance,
             self._trainer(name, "--root", str(self.root)) as child,
         ):
             while committed < fatal:
@@ -115,22 +124,33 @@ class Stage:
         root = self._aside if task == "restore" else self._work / "measured"
         module = "adacheck_jax.cli.demo.measure"
         with (
-            self._told(title, None),
+            self._told(title, None, _DOING[task]),
             self._child(task, module, task, str(root), *map(str, arguments)) as child,
         ):
             child.wait()
             self._check(child, task)
+        if task == "save":
+            shutil.rmtree(root)  # it is large, and told by its sizes
         return json.loads(self._log(task, "out").read_text().splitlines()[-1])
 
     @contextlib.contextmanager
-    def _told(self, title: str, total: int | None) -> Iterator[Advance]:
-        """Shows a bar while a part runs and leaves a line when it is done."""
+    def _told(self, title: str, total: int | None, doing: str) -> Iterator[Advance]:
+        """Shows a bar while a part runs and leaves a line when it is done.
+
+        Args:
+            title: the part.
+            total: number of its steps; None if they are not known.
+            doing: what happens before the first of them.
+        """
         self._part += 1
         title = f"{self._part}/5 {title}"
         start_s = time.monotonic()
+        if not self._bars:
+            line = f"{title}: {doing} ..."
+            self._console.print(line, style="dim", highlight=False, soft_wrap=True)
         with Progress(console=self._console, transient=True, disable=not self._bars) as progress:
-            task = progress.add_task(title, total=total)
-            yield lambda completed: _set(progress, task, completed)
+            task = progress.add_task(f"{title}: {doing}", total=total)
+            yield lambda completed: _set(progress, task, completed, title if completed else None)
         taken_s = time.monotonic() - start_s
         self._console.print(f"{title} [dim]({taken_s:.1f} s)[/dim]", highlight=False)
 
@@ -167,8 +187,8 @@ class Stage:
         if child.returncode:
             said = _reason(*(self._log(name, stream).read_text() for stream in ("out", "err")))
             raise DemoError(
-                f"FAILED: the child process {name!r} ended with code {child.returncode} (with "
-                f"--keep DIR its whole output is in DIR/{name}.err). It said: {said}"
+                f"FAILED: the child process {name!r} ended with code {child.returncode} "
+                f"(its whole output: {self._log(name, 'err')}). It said: {said}"
             )
 
     def _check_alive(self, child: _Child, name: str) -> None:
@@ -183,8 +203,11 @@ class Stage:
 _Child = subprocess.Popen[bytes]
 
 
-def _set(progress: Progress, task: TaskID, completed: int) -> None:
-    progress.update(task, completed=completed)
+def _set(progress: Progress, task: TaskID, completed: int, title: str | None) -> None:
+    if title is None:
+        progress.update(task, completed=completed)
+    else:
+        progress.update(task, completed=completed, description=title)
 
 
 def _reason(stdout: str, stderr: str) -> str:

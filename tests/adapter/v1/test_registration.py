@@ -111,3 +111,14 @@ def test_wrong_options_are_refused():
         adacheck.run_of(ocp.Context())
     with pytest.raises(ValueError, match="found no handler"):
         adacheck.run_of(ocp.Context(), "train")
+
+
+def test_the_run_of_a_context_reports_its_saves(tmp_path):
+    told = []
+    run = dict_run(mesh_of((2, 2)))
+    context = adacheck.context(run.recorder, on_save=told.append)
+    with context, checkpointer_of(tmp_path) as checkpointer:
+        assert adacheck.run_of(context).last_save is None
+        save_steps(checkpointer, run, 2)
+    assert [(each.step, each.kind) for each in told] == [(1, "base"), (2, "delta")]
+    assert adacheck.run_of(context).last_save == told[-1]
