@@ -1,0 +1,156 @@
+"""Runs the code of one page of the documentation, block after block, in the working directory.
+
+``python -m tests.docs_code docs/guide/resuming.md`` runs what a reader would: Python blocks in one
+namespace, commands of ``sh`` blocks, and blocks with a ``title`` written into a file of that name.
+A page that does not import the library goes on from the quick start, which is run before. Comments
+tell what a reader need not see::
+
+    <!-- runs: no, because REASON -->     the next block is not run
+    <!-- runs: twice -->                  the next block is run twice, each time from nothing
+    <!-- python ... -->, <!-- sh ... -->  a block that is run and not shown
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+QUICK_START = "README.md"
+
+LANGUAGES = ("python", "sh", "toml", "json", "text", "mermaid")
+DIFFERENCE_IS_TOLD = ("diff", "bisect", "compare")
+"""Commands whose exit code 1 is an answer."""
+
+_BLOCK = re.compile(
+    r"^(?P<indent> *)```(?P<language>\w*)(?P<info>[^\n]*)\n(?P<code>.*?)^(?P=indent)```$"
+    r"|^<!-- (?P<hidden>python|sh)\n(?P<unseen>.*?)^-->$"
+    r"|^ *<!-- runs: (?P<mark>no, because [^>]+|twice) -->$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A block of code of a page.
+
+    Attributes:
+        line: number of its first line.
+        language: the word after the fence.
+        code: its text, without the page's indentation.
+        title: name of the file that it stands for, or empty.
+        mark: what a comment before it says of running it, or empty.
+        is_hidden: True if readers do not see it.
+    """
+
+    line: int
+    language: str
+    code: str
+    title: str
+    mark: str
+    is_hidden: bool
+
+    @property
+    def runs(self) -> bool:
+        """True if the block is code that is run, or a file that others read."""
+        is_code = self.language in ("python", "sh") or bool(self.title)
+        return is_code and not self.mark.startswith("no")
+
+
+def blocks_of(page: Path) -> Iterator[Block]:
+    """All blocks of a page, in order."""
+    text, mark = page.read_text(), ""
+    for found in _BLOCK.finditer(text):
+        if found["mark"]:
+            mark = found["mark"]
+            continue
+        is_hidden = found["hidden"] is not None
+        title = re.search(r'title="([^"]+)"', found["info"] or "")
+        yield Block(
+            line=text.count("\n", 0, found.start()) + 2,
+            language=found["hidden"] or found["language"],
+            code=textwrap.dedent(found["unseen"] if is_hidden else found["code"]),
+            title=title[1] if title else "",
+            mark=mark,
+            is_hidden=is_hidden,
+        )
+        mark = ""
+
+
+def goes_on(blocks: Sequence[Block]) -> bool:
+    """True if a page's code goes on from the quick start."""
+    python = [each.code for each in blocks if each.language == "python" and each.runs]
+    return (bool(python) and "import adacheck_jax" not in python[0]) or _needs_root(blocks)
+
+
+def _needs_root(blocks: Sequence[Block]) -> bool:
+    """True if a page has no Python, and commands that read the quick start's root."""
+    languages = {each.language for each in blocks if each.runs}
+    return languages == {"sh"} and any("checkpoints" in each.code for each in blocks)
+
+
+def run_page(page: Path) -> int:
+    """Run a page, and tell how many of its blocks were run."""
+    blocks = [*blocks_of(page)]
+    namespace: dict[str, Any] = {}
+    Path("examples").symlink_to(ROOT / "examples")  # commands of the pages name scripts in it
+    if goes_on(blocks):
+        before = next(each for each in blocks_of(ROOT / QUICK_START) if each.language == "python")
+        namespace = _run(ROOT / QUICK_START, before, namespace)
+    count = 0
+    for block in blocks:
+        if block.runs:
+            again = 2 if block.mark == "twice" else 1
+            for _ in range(again):
+                namespace = _run(page, block, {} if again > 1 else namespace)
+            count += not block.is_hidden
+    return count
+
+
+def _run(page: Path, block: Block, namespace: dict[str, Any]) -> dict[str, Any]:
+    if block.title:
+        Path(block.title).write_text(block.code)
+    elif block.language == "python":
+        code = "\n" * (block.line - 1) + block.code  # so that errors name the page's line
+        exec(compile(code, str(page), "exec"), namespace)
+    else:
+        for command in block.code.replace("\\\n", " ").splitlines():
+            _run_command(page, block, command)
+    return namespace
+
+
+def _run_command(page: Path, block: Block, command: str) -> None:
+    words = shlex.split(command, comments=True)
+    if not words:
+        return
+    if words[0] == "adacheck" and not {"|", ">", "&&"} & {*words}:
+        code = _adacheck(words[1:])  # here: a process of its own would import all anew
+        told = code == 1 and words[1] in DIFFERENCE_IS_TOLD
+    else:
+        code, told = subprocess.run(["bash", "-uc", command], check=False).returncode, False
+    if code and not told:
+        raise SystemExit(f"{page}:{block.line}: {command}: exit code {code}")
+
+
+def _adacheck(words: Sequence[str]) -> int:
+    from typer.testing import CliRunner
+
+    from adacheck_jax.cli.main import app
+
+    result = CliRunner().invoke(app, [*words])
+    print(result.output)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code
+
+
+if __name__ == "__main__":
+    print(f"{run_page(Path(sys.argv[1]).absolute())} blocks run")
