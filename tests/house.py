@@ -99,6 +99,7 @@ MAY_TOUCH_FILES = {
     "cli.plots": "it writes the file that a user names",
     "cli.models": "files of figures and of pictures are arguments",
     "cli.demo.measure": "the demonstration works in a directory of its own",
+    "cli.demo.report": "it shows the paths of a directory of its own",
     "cli.demo.run": "the demonstration works in a directory of its own",
     "cli.demo.stage": "the demonstration works in a directory of its own",
     "cli.demo.train_lm": "it learns from files",

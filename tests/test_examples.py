@@ -28,6 +28,7 @@ RUNS = {
     "plain_optax": STEPS,
     "preemption": ("--steps 100000 --preempt-after 4", "--steps 100000 --preempt-after 1"),
     "reinforce": STEPS,
+    "rl_weight_sync": ("--steps 6",),
     "train_lm": (f"--steps 3 {ON_A_MESH}", "--steps 5 --devices 8 --mesh 2x4"),
     "train_muon": (f"--steps 3 {ON_A_MESH}",),
     "v1": STEPS,
