@@ -111,7 +111,6 @@ class Follower:
         while True:
             try:
                 self.update()
-                self._trouble = ""
             except StorageError as error:
                 self._trouble = str(error)
             if self.version is not None and self.version >= version:
@@ -146,6 +145,7 @@ class Follower:
             MismatchError: other params were published.
         """
         with self._lock:
+            self._trouble = ""
             for _ in range(_VANISHED):
                 route = self._reader.route(self._have if self._weights is not None else None)
                 if route is None or not self._is_newer(route):
@@ -160,8 +160,18 @@ class Follower:
         return False
 
     def _is_newer(self, route: Route) -> bool:
-        have = self._have
-        return have is None or route.end.record.sequence > have.record.sequence
+        if self._have is None:
+            return True
+        have, end = self._have.record, route.end.record
+        if end.sequence > have.sequence and end.version <= have.version:
+            # Records were lost, and the publisher that began then did not know of this version.
+            self._trouble = (
+                f"{self._root}: expected versions above {have.version}, found that {end.version} "
+                "was published after it: records between were lost. It is held until a version "
+                "with a higher number is there."
+            )
+            return False
+        return end.sequence > have.sequence
 
     def _take(self, route: Route) -> None:
         """Reads, places and verifies a version, and holds it if it is right."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -20,6 +21,8 @@ from adacheck_jax.publish.weights import Change, Weights
 
 _log = logging.getLogger(__name__)
 _THREADS = 8
+_AGAIN_S = 2.0
+"""Time after which a root is read again in which no way was found, and nothing came since."""
 _MOST_DELTA, _SPARE_BYTES = 3, 1 << 20
 """A delta has no more bytes than so many times the leaves, and some more."""
 
@@ -42,6 +45,8 @@ class Reader:
         self._leaves: dict[str, Leaves] = {}
         self._refused: set[str] = set()
         self._gone: set[str] = set()
+        self._stuck: tuple[list[int], list[int]] | None = None
+        self._again_s = 0.0
 
     def sequences(self) -> list[int]:
         """Sequence numbers of versions, of which some may not count."""
@@ -101,23 +106,39 @@ class Reader:
         sequences = [each for each in self.sequences() if last is None or each <= last]
         listed = {*sequences}
         self._known = {n: x for n, x in self._known.items() if n in listed}
+        if not sequences:
+            return None
         if have is not None:
-            if not sequences or sequences[-1] <= have.record.sequence:
+            if sequences[-1] <= have.record.sequence:
                 return None
             after = self.versions([each for each in sequences if each > have.record.sequence])
             deltas = plan.onwards(have, after.values(), self._refused)
             if deltas and deltas[-1].record.sequence == max(after):
                 return Route(None, have, deltas)
+            listing = (sequences, self.root.numbers(BASES))
+            if listing == self._stuck and time.monotonic() < self._again_s:
+                return None  # nothing came since no way was found
+            self._stuck, self._again_s = listing, time.monotonic() + _AGAIN_S
+        found, is_newest = self._way(have, sequences)
+        if not is_newest:
+            self._known.clear()  # records that were lost may have come back as others
+            found, _ = self._way(have, sequences)
+        if found is not None:
+            self._stuck = None
+        return found
+
+    def _way(self, have: Known | None, sequences: Sequence[int]) -> tuple[Route | None, bool]:
+        """The way that leads furthest, and True if it leads to the newest version."""
         every = self.versions(sequences)
-        bases = [each for each in self.bases() if last is None or each.sequence <= last]
-        found = plan.from_base(bases, every, self._refused)
-        if have is None:
-            return found
-        # Whichever leads further; if both end at one version, the deltas alone.
-        deltas = plan.onwards(have, every.values(), self._refused)
-        ahead = Route(None, have, deltas) if deltas else None
-        reached = [x for x in (ahead, found) if x and x.end.record.sequence > have.record.sequence]
-        return max(reached, key=lambda each: each.end.record.sequence, default=None)
+        bases = [each for each in self.bases() if each.sequence <= sequences[-1]]
+        ways = [plan.from_base(bases, every, self._refused)]
+        if have is not None:
+            deltas = plan.onwards(have, every.values(), self._refused)
+            ways.insert(0, Route(None, have, deltas))  # of two that end alike the first is taken
+        first = -1 if have is None else have.record.sequence
+        ahead = [each for each in ways if each and each.end.record.sequence > first]
+        best = max(ahead, key=lambda each: each.end.record.sequence, default=None)
+        return best, best is not None and best.end.record.sequence == max(every)
 
     def leaves(self, version: Version) -> Leaves:
         """Leaves of a version.

@@ -121,7 +121,7 @@ def observe(root: Path, orders: Path, report: Path) -> None:
             counts[f"{name} served"] += 1
             expected = weights_of(version)
             bad = [k for k in expected if np.asarray(params[k]).tobytes() != expected[k].tobytes()]
-            if bad or (before is not None and version // LINES < before // LINES):
+            if bad or (before is not None and version <= before):
                 wrong.append([name, before, version, bad])
         seen = {"lasting": lasting.version, "late": late.version}
         if goal is not None and all((each or -1) >= goal for each in seen.values()):

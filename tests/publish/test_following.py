@@ -398,6 +398,29 @@ def test_arguments_without_a_meaning_are_refused(tmp_path):
         adacheck.follow("ftp://somewhere/else", {})
 
 
+@pytest.mark.parametrize("how", ["cut", "gone"])
+def test_versions_never_go_down_where_records_were_lost(how, tmp_path):
+    training = Training()
+    known = published(tmp_path, 5, training)
+    follower = adacheck.follow(tmp_path, abstract())
+    follower.latest()
+    for sequence in (3, 4):
+        path = tmp_path / "versions" / f"{sequence:012}"
+        if how == "gone":
+            path.unlink()
+        else:
+            path.write_bytes(path.read_bytes()[:9])
+    published(tmp_path, 2, training)  # 3 and 4 again
+    assert bits(follower.latest()) == known[4]
+    assert follower.version == 4
+    if how == "cut":  # else the sequence numbers, too, are those of before
+        assert "records between were lost" in follower.problem
+    known |= published(tmp_path, 1, training)
+    assert bits(follower.latest()) == known[5]
+    assert follower.version == 5
+    assert "records between were lost" not in follower.problem
+
+
 def test_programs_of_several_processes_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(MismatchError, match="one process, found 2"):
