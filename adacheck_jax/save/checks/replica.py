@@ -178,6 +178,12 @@ class Replica:
             if position is step.before:
                 self._move(plan, step)
             elif position is None or position is not step.again:
+                if not self.is_lost:
+                    _log.warning(
+                        "Deltas are checked by sample until the next base: the copy of the state "
+                        "in host memory had followed another state, such as that of a step that "
+                        "is recorded again."
+                    )
                 self.is_lost = True
                 return None
             # What may not have changed is compared with the parent when shares are validated.
