@@ -239,7 +239,7 @@ def plan_deferred(situation: Situation, options: Options) -> SavePlan | str:
     if not parent.has_witness:
         return "the step before is not known well enough to check the update"
     if situation.is_shadow_beyond:
-        return "the shadow followed a step that is not saved"
+        return "the shadow followed another step"
     if parent.depth + 2 > situation.longest_lineage:
         return f"the lineage would be longer than max_deltas={situation.longest_lineage}"
     if not situation.keeps_ancestors:
@@ -336,7 +336,7 @@ def _decided(
     if decision.kind == "replay" and not parent.has_witness:
         decision = Decision("base", "the step before is not known here well enough to check")
     if decision.kind == "replay" and situation.is_shadow_beyond:
-        decision = Decision("base", "the shadow followed a step that is not saved")
+        decision = Decision("base", "the shadow followed another step")
     return decision, notices
 
 

@@ -157,7 +157,7 @@ class Saver:
             begun = Begun(
                 tip, tip.step, _with_others(snapshot, blocks), lambda: dict(enumerate(sums))
             )
-            self._shadow.start(structure, update, begun)
+            self._shadow.start(structure, update, begun, is_restored=True)
 
     def recover(self, abstract_state: PyTree, newest: Newest | None) -> tuple[int, PyTree]:
         """Takes the state that another process has left in the shadow's file.

@@ -181,7 +181,7 @@ class Situation:
         longest_lineage: number of deltas that may follow the base, as the schedule has it now.
         makes_bases: True if a delta can become a base in the background. Until it is one, the
             lineage may grow to twice that length.
-        is_shadow_beyond: True if the shadow followed a step that is not saved.
+        is_shadow_beyond: True if the shadow followed another step, and cannot go back.
     """
 
     step: int | None

@@ -139,7 +139,8 @@ def test_going_back_to_an_older_step_goes_on_from_there(tmp_path):
         saved = save_steps(manager, run, 2)
         target = adacheck.RestoreArgs(abstract(run.state))
         assert_same_bits(manager.restore(12, args=target), saved[12])
-    assert is_delta(tmp_path / "11" / "default")
+    assert not is_delta(tmp_path / "11" / "default")  # the shadow cannot go back
+    assert is_delta(tmp_path / "12" / "default")
 
 
 def test_deleting_the_parent_while_a_delta_is_saved(tmp_path):

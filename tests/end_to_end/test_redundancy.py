@@ -21,8 +21,8 @@ from adacheck_jax.device import transfer
 from adacheck_jax.format import manifest
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.store import links, volumes
-from adacheck_jax.store.steps import manifest_file
-from adacheck_jax.tools import inspection, steps
+from adacheck_jax.store.steps import manifest_file, sizes
+from adacheck_jax.tools import inspection
 from tests import support
 from tests.end_to_end.test_multiprocess import launch
 
@@ -50,7 +50,7 @@ def restored(root, step, like):
 
 
 def new_bytes(root, step):
-    return steps.new_bytes(root / str(step))
+    return sizes.new_bytes(root / str(step))
 
 
 def base_of(root, step):

@@ -42,21 +42,31 @@ class Shadow:
         self._replica: Replica | None = None
         self._refused: tuple[Structure, ExportedUpdate] | None = None
         self._told: Position | None = None
+        self._follows_saves = False
 
     def start(
         self,
         structure: Structure,
         update: ExportedUpdate,
         begun: Begun,
+        *,
+        is_restored: bool = False,
     ) -> None:
         """Takes the state from a base, or from a restored step.
+
+        A run that is being saved stays where it is: most steps that it restores are looked at, and
+        not gone on from.
 
         Args:
             structure: structure of the state.
             update: its exported update.
             begun: the step.
+            is_restored: True for a restored step.
         """
         replica = self._replica
+        if is_restored and self._follows_saves and replica is not None and not replica.is_lost:
+            return
+        self._follows_saves = not is_restored
         if replica is None or not replica.fits(structure, update):
             replica = self._replica = self._made(structure, update)
         self._told = begun.own
@@ -69,7 +79,7 @@ class Shadow:
         replica = self._replica
         if replica is None or replica.is_lost:
             return None
-        self._told = step.own
+        self._told, self._follows_saves = step.own, True
         return Proof(self, lambda: self._thread.submit(replica.follow, step))
 
     def is_beyond(self, position: Position | None) -> bool:
