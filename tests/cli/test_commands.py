@@ -52,7 +52,7 @@ WRONG = [
     (("stats", "{top}/empty"), "expected steps saved by AdaCheckHandler"),
     (("log", "{root}/none"), "found nothing there"),
     (("diff", "{root}", "5"), "Missing argument 'AFTER'"),
-    (("diff", "{root}", "5", "99"), "expected step 99: found"),
+    (("diff", "{root}", "5", "99"), "near it. Give one of these steps."),
     (("diff", "{root}", "5", "5", "--other", "{top}/empty"), "expected steps saved by"),
     (("bisect", "{root}"), "expected --predicate FILE.py:FUNCTION or --non-finite"),
     (("bisect", "{root}", "--predicate", "{top}/checks.py"), "Name a function"),
