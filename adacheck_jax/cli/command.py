@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from adacheck_jax.errors import AdaCheckError, StorageError
 from adacheck_jax.store.storage.location import AnyPath, located
@@ -35,6 +36,22 @@ RESTORES = "adacheck_jax.restore.progress"
 """Logger of restores that take long."""
 STEPS = {"ignore_unknown_options": True}
 """Settings of a command that takes steps: -1 is one, and no option."""
+
+
+class WholeSentences(TyperGroup):
+    """Commands whose list has the whole first sentence of each one's help, wrapped."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the list.
+
+        Args:
+            ctx: context of the call.
+            formatter: what the help is written with.
+        """
+        names = self.list_commands(ctx)
+        rows = [(name, self.commands[name].get_short_help_str(limit=500)) for name in names]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
 
 
 def step_of(text: str | None, name: str = "STEP") -> int | None:

@@ -78,9 +78,14 @@ def export(
 
 @app.command(name="publish-export")
 def publish_export(
-    root: Annotated[str, typer.Argument(help="Directory or URL that weights are published to.")],
-    version: Annotated[int, typer.Argument(help="Number of a version that is kept.")],
-    dest: Annotated[str, typer.Argument(help="New directory.")],
+    root: Annotated[
+        str,
+        typer.Argument(metavar="ROOT", help="Directory or URL that weights are published to."),
+    ],
+    version: Annotated[
+        int, typer.Argument(metavar="VERSION", help="Number of a version that is kept.")
+    ],
+    dest: Annotated[str, typer.Argument(metavar="DEST", help="New directory.")],
     changes: Annotated[
         bool, typer.Option("--changes", help="What changed since the version before, alone.")
     ] = False,

@@ -13,12 +13,13 @@ from rich.console import Console
 
 import adacheck_jax
 from adacheck_jax.cli import handover, keep, look, models, report, travel
-from adacheck_jax.cli.command import Json, errors, print_json, show_restores
+from adacheck_jax.cli.command import Json, WholeSentences, errors, print_json, show_restores
 
 # Commands that read arrays import their modules when they run: with them comes JAX, which takes
 # seconds to import and which ls, inspect and --help do not need.
 
 app = typer.Typer(
+    cls=WholeSentences,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # paragraphs are wrapped to the terminal's width, and pipes stay plain

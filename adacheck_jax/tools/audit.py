@@ -186,15 +186,16 @@ def verify_root(
 def _not_looked_at(reports: Sequence[StepReport]) -> Iterator[str]:
     unread = sum("data" not in each.checked for each in reports)
     if unread:
-        yield f"the array bytes of {_of(unread, reports)} (--read-data)"
+        yield f"the array bytes of {_of(unread, reports)} (verify --read-data)"
     replaying = [each for each in reports if each.replayed_count]
     missing = sum("replay" not in each.checked for each in replaying)
     if missing:
-        yield f"the replay of {_of(missing, replaying)} with updates (--replay)"
+        yield f"the replay of {_of(missing, replaying)} with updates (verify --replay)"
     unchecked = sorted({step for each in reports for step in each.unchecked})
     if unchecked:
         shown = lineages.shown_steps(unchecked)
-        yield f"whether the deltas of steps {shown} are exact, unchecked when saved (--replay)"
+        what = f"whether the deltas of steps {shown} are exact, unchecked when saved"
+        yield f"{what} (verify --replay)"
 
 
 def _of(count: int, every: Sequence[StepReport]) -> str:

@@ -52,7 +52,7 @@ WRONG = [
     (("stats", "{top}/empty"), "expected steps saved by AdaCheckHandler"),
     (("log", "{root}/none"), "found nothing there"),
     (("diff", "{root}", "5"), "Missing argument 'AFTER'"),
-    (("diff", "{root}", "5", "99"), "expected step 99: found"),
+    (("diff", "{root}", "5", "99"), "near it. Give one of these steps."),
     (("diff", "{root}", "5", "5", "--other", "{top}/empty"), "expected steps saved by"),
     (("bisect", "{root}"), "expected --predicate FILE.py:FUNCTION or --non-finite"),
     (("bisect", "{root}", "--predicate", "{top}/checks.py"), "Name a function"),
@@ -102,6 +102,12 @@ def test_the_help_of_each_command_has_an_example_and_says_what_json_holds(name):
     assert all(len(line) <= 80 for line in shown.splitlines())
 
 
+def test_the_list_of_commands_cuts_no_sentence():
+    listed = " ".join(invoked("--help").output.split())
+    assert "kind, sizes, and how it was checked. inspect" in listed
+    assert listed.endswith("and compare every bit.")
+
+
 def on_a_terminal(columns, *words):
     """What a command prints on a terminal so wide, and its exit code."""
     process, terminal = pty.fork()
@@ -135,6 +141,7 @@ VERBS = [
     ("log", "{root}"),
     ("diff", "{root}", "-2", "-1"),
     ("verify", "{root}"),
+    ("goodput", "--runs", "2", "--days", "2"),
 ]
 
 

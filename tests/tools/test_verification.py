@@ -706,8 +706,8 @@ class TestCommand:
 
     def test_verify_says_in_one_line_what_it_did_not_look_at(self, replayed, monkeypatch):
         monkeypatch.setattr(lineage, "checked_of", lambda delta: "" if delta.step == 3 else "full")
-        bytes_, replay = "the array bytes of 3 steps (--read-data)", "the replay of 2 steps"
-        unchecked = "the deltas of steps 3 are exact, unchecked when saved (--replay)"
+        bytes_, replay = "the array bytes of 3 steps (verify --read-data)", "the replay of 2 steps"
+        unchecked = "the deltas of steps 3 are exact, unchecked when saved (verify --replay)"
         for options, said, not_said in (
             ((), (bytes_, replay, unchecked), ()),
             (("--read-data",), (replay, unchecked), (bytes_,)),

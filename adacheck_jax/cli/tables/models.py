@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.filesize import decimal
 
-from adacheck_jax.cli.printing import add_row, counted, new_table, screen
+from adacheck_jax.cli.printing import add_row, counted, new_table, print_rows, screen
 
 if TYPE_CHECKING:  # the modules of some import JAX, which ``adacheck ls`` does not need
     from adacheck_jax.tools.goodput.simulation import GoodputReport
@@ -100,12 +100,12 @@ def show_goodput(report: GoodputReport) -> None:
     )
     console.print()
     numbers = ("goodput", "saving", "repeated", "down", "lost steps", "a failure")
-    table = new_table("system", *numbers, "saves", right=numbers)
+    rows: list[tuple[str, ...]] = []
     for each in report.outcomes:
         shares = (each.goodput, each.saving, each.repeated, each.down)
         lost = (f"{each.lost_steps:,.0f}", f"{each.lost_a_failure:.1f}")
-        add_row(table, each.system, *(f"{x:.2%}" for x in shares), *lost, each.schedule)
-    console.print(table)
+        rows.append((each.system, *(f"{x:.2%}" for x in shares), *lost, each.schedule))
+    print_rows(("system", *numbers, "saves"), rows, numbers, optional=("saves", "a failure"))
     console.print()
     if report.sensitivities:
         _show_sensitivities(report, console)

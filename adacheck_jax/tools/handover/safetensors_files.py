@@ -37,7 +37,7 @@ def library() -> Any:
         import safetensors
     except ImportError as error:
         raise InputError(
-            "safetensors is not installed, which --format safetensors writes with. Install it: "
+            "safetensors is not installed, which this export is written with. Install it: "
             "pip install 'adacheck-jax[safetensors]'"
         ) from error
     if not hasattr(safetensors, "TensorSpec"):

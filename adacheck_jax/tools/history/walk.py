@@ -143,8 +143,9 @@ class Walk:
         number = numbered(self.steps, -1 if wanted is None else wanted, self.root)
         if number not in self._lineages:
             near = sorted(self.steps, key=lambda step: abs(step - number))[:6]
-            why = self.skipped.get(number, f"found {', '.join(map(str, sorted(near)))} near it")
-            raise InputError(f"{self.root}: expected step {number}: {why}")
+            found = f", found {', '.join(map(str, sorted(near)))} near it. Give one of these steps."
+            why = f": {self.skipped[number]}" if number in self.skipped else found
+            raise InputError(f"{self.root}: expected step {number}{why}")
         return number
 
     def fingerprints(self, step: int) -> dict[str, int]:
