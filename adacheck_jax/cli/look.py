@@ -33,7 +33,8 @@ def ls(
 
     new is what a step added, size all that its directory holds with the links to what it builds
     on, unique what deleting it alone would free. Deltas were compared with the state when they were
-    saved: in full, by sample, or because nothing is replayed (stored). A step that cannot be
+    saved: in full; by sample, which takes leaves of up to 4,096 elements whole; or not, because
+    nothing is replayed (stored). A step that cannot be
     restored has a row that says why, and so has what stock Orbax saved. Array data is not read:
     adacheck verify does that.
 
