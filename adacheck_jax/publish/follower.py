@@ -163,7 +163,7 @@ class Follower:
         if self._have is None:
             return True
         have, end = self._have.record, route.end.record
-        if end.sequence > have.sequence and end.version <= have.version:
+        if end.sequence != have.sequence and end.version <= have.version:
             # Records were lost, and the publisher that began then did not know of this version.
             self._trouble = (
                 f"{self._root}: expected versions above {have.version}, found that {end.version} "
@@ -171,7 +171,7 @@ class Follower:
                 "with a higher number is there."
             )
             return False
-        return end.sequence > have.sequence
+        return end.sequence != have.sequence
 
     def _take(self, route: Route) -> None:
         """Reads, places and verifies a version, and holds it if it is right."""

@@ -47,6 +47,7 @@ class Reader:
         self._gone: set[str] = set()
         self._stuck: tuple[list[int], list[int]] | None = None
         self._again_s = 0.0
+        self._lost = ""
 
     def sequences(self) -> list[int]:
         """Sequence numbers of versions, of which some may not count."""
@@ -99,6 +100,9 @@ class Reader:
     def route(self, have: Known | None, last: int | None = None) -> Route | None:
         """The way to the newest version that can be reached, and is newer than the one in hand.
 
+        Where all records end before the one in hand the root was lost, or begun anew: the way is
+        that to its newest version then, whose number may be lower.
+
         Args:
             have: version of the weights in hand; None if there are none.
             last: largest sequence number to go to; None for any.
@@ -108,8 +112,12 @@ class Reader:
         self._known = {n: x for n, x in self._known.items() if n in listed}
         if not sequences:
             return None
+        if have is not None and sequences[-1] < have.record.sequence:
+            if self._lost != have.checksum:
+                self._known.clear()  # records of the same numbers may be others
+            self._lost, have = have.checksum, None
         if have is not None:
-            if sequences[-1] <= have.record.sequence:
+            if sequences[-1] == have.record.sequence:
                 return None
             after = self.versions([each for each in sequences if each > have.record.sequence])
             deltas = plan.onwards(have, after.values(), self._refused)

@@ -31,7 +31,7 @@ class GoneError(Exception):
 
 
 class TakenOverError(StorageError):
-    """Another publisher has the root now."""
+    """Another publisher has the root now, or it was deleted."""
 
 
 def digest(data: bytes | memoryview) -> str:
@@ -210,9 +210,15 @@ def check_owner(root: Root, mine: Claim) -> None:
     """Looks for a publisher that has taken the root over.
 
     Raises:
-        TakenOverError: there is one.
+        TakenOverError: there is one, or the claim itself is gone.
     """
     newest = max(root.numbers(PUBLISHERS), default=-1)
+    if newest < mine.epoch:
+        raise TakenOverError(
+            f"{root}: expected the claim of this publisher (number {mine.epoch}), found none: the "
+            "root was deleted, or put back from an earlier copy. End this publisher, and begin "
+            "again with a new one."
+        )
     if newest != mine.epoch:
         raise TakenOverError(
             f"{root}: expected to be its only publisher (number {mine.epoch}), found that "

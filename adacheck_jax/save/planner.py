@@ -407,9 +407,13 @@ def _changed(snapshot: Snapshot, course: Course, made: SavePlan) -> frozenset[in
     found = parent.lineage if parent else None
     if course.situation.process_count > 1:
         return frozenset()  # the others may not know the values yet
-    if found is None or tip is None or tip.step != found.manifest.step or not made.unchanged:
+    if found is None or tip is None or not made.unchanged:
         return frozenset()
-    expected = found.manifest.fingerprints
+    expected: Sequence[int] | Mapping[int, int] = found.manifest.fingerprints
+    if tip.step != found.manifest.step:  # a step that was deferred since
+        if tip.staged is None:
+            return frozenset()
+        expected = tip.staged.sums()
     own = fingerprint.of_leaves({i: snapshot.arrays[i] for i in made.unchanged})
     return frozenset(i for i, value in own.items() if value != expected[i])
 

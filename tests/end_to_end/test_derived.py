@@ -412,6 +412,26 @@ def test_micro_steps_that_derive_without_an_update_are_stored(tmp_path, monkeypa
     assert_all_restorable(tmp_path, saved, run.state)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("waits", [True, False], ids=["waits", "runs ahead"])
+def test_micro_steps_behind_recorded_ones_are_stored_too(tmp_path, monkeypatch, waits):
+    if not waits:
+        monkeypatch.setattr(staged, "are_ready", lambda _: False)
+    wrapped = lambda tx: optax.MultiSteps(tx, 3)  # noqa: E731
+    run = dict_program(mesh_of((4, 2)), {"ema": average}, wrapped=wrapped).run()
+    handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=19, params_path="params")
+    with manager_of(tmp_path, handler) as manager:
+        saved = save_steps(manager, run, 1)
+        for _ in range(3):
+            for _ in range(2):
+                run.advance()
+                saved[run.count] = host_copy(run.state)
+                assert handler.record_step(run.state, run.count)
+            saved |= save_steps(manager, run, 2)
+    assert sorted(manager.all_steps()) == [1, 4, 5, 8, 9, 12, 13]
+    assert_all_restorable(tmp_path, saved, run.state)
+
+
 def test_a_tree_that_is_not_in_the_state_is_told(tmp_path, caplog):
     run = dict_program(mesh_of((1, 1)), {"ema": average}).run()
     with (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import threading
 import uuid
 from typing import Any
@@ -466,3 +467,37 @@ def test_a_root_that_is_read_through_a_link_is_refused(tmp_path):
     part.unlink()
     moved.rename(part)
     assert bits(adacheck.follow(tmp_path / "real", abstract()).latest()) == expected[0]
+
+
+@pytest.mark.parametrize("first", [0, 7])
+def test_a_root_that_was_deleted_and_begun_anew_is_followed(first, tmp_path):
+    """Its records have lower numbers than the one that the follower has."""
+    root, training = tmp_path / "weights", Training()
+    known = published(root, 6, training)
+    follower = adacheck.follow(root, abstract(), poll_s=0.01)
+    follower.latest()
+    shutil.rmtree(root)
+    with adacheck.Publisher(root) as publisher:
+        for version in range(first, first + 3):
+            training.step()
+            known[version] = bits(training.params())
+            publisher.publish(training.params(), version=version, wait=True)
+            if first:
+                follower.wait_for(version, timeout_s=60)
+            else:
+                for _ in range(2):
+                    assert not follower.update()
+                    assert "expected versions above 5" in follower.problem
+            assert follower.version == (version if first else 5)
+    assert first == 0 or bits(follower.params) == known[follower.version]
+    assert first == 0 or not follower.problem
+
+
+def test_a_publisher_whose_root_was_deleted_is_told_so(tmp_path):
+    root, training = tmp_path / "weights", Training()
+    publisher = adacheck.Publisher(root)
+    publisher.publish(training.params(), version=0, wait=True)
+    shutil.rmtree(root)
+    with pytest.raises(StorageError, match="the root was deleted"):
+        publisher.publish(training.params(), version=1, wait=True)
+    publisher.close()

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from typer.testing import CliRunner
 
 import adacheck_jax as adacheck
 from adacheck_jax.cli.main import app
-from adacheck_jax.store.storage.location import located
+from adacheck_jax.store.storage.location import Location, located
 from adacheck_jax.tools import listing, statistics
 from adacheck_jax.tools.handover import copying
 from adacheck_jax.tools.history.walk import Walk
@@ -205,6 +206,51 @@ def test_a_step_that_cannot_be_restored_is_not_pinned(copy):
         shutil.rmtree(copy / str(step))
     assert CliRunner().invoke(app, ["pin", str(copy)]).exit_code == 1
     assert not (copy / "pinned").exists()
+
+
+@pytest.mark.parametrize("half", ["before it is listed", "while it is linked", "all"])
+def test_a_step_that_a_manager_is_deleting_is_not_pinned(copy, monkeypatch, half):
+    plain = Location.list
+
+    def deleting(self: Location, **options: Any) -> Iterator[Location]:
+        if self.key != str(copy / "11"):
+            yield from plain(self, **options)
+            return
+        monkeypatch.setattr(Location, "list", plain)
+        found = [*plain(self, **options)]
+        if half == "all":
+            shutil.rmtree(copy / "11")
+        else:
+            for path in (copy / "11/default/adacheck").glob("delta.*"):
+                path.unlink()
+        yield from plain(self) if half == "before it is listed" else found
+
+    monkeypatch.setattr(Location, "list", deleting)
+    error = adacheck.AdaCheckError if half == "before it is listed" else InputError
+    with pytest.raises(error, match=r"changed while they were linked|delta\.0: expected"):
+        pins.pin(copy, 11)
+    assert not pins.pinned(copy)
+    assert not [*(copy / "pinned").glob("*")]
+
+
+@pytest.mark.parametrize("moment", ["before", "midway"])
+def test_a_step_that_a_manager_deletes_meanwhile_ends_no_pruning(copy, monkeypatch, moment):
+    name = "rename" if moment == "before" else "delete"
+    plain = getattr(Location, name)
+
+    def racing(self: Location, *args: Any) -> Any:
+        if self.name.startswith("1") and self.parent.name == copy.name:
+            monkeypatch.setattr(Location, name, plain)
+            shutil.rmtree(self.key)
+            if moment == "midway":
+                raise FileNotFoundError(self.key)
+        return plain(self, *args)
+
+    monkeypatch.setattr(Location, name, racing)
+    report = pruning.prune(copy, Retention(last=2))
+    assert numbers(copy) == SAVED[-2:] == [each.step for each in report.kept]
+    assert len(report.removals) == len(SAVED) - (3 if moment == "before" else 2)
+    assert sorted(path.name for path in copy.iterdir()) == sorted(map(str, SAVED[-2:]))
 
 
 def test_statistics_add_up(run):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from adacheck_jax.store.steps import lineage as lineages
 from adacheck_jax.store.steps.roots import PINNED, TMP_SUFFIX
 from adacheck_jax.store.storage.location import AnyPath, Location, at
+from adacheck_jax.tools import verification
 from adacheck_jax.tools.steps import InputError, selected, steps_under
 
 
@@ -43,7 +44,8 @@ def pin(root: AnyPath, number: int | None, item: str | None = None) -> PinReport
         item: name of the item directory, needed if a step holds several; all items are pinned.
 
     Raises:
-        InputError: there is no such step, or the file system has no hard links.
+        InputError: there is no such step, its files changed meanwhile, or the file system has no
+            hard links.
         AdaCheckError: the step cannot be restored.
     """
     top = _on_file_system(root)
@@ -61,7 +63,7 @@ def pin(root: AnyPath, number: int | None, item: str | None = None) -> PinReport
     place = top / PINNED / own.name
     was_pinned = place.is_folder
     if not was_pinned:
-        _link(own, place)
+        _link(own, place, step.directory)
     return PinReport(str(root), step.step, True, was_pinned, pinned(root))
 
 
@@ -117,11 +119,12 @@ def _temporary(name: str) -> str:
     return f"{name}{TMP_SUFFIX}-{uuid.uuid4().hex}"
 
 
-def _link(source: Location, target: Location) -> None:
+def _link(source: Location, target: Location, item: AnyPath) -> None:
     """Give all files of a step a second name; all of them, or none.
 
     Raises:
-        InputError: the file system has no hard links.
+        InputError: the file system has no hard links, or the files changed meanwhile.
+        AdaCheckError: a file of the item is not there.
     """
     source.check_plain()
     work = target.with_name(_temporary(target.name))
@@ -131,8 +134,16 @@ def _link(source: Location, target: Location) -> None:
                 f"{source}: expected a file system with hard links, found that none can be made. "
                 "Copy the step with adacheck cp."
             )
+        verification.check(item, read_data=False)  # nothing of it was deleted before it was listed
+        if lineages.identity(work) != lineages.identity(source):
+            raise FileNotFoundError
         work.sync(deep=True)
         work.move(target)  # only a whole step has its name
         target.parent.sync()
+    except FileNotFoundError as error:
+        raise InputError(
+            f"{source}: expected files that stay as they are, found that they changed while they "
+            "were linked: the step is deleted, or becomes a base. Pin again, or a newer step."
+        ) from error
     finally:
         work.delete()

@@ -106,7 +106,8 @@ def prune(
         done = [each for each in removals if execute(top, each)]
         changed = {each.path for each in removals} - {each.path for each in done}
         for n, row in enumerate(rows):
-            if _step_directory(top, row).below(top) in changed:
+            directory = _step_directory(top, row)
+            if directory.below(top) in changed and directory.exists:  # else a manager deleted it
                 kept[n] = "it changed meanwhile"
     return PruneReport(
         root=str(root),

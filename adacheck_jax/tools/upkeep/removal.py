@@ -48,7 +48,7 @@ def planned(root: Location, chosen: Iterable[tuple[Location, str]]) -> list[Remo
 
 
 def execute(root: Location, removal: Removal) -> bool:
-    """Remove a directory; False if its files are not the judged ones any more.
+    """Remove a directory; False if its files are not the judged ones any more, or it is gone.
 
     Args:
         root: the checkpoint root.
@@ -59,12 +59,18 @@ def execute(root: Location, removal: Removal) -> bool:
         return False
     if TMP_SUFFIX not in path.name:  # ended midway, no manager takes the rest for a step
         name = f"{path.name}{TMP_SUFFIX}-{uuid.uuid4().hex}"
-        if path.rename(name):
+        try:
+            is_renamed = path.rename(name)
+        except FileNotFoundError:
+            return False
+        if is_renamed:
             path = path.with_name(name)
         else:  # where nothing is renamed, a step counts by its mark
             (path / COMMIT_MARK).delete()
-    path.delete()
-    return True
+    while True:
+        with contextlib.suppress(FileNotFoundError):  # a manager may be deleting the same files
+            path.delete()
+            return True
 
 
 def is_plain(path: Location) -> bool:
