@@ -15,8 +15,7 @@ from adacheck_jax.store.steps.roots import Step
 from adacheck_jax.store.storage.interface import Entry
 from adacheck_jax.store.storage.location import AnyPath, at
 from adacheck_jax.tools.orbax_notes import Note, note_of
-from adacheck_jax.tools.steps import existing, settled_steps, steps_under
-from adacheck_jax.tools.upkeep import pins
+from adacheck_jax.tools.steps import existing, pinned, settled_steps, steps_under
 
 STOCK, FOREIGN = "stock", "foreign"
 
@@ -117,7 +116,7 @@ def summarize_root(root: AnyPath, last: int | None = None) -> RootSummary:
     shown = [_dated(replace(row, **sizes.get(row.item, {})), root) for row in shown]
     stock_steps = tuple(row.step for row in rows if row.kind == STOCK and row.step is not None)
     return RootSummary(
-        str(root), total, len(rows), damaged, tuple(shown), stock_steps, pins.pinned(root)
+        str(root), total, len(rows), damaged, tuple(shown), stock_steps, pinned(root)
     )
 
 

@@ -65,6 +65,9 @@ def test_the_inverse_gives_the_bits_back(case, dtype, seed):
 def test_numpy_and_jax_give_the_same_bits(case, dtype, seed):
     operation, shapes = case
     arrays = [any_bits(np.random.default_rng(seed + k), s, dtype) for k, s in enumerate(shapes)]
+    if dtype == "bfloat16":  # XLA:CPU makes signalling NaNs quiet
+        for words in (array.view(np.uint16) for array in arrays):
+            words[(words & 0x7FFF) > 0x7F80] |= 0x40
     on_host = operation.apply(np, arrays)
     on_device = operation.apply(jnp, [*map(jnp.asarray, arrays)])
     for a, b in zip(on_host, on_device, strict=True):

@@ -27,7 +27,7 @@ from adacheck_jax.tools import listing, statistics
 from adacheck_jax.tools.handover import copying
 from adacheck_jax.tools.history.walk import Walk
 from adacheck_jax.tools.listing import StepSummary
-from adacheck_jax.tools.steps import InputError
+from adacheck_jax.tools.steps import InputError, pinned
 from adacheck_jax.tools.upkeep import pins, pruning
 from adacheck_jax.tools.upkeep.pruning import Retention
 from tests import support
@@ -229,7 +229,7 @@ def test_a_step_that_a_manager_is_deleting_is_not_pinned(copy, monkeypatch, half
     error = adacheck.AdaCheckError if half == "before it is listed" else InputError
     with pytest.raises(error, match=r"changed while they were linked|delta\.0: expected"):
         pins.pin(copy, 11)
-    assert not pins.pinned(copy)
+    assert not pinned(copy)
     assert not [*(copy / "pinned").glob("*")]
 
 

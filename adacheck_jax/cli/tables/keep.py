@@ -57,7 +57,7 @@ def show_verification(report: RootReport) -> None:
         console.print(Text(f"Note: {each.path}: {each.why}"))
     console.print(_verdict(report), highlight=False)
     if report.not_looked_at:
-        console.print(Text(f"Not looked at: {', '.join(report.not_looked_at)}."))
+        print_text(f"Not looked at: {', '.join(report.not_looked_at)}.")
 
 
 def _leaves(paths: Sequence[str]) -> str:
@@ -104,7 +104,7 @@ def show_repair(report: RepairReport) -> None:
         f"{count} {done}, {decimal(report.freed_bytes)} freed; {left} left.", highlight=False
     )
     if report.not_looked_at:
-        console.print(Text(f"Not looked at: {', '.join(report.not_looked_at)}."))
+        print_text(f"Not looked at: {', '.join(report.not_looked_at)}.")
 
 
 def show_compaction(report: CompactionReport) -> None:

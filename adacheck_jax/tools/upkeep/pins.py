@@ -13,7 +13,7 @@ from adacheck_jax.store.steps import lineage as lineages
 from adacheck_jax.store.steps.roots import PINNED, TMP_SUFFIX
 from adacheck_jax.store.storage.location import AnyPath, Location, at
 from adacheck_jax.tools import verification
-from adacheck_jax.tools.steps import InputError, selected, steps_under
+from adacheck_jax.tools.steps import InputError, pinned, selected
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,18 +88,6 @@ def unpin(root: AnyPath, number: int | None) -> PinReport:
     if not place.folders():
         place.delete()
     return PinReport(str(root), step.step, False, True, pinned(root))
-
-
-def pinned(root: AnyPath) -> tuple[int, ...]:
-    """Numbers of the pinned steps under a root, ascending.
-
-    Args:
-        root: the directory given to the checkpoint manager.
-    """
-    place = at(root) / PINNED
-    if not place.on_file_system or not place.folders():
-        return ()
-    return tuple(sorted({each.step for each in steps_under(place) if each.step >= 0}))
 
 
 def _on_file_system(root: AnyPath) -> Location:
