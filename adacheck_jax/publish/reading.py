@@ -28,7 +28,7 @@ _MOST_DELTA, _SPARE_BYTES = 3, 1 << 20
 
 
 class Reader:
-    """What one process knows of a root.
+    """Knowledge of one process about a root.
 
     Args:
         root: the root.

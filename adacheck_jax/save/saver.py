@@ -199,7 +199,7 @@ class Saver:
         return found.step, state
 
     def _found_like(self, abstract_state: PyTree) -> tuple[Structure, Found]:
-        """What the shadow's file holds of a state like an abstract one, and its structure."""
+        """State in the shadow's file that is like an abstract one, and its structure."""
         refused = ShadowFileError()
         for example in rebuilt.examples_of(abstract_state):
             structure = self._planner.snapshots.take(example).structure

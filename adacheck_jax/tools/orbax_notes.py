@@ -15,7 +15,7 @@ _METRICS = "metrics/metrics"
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What Orbax wrote down of a step.
+    """Note that Orbax made of a step.
 
     Attributes:
         saved_at: time of the commit, or of the beginning where there is none; None if no note

@@ -100,6 +100,11 @@ def test_a_step_stays_if_a_rule_keeps_it_and_goes_if_none_does(steps, last, ever
     assert {row.step for row in steps if row not in sound} <= kept
 
 
+def test_all_steps_stay_where_more_are_to_be_kept_than_there_are():
+    two = [StepSummary(step, f"{step}/default", "base") for step in (0, 1)]
+    assert {*pruning.kept_by(two, Retention(last=3))} == {0, 1}
+
+
 def test_what_is_pruned_is_gone_and_the_rest_restores(copy, run):
     before = tree_of(copy)
     plan = pruning.prune(copy, Retention(last=2, every=5), dry_run=True)

@@ -114,7 +114,7 @@ def _lineages(rows: Sequence[StepSummary]) -> list[list[StepSummary]]:
 
 
 def _total(summary: RootSummary) -> str:
-    """How much there is, and what is not listed."""
+    """Sums over all steps, with those that are not listed."""
     shown, total = len(summary.steps), summary.step_count
     count = counted(total, "step", "steps")
     parts = [f"the newest {shown:,} of {count}" if shown < total else count]

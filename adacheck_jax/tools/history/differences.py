@@ -1,4 +1,4 @@
-"""How two states of the same leaves differ, leaf by leaf and element by element."""
+"""Differences of two states of the same leaves, leaf by leaf and element by element."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Element:
 
 @dataclass(frozen=True, slots=True)
 class LeafDifference:
-    """How one leaf differs.
+    """Difference of one leaf.
 
     Attributes:
         path: leaf path.
@@ -62,7 +62,7 @@ class LeafDifference:
 
 
 def roles_of(leaf_count: int, update: Update | None) -> list[str]:
-    """What each leaf is to the recorded update, by its index."""
+    """Role of each leaf in the recorded update, by its index."""
     roles = ["other"] * leaf_count
     if update is not None:
         for name, indices in (

@@ -1,4 +1,4 @@
-"""What every recorded step did: norms of gradients and updates, learning rate, and metrics."""
+"""Log of the recorded steps: norms of gradients and updates, learning rate, and metrics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _RATE = "learning_rate"
 
 @dataclass(frozen=True, slots=True)
 class StepLog:
-    """What one step did.
+    """Log of one step.
 
     Attributes:
         step: its number.
@@ -86,7 +86,7 @@ def log(
 
 
 def rows_of(walk: Walk, steps: Sequence[int]) -> Iterator[StepLog]:
-    """What some steps did, one after another.
+    """Logs of some steps, one after another.
 
     Args:
         walk: the run.
@@ -99,7 +99,7 @@ def rows_of(walk: Walk, steps: Sequence[int]) -> Iterator[StepLog]:
 
 
 def row_of(walk: Walk, state: State, before: Sequence[np.ndarray]) -> StepLog:
-    """What one step did.
+    """Log of one step.
 
     Args:
         walk: the run.
@@ -125,7 +125,7 @@ def row_of(walk: Walk, state: State, before: Sequence[np.ndarray]) -> StepLog:
 
 
 def params_of(state: State) -> list[np.ndarray]:
-    """What the recorded update trains; without one the leaves under ``params``."""
+    """Leaves that the recorded update trains; without one those under ``params``."""
     if state.update is not None:
         return [state.arrays[i] for i in sorted({*state.update.params})]
     pairs = zip(state.leaves, state.arrays, strict=True)

@@ -61,7 +61,7 @@ class State:
 
 @dataclass(slots=True)
 class _Reached:
-    """Where a walk is.
+    """Place of a walk.
 
     Attributes:
         keys: the base, and each delta that was applied to it.

@@ -152,7 +152,7 @@ class Changes:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What was checked now, and when steps were saved.
+    """Checks made now, and when steps were saved.
 
     Attributes:
         structure_count: number of saved steps whose structure was checked for this report.

@@ -24,7 +24,7 @@ _BLOCK = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What one restored step told.
+    """Norms of one restored step.
 
     Attributes:
         row: its norms.
@@ -109,7 +109,7 @@ def chosen(walk: Walk, asked: int | None) -> list[int]:
 
 
 def note(walk: Walk, restored: int, wanted: int, failed: dict[int, str]) -> str:
-    """What there is to say of steps without norms; empty if there are none.
+    """Sentence about steps without norms; empty if there are none.
 
     Args:
         walk: the run.
