@@ -288,7 +288,7 @@ def facts_of(parent: Parent, tip: Tip, *, knows_counts: bool, made_depth: int) -
     if knows_counts:
         counts = parent.counts() if tip.staged is None else tip.staged.counts()
     # Several processes may not see at the same save that a step has become a base.
-    base_depth = max(parent.base_depth, made_depth) if jax.process_count() == 1 else 0
+    base_depth = max(parent.base_depth, made_depth) if jax.process_count() == 1 else made_depth
     return Facts(
         step=tip.step,
         depth=tip.depth - base_depth,

@@ -211,13 +211,11 @@ class Planner:
     def _makes_bases(self, directory: AnyPath) -> bool:
         """True if a delta can become a base in the background.
 
-        A number of deltas that the caller chose is kept to. Of several processes each would have to
-        know when the others' parts are written; and in a store nothing can be renamed.
+        A number of deltas that the caller chose is kept to; and in a store nothing can be renamed.
         """
         return (
             self._options.background_bases
             and not isinstance(self._options.max_deltas, int)
-            and jax.process_count() == 1
             and self._bases.are_possible
             and self.parents.has_links(directory)
         )

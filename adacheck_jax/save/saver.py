@@ -35,7 +35,7 @@ from adacheck_jax.save.recovery import rebuilt
 from adacheck_jax.save.recovery.journal import FilePlace, Found
 from adacheck_jax.save.recovery.shadow_file import ShadowFileError
 from adacheck_jax.save.share import Attempt, Destination, Exchange, StagedSave
-from adacheck_jax.save.situation import Counts, Options
+from adacheck_jax.save.situation import BackgroundFacts, Counts, Options
 from adacheck_jax.save.snapshot import Snapshot, Structure
 from adacheck_jax.save.staged import HostCopies, StagedStep
 from adacheck_jax.schedule.line import LineSchedule
@@ -142,7 +142,7 @@ class Saver:
             distrusted = [specs[i].path for i in saved.caution.distrusted]
             self._planner.distrust.learn(saved.caution.reason, distrusted)
             self._planner.parents.follow(parent)
-            self._bases.restart()
+            self._bases.restart(restored.base.depth)
             for name, seconds in measured.items():
                 self._watch.note(name, seconds)
             self._note_position()
@@ -247,7 +247,7 @@ class Saver:
             The save, to be written and committed.
         """
         with self._lock:
-            self._enter()
+            self._enter(is_save=True)
             snapshot = self._planner.snapshots.take(state)
             if not (self._has_recorder or self._options.delta == "bits"):
                 self._hint_at_recorder(snapshot.structure)
@@ -307,6 +307,8 @@ class Saver:
             replayable=replayable,
             custom_metadata=custom_metadata,
             measured=self._watch.take(),
+            # Those of the line that a base ends are nothing to the line that it begins.
+            background=BackgroundFacts() if planned.is_base else self._bases.own,
         )
         share = self._base_share(course, copies, destination) if not parent else None
         save = Save(ready, share, self._clock, self._bases.put)
@@ -321,7 +323,9 @@ class Saver:
             self._bases.restart()
         elif planned.makes_base:
             own.begin_proof()  # behind which the shadow is copied
-            if self._bases.take(own, copies.staged):
+            earlier = self._earlier_base(found) if found is not None and exchange else None
+            sums = None if earlier is None else earlier.sums
+            if self._bases.take(own, copies.staged, directory, exchange, sums):
                 self._taken = following
         return save
 
@@ -346,7 +350,7 @@ class Saver:
             AdaCheckError: deferred steps are lost; told once.
         """
         with self._lock:
-            self._enter()
+            self._enter(is_save=False)
             why, deferred = self._why_not_deferred(state, step), self._planner.deferred
             self._note_position()
             if why and step is None and len(deferred):
@@ -404,23 +408,30 @@ class Saver:
             _log.warning("Recorded steps that are not saved: %s; a manager is closed.", numbers)
         self._shadow.close()
 
-    def _enter(self) -> None:
+    def _enter(self, *, is_save: bool) -> None:
         """Begins to measure a call, and learns what all processes know of the costs before it."""
         saved = self._planner.parents.saved
         save = saved.save if saved is not None else None
         self._watch.enter(save.durable_s if save is not None else None)
         if save is not None:
             self._schedule.add(save.take_measured())
-        if (taken := self._taken) is not None:
-            self._go_on(taken)
+        # Of several processes one may not know yet, when a step is recorded, what another one does.
+        if is_save or jax.process_count() == 1:
+            self._go_on(save)
 
-    def _go_on(self, taken: Parent) -> None:
+    def _go_on(self, save: Save | None) -> None:
         """Goes on with a base that is made in the background."""
-        failed = taken.save is not None and taken.save.error is not None
-        seconds = self._bases.go_on(taken.committed, failed=failed)
-        if seconds is None or taken.save is None:
+        if (taken := self._taken) is not None:
+            failed = taken.save is not None and taken.save.error is not None
+            self._bases.go_on(taken.committed, failed=failed)
+        facts = self._bases.own
+        if jax.process_count() > 1:
+            facts = save.agreed_background if save is not None else None
+        seconds = self._bases.learn(facts) if facts is not None else None
+        if seconds is None or taken is None or taken.save is None:
             return
-        self._taken = None
+        # What has not changed since is linked from its volumes.
+        self._taken, self._last_base = None, taken.save
         self._schedule.add([("base_blocking_s", 0.0, 1), ("base_write_s", seconds, 1)])
         if chosen := self._schedule.begin_lineage(sizes_of(taken.save.staged.structure)):
             _log.info("%s", chosen)

@@ -29,6 +29,7 @@ from adacheck_jax.format.manifest import Caution
 from adacheck_jax.save import staged as staged_steps
 from adacheck_jax.save.exported_update import ExportedUpdate
 from adacheck_jax.save.plan import SavePlan
+from adacheck_jax.save.situation import BackgroundFacts
 from adacheck_jax.save.snapshot import Structure
 from adacheck_jax.save.staged import StagedStep
 from adacheck_jax.schedule.stopwatch import Clock, Measurement
@@ -84,6 +85,14 @@ class Exchange(Protocol):
 
     def forget(self) -> None:
         """Lets go of what was told, once all processes are past this attempt."""
+
+    def beside(self, name: str) -> Exchange:
+        """An exchange about something that begins with this attempt, and outlives it.
+
+        Args:
+            name: name of it, once an attempt.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +182,7 @@ class StagedSave:
         replayable: True if no leaf of an update is stored in another data type.
         custom_metadata: the caller's own JSON.
         measured: seconds that this process measured since the last save.
+        background: what this process knows of bases made in the background.
     """
 
     steps: Sequence[StagedStep]
@@ -188,6 +198,7 @@ class StagedSave:
     replayable: bool
     custom_metadata: Any
     measured: Sequence[Measurement]
+    background: BackgroundFacts
 
     @property
     def own(self) -> StagedStep:
@@ -222,11 +233,13 @@ class Written:
     Attributes:
         caution: findings of the checks of any process.
         measured: seconds that process 0 measured before this save.
+        background: bases made in the background, possible if all processes say so.
         reports: gives the reports of all processes.
     """
 
     caution: Caution
     measured: Sequence[Measurement]
+    background: BackgroundFacts
     reports: Callable[[], Sequence[Report]]
 
 
@@ -272,7 +285,10 @@ def write(
     answer = attempt.agree(own, functools.partial(_validated, staged))
     caution = Caution(answer["reason"], tuple(answer["distrusted"]))
     measured = [(name, seconds, deltas) for name, seconds, deltas in answer["measured"]]
-    return Written(caution, measured, lambda: exchange.reports(SHARES) if exchange else [own])
+    background = BackgroundFacts(*answer["background"])
+    return Written(
+        caution, measured, background, lambda: exchange.reports(SHARES) if exchange else [own]
+    )
 
 
 def _write(
@@ -292,10 +308,12 @@ def _write(
         each.begin_proof()
     report: Report = {
         "is_base": base is not None,
+        "makes_base": staged.plan.makes_base,
         "parent": staged.parent.manifest.saved_checksum if staged.parent else None,
         "numbers": [each.step for each in staged.steps],
         "caution": [staged.caution.reason, staged.caution.distrusted],
         "measured": staged.measured if process == 0 else (),
+        "background": dataclasses.astuple(staged.background),
     }
     written: Sequence[dict[str, Any]] = [{}]
     if base is not None:
@@ -362,7 +380,8 @@ def _reported(staged: StagedSave, step: StagedStep) -> dict[str, Any]:
 def _validated(staged: StagedSave, reports: Sequence[Report]) -> Report:
     """The answer to the reports of all processes; raises where the step may not be committed."""
     step = staged.own.step
-    decisions = {(each["is_base"], each["parent"], *each["numbers"]) for each in reports}
+    told = ("is_base", "makes_base", "parent")
+    decisions = {(*(each[key] for key in told), *each["numbers"]) for each in reports}
     if len(decisions) != 1:
         raise AdaCheckError(
             f"step {step}: the {len(reports)} processes did not decide alike: {decisions}. "
@@ -377,11 +396,15 @@ def _validated(staged: StagedSave, reports: Sequence[Report]) -> Report:
         _validate_replayed(staged, each, own, found)
         staged.replicas.settle(each.step, [report["replicas"] for report in own])
         before = found
-    told = [report["caution"] for report in reports]
+    cautions = [report["caution"] for report in reports]
     return {
-        "reason": next(filter(None, (reason for reason, _ in told)), ""),
-        "distrusted": sorted({i for _, indices in told for i in indices}),
+        "reason": next(filter(None, (reason for reason, _ in cautions)), ""),
+        "distrusted": sorted({i for _, indices in cautions for i in indices}),
         "measured": reports[0]["measured"],
+        "background": [
+            all(each["background"][0] for each in reports),
+            *reports[0]["background"][1:],
+        ],
     }
 
 
