@@ -33,7 +33,8 @@ from adacheck_jax.adapter import base_checkpoint, descriptions, handler, restori
 from adacheck_jax.device import shard_sums, transfer
 from adacheck_jax.restore import check, compiled_update, delta_reader
 from adacheck_jax.restore import replay as replaying
-from adacheck_jax.save import commit, planner, saver, staged
+from adacheck_jax.save import commit, saver, staged
+from adacheck_jax.save.planning import planner
 from adacheck_jax.store import delta_writer, links
 from adacheck_jax.store.steps import manifest_file
 from adacheck_jax.store.storage import posix

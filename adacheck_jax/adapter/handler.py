@@ -31,7 +31,7 @@ from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.save.exported_update import Check
-from adacheck_jax.save.situation import Delta, Options
+from adacheck_jax.save.planning.situation import Delta, Options
 from adacheck_jax.schedule.line import MaxDeltas
 from adacheck_jax.store.retention import KeepLineage
 from adacheck_jax.store.steps import roots, stock

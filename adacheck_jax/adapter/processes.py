@@ -33,7 +33,7 @@ import orbax.checkpoint as ocp
 
 from adacheck_jax import errors
 from adacheck_jax.errors import AdaCheckError, ReplayError, first_line
-from adacheck_jax.save.share import Report
+from adacheck_jax.save.attempt import Report
 from adacheck_jax.store.storage.location import AnyPath
 
 _ROOM = "adacheck"
@@ -201,7 +201,7 @@ class Processes:
 class Exchange:
     """Reports of the processes to each other about one attempt to save a step.
 
-    Implements :class:`~adacheck_jax.save.share.Exchange`.
+    Implements :class:`~adacheck_jax.save.attempt.Exchange`.
 
     Args:
         processes: the processes.

@@ -26,10 +26,10 @@ import jax
 
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.boxes import Blocks
+from adacheck_jax.save.attempt import Exchange
 from adacheck_jax.save.checks.replica import Position
 from adacheck_jax.save.checks.shadow import Shadow
-from adacheck_jax.save.share import Exchange
-from adacheck_jax.save.situation import BackgroundFacts
+from adacheck_jax.save.planning.situation import BackgroundFacts
 from adacheck_jax.store.compaction import in_place
 from adacheck_jax.store.compaction.in_place import Prepared
 from adacheck_jax.store.compaction.team import ALONE, BEGIN, WRITTEN, Team

@@ -24,10 +24,12 @@ from adacheck_jax.format.manifest import (
     Pack,
     Update,
 )
-from adacheck_jax.save import share
-from adacheck_jax.save.share import Report, StagedSave, Written
-from adacheck_jax.save.situation import BackgroundFacts
+from adacheck_jax.save import share, validation
+from adacheck_jax.save.attempt import Report
+from adacheck_jax.save.planning.situation import BackgroundFacts
+from adacheck_jax.save.share import Written
 from adacheck_jax.save.staged import StagedStep
+from adacheck_jax.save.staged_save import StagedSave
 from adacheck_jax.schedule.stopwatch import Clock, Measurement
 from adacheck_jax.store import claims, links, volumes
 from adacheck_jax.store.base_writer import BaseWriter, Layout, agreed
@@ -222,7 +224,7 @@ def _base_manifest(
         step=staged.own.step,
         counts=staged.plan.counts or (),
         leaves=structure.leaves,
-        fingerprints=share.fingerprints_of(share.by_step(reports)[-1]),
+        fingerprints=validation.fingerprints_of(validation.by_step(reports)[-1]),
         update=update,
         reason=staged.plan.decision.reason,
         aliases=agreed(reports, "aliases", writers),
@@ -240,7 +242,7 @@ def _delta_manifest(
     staged: StagedSave, parent: Lineage, reports: Sequence[Report], caution: Caution
 ) -> DeltaManifest:
     before, deltas = parent.end, list[Delta]()
-    for step, told in zip(staged.steps, share.by_step(reports), strict=True):
+    for step, told in zip(staged.steps, validation.by_step(reports), strict=True):
         before = _delta(step, told, before)
         deltas.append(before)
     *deferred, own = deltas
@@ -272,7 +274,7 @@ def _delta(step: StagedStep, reports: Sequence[Report], before: BaseManifest | D
     """The delta of a step, from the reports of all processes on it, behind another step."""
     letters: list[dict[int, str]] = [dict(report["letters"]) for report in reports]
     stored, plan = tuple(sorted(set().union(*letters))), step.plan
-    is_full = plan.decision.updates and share.is_proved(reports)
+    is_full = plan.decision.updates and validation.is_proved(reports)
     packs = tuple(
         Pack(
             encodings="".join(own.get(i, Encoding.SAME) for i in stored),
@@ -285,7 +287,7 @@ def _delta(step: StagedStep, reports: Sequence[Report], before: BaseManifest | D
         )
         for own, report in zip(letters, reports, strict=True)
     )
-    known, fingerprints = dict(before.stale), [*share.fingerprints_of(reports)]
+    known, fingerprints = dict(before.stale), [*validation.fingerprints_of(reports)]
     for i in plan.stale:  # a restore gives what the step before has of them
         fingerprints[i] = before.fingerprints[i]
     return Delta(

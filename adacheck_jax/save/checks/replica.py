@@ -16,7 +16,7 @@ from adacheck_jax.format.boxes import Blocks, Box
 from adacheck_jax.format.byte_loops import Fingerprints, fingerprint_of
 from adacheck_jax.format.fingerprint import combine
 from adacheck_jax.save.exported_update import ExportedUpdate
-from adacheck_jax.save.plan import SavePlan
+from adacheck_jax.save.planning.plan import SavePlan
 from adacheck_jax.save.recovery.journal import Found, Journal
 from adacheck_jax.save.recovery.shadow_file import ShadowFileError
 from adacheck_jax.save.snapshot import Structure
