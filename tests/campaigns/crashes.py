@@ -62,6 +62,7 @@ KEPT_STEPS, MAX_DELTAS, MAX_RECORDING_DELTAS = 3, 3, 15
 REFERENCE_STEPS = 300
 """Length of a run; then the next one begins in a new root."""
 PAUSES_S = (0.02, 0.1, 0.5)
+STEPS = (0, 1, 1, 2, 3, 5, 8)
 """A kill comes within one of these after a save has begun."""
 START_S = 120.0
 """Time that a process has to begin to train."""
@@ -197,6 +198,7 @@ def digest(state: Any) -> str:
 #   checked STEPS DAMAGED KIND  every step in those listed, restored and compared; those that
 #                           cannot be read; what the newest is
 #   wrong STEP              it was restored, with other bits than the reference's
+#   made STEPS              bases among them that were made in the background
 #   began STEP              its save is under way
 #   committed STEP          the manager has reported it
 
@@ -234,6 +236,7 @@ def train(
         kind = type(manifest_file.read(newest)).__name__ if step else "nothing"
         numbers = ",".join(str(number) for _, number in steps) or "0"
         tell(f"checked {numbers} {','.join(damaged) or '-'} {kind}")
+        tell(f"made {','.join(map(str, made_in_background(root, listed))) or '-'}")
         state = run.new_state() if state is None else state
         while step < len(digests) - 1:
             step += 1
@@ -247,6 +250,17 @@ def train(
                 tell(f"committed {step}")
         manager.wait_until_finished()
     tell("over")
+
+
+def made_in_background(root: Path | str, listed: Sequence[int]) -> list[int]:
+    """The steps that became bases after they had been saved as deltas."""
+    made = []
+    for step in listed:
+        with contextlib.suppress(adacheck.AdaCheckError):  # a restore has told of it
+            found = manifest_file.read(located(str(root)) / str(step) / "default")
+            if isinstance(found, manifests.BaseManifest) and found.replaces is not None:
+                made.append(step)
+    return made
 
 
 def write_reference(path: Path, process_count: int, records: bool) -> None:
@@ -370,6 +384,7 @@ class Tally:
         wrong: restored steps with other bits than the reference's.
         crashed: processes that ended by another signal, or did not begin in time.
         half_deleted: listed steps that retention was deleting at a kill, and that are refused.
+        made: bases that were made in the background, each as its root and its step.
         failures: anything else.
     """
 
@@ -383,6 +398,7 @@ class Tally:
     wrong: list[str] = field(default_factory=list)
     crashed: list[str] = field(default_factory=list)
     half_deleted: int = 0
+    made: set[tuple[str, str]] = field(default_factory=set)
     failures: list[str] = field(default_factory=list)
 
     def problems(self) -> list[str]:
@@ -433,7 +449,7 @@ class Killer:
         )
         first = children[0]
         deadline_s = time.monotonic() + START_S
-        steps = self._rng.choice((0, 1, 1, 2, 3, 5, 8))
+        steps = self._rng.choice(STEPS)
         while all(child.read(0.02) for child in children) and time.monotonic() < deadline_s:
             if sum("began" in line for line in first.lines) >= steps and first.lines:
                 break
@@ -464,6 +480,8 @@ class Killer:
         moment = (
             "deleting" if len(steps) > Run.kept_steps else "saving" if saving else "between saves"
         )
+        if any(".compaction" in name for name in names):
+            moment = "making a base"
         self.tally.moments[moment] += 1
 
     def _judge(self, children: list[Child], statuses: list[int]) -> None:
@@ -475,6 +493,8 @@ class Killer:
                     tally.wrong.append(f"{self._root}: step {values[0]}")
                 elif word == "checked" and index == 0:
                     self._judge_start(*values)
+                elif word == "made" and index == 0 and values[0] != "-":
+                    tally.made |= {(self._root, step) for step in values[0].split(",")}
                 elif word == "committed" and index == 0:
                     tally.committed += 1
                     self._newest = max(self._newest, int(values[0]))
@@ -525,6 +545,7 @@ def show(tally: Tally, process_count: int, total_s: float) -> None:
         ("newest step after a kill", ", ".join(f"{n} {kind}" for kind, n in tally.kinds.items())),
         ("steps that the manager reported as saved", tally.committed),
         ("restores compared with the reference", tally.checked),
+        ("bases made in the background", len(tally.made)),
         ("committed steps lost", len(tally.lost)),
         ("restored steps with wrong bits", len(tally.wrong)),
         ("half-deleted old steps, refused", tally.half_deleted),
@@ -559,7 +580,8 @@ def main(arguments: list[str] | None = None) -> Tally:
             stack.enter_context(mock.patch.object(Run, "max_deltas", policy))
             stack.enter_context(mock.patch.object(Run, "kept_steps", 2 * KEPT_STEPS))
             stack.enter_context(mock.patch.object(lines, "BEGINNING", Schedule(MAX_DELTAS, 1)))
-            stack.enter_context(mock.patch.dict(globals(), PAUSES_S=(0.1, 1.0, 3.0)))
+            longer = {"PAUSES_S": (0.1, 1.0, 3.0), "STEPS": (0, 3, 5, 8, 13, 21)}
+            stack.enter_context(mock.patch.dict(globals(), longer))
         served = stack.enter_context(object_stores.served(args.store)) if args.store else None
         killer = Killer(directory, args.processes, args.seed, args.record, served)
         killer.prepare()
@@ -570,7 +592,7 @@ def main(arguments: list[str] | None = None) -> Tally:
                 print(f"{killer.tally.kills} kills, {seconds:.0f} s", file=sys.stderr, flush=True)
     if args.json:
         options = {"processes": args.processes, "seed": args.seed, "store": args.store}
-        found = {**options, **vars(killer.tally)}
+        found = {**options, **vars(killer.tally), "made": len(killer.tally.made)}
         print(json.dumps({**environment(), **found}, indent=1))
     else:
         show(killer.tally, args.processes, time.monotonic() - start_s)
