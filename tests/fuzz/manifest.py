@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from adacheck_jax.format import codes, manifest, manifest_json, pack_plan
+from adacheck_jax.format.manifest_body.base import MAX_STATE_BYTES
 from adacheck_jax.restore import delta_reader
 from adacheck_jax.store.steps import lineage, manifest_file
 from tests.fuzz import engine
@@ -158,7 +159,7 @@ def _check_plan(base: manifest.BaseManifest, delta: manifest.Delta) -> None:
             for a, b, n in zip(extent.box.start, extent.box.stop, leaf.shape, strict=True)
         )
         assert extent.size_bytes <= leaf.nbytes + codes.MAX_HEAD_BYTES
-        assert leaf.nbytes <= manifest_json.MAX_STATE_BYTES
+        assert leaf.nbytes <= MAX_STATE_BYTES
         assert 0 <= extent.raw_start <= extent.raw_start + extent.raw_bytes <= pack.raw_bytes
         end = extent.compressed_start + extent.compressed_bytes
         assert 0 <= extent.compressed_start <= end <= pack.compressed_bytes
