@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ import adacheck_jax as adacheck
 from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
 from adacheck_jax.adapter.restoring import StepRestorer
 from adacheck_jax.format import planes as codecs
-from adacheck_jax.format.manifest import BaseManifest
+from adacheck_jax.format.manifest import BaseManifest, Delta, DeltaManifest
 from adacheck_jax.restore import delta_reader
 from adacheck_jax.store import packs
 from adacheck_jax.store.compaction import in_place
@@ -381,3 +382,17 @@ def restored_boxes(item: Any, **options: Any) -> tuple[lineage.Lineage, dict[int
 def compact(root: Any, step: int, item: str = "default") -> BaseManifest:
     """Compacts a step as a training run would that has its state on the host."""
     return in_place.compact(*restored_boxes(root / str(step) / item))
+
+
+def tell_of_checks(monkeypatch: Any, checks: dict[int, str]) -> None:
+    """Have manifests tell that deltas were checked in other ways than they were, by step."""
+    deltas = DeltaManifest.deltas.fget
+    assert deltas is not None
+
+    def told(manifest: DeltaManifest) -> tuple[Delta, ...]:
+        return tuple(
+            dataclasses.replace(each, checked=checks.get(each.step, each.checked))
+            for each in deltas(manifest)
+        )
+
+    monkeypatch.setattr(DeltaManifest, "deltas", property(told))

@@ -163,7 +163,7 @@ def describe_step(root: AnyPath, number: int | None = None, item: str | None = N
         depth=len(lineage.deltas),
         recorded=recorded_with(manifest),
         replayed_count=lineage.replayed_count,
-        checks=tuple(StepCheck(d.step, lineages.checked_of(d)) for d in lineage.deltas),
+        checks=tuple(StepCheck(d.step, d.checked) for d in lineage.deltas),
         problem=lineage.problem or (None if base.update else "the base holds no update program"),
         new_bytes=sizes.new_bytes(step.directory),
         versions=dict(base.versions),

@@ -678,9 +678,13 @@ def test_the_format_version_before_is_read(manifest):
         update = dataclasses.replace(manifest.update, pinned=False)
         unknown |= {"environment": {}, "update": update}
     else:
-        unknown |= {"checked": "", "unreplayed": ()}
+
+        def told(each):
+            return {"checked": "" if each.has_update else "stored", "unreplayed": ()}
+
+        unknown |= told(manifest)
         unknown["recorded"] = tuple(
-            dataclasses.replace(each, checked="", unreplayed=()) for each in manifest.recorded
+            dataclasses.replace(each, **told(each)) for each in manifest.recorded
         )
     assert dataclasses.replace(found, checksum="") == dataclasses.replace(manifest, **unknown)
 

@@ -243,16 +243,11 @@ def test_a_restorable_step_is_a_number_that_is_copied_whole():
 
 
 class TestLatestRestorable:
-    @pytest.fixture(autouse=True)
-    def _checked(self, monkeypatch):
-        monkeypatch.setattr(lineage, "checked_of", lambda delta: "sample")
-
     def test_a_step_that_nobody_checked_is_not_named_without_saying_so(
         self, saved, caplog, monkeypatch
     ):
         root, _, _ = saved
-        unchecked = lambda delta: "full" if delta.step == 6 else ""  # noqa: E731
-        monkeypatch.setattr(lineage, "checked_of", unchecked)
+        support.tell_of_checks(monkeypatch, {5: ""})
         with caplog.at_level(logging.WARNING, logger="adacheck_jax"):
             assert adacheck.latest_restorable(root) == 6
         (message,) = caplog.messages

@@ -705,7 +705,7 @@ class TestCommand:
         assert "of 2 no array was read" in result.stdout
 
     def test_verify_says_in_one_line_what_it_did_not_look_at(self, replayed, monkeypatch):
-        monkeypatch.setattr(lineage, "checked_of", lambda delta: "" if delta.step == 3 else "full")
+        support.tell_of_checks(monkeypatch, {3: ""})
         bytes_, replay = "the array bytes of 3 steps (verify --read-data)", "the replay of 2 steps"
         unchecked = "the deltas of steps 3 are exact, unchecked when saved (verify --replay)"
         for options, said, not_said in (
@@ -726,7 +726,7 @@ class TestCommand:
             assert [s["unchecked"] for s in report["steps"]] == [[], [], expected]
 
     def test_inspect_and_ls_tell_how_each_delta_was_checked(self, replayed, monkeypatch):
-        monkeypatch.setattr(lineage, "checked_of", lambda delta: "" if delta.step == 3 else "full")
+        support.tell_of_checks(monkeypatch, {3: ""})
         result = self.run("inspect", replayed[0], 3)
         assert "checked when saved" in result.stdout
         assert "step 2 in full, step 3 not checked" in result.stdout

@@ -19,7 +19,12 @@ def _upgraded_6(body: dict[str, Any]) -> dict[str, Any]:
 
     def delta(own: dict[str, Any]) -> dict[str, Any]:
         updates = [0] if fields.truth(own["has_update"]) else []
-        return {**counted(own), "updates": updates, "unreplayed": [], "checked": ""}
+        return {
+            **counted(own),
+            "updates": updates,
+            "unreplayed": [],
+            "checked": "" if updates else "stored",
+        }
 
     caution = {"reason": "", "distrusted": []}
     if body["kind"] == "base":

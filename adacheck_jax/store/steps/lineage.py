@@ -205,7 +205,7 @@ class Lineage:
     @property
     def unchecked(self) -> list[int]:
         """Numbers of steps whose delta was not compared with the state when it was saved."""
-        return [delta.step for delta in self.deltas if not checked_of(delta)]
+        return [delta.step for delta in self.deltas if not delta.checked]
 
     @property
     def checksums(self) -> tuple[str, ...]:
@@ -364,16 +364,6 @@ def _resolved(entry: LineageStep, read: ReadManifest = manifest_file.read_file) 
                 f"leaves of the base, found {len(manifest.fingerprints)}. Restore another step."
             )
     return lineage
-
-
-def checked_of(delta: Delta) -> str:
-    """Comparison that a delta's replay passed before it was committed.
-
-    Returns:
-        ``full``, ``sample``, ``identity`` (the state is the arrays that the update returned),
-        ``stored`` (nothing is replayed), or an empty text: none, by a release before 0.2.
-    """
-    return getattr(delta, "checked", "") or ("" if delta.has_update else "stored")
 
 
 def identity(directory: AnyPath) -> str:
