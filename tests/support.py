@@ -27,7 +27,7 @@ from adacheck_jax.format.manifest import BaseManifest, Delta, DeltaManifest
 from adacheck_jax.restore import delta_reader
 from adacheck_jax.store import packs
 from adacheck_jax.store.compaction import in_place
-from adacheck_jax.store.steps import lineage
+from adacheck_jax.store.steps import folders, lineage
 
 WIDTH = (
     64  # every shard stays at least 16 wide: narrower ones XLA:CPU of jax 0.12 compiles otherwise
@@ -324,14 +324,14 @@ def pack_reader(start, kind, size_bytes, zeros=()):
 
 def pack_files(item, process=0):
     """The files of a pack that hold its data."""
-    start = lineage.pack_in(item, process)
+    start = folders.pack_in(item, process)
     index = pack_index(item, process)
     return sorted(path for path in start.parent.glob(f"{start.name}.*") if path != index)
 
 
 def pack_index(item, process=0):
     """The file of a pack that leads to the others."""
-    start = lineage.pack_in(item, process)
+    start = folders.pack_in(item, process)
     return start.with_name(f"{start.name}.manifest.ocdbt")
 
 

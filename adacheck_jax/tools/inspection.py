@@ -10,8 +10,7 @@ from adacheck_jax.format.manifest import (
     Manifest,
     Update,
 )
-from adacheck_jax.store.steps import lineage as lineages
-from adacheck_jax.store.steps import sizes
+from adacheck_jax.store.steps import lookup, sizes
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.tools.listing import kind_of, parent_of, recorded_with
@@ -135,7 +134,7 @@ def describe_step(root: AnyPath, number: int | None = None, item: str | None = N
     step = selected(root, number, item)
     if step.error is not None:
         raise step.error
-    lineage = lineages.resolve(step.directory)
+    lineage = lookup.resolve(step.directory)
     base, manifest = lineage.base, lineage.manifest
     groups = _groups_of(base.update, len(base.leaves))
     exactness, sources = _exactness(base.update), _sources(lineage)

@@ -21,8 +21,8 @@ from adacheck_jax.errors import AdaCheckError, FormatError, StorageError, first_
 from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.restore import check, delta_reader, replay
 from adacheck_jax.restore.compiled_update import CompiledUpdates
-from adacheck_jax.store.steps import manifest_file
-from adacheck_jax.store.steps.lineage import Lineage, identity_of
+from adacheck_jax.store.steps import identity, manifest_file
+from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import at
 from adacheck_jax.tools.verification import Damage, damage_of, damaged_programs
 from adacheck_jax.update import program as update_program
@@ -80,7 +80,7 @@ class Recomputation:
         problem = cannot_replay_here(lineage)
         if problem is not None:
             return Replayed(problem=problem)
-        chain = tuple(map(identity_of, lineage.entries))
+        chain = tuple(map(identity.of_step, lineage.entries))
         try:
             on_device = touched(lineage.base)
             with wide_integers(lineage.base.leaves[i].dtype for i in on_device):

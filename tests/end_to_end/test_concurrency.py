@@ -25,7 +25,7 @@ from adacheck_jax.save.saver import Saver
 from adacheck_jax.save.share import Destination
 from adacheck_jax.save.situation import Options
 from adacheck_jax.store import base_writer, delta_writer, packs, volumes
-from adacheck_jax.store.steps import lineage, roots
+from adacheck_jax.store.steps import lookup, roots
 from tests import support
 from tests.end_to_end.test_multiprocess import finish, launch, leaves, start
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
@@ -227,7 +227,7 @@ def test_several_threads_restore_at_once(tmp_path, restless):
         for step, state in enumerate(states):
             manager.save(step, args=adacheck.SaveArgs(state))
     followed = Saver({}, Options(delta="bits", compression="none"))
-    restored = [lineage.resolve(tmp_path / str(step) / "default") for step in range(4)]
+    restored = [lookup.resolve(tmp_path / str(step) / "default") for step in range(4)]
 
     together = threading.Barrier(4)
 

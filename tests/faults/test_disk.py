@@ -18,7 +18,7 @@ import pytest
 
 import adacheck_jax as adacheck
 from adacheck_jax.format import manifest
-from adacheck_jax.store.steps import lineage, manifest_file
+from adacheck_jax.store.steps import lookup, manifest_file
 from tests import support
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
 
@@ -248,7 +248,7 @@ def test_two_managers_on_one_root_never_make_a_mixture(tmp_path):
         manager.close()
     assert_unharmed(tmp_path, runs[0], saved)
     for step in range(2, 8):
-        parent = lineage.resolve(tmp_path / str(step) / "default").entries[-2].manifest
+        parent = lookup.resolve(tmp_path / str(step) / "default").entries[-2].manifest
         assert parent.step == step - 2
 
 

@@ -17,7 +17,7 @@ from etils import epath
 import adacheck_jax as adacheck
 from adacheck_jax.device.kept import Kept
 from adacheck_jax.format import manifest
-from adacheck_jax.store.steps import lineage, manifest_file
+from adacheck_jax.store.steps import folders, manifest_file
 from adacheck_jax.store.storage.location import located
 from adacheck_jax.update import program as update_program
 from tests import support
@@ -108,9 +108,9 @@ class TestDamage:
         [
             (1, manifest_file.FILE, adacheck.FormatError),
             (3, manifest_file.FILE, adacheck.FormatError),
-            (3, f"{lineage.LINEAGE}/1/{manifest_file.update_file('cpu')}", adacheck.FormatError),
-            (3, f"{lineage.LINEAGE}/2.{manifest_file.NAME}", adacheck.FormatError),
-            (3, f"{lineage.LINEAGE}/2.delta.0.manifest.ocdbt", adacheck.FormatError),
+            (3, f"{folders.LINEAGE}/1/{manifest_file.update_file('cpu')}", adacheck.FormatError),
+            (3, f"{folders.LINEAGE}/2.{manifest_file.NAME}", adacheck.FormatError),
+            (3, f"{folders.LINEAGE}/2.delta.0.manifest.ocdbt", adacheck.FormatError),
             (3, "adacheck/delta.0.manifest.ocdbt", adacheck.FormatError),
         ],
     )
@@ -145,7 +145,7 @@ class TestDamage:
         self, saved_run, tmp_path, step, damage
     ):
         source, run, saved = saved_run
-        base = Path(str(step), "default", *([] if step == 1 else [lineage.LINEAGE, "1"]))
+        base = Path(str(step), "default", *([] if step == 1 else [folders.LINEAGE, "1"]))
         files = [p.relative_to(source) for p in (source / base).rglob("*") if p.is_file()]
         errors = 0
         for number, file in enumerate(files):

@@ -22,7 +22,7 @@ from adacheck_jax.format import manifest
 from adacheck_jax.restore import delta_reader
 from adacheck_jax.save import parents, share
 from adacheck_jax.store import delta_writer, packs
-from adacheck_jax.store.steps import lineage, manifest_file, roots
+from adacheck_jax.store.steps import folders, lookup, manifest_file, roots
 from tests import support
 from tests.end_to_end.test_multiprocess import launch, leaves
 from tests.save import test_waiting
@@ -112,10 +112,10 @@ def test_a_run_is_one_array_of_each_kind_with_the_steps_one_after_another(tmp_pa
     assert found.depth == last - 1
     sizes = [each.packs[0].raw_bytes for each in found.deltas]
     assert sizes == [sizes[0]] * len(sizes)
-    array = packs.PackArray(lineage.pack_in(item(tmp_path, last), 0), packs.RAW, sum(sizes))
+    array = packs.PackArray(folders.pack_in(item(tmp_path, last), 0), packs.RAW, sum(sizes))
     assert array.stored_bytes == len(sizes) * sizes[0] > 0
     links = {
-        path.name.partition(".")[0] for path in (item(tmp_path, last) / lineage.LINEAGE).iterdir()
+        path.name.partition(".")[0] for path in (item(tmp_path, last) / folders.LINEAGE).iterdir()
     }
     assert links == {*map(str, saved[:-1])}
 
@@ -581,7 +581,7 @@ def test_a_step_is_let_go_of_as_it_is_packed(more, tmp_path, monkeypatch):
 def damage_end(directory):
     """Changes a byte of what is stored of the last step."""
     size_bytes = manifest_file.read(directory).packs[0].raw_bytes
-    pack = delta_reader.readers_of(lineage.resolve(directory))[-1]._pack(0, packs.RAW)
+    pack = delta_reader.readers_of(lookup.resolve(directory))[-1]._pack(0, packs.RAW)
     (end,) = pack.read([(size_bytes - 64, size_bytes)], what="the end")
     (path,) = (path for path in support.pack_files(directory) if end.tobytes() in path.read_bytes())
     content = bytearray(path.read_bytes())

@@ -15,7 +15,7 @@ import pytest
 import adacheck_jax as adacheck
 from adacheck_jax.errors import FormatError
 from adacheck_jax.format.manifest import Update
-from adacheck_jax.store.steps import lineage, manifest_file
+from adacheck_jax.store.steps import lookup, manifest_file
 from adacheck_jax.update import program as update_program
 from adacheck_jax.update import untrusted
 from tests import support
@@ -114,7 +114,7 @@ def test_what_this_process_exported_is_trusted_and_what_another_one_did_is_not(t
     untrusted._verdicts.clear()
     support.assert_same_bits(restored(), saved[3])
     assert len(processes) == 1
-    base = lineage.resolve(item).base_directory
+    base = lookup.resolve(item).base_directory
     (base / manifest_file.update_file(update_program.platform())).write_bytes(b"damaged")
     with pytest.raises(adacheck.IntegrityError):
         restored()

@@ -23,7 +23,8 @@ from adacheck_jax.format.manifest import BaseManifest, DeltaManifest
 from adacheck_jax.store.compaction import new_base
 from adacheck_jax.store.links import OWN_TREE_METADATA, PROBE_PREFIX
 from adacheck_jax.store.steps import manifest_file, marks, roots
-from adacheck_jax.store.steps.lineage import BASE, DELTA, KEPT, LINEAGE, Lineage
+from adacheck_jax.store.steps.folders import BASE, DELTA, KEPT, LINEAGE
+from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.steps.stock import TREE_METADATA
 from adacheck_jax.store.storage.interface import Stamp
 from adacheck_jax.store.storage.location import AnyPath, Location, at
