@@ -32,7 +32,7 @@ from adacheck_jax.update import untrusted
 from adacheck_jax.update.binding import Binding
 from adacheck_jax.update.derived import COUNT, DerivedTree
 from adacheck_jax.update.recorder import Recorder
-from adacheck_jax.update.recorder_state import UpdateSignature
+from adacheck_jax.update.recording.signatures import UpdateSignature
 
 _log = logging.getLogger(__name__)
 

@@ -23,21 +23,10 @@ from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import RecorderError
 from adacheck_jax.update import program as update_program
 from adacheck_jax.update.pinning.fence import zero_of
-from adacheck_jax.update.recorder import (
-    TAKE_ARGUMENT,
-    Probe,
-    Recorder,
-    SeparateCall,
-    reference,
-)
-from adacheck_jax.update.recorder_state import (
-    InnerElsewhere,
-    RecorderState,
-    UpdateSignature,
-    abstract,
-    passed_key,
-    picked,
-)
+from adacheck_jax.update.recorder import TAKE_ARGUMENT, Probe, Recorder
+from adacheck_jax.update.recorder_state import InnerElsewhere, RecorderState, passed_key, picked
+from adacheck_jax.update.recording.separate_call import SeparateCall, reference
+from adacheck_jax.update.recording.signatures import UpdateSignature, abstract
 
 _log = logging.getLogger(__name__)
 
