@@ -37,7 +37,7 @@ from adacheck_jax.save import commit, planner, saver, staged
 from adacheck_jax.store import delta_writer, links
 from adacheck_jax.store.steps import manifest_file
 from adacheck_jax.store.storage import posix
-from adacheck_jax.update import program as update_program
+from adacheck_jax.update import exported_program
 from benchmarks.common import environment
 from benchmarks.speed import states
 
@@ -73,7 +73,7 @@ RESTORE = [
     ("    read records ahead, on threads", transfer, "place_all"),
     ("      read boxes", delta_reader.DeltaReader, "read"),
     ("  compare fingerprints", check, "check_bits"),
-    ("load the update, on a thread", update_program, "load"),
+    ("load the update, on a thread", exported_program, "load"),
     ("compile it, on a thread", jax.stages.Lowered, "compile"),
 ]
 Stages = Sequence[tuple[str, Any, str]]

@@ -25,6 +25,7 @@ from adacheck_jax.store.steps import identity, manifest_file
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import at
 from adacheck_jax.tools.verification import Damage, damage_of, damaged_programs
+from adacheck_jax.update import exported_program
 from adacheck_jax.update import program as update_program
 
 RECOMPUTED = "recomputed, it does not have the bits that were saved"
@@ -187,7 +188,7 @@ def cannot_replay_here(lineage: Lineage) -> str | None:
         return f"the update was exported for {known}, and this machine's platform is {here}"
     path = lineage.base_directory / manifest_file.update_file(here)
     try:
-        update_program.load(at(path).read(), update, str(path))
+        exported_program.load(at(path).read(), update, str(path))
     except FormatError as error:
         return " ".join(str(error).split())
     except (AdaCheckError, OSError):

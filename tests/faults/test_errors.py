@@ -19,7 +19,7 @@ from adacheck_jax.device.kept import Kept
 from adacheck_jax.format import manifest
 from adacheck_jax.store.steps import folders, manifest_file
 from adacheck_jax.store.storage.location import located
-from adacheck_jax.update import program as update_program
+from adacheck_jax.update import exported_program
 from tests import support
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
 
@@ -232,8 +232,8 @@ class TestUpdateProgram:
         def fail(_data):
             raise ValueError("unsupported version 99")
 
-        monkeypatch.setattr(update_program.jax.export, "deserialize", fail)
-        monkeypatch.setattr(update_program, "_parsed", Kept(1))
+        monkeypatch.setattr(exported_program.jax.export, "deserialize", fail)
+        monkeypatch.setattr(exported_program, "_parsed", Kept(1))
 
     @pytest.mark.usefixtures("unreadable")
     def test_without_a_recorder_the_error_says_which_jax_wrote_it(self, saved_run):

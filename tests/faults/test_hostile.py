@@ -27,8 +27,8 @@ from adacheck_jax.format.manifest import Update
 from adacheck_jax.restore.delta_reader import DeltaReader
 from adacheck_jax.store import packs, zarr
 from adacheck_jax.store.steps import lookup, manifest_file, roots
+from adacheck_jax.update import exported_program, untrusted
 from adacheck_jax.update import program as update_program
-from adacheck_jax.update import untrusted
 from tests.format.test_manifest import A_BASE, A_DELTA, body_of, decode, encode_body
 
 ROOT = Path(__file__).parents[2]
@@ -303,7 +303,7 @@ def load(data):
     update = Update(
         (), (), (), (), (0,), ((0, 0, 0, 0),), (), (), "", "", digests, jax.__version__, False
     )
-    return update_program.load(data, update, "update.stablehlo")
+    return exported_program.load(data, update, "update.stablehlo")
 
 
 def test_linear_algebra_and_loops_are_pure():
@@ -326,7 +326,7 @@ def test_what_optimizers_do_is_pure_on_every_platform(name):
     params = {"a": jnp.ones((16, 16)), "b": jnp.ones(16)}
     transformation = tx(1e-3)
     state = transformation.init(params)
-    for platform in update_program.PLATFORMS:
+    for platform in exported_program.PLATFORMS:
         program = jax.export.export(jax.jit(transformation.update), platforms=(platform,))
         untrusted.check_operations(program(params, state, params), "update")
 

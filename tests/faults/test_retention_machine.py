@@ -45,6 +45,7 @@ from adacheck_jax.save import exported_update
 from adacheck_jax.store import links
 from adacheck_jax.store.steps import folders, manifest_file, marks, roots
 from adacheck_jax.store.storage.location import Location, located
+from adacheck_jax.update import exported_program
 from adacheck_jax.update import program as update_program
 from tests import object_stores, support
 
@@ -95,7 +96,7 @@ def _shardings(function: Any, *trees: Any) -> Any:
 
 
 MEMORY = [
-    (update_program, "load", remembering(update_program.load, lambda data, *_: data)),
+    (exported_program, "load", remembering(exported_program.load, lambda data, *_: data)),
     (update_program, "jit_update_like", remembering(update_program.jit_update_like, _shardings)),
     (
         update_program,
