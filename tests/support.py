@@ -25,8 +25,8 @@ from adacheck_jax.adapter.restoring import StepRestorer
 from adacheck_jax.format import planes as codecs
 from adacheck_jax.format.manifest import BaseManifest, Delta, DeltaManifest
 from adacheck_jax.restore import delta_reader
-from adacheck_jax.store import packs
 from adacheck_jax.store.compaction import in_place
+from adacheck_jax.store.packs import arrays, reader, writer
 from adacheck_jax.store.steps import folders, lineage
 
 WIDTH = (
@@ -318,8 +318,8 @@ def compiled_programs() -> Iterator[list[str]]:
 
 def pack_reader(start, kind, size_bytes, zeros=()):
     """Reads an array of one section."""
-    _, length_bytes = packs.laid_out(start, kind, [(size_bytes, zeros)])
-    return packs.PackReader(packs.PackArray(start, kind, length_bytes), size_bytes, zeros)
+    _, length_bytes = arrays.laid_out(start, kind, [(size_bytes, zeros)])
+    return reader.PackReader(reader.PackArray(start, kind, length_bytes), size_bytes, zeros)
 
 
 def pack_files(item, process=0):
@@ -343,9 +343,9 @@ def other_record(known: lineage.Lineage) -> str:
     extents = [e for each in reader.stored for e in reader._extents[each]]
     assert {each.process for each in extents} == {0}
     contents = []
-    for kind in (packs.RAW, packs.COMPRESSED):
+    for kind in (arrays.RAW, arrays.COMPRESSED):
         pack = reader._pack(0, kind)
-        is_raw = kind is packs.RAW
+        is_raw = kind is arrays.RAW
         size = delta.packs[0].raw_bytes if is_raw else delta.packs[0].compressed_bytes
         data = pack.read([(0, size)], what="all")[0].copy()
         extent = next(e for e in extents if e.leaf == index)
@@ -358,7 +358,7 @@ def other_record(known: lineage.Lineage) -> str:
     start = entry.pack(0)
     for path in start.parent.glob(f"{start.name}.*"):
         path.unlink()
-    zeros = packs.write_pack(start, contents)
+    zeros = writer.write_pack(start, contents)
     assert zeros == [[delta.packs[0].raw_zeros], [delta.packs[0].compressed_zeros]]
     return known.base.leaves[index].path
 

@@ -13,8 +13,8 @@ from adacheck_jax.errors import IntegrityError
 from adacheck_jax.format import codes, pack_plan, planes
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest, Encoding, Pack
-from adacheck_jax.store import packs
-from adacheck_jax.store.packs import PackArray, PackReader
+from adacheck_jax.store.packs import arrays
+from adacheck_jax.store.packs.reader import PackArray, PackReader
 from adacheck_jax.store.steps.lineage import Lineage, LineageStep
 from adacheck_jax.store.storage.location import AnyPath
 
@@ -50,7 +50,7 @@ class ReaderCache:
 
     plans: dict[Hashable, pack_plan.WritePlan] = field(default_factory=dict)
     pieces: dict[Hashable, list[_Piece]] = field(default_factory=dict)
-    opened: dict[tuple[AnyPath, packs.Kind], PackArray] = field(default_factory=dict)
+    opened: dict[tuple[AnyPath, arrays.Kind], PackArray] = field(default_factory=dict)
 
 
 class DeltaReader:
@@ -93,7 +93,7 @@ class DeltaReader:
         self._extents: dict[int, list[pack_plan.Extent]] = {}
         for extent in self._layout.extents:
             self._extents.setdefault(extent.leaf, []).append(extent)
-        self._packs: dict[tuple[int, packs.Kind], PackReader] = {}
+        self._packs: dict[tuple[int, arrays.Kind], PackReader] = {}
         self._decoded: dict[tuple[int, Box], np.ndarray] | None = None
 
     def _plan(self) -> pack_plan.WritePlan:
@@ -159,7 +159,7 @@ class DeltaReader:
         """
         found: dict[AnyPath, list[str]] = {}
         for process in range(len(self._delta.packs)):
-            for kind in (packs.RAW, packs.COMPRESSED):
+            for kind in (arrays.RAW, arrays.COMPRESSED):
                 if self._pack(process, kind).stored_bytes:
                     found.setdefault(self._entry.pack(process), []).append(kind.name)
         return found
@@ -203,7 +203,7 @@ class DeltaReader:
                 return self._decode(extent)
             if extent.box == box and box.size and extent.encoding is Encoding.RAW:
                 spans, _ = _spans_of(extent, box)
-                data = self._planes(extent.process, packs.RAW, spans, leaf.path)
+                data = self._planes(extent.process, arrays.RAW, spans, leaf.path)
                 return data.view(dtype).reshape(box.shape)  # as it was read, without a copy
         block = np.empty(box.shape, dtype)
         self.patch(index, box, block)
@@ -227,7 +227,7 @@ class DeltaReader:
         """
         found: dict[int, np.ndarray] = {}
         for piece in self._pieces(wanted):
-            pack = self._pack(piece.process, packs.RAW)
+            pack = self._pack(piece.process, arrays.RAW)
             with contextlib.suppress(IntegrityError):  # read() raises it with the leaf's path
                 span = (piece.start, piece.stop)
                 (data,) = pack.read([span], what="some leaves", checked=checked)
@@ -277,12 +277,12 @@ class DeltaReader:
         Raises:
             FormatError: a pack is missing. Damaged bytes raise later, from :meth:`read`.
         """
-        needed: dict[tuple[int, packs.Kind], Spans] = {}
+        needed: dict[tuple[int, arrays.Kind], Spans] = {}
         for index, boxes in wanted.items():
             for extent in self._extents.get(index, ()):
                 for common in filter(None, (box.intersect(extent.box) for box in boxes)):
                     raw, compressed = _spans_of(extent, _rows_of(extent.box, common))
-                    for kind, spans in ((packs.RAW, raw), (packs.COMPRESSED, compressed)):
+                    for kind, spans in ((arrays.RAW, raw), (arrays.COMPRESSED, compressed)):
                         needed.setdefault((extent.process, kind), []).extend(spans)
         readers = [(self._pack(*each), spans) for each, spans in needed.items() if spans]
         self._decoded = {}
@@ -322,11 +322,11 @@ class DeltaReader:
             inside = (*common.relative_to(rows.start).slices, ...)
             target = block[(*common.relative_to(box.start).slices, ...)]
             raw, compressed = _spans_of(extent, rows)
-            low = self._planes(extent.process, packs.RAW, raw, leaf.path)
+            low = self._planes(extent.process, arrays.RAW, raw, leaf.path)
             if extent.encoding is Encoding.RAW:
                 target[...] = low.view(block.dtype).reshape(rows.shape)[inside]
                 continue
-            high = self._planes(extent.process, packs.COMPRESSED, compressed, leaf.path)
+            high = self._planes(extent.process, arrays.COMPRESSED, compressed, leaf.path)
             if rows == common and target.flags.c_contiguous:
                 planes.decode(extent.encoding, target, low, high)
                 continue
@@ -341,8 +341,8 @@ class DeltaReader:
         if self._decoded is not None and key in self._decoded:
             return self._decoded[key]
         raw, compressed = _spans_of(extent, extent.box)
-        low = self._planes(extent.process, packs.RAW, raw, leaf.path)
-        high = self._planes(extent.process, packs.COMPRESSED, compressed, leaf.path)
+        low = self._planes(extent.process, arrays.RAW, raw, leaf.path)
+        high = self._planes(extent.process, arrays.COMPRESSED, compressed, leaf.path)
         block = np.empty(extent.box.shape, np.dtype(leaf.dtype))
         try:
             codes.decode(np.concatenate([low.reshape(-1), high.reshape(-1)]), block)
@@ -355,7 +355,7 @@ class DeltaReader:
             self._decoded[key] = block
         return block
 
-    def _planes(self, process: int, kind: packs.Kind, spans: Spans, path: str) -> np.ndarray:
+    def _planes(self, process: int, kind: arrays.Kind, spans: Spans, path: str) -> np.ndarray:
         """Bytes of spans of one length, one span a row."""
         if not spans:
             return np.empty((0, 0), np.uint8)
@@ -365,11 +365,11 @@ class DeltaReader:
         read = self._pack(process, kind).read(spans, what=path)
         return (read[0] if len(read) == 1 else np.concatenate(read)).reshape(count, length)
 
-    def _pack(self, process: int, kind: packs.Kind) -> PackReader:
+    def _pack(self, process: int, kind: arrays.Kind) -> PackReader:
         if (process, kind) not in self._packs:
             start = self._entry.pack(process)
             sections = [_section_of(each.packs[process], kind) for each in self._manifest.deltas]
-            begins, length_bytes = packs.laid_out(start, kind, sections)
+            begins, length_bytes = arrays.laid_out(start, kind, sections)
             opened = self._cache.opened
             if (start, kind) not in opened:
                 opened[start, kind] = PackArray(start, kind, length_bytes)
@@ -410,9 +410,9 @@ def _merged(spans: Sequence[tuple[int, int, int, int]]) -> Iterator[_Piece]:
         yield _Piece(process, start, max(last for _, _, last, _ in group), parts)
 
 
-def _section_of(pack: Pack, kind: packs.Kind) -> tuple[int, packs.Ranges]:
+def _section_of(pack: Pack, kind: arrays.Kind) -> tuple[int, arrays.Ranges]:
     """Length in bytes of a delta's section of a pack array, and the zero blocks left out of it."""
-    if kind is packs.RAW:
+    if kind is arrays.RAW:
         return pack.raw_bytes, pack.raw_zeros
     return pack.compressed_bytes, pack.compressed_zeros
 

@@ -362,7 +362,7 @@ def test_a_failed_save_is_raised_once_and_the_next_one_is_a_base(tmp_path, monke
             def full(*_args, **_kwargs):
                 raise OSError(28, "No space left on device")
 
-            patch.setattr("adacheck_jax.store.packs.write_pack", full)
+            patch.setattr("adacheck_jax.store.packs.writer.write_pack", full)
             manager.save(3, args=adacheck.SaveArgs(run.advance()))
             with pytest.raises(adacheck.StorageError, match=r"/3/default: .*No space left"):
                 manager.wait_until_finished()

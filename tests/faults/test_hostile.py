@@ -25,7 +25,8 @@ from adacheck_jax.format import manifest as manifests
 from adacheck_jax.format import manifest_json
 from adacheck_jax.format.manifest import Update
 from adacheck_jax.restore.delta_reader import DeltaReader
-from adacheck_jax.store import packs, zarr
+from adacheck_jax.store import zarr
+from adacheck_jax.store.packs import arrays, reader
 from adacheck_jax.store.steps import lookup, manifest_file, roots
 from adacheck_jax.update import exported_program, untrusted
 from adacheck_jax.update import program as update_program
@@ -238,7 +239,7 @@ def test_a_reference_leads_to_siblings_only(reference, tmp_path):
 
 @pytest.mark.parametrize("changes", [{"chunk": 1 << 30}, {"codec": "gzip"}, {"codec": "blosc"}])
 def test_a_pack_in_other_chunks_or_codecs_than_are_written_is_refused(changes, tmp_path):
-    spec = zarr.array_in(zarr.database_at(tmp_path / "pack"), packs.RAW.name)
+    spec = zarr.array_in(zarr.database_at(tmp_path / "pack"), arrays.RAW.name)
     codecs = [{"name": "bytes"}, {"name": changes.get("codec", "crc32c")}]
     spec["metadata"] = {
         "data_type": "uint8",
@@ -251,7 +252,7 @@ def test_a_pack_in_other_chunks_or_codecs_than_are_written_is_refused(changes, t
     }
     ts.open(spec, create=True).result()
     with pytest.raises(FormatError, match="expected chunks of at most"):
-        packs.PackArray(tmp_path / "pack", packs.RAW, 64)
+        reader.PackArray(tmp_path / "pack", arrays.RAW, 64)
 
 
 def test_a_base_in_other_codecs_than_are_written_is_refused(tmp_path):

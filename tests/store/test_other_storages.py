@@ -10,7 +10,8 @@ import pytest
 from adacheck_jax.errors import AdaCheckError, FormatError, StorageError
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.manifest import NO_CAUTION, Link
-from adacheck_jax.store import claims, links, packs, volume_reader, volumes, zarr
+from adacheck_jax.store import claims, links, volume_reader, volumes, zarr
+from adacheck_jax.store.packs import arrays, writer
 from adacheck_jax.store.steps import folders, lookup, manifest_file, marks, references, roots
 from adacheck_jax.store.storage.kvstore import KvStore
 from adacheck_jax.store.storage.location import Location, at
@@ -36,9 +37,9 @@ def test_a_pack_is_read_as_it_was_written(root):
     raw, compressed = noise(3 << 20), np.repeat(noise(1 << 16), 8)
     raw[5000:9000] = 0
     start = folders.pack_in(root / "3", 0)
-    zeros = packs.write_pack(start, [(packs.RAW, [raw]), (packs.COMPRESSED, [compressed])])
+    zeros = writer.write_pack(start, [(arrays.RAW, [raw]), (arrays.COMPRESSED, [compressed])])
     for kind, data, (left_out,) in zip(
-        (packs.RAW, packs.COMPRESSED), (raw, compressed), zeros, strict=True
+        (arrays.RAW, arrays.COMPRESSED), (raw, compressed), zeros, strict=True
     ):
         reader = support.pack_reader(start, kind, data.size, left_out)
         (found,) = reader.read([(0, data.size)], what="all")

@@ -23,7 +23,7 @@ import adacheck_jax as adacheck
 from adacheck_jax.cli.main import app
 from adacheck_jax.restore import delta_reader
 from adacheck_jax.store import links, zarr
-from adacheck_jax.store import packs as arrays
+from adacheck_jax.store.packs import arrays
 from adacheck_jax.store.steps import folders, lookup, manifest_file, marks
 from adacheck_jax.store.storage.kvstore import KvStore
 from adacheck_jax.store.storage.location import Location, at
