@@ -31,8 +31,9 @@ import orbax.checkpoint as ocp
 import adacheck_jax as adacheck
 from adacheck_jax.adapter import base_checkpoint, descriptions, handler, restoring
 from adacheck_jax.device import shard_sums, transfer
-from adacheck_jax.restore import check, compiled_update, delta_reader
+from adacheck_jax.restore import check, compiled_update
 from adacheck_jax.restore import replay as replaying
+from adacheck_jax.restore.deltas import delta_reader
 from adacheck_jax.save import commit, planner, saver, staged
 from adacheck_jax.store import delta_writer, links
 from adacheck_jax.store.steps import manifest_file

@@ -24,7 +24,7 @@ from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
 from adacheck_jax.adapter.restoring import StepRestorer
 from adacheck_jax.format import planes as codecs
 from adacheck_jax.format.manifest import BaseManifest, Delta, DeltaManifest
-from adacheck_jax.restore import delta_reader
+from adacheck_jax.restore.deltas import delta_reader
 from adacheck_jax.store.compaction import in_place
 from adacheck_jax.store.packs import arrays, reader, writer
 from adacheck_jax.store.steps import folders, lineage

@@ -19,8 +19,9 @@ import numpy as np
 from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
 from adacheck_jax.errors import AdaCheckError, FormatError, StorageError, first_line
 from adacheck_jax.format.manifest import BaseManifest
-from adacheck_jax.restore import check, delta_reader, replay
+from adacheck_jax.restore import check, replay
 from adacheck_jax.restore.compiled_update import CompiledUpdates
+from adacheck_jax.restore.deltas import delta_reader
 from adacheck_jax.store.steps import identity, manifest_file
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import at

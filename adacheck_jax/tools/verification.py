@@ -22,7 +22,7 @@ from adacheck_jax.format import fingerprint
 from adacheck_jax.format import manifest as manifests
 from adacheck_jax.format.byte_loops import fingerprint_of
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest, Update
-from adacheck_jax.restore import delta_reader
+from adacheck_jax.restore.deltas import delta_reader
 from adacheck_jax.store import volume_reader, zarr
 from adacheck_jax.store.steps import identity, lookup, manifest_file
 from adacheck_jax.store.steps.lineage import Lineage, LineageStep

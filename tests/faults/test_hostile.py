@@ -24,7 +24,7 @@ from adacheck_jax import FormatError, IntegrityError
 from adacheck_jax.format import manifest as manifests
 from adacheck_jax.format import manifest_json
 from adacheck_jax.format.manifest import Update
-from adacheck_jax.restore.delta_reader import DeltaReader
+from adacheck_jax.restore.deltas.delta_reader import DeltaReader
 from adacheck_jax.store import zarr
 from adacheck_jax.store.packs import arrays, reader
 from adacheck_jax.store.steps import lookup, manifest_file, roots

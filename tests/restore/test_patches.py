@@ -14,7 +14,7 @@ from adacheck_jax.errors import FormatError, IntegrityError
 from adacheck_jax.format import codes, pack_plan
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest, Encoding, Leaf, Link, Pack
-from adacheck_jax.restore.delta_reader import DeltaReader
+from adacheck_jax.restore.deltas.delta_reader import DeltaReader
 from adacheck_jax.store.packs import arrays, writer
 from adacheck_jax.store.steps import folders, lineage
 from tests import support

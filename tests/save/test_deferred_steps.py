@@ -19,7 +19,7 @@ import adacheck_jax as adacheck
 from adacheck_jax.cli.main import app
 from adacheck_jax.errors import IntegrityError, LineageError
 from adacheck_jax.format import manifest
-from adacheck_jax.restore import delta_reader
+from adacheck_jax.restore.deltas import delta_reader
 from adacheck_jax.save import parents, share
 from adacheck_jax.store import delta_writer
 from adacheck_jax.store.packs import arrays, reader, writer

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import adacheck_jax as adacheck
 from adacheck_jax.cli.main import app
-from adacheck_jax.restore import delta_reader
+from adacheck_jax.restore.deltas import delta_reader
 from adacheck_jax.store import links, zarr
 from adacheck_jax.store.packs import arrays
 from adacheck_jax.store.steps import folders, lookup, manifest_file, marks
