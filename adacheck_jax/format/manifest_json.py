@@ -27,12 +27,7 @@ MAX_VALUES = 2**25
 """Members of all lists and objects, about."""
 
 
-def encode(manifest: Manifest) -> bytes:
-    """Bytes of a manifest's file, checksum included."""
-    return encoded(manifest)[0]
-
-
-def encoded(manifest: Manifest) -> tuple[bytes, str]:
+def encode(manifest: Manifest) -> tuple[bytes, str]:
     """Bytes of a manifest's file, and the checksum in it."""
     body, kind = _fields(manifest), "base"
     del body["checksum"]
