@@ -26,6 +26,7 @@ NEVER_TOLD = (
     "given up, it is being saved again",
     "was given up before it was written",
     "the copy of the state went on to another step",  # a base in the background, made later
+    "the base is not wanted any more",
 )
 
 

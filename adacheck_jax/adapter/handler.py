@@ -31,7 +31,7 @@ from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.save.exported_update import Check
-from adacheck_jax.save.situation import Delta, Options
+from adacheck_jax.save.planning.situation import Delta, Options
 from adacheck_jax.schedule.line import MaxDeltas
 from adacheck_jax.store.retention import KeepLineage
 from adacheck_jax.store.steps import roots, stock
@@ -106,8 +106,8 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             take or return them.
         background_bases: True to turn saved deltas into bases in the background, from the shadow,
             so that the loop writes the first base alone. It does so with a policy as
-            ``max_deltas``, in one process, where files can be hard-linked and memory has room for
-            two shadows. Give False to a manager that deletes in the background
+            ``max_deltas``, where files can be hard-linked and each process has memory for two
+            shadows. Give False to a manager that deletes in the background
             (``enable_background_delete``): its deletion of a step fails if it meets the change of
             the step's files.
         on_save: called with the :class:`SaveReport` of each save once its manifest is on the disk,

@@ -33,7 +33,7 @@ import orbax.checkpoint as ocp
 
 from adacheck_jax import errors
 from adacheck_jax.errors import AdaCheckError, ReplayError, first_line
-from adacheck_jax.save.share import Report
+from adacheck_jax.save.attempt import Report
 from adacheck_jax.store.storage.location import AnyPath
 
 _ROOM = "adacheck"
@@ -201,7 +201,7 @@ class Processes:
 class Exchange:
     """Reports of the processes to each other about one attempt to save a step.
 
-    Implements :class:`~adacheck_jax.save.share.Exchange`.
+    Implements :class:`~adacheck_jax.save.attempt.Exchange`.
 
     Args:
         processes: the processes.
@@ -251,7 +251,9 @@ class Exchange:
         """Posts an error in place of this process's report, or of the answer."""
         process = self._processes.index
         key = self._report_key(topic, process) if process else self._answer_key(topic)
-        self._post_error(key, _failure(error, process))
+        text = f"process {process} could not write its share ({type(error).__name__}: {error})."
+        kind = ReplayError if isinstance(error, ReplayError) else AdaCheckError
+        self._post_error(key, {"error": text + self._loss, "kind": kind.__name__})
 
     def reports(self, topic: str) -> Sequence[Report]:
         """The reports of all processes, after they agreed."""
@@ -268,6 +270,11 @@ class Exchange:
         if not self._processes.index:
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 self._processes.client.key_value_delete(self._key)
+
+    def beside(self, name: str) -> Exchange:
+        """An exchange about something that begins with this attempt, and outlives it."""
+        key = f"{self._key}.{name}"
+        return Exchange(self._processes, key, self._where, self._patience, is_save=False)
 
     def _gather(self, topic: str, own: Report, is_over: Callable[[], bool]) -> list[Report]:
         data = _packed(own)
@@ -401,13 +408,6 @@ def _unpacked(data: bytes) -> Report:
 
 def _beat_key(process: int) -> str:
     return f"{_ROOM}/beat/{process}"
-
-
-def _failure(error: BaseException, process: int) -> Report:
-    """The error of a process, for the others."""
-    text = f"process {process} could not write its share ({type(error).__name__}: {error})."
-    kind = ReplayError if isinstance(error, ReplayError) else AdaCheckError
-    return {"error": f"{text} The step is not saved.", "kind": kind.__name__}
 
 
 def _refusal(error: BaseException) -> Report:

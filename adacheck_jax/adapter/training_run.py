@@ -26,13 +26,15 @@ from adacheck_jax.device import jax_settings
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError, storage_named
 from adacheck_jax.format.manifest import DeltaManifest
+from adacheck_jax.save.attempt import SHARES, Exchange
 from adacheck_jax.save.commit import Save
+from adacheck_jax.save.planning.situation import Options
 from adacheck_jax.save.recovery import journal
 from adacheck_jax.save.recovery.journal import FilePlace
+from adacheck_jax.save.recovery.recovered import Newest
 from adacheck_jax.save.recovery.shadow_file import ShadowFileError
-from adacheck_jax.save.saver import Newest, Saver
-from adacheck_jax.save.share import SHARES, Destination, Exchange
-from adacheck_jax.save.situation import Options
+from adacheck_jax.save.saver import Saver
+from adacheck_jax.save.staged_save import Destination
 from adacheck_jax.schedule.stopwatch import Clock
 from adacheck_jax.store.base_writer import Layout, Name, chunk_shape
 from adacheck_jax.store.steps import manifest_file, roots, stock

@@ -6,24 +6,35 @@ later save, in the background and before it is committed, puts it into the delta
 (:mod:`~adacheck_jax.store.compaction.in_place`). At that moment an Orbax manager deletes nothing:
 it deletes steps when a save is committed, and begins no other save meanwhile. Until then, and if
 anything fails or the process ends, the step is the delta that it was.
+
+Several processes write one base together, each the part of the state that its shadow has. They
+begin at the same save; process 0 puts the base into its place, and tells the others with a later
+save. What is decided follows from what all of them were told, so that they go on alike.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
+import jax
+
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.boxes import Blocks
+from adacheck_jax.save.attempt import Exchange
 from adacheck_jax.save.checks.replica import Position
 from adacheck_jax.save.checks.shadow import Shadow
+from adacheck_jax.save.planning.situation import BackgroundFacts
 from adacheck_jax.store.compaction import in_place
 from adacheck_jax.store.compaction.in_place import Prepared
+from adacheck_jax.store.compaction.team import ALONE, BEGIN, WRITTEN, Team
 from adacheck_jax.store.steps.lineage import Lineage
+from adacheck_jax.store.storage.location import AnyPath
 
 _log = logging.getLogger(__name__)
 
@@ -33,15 +44,43 @@ class _Pending:
     """A step that is to become a base.
 
     Attributes:
-        copies: gives its elements.
-        written: gives the base beside it; None before its save is committed.
+        directory: its item directory.
+        copies: gives its elements, those that this process has.
+        earlier_sums: this process's contributions to the fingerprints of the base before; None if
+            they are not known.
+        exchange: exchange with the other processes about it; None if there is none.
+        written: gives the base beside it, and None in other processes than 0; None itself before
+            its save is committed.
         placed: gives seconds that the base took, and its number among the deltas of its line, once
             it is in its place.
+        is_dropped: True if it is not wanted any more.
+        is_placing: True if it is being put into its place.
     """
 
+    directory: AnyPath
     copies: Future[Mapping[int, Blocks] | None]
-    written: Future[_Written] | None = None
+    earlier_sums: Mapping[int, int] | None
+    exchange: Exchange | None
+    written: Future[_Written | None] | None = None
     placed: Future[tuple[float, int]] = field(default_factory=Future)
+    is_dropped: bool = False
+    is_placing: bool = False
+
+    @property
+    def team(self) -> Team:
+        """The processes that write it."""
+        if (exchange := self.exchange) is None:
+            return ALONE
+        return Team(
+            jax.process_index(),
+            lambda topic, own, judge: exchange.agree(topic, own, judge, lambda: self.is_dropped),
+        )
+
+    def fail(self, error: BaseException) -> None:
+        """Tells the other processes, which may wait, that there will be no base."""
+        if self.exchange is not None:
+            self.exchange.fail(BEGIN, error)
+            self.exchange.fail(WRITTEN, error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,93 +99,201 @@ class BackgroundBases:
         shadow: the copy of the state that they are made of.
 
     Attributes:
-        newest_depth: number of the newest of them among the deltas of its line; 0 for none.
+        newest_depth: number of the newest of them among the deltas of its line, as all processes
+            know it; 0 for none.
     """
 
     def __init__(self, shadow: Shadow) -> None:
         self._shadow = shadow
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adacheck_base")
+        self._lock = threading.Lock()
         self._pending: _Pending | None = None
+        self._past: Exchange | None = None
         self._has_failed = False
+        self._placed = (0.0, 0)
+        self._known = BackgroundFacts()
         self.newest_depth = 0
 
     @property
+    def own(self) -> BackgroundFacts:
+        """What this process knows, to be told with the next save."""
+        seconds, depth = self._placed
+        return BackgroundFacts(
+            self._shadow.has_room_for_copy and not self._has_failed, depth, seconds
+        )
+
+    @property
     def are_possible(self) -> bool:
-        """True if the next delta could become a base."""
-        return self._shadow.has_room_for_copy and not self._has_failed
+        """True if the next delta could become a base, in all processes."""
+        return (self.own if jax.process_count() == 1 else self._known).are_possible
 
-    def restart(self) -> None:
-        """Notes that a line begins: the loop has written a base, or another step was restored."""
-        self._has_failed, self.newest_depth = False, 0
-        if self._pending is not None and self._pending.written is None:
-            self._pending = None
+    def restart(self, depth: int = 0) -> None:
+        """Notes that a line begins: the loop has written a base, or another step was restored.
 
-    def take(self, position: Position, others: Mapping[int, Blocks]) -> bool:
+        Args:
+            depth: number of that base among the deltas of its line.
+        """
+        self._has_failed, self._placed = False, (0.0, depth)
+        self.newest_depth, self._known = depth, BackgroundFacts()
+        self._drop()
+
+    def take(
+        self,
+        position: Position,
+        others: Mapping[int, Blocks],
+        directory: AnyPath,
+        exchange: Exchange | None,
+        earlier_sums: Mapping[int, int] | None,
+    ) -> bool:
         """Copies the state of a step as soon as the shadow is there; False if one is in work.
 
         Args:
             position: the step, which the shadow was told to follow.
             others: leaves of its state that the shadow does not hold.
+            directory: the step's item directory.
+            exchange: exchange of its save with the other processes; None if there is none.
+            earlier_sums: this process's contributions to the fingerprints of the base before; None
+                if they are not known.
         """
         if self._pending is not None:
             return False
-        self._pending = _Pending(self._shadow.copied(position, others))
+        copies = self._shadow.copied(position, others)
+        beside = exchange.beside("base") if exchange is not None else None
+        self._pending = _Pending(directory, copies, earlier_sums, beside)
         return True
 
-    def go_on(self, lineage_of: Callable[[], Lineage | None], *, failed: bool) -> float | None:
-        """Begins to write the base once its step is committed.
+    def go_on(self, lineage_of: Callable[[], Lineage | None], *, failed: bool) -> None:
+        """Begins to write the base once its step is committed, and looks after it.
 
         Args:
-            lineage_of: gives the lineage of the step that was taken, None before it is committed.
+            lineage_of: gives the lineage of the step that was taken, None before it is committed;
+                it is committed by process 0.
             failed: True if its save failed.
-
-        Returns:
-            Seconds that a base took which is complete; told once.
         """
         pending = self._pending
         if pending is None:
-            return None
+            return
         if pending.written is None:
-            if failed or (pending.copies.done() and pending.copies.result() is None):
-                self._pending, self._has_failed = None, True
+            is_lost = pending.copies.done() and pending.copies.result() is None
+            if failed or (is_lost and pending.exchange is None):
+                self._fail("its step was not saved, or the copy of its state is lost")
+            elif pending.team.process:
+                pending.written = self._thread.submit(_contribute, pending)
             elif (lineage := lineage_of()) is not None:
-                pending.written = self._thread.submit(_write, lineage, pending.copies)
+                pending.written = self._thread.submit(self._write, pending, lineage)
         elif pending.placed.done() or (pending.written.done() and pending.written.exception()):
-            self._pending = None
             try:
                 pending.written.result()
-                seconds, self.newest_depth = pending.placed.result()
-                return seconds
+                self._placed = pending.placed.result()
             except (AdaCheckError, OSError) as error:
-                self._has_failed = True
-                _log.info("The next base is written by the loop: %s", error)
+                self._fail(str(error))
+            except Exception:  # a mistake in here costs the run nothing but this base
+                _log.exception("A base could not be made in the background.")
+                self._fail("see the error before")
+
+    def learn(self, facts: BackgroundFacts) -> float | None:
+        """Learns what all processes know; each of them does so at the same save.
+
+        Args:
+            facts: what they agreed on.
+
+        Returns:
+            Seconds that a base took which is in its place; told once.
+        """
+        self._known = facts
+        if facts.newest_depth > self.newest_depth:
+            self.newest_depth, self._pending = facts.newest_depth, None
+            return facts.newest_s
+        if not facts.are_possible and jax.process_count() > 1:
+            self._drop()
         return None
 
     def put(self) -> None:
         """Puts the base that is written, if one is, into its place; while no step is deleted."""
-        pending = self._pending
-        if pending is None or pending.placed.done():
-            return
-        if (written := pending.written) is not None and written.done() and not written.exception():
-            try:
-                pending.placed.set_result(_put(written.result()))
-            except Exception as error:
-                pending.placed.set_exception(error)  # told by :meth:`go_on`
+        with self._lock:
+            pending = self._pending
+            if pending is None or pending.is_placing or (written := pending.written) is None:
+                return
+            if not written.done() or written.exception() or (ready := written.result()) is None:
+                return
+            pending.is_placing = True
+        try:
+            pending.placed.set_result(_put(ready))
+        except Exception as error:
+            pending.placed.set_exception(error)  # told by :meth:`go_on`
 
     def close(self) -> None:
         """Waits for the base that is being written, and puts it into its place."""
-        if self._pending is not None and self._pending.written is not None:
-            self._pending.written.exception()
+        pending = self._pending
+        if pending is None or pending.written is None:
+            return
+        if pending.team.process:
+            self._drop()  # who has written its part is not waited for
+        else:
+            pending.written.exception()
             self.put()
 
+    def _fail(self, reason: str) -> None:
+        """No other base is made before the loop has written one."""
+        self._has_failed = True
+        _log.info("The next base is written by the loop: %s", reason)
+        self._drop()
 
-def _write(lineage: Lineage, copies: Future[Mapping[int, Blocks] | None]) -> _Written:
-    begin_s, blocks = time.monotonic(), copies.result()
+    def _drop(self) -> None:
+        """Lets go of the base that is in work, unless it is about to be in its place."""
+        with self._lock:
+            pending, self._pending = self._pending, None
+            if pending is None or pending.is_placing:
+                return
+            pending.is_dropped = True
+        if pending.written is not None:
+            pending.written.add_done_callback(_removed)
+        elif not pending.team.process:
+            pending.fail(AdaCheckError("the base is not wanted any more"))
+
+    def _write(self, pending: _Pending, lineage: Lineage) -> _Written:
+        """Writes this process's part of the base, and the base of the parts of all."""
+        begin_s, exit = time.monotonic(), ExitStack()
+        try:
+            base = exit.enter_context(
+                in_place.prepared(
+                    lineage,
+                    _copied(pending),
+                    read_back=False,
+                    team=pending.team,
+                    earlier_sums=pending.earlier_sums,
+                )
+            )
+        except Exception as error:
+            pending.fail(error)
+            raise
+        if self._past is not None:  # all are past it
+            self._past.forget()
+        self._past = pending.exchange
+        return _Written(base, time.monotonic() - begin_s, exit)
+
+
+def _contribute(pending: _Pending) -> None:
+    """Writes this process's part of a base that process 0 makes."""
+    try:
+        sums = pending.earlier_sums or {}
+        in_place.contribute(pending.directory, _copied(pending), pending.team, sums)
+    except Exception as error:
+        pending.fail(error)
+        raise
+
+
+def _copied(pending: _Pending) -> Mapping[int, Blocks]:
+    blocks = pending.copies.result()
     if blocks is None:
         raise AdaCheckError("the copy of the state went on to another step")
-    exit = ExitStack()
-    base = exit.enter_context(in_place.prepared(lineage, blocks, read_back=False))
-    return _Written(base, time.monotonic() - begin_s, exit)
+    return blocks
+
+
+def _removed(written: Future[_Written | None]) -> None:
+    """Removes what was written of a base that is not wanted any more."""
+    if written.exception() is None and (ready := written.result()) is not None:
+        ready.exit.close()
 
 
 def _put(written: _Written) -> tuple[float, int]:

@@ -24,12 +24,15 @@ from adacheck_jax.format.manifest import (
     Pack,
     Update,
 )
-from adacheck_jax.save import share
-from adacheck_jax.save.share import Report, StagedSave, Written
+from adacheck_jax.save import share, validation
+from adacheck_jax.save.attempt import Report
+from adacheck_jax.save.planning.situation import BackgroundFacts
+from adacheck_jax.save.share import Written
 from adacheck_jax.save.staged import StagedStep
+from adacheck_jax.save.staged_save import StagedSave
 from adacheck_jax.schedule.stopwatch import Clock, Measurement
 from adacheck_jax.store import claims, links, volumes
-from adacheck_jax.store.base_writer import BaseWriter, Layout
+from adacheck_jax.store.base_writer import BaseWriter, Layout, agreed
 from adacheck_jax.store.steps import lineage, manifest_file, references
 from adacheck_jax.store.steps.lineage import Lineage, LineageStep
 from adacheck_jax.store.storage.interface import Stamp
@@ -92,6 +95,16 @@ class Save:
     def agreed_caution(self) -> Caution:
         """Findings of the checks of any process, as all know them once their shares are written."""
         return self._written.caution if self._written else self.staged.caution
+
+    @property
+    def agreed_background(self) -> BackgroundFacts | None:
+        """What all processes know of bases made in the background; None before shares are written.
+
+        A save that failed says that none can be made.
+        """
+        if self.error is not None:
+            return BackgroundFacts()
+        return self._written.background if self._written else None
 
     @property
     def check_s(self) -> float:
@@ -206,15 +219,16 @@ def _base_manifest(
             jax_version=jax.__version__,
             pinned=exported.pinned,
         )
+    writers = {i: leaf.owners for i, leaf in enumerate(structure.leaves)}
     return BaseManifest(
         step=staged.own.step,
         counts=staged.plan.counts or (),
         leaves=structure.leaves,
-        fingerprints=share.fingerprints_of(share.by_step(reports)[-1]),
+        fingerprints=validation.fingerprints_of(validation.by_step(reports)[-1]),
         update=update,
         reason=staged.plan.decision.reason,
-        aliases=_agreed(reports, "aliases", staged),
-        kept=_agreed(reports, "kept", staged),
+        aliases=agreed(reports, "aliases", writers),
+        kept=agreed(reports, "kept", writers),
         process_count=jax.process_count(),
         versions=versions(),
         environment=update_program.environment(),
@@ -224,22 +238,11 @@ def _base_manifest(
     )
 
 
-def _agreed(reports: Sequence[Report], key: str, staged: StagedSave) -> tuple[tuple[int, int], ...]:
-    """The pairs of a leaf and something that hold in every process that owns some of it."""
-    told = [dict(report[key]) for report in reports]
-    pairs = []
-    for i in sorted(set().union(*told)):
-        values = {told[owner].get(i) for owner in staged.structure.leaves[i].owners}
-        if len(values) == 1 and None not in values:
-            pairs.append((i, values.pop()))
-    return tuple(pairs)
-
-
 def _delta_manifest(
     staged: StagedSave, parent: Lineage, reports: Sequence[Report], caution: Caution
 ) -> DeltaManifest:
     before, deltas = parent.end, list[Delta]()
-    for step, told in zip(staged.steps, share.by_step(reports), strict=True):
+    for step, told in zip(staged.steps, validation.by_step(reports), strict=True):
         before = _delta(step, told, before)
         deltas.append(before)
     *deferred, own = deltas
@@ -271,7 +274,7 @@ def _delta(step: StagedStep, reports: Sequence[Report], before: BaseManifest | D
     """The delta of a step, from the reports of all processes on it, behind another step."""
     letters: list[dict[int, str]] = [dict(report["letters"]) for report in reports]
     stored, plan = tuple(sorted(set().union(*letters))), step.plan
-    is_full = plan.decision.updates and share.is_proved(reports)
+    is_full = plan.decision.updates and validation.is_proved(reports)
     packs = tuple(
         Pack(
             encodings="".join(own.get(i, Encoding.SAME) for i in stored),
@@ -284,7 +287,7 @@ def _delta(step: StagedStep, reports: Sequence[Report], before: BaseManifest | D
         )
         for own, report in zip(letters, reports, strict=True)
     )
-    known, fingerprints = dict(before.stale), [*share.fingerprints_of(reports)]
+    known, fingerprints = dict(before.stale), [*validation.fingerprints_of(reports)]
     for i in plan.stale:  # a restore gives what the step before has of them
         fingerprints[i] = before.fingerprints[i]
     return Delta(

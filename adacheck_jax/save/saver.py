@@ -11,61 +11,40 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
 from adacheck_jax.device import replicas, transfer, xla_call
-from adacheck_jax.device.transfer import Joined
 from adacheck_jax.device.trees import PyTree
-from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.save import staged
+from adacheck_jax.save.attempt import Attempt, Exchange
 from adacheck_jax.save.background_bases import BackgroundBases
-from adacheck_jax.save.checks.interface import State, Witness
-from adacheck_jax.save.checks.replica import Begun, Followed
+from adacheck_jax.save.checks.replica import Begun
 from adacheck_jax.save.checks.shadow import Shadow
 from adacheck_jax.save.commit import Save
-from adacheck_jax.save.notices import Notices
-from adacheck_jax.save.parents import Parent, Tip, sizes_of
-from adacheck_jax.save.plan import SavePlan, shown
-from adacheck_jax.save.planner import Course, Planner
-from adacheck_jax.save.recovery import rebuilt
-from adacheck_jax.save.recovery.journal import FilePlace, Found
-from adacheck_jax.save.recovery.shadow_file import ShadowFileError
-from adacheck_jax.save.share import Attempt, Destination, Exchange, StagedSave
-from adacheck_jax.save.situation import Counts, Options
+from adacheck_jax.save.planning.decision import shown
+from adacheck_jax.save.planning.notices import Notices
+from adacheck_jax.save.planning.parents import Parent, Tip
+from adacheck_jax.save.planning.plan import SavePlan
+from adacheck_jax.save.planning.planner import Planner
+from adacheck_jax.save.planning.situation import BackgroundFacts, Counts, Options
+from adacheck_jax.save.planning.sizes import sizes_of
+from adacheck_jax.save.recovery import recovered
+from adacheck_jax.save.recovery.journal import FilePlace
+from adacheck_jax.save.recovery.recovered import Newest
 from adacheck_jax.save.snapshot import Snapshot, Structure
-from adacheck_jax.save.staged import HostCopies, StagedStep
+from adacheck_jax.save.staged import StagedStep
+from adacheck_jax.save.staged_save import Destination, StagedSave
+from adacheck_jax.save.staging import Stager, with_others
 from adacheck_jax.schedule.line import LineSchedule
 from adacheck_jax.schedule.stopwatch import Clock, Stopwatch
-from adacheck_jax.store.base_writer import BaseWriter, EarlierBase, Layout, seldom_changed
-from adacheck_jax.store.delta_writer import DeltaEncodings, DeltaWriter
-from adacheck_jax.store.reused_memory import ReusedMemory
 from adacheck_jax.store.steps import lineage as lineages
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.update.binding import Recorders
 
 _log = logging.getLogger(__name__)
-
-_REUSED_BYTES = 1 << 30
-"""Host memory that is kept from one save to the next."""
-
-
-@dataclass(frozen=True, slots=True)
-class Newest:
-    """The newest step of a line in storage.
-
-    Attributes:
-        step: its number.
-        number: the number in the name of its directory.
-        lineage: its lineage; None if it cannot be built on.
-    """
-
-    step: int
-    number: int
-    lineage: Lineage | None
 
 
 class Saver:
@@ -95,8 +74,7 @@ class Saver:
         # A step may be restored, to look at it, while another thread saves the next one.
         self._lock = threading.Lock()
         self._attempt = Attempt.first()
-        self._last_base: Save | None = None
-        self._encodings, self._memory = DeltaEncodings(), ReusedMemory(_REUSED_BYTES)
+        self._stager = Stager(options, self._planner, self._shadow)
         xla_call.begin()
 
     def follow(
@@ -142,7 +120,7 @@ class Saver:
             distrusted = [specs[i].path for i in saved.caution.distrusted]
             self._planner.distrust.learn(saved.caution.reason, distrusted)
             self._planner.parents.follow(parent)
-            self._bases.restart()
+            self._bases.restart(restored.base.depth)
             for name, seconds in measured.items():
                 self._watch.note(name, seconds)
             self._note_position()
@@ -155,7 +133,7 @@ class Saver:
             blocks = transfer.stage(dict(enumerate(snapshot.arrays)), structure.picks)
             update, sums = self._planner.update_of(structure), restored.manifest.fingerprints
             begun = Begun(
-                tip, tip.step, _with_others(snapshot, blocks), lambda: dict(enumerate(sums))
+                tip, tip.step, with_others(snapshot, blocks), lambda: dict(enumerate(sums))
             )
             self._shadow.start(structure, update, begun, is_restored=True)
 
@@ -173,43 +151,18 @@ class Saver:
             ShadowFileError: there is none that can be taken; the message says why.
             RecorderError: the recorder cannot be tied to the state.
         """
-        structure, found = self._found_like(abstract_state)
         try:
-            if newest is not None and newest.step > found.step:
-                raise ShadowFileError(
-                    f"it is of step {found.step}, and storage has step {newest.step}"
-                )
-            state = rebuilt.state_of(abstract_state, found)
-            leaves = rebuilt.trained(jax.tree.leaves(state), found)
-            if wrong := rebuilt.differing(leaves, found):
-                raise ShadowFileError(
-                    f"step {found.step} does not have the bits that were trained, in "
-                    f"{structure.leaves[wrong[0]].path} and {len(wrong) - 1} more"
-                )
-            lineage = newest.lineage if newest and newest.step == found.step else None
-            if lineage is not None and [*lineage.manifest.fingerprints] != [*found.sums]:
-                raise ShadowFileError(f"storage has another state as step {found.step}")
+            found = recovered.state_from(self._shadow, self._planner, abstract_state, newest)
         except BaseException:
             self._shadow.close()
             raise
-        if newest is None or lineage is None:
+        if newest is None or found.lineage is None:
             self.forget()
         else:
-            self.follow(lineage, newest.number, leaves, state, {}, has_shadow=True)
-        return found.step, state
-
-    def _found_like(self, abstract_state: PyTree) -> tuple[Structure, Found]:
-        """State in the shadow's file that is like an abstract one, and its structure."""
-        refused = ShadowFileError()
-        for example in rebuilt.examples_of(abstract_state):
-            structure = self._planner.snapshots.take(example).structure
-            try:
-                return structure, self._shadow.recover(
-                    structure, self._planner.update_of(structure)
-                )
-            except ShadowFileError as error:
-                refused = error
-        raise refused
+            self.follow(
+                found.lineage, newest.number, found.leaves, found.state, {}, has_shadow=True
+            )
+        return found.step, found.state
 
     def forget(self) -> None:
         """Makes the next save a base: what was restored is no step that another can build on."""
@@ -247,7 +200,7 @@ class Saver:
             The save, to be written and committed.
         """
         with self._lock:
-            self._enter()
+            self._enter(is_save=True)
             snapshot = self._planner.snapshots.take(state)
             if not (self._has_recorder or self._options.delta == "bits"):
                 self._hint_at_recorder(snapshot.structure)
@@ -272,19 +225,19 @@ class Saver:
         exchange: Exchange | None,
     ) -> Save:
         planner, directory = self._planner, destination.directory
-        if self._last_base is not None and self._last_base.error is not None:
-            self._last_base = None  # with the copies of its state
+        if (last := self._stager.last_base) is not None and last.error is not None:
+            self._stager.last_base = None  # with the copies of its state
         planner.learn()
         again = planner.superseded(step)
         course = planner.plan_save(snapshot, directory, step, again, replayable=replayable)
-        copies = self._copies(snapshot, course.plan)
+        copies = self._stager.copies(snapshot, course.plan)
         corrected = planner.corrected(snapshot, course)  # devices replay and copy meanwhile
         if corrected is not course:
-            course, copies = corrected, self._copies(snapshot, corrected.plan)
+            course, copies = corrected, self._stager.copies(snapshot, corrected.plan)
         planned, parent = course.plan, None if course.plan.is_base else course.parent
         if planned.given_up:
             planner.give_up(0, planned.given_up)
-        own, witness = self._staged(snapshot, course, copies, again, str(directory))
+        own, witness = self._stager.stage(snapshot, course, copies, again, str(directory))
         self._tell(planned, again)
         planner.parents.note_parent(destination.step, parent)
         copies.wait()
@@ -307,8 +260,10 @@ class Saver:
             replayable=replayable,
             custom_metadata=custom_metadata,
             measured=self._watch.take(),
+            # Those of the line that a base ends are nothing to the line that it begins.
+            background=BackgroundFacts() if planned.is_base else self._bases.own,
         )
-        share = self._base_share(course, copies, destination) if not parent else None
+        share = self._stager.base_writer(course, copies, destination) if not parent else None
         save = Save(ready, share, self._clock, self._bases.put)
         # Until the save is committed this directory does not exist, and if it fails it never will:
         # the next save looks at the disk, finds no parent, and writes a base.
@@ -317,11 +272,13 @@ class Saver:
         planner.parents.advance(following)
         planner.deferred.restart(following)
         if planned.is_base:
-            self._last_base, self._encodings = save, DeltaEncodings()
+            self._stager.begin_line(save)
             self._bases.restart()
         elif planned.makes_base:
             own.begin_proof()  # behind which the shadow is copied
-            if self._bases.take(own, copies.staged):
+            earlier = self._stager.earlier_base(found) if found is not None and exchange else None
+            sums = None if earlier is None else earlier.sums
+            if self._bases.take(own, copies.staged, directory, exchange, sums):
                 self._taken = following
         return save
 
@@ -346,7 +303,7 @@ class Saver:
             AdaCheckError: deferred steps are lost; told once.
         """
         with self._lock:
-            self._enter()
+            self._enter(is_save=False)
             why, deferred = self._why_not_deferred(state, step), self._planner.deferred
             self._note_position()
             if why and step is None and len(deferred):
@@ -383,8 +340,8 @@ class Saver:
         before = parent.tip.staged
         counters = {i: snapshot.arrays[i] for i in snapshot.structure.counts}
         is_known = staged.are_ready(counters) and not (before and before.plan.is_speculative)
-        copies = self._copies(snapshot, course.plan)
-        own, witness = self._staged(snapshot, course, copies, None, f"recorded step {number}")
+        copies = self._stager.copies(snapshot, course.plan)
+        own, witness = self._stager.stage(snapshot, course, copies, None, f"recorded step {number}")
         copies.wait()
         depth = parent.tip.depth + len(deferred) + 1
         drains = any(map(transfer.on_accelerator, snapshot.arrays))
@@ -404,23 +361,30 @@ class Saver:
             _log.warning("Recorded steps that are not saved: %s; a manager is closed.", numbers)
         self._shadow.close()
 
-    def _enter(self) -> None:
+    def _enter(self, *, is_save: bool) -> None:
         """Begins to measure a call, and learns what all processes know of the costs before it."""
         saved = self._planner.parents.saved
         save = saved.save if saved is not None else None
         self._watch.enter(save.durable_s if save is not None else None)
         if save is not None:
             self._schedule.add(save.take_measured())
-        if (taken := self._taken) is not None:
-            self._go_on(taken)
+        # Of several processes one may not know yet, when a step is recorded, what another one does.
+        if is_save or jax.process_count() == 1:
+            self._go_on(save)
 
-    def _go_on(self, taken: Parent) -> None:
+    def _go_on(self, save: Save | None) -> None:
         """Goes on with a base that is made in the background."""
-        failed = taken.save is not None and taken.save.error is not None
-        seconds = self._bases.go_on(taken.committed, failed=failed)
-        if seconds is None or taken.save is None:
+        if (taken := self._taken) is not None:
+            failed = taken.save is not None and taken.save.error is not None
+            self._bases.go_on(taken.committed, failed=failed)
+        facts = self._bases.own
+        if jax.process_count() > 1:
+            facts = save.agreed_background if save is not None else None
+        seconds = self._bases.learn(facts) if facts is not None else None
+        if seconds is None or taken is None or taken.save is None:
             return
-        self._taken = None
+        # What has not changed since is linked from its volumes.
+        self._taken, self._stager.last_base = None, taken.save
         self._schedule.add([("base_blocking_s", 0.0, 1), ("base_write_s", seconds, 1)])
         if chosen := self._schedule.begin_lineage(sizes_of(taken.save.staged.structure)):
             _log.info("%s", chosen)
@@ -433,99 +397,6 @@ class Saver:
             tip = self._planner.deferred.tip_behind(parent)
             number = parent.tip.step if parent.number is None else parent.number
             self._schedule.note(number, tip.depth)
-
-    def _copies(self, snapshot: Snapshot, planned: SavePlan) -> HostCopies:
-        every_replica = self._options.check_replicas != "off"
-        return staged.take_copies(snapshot, planned, every_replica=every_replica)
-
-    def _staged(
-        self,
-        snapshot: Snapshot,
-        course: Course,
-        copies: HostCopies,
-        again: StagedStep | None,
-        label: str,
-    ) -> tuple[StagedStep, Witness]:
-        """The step on its way to the disk, and the witness of its state for the next one."""
-        planned, tip = course.plan, course.tip
-        before = tip.staged if tip else None
-        parent = None
-        if tip is not None and before is None and course.parent is not None:
-            parent = (tip.step, course.parent.counts())
-        picks = planned.structure.local_picks
-        own = StagedStep(
-            planned,
-            label,
-            copies.fingerprints,
-            None if planned.is_base else self._delta_share(planned, copies, tip),
-            transfer.stage({i: snapshot.arrays[i] for i in picks}, picks),
-            spare=copies.spare,
-            counters=copies.counters,
-            parent=parent,
-            before=before if planned.is_speculative else None,
-            again=again if planned.is_speculative else None,
-        )
-        if not (planned.is_base or planned.is_whole) and tip is not None:
-            repeated = again
-            if again is not None and planned.counts not in (None, again.counts()):
-                repeated = None  # another state was recorded with this number
-            blocks = dict.fromkeys(copies.staged, copies.staged)
-            blocks = Joined(blocks | dict.fromkeys(copies.spare, copies.spare))
-            # What is stored after all has to be put into the shadow, too.
-            settled = own.compared if planned.spare else own.settled
-            own.proof = self._shadow.follow(
-                Followed(tip.position, own, repeated, blocks, settled, own.sums)
-            )
-        elif planned.has_witness:
-            blocks = _with_others(snapshot, copies.staged)
-            begun = Begun(own, planned.step, blocks, own.sums)
-            self._shadow.start(planned.structure, planned.update, begun)
-        if course.check is not None:
-            return own, course.check.witness
-        if not planned.has_witness:
-            return own, None
-        checker = self._planner.checker_of(planned.structure, planned.update)
-        if planned.is_speculative and tip is not None:
-            return own, own.begin_check(checker, tip.witness, snapshot.arrays)
-        return own, checker.witness(State(snapshot.arrays, planned.step, own.sums))
-
-    def _delta_share(self, planned: SavePlan, copies: HostCopies, tip: Tip | None) -> DeltaWriter:
-        return DeltaWriter(
-            planned.structure.leaves,
-            copies.staged,
-            planned.stored,
-            staged.comparable(tip.host_copies if tip else staged.NOTHING, planned),
-            self._options.compression,
-            self._encodings,
-            self._memory,
-        )
-
-    def _base_share(
-        self, course: Course, copies: HostCopies, destination: Destination
-    ) -> BaseWriter:
-        structure, parent = course.plan.structure, course.parent
-        found = parent.lineage if parent else None
-        earlier = None
-        if found is not None and self._planner.parents.has_links(destination.directory):
-            earlier = self._earlier_base(found)
-        return BaseWriter(
-            structure.leaves,
-            copies.staged,
-            earlier,
-            _still(structure),
-            Layout({}),
-            compression=self._options.compression,
-        )
-
-    def _earlier_base(self, parent: Lineage) -> EarlierBase:
-        """The base before the one that is written, whose files serve where nothing changed."""
-        base, last = parent.base, self._last_base
-        sums: Mapping[int, int] = {}
-        if last is not None and _is_of(last.staged.plan, parent):
-            sums = last.staged.own.sums()
-        elif base.process_count == 1:
-            sums = dict(enumerate(base.fingerprints))
-        return EarlierBase(parent.base_directory, base.step, base.leaves, sums)
 
     def _hint_at_recorder(self, structure: Structure) -> None:
         if self._options.max_deltas:
@@ -558,32 +429,6 @@ def _check_same(counts: Counts, parent: Parent, number: int) -> None:
             f"a state with {shown(counts)}. It was not recorded; the steps before are not "
             "affected. Give record_step the numbers of the steps as the manager counts them."
         )
-
-
-def _is_of(planned: SavePlan, parent: Lineage) -> bool:
-    """True if a plan is that of a lineage's base."""
-    base = parent.base
-    return (planned.step, planned.structure.leaves) == (base.step, base.leaves)
-
-
-def _with_others(snapshot: Snapshot, blocks: Mapping[int, Blocks]) -> Mapping[int, Blocks]:
-    """Blocks of a state, with what other processes own of it and this one's shadow may hold."""
-    if jax.process_count() == 1:
-        return blocks
-    structure, arrays = snapshot.structure, snapshot.arrays
-    touched = {i for each in structure.arguments for i in each}
-    boxes = {i: transfer.boxes_here(arrays[i].shape, arrays[i].sharding) for i in touched}
-    picks = {i: transfer.picks_of(arrays[i], boxes[i]) for i in touched}
-    others = transfer.stage({i: arrays[i] for i in touched}, picks)
-    return Joined(dict.fromkeys(blocks, blocks) | dict.fromkeys(others, others))
-
-
-def _still(structure: Structure) -> frozenset[int]:
-    """The leaves that may well be the same at the next base: no update computes them."""
-    if not structure.bindings:
-        return frozenset()
-    touched = frozenset(i for indices in structure.arguments for i in indices)
-    return seldom_changed(structure.leaves, touched)
 
 
 def _bound_paths(structure: Structure) -> frozenset[str]:

@@ -179,6 +179,25 @@ def seldom_changed(leaves: Sequence[Leaf], touched: Collection[int]) -> frozense
     return frozenset(large.difference(touched))
 
 
+def agreed(
+    reports: Sequence[Mapping[str, Any]], key: str, writers: Mapping[int, Collection[int]]
+) -> tuple[tuple[int, int], ...]:
+    """The pairs of a leaf and something that hold in every process that wrote some of the leaf.
+
+    Args:
+        reports: of all processes, in their order.
+        key: name of the pairs in a report.
+        writers: processes that wrote some of each leaf.
+    """
+    told = [dict(report[key]) for report in reports]
+    pairs = []
+    for i in sorted(set().union(*told)):
+        values = {told[writer].get(i) for writer in writers[i]}
+        if len(values) == 1 and None not in values:
+            pairs.append((i, values.pop()))
+    return tuple(pairs)
+
+
 def chunk_shape(leaf: Leaf, wanted_bytes: int | None) -> tuple[int, ...]:
     """Shape of a leaf's chunks in a base.
 

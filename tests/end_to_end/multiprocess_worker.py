@@ -7,7 +7,9 @@ restore-recorded; or bits, which saves bit-pattern differences; or projected, wh
 saves a run that changes params after the update; or no-scalars, which saves one without a scalar;
 or schedule, which saves by a schedule for which each process measures other costs.
 or edited, in which an element is changed by hand before the fourth step is saved;
-or compact, in which another process compacts the second step before the third is saved.
+or compact, in which another process compacts the second step before the third is saved;
+or bases, in which every fourth delta becomes a base in the background, and each step waits for it;
+or bases-lost, in which one process cannot write its part of the first of them.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ from adacheck_jax.schedule.costs import Schedule
 from adacheck_jax.schedule.stopwatch import Stopwatch
 from tests import support
 
-STEPS = 12 if own.mode == "schedule" else 3
 mode = own.mode
+STEPS = 12 if mode in ("schedule", "bases", "bases-lost") else 3
 mesh = support.mesh_of((jax.device_count() // 2, 2))
 max_deltas: Any = "auto"
 if mode == "schedule":
@@ -48,6 +50,18 @@ if mode == "schedule":
     chosen.addFilter(lambda record: record.getMessage().startswith("schedule: "))
     logging.getLogger("adacheck_jax").addHandler(chosen)
     logging.getLogger("adacheck_jax").setLevel(logging.INFO)
+if mode in ("bases", "bases-lost"):
+    from adacheck_jax.schedule import line
+
+    line.BEGINNING = Schedule(base_every=4, save_every=1)
+    max_deltas = adacheck.AdaptivePolicy(most_deltas=4)
+if mode == "bases-lost" and own.process == 1:
+    from adacheck_jax.store.compaction import new_base
+
+    def refused(*_: Any, **__: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    new_base._write_part = refused
 if mode == "no-scalars":  # then most processes own no scalar of the update at all
 
     def no_scalar() -> dict[str, Any]:
@@ -88,7 +102,7 @@ if mode == "projected":
     run.train_step = projected
 with support.manager_of(own.root, handler, **options) as manager:
     if mode == "restore":
-        for step in (1, STEPS):
+        for step in manager.all_steps():
             target = adacheck.RestoreArgs(support.abstract(run.state))
             write(manager.restore(step, args=target), f"restored{step}")
     if mode == "restore-recorded":
@@ -129,4 +143,10 @@ with support.manager_of(own.root, handler, **options) as manager:
             run.advance()
             write(run.state, f"saved{run.count}")
             manager.save(run.count, args=adacheck.SaveArgs(run.state))
+            if mode.startswith("bases"):
+                manager.wait_until_finished()
+                (saver,) = handler._run._savers.values()
+                pending = saver._bases._pending
+                if pending is not None and pending.written is not None:
+                    pending.written.exception()
         manager.wait_until_finished()

@@ -21,9 +21,9 @@ from etils import epath
 
 import adacheck_jax as adacheck
 from adacheck_jax.save import commit
+from adacheck_jax.save.planning.situation import Options
 from adacheck_jax.save.saver import Saver
-from adacheck_jax.save.share import Destination
-from adacheck_jax.save.situation import Options
+from adacheck_jax.save.staged_save import Destination
 from adacheck_jax.store import base_writer, delta_writer, volumes
 from adacheck_jax.store.packs import writer
 from adacheck_jax.store.steps import lookup, roots

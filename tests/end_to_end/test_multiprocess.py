@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 import adacheck_jax as adacheck
@@ -122,6 +123,42 @@ def test_a_step_of_several_processes_is_compacted_by_one_while_they_train(tmp_pa
     for step in (1, 3):
         restored = leaves(tmp_path / f"restored-restored{step}.npz")
         assert restored == leaves(tmp_path / f"out-saved{step}.npz")
+
+
+@pytest.mark.slow
+@pytest.mark.first(1)
+@pytest.mark.parametrize(("processes", "devices"), [(2, 2), (4, 2)])
+def test_the_shadows_of_all_processes_make_bases_together(tmp_path, processes, devices):
+    root = tmp_path / "run"
+    launch("bases", processes, root, tmp_path / "out", devices)
+    found = roots.steps_of(root)
+    bases = [each.manifest for each in found if isinstance(each.manifest, manifest.BaseManifest)]
+    assert [each.step for each in bases] == [1, 5, 9]
+    assert all("compacted" in each.reason for each in bases[1:])
+    parts = {each.name.split(".")[0] for each in (root / "5/default/adacheck/base").iterdir()}
+    assert parts == {*map(str, range(processes))}
+    launch("restore", 1, root, tmp_path / "restored", devices=4)
+    for step in range(1, 13):
+        restored = leaves(tmp_path / f"restored-restored{step}.npz")
+        assert restored == leaves(tmp_path / f"out-saved{step}.npz"), step
+    with ocp.CheckpointManager(root, item_handlers=ocp.PyTreeCheckpointHandler()) as stock:
+        described = stock.item_metadata(5).tree
+        wanted = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), described)
+        state = stock.restore(5, args=ocp.args.PyTreeRestore(restore_args=wanted))
+    assert sorted(each.tobytes() for each in jax.tree.leaves(state)) == sorted(
+        leaves(tmp_path / "out-saved5.npz")
+    )
+
+
+@pytest.mark.slow
+def test_where_one_process_cannot_write_its_part_the_loop_writes_the_next_base(tmp_path):
+    root = tmp_path / "run"
+    launch("bases-lost", 2, root, tmp_path / "out", devices=2)
+    found = roots.steps_of(root)
+    kinds = [type(each.manifest) is manifest.BaseManifest for each in found]
+    assert [n for n, is_base in enumerate(kinds, 1) if is_base] == [1, 8]
+    assert "full" in found[7].manifest.reason
+    assert not [x for x in root.iterdir() if not x.name.isdigit()], "something was left"
 
 
 @pytest.mark.slow

@@ -30,6 +30,18 @@ def test_scalars_and_empty_axes_have_one_box():
 
 
 @given(cuts(), st.data())
+def test_boxes_are_of_whole_chunks_exactly_if_no_chunk_is_cut(cuts, data):
+    shape = shape_of(cuts)
+    lengths = tuple(data.draw(st.integers(1, max(n, 1))) for n in shape)
+    edges = tuple((*range(0, n, each), n) for n, each in zip(shape, lengths, strict=True))
+    box = data.draw(boxes_in(shape))
+    is_cut = any(
+        (inside := chunk.intersect(box)) is not None and inside != chunk for chunk in grid(edges)
+    )
+    assert box.is_of_chunks(lengths, shape) == (not is_cut) or not box.size
+
+
+@given(cuts(), st.data())
 def test_a_missing_box_is_an_error(cuts, data):
     boxes = grid(cuts)
     boxes.remove(data.draw(st.sampled_from(boxes)))

@@ -7,9 +7,9 @@ import pytest
 
 import adacheck_jax as adacheck
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest, Link, Update
-from adacheck_jax.save import plan, situation
 from adacheck_jax.save.exported_update import ExportedUpdate
-from adacheck_jax.save.situation import Options
+from adacheck_jax.save.planning import decision, plan, situation
+from adacheck_jax.save.planning.situation import Options
 from adacheck_jax.save.snapshot import Snapshots
 from adacheck_jax.update import program as update_program
 from adacheck_jax.update.binding import recorders_of
@@ -52,7 +52,7 @@ def decide(
         *(step, None, None, counts, True, frozenset(), facts, True, is_first, True, 1, True),
         max_deltas,
     )
-    return plan.by_counters(given, counts, Options(delta=delta))
+    return decision.by_counters(given, counts, Options(delta=delta))
 
 
 @pytest.mark.parametrize("delta", ["auto", "bits"])
@@ -123,7 +123,7 @@ def test_a_delta_replays_as_many_updates_as_the_counter_advanced(case, updates):
     "case", [FROM_BASE, FROM_THIRD, {"counts": (5,)}, {"counts": (7,)}, {"counts": (1,)}]
 )
 def test_a_problem_speaks_against_replay_and_is_the_reason(case):
-    assert decide(**case, problem=PROBLEM) == plan.Decision("bits", PROBLEM)
+    assert decide(**case, problem=PROBLEM) == decision.Decision("bits", PROBLEM)
 
 
 @pytest.mark.parametrize("problem", ["", PROBLEM])

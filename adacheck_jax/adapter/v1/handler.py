@@ -23,7 +23,7 @@ from adacheck_jax.adapter.training_run import (
 from adacheck_jax.adapter.v1 import options
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import storage_named
-from adacheck_jax.save.share import Report
+from adacheck_jax.save.attempt import Report
 from adacheck_jax.store.steps import roots
 from adacheck_jax.store.steps.marks import COMMIT_MARK
 from adacheck_jax.store.steps.stock import TREE_METADATA, is_stock

@@ -12,7 +12,7 @@ from adacheck_jax.adapter.training_run import TrainingRun
 from adacheck_jax.adapter.v1.handler import StateHandler, handler_class
 from adacheck_jax.device import replicas
 from adacheck_jax.save.exported_update import Check
-from adacheck_jax.save.situation import Delta, Options
+from adacheck_jax.save.planning.situation import Delta, Options
 from adacheck_jax.schedule.line import MaxDeltas
 from adacheck_jax.store.retention import KeepLineage
 from adacheck_jax.store.storage.location import AnyPath

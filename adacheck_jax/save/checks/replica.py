@@ -16,7 +16,7 @@ from adacheck_jax.format.boxes import Blocks, Box
 from adacheck_jax.format.byte_loops import Fingerprints, fingerprint_of
 from adacheck_jax.format.fingerprint import combine
 from adacheck_jax.save.exported_update import ExportedUpdate
-from adacheck_jax.save.plan import SavePlan
+from adacheck_jax.save.planning.plan import SavePlan
 from adacheck_jax.save.recovery.journal import Found, Journal
 from adacheck_jax.save.recovery.shadow_file import ShadowFileError
 from adacheck_jax.save.snapshot import Structure
@@ -110,8 +110,9 @@ class Replica:
         computed = frozenset(pieces.before.leaves)
         self._taken = [i for i in pieces.after.leaves if i not in computed]
         self._compared = sorted(computed - update.stored)
-        tellers = _tellers_of(structure, pieces)
-        self._scalars = [i for i in self._compared if tellers.get(i) == jax.process_index()]
+        self._tellers = _tellers_of(structure, pieces)
+        process = jax.process_index()
+        self._scalars = [i for i in self._compared if self._tellers.get(i) == process]
         self._arrays = [i for i in self._compared if structure.leaves[i].shape]
         self._fingerprints: dict[bool, tuple[list[int], Fingerprints]] = {}
         self._compiled: Future[None] = Future()
@@ -198,7 +199,11 @@ class Replica:
     def copied(
         self, position: Position, others: Mapping[int, Blocks]
     ) -> Mapping[int, Blocks] | None:
-        """Copies the state of a step; None if the copy is at another one, or lacks a leaf."""
+        """Copies what this process has of a step; None if the copy is elsewhere, or lacks a leaf.
+
+        Of several processes each has boxes of an array, which together are all of it, and one has
+        each number.
+        """
         if self.position is not position:
             return None
         blocks: dict[int, Blocks] = {}
@@ -206,12 +211,20 @@ class Replica:
             if not leaf.nbytes:
                 continue
             if self._fold.holds(i):
-                blocks[i] = {box: np.array(x) for box, x in self._fold.blocks(i).items()}
+                if leaf.shape or self._tells(i):
+                    blocks[i] = {box: np.array(x) for box, x in self._fold.blocks(i).items()}
             elif i in others:
                 blocks[i] = others[i]
-            else:
+            elif jax.process_index() in leaf.owners:
                 return None
         return blocks
+
+    def _tells(self, scalar: int) -> bool:
+        """True if this process is the one that tells of a number."""
+        known = self._tellers.get(scalar)
+        if known is None:
+            known = min(self.structure.leaves[scalar].owners)
+        return known == jax.process_index()
 
     def _lose(self, error: Exception) -> None:
         """Nothing that goes wrong here costs a step: a sample of each was compared, too."""

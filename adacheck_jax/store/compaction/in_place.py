@@ -21,8 +21,9 @@ from adacheck_jax.errors import AdaCheckError, LineageError, StorageError, first
 from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest
 from adacheck_jax.store.compaction import new_base
+from adacheck_jax.store.compaction.team import ALONE, BEGIN, Team
 from adacheck_jax.store.links import OWN_TREE_METADATA, PROBE_PREFIX
-from adacheck_jax.store.steps import manifest_file, marks, roots
+from adacheck_jax.store.steps import lookup, manifest_file, marks, roots
 from adacheck_jax.store.steps.folders import BASE, DELTA, KEPT, LINEAGE
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.steps.stock import TREE_METADATA
@@ -107,12 +108,26 @@ class Prepared:
 
 @contextlib.contextmanager
 def prepared(
-    lineage: Lineage, blocks: Mapping[int, Blocks], *, read_back: bool = True
+    lineage: Lineage,
+    blocks: Mapping[int, Blocks],
+    *,
+    read_back: bool = True,
+    team: Team = ALONE,
+    earlier_sums: Mapping[int, int] | None = None,
 ) -> Iterator[Prepared]:
     """Writes a base beside the delta at the end of a lineage; removes it if it is not put there.
 
     Another compaction of the step waits until this one is left. Arguments and errors are those of
     :func:`compact`.
+
+    Args:
+        lineage: the step's lineage.
+        blocks: elements of every leaf that has any; of several processes those that this one has.
+        read_back: True to compare what was written, False to compare the blocks.
+        team: the processes that write it; this is process 0, and the others call
+            :func:`contribute`.
+        earlier_sums: this process's contributions to the fingerprints of the old base; None if
+            they are not known.
     """
     directory, delta = _checked(lineage)
     work = _beside(directory, "compaction")
@@ -121,11 +136,51 @@ def prepared(
             with _named(directory):
                 stamp = _stamp(directory, delta)
                 work.delete()
-                manifest = new_base.write(work, lineage, blocks, read_back=read_back)
+                team.agree(BEGIN, {}, lambda _: {"delta": delta.checksum})
+                manifest = new_base.write(
+                    work,
+                    lineage,
+                    blocks,
+                    read_back=read_back,
+                    team=team,
+                    earlier_sums=earlier_sums,
+                )
+            assert manifest is not None  # this is process 0
             yield Prepared(manifest, work, directory, stamp)
         finally:
             with contextlib.suppress(OSError):  # the next compaction, or a repair, removes it
                 work.delete()
+
+
+def contribute(
+    item_directory: AnyPath,
+    blocks: Mapping[int, Blocks],
+    team: Team,
+    earlier_sums: Mapping[int, int],
+) -> None:
+    """Writes this process's part of a base that process 0 makes with :func:`prepared`.
+
+    Args:
+        item_directory: the step's item directory.
+        blocks: the elements that this process has.
+        team: the processes.
+        earlier_sums: as in :func:`prepared`.
+
+    Raises:
+        MismatchError, IntegrityError, LineageError, StorageError: as of :func:`compact`.
+        AdaCheckError: another process failed.
+    """
+    directory = at(item_directory)
+    with _named(directory):
+        wanted = team.agree(BEGIN, {}, lambda _: {})["delta"]
+        found = lookup.resolve(item_directory)
+        if found.manifest.checksum != wanted:
+            raise LineageError(
+                f"{directory}: expected the step with manifest {wanted[:12]}, found "
+                f"{found.manifest.checksum[:12]}. Nothing was changed."
+            )
+        work = _beside(directory, "compaction")
+        new_base.write(work, found, blocks, read_back=False, team=team, earlier_sums=earlier_sums)
 
 
 def _checked(lineage: Lineage) -> tuple[Location, DeltaManifest]:

@@ -6,7 +6,8 @@ import logging
 from collections.abc import Collection
 
 from adacheck_jax.format.manifest import Caution
-from adacheck_jax.save.plan import Decision, SavePlan
+from adacheck_jax.save.planning.decision import Decision
+from adacheck_jax.save.planning.plan import SavePlan
 from adacheck_jax.save.snapshot import Structure
 from adacheck_jax.save.staged import CAUSES, told
 from adacheck_jax.store.steps import lineage

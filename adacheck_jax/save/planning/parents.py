@@ -1,27 +1,23 @@
-"""Possible parents of the next delta: steps on the disk, and steps deferred behind them."""
+"""Possible parents of the next delta: the steps saved and restored last, as the disk has them."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
 
-from adacheck_jax.device import jax_settings
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.format.manifest import DeltaManifest
 from adacheck_jax.save.checks.interface import Witness
 from adacheck_jax.save.checks.replica import Position
 from adacheck_jax.save.commit import Save
-from adacheck_jax.save.plan import advanced
-from adacheck_jax.save.situation import Counts, Facts, SavedFacts
-from adacheck_jax.save.snapshot import Structure
+from adacheck_jax.save.planning.decision import advanced
+from adacheck_jax.save.planning.situation import Counts, Facts, SavedFacts
 from adacheck_jax.save.staged import StagedStep
-from adacheck_jax.schedule.line import Sizes
 from adacheck_jax.store import links
 from adacheck_jax.store.retention import KeepLineage
 from adacheck_jax.store.steps import lookup, marks, references
@@ -30,11 +26,6 @@ from adacheck_jax.store.storage.interface import Stamp
 from adacheck_jax.store.storage.location import AnyPath, at
 
 _log = logging.getLogger(__name__)
-
-_DRAINING_COUNT = 2
-_UNCHECKED_COUNT = 4
-_LEAST_BYTES = 256 * 2**20
-"""Host memory that deferred steps may take in any case."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -288,7 +279,7 @@ def facts_of(parent: Parent, tip: Tip, *, knows_counts: bool, made_depth: int) -
     if knows_counts:
         counts = parent.counts() if tip.staged is None else tip.staged.counts()
     # Several processes may not see at the same save that a step has become a base.
-    base_depth = max(parent.base_depth, made_depth) if jax.process_count() == 1 else 0
+    base_depth = max(parent.base_depth, made_depth) if jax.process_count() == 1 else made_depth
     return Facts(
         step=tip.step,
         depth=tip.depth - base_depth,
@@ -314,129 +305,3 @@ def _saved_facts(save: Save | None) -> SavedFacts | None:
         follows_saved=staged.parent is not None,
         failure=save.error is not None,
     )
-
-
-class DeferredSteps:
-    """The steps deferred since the last save: kept in memory, oldest first, for the next one.
-
-    Each is replayed and compared with its state in the background. A step that replay gets wrong
-    takes those after it along, so at most :data:`_UNCHECKED_COUNT` steps wait for that: then the
-    next one waits for the oldest. On accelerators a record is copied on its device first and
-    drained from there in the background, so that no step waits for a transfer;
-    :data:`_DRAINING_COUNT` of them at most take device memory.
-
-    Attributes:
-        follows: the saved or restored step that they follow.
-    """
-
-    def __init__(self) -> None:
-        self.follows: Parent | None = None
-        self._tips: list[Tip] = []
-        self._draining: list[Future[None]] = []
-        self._pool: ThreadPoolExecutor | None = None
-
-    def __len__(self) -> int:
-        return len(self._tips)
-
-    @property
-    def steps(self) -> list[StagedStep]:
-        """The staged steps."""
-        return [each.staged for each in self._tips if each.staged is not None]
-
-    def tip_behind(self, parent: Parent) -> Tip:
-        """The last step in memory: of the deferred ones, else the parent's own."""
-        return self._tips[-1] if self._tips else parent.tip
-
-    def restart(self, parent: Parent) -> None:
-        """Begins anew, after a save or a restore.
-
-        Args:
-            parent: the step that the next one follows.
-        """
-        self.follows, self._tips = parent, []
-
-    def add(self, tip: Tip, staged: StagedStep, *, drains: bool) -> None:
-        """Adds a step.
-
-        Args:
-            tip: the step, as the next one follows it.
-            staged: the step itself.
-            drains: True if it takes device memory until it was copied to the host.
-        """
-        self._tips.append(tip)
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="adacheck_drain")
-        while len(self._draining) >= (_DRAINING_COUNT if drains else _UNCHECKED_COUNT):
-            self._draining.pop(0).result()
-        self._draining.append(self._pool.submit(_drain, staged))
-
-    def cut(self, count: int) -> list[StagedStep]:
-        """Gives up all but the first ones.
-
-        Args:
-            count: number of steps to keep.
-
-        Returns:
-            The steps that were given up.
-        """
-        given_up = self.steps[count:]
-        self._tips = self._tips[:count]
-        return given_up
-
-    def settle(self, *, verify: bool) -> None:
-        """Settles the steps in order; waits for those that are still being computed.
-
-        Args:
-            verify: True if the replay of the last one, and so of all, is to be compared too.
-
-        Raises:
-            AdaCheckError: some are not one update apart; or a replay is wrong.
-        """
-        for each in self.steps:
-            each.settled()
-        if verify and self._tips:
-            self.steps[-1].verify()
-
-    @property
-    def settled_count(self) -> int:
-        """Number of steps, from the first on, that are known to be one update apart."""
-        flags = [each.plan.is_speculative for each in self.steps]
-        return flags.index(True) if True in flags else len(flags)
-
-    @property
-    def wrong(self) -> tuple[int, AdaCheckError] | None:
-        """The first step that is known not to be what it was planned as, and the reason."""
-        pairs = enumerate(each.refused for each in self.steps)
-        return next(((i, error) for i, error in pairs if error is not None), None)
-
-
-@jax_settings.own()
-def _drain(staged: StagedStep) -> None:
-    staged.drain()
-    with contextlib.suppress(AdaCheckError):  # raised for whoever saves or defers the next step
-        staged.verify()
-
-
-def most_bytes(structure: Structure) -> int:
-    """Host memory that deferred steps may take in a process: as much as a base does.
-
-    All processes give the same number, since all have to answer alike.
-    """
-    return max(_LEAST_BYTES, bytes_of(structure, range(len(structure.leaves))))
-
-
-def sizes_of(structure: Structure) -> Sizes:
-    """Sizes of a state, the same in all processes."""
-    base_bytes = bytes_of(structure, range(len(structure.leaves)))
-    delta_bytes = bytes_of(structure, [*structure.consumed])
-    return Sizes(base_bytes, delta_bytes or base_bytes, most_bytes(structure))
-
-
-def bytes_of(structure: Structure, stored: Sequence[int]) -> int:
-    """Bytes of some leaves in the process that owns most of them."""
-    held: dict[int, int] = {}
-    for index in stored:
-        leaf = structure.leaves[index]
-        for box, owner in zip(leaf.boxes, leaf.owners, strict=True):
-            held[owner] = held.get(owner, 0) + box.size * leaf.itemsize_bytes
-    return max(held.values(), default=0)

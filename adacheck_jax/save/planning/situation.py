@@ -162,6 +162,21 @@ class SavedFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class BackgroundFacts:
+    """Bases made in the background: what one process knows, or what all processes agreed on.
+
+    Attributes:
+        are_possible: True if the next delta could become one.
+        newest_depth: number of the newest of them among the deltas of its line; 0 for none.
+        newest_s: seconds that it took.
+    """
+
+    are_possible: bool = False
+    newest_depth: int = 0
+    newest_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Situation:
     """A state to save, and all that a plan may know about it.
 

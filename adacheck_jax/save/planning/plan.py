@@ -13,34 +13,20 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from adacheck_jax.errors import AdaCheckError
-from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.save.exported_update import ExportedUpdate
-from adacheck_jax.save.situation import Counts, Facts, Kind, Options, Situation
+from adacheck_jax.save.planning.decision import (
+    Decision,
+    advanced,
+    decide,
+    described,
+    fits,
+    number_of,
+    one_update,
+    replays,
+    shown,
+)
+from adacheck_jax.save.planning.situation import Counts, Options, Situation
 from adacheck_jax.save.snapshot import Structure
-from adacheck_jax.store.steps.lineage import Lineage
-from adacheck_jax.update import program as update_program
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """The kind of a save.
-
-    Attributes:
-        kind: base, replayed delta, or delta of bits.
-        reason: an explanation for the log and the manifest.
-        updates: positions of the recorders whose update, one since the parent, is replayed.
-        is_planned: True if a user who knows the handler's options expects it.
-    """
-
-    kind: Kind
-    reason: str
-    updates: tuple[int, ...] = ()
-    is_planned: bool = True
-
-    @property
-    def is_base(self) -> bool:
-        """True if the full state is written."""
-        return self.kind == "base"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +125,7 @@ class SavePlan:
                 "when a full state could not be had any more. The step is not saved; the next one "
                 "will be a base."
             )
-        decision = Decision("replay", _described(updates), updates)
+        decision = Decision("replay", described(updates), updates)
         stored = self.stored
         if len(updates) < len(counts):
             wanted = _stored(self.structure, decision, self.update, self.unreplayed, whole=True)
@@ -153,19 +139,6 @@ class SavePlan:
         )
 
 
-def advanced(before: Counts, after: Counts) -> tuple[int, ...] | None:
-    """The recorders that made one update between two states; None if one made another number."""
-    steps = [b - a for a, b in zip(before, after, strict=True)]
-    if not {0, 1}.issuperset(steps):
-        return None
-    return tuple(k for k, step in enumerate(steps) if step)
-
-
-def shown(counts: Counts) -> str:
-    """Counters in a message."""
-    return " and ".join(map(str, counts))
-
-
 def plan(situation: Situation, options: Options) -> SavePlan:
     """Plans a save whose update counters are known.
 
@@ -173,7 +146,7 @@ def plan(situation: Situation, options: Options) -> SavePlan:
         situation: the state and the step that it would follow.
         options: the caller's choices.
     """
-    return _with_deferred(situation, _decided(situation, situation.counts or (), options), options)
+    return _with_deferred(situation, decide(situation, situation.counts or (), options), options)
 
 
 def speculate(situation: Situation, options: Options) -> SavePlan | None:
@@ -212,7 +185,7 @@ def speculate(situation: Situation, options: Options) -> SavePlan | None:
         or situation.is_shadow_beyond
     ):
         return None
-    return _planned(situation, _one_update(situation.structure, "one update"), options)
+    return _planned(situation, one_update(situation.structure, "one update"), options)
 
 
 def plan_deferred(situation: Situation, options: Options) -> SavePlan | str:
@@ -234,7 +207,7 @@ def plan_deferred(situation: Situation, options: Options) -> SavePlan | str:
             return "the state has another tree or other shardings than the step before"
         if saved.kind == "bits":
             return "the step before was stored as differences"
-    elif lineage is None or not _fits(lineage, structure, update):
+    elif lineage is None or not fits(lineage, structure, update):
         return "the restored step has another tree, update, or other shardings"
     if not parent.has_witness:
         return "the step before is not known well enough to check the update"
@@ -246,7 +219,7 @@ def plan_deferred(situation: Situation, options: Options) -> SavePlan | str:
         return "nothing keeps the steps that it builds on"
     if saved is not None and saved.failure and situation.process_count == 1:
         return f"step {saved.step}, which it would follow, was not saved"
-    return _planned(situation, _one_update(structure, "deferred"), options)
+    return _planned(situation, one_update(structure, "deferred"), options)
 
 
 def as_base(situation: Situation, decision: Decision, options: Options) -> SavePlan:
@@ -277,157 +250,6 @@ def with_wrong(
 def known_unreplayed(situation: Situation) -> frozenset[int]:
     """The leaves that the update computes, and that are stored since replay is not relied on."""
     return (situation.update.unreplayed | situation.distrusted) & situation.structure.computed
-
-
-def unplanned(reason: str) -> Decision:
-    """A base that is written because no delta can be."""
-    return Decision("base", reason, is_planned=False)
-
-
-def _one_update(structure: Structure, reason: str) -> Decision:
-    return Decision("replay", reason, tuple(range(len(structure.bindings))))
-
-
-def _described(updates: tuple[int, ...]) -> str:
-    return {0: "no update", 1: "one update"}.get(len(updates), f"{len(updates)} updates")
-
-
-def replays(update: ExportedUpdate, options: Options, *, replayable: bool = True) -> bool:
-    """True if updates may be replayed onto a step.
-
-    Args:
-        update: the exported update.
-        options: the caller's choices.
-        replayable: True if no leaf of an update is stored in another data type.
-    """
-    return bool(update.files) and replayable and options.delta != "bits" and options.has_deltas
-
-
-def _decided(
-    situation: Situation, counts: Counts, options: Options
-) -> tuple[Decision, tuple[str, ...]]:
-    """Base, replayed delta or differences, and notices to the user."""
-    structure, update, parent = situation.structure, situation.update, situation.parent
-    if not situation.replayable and options.delta != "bits":
-        return _bases_only("save_args cast leaves that the update consumes or computes")
-    notices: tuple[str, ...] = ()
-    if update.problem and structure.bindings and options.delta != "bits":
-        notices = (f"Saving bit-pattern deltas: {update.problem}.",)
-    decision = by_counters(situation, counts, options)
-    if decision.is_base or parent is None or parent.lineage is None:
-        return decision, notices
-    base = parent.lineage.base
-    if base.leaves != structure.leaves:
-        return unplanned(_first_difference(base, structure)), notices
-    if not situation.keeps_ancestors:
-        base_only, notice = _bases_only(
-            "the storage has no hard links, and no policy that handler and manager share keeps "
-            "what deltas refer to, also those that are there already; give both the same, keep = "
-            "adacheck.KeepLineage(LatestN(3)): AdaCheckHandler(..., keep_lineage=keep) and "
-            "CheckpointManagerOptions(preservation_policy=keep)"
-        )
-        return base_only, notices + notice
-    if decision.kind == "bits":
-        decision = _checked_bits(decision, parent, parent.lineage, situation, options)
-    else:
-        decision = _checked_replay(decision, base, structure, update)
-    if not decision.is_base and parent.deferred_count and not situation.is_only:
-        decision = Decision("base", "another step was restored meanwhile")
-    if decision.kind == "replay" and not parent.has_witness:
-        decision = Decision("base", "the step before is not known here well enough to check")
-    if decision.kind == "replay" and situation.is_shadow_beyond:
-        decision = Decision("base", "the shadow followed another step")
-    return decision, notices
-
-
-def _bases_only(reason: str) -> tuple[Decision, tuple[str, ...]]:
-    return Decision("base", reason), (f"Saving bases only: {reason}.",)
-
-
-def by_counters(situation: Situation, counts: Counts, options: Options) -> Decision:
-    """The decision by step, counters and length of the lineage.
-
-    A counter that skipped means that records were missed, so a base is due where updates are
-    replayed.
-
-    Args:
-        situation: the step to save, and the step that it would follow.
-        counts: update counters of the state to save; none without a recorder.
-        options: the caller's choices.
-    """
-    parent = situation.parent
-    if options.delta != "bits" and not counts:
-        return Decision("base", "no recorder")
-    if parent is None or parent.lineage is None:
-        reason = "no parent step to build on"
-        return Decision("base", reason, is_planned=situation.is_first)
-    step = _number(situation)
-    if step <= parent.step:
-        return unplanned(f"step {step} does not follow step {parent.step}")
-    depth, most = parent.depth, situation.longest_lineage
-    if depth >= situation.most_deltas:
-        return Decision("base", f"the lineage is full ({depth} of max_deltas={most})")
-    if options.delta == "bits":
-        return Decision("bits", "as the handler was told")
-    before = parent.counts
-    if parent.lineage.base.update is None or not before or len(before) != len(counts):
-        return unplanned("the base has no update program to replay")
-    if parent.lineage.problem:
-        return Decision("bits", parent.lineage.problem)
-    updates = advanced(before, counts)
-    if updates is None:
-        return unplanned(
-            f"the update counter went from {shown(before)} to {shown(counts)}: not one update"
-        )
-    return Decision("replay", _described(updates), updates)
-
-
-def _number(situation: Situation) -> int:
-    """The step's number: the caller's, else the first counter, else 0."""
-    if situation.step is not None:
-        return situation.step
-    return situation.counts[0] if situation.counts else 0
-
-
-def _checked_bits(
-    decision: Decision,
-    parent: Facts,
-    lineage: Lineage,
-    situation: Situation,
-    options: Options,
-) -> Decision:
-    if options.delta == "auto" and lineage.problem and not situation.update.problem:
-        return Decision("base", "updates can be replayed from here on")
-    structure = situation.structure
-    if len(parent.copied) < len(structure.leaves) - len(structure.ephemeral):
-        return Decision("base", f"step {lineage.manifest.step} is not in host memory")
-    return decision
-
-
-def _checked_replay(
-    decision: Decision, base: BaseManifest, structure: Structure, update: ExportedUpdate
-) -> Decision:
-    if not update.files:
-        return unplanned(update.problem)
-    saved = base.update
-    if saved is None or update.digest != saved.programs.get(update_program.platform()):
-        return unplanned("the update program changed")
-    if saved.reducing and saved.placement != structure.placement:
-        # Cut alike, but added up in another order: a restore replays where the base lay.
-        return unplanned("the mesh changed, and the update adds up elements")
-    return decision
-
-
-def _fits(lineage: Lineage, structure: Structure, update: ExportedUpdate) -> bool:
-    """True if an update of a structure can be replayed onto a restored step."""
-    saved = lineage.base.update
-    return (
-        saved is not None
-        and not lineage.problem
-        and lineage.base.leaves == structure.leaves
-        and update.digest == saved.programs.get(update_program.platform())
-        and (not saved.reducing or saved.placement == structure.placement)
-    )
 
 
 def _with_deferred(
@@ -473,7 +295,7 @@ def _planned(
     # Several processes may not find the same leaves wrong.
     has_spare = situation.counts is None and situation.process_count == 1
     return SavePlan(
-        step=_number(situation),
+        step=number_of(situation),
         decision=decision,
         counts=situation.counts,
         structure=structure,
@@ -536,14 +358,3 @@ def _unchanged(
 ) -> tuple[int, ...]:
     touched = structure.computed_by(updates).union(stored, structure.ephemeral)
     return tuple(i for i in range(len(structure.leaves)) if i not in touched)
-
-
-def _first_difference(base: BaseManifest, structure: Structure) -> str:
-    if len(base.leaves) != len(structure.leaves):
-        return f"the state has {len(structure.leaves)} leaves, the base {len(base.leaves)}"
-    old, new = next((a, b) for a, b in zip(base.leaves, structure.leaves, strict=True) if a != b)
-    if old.path != new.path:
-        return f"the tree changed: {new.path} where {old.path} was"
-    if old.description != new.description:
-        return f"{new.path} changed from {old.description} to {new.description}"
-    return f"the sharding of {new.path} changed"

@@ -1,8 +1,8 @@
 """Plans the saves of one training run: gathers facts, has them planned, and corrects plans.
 
-:mod:`~adacheck_jax.save.plan` decides; what it needs is looked up here, on the disk, in memory and
-among what checks have found so far. A plan of a replayed delta is compared with the state while
-that is still there, and made anew from what replay gets wrong.
+:mod:`~adacheck_jax.save.planning.plan` decides; what it needs is looked up here, on the disk, in
+memory and among what checks have found so far. A plan of a replayed delta is compared with the
+state while that is still there, and made anew from what replay gets wrong.
 """
 
 from __future__ import annotations
@@ -19,16 +19,19 @@ import jax
 from adacheck_jax.device import fingerprint
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError, ReplayError
-from adacheck_jax.save import parents, plan, staged
+from adacheck_jax.save import staged
 from adacheck_jax.save.background_bases import BackgroundBases
 from adacheck_jax.save.checks import engines
 from adacheck_jax.save.checks.interface import Check, Checker, State, Witness, is_sparse
 from adacheck_jax.save.checks.shadow import Shadow
 from adacheck_jax.save.exported_update import ExportedUpdate, ExportedUpdates
-from adacheck_jax.save.notices import Distrust, tell_given_up
-from adacheck_jax.save.parents import DeferredSteps, Parent, Parents, Tip
-from adacheck_jax.save.plan import SavePlan
-from adacheck_jax.save.situation import Counts, Options, Situation
+from adacheck_jax.save.planning import parents, plan, sizes
+from adacheck_jax.save.planning.decision import Decision, replays, unplanned
+from adacheck_jax.save.planning.deferred import DeferredSteps
+from adacheck_jax.save.planning.notices import Distrust, tell_given_up
+from adacheck_jax.save.planning.parents import Parent, Parents, Tip
+from adacheck_jax.save.planning.plan import SavePlan
+from adacheck_jax.save.planning.situation import Counts, Options, Situation
 from adacheck_jax.save.snapshot import Snapshot, Snapshots, Structure
 from adacheck_jax.save.staged import StagedStep
 from adacheck_jax.schedule.line import LineSchedule
@@ -155,8 +158,8 @@ class Planner:
         planned = plan.plan_deferred(facts, self._options)
         if isinstance(planned, str):
             return planned
-        own_bytes = parents.bytes_of(planned.structure, planned.stored)
-        if (len(self.deferred) + 1) * own_bytes > parents.most_bytes(planned.structure):
+        own_bytes = sizes.bytes_of(planned.structure, planned.stored)
+        if (len(self.deferred) + 1) * own_bytes > sizes.most_bytes(planned.structure):
             return "the recorded steps fill the memory that they may take"
         return Course(facts, planned, parent, self.deferred.tip_behind(parent))
 
@@ -173,7 +176,7 @@ class Planner:
         """All that a plan may know."""
         structure, options, facts, is_beyond = snapshot.structure, self._options, None, False
         update = self._updates.of(structure)
-        is_checked = plan.replays(update, options, replayable=replayable)
+        is_checked = replays(update, options, replayable=replayable)
         if parent is not None:
             tip = self.deferred.tip_behind(parent)
             facts = parents.facts_of(
@@ -211,13 +214,11 @@ class Planner:
     def _makes_bases(self, directory: AnyPath) -> bool:
         """True if a delta can become a base in the background.
 
-        A number of deltas that the caller chose is kept to. Of several processes each would have to
-        know when the others' parts are written; and in a store nothing can be renamed.
+        A number of deltas that the caller chose is kept to; and in a store nothing can be renamed.
         """
         return (
             self._options.background_bases
             and not isinstance(self._options.max_deltas, int)
-            and jax.process_count() == 1
             and self._bases.are_possible
             and self.parents.has_links(directory)
         )
@@ -256,7 +257,7 @@ class Planner:
                 "the arrays are not those that separate_update took and returned; from now on its "
                 "updates are compared in full"
             )
-            return self._as_base(course, facts, plan.unplanned(reason))
+            return self._as_base(course, facts, unplanned(reason))
         wrong = frozenset(findings) - plan.known_unreplayed(facts)
         made = plan.with_wrong(planned, facts, wrong, self._options)
         wrong |= _changed(snapshot, course, made)
@@ -270,12 +271,12 @@ class Planner:
         whole_bytes = sum(leaf.nbytes for leaf in structure.leaves)
         if facts.process_count == 1 and 2 * wrong_bytes > whole_bytes:
             reason = staged.told(structure, sorted(wrong))
-            return self._as_base(course, facts, plan.Decision("base", reason))
+            return self._as_base(course, facts, Decision("base", reason))
         check.renew(State(snapshot.arrays, planned.step, dict), wrong)
         made = plan.with_wrong(planned, facts, wrong, self._options)
         return dataclasses.replace(course, situation=facts, plan=made)
 
-    def _as_base(self, course: Course, facts: Situation, decision: plan.Decision) -> Course:
+    def _as_base(self, course: Course, facts: Situation, decision: Decision) -> Course:
         made = plan.as_base(facts, decision, self._options)
         return dataclasses.replace(course, situation=facts, plan=made, check=None)
 
@@ -304,7 +305,7 @@ class Planner:
             return None
         structure = snapshot.structure
         update = self._updates.of(structure)
-        if structure.leaves != restored.base.leaves or not plan.replays(update, self._options):
+        if structure.leaves != restored.base.leaves or not replays(update, self._options):
             return None
         step = restored.manifest.step
         return self.checker_of(structure, update).witness(State(snapshot.arrays, step, dict))

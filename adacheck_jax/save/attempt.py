@@ -1,0 +1,117 @@
+"""One attempt to save a step, and what the processes tell each other about it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from adacheck_jax.store import claims
+from adacheck_jax.store.storage.interface import Stamp
+
+Report = dict[str, Any]
+"""Account of what one process wrote, as JSON."""
+SHARES = "shares"
+"""Topic of the exchange about what each process wrote."""
+
+
+class Exchange(Protocol):
+    """Reports of the processes of a run to each other about one attempt to save a step."""
+
+    def agree(
+        self,
+        topic: str,
+        own: Report,
+        judge: Callable[[Sequence[Report]], Report],
+        is_over: Callable[[], bool] = ...,
+    ) -> Report:
+        """Posts this process's report, and waits until all have posted theirs and one judged them.
+
+        Args:
+            topic: name of what is agreed on, once an attempt.
+            own: report of this process.
+            judge: gives the answer to the reports of all processes, in their order, or raises;
+                called in process 0.
+            is_over: true once nobody waits for this attempt any more.
+
+        Returns:
+            The answer, the same in all processes.
+
+        Raises:
+            AdaCheckError: a process failed, is gone, or does not report in time; or ``judge``
+                raised it, and then all processes raise it.
+        """
+        ...
+
+    def fail(self, topic: str, error: BaseException) -> None:
+        """Tells the other processes, instead of a report, that this one failed."""
+
+    def reports(self, topic: str) -> Sequence[Report]:
+        """The reports of all processes on a topic that they agreed on."""
+        ...
+
+    def forget(self) -> None:
+        """Lets go of what was told, once all processes are past this attempt."""
+
+    def beside(self, name: str) -> Exchange:
+        """An exchange about something that begins with this attempt, and outlives it.
+
+        Args:
+            name: name of it, once an attempt.
+        """
+        ...
+
+
+class Attempt:
+    """One attempt to save a step.
+
+    Orbax gives up on a step as soon as one of its items fails, while others are still being
+    written; and the step may be saved again at once, into a directory of the same name.
+
+    Args:
+        turn: lock held by the save that writes, of all saves of a training run: one at a time.
+        token: mark of all files that the training run writes.
+        exchange: exchange with the other processes; None if there is none.
+        earlier: exchanges of attempts before, which some process may still read.
+
+    Attributes:
+        claim: identity of this process's claim in a store; see :mod:`~adacheck_jax.store.claims`.
+    """
+
+    def __init__(
+        self,
+        turn: threading.Lock,
+        token: str,
+        exchange: Exchange | None = None,
+        earlier: Sequence[Exchange] = (),
+    ) -> None:
+        self.turn, self.token, self.is_over = turn, token, False
+        self.claim: Stamp | None = None
+        self.exchange, self._earlier = exchange, earlier
+
+    @classmethod
+    def first(cls) -> Attempt:
+        """The first attempt of a training run."""
+        return cls(threading.Lock(), claims.new_token())
+
+    def next(self, exchange: Exchange | None, *, repeats: bool) -> Attempt:
+        """The attempt that follows.
+
+        Args:
+            exchange: its exchange with the other processes; None if there is none.
+            repeats: True if it saves the same step: then this attempt is over.
+        """
+        self.is_over = repeats
+        earlier = [*self._earlier, *([self.exchange] if self.exchange else [])]
+        return Attempt(self.turn, self.token, exchange, earlier)
+
+    def agree(self, own: Report, judge: Callable[[Sequence[Report]], Report]) -> Report:
+        """Agrees with the other processes on what was written; see :class:`Exchange`."""
+        if self.exchange is None:
+            return judge([own])
+        answer = self.exchange.agree(SHARES, own, judge, lambda: self.is_over)
+        # All processes have begun this attempt, so none waits in an earlier one.
+        for each in self._earlier:
+            each.forget()
+        self._earlier = ()
+        return answer

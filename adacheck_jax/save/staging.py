@@ -1,0 +1,178 @@
+"""Stages a planned save: copies what must leave the devices, and begins what checks it.
+
+Nothing here decides. What it makes of a plan is a :class:`~adacheck_jax.save.staged.StagedStep`,
+whose state may be donated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+
+from adacheck_jax.device import transfer
+from adacheck_jax.device.transfer import Joined
+from adacheck_jax.format.boxes import Blocks
+from adacheck_jax.save import staged
+from adacheck_jax.save.checks.interface import State, Witness
+from adacheck_jax.save.checks.replica import Begun, Followed
+from adacheck_jax.save.checks.shadow import Shadow
+from adacheck_jax.save.commit import Save
+from adacheck_jax.save.planning.parents import Tip
+from adacheck_jax.save.planning.plan import SavePlan
+from adacheck_jax.save.planning.planner import Course, Planner
+from adacheck_jax.save.planning.situation import Options
+from adacheck_jax.save.snapshot import Snapshot, Structure
+from adacheck_jax.save.staged import HostCopies, StagedStep
+from adacheck_jax.save.staged_save import Destination
+from adacheck_jax.store.base_writer import BaseWriter, EarlierBase, Layout, seldom_changed
+from adacheck_jax.store.delta_writer import DeltaEncodings, DeltaWriter
+from adacheck_jax.store.reused_memory import ReusedMemory
+from adacheck_jax.store.steps.lineage import Lineage
+
+_REUSED_BYTES = 1 << 30
+"""Host memory that is kept from one save to the next."""
+
+
+class Stager:
+    """Stages the saves of one training run.
+
+    Args:
+        options: the caller's choices.
+        planner: the planner of the saves.
+        shadow: the copy of the state that follows training.
+
+    Attributes:
+        last_base: the save of the base that was begun last, or of the step that became one; None
+            if it failed, or there is none.
+    """
+
+    def __init__(self, options: Options, planner: Planner, shadow: Shadow) -> None:
+        self._options, self._planner, self._shadow = options, planner, shadow
+        self.last_base: Save | None = None
+        self._encodings, self._memory = DeltaEncodings(), ReusedMemory(_REUSED_BYTES)
+
+    def begin_line(self, base: Save) -> None:
+        """Notes the base that following deltas build on."""
+        self.last_base, self._encodings = base, DeltaEncodings()
+
+    def copies(self, snapshot: Snapshot, planned: SavePlan) -> HostCopies:
+        """Host copies of what a save stores, and of what the next one compares with."""
+        every_replica = self._options.check_replicas != "off"
+        return staged.take_copies(snapshot, planned, every_replica=every_replica)
+
+    def stage(
+        self,
+        snapshot: Snapshot,
+        course: Course,
+        copies: HostCopies,
+        again: StagedStep | None,
+        label: str,
+    ) -> tuple[StagedStep, Witness]:
+        """The step on its way to the disk, and the witness of its state for the next one."""
+        planned, tip = course.plan, course.tip
+        before = tip.staged if tip else None
+        parent = None
+        if tip is not None and before is None and course.parent is not None:
+            parent = (tip.step, course.parent.counts())
+        picks = planned.structure.local_picks
+        own = StagedStep(
+            planned,
+            label,
+            copies.fingerprints,
+            None if planned.is_base else self._delta_writer(planned, copies, tip),
+            transfer.stage({i: snapshot.arrays[i] for i in picks}, picks),
+            spare=copies.spare,
+            counters=copies.counters,
+            parent=parent,
+            before=before if planned.is_speculative else None,
+            again=again if planned.is_speculative else None,
+        )
+        if not (planned.is_base or planned.is_whole) and tip is not None:
+            repeated = again
+            if again is not None and planned.counts not in (None, again.counts()):
+                repeated = None  # another state was recorded with this number
+            blocks = dict.fromkeys(copies.staged, copies.staged)
+            blocks = Joined(blocks | dict.fromkeys(copies.spare, copies.spare))
+            # What is stored after all has to be put into the shadow, too.
+            settled = own.compared if planned.spare else own.settled
+            own.proof = self._shadow.follow(
+                Followed(tip.position, own, repeated, blocks, settled, own.sums)
+            )
+        elif planned.has_witness:
+            blocks = with_others(snapshot, copies.staged)
+            begun = Begun(own, planned.step, blocks, own.sums)
+            self._shadow.start(planned.structure, planned.update, begun)
+        if course.check is not None:
+            return own, course.check.witness
+        if not planned.has_witness:
+            return own, None
+        checker = self._planner.checker_of(planned.structure, planned.update)
+        if planned.is_speculative and tip is not None:
+            return own, own.begin_check(checker, tip.witness, snapshot.arrays)
+        return own, checker.witness(State(snapshot.arrays, planned.step, own.sums))
+
+    def base_writer(
+        self, course: Course, copies: HostCopies, destination: Destination
+    ) -> BaseWriter:
+        """The writer of this process's part of a base."""
+        structure, parent = course.plan.structure, course.parent
+        found = parent.lineage if parent else None
+        earlier = None
+        if found is not None and self._planner.parents.has_links(destination.directory):
+            earlier = self.earlier_base(found)
+        return BaseWriter(
+            structure.leaves,
+            copies.staged,
+            earlier,
+            _still(structure),
+            Layout({}),
+            compression=self._options.compression,
+        )
+
+    def earlier_base(self, parent: Lineage) -> EarlierBase:
+        """The base before the one that is written, whose files serve where nothing changed."""
+        base, last = parent.base, self.last_base
+        sums: Mapping[int, int] = {}
+        if last is not None and _is_of(last.staged.plan, parent):
+            sums = last.staged.own.sums()
+        elif base.process_count == 1:
+            sums = dict(enumerate(base.fingerprints))
+        return EarlierBase(parent.base_directory, base.step, base.leaves, sums)
+
+    def _delta_writer(self, planned: SavePlan, copies: HostCopies, tip: Tip | None) -> DeltaWriter:
+        return DeltaWriter(
+            planned.structure.leaves,
+            copies.staged,
+            planned.stored,
+            staged.comparable(tip.host_copies if tip else staged.NOTHING, planned),
+            self._options.compression,
+            self._encodings,
+            self._memory,
+        )
+
+
+def _is_of(planned: SavePlan, parent: Lineage) -> bool:
+    """True if a plan is that of a lineage's base."""
+    base = parent.base
+    return (planned.step, planned.structure.leaves) == (base.step, base.leaves)
+
+
+def with_others(snapshot: Snapshot, blocks: Mapping[int, Blocks]) -> Mapping[int, Blocks]:
+    """Blocks of a state, with what other processes own of it and this one's shadow may hold."""
+    if jax.process_count() == 1:
+        return blocks
+    structure, arrays = snapshot.structure, snapshot.arrays
+    touched = {i for each in structure.arguments for i in each}
+    boxes = {i: transfer.boxes_here(arrays[i].shape, arrays[i].sharding) for i in touched}
+    picks = {i: transfer.picks_of(arrays[i], boxes[i]) for i in touched}
+    others = transfer.stage({i: arrays[i] for i in touched}, picks)
+    return Joined(dict.fromkeys(blocks, blocks) | dict.fromkeys(others, others))
+
+
+def _still(structure: Structure) -> frozenset[int]:
+    """The leaves that may well be the same at the next base: no update computes them."""
+    if not structure.bindings:
+        return frozenset()
+    touched = frozenset(i for indices in structure.arguments for i in indices)
+    return seldom_changed(structure.leaves, touched)

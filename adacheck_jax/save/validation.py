@@ -1,0 +1,122 @@
+"""The reports of all processes on one save, judged: whether the step may be committed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from adacheck_jax.errors import AdaCheckError, MismatchError, ReplayError
+from adacheck_jax.format.fingerprint import combine
+from adacheck_jax.save import staged as staged_steps
+from adacheck_jax.save.attempt import Report
+from adacheck_jax.save.snapshot import Structure
+from adacheck_jax.save.staged import StagedStep
+from adacheck_jax.save.staged_save import StagedSave
+from adacheck_jax.update import program as update_program
+
+
+def validated(staged: StagedSave, reports: Sequence[Report]) -> Report:
+    """The answer to the reports of all processes; raises where the step may not be committed."""
+    step = staged.own.step
+    told = ("is_base", "makes_base", "parent")
+    decisions = {(*(each[key] for key in told), *each["numbers"]) for each in reports}
+    if len(decisions) != 1:
+        raise AdaCheckError(
+            f"step {step}: the {len(reports)} processes did not decide alike: {decisions}. "
+            "Expected all of them to see the same root; check that it is a shared file system. "
+            "The step is not saved; the next one will be a base."
+        )
+    before = staged.parent.end.fingerprints if staged.parent else ()
+    for each, own in zip(staged.steps, by_step(reports), strict=True):
+        _validate_local(each.step, own, staged.structure)
+        found = fingerprints_of(own)
+        _validate_unchanged(staged, each, before, found)
+        _validate_replayed(staged, each, own, found)
+        staged.replicas.settle(each.step, [report["replicas"] for report in own])
+        before = found
+    cautions = [report["caution"] for report in reports]
+    return {
+        "reason": next(filter(None, (reason for reason, _ in cautions)), ""),
+        "distrusted": sorted({i for _, indices in cautions for i in indices}),
+        "measured": reports[0]["measured"],
+        "background": [
+            all(each["background"][0] for each in reports),
+            *reports[0]["background"][1:],
+        ],
+    }
+
+
+def _validate_local(step: int, reports: Sequence[Report], structure: Structure) -> None:
+    told = [dict(report["local"]) for report in reports]
+    for i in sorted({index for each in told for index in each}):
+        holders = [p for p, each in enumerate(told) if i in each]
+        if len(holders) < len(told):
+            raise MismatchError(
+                f"leaf {structure.leaves[i].path}: it lies on devices of process {holders[0]} "
+                "alone, where it cannot be told from one that every process has for itself. "
+                f"Step {step} is not saved. Place it on devices of all processes "
+                "(jax.device_put onto a global sharding), or leave it out of the state."
+            )
+        other = [p for p, each in enumerate(told) if each[i] != told[0][i]]
+        if other:
+            raise MismatchError(
+                f"leaf {structure.leaves[i].path}: it lies on every process by itself, so "
+                f"it is expected to be equal on all {len(reports)}; processes "
+                f"{', '.join(map(str, other[:10]))} hold other bits than process 0. Step "
+                f"{step} is not saved. Make it one global array "
+                "(jax.make_array_from_process_local_data), or leave it out of the state."
+            )
+
+
+def _validate_unchanged(
+    staged: StagedSave, step: StagedStep, before: Sequence[int], found: Sequence[int]
+) -> None:
+    changed = next((i for i in step.plan.unchanged if found[i] != before[i]), None)
+    if changed is not None:
+        raise AdaCheckError(
+            f"{staged.destination.directory}: expected at step {step.step} the state of the step "
+            "before, since the update counter is the same; but "
+            f"{staged.structure.leaves[changed].path} changed without an update (edited by hand, "
+            f"or rolled back in memory?). Step {staged.own.step} is not saved; the next one will "
+            "be a base."
+        )
+
+
+def _validate_replayed(
+    staged: StagedSave, step: StagedStep, reports: Sequence[Report], found: Sequence[int]
+) -> None:
+    """Compares the shadows of all processes, which hold the state in parts, with the state."""
+    told = [report["replayed"] for report in reports]
+    if len(told) == 1 or None in told or update_program.platform() != "cpu":
+        return  # a process alone has compared its own; elsewhere arithmetic may differ
+    sums: dict[int, list[int]] = {}
+    for i, each in itertools.chain(*told):
+        sums.setdefault(i, []).append(each)
+    if wrong := sorted(i for i, each in sums.items() if combine(each) != found[i]):
+        raise ReplayError(
+            f"{staged.destination.directory}: step {step.step}: "
+            f"{staged_steps.told(step.plan.structure, wrong)}. This was found after the save had "
+            "returned, when the state could not be had any more: the step is not saved. "
+            f"{staged_steps.CAUSES} The next save is a base."
+        )
+
+
+def is_proved(reports: Sequence[Report]) -> bool:
+    """True if the shadows of all processes were compared with a step's state.
+
+    Args:
+        reports: of all processes on the step, which were validated.
+    """
+    is_compared = len(reports) == 1 or update_program.platform() == "cpu"
+    return is_compared and all(report["replayed"] is not None for report in reports)
+
+
+def by_step(reports: Sequence[Report]) -> list[tuple[Report, ...]]:
+    """The reports of all processes on each step."""
+    return [*zip(*(report["steps"] for report in reports), strict=True)]
+
+
+def fingerprints_of(reports: Sequence[Report]) -> tuple[int, ...]:
+    """Fingerprints of all leaves, from each process's contribution to them."""
+    columns = zip(*(report["fingerprints"] for report in reports), strict=True)
+    return tuple(combine(column) for column in columns)
