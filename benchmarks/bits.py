@@ -36,7 +36,8 @@ import adacheck_jax as adacheck
 from adacheck_jax.device import trees
 from adacheck_jax.format import planes as codecs
 from adacheck_jax.format.manifest import BaseManifest, Encoding
-from adacheck_jax.store import packs as arrays
+from adacheck_jax.store.packs import arrays, writer
+from adacheck_jax.store.packs.reader import PackArray, PackReader
 from adacheck_jax.store.steps import manifest_file
 from benchmarks.common import LanguageModel, environment, new_bytes, tokens_of, width_for, words
 
@@ -158,15 +159,15 @@ class Saved:
         raw = np.concatenate([packs[0][0], *(each.reshape(-1).view(np.uint8) for each in whole)])
         encoded = time.process_time()
         contents = [(arrays.RAW, [raw]), (arrays.COMPRESSED, [packs[1][0]])]
-        zeros = arrays.write_pack(directory / "pack", contents)
+        zeros = writer.write_pack(directory / "pack", contents)
         written = time.process_time()
         targets = {path: np.array(old[path]) for path in counts}
         decoding = time.process_time()
         read = []
         for (kind, (pack,)), (left_out,) in zip(contents, zeros, strict=True):
             _, length_bytes = arrays.laid_out(directory / "pack", kind, [(pack.size, left_out)])
-            array = arrays.PackArray(directory / "pack", kind, length_bytes)
-            reader = arrays.PackReader(array, pack.size, left_out)
+            array = PackArray(directory / "pack", kind, length_bytes)
+            reader = PackReader(array, pack.size, left_out)
             read += reader.read([(0, pack.size)], what="the benchmark")
         found = [_views(data, new, counts, place) for place, data in enumerate(read)]
         for path in counts:

@@ -17,11 +17,11 @@ from flax import linen as nn
 
 from adacheck_jax.cli.demo.train_lm import corpus
 from adacheck_jax.save.commit import versions
-from adacheck_jax.store.steps import lineage, manifest_file
+from adacheck_jax.store.steps import folders, manifest_file
 
 CONTEXT, BATCH = 64, 16
 _HEAD_WIDTH = 32
-_LINKS = (lineage.LINEAGE, f"{manifest_file.DIRECTORY}/kept")
+_LINKS = (folders.LINEAGE, f"{manifest_file.DIRECTORY}/kept")
 """Folders of a step that hold nothing but links to earlier steps."""
 
 

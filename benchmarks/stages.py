@@ -31,14 +31,15 @@ import orbax.checkpoint as ocp
 import adacheck_jax as adacheck
 from adacheck_jax.adapter import base_checkpoint, descriptions, handler, restoring
 from adacheck_jax.device import shard_sums, transfer
-from adacheck_jax.restore import check, compiled_update, delta_reader
+from adacheck_jax.restore import check, compiled_update
 from adacheck_jax.restore import replay as replaying
+from adacheck_jax.restore.deltas import delta_reader
 from adacheck_jax.save import commit, saver, staged
 from adacheck_jax.save.planning import planner
 from adacheck_jax.store import delta_writer, links
 from adacheck_jax.store.steps import manifest_file
 from adacheck_jax.store.storage import posix
-from adacheck_jax.update import program as update_program
+from adacheck_jax.update import exported_program
 from benchmarks.common import environment
 from benchmarks.speed import states
 
@@ -74,7 +75,7 @@ RESTORE = [
     ("    read records ahead, on threads", transfer, "place_all"),
     ("      read boxes", delta_reader.DeltaReader, "read"),
     ("  compare fingerprints", check, "check_bits"),
-    ("load the update, on a thread", update_program, "load"),
+    ("load the update, on a thread", exported_program, "load"),
     ("compile it, on a thread", jax.stages.Lowered, "compile"),
 ]
 Stages = Sequence[tuple[str, Any, str]]

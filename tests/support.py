@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterator
@@ -22,11 +23,11 @@ import adacheck_jax as adacheck
 from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
 from adacheck_jax.adapter.restoring import StepRestorer
 from adacheck_jax.format import planes as codecs
-from adacheck_jax.format.manifest import BaseManifest
-from adacheck_jax.restore import delta_reader
-from adacheck_jax.store import packs
+from adacheck_jax.format.manifest import BaseManifest, Delta, DeltaManifest
+from adacheck_jax.restore.deltas import delta_reader
 from adacheck_jax.store.compaction import in_place
-from adacheck_jax.store.steps import lineage
+from adacheck_jax.store.packs import arrays, reader, writer
+from adacheck_jax.store.steps import folders, lineage
 
 WIDTH = (
     64  # every shard stays at least 16 wide: narrower ones XLA:CPU of jax 0.12 compiles otherwise
@@ -317,20 +318,20 @@ def compiled_programs() -> Iterator[list[str]]:
 
 def pack_reader(start, kind, size_bytes, zeros=()):
     """Reads an array of one section."""
-    _, length_bytes = packs.laid_out(start, kind, [(size_bytes, zeros)])
-    return packs.PackReader(packs.PackArray(start, kind, length_bytes), size_bytes, zeros)
+    _, length_bytes = arrays.laid_out(start, kind, [(size_bytes, zeros)])
+    return reader.PackReader(reader.PackArray(start, kind, length_bytes), size_bytes, zeros)
 
 
 def pack_files(item, process=0):
     """The files of a pack that hold its data."""
-    start = lineage.pack_in(item, process)
+    start = folders.pack_in(item, process)
     index = pack_index(item, process)
     return sorted(path for path in start.parent.glob(f"{start.name}.*") if path != index)
 
 
 def pack_index(item, process=0):
     """The file of a pack that leads to the others."""
-    start = lineage.pack_in(item, process)
+    start = folders.pack_in(item, process)
     return start.with_name(f"{start.name}.manifest.ocdbt")
 
 
@@ -342,9 +343,9 @@ def other_record(known: lineage.Lineage) -> str:
     extents = [e for each in reader.stored for e in reader._extents[each]]
     assert {each.process for each in extents} == {0}
     contents = []
-    for kind in (packs.RAW, packs.COMPRESSED):
+    for kind in (arrays.RAW, arrays.COMPRESSED):
         pack = reader._pack(0, kind)
-        is_raw = kind is packs.RAW
+        is_raw = kind is arrays.RAW
         size = delta.packs[0].raw_bytes if is_raw else delta.packs[0].compressed_bytes
         data = pack.read([(0, size)], what="all")[0].copy()
         extent = next(e for e in extents if e.leaf == index)
@@ -357,7 +358,7 @@ def other_record(known: lineage.Lineage) -> str:
     start = entry.pack(0)
     for path in start.parent.glob(f"{start.name}.*"):
         path.unlink()
-    zeros = packs.write_pack(start, contents)
+    zeros = writer.write_pack(start, contents)
     assert zeros == [[delta.packs[0].raw_zeros], [delta.packs[0].compressed_zeros]]
     return known.base.leaves[index].path
 
@@ -381,3 +382,17 @@ def restored_boxes(item: Any, **options: Any) -> tuple[lineage.Lineage, dict[int
 def compact(root: Any, step: int, item: str = "default") -> BaseManifest:
     """Compacts a step as a training run would that has its state on the host."""
     return in_place.compact(*restored_boxes(root / str(step) / item))
+
+
+def tell_of_checks(monkeypatch: Any, checks: dict[int, str]) -> None:
+    """Have manifests tell that deltas were checked in other ways than they were, by step."""
+    deltas = DeltaManifest.deltas.fget
+    assert deltas is not None
+
+    def told(manifest: DeltaManifest) -> tuple[Delta, ...]:
+        return tuple(
+            dataclasses.replace(each, checked=checks.get(each.step, each.checked))
+            for each in deltas(manifest)
+        )
+
+    monkeypatch.setattr(DeltaManifest, "deltas", property(told))

@@ -27,8 +27,8 @@ from adacheck_jax.format import manifest as manifests
 from adacheck_jax.restore import check, replay, working_set
 from adacheck_jax.restore.compiled_update import CompiledUpdates, abstract_leaf
 from adacheck_jax.schedule.stopwatch import Clock
+from adacheck_jax.store.steps import identity, lookup, roots, stock
 from adacheck_jax.store.steps import lineage as lineages
-from adacheck_jax.store.steps import roots, stock
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.update.binding import Recorders
@@ -163,7 +163,7 @@ class StepRestorer:
             else:
                 place, lineage = older.pop().directory, None
             try:
-                if lineage is None and resolve(place).files in bad:
+                if lineage is None and identity.of_lineage(resolve(place)) in bad:
                     raise IntegrityError(f"{place}: it has the files of a bad step.")
                 restored = self._restore(place, lineage or resolve(place), args)
             except (FormatError, IntegrityError, LineageError) as another:
@@ -188,11 +188,11 @@ class StepRestorer:
             bad: files of the steps that cannot be restored; those found here are added.
         """
         try:
-            lineage = lineages.held(path)
+            lineage = lookup.held(path)
             lineage = lineage if args.step is None else lineage.until(args.step)
         except (FormatError, IntegrityError, LineageError):  # no whole manifest in it
             return None
-        if lineage.files in bad:
+        if identity.of_lineage(lineage) in bad:
             return None
         try:
             base = self._read(path, lineage, args)
@@ -202,7 +202,7 @@ class StepRestorer:
             )
         except (FormatError, IntegrityError):  # of the base, so no step of this lineage is left
             found = None
-        files, good = lineage.files, [] if found is None else found.steps
+        files, good = identity.of_lineage(lineage), [] if found is None else found.steps
         for part in map(lineage.to, lineage.steps[len(good) :]):
             bad.add((*files[: len(part.entries)], str(part.left_out)))
         return None if found is None else (path, found)
@@ -404,7 +404,7 @@ def resolve(path: AnyPath) -> Lineage:
         FormatError, IntegrityError: a manifest is damaged.
     """
     try:
-        return lineages.resolve(path)
+        return lookup.resolve(path)
     except LineageError as error:
         steps = [s.step for s in roots.siblings(path) if s.error is None]
         hint = ", ".join(map(str, steps[-10:])) or "none"
@@ -419,7 +419,7 @@ def _lineage(path: AnyPath, step: int | None) -> Lineage:
 def _earlier(path: AnyPath, step: int) -> Lineage:
     """The lineage of an earlier step that a directory holds."""
     try:
-        return lineages.held(path).to(step)
+        return lookup.held(path).to(step)
     except LineageError as error:
         for saved in roots.siblings(path):
             recorded = getattr(saved.manifest, "recorded", ())

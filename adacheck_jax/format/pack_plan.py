@@ -13,6 +13,9 @@ from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.codes import MAX_HEAD_BYTES
 from adacheck_jax.format.manifest import Encoding, Leaf
 
+Spans = list[tuple[int, int]]
+"""Half-open byte ranges."""
+
 
 @dataclass(frozen=True, slots=True)
 class Extent:
@@ -44,6 +47,42 @@ class Extent:
     def size_bytes(self) -> int:
         """Number of bytes in both arrays together."""
         return self.raw_bytes + self.compressed_bytes
+
+    def rows(self, part: Box) -> Box:
+        """The box narrowed, along its first axis, to the rows that meet a part of it."""
+        if not self.box.start:
+            return self.box
+        start, stop = self.box.start[1:], self.box.stop[1:]
+        return Box((part.start[0], *start), (part.stop[0], *stop))
+
+    def spans(self, rows: Box) -> tuple[Spans, Spans]:
+        """Bytes of some rows of the box in the raw and the compressed array.
+
+        Args:
+            rows: the rows, from :meth:`rows`.
+
+        Returns:
+            One range a plane; of a code all its bytes, one range in each array.
+        """
+        if self.encoding is Encoding.CODED:  # read whole
+            low, high = self.raw_start, self.compressed_start
+            return [(low, low + self.raw_bytes)], [(high, high + self.compressed_bytes)]
+        plane_count = self.planes or 1
+        plane_bytes = self.size_bytes // plane_count
+        first, last = 0, plane_bytes
+        if self.box.start:
+            row_bytes = plane_bytes // self.box.shape[0]
+            first = (rows.start[0] - self.box.start[0]) * row_bytes
+            last = (rows.stop[0] - self.box.start[0]) * row_bytes
+
+        def spans(start: int, count: int) -> Spans:
+            starts = [start + plane * plane_bytes for plane in range(count)]
+            return [(each + first, each + last) for each in starts]
+
+        return (
+            spans(self.raw_start, plane_count - self.compressed),
+            spans(self.compressed_start, self.compressed),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,63 +1,28 @@
-"""Operations on whole leaves: what each does to shapes and elements, and its inverse.
+"""Operations that move the elements of whole leaves: their inverses give the bits back.
 
-Every operation takes some leaves and gives some. All but :class:`Average` and some casts only move
-elements, so their inverse gives the bits back. Arrays are those of numpy or of ``jax.numpy``: the
-functions are passed as ``xp``.
+Arrays are those of numpy or of ``jax.numpy``: the functions are passed as ``xp``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-Shape = tuple[int, ...]
-Arrays = Sequence[Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """Shape and data type of a leaf.
-
-    Attributes:
-        shape: global shape.
-        dtype: numpy name of the data type; ``key<...>`` for a typed PRNG key.
-    """
-
-    shape: Shape
-    dtype: str
-
-
-class Operation(Protocol):
-    """An operation on leaves of known shapes."""
-
-    def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
-        """Shapes and data types of the results.
-
-        Raises:
-            ValueError: the operation cannot take these leaves; it says why.
-        """
-        ...
-
-    def apply(self, xp: Any, arrays: Arrays) -> list[Any]:
-        """The results, computed with the functions of numpy or ``jax.numpy``."""
-        ...
-
-    def inverse(self, taken: Sequence[Kind]) -> Operation | None:
-        """The operation that gives the taken leaves back; None if it loses something."""
-        ...
-
-    def source_axes(self, axes: int) -> list[int | None]:
-        """For each axis of a taken leaf the axis of a result that it becomes, None if it has none.
-
-        Args:
-            axes: number of axes of the taken leaf.
-        """
-        ...
+from adacheck_jax.layout.kinds import (
+    Arrays,
+    Kind,
+    Operation,
+    SameAxes,
+    one_along,
+    position,
+    with_length,
+    without_axis,
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
+class Keep(SameAxes):
     """The leaf as it is, under another path."""
 
     def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
@@ -71,9 +36,6 @@ class Keep:
         del taken
         return self
 
-    def source_axes(self, axes: int) -> list[int | None]:
-        return [*range(axes)]
-
 
 @dataclass(frozen=True, slots=True)
 class Stack:
@@ -86,8 +48,8 @@ class Stack:
     axis: int = 0
 
     def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
-        first = _same(taken, "stack")
-        axis = _axis(self.axis, len(first.shape) + 1)
+        first = _same_kind(taken, "stack")
+        axis = position(self.axis, len(first.shape) + 1)
         shape = (*first.shape[:axis], len(taken), *first.shape[axis:])
         return [Kind(shape, first.dtype)]
 
@@ -98,7 +60,7 @@ class Stack:
         return Unstack(len(taken), self.axis)
 
     def source_axes(self, axes: int) -> list[int | None]:
-        axis = _axis(self.axis, axes + 1)
+        axis = position(self.axis, axes + 1)
         return [*range(axis), *range(axis + 1, axes + 1)]
 
 
@@ -115,11 +77,10 @@ class Unstack:
     axis: int = 0
 
     def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
-        (only,) = taken
-        axis = _axis(self.axis, len(only.shape))
+        only, axis = one_along(taken, self.axis)
         if only.shape[axis] != self.count:
             raise ValueError(f"expected {self.count} along axis {axis}, found {only.shape[axis]}")
-        return [Kind(_without(only.shape, axis), only.dtype)] * self.count
+        return [Kind(without_axis(only.shape, axis), only.dtype)] * self.count
 
     def apply(self, xp: Any, arrays: Arrays) -> list[Any]:
         (only,) = arrays
@@ -129,12 +90,12 @@ class Unstack:
         return Stack(self.axis)
 
     def source_axes(self, axes: int) -> list[int | None]:
-        axis = _axis(self.axis, axes)
+        axis = position(self.axis, axes)
         return [*range(axis), None, *range(axis, axes - 1)]
 
 
 @dataclass(frozen=True, slots=True)
-class Fuse:
+class Fuse(SameAxes):
     """Leaves are joined along an axis, whole or group by group.
 
     With two groups, q, k and v become ``q0 k0 v0 q1 k1 v1``: the first half of each, then the
@@ -149,28 +110,25 @@ class Fuse:
     groups: int = 1
 
     def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
-        axis = _axis(self.axis, len(taken[0].shape))
-        _same(taken, "fuse", but=axis)
+        axis = position(self.axis, len(taken[0].shape))
+        _same_kind(taken, "fuse", but=axis)
         for kind in taken:
-            _divides(self.groups, kind.shape[axis], axis)
+            _check_groups(self.groups, kind.shape[axis], axis)
         total = sum(kind.shape[axis] for kind in taken)
-        return [Kind(_with(taken[0].shape, axis, total), taken[0].dtype)]
+        return [Kind(with_length(taken[0].shape, axis, total), taken[0].dtype)]
 
     def apply(self, xp: Any, arrays: Arrays) -> list[Any]:
-        axis = _axis(self.axis, arrays[0].ndim)
+        axis = position(self.axis, arrays[0].ndim)
         parts = [_grouped(each, axis, self.groups) for each in arrays]
         return [_ungrouped(xp.concatenate(parts, axis=axis + 1), axis)]
 
     def inverse(self, taken: Sequence[Kind]) -> Operation:
-        axis = _axis(self.axis, len(taken[0].shape))
+        axis = position(self.axis, len(taken[0].shape))
         return Split(axis, tuple(kind.shape[axis] for kind in taken), self.groups)
-
-    def source_axes(self, axes: int) -> list[int | None]:
-        return [*range(axes)]
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class Split(SameAxes):
     """A leaf is cut along an axis: the inverse of :class:`Fuse`.
 
     Attributes:
@@ -184,21 +142,20 @@ class Split:
     groups: int = 1
 
     def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
-        (only,) = taken
-        axis = _axis(self.axis, len(only.shape))
+        only, axis = one_along(taken, self.axis)
         if sum(self.sizes) != only.shape[axis] or min(self.sizes) < 0:
             raise ValueError(
                 f"expected sizes that add up to {only.shape[axis]}, the length of axis {axis}, "
                 f"found {list(self.sizes)}"
             )
         for size in self.sizes:
-            _divides(self.groups, size, axis)
-        return [Kind(_with(only.shape, axis, size), only.dtype) for size in self.sizes]
+            _check_groups(self.groups, size, axis)
+        return [Kind(with_length(only.shape, axis, size), only.dtype) for size in self.sizes]
 
     def apply(self, xp: Any, arrays: Arrays) -> list[Any]:
         del xp
         (only,) = arrays
-        axis = _axis(self.axis, only.ndim)
+        axis = position(self.axis, only.ndim)
         grouped = _grouped(only, axis, self.groups)
         results, start = [], 0
         for size in self.sizes:
@@ -210,162 +167,6 @@ class Split:
 
     def inverse(self, taken: Sequence[Kind]) -> Operation:
         return Fuse(self.axis, self.groups)
-
-    def source_axes(self, axes: int) -> list[int | None]:
-        return [*range(axes)]
-
-
-@dataclass(frozen=True, slots=True)
-class Pad:
-    """Zeros are added at the end of an axis.
-
-    Attributes:
-        axis: the axis.
-        size: its new length.
-    """
-
-    axis: int
-    size: int
-
-    def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
-        (only,) = taken
-        axis = _axis(self.axis, len(only.shape))
-        if self.size < only.shape[axis]:
-            raise ValueError(f"expected a size of at least {only.shape[axis]}, found {self.size}")
-        return [Kind(_with(only.shape, axis, self.size), only.dtype)]
-
-    def apply(self, xp: Any, arrays: Arrays) -> list[Any]:
-        (only,) = arrays
-        axis = _axis(self.axis, only.ndim)
-        missing = _with(only.shape, axis, self.size - only.shape[axis])
-        return [xp.concatenate([only, xp.zeros(missing, only.dtype)], axis=axis)]
-
-    def inverse(self, taken: Sequence[Kind]) -> Operation:
-        axis = _axis(self.axis, len(taken[0].shape))
-        return Strip(axis, taken[0].shape[axis])
-
-    def source_axes(self, axes: int) -> list[int | None]:
-        return [*range(axes)]
-
-
-@dataclass(frozen=True, slots=True)
-class Strip:
-    """The end of an axis is cut off; its inverse gives the bits back if only zeros were.
-
-    Attributes:
-        axis: the axis.
-        size: its new length.
-        is_lossy: True if other elements than zeros may be lost.
-    """
-
-    axis: int
-    size: int
-    is_lossy: bool = False
-
-    def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
-        (only,) = taken
-        axis = _axis(self.axis, len(only.shape))
-        if not 0 <= self.size <= only.shape[axis]:
-            raise ValueError(f"expected a size of at most {only.shape[axis]}, found {self.size}")
-        return [Kind(_with(only.shape, axis, self.size), only.dtype)]
-
-    def apply(self, xp: Any, arrays: Arrays) -> list[Any]:
-        del xp
-        (only,) = arrays
-        axis = _axis(self.axis, only.ndim)
-        return [only[(*(slice(None),) * axis, slice(0, self.size))]]
-
-    def inverse(self, taken: Sequence[Kind]) -> Operation | None:
-        axis = _axis(self.axis, len(taken[0].shape))
-        return None if self.is_lossy else Pad(axis, taken[0].shape[axis])
-
-    def source_axes(self, axes: int) -> list[int | None]:
-        return [*range(axes)]
-
-
-@dataclass(frozen=True, slots=True)
-class Repeat:
-    """Copies of a leaf along a new axis.
-
-    Attributes:
-        count: number of copies.
-        axis: position of the new axis in the result.
-    """
-
-    count: int
-    axis: int = 0
-
-    def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
-        (only,) = taken
-        if self.count < 1:
-            raise ValueError(f"expected at least one copy, found {self.count}")
-        return Stack(self.axis).kinds([only] * self.count)
-
-    def apply(self, xp: Any, arrays: Arrays) -> list[Any]:
-        return [xp.stack(list(arrays) * self.count, axis=self.axis)]
-
-    def inverse(self, taken: Sequence[Kind]) -> Operation:
-        return First(self.count, self.axis)
-
-    def source_axes(self, axes: int) -> list[int | None]:
-        return Stack(self.axis).source_axes(axes)
-
-
-@dataclass(frozen=True, slots=True)
-class First:
-    """The first of equal copies along an axis: the inverse of :class:`Repeat`.
-
-    Attributes:
-        count: number of copies.
-        axis: position of the axis.
-    """
-
-    count: int
-    axis: int = 0
-
-    def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
-        return Unstack(self.count, self.axis).kinds(taken)[:1]
-
-    def apply(self, xp: Any, arrays: Arrays) -> list[Any]:
-        return [xp.take(arrays[0], 0, axis=self.axis)]
-
-    def inverse(self, taken: Sequence[Kind]) -> Operation:
-        return Repeat(self.count, self.axis)
-
-    def source_axes(self, axes: int) -> list[int | None]:
-        return Unstack(self.count, self.axis).source_axes(axes)
-
-
-@dataclass(frozen=True, slots=True)
-class Average:
-    """The mean along an axis, of copies that drifted apart; to rounding.
-
-    Attributes:
-        axis: position of the axis.
-    """
-
-    axis: int = 0
-
-    def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
-        (only,) = taken
-        axis = _axis(self.axis, len(only.shape))
-        if "float" not in only.dtype and "complex" not in only.dtype:
-            raise ValueError(f"expected elements that have a mean, found {only.dtype}")
-        if not only.shape[axis]:
-            raise ValueError(f"expected at least one copy along axis {axis}, found none")
-        return [Kind(_without(only.shape, axis), only.dtype)]
-
-    def apply(self, xp: Any, arrays: Arrays) -> list[Any]:
-        (only,) = arrays
-        # Narrow elements are added up as float32: a sum of bfloat16 loses most of the digits.
-        wide = only.astype("float32") if only.dtype.itemsize < 4 else only
-        return [xp.mean(wide, axis=self.axis).astype(only.dtype)]
-
-    def inverse(self, taken: Sequence[Kind]) -> None:
-        del taken
-
-    def source_axes(self, axes: int) -> list[int | None]:
-        return Unstack(0, self.axis).source_axes(axes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,47 +199,15 @@ class Transpose:
         return [self.axes.index(k) for k in range(axes)]
 
 
-@dataclass(frozen=True, slots=True)
-class Cast:
-    """Elements of another data type; its inverse gives the bits back if nothing was rounded.
-
-    Attributes:
-        dtype: numpy name of the data type.
-        is_lossy: True if elements may be rounded.
-    """
-
-    dtype: str
-    is_lossy: bool = False
-
-    def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
-        (only,) = taken
-        return [Kind(only.shape, self.dtype)]
-
-    def apply(self, xp: Any, arrays: Arrays) -> list[Any]:
-        del xp
-        return [arrays[0].astype(self.dtype)]
-
-    def inverse(self, taken: Sequence[Kind]) -> Operation | None:
-        return None if self.is_lossy else Cast(taken[0].dtype)
-
-    def source_axes(self, axes: int) -> list[int | None]:
-        return [*range(axes)]
-
-
-def _axis(axis: int, axes: int) -> int:
-    """The position of an axis, which may be counted from the end.
+def _same_kind(taken: Sequence[Kind], name: str, but: int | None = None) -> Kind:
+    """The kind of all leaves; refuses leaves of several, but for the length of one axis.
 
     Raises:
-        ValueError: there is no such axis.
+        ValueError: two leaves differ; it names them, and the operation.
     """
-    if not -axes <= axis < axes:
-        raise ValueError(f"expected an axis of {axes}, found axis {axis}")
-    return axis % axes
 
-
-def _same(taken: Sequence[Kind], name: str, but: int | None = None) -> Kind:
     def compared(kind: Kind) -> tuple[object, ...]:
-        shape = kind.shape if but is None else _without(kind.shape, but)
+        shape = kind.shape if but is None else without_axis(kind.shape, but)
         return shape, len(kind.shape), kind.dtype
 
     for kind in taken:
@@ -451,24 +220,19 @@ def _same(taken: Sequence[Kind], name: str, but: int | None = None) -> Kind:
     return taken[0]
 
 
-def _divides(groups: int, length: int, axis: int) -> None:
+def _check_groups(groups: int, length: int, axis: int) -> None:
+    """Refuse groups that do not divide an axis."""
     if groups < 1 or length % groups:
         raise ValueError(f"expected groups that divide {length} along axis {axis}, found {groups}")
 
 
-def _with(shape: Shape, axis: int, length: int) -> Shape:
-    return (*shape[:axis], length, *shape[axis + 1 :])
-
-
-def _without(shape: Shape, axis: int) -> Shape:
-    return (*shape[:axis], *shape[axis + 1 :])
-
-
 def _grouped(array: Any, axis: int, groups: int) -> Any:
+    """An array with an axis cut into groups, which become an axis before it."""
     shape = array.shape
     return array.reshape(*shape[:axis], groups, shape[axis] // groups, *shape[axis + 1 :])
 
 
 def _ungrouped(array: Any, axis: int) -> Any:
+    """The inverse of :func:`_grouped`."""
     shape = array.shape
     return array.reshape(*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])

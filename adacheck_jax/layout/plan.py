@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from adacheck_jax.errors import MismatchError
 from adacheck_jax.layout import trees
-from adacheck_jax.layout.operations import Keep, Kind, Operation
+from adacheck_jax.layout.kinds import Kind, Operation
+from adacheck_jax.layout.operations import Keep
 from adacheck_jax.layout.rules import Rule
 from adacheck_jax.layout.trees import Params
 

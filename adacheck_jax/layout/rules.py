@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from adacheck_jax.layout import operations
-from adacheck_jax.layout.operations import Kind, Operation
+from adacheck_jax.layout import operations, resizing
+from adacheck_jax.layout.kinds import Kind, Operation
 from adacheck_jax.layout.patterns import Pattern
 
 Making = Callable[[Sequence[Kind]], Operation]
@@ -215,7 +215,7 @@ def pad(
         to: pattern of their new paths; None to keep the paths.
         trees: see :func:`rename`.
     """
-    made = operations.Pad(_integer("axis", axis), _integer("size", size))
+    made = resizing.Pad(_integer("axis", axis), _integer("size", size))
     return _one_to_one("pad", source, to, made, trees)
 
 
@@ -238,7 +238,7 @@ def strip(
         to: pattern of their new paths; None to keep the paths.
         trees: see :func:`rename`.
     """
-    made = operations.Strip(_integer("axis", axis), _integer("size", size), lossy)
+    made = resizing.Strip(_integer("axis", axis), _integer("size", size), lossy)
     return _one_to_one("strip", source, to, made, trees)
 
 
@@ -254,7 +254,7 @@ def repeat(
         to: pattern of their new paths; None to keep the paths.
         trees: see :func:`rename`.
     """
-    made = operations.Repeat(_integer("count", count), _integer("axis", axis))
+    made = resizing.Repeat(_integer("count", count), _integer("axis", axis))
     return _one_to_one("repeat", source, to, made, trees)
 
 
@@ -267,7 +267,7 @@ def average(source: str, *, axis: int = 0, to: str | None = None, trees: Trees =
         to: pattern of their new paths; None to keep the paths.
         trees: see :func:`rename`.
     """
-    return _one_to_one("average", source, to, operations.Average(_integer("axis", axis)), trees)
+    return _one_to_one("average", source, to, resizing.Average(_integer("axis", axis)), trees)
 
 
 def transpose(
@@ -298,4 +298,4 @@ def cast(
         trees: see :func:`rename`; often ``["params"]``.
     """
     name = dtype if isinstance(dtype, str) else np.dtype(dtype).name  # pyright: ignore
-    return _one_to_one("cast", source, to, operations.Cast(name, lossy), trees)
+    return _one_to_one("cast", source, to, resizing.Cast(name, lossy), trees)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from adacheck_jax.layout.operations import Kind
+from adacheck_jax.layout.kinds import Kind
 
 
 @dataclass(frozen=True, slots=True)

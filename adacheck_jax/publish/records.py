@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 
 from adacheck_jax.errors import FormatError, IntegrityError
 from adacheck_jax.format.manifest import ITEMSIZES_BYTES
-from adacheck_jax.format.manifest_json import MAX_AXES, MAX_STATE_BYTES, check_counts, checksum_of
+from adacheck_jax.format.manifest_body.base import MAX_AXES, MAX_STATE_BYTES
+from adacheck_jax.format.manifest_json import check_counts, checksum_of
 
 FORMAT_VERSION = 1
 MAX_NUMBER = 10**12 - 1

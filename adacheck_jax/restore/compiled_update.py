@@ -21,6 +21,7 @@ from adacheck_jax.restore.working_set import replay_shardings
 from adacheck_jax.store.steps import manifest_file
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import at
+from adacheck_jax.update import exported_program
 from adacheck_jax.update import program as update_program
 from adacheck_jax.update.binding import Recorders, bind_all
 from adacheck_jax.update.params_search import LeafType
@@ -194,7 +195,7 @@ def _load(
             "of these, or restore a base step."
         ) from error
     try:
-        return _Loaded(update_program.load(data, update, str(path)), is_stored=True)
+        return _Loaded(exported_program.load(data, update, str(path)), is_stored=True)
     except FormatError as error:
         if not recorders:
             raise

@@ -16,10 +16,10 @@ from adacheck_jax.errors import FormatError, IntegrityError
 from adacheck_jax.format.manifest import BaseManifest, Delta, Update
 from adacheck_jax.restore import check
 from adacheck_jax.restore.compiled_update import CompiledUpdates, Shardings
-from adacheck_jax.restore.delta_reader import DeltaReader, readers_of
-from adacheck_jax.restore.patches import Patches
+from adacheck_jax.restore.deltas.delta_reader import DeltaReader, readers_of
+from adacheck_jax.restore.deltas.patches import Patches
+from adacheck_jax.restore.deltas.records import Consumed, read_ahead
 from adacheck_jax.restore.progress import Progress
-from adacheck_jax.restore.records import Consumed, read_ahead
 from adacheck_jax.restore.shared_reads import ReadOnce
 from adacheck_jax.restore.working_set import WorkingSet, is_abstract, replay_shardings
 from adacheck_jax.store.steps.lineage import Lineage

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from adacheck_jax.device import transfer
 from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.save.snapshot import Structure
-from adacheck_jax.update import exactness
+from adacheck_jax.update import exactness, exported_program
 from adacheck_jax.update import program as update_program
 from adacheck_jax.update.elements.pieces import Pieces, UnevenError, row_of
 from adacheck_jax.update.exactness import Level
@@ -134,11 +134,13 @@ class ExportedUpdates:
             program = self._classify(structure, function, specs)
             if program.problem:
                 return program
-            files = update_program.export(function, specs, update_program.switches(len(recorders)))
+            files = exported_program.export(
+                function, specs, update_program.switches(len(recorders))
+            )
         except Exception as error:
             return ExportedUpdate({}, {}, f"the update cannot be exported: {error}")
         if program.engine != "sample":  # what a restore will run, and not what it was exported from
-            function = update_program.load_own(files[update_program.platform()])
+            function = exported_program.load_own(files[update_program.platform()])
         digests = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
         return dataclasses.replace(program, files=files, digests=digests, function=function)
 

@@ -30,7 +30,7 @@ from adacheck_jax.save.staged_save import StagedSave
 from adacheck_jax.schedule.stopwatch import Clock, Measurement
 from adacheck_jax.store import claims, delta_writer, equality, links
 from adacheck_jax.store.base_writer import BaseWriter, Layout
-from adacheck_jax.store.steps import lineage, manifest_file
+from adacheck_jax.store.steps import ancestors, folders, manifest_file
 from adacheck_jax.store.storage.location import AnyPath, at
 
 
@@ -140,7 +140,7 @@ def _write(
             looked = None
             if process == 0 and staged.parent and not staged.links:
                 looked = thread.submit(
-                    lineage.check_ancestors, staged.parent, staged.parent_stamp, directory
+                    ancestors.check, staged.parent, staged.parent_stamp, directory
                 )
             written = _write_deltas(staged.steps, directory, process)
             if looked is not None:
@@ -167,7 +167,7 @@ def _write_deltas(
     for each in steps:
         # Deferred steps fill the memory that they may: each is let go of as it is packed.
         packed.append(_pack(each, process))
-    return delta_writer.write(packed, lineage.pack_in(directory, process), codec, buffers)
+    return delta_writer.write(packed, folders.pack_in(directory, process), codec, buffers)
 
 
 def _pack(step: StagedStep, process: int) -> delta_writer.Packed:

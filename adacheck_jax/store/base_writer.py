@@ -14,7 +14,7 @@ from adacheck_jax.format import boxes
 from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.store import volumes
-from adacheck_jax.store.steps import lineage
+from adacheck_jax.store.steps import folders
 from adacheck_jax.store.storage.location import AnyPath, at
 from adacheck_jax.store.zarr import Compression, codec_of
 
@@ -113,11 +113,11 @@ class BaseWriter:
             kept = volumes.keep(
                 _volumes_of(self.earlier, process),
                 [own[i] for i in sorted(same)],
-                directory / lineage.KEPT,
+                directory / folders.KEPT,
             )
         contents: dict[str, list[str] | None] = {}
         for name, volume in kept.items():
-            names = contents.setdefault(f"{lineage.KEPT}/{volume}", [])
+            names = contents.setdefault(f"{folders.KEPT}/{volume}", [])
             assert names is not None
             names.append(name)
         left = {i: self._with_codec(piece) for i, piece in own.items() if piece.name not in kept}
@@ -126,10 +126,10 @@ class BaseWriter:
         # worth keeping.
         for suffix, chosen in (
             ("", [piece for i, piece in left.items() if i not in still]),
-            (lineage.STILL, [piece for i, piece in left.items() if i in still]),
+            (folders.STILL, [piece for i, piece in left.items() if i in still]),
         ):
             if chosen:
-                path = f"{lineage.BASE}/{process}{suffix}"
+                path = f"{folders.BASE}/{process}{suffix}"
                 shared = volumes.write(directory / path, chosen, self.layout.file_bytes)
                 aliases += [(index[name], index[other]) for name, other in shared.items()]
                 contents[path] = None
@@ -211,8 +211,8 @@ def chunk_shape(leaf: Leaf, wanted_bytes: int | None) -> tuple[int, ...]:
 
 def _volumes_of(base: EarlierBase, process: int) -> list[tuple[str, AnyPath]]:
     """One process's volumes in a base, each under the name that a later base keeps it by."""
-    own = [f"{process}", f"{process}{lineage.STILL}"]
-    top, kept = base.directory / lineage.BASE, base.directory / lineage.KEPT
+    own = [f"{process}", f"{process}{folders.STILL}"]
+    top, kept = base.directory / folders.BASE, base.directory / folders.KEPT
     found: list[tuple[str, AnyPath]] = [(f"{base.step}.{name}", top / name) for name in own]
     names = [name for name in at(kept).folders() if name.split(".", 1)[1] in own]
     return found + [(n, kept / n) for n in sorted(names, key=_step_of, reverse=True)]

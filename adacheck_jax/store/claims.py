@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from adacheck_jax.errors import StorageError
 from adacheck_jax.store.links import PROBE_PREFIX
 from adacheck_jax.store.steps import manifest_file, roots
-from adacheck_jax.store.steps.lineage import BASE, DELTA, KEPT, LINEAGE, STILL
+from adacheck_jax.store.steps.folders import BASE, DELTA, KEPT, LINEAGE, STILL
 from adacheck_jax.store.storage.interface import Stamp
 from adacheck_jax.store.storage.location import AnyPath, at
 

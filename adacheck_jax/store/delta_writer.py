@@ -13,7 +13,8 @@ from adacheck_jax.format.boxes import Blocks, Box
 from adacheck_jax.format.codes import Code
 from adacheck_jax.format.manifest import Encoding, Leaf
 from adacheck_jax.format.pack_plan import Extent, WritePlan
-from adacheck_jax.store import equality, packs
+from adacheck_jax.store import equality
+from adacheck_jax.store.packs import arrays, writer
 from adacheck_jax.store.reused_memory import ReusedMemory
 from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.store.zarr import Codec, Compression, codec_of
@@ -56,7 +57,7 @@ class Packed:
     aliases: list[tuple[int, int]]
     coded: tuple[tuple[int, int], ...]
 
-    def told(self, raw_zeros: packs.Ranges, compressed_zeros: packs.Ranges) -> dict[str, Any]:
+    def told(self, raw_zeros: arrays.Ranges, compressed_zeros: arrays.Ranges) -> dict[str, Any]:
         """Report for the other processes and for the manifest, as JSON.
 
         Args:
@@ -243,8 +244,8 @@ def write(
         OSError: from the file system.
     """
     sections = [each.raw for each in packed], [each.compressed for each in packed]
-    contents = list(zip((packs.RAW, packs.COMPRESSED), sections, strict=True))
-    zeros = packs.write_pack(start, contents, codec)
+    contents = list(zip((arrays.RAW, arrays.COMPRESSED), sections, strict=True))
+    zeros = writer.write_pack(start, contents, codec)
     for section in (*sections[0], *sections[1]):
         memory.give_back(section)
     return [each.told(*left_out) for each, *left_out in zip(packed, *zeros, strict=True)]

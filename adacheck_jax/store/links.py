@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 from adacheck_jax.errors import LineageError
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest
-from adacheck_jax.store.steps import lineage as lineages
-from adacheck_jax.store.steps import manifest_file
-from adacheck_jax.store.steps.lineage import DELTA, LINEAGE, Lineage, LineageStep
+from adacheck_jax.store.steps import ancestors, manifest_file
+from adacheck_jax.store.steps.folders import DELTA, LINEAGE
+from adacheck_jax.store.steps.lineage import Lineage, LineageStep
 from adacheck_jax.store.steps.roots import TMP_SUFFIX
 from adacheck_jax.store.storage.interface import Stamp
 from adacheck_jax.store.storage.location import AnyPath, Location, at
@@ -71,7 +71,7 @@ def link_ancestors(
     """
     top, lost = at(item_directory / LINEAGE), None
     for _ in range(2):  # a step may become a base while its files are linked
-        for each in (lineages.shortened(lineage, stamp), lineage):
+        for each in (ancestors.shortened(lineage, stamp), lineage):
             if each is None:
                 continue
             lost = _link(each, top, expected, stamp)

@@ -14,8 +14,8 @@ from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.store.compaction import in_place
 from adacheck_jax.store.links import PROBE_PREFIX
+from adacheck_jax.store.steps import identity, lookup, roots
 from adacheck_jax.store.steps import lineage as lineages
-from adacheck_jax.store.steps import roots
 from adacheck_jax.store.steps.roots import TMP_SUFFIX, Step
 from adacheck_jax.store.storage.location import AnyPath, Location, at
 from adacheck_jax.tools.causes import Cause, causes_of
@@ -245,12 +245,12 @@ class _Audit:
         """
         report = None
         for _ in range(_LOOK_COUNT):
-            before = lineages.identity(step.directory)
+            before = identity.of_directory(step.directory)
             report = self._report(step)
             if before and not report.damage:
                 return report
             time.sleep(_LOOK_AGAIN_S)
-            after = lineages.identity(step.directory)
+            after = identity.of_directory(step.directory)
             if not after:
                 return None
             if before == after:
@@ -271,7 +271,7 @@ class _Audit:
             if misplaced:
                 damage.append(Damage(str(step.directory), None, misplaced, NUMBER))
         try:
-            lineage = lineages.resolve(step.directory)
+            lineage = lookup.resolve(step.directory)
         except AdaCheckError as error:
             damage.append(damage_of(error, step.directory))
             return StepReport(number, place, kind, ("structure",), tuple(damage))

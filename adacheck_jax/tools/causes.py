@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from adacheck_jax.store.steps.lineage import LINEAGE
+from adacheck_jax.store.steps.folders import LINEAGE
 from adacheck_jax.tools.verification import Damage
 
 _QUOTED = re.compile(r'"/[^"]*"|"[a-z0-9]+://[^"]*"')

@@ -20,9 +20,9 @@ from adacheck_jax.device import transfer
 from adacheck_jax.format.boxes import Blocks, Box
 from adacheck_jax.format.manifest import BaseManifest, Delta, DeltaManifest, Leaf, Manifest
 from adacheck_jax.store.compaction import in_place
-from adacheck_jax.store.steps import lineage as lineages
-from adacheck_jax.store.steps import roots, stock
-from adacheck_jax.store.steps.lineage import DELTA, LINEAGE, Lineage
+from adacheck_jax.store.steps import lookup, roots, stock
+from adacheck_jax.store.steps.folders import DELTA, LINEAGE
+from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.steps.manifest_file import DIRECTORY
 from adacheck_jax.store.steps.roots import Step
 from adacheck_jax.store.storage.location import AnyPath, at
@@ -89,7 +89,7 @@ def compact(
             "copy the root to a file system, or let the training save a base."
         )
     step = _selected(root, number, item)
-    lineage = lineages.resolve(step.directory)
+    lineage = lookup.resolve(step.directory)
     if isinstance(lineage.manifest, BaseManifest):
         raise _is_base(step.directory, lineage.manifest.step)
     report = _report(root, step, lineage, dry_run)
@@ -175,7 +175,7 @@ def _lost(directory: AnyPath, lineage: Lineage) -> tuple[int, ...]:
     left = {(each.step, each.fingerprints) for each in (lineage.base, *lineage.deltas[:-1])}
     for other in roots.siblings(directory):
         if other.error is None and other.directory != directory and left:
-            for entry in lineages.resolve(other.directory).entries:
+            for entry in lookup.resolve(other.directory).entries:
                 if at(entry.holder).resolve() != at(directory).resolve():
                     left -= {(each.step, each.fingerprints) for each in _steps_in(entry.manifest)}
     return tuple(sorted(step for step, _ in left))

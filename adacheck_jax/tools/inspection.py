@@ -10,8 +10,7 @@ from adacheck_jax.format.manifest import (
     Manifest,
     Update,
 )
-from adacheck_jax.store.steps import lineage as lineages
-from adacheck_jax.store.steps import sizes
+from adacheck_jax.store.steps import lookup, sizes
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.tools.listing import kind_of, parent_of, recorded_with
@@ -135,7 +134,7 @@ def describe_step(root: AnyPath, number: int | None = None, item: str | None = N
     step = selected(root, number, item)
     if step.error is not None:
         raise step.error
-    lineage = lineages.resolve(step.directory)
+    lineage = lookup.resolve(step.directory)
     base, manifest = lineage.base, lineage.manifest
     groups = _groups_of(base.update, len(base.leaves))
     exactness, sources = _exactness(base.update), _sources(lineage)
@@ -163,7 +162,7 @@ def describe_step(root: AnyPath, number: int | None = None, item: str | None = N
         depth=len(lineage.deltas),
         recorded=recorded_with(manifest),
         replayed_count=lineage.replayed_count,
-        checks=tuple(StepCheck(d.step, lineages.checked_of(d)) for d in lineage.deltas),
+        checks=tuple(StepCheck(d.step, d.checked) for d in lineage.deltas),
         problem=lineage.problem or (None if base.update else "the base holds no update program"),
         new_bytes=sizes.new_bytes(step.directory),
         versions=dict(base.versions),

@@ -9,7 +9,6 @@ from datetime import datetime
 
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest, Manifest
-from adacheck_jax.store.steps import lineage as lineages
 from adacheck_jax.store.steps import roots, sizes, stock
 from adacheck_jax.store.steps.roots import Step
 from adacheck_jax.store.storage.interface import Entry
@@ -169,7 +168,7 @@ def recorded_with(manifest: Manifest) -> tuple[int, ...]:
 def _checked(manifest: Manifest) -> str | None:
     if isinstance(manifest, BaseManifest):
         return None
-    kinds = dict.fromkeys(lineages.checked_of(delta) for delta in manifest.deltas)
+    kinds = dict.fromkeys(delta.checked for delta in manifest.deltas)
     return " + ".join(kind or "not checked" for kind in kinds)
 
 

@@ -19,12 +19,14 @@ import numpy as np
 from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
 from adacheck_jax.errors import AdaCheckError, FormatError, StorageError, first_line
 from adacheck_jax.format.manifest import BaseManifest
-from adacheck_jax.restore import check, delta_reader, replay
+from adacheck_jax.restore import check, replay
 from adacheck_jax.restore.compiled_update import CompiledUpdates
-from adacheck_jax.store.steps import manifest_file
-from adacheck_jax.store.steps.lineage import Lineage, identity_of
+from adacheck_jax.restore.deltas import delta_reader
+from adacheck_jax.store.steps import identity, manifest_file
+from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import at
 from adacheck_jax.tools.verification import Damage, damage_of, damaged_programs
+from adacheck_jax.update import exported_program
 from adacheck_jax.update import program as update_program
 
 RECOMPUTED = "recomputed, it does not have the bits that were saved"
@@ -80,7 +82,7 @@ class Recomputation:
         problem = cannot_replay_here(lineage)
         if problem is not None:
             return Replayed(problem=problem)
-        chain = tuple(map(identity_of, lineage.entries))
+        chain = tuple(map(identity.of_step, lineage.entries))
         try:
             on_device = touched(lineage.base)
             with wide_integers(lineage.base.leaves[i].dtype for i in on_device):
@@ -187,7 +189,7 @@ def cannot_replay_here(lineage: Lineage) -> str | None:
         return f"the update was exported for {known}, and this machine's platform is {here}"
     path = lineage.base_directory / manifest_file.update_file(here)
     try:
-        update_program.load(at(path).read(), update, str(path))
+        exported_program.load(at(path).read(), update, str(path))
     except FormatError as error:
         return " ".join(str(error).split())
     except (AdaCheckError, OSError):

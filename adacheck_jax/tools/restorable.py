@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from adacheck_jax.errors import AdaCheckError, IntegrityError, StorageError, unreadable
 from adacheck_jax.store.steps import lineage as lineages
-from adacheck_jax.store.steps import roots, stock
+from adacheck_jax.store.steps import lookup, roots, stock
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import AnyPath, at, located
 from adacheck_jax.tools.verification import Verifier, check, unreadable_file, whole_part
@@ -91,7 +91,7 @@ def latest_restorable(
     if inner is not None:
         told = "Step %d verifies, and is restored from step %d with RestoreArgs(step=%d)."
         _log.warning(told, inner, inner.saved, inner.step)
-        held = [lineages.held(each) for each in steps[inner.saved]]
+        held = [lookup.held(each) for each in steps[inner.saved]]
         _tell_unchecked(inner, [each.to(inner) for each in held])
     return inner
 
@@ -137,7 +137,7 @@ def _newest_within(
     common: set[int] | None = None
     for path in paths:
         try:
-            part = whole_part(lineages.held(path), read_data=read_data, verifier=verifier)
+            part = whole_part(lookup.held(path), read_data=read_data, verifier=verifier)
         except StorageError:
             raise
         except AdaCheckError:  # no manifest in it is whole

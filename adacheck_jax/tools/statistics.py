@@ -13,7 +13,8 @@ from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.manifest import BaseManifest, Delta, Leaf, Update
 from adacheck_jax.format.pack_plan import Extent, plan_delta
 from adacheck_jax.store.steps import manifest_file
-from adacheck_jax.store.steps.lineage import LineageStep, resolve
+from adacheck_jax.store.steps.lineage import LineageStep
+from adacheck_jax.store.steps.lookup import resolve
 from adacheck_jax.store.steps.manifest_file import ManifestReader
 from adacheck_jax.store.storage.interface import Stamp
 from adacheck_jax.store.storage.location import AnyPath, at

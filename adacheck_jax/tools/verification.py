@@ -22,10 +22,9 @@ from adacheck_jax.format import fingerprint
 from adacheck_jax.format import manifest as manifests
 from adacheck_jax.format.byte_loops import fingerprint_of
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest, Update
-from adacheck_jax.restore import delta_reader
+from adacheck_jax.restore.deltas import delta_reader
 from adacheck_jax.store import volume_reader, zarr
-from adacheck_jax.store.steps import lineage as lineages
-from adacheck_jax.store.steps import manifest_file
+from adacheck_jax.store.steps import identity, lookup, manifest_file
 from adacheck_jax.store.steps.lineage import Lineage, LineageStep
 from adacheck_jax.store.storage.interface import NotPlainError
 from adacheck_jax.store.storage.location import AnyPath, at
@@ -78,11 +77,11 @@ def check(item_directory: AnyPath, *, read_data: bool, verifier: Verifier | None
     Raises:
         AdaCheckError: names the file and, if a leaf is damaged, the leaf.
     """
-    lineage, verifier = lineages.resolve(item_directory), verifier or Verifier()
+    lineage, verifier = lookup.resolve(item_directory), verifier or Verifier()
     found = next(_hindering(lineage, read_data, verifier), None)
     if found is None:
         return lineage
-    if lineages.resolve(item_directory).checksums != lineage.checksums:  # compacted meanwhile
+    if lookup.resolve(item_directory).checksums != lineage.checksums:  # compacted meanwhile
         return check(item_directory, read_data=read_data, verifier=verifier)
     raise found.error
 
@@ -190,7 +189,7 @@ class Verifier:
     ) -> list[Damage]:
         found = []
         for entry in lineage.entries:
-            key = (what, lineages.identity_of(entry))
+            key = (what, identity.of_step(entry))
             if key not in self._known:
                 self._known[key] = entry.start, check(entry, lineage.base)
             start, damage = self._known[key]  # found by another link to the same files, perhaps

@@ -33,12 +33,8 @@ from adacheck_jax.update.params_search import (
     quoted,
 )
 from adacheck_jax.update.recorder import Probe, Recorder
-from adacheck_jax.update.recorder_state import (
-    RecorderNode,
-    UpdateSignature,
-    find_nodes,
-    passed_key,
-)
+from adacheck_jax.update.recorder_state import RecorderNode, find_nodes, passed_key
+from adacheck_jax.update.recording.signatures import UpdateSignature
 
 _log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from adacheck_jax.update.params_search import LeafType, matched_paths
 from adacheck_jax.update.pinning.fence import fence
 from adacheck_jax.update.pinning.flat_jaxpr import Op, flatten
 from adacheck_jax.update.pinning.pinned_function import PinnedFunction
-from adacheck_jax.update.recorder_state import abstract
+from adacheck_jax.update.recording.signatures import abstract
 
 _log = logging.getLogger(__name__)
 

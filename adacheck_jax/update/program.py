@@ -1,42 +1,29 @@
-"""The update program: exported, loaded, and compiled.
+"""The update program: ``tx.update``, then ``optax.apply_updates``, as one function of flat leaves.
 
-The program is ``tx.update`` followed by ``optax.apply_updates``, traced once over flat leaves and
-exported with ``jax.export`` for each platform. A process that has never seen the optimizer can then
-replay it on any mesh: a program exported for one device is partitioned like the arrays that it is
-called with.
+Its arguments, the shardings of its results, and its compilation are here; its bytes are in
+:mod:`~adacheck_jax.update.exported_program`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import itertools
-import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import jax
-import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
 
 from adacheck_jax.device import transfer, trees
-from adacheck_jax.device.kept import Kept
-from adacheck_jax.errors import FormatError, IntegrityError, first_line
-from adacheck_jax.format.manifest import Update
-from adacheck_jax.update import untrusted
 from adacheck_jax.update.binding import Binding
 from adacheck_jax.update.derived import COUNT, DerivedTree
 from adacheck_jax.update.recorder import Recorder
-from adacheck_jax.update.recorder_state import UpdateSignature
+from adacheck_jax.update.recording.signatures import UpdateSignature
 
-_log = logging.getLogger(__name__)
-
-PLATFORMS = ("cpu", "cuda", "tpu")
 _TREES = ("params", "inner", "record", "extra")
 
 Leaves = Sequence[Any]
@@ -209,159 +196,9 @@ def _keyed(spec: jax.ShapeDtypeStruct, leaf: Any) -> Any:
     return jax.random.wrap_key_data(leaf, impl=impls[0])
 
 
-def export(
-    function: UpdateFunction,
-    arguments: Sequence[Sequence[jax.ShapeDtypeStruct]],
-    switches: Any,
-    platforms: Sequence[str] = PLATFORMS,
-) -> dict[str, bytes]:
-    """Export the update program for each platform, over one device.
-
-    One program a platform: a program for several platforms takes the platform as an argument, and
-    XLA then rewrites divisions in another way than in the train step.
-
-    Args:
-        function: the update, from :func:`update_function` or :func:`joint_function`.
-        arguments: shapes and data types of its four lists of leaves.
-        switches: an example of its last argument.
-        platforms: platforms to export for, besides this process's own.
-
-    Returns:
-        The serialized programs by platform; this process's platform is always among them. The same
-        update gives the same bytes in every process.
-    """
-    jitted, here = jax.jit(function), platform()
-    programs = {}
-    with _no_tracebacks(), jax.set_mesh(None):  # a mesh in the program would bind it to its devices
-        for each in dict.fromkeys((here, *platforms)):
-            try:
-                exported = jax.export.export(jitted, platforms=(each,))(*arguments, switches)
-                # No restore would run a program that is refused here.
-                untrusted.check_operations(exported, f"the update for {each}")
-            except Exception as error:
-                if each == here:
-                    raise
-                _log.info("The update cannot be exported for %s: %s", each, error)
-                continue
-            programs[each] = bytes(exported.serialize())
-            untrusted.trust(programs[each])
-    return programs
-
-
 def platform() -> str:
     """The platform of this process's default devices, as ``jax.export`` names it."""
     return {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
-
-
-@contextlib.contextmanager
-def _no_tracebacks() -> Iterator[None]:
-    """Keep the caller's stack out of the program's debug locations: same update, same bytes."""
-    name = "jax_traceback_in_locations_limit"
-    limit = getattr(jax.config, name)
-    jax.config.update(name, 0)
-    try:
-        yield
-    finally:
-        jax.config.update(name, limit)
-
-
-_parsed: Kept[UpdateFunction] = Kept(8)
-"""Functions of programs that were vetted, by digest of their bytes."""
-
-
-def load(data: bytes, update: Update, where: str) -> UpdateFunction:
-    """Load an exported update program; refuse one that does more than compute.
-
-    Args:
-        data: the serialized program.
-        update: the manifest's description of the update, with the program's digest.
-        where: file name, for error messages.
-
-    Returns:
-        The update. It raises FormatError if the program does not take the leaves that it is called
-        with, or returns others.
-
-    Raises:
-        IntegrityError: the bytes are not those that were written.
-        FormatError: this jax cannot read the program, or the program does more than compute, or it
-            ends the process that parses it.
-    """
-    digest = hashlib.sha256(data).hexdigest()
-    if digest != update.programs.get(platform()):
-        raise IntegrityError(
-            f"{where}: the exported update does not match its digest in the manifest "
-            f"(found {len(data)} bytes). The file was changed after it was written; restore a "
-            "base step, or give AdaCheckHandler the recorder and remove nothing."
-        )
-    untrusted.check_parses(data, where)
-    function = _parsed.get(digest)
-    if function is None:
-        function = _function_of(data, update, where)
-        _parsed.put(digest, function)
-
-    def run(
-        params: Leaves, inner: Leaves, record: Leaves, extra: Leaves, switches: Any
-    ) -> tuple[list[Any], list[Any]]:
-        try:
-            new_params, new_inner = function(params, inner, record, extra, switches)
-        except (TypeError, ValueError) as error:
-            raise FormatError(
-                f"{where}: the exported update cannot be called with the leaves that the manifest "
-                f"gives it ({first_line(error)}). Restore a base step, or give AdaCheckHandler "
-                "the Recorder that the optimizer was built with."
-            ) from error
-        if _described(new_params, new_inner) != _described(params, inner):
-            raise FormatError(
-                f"{where}: expected an update that returns the {len(params)} params and "
-                f"{len(inner)} leaves of optimizer state that it takes, found one that returns "
-                "others. Restore a base step."
-            )
-        return new_params, new_inner
-
-    return run
-
-
-def _function_of(data: bytes, update: Update, where: str) -> UpdateFunction:
-    """The function of a program, which is refused if it does more than compute."""
-    try:
-        exported = jax.export.deserialize(bytearray(data))
-        untrusted.check_operations(exported, where)
-        return _caller(exported)
-    except FormatError:
-        raise
-    except Exception as error:
-        raise FormatError(
-            f"{where}: the update was exported by jax {update.jax_version}, and jax "
-            f"{jax.__version__} cannot read it ({first_line(error)}). Install that jax, or give "
-            "AdaCheckHandler the Recorder that the optimizer was built with."
-        ) from error
-
-
-def _described(*lists: Leaves) -> list[list[tuple[Any, Any]]]:
-    return [[(leaf.shape, leaf.dtype) for leaf in leaves] for leaves in lists]
-
-
-def load_own(data: bytes) -> UpdateFunction:
-    """Load an update program that this process exported.
-
-    On Explicit axes XLA partitions the exported program in another way than the function that it
-    was exported from. So an update with sums is trained, checked and restored by this function.
-    """
-    return _caller(jax.export.deserialize(bytearray(data)))
-
-
-def _caller(exported: jax.export.Exported) -> UpdateFunction:
-    positional, _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
-    has_switches = len(positional) == 5  # programs of earlier releases take none
-
-    def run(
-        params: Leaves, inner: Leaves, record: Leaves, extra: Leaves, switches: Any
-    ) -> tuple[list[Any], list[Any]]:
-        lists = (list(params), list(inner), list(record), list(extra))
-        result: Any = exported.call(*lists, switches) if has_switches else exported.call(*lists)
-        return result
-
-    return run
 
 
 def jit_update_like(

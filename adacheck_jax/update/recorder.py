@@ -10,15 +10,11 @@ mesh, since its roundings are pinned (:mod:`~adacheck_jax.update.pinning.pinned_
 
 from __future__ import annotations
 
-import logging
-import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.extend import core
 
@@ -31,29 +27,27 @@ from adacheck_jax.update.pinning.pinned_function import PinnedFunction
 from adacheck_jax.update.recorder_state import (
     InnerElsewhere,
     RecorderState,
-    UpdateSignature,
-    abstract,
     find_nodes,
     passed_key,
     picked,
 )
+from adacheck_jax.update.recording.extra_arguments import ExtraArguments
+from adacheck_jax.update.recording.one_object import OneObject
+from adacheck_jax.update.recording.record import check_types, empty_record, record_of, widened
+from adacheck_jax.update.recording.separate_call import SeparateCall
+from adacheck_jax.update.recording.signatures import (
+    UpdateSignature,
+    abstract,
+    passed_leaves,
+    whole_params,
+)
 
-_log = logging.getLogger(__name__)
 _Value = TypeVar("_Value")
 
 TAKE_ARGUMENT = "adacheck_take"
 """Extra argument of ``update``: a list that receives the record; then no update is computed."""
-SMALL_COUNT = 64
-"""Elements of the largest passed-through leaf of which the consumed value is recorded."""
 _KEPT_COUNT = 8
 """Values that a recorder keeps for its handlers; a state's tree may change all the time."""
-_OWNER = "adacheck_recorder"
-"""Attribute of a recorder's functions that holds the recorder."""
-
-_FUNCTIONS = (
-    "An update that evaluates the model cannot be replayed: leave the Recorder out, and save "
-    "differences with AdaCheckHandler(delta='bits')"
-)
 
 
 class Probe:
@@ -66,25 +60,7 @@ class Probe:
 jax.tree_util.register_pytree_node(Probe, lambda probe: ((), probe), lambda probe, _: probe)
 
 
-@dataclass(frozen=True, slots=True)
-class SeparateCall:
-    """One update that ran as a program of its own, by weak references to its arrays.
-
-    Attributes:
-        taken: the params and inner state that it took, in the order of their leaves.
-        returned: the params and inner state that it returned, in the same order.
-    """
-
-    taken: tuple[Any, ...]
-    returned: tuple[Any, ...]
-
-
-def reference(array: Any) -> Any:
-    """A weak reference to an array: one and the same object for an array as long as it lives."""
-    return weakref.ref(array)
-
-
-class Recorder(optax.GradientTransformationExtraArgs):
+class Recorder(OneObject):
     """Wraps an optax transformation and records the input of each update.
 
     Example::
@@ -131,8 +107,7 @@ class Recorder(optax.GradientTransformationExtraArgs):
     pin: bool
     derived: dict[str, Derived]
     _kept: dict[Hashable, Any]
-    _takes_extra: bool
-    _declared: dict[str, jax.ShapeDtypeStruct]
+    _extra: ExtraArguments
     _pinned: PinnedFunction
 
     def __new__(  # noqa: D102 - the class says it
@@ -155,7 +130,6 @@ class Recorder(optax.GradientTransformationExtraArgs):
             return self._update(updates, state, params, extra_args)
 
         self = super().__new__(cls, init, update)
-        vars(init)[_OWNER] = vars(update)[_OWNER] = self
         self.tx = optax.with_extra_args_support(tx)
         self.dtype = dtype
         self.signatures = []
@@ -168,11 +142,13 @@ class Recorder(optax.GradientTransformationExtraArgs):
             for name, function in (derived or {}).items()
         }
         self._kept = {}
-        self._takes_extra = isinstance(tx, optax.GradientTransformationExtraArgs)
-        self._declared = {
-            name: jax.ShapeDtypeStruct(jnp.shape(value), jnp.result_type(value))
-            for name, value in (extra_args or {}).items()
-        }
+        self._extra = ExtraArguments(
+            {
+                name: jax.ShapeDtypeStruct(jnp.shape(value), jnp.result_type(value))
+                for name, value in (extra_args or {}).items()
+            },
+            takes_others=isinstance(tx, optax.GradientTransformationExtraArgs),
+        )
         self._pinned = PinnedFunction(self._updated)
         return self
 
@@ -247,11 +223,8 @@ class Recorder(optax.GradientTransformationExtraArgs):
         if isinstance(params, Probe):
             params.recorders.append(self)
             return RecorderState((), (), {}, {}, InnerElsewhere())
-        inner = self.tx.init(params)
-        extra = {name: jnp.zeros(s.shape, s.dtype) for name, s in self._declared.items()}
-        record = jax.tree.map(
-            lambda p: jnp.zeros_like(p, dtype=_record_dtype(p, self.dtype)), _arrays(params)
-        )
+        inner, extra = self.tx.init(params), self._extra.zeros()
+        record = empty_record(params, self.dtype)
         passed = picked(map(passed_key, self._learn(params, inner, record, extra)), inner)
         return RecorderState(jnp.zeros((), jnp.int32), record, extra, passed, inner)
 
@@ -260,11 +233,12 @@ class Recorder(optax.GradientTransformationExtraArgs):
     ) -> tuple[PyTree, RecorderState]:
         """One update, with its record and its extra arguments in the next state."""
         taken = extra_args.pop(TAKE_ARGUMENT, None)
-        extra = self._recorded_extra(extra_args)
+        extra, problem = self._extra.recorded(extra_args)
+        self.unreplayable = problem or self.unreplayable
         zero = zero_of(state.adacheck_count)
-        record = jax.tree.map(lambda u: u.astype(_record_dtype(u, self.dtype)), _arrays(updates))
-        whole = self._whole(record, state.adacheck_record, params)
-        _check_dtypes(record, state.adacheck_record)
+        record = record_of(updates, self.dtype)
+        whole = whole_params(self.signatures, record, state.adacheck_record, params)
+        check_types(record, state.adacheck_record)
         record, extra = self.sealed(zero, (record, extra))
         count = state.adacheck_count + jnp.ones((), jnp.int32)
         if taken is not None:
@@ -283,45 +257,6 @@ class Recorder(optax.GradientTransformationExtraArgs):
         if whole is not None:
             self._learn(whole, inner, record, extra)  # as the next update will take them
         return outputs, RecorderState(count, record, extra, passed, inner)
-
-    def _recorded_extra(self, extra_args: Mapping[str, Any]) -> dict[str, Any]:
-        """The declared ones of the extra arguments that an update receives.
-
-        Raises:
-            RecorderError: a declared one is missing, or has another shape; or an undeclared one is
-                an array that the wrapped transformation could consume.
-        """
-        extra, has_function = {}, any(map(callable, extra_args.values()))
-        for name, value in extra_args.items():
-            if name in self._declared:
-                extra[name] = _as_declared(name, value, self._declared[name])
-            elif self._takes_extra:
-                self._check_undeclared(name, value, has_function)
-        if missing := sorted(self._declared.keys() - extra.keys()):
-            raise RecorderError(
-                f"expected update() to receive the declared extra arguments {missing}, found "
-                f"{sorted(extra_args)}. Pass them to every update, or do not declare them."
-            )
-        return extra
-
-    def __copy__(self) -> Recorder:
-        return self  # a state that a copy makes is a state of this very recorder
-
-    def __deepcopy__(self, memo: Any) -> Recorder:
-        return self
-
-    @classmethod
-    def _make(cls, iterable: Iterable[Any]) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The recorder that owns two functions; a plain transformation if none owns both."""
-        made = optax.GradientTransformationExtraArgs(*iterable)
-        owners = [getattr(function, _OWNER, None) for function in made]
-        return owners[0] if owners[0] is owners[1] is not None else made
-
-    def _replace(self, /, **changes: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        unknown = changes.keys() - set(self._fields)
-        if unknown:
-            raise ValueError(f"expected the fields {self._fields}, found {sorted(unknown)}")
-        return self._make({**self._asdict(), **changes}.values())
 
     def sealed(self, zero: Any, consumed: PyTree) -> PyTree:
         """Fence arrays, so that the recorded bits are those that the update consumes.
@@ -349,7 +284,7 @@ class Recorder(optax.GradientTransformationExtraArgs):
         Returns:
             The updates, and the next inner state.
         """
-        record = self._widened(record, params)
+        record = self._consumed(record, params)
         has_functions = not all(map(core.valid_jaxtype, jax.tree.leaves(extra)))
         if not self.pin or has_functions:  # an update that takes functions is never replayed
             return self._updated(record, inner, params, extra)
@@ -361,17 +296,11 @@ class Recorder(optax.GradientTransformationExtraArgs):
         own = jax.tree.map(lambda u: u, record)  # tx may change its containers in place
         return self.tx.update(own, inner, params, **extra)
 
-    def _widened(self, record: PyTree, params: PyTree) -> PyTree:
-        """The record cast to the params' data type, where that has more digits."""
+    def _consumed(self, record: PyTree, params: PyTree) -> PyTree:
+        """The record as the wrapped transformation takes it."""
         if self.dtype is None:
             return record
-        paths, treedef = trees.flatten(record)
-        for like in (params, *(signature.params for signature in self.signatures)):
-            known = trees.flatten(like)[0]
-            shapes = {path: jnp.shape(known[path]) for path in paths if path in known}
-            if shapes == {path: leaf.shape for path, leaf in paths.items()}:
-                return treedef.unflatten(_wide(x, known[path]) for path, x in paths.items())
-        return record
+        return widened(record, (params, *(each.params for each in self.signatures)))
 
     def _learn(
         self, params: PyTree, inner: PyTree, record: PyTree, extra: dict[str, Any]
@@ -385,94 +314,11 @@ class Recorder(optax.GradientTransformationExtraArgs):
         for known in self.signatures:
             if [known.params, known.inner, known.record, known.extra] == shapes:
                 return known.passed
-        passed = self._passed(self._widened(record, params), inner, params, extra)
+        consumed = self._consumed(record, params)
+        passed = passed_leaves(self._pinned, consumed, inner, params, extra)
         params, inner, record, extra = shapes
         self.signatures.append(UpdateSignature(params, inner, record, extra, passed))
         return passed
-
-    def _passed(
-        self, record: PyTree, inner: PyTree, params: PyTree, extra: dict[str, Any]
-    ) -> tuple[str, ...]:
-        try:
-            origins = self._pinned.origins(record, inner, params, extra)[1]
-        except Exception as error:  # it takes arguments that only update() gets
-            _log.debug("The update is not traced at init: %s", error)
-            return ()
-        first = len(jax.tree.leaves(record))
-        pairs, treedef = jax.tree_util.tree_flatten_with_path(inner)
-        found = jax.tree.leaves(origins, is_leaf=lambda x: x is None)
-        if treedef.num_leaves != len(found):
-            return ()
-        paths = [
-            trees.leaf_path(path)
-            for i, (path, leaf) in enumerate(pairs)
-            if found[i] == first + i and jnp.size(leaf) <= SMALL_COUNT
-        ]
-        return tuple(path for path in paths if path)
-
-    def _whole(self, record: PyTree, before: PyTree, params: PyTree) -> PyTree | None:
-        """The whole params' tree of gradients that leave out params (``None``) for the first time.
-
-        Stock optimizers take such gradients, and some drop the params from their state then.
-
-        Returns:
-            The params' tree; None if gradients of this structure are known.
-
-        Raises:
-            RecorderError: the gradients belong to other params than the state.
-        """
-        structure = jax.tree.structure(record)
-        is_as_before = structure == jax.tree.structure(before)
-        if is_as_before and any(jax.tree.structure(s.record) == structure for s in self.signatures):
-            return None
-        known = [each.params for each in self.signatures]
-        for whole in known if params is None else [params, *known]:
-            if _covers(whole, record) and _covers(whole, before):
-                return whole
-        if is_as_before:  # another recorder made the state
-            return None
-        raise RecorderError(
-            "expected gradients with the tree of the params that init() got, found "
-            f"{jax.tree.structure(record)} for {jax.tree.structure(before)}. A transformation that "
-            "takes gradients of a part of its params cannot be recorded as it is: put the Recorder "
-            "inside, as optax.lookahead(Recorder(fast), ...) with AdaCheckHandler(recorder, "
-            "params_path='params/fast'), by the leaf path of the fast params; steps at which it "
-            "synchronizes store the params."
-        )
-
-    def _check_undeclared(self, name: str, value: Any, has_function: bool) -> None:
-        if has_function:
-            self.unreplayable = (
-                f"update() received the extra argument {name!r} and a function, as line searches "
-                f"take it (optax.lbfgs). {_FUNCTIONS}"
-            )
-        elif isinstance(value, jax.Array | np.ndarray | np.generic | float | int):
-            raise RecorderError(
-                f"update() received the extra argument {name!r} "
-                f"({jnp.result_type(value)}{list(jnp.shape(value))}), which the Recorder does not "
-                f"know. Expected every array that the wrapped transformation may consume to be "
-                f"declared: Recorder(tx, extra_args={{{name!r}: jnp.zeros({jnp.shape(value)})}})."
-            )
-        else:
-            self.unreplayable = (
-                f"update() received the extra argument {name!r} of type {type(value).__name__}, "
-                "which cannot be recorded"
-            )
-
-
-def _as_declared(name: str, value: Any, declared: jax.ShapeDtypeStruct) -> jax.Array:
-    if jnp.shape(value) != declared.shape:
-        raise RecorderError(
-            f"expected the extra argument {name!r} in the declared shape {declared.shape}, found "
-            f"{jnp.shape(value)}. Declare the shape that update() receives."
-        )
-    return jnp.asarray(value, declared.dtype)
-
-
-def _wide(leaf: Any, like: Any) -> Any:
-    dtype = like.dtype if hasattr(like, "dtype") else jnp.result_type(like)
-    both_float = all(jnp.issubdtype(each, jnp.floating) for each in (leaf.dtype, dtype))
-    return leaf.astype(dtype) if both_float and dtype.itemsize > leaf.dtype.itemsize else leaf
 
 
 def _check_arguments(tx: Any, dtype: Any) -> None:
@@ -492,62 +338,3 @@ def _check_arguments(tx: Any, dtype: Any) -> None:
             f"expected dtype to be None or a floating-point type such as jnp.bfloat16, found "
             f"{dtype!r}."
         )
-
-
-def _is_none(value: Any) -> bool:
-    return value is None
-
-
-def _arrays(tree: PyTree) -> PyTree:
-    """A tree with its Python numbers made arrays.
-
-    Raises:
-        RecorderError: a leaf is neither an array nor a number.
-    """
-
-    def as_array(path: Any, leaf: Any) -> Any:
-        if hasattr(leaf, "dtype"):
-            return leaf
-        if isinstance(leaf, bool | int | float | complex):
-            return jnp.asarray(leaf)
-        raise RecorderError(
-            f"leaf {trees.leaf_path(path)}: expected an array, found {type(leaf).__name__}. Give "
-            "the optimizer the arrays alone, as equinox.filter(model, equinox.is_inexact_array)."
-        )
-
-    return jax.tree_util.tree_map_with_path(as_array, tree)
-
-
-def _covers(whole: PyTree, part: PyTree) -> bool:
-    """True if a tree becomes another one when some of its subtrees become None."""
-    try:
-        left = jax.tree.map(lambda p, w: None if p is None else w, part, whole, is_leaf=_is_none)
-    except ValueError:
-        return False
-    return jax.tree.structure(left) == jax.tree.structure(part)
-
-
-def _check_dtypes(record: PyTree, before: PyTree) -> None:
-    """Refuse gradients of another data type than the record in the state, which init() assumed."""
-    olds = dict(jax.tree_util.tree_leaves_with_path(before))
-    for path, new in jax.tree_util.tree_leaves_with_path(record):
-        old = olds.get(path, new)
-        if new.dtype != old.dtype:
-            raise RecorderError(
-                f"expected gradients of the params' data type {old.dtype}, found {new.dtype}. Say "
-                f"so, and nothing is rounded: Recorder(tx, dtype=jnp.{new.dtype})."
-            )
-
-
-def _record_dtype(value: Any, dtype: Any) -> Any:
-    """Data type of the record of a gradient; integers are recorded as they are."""
-    if dtype is None or not jnp.issubdtype(value.dtype, jnp.floating):
-        return value.dtype
-    return dtype
-
-
-# A node without leaves, as an optax transformation has none. One object wherever a tree is copied,
-# since it is this recorder that learns the trees of its updates.
-jax.tree_util.register_pytree_node(
-    Recorder, lambda recorder: ((), recorder), lambda recorder, _: recorder
-)

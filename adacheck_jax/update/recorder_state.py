@@ -1,4 +1,4 @@
-"""The state of a Recorder, the trees of its updates, and its leaf paths in a saved state."""
+"""The state of a Recorder, and its leaf paths in a saved state."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from adacheck_jax.device import trees
@@ -70,33 +69,6 @@ def picked(keys: Iterable[str], inner: PyTree) -> dict[str, Any]:
     """
     leaves = {passed_key(path): leaf for path, leaf in trees.flatten(inner)[0].items()}
     return {key: jnp.copy(leaves[key]) for key in keys}
-
-
-@dataclass(frozen=True, eq=False)
-class UpdateSignature:
-    """The trees that one update takes, as ``jax.ShapeDtypeStruct`` without shardings.
-
-    Equal to itself alone, and hashable.
-
-    Attributes:
-        params: params, as the wrapped transformation's ``update`` takes them.
-        inner: the wrapped transformation's state.
-        record: gradients, in the params' tree; ``None`` in places where no gradient arrives.
-        extra: recorded extra arguments, by name.
-        passed: leaf paths, in ``inner``, of the small leaves that the update passes through.
-    """
-
-    params: PyTree
-    inner: PyTree
-    record: PyTree
-    extra: dict[str, Any]
-    passed: tuple[str, ...] = ()
-
-
-def abstract(value: Any) -> jax.ShapeDtypeStruct:
-    """Shape and data type of an array or scalar."""
-    dtype = value.dtype if hasattr(value, "dtype") else jnp.result_type(value)
-    return jax.ShapeDtypeStruct(jnp.shape(value), dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,23 +21,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from adacheck_jax.device import transfer, trees
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import RecorderError
+from adacheck_jax.update import exported_program
 from adacheck_jax.update import program as update_program
 from adacheck_jax.update.pinning.fence import zero_of
-from adacheck_jax.update.recorder import (
-    TAKE_ARGUMENT,
-    Probe,
-    Recorder,
-    SeparateCall,
-    reference,
-)
-from adacheck_jax.update.recorder_state import (
-    InnerElsewhere,
-    RecorderState,
-    UpdateSignature,
-    abstract,
-    passed_key,
-    picked,
-)
+from adacheck_jax.update.recorder import TAKE_ARGUMENT, Probe, Recorder
+from adacheck_jax.update.recorder_state import InnerElsewhere, RecorderState, passed_key, picked
+from adacheck_jax.update.recording.separate_call import SeparateCall, reference
+from adacheck_jax.update.recording.signatures import UpdateSignature, abstract
 
 _log = logging.getLogger(__name__)
 
@@ -152,8 +142,8 @@ class SeparateUpdate:
         lists = [jax.tree.leaves(params), computed, *_consumed(node, inner, is_passed)]
         specs = [list(map(_raw_spec, each)) for each in lists]
         here = update_program.platform()
-        programs = update_program.export(function, specs, update_program.switches(1), (here,))
-        exported = update_program.load_own(programs[here])
+        programs = exported_program.export(function, specs, update_program.switches(1), (here,))
+        exported = exported_program.load_own(programs[here])
 
         def take_with_zero(*arguments: Any) -> tuple[PyTree, Any]:
             return take(*arguments), zero_of(_node_of(arguments[1]).adacheck_count)

@@ -15,7 +15,7 @@ import optax
 import orbax.checkpoint as ocp
 
 import adacheck_jax as adacheck
-from adacheck_jax.store.steps import lineage
+from adacheck_jax.store.steps import folders
 from benchmarks.speed import measure, states
 
 Act = Callable[[], Any]
@@ -128,7 +128,7 @@ def _peak_bytes(act: Act) -> int:
 def _read(root: Path, count: int) -> None:
     """Reads the files of some deltas, one after the other."""
     for number in range(1, count + 1):
-        start = lineage.pack_in(root / str(number) / "default", 0)
+        start = folders.pack_in(root / str(number) / "default", 0)
         for path in start.parent.glob(f"{start.name}.*"):
             path.read_bytes()
 

@@ -11,7 +11,7 @@ import pytest
 import adacheck_jax as adacheck
 from adacheck_jax.errors import LineageError
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest
-from adacheck_jax.store.steps import lineage, marks, roots
+from adacheck_jax.store.steps import lookup, marks, roots
 from adacheck_jax.tools import audit
 from tests.support import abstract, assert_same_bits, dict_run, host_copy, mesh_of, save_steps
 
@@ -156,7 +156,7 @@ def test_a_parent_that_is_referred_to_is_committed_too(tmp_path):
     assert kinds_of(tmp_path) == BASE_AND_DELTAS[:2]
     (tmp_path / "1" / MARK).unlink()
     with pytest.raises(LineageError, match=r"/1/default: expected a step that Orbax"):
-        lineage.resolve(tmp_path / "2/default")
+        lookup.resolve(tmp_path / "2/default")
 
 
 def test_an_item_that_was_copied_elsewhere_is_whole(tmp_path):

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import adacheck_jax as adacheck
 from adacheck_jax.format import manifest
-from adacheck_jax.store.steps import lineage, manifest_file, roots
+from adacheck_jax.store.steps import lookup, manifest_file, roots
 from tests import support
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
 
@@ -515,7 +515,7 @@ def test_a_delta_holds_the_record_and_what_no_update_explains(tmp_path):
     run = support.dict_run(mesh_of((4, 2)), dtype=jnp.bfloat16)
     with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
         save_steps(manager, run, 2)
-    found = lineage.resolve(tmp_path / "2" / "default")
+    found = lookup.resolve(tmp_path / "2" / "default")
     (delta, entry), leaves = found.saves[0], found.base.leaves
     stored = {leaves[i].path for i in delta.stored}
     params = [leaf.path for leaf in leaves if leaf.path.startswith("params/")]

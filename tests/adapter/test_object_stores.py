@@ -17,7 +17,7 @@ import adacheck_jax as adacheck
 from adacheck_jax.cli.main import app
 from adacheck_jax.errors import LineageError, MismatchError, StorageError
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest
-from adacheck_jax.store.steps import lineage, manifest_file, marks, roots
+from adacheck_jax.store.steps import lookup, manifest_file, marks, roots
 from adacheck_jax.store.storage.location import located
 from adacheck_jax.tools import audit
 from tests.support import (
@@ -162,7 +162,7 @@ def test_a_step_without_orbaxs_mark_does_not_exist(root):
     assert [number for number, _ in kinds_of(root)] == [1, 2]
     assert adacheck.latest_restorable(root) == 2
     with pytest.raises(LineageError, match="expected a step that Orbax has committed"):
-        lineage.resolve(located(root) / "3/default")
+        lookup.resolve(located(root) / "3/default")
     for each in (located(root) / "3").list(deep=False):  # as of a deleted step, whose item is left
         each.delete()
     assert [number for number, _ in kinds_of(root)] == [1, 2]

@@ -14,7 +14,7 @@ from etils import epath
 
 import adacheck_jax as adacheck
 from adacheck_jax.format import manifest
-from adacheck_jax.store.steps import lineage, manifest_file, roots
+from adacheck_jax.store.steps import lookup, manifest_file, roots
 from tests import support
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
 
@@ -240,7 +240,7 @@ def test_a_random_key_in_the_optimizers_state_is_replayed(tmp_path):
         saved = save_steps(manager, run, 3)
         target = adacheck.RestoreArgs(abstract(run.state))
         assert_same_bits(manager.restore(3, args=target), saved[3])
-    assert lineage.resolve(tmp_path / "3" / "default").manifest.has_update
+    assert lookup.resolve(tmp_path / "3" / "default").manifest.has_update
 
 
 def test_committing_what_was_not_begun_is_an_error(tmp_path):

@@ -41,7 +41,8 @@ from orbax.checkpoint._src.multihost import multihost
 
 import adacheck_jax as adacheck
 from adacheck_jax.format import manifest as manifests
-from adacheck_jax.store import packs, volumes
+from adacheck_jax.store import volumes
+from adacheck_jax.store.packs import writer
 from adacheck_jax.store.steps import manifest_file
 from benchmarks.common import environment
 from tests.campaigns import shim
@@ -97,7 +98,7 @@ class Interpreter:
         self.has_fired = False
         sys.addaudithook(self._audit)
         self._wrap(os, "fsync")
-        self._wrap(packs, "write_pack")
+        self._wrap(writer, "write_pack")
         for name in ("write", "keep", "merge"):
             self._wrap(volumes, name)
 

@@ -28,7 +28,7 @@ import optax
 
 import adacheck_jax as adacheck
 from adacheck_jax.device import trees
-from adacheck_jax.format import manifest_json
+from adacheck_jax.format.manifest_body.versions import FORMAT_VERSION
 from adacheck_jax.update.recorder_state import PASSED_FIELD
 from tests import support
 
@@ -181,7 +181,7 @@ def unpack(directory: Path, where: Path) -> None:
 
 def main(names: Sequence[str] = ()) -> None:
     """Makes roots of the current version: those of some names, or all."""
-    every = [each for each in GOLDEN if each.version == manifest_json.FORMAT_VERSION]
+    every = [each for each in GOLDEN if each.version == FORMAT_VERSION]
     made = [each for each in every if each.name in names or not names]
     directory = every[0].directory
     directory.mkdir(exist_ok=True)

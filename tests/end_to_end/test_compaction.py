@@ -27,7 +27,7 @@ from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest
 from adacheck_jax.save import share
 from adacheck_jax.store.compaction import in_place, new_base
-from adacheck_jax.store.steps import lineage, manifest_file, roots
+from adacheck_jax.store.steps import folders, identity, lineage, lookup, manifest_file, roots
 from adacheck_jax.store.storage.location import Location, at
 from tests import support
 from tests.data.make_golden import GOLDEN, bits_of, initial_state, unpack
@@ -75,7 +75,7 @@ def stock_leaves(root: Path, step: int) -> list[np.ndarray]:
 
 
 def lineage_of(root: Path, step: int) -> list[int]:
-    return [each.manifest.step for each in lineage.resolve(item(root, step)).entries]
+    return [each.manifest.step for each in lookup.resolve(item(root, step)).entries]
 
 
 @pytest.mark.parametrize("step", [2, 4, 6], ids=["first", "middle", "last"])
@@ -85,7 +85,7 @@ def test_a_compacted_delta_is_a_stock_base_and_no_step_changes(tmp_path, step):
     made = support.compact(tmp_path, step)
     assert manifest_file.read(item(tmp_path, step)) == made
     assert (made.fingerprints, made.counts) == (old.fingerprints, old.counts)
-    assert made.update == lineage.resolve(item(tmp_path, 1)).base.update
+    assert made.update == lookup.resolve(item(tmp_path, 1)).base.update
     check_steps(tmp_path, abstract(run.state), saved)
     assert lineage_of(tmp_path, step) == [step]
     expected = sorted(x.tobytes() for x in saved[step])
@@ -129,7 +129,7 @@ def test_a_running_training_goes_on_from_the_new_base(tmp_path, ago):
     for step in (6, 7, 8):
         assert isinstance(manifest_file.read(item(tmp_path, step)), DeltaManifest)
         assert lineage_of(tmp_path, step) == [*range(5 - ago, step + 1)]
-        linked = (item(tmp_path, step) / lineage.LINEAGE).iterdir()
+        linked = (item(tmp_path, step) / folders.LINEAGE).iterdir()
         steps = {path.name.split(".")[0] for path in linked}
         assert steps == {str(each) for each in range(5 - ago, step)}
     check_steps(tmp_path, abstract(run.state), saved)
@@ -341,11 +341,11 @@ def of_another_shape(blocks: dict[int, Any]) -> dict[int, Any]:
 )
 def test_other_values_than_the_saved_ones_are_refused(tmp_path, change, error, match):
     _, saved = saved_run(tmp_path, 3)
-    before = lineage.identity(tmp_path)
+    before = identity.of_directory(tmp_path)
     known, blocks = support.restored_boxes(item(tmp_path, 3))
     with pytest.raises(error, match=match):
         in_place.compact(known, change(blocks))
-    assert lineage.identity(tmp_path) == before
+    assert identity.of_directory(tmp_path) == before
     assert saved
 
 
@@ -354,11 +354,11 @@ def test_other_values_than_the_saved_ones_are_refused(tmp_path, change, error, m
 def test_damaged_files_of_the_old_base_are_not_made_part_of_the_new_one(tmp_path, name, damage):
     saved_run(tmp_path, 3)
     known, blocks = support.restored_boxes(item(tmp_path, 3))
-    damage((item(tmp_path, 3) / lineage.LINEAGE / "1/adacheck" / name).resolve())
-    before = lineage.identity(tmp_path)
+    damage((item(tmp_path, 3) / folders.LINEAGE / "1/adacheck" / name).resolve())
+    before = identity.of_directory(tmp_path)
     with pytest.raises(IntegrityError, match="Nothing was changed"):
         in_place.compact(known, blocks)
-    assert lineage.identity(tmp_path) == before
+    assert identity.of_directory(tmp_path) == before
 
 
 def test_what_cannot_be_compacted_is_refused(tmp_path):
@@ -463,7 +463,7 @@ def test_steps_are_compacted_while_training_saves_restores_and_deletes(tmp_path)
 def test_a_reader_whose_files_are_deleted_looks_again(tmp_path, monkeypatch, read):
     run, saved = saved_run(tmp_path, 4)
     known, blocks = support.restored_boxes(item(tmp_path, 4))
-    inner = lineage.resolve
+    inner = lookup.resolve
 
     def compacted_afterwards(path: Any) -> lineage.Lineage:
         found = inner(path)
@@ -471,7 +471,7 @@ def test_a_reader_whose_files_are_deleted_looks_again(tmp_path, monkeypatch, rea
             in_place.compact(known, blocks)
         return found
 
-    monkeypatch.setattr(lineage, "resolve", compacted_afterwards)
+    monkeypatch.setattr(lookup, "resolve", compacted_afterwards)
     if read == "verify":
         assert adacheck.latest_restorable(tmp_path) == 4
         return
@@ -493,4 +493,4 @@ def test_a_whole_leaf_is_one_box(tmp_path):
             whole[index][Box.full(leaf.shape)][(*box.slices, ...)] = block
     in_place.compact(known, whole)
     check_steps(tmp_path, abstract(run.state), saved)
-    assert at(item(tmp_path, 2) / lineage.BASE).folders() == ["0"]
+    assert at(item(tmp_path, 2) / folders.BASE).folders() == ["0"]

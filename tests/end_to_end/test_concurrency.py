@@ -24,8 +24,9 @@ from adacheck_jax.save import commit
 from adacheck_jax.save.planning.situation import Options
 from adacheck_jax.save.saver import Saver
 from adacheck_jax.save.staged_save import Destination
-from adacheck_jax.store import base_writer, delta_writer, packs, volumes
-from adacheck_jax.store.steps import lineage, roots
+from adacheck_jax.store import base_writer, delta_writer, volumes
+from adacheck_jax.store.packs import writer
+from adacheck_jax.store.steps import lookup, roots
 from tests import support
 from tests.end_to_end.test_multiprocess import finish, launch, leaves, start
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
@@ -167,7 +168,7 @@ def test_a_step_is_saved_again_while_its_first_attempt_is_being_written(
         for step in (1, 2):
             pair.save(manager, step)
         manager.wait_until_finished()
-        for module, name in ((packs, "write_pack"), (volumes, "write")):
+        for module, name in ((writer, "write_pack"), (volumes, "write")):
             write = functools.partial(slowly, getattr(module, name))
             monkeypatch.setattr(module, name, write)
         with monkeypatch.context() as patch:
@@ -227,7 +228,7 @@ def test_several_threads_restore_at_once(tmp_path, restless):
         for step, state in enumerate(states):
             manager.save(step, args=adacheck.SaveArgs(state))
     followed = Saver({}, Options(delta="bits", compression="none"))
-    restored = [lineage.resolve(tmp_path / str(step) / "default") for step in range(4)]
+    restored = [lookup.resolve(tmp_path / str(step) / "default") for step in range(4)]
 
     together = threading.Barrier(4)
 

@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 import adacheck_jax as adacheck
 from adacheck_jax.cli.main import app
-from adacheck_jax.format import manifest, manifest_json
+from adacheck_jax.format import manifest
+from adacheck_jax.format.manifest_body.versions import FORMAT_VERSION, OLDEST_VERSION
 from adacheck_jax.store.steps import roots
 from tests import support
 from tests.data.make_golden import GOLDEN, bits_of, initial_state, train_step, unpack
@@ -30,7 +31,7 @@ def root(golden, tmp_path):
 
 def test_there_is_a_root_of_each_version_that_is_read():
     versions = {each.version for each in GOLDEN}
-    assert versions == {*range(manifest_json.OLDEST_VERSION, manifest_json.FORMAT_VERSION + 1)}
+    assert versions == {*range(OLDEST_VERSION, FORMAT_VERSION + 1)}
 
 
 @pytest.mark.covering(1)
@@ -120,12 +121,12 @@ def test_a_run_of_version_6_goes_on_with_a_base_or_what_was_decided_there(root, 
         state = manager.restore(last, args=adacheck.RestoreArgs(support.abstract(state)))
         for number in range(last + 1, last + 4):
             state = jax.block_until_ready(step(state))
-            states[number] = bits_of(state, manifest_json.FORMAT_VERSION)
+            states[number] = bits_of(state, FORMAT_VERSION)
             manager.save(number, args=adacheck.SaveArgs(state))
         manager.wait_until_finished()
         for number, expected in states.items():
             found = manager.restore(number, args=adacheck.RestoreArgs(support.abstract(state)))
-            np.testing.assert_array_equal(bits_of(found, manifest_json.FORMAT_VERSION), expected)
+            np.testing.assert_array_equal(bits_of(found, FORMAT_VERSION), expected)
     found = {each.step: each.manifest for each in roots.steps_of(root)}
     assert isinstance(found[last + 1], manifest.BaseManifest)
     assert [found[last + n].checked for n in (2, 3)] == ["sample", "sample"]

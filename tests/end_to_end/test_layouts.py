@@ -21,7 +21,7 @@ from adacheck_jax import layout
 from adacheck_jax.device import trees
 from adacheck_jax.errors import IntegrityError, MismatchError
 from adacheck_jax.format.manifest import BaseManifest
-from adacheck_jax.store.steps import lineage
+from adacheck_jax.store.steps import lookup
 from benchmarks.redundancy import with_master_weights
 from tests import support
 from tests.end_to_end.test_multiprocess import launch, leaves
@@ -338,7 +338,7 @@ def test_the_save_after_a_transformed_restore_is_a_base(tmp_path):
         state = manager.restore(3, args=adacheck.RestoreArgs(target, transform=rules))
         manager.save(4, args=adacheck.SaveArgs(state))
         manager.wait_until_finished()
-        assert isinstance(lineage.resolve(tmp_path / "4" / "default").manifest, BaseManifest)
+        assert isinstance(lookup.resolve(tmp_path / "4" / "default").manifest, BaseManifest)
         assert_equal(manager.restore(4, args=adacheck.RestoreArgs(target)), state)
 
 

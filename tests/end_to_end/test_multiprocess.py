@@ -14,7 +14,7 @@ import pytest
 
 import adacheck_jax as adacheck
 from adacheck_jax.format import manifest
-from adacheck_jax.store.steps import lineage, roots
+from adacheck_jax.store.steps import lookup, roots
 from adacheck_jax.store.storage.location import located
 from benchmarks.common import free_port
 from tests import support
@@ -69,7 +69,7 @@ def run_of_two(tmp_path_factory):
 
 
 def test_the_processes_share_the_writing(run_of_two):
-    found = lineage.resolve(run_of_two / "run" / "3" / "default")
+    found = lookup.resolve(run_of_two / "run" / "3" / "default")
     (_, delta) = (entry.manifest for entry in found.entries[1:])
     assert isinstance(delta, manifest.DeltaManifest)
     sizes_bytes = [pack.raw_bytes for pack in delta.packs]
@@ -114,7 +114,7 @@ def test_a_lineage_goes_on_after_a_restart_of_all_processes(run_of_two):
 def test_a_step_of_several_processes_is_compacted_by_one_while_they_train(tmp_path):
     root = tmp_path / "run"
     launch("compact", 2, root, tmp_path / "out", devices=2)
-    found = lineage.resolve(root / "3/default")
+    found = lookup.resolve(root / "3/default")
     assert [each.manifest.step for each in found.entries] == [2, 3]
     assert found.base.process_count == len(found.saves[0][0].packs) == 2
     launch("resume", 2, root, tmp_path / "resumed", devices=2)

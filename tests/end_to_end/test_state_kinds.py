@@ -19,7 +19,7 @@ import pytest
 import adacheck_jax as adacheck
 from adacheck_jax.device import trees
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest, Encoding
-from adacheck_jax.store.steps import lineage, manifest_file, roots
+from adacheck_jax.store.steps import lookup, manifest_file, roots
 from tests import support
 from tests.support import Run, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
 
@@ -35,7 +35,7 @@ def delta_of(root: Path, step: int) -> DeltaManifest:
 
 
 def base_of(root: Path, step: int) -> BaseManifest:
-    return lineage.resolve(root / str(step) / "default").base
+    return lookup.resolve(root / str(step) / "default").base
 
 
 def kinds(root: Path) -> str:

@@ -18,7 +18,7 @@ import pytest
 
 import adacheck_jax as adacheck
 from adacheck_jax.format import manifest
-from adacheck_jax.store.steps import lineage, manifest_file
+from adacheck_jax.store.steps import lookup, manifest_file
 from tests import support
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
 
@@ -156,7 +156,7 @@ def test_a_read_only_disk_is_told_at_once_and_training_goes_on(small_disk):
 
 
 @pytest.mark.parametrize(
-    "target", ["adacheck_jax.store.packs.write_pack", "adacheck_jax.store.volumes.write"]
+    "target", ["adacheck_jax.store.packs.writer.write_pack", "adacheck_jax.store.volumes.write"]
 )
 def test_a_root_that_vanishes_while_a_save_is_in_flight(tmp_path, monkeypatch, target):
     run = support.dict_run(mesh_of((2, 2)))
@@ -210,9 +210,9 @@ def test_an_error_of_the_disk_is_raised_once(tmp_path, monkeypatch, number):
 
 def test_a_slow_disk_does_not_hold_up_training(tmp_path, monkeypatch):
     run = support.dict_run(mesh_of((2, 2)))
-    from adacheck_jax.store import packs
+    from adacheck_jax.store.packs import writer
 
-    go_on, write = threading.Event(), packs.write_pack
+    go_on, write = threading.Event(), writer.write_pack
 
     def slow(*args, **kwargs):
         assert go_on.wait(60)
@@ -220,7 +220,7 @@ def test_a_slow_disk_does_not_hold_up_training(tmp_path, monkeypatch):
 
     with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
         saved = save_steps(manager, run, 2)
-        monkeypatch.setattr(packs, "write_pack", slow)
+        monkeypatch.setattr(writer, "write_pack", slow)
         run.advance()
         saved[3] = host_copy(run.state)
         manager.save(3, args=adacheck.SaveArgs(run.state))
@@ -248,7 +248,7 @@ def test_two_managers_on_one_root_never_make_a_mixture(tmp_path):
         manager.close()
     assert_unharmed(tmp_path, runs[0], saved)
     for step in range(2, 8):
-        parent = lineage.resolve(tmp_path / str(step) / "default").entries[-2].manifest
+        parent = lookup.resolve(tmp_path / str(step) / "default").entries[-2].manifest
         assert parent.step == step - 2
 
 

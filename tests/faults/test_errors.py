@@ -17,9 +17,9 @@ from etils import epath
 import adacheck_jax as adacheck
 from adacheck_jax.device.kept import Kept
 from adacheck_jax.format import manifest
-from adacheck_jax.store.steps import lineage, manifest_file
+from adacheck_jax.store.steps import folders, manifest_file
 from adacheck_jax.store.storage.location import located
-from adacheck_jax.update import program as update_program
+from adacheck_jax.update import exported_program
 from tests import support
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
 
@@ -108,9 +108,9 @@ class TestDamage:
         [
             (1, manifest_file.FILE, adacheck.FormatError),
             (3, manifest_file.FILE, adacheck.FormatError),
-            (3, f"{lineage.LINEAGE}/1/{manifest_file.update_file('cpu')}", adacheck.FormatError),
-            (3, f"{lineage.LINEAGE}/2.{manifest_file.NAME}", adacheck.FormatError),
-            (3, f"{lineage.LINEAGE}/2.delta.0.manifest.ocdbt", adacheck.FormatError),
+            (3, f"{folders.LINEAGE}/1/{manifest_file.update_file('cpu')}", adacheck.FormatError),
+            (3, f"{folders.LINEAGE}/2.{manifest_file.NAME}", adacheck.FormatError),
+            (3, f"{folders.LINEAGE}/2.delta.0.manifest.ocdbt", adacheck.FormatError),
             (3, "adacheck/delta.0.manifest.ocdbt", adacheck.FormatError),
         ],
     )
@@ -145,7 +145,7 @@ class TestDamage:
         self, saved_run, tmp_path, step, damage
     ):
         source, run, saved = saved_run
-        base = Path(str(step), "default", *([] if step == 1 else [lineage.LINEAGE, "1"]))
+        base = Path(str(step), "default", *([] if step == 1 else [folders.LINEAGE, "1"]))
         files = [p.relative_to(source) for p in (source / base).rglob("*") if p.is_file()]
         errors = 0
         for number, file in enumerate(files):
@@ -232,8 +232,8 @@ class TestUpdateProgram:
         def fail(_data):
             raise ValueError("unsupported version 99")
 
-        monkeypatch.setattr(update_program.jax.export, "deserialize", fail)
-        monkeypatch.setattr(update_program, "_parsed", Kept(1))
+        monkeypatch.setattr(exported_program.jax.export, "deserialize", fail)
+        monkeypatch.setattr(exported_program, "_parsed", Kept(1))
 
     @pytest.mark.usefixtures("unreadable")
     def test_without_a_recorder_the_error_says_which_jax_wrote_it(self, saved_run):
@@ -362,7 +362,7 @@ def test_a_failed_save_is_raised_once_and_the_next_one_is_a_base(tmp_path, monke
             def full(*_args, **_kwargs):
                 raise OSError(28, "No space left on device")
 
-            patch.setattr("adacheck_jax.store.packs.write_pack", full)
+            patch.setattr("adacheck_jax.store.packs.writer.write_pack", full)
             manager.save(3, args=adacheck.SaveArgs(run.advance()))
             with pytest.raises(adacheck.StorageError, match=r"/3/default: .*No space left"):
                 manager.wait_until_finished()

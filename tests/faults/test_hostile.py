@@ -24,11 +24,12 @@ from adacheck_jax import FormatError, IntegrityError
 from adacheck_jax.format import manifest as manifests
 from adacheck_jax.format import manifest_json
 from adacheck_jax.format.manifest import Update
-from adacheck_jax.restore.delta_reader import DeltaReader
-from adacheck_jax.store import packs, zarr
-from adacheck_jax.store.steps import lineage, manifest_file, roots
+from adacheck_jax.restore.deltas.delta_reader import DeltaReader
+from adacheck_jax.store import zarr
+from adacheck_jax.store.packs import arrays, reader
+from adacheck_jax.store.steps import lookup, manifest_file, roots
+from adacheck_jax.update import exported_program, untrusted
 from adacheck_jax.update import program as update_program
-from adacheck_jax.update import untrusted
 from tests.format.test_manifest import A_BASE, A_DELTA, body_of, decode, encode_body
 
 ROOT = Path(__file__).parents[2]
@@ -156,7 +157,7 @@ def write_steps(root, *, count=1, fingerprints=2, **changes):
 @pytest.mark.parametrize("fingerprints", [0, 1, 3])
 def test_a_delta_with_another_number_of_fingerprints_than_leaves_is_refused(fingerprints, tmp_path):
     with pytest.raises(IntegrityError, match="a fingerprint for each of 2 leaves"):
-        lineage.resolve(write_steps(tmp_path, fingerprints=fingerprints))
+        lookup.resolve(write_steps(tmp_path, fingerprints=fingerprints))
 
 
 def test_zeros_and_sizes_beyond_what_the_leaves_take_are_refused(tmp_path):
@@ -164,7 +165,7 @@ def test_zeros_and_sizes_beyond_what_the_leaves_take_are_refused(tmp_path):
         for zeros in ((), ((0, 2**50),), ((0, 2**62),)):
             pack = manifests.Pack("rr", (), size, 0, zeros, ())
             step = write_steps(tmp_path, packs=(pack, manifests.Pack("==", (), 0, 0, (), ())))
-            found = lineage.resolve(step)
+            found = lookup.resolve(step)
             with pytest.raises(IntegrityError, match="expected packs of"):
                 DeltaReader(found.base, found.entries[-1])
 
@@ -180,7 +181,7 @@ def test_a_lineage_of_many_references_takes_linear_time(tmp_path):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Path, "is_dir", is_dir)
-        assert len(lineage.resolve(step).entries) == 301
+        assert len(lookup.resolve(step).entries) == 301
     assert len(looked) < 300 * 5
 
 
@@ -197,7 +198,7 @@ def test_a_link_in_a_step_is_refused_by_name(place, of, tmp_path):
         os.rename(path, elsewhere)
     path.symlink_to(elsewhere)
     with pytest.raises(FormatError, match=rf"{path}: .*symbolic link"):
-        lineage.resolve(step)
+        lookup.resolve(step)
     assert [each.step for each in roots.steps_of(tmp_path) if each.error] == (
         [10, 11] if of == "10" else [11]
     )
@@ -207,18 +208,18 @@ def test_a_step_that_is_referred_to_may_not_be_a_link_but_the_root_may(tmp_path)
     root = tmp_path / "root"
     step = write_steps(root)
     (tmp_path / "link").symlink_to(root)
-    assert len(lineage.resolve(tmp_path / "link" / "11").entries) == 2
+    assert len(lookup.resolve(tmp_path / "link" / "11").entries) == 2
     os.rename(root / "10", tmp_path / "10")
     (root / "10").symlink_to(tmp_path / "10")
     with pytest.raises(FormatError, match=rf"{root / '10'}: .*symbolic link"):
-        lineage.resolve(step)
+        lookup.resolve(step)
 
 
 def test_a_pipe_in_the_place_of_a_manifest_is_not_waited_for(tmp_path):
     step = write_steps(tmp_path)
     (step / manifest_file.FILE).unlink()
     os.mkfifo(step / manifest_file.FILE)
-    for read in (manifest_file.read, lineage.resolve):
+    for read in (manifest_file.read, lookup.resolve):
         with pytest.raises(FormatError, match=r"manifest\.json.*not followed"):
             read(step)
 
@@ -233,12 +234,12 @@ def test_a_reference_leads_to_siblings_only(reference, tmp_path):
     link = manifests.Link(10, reference, manifest_file.read(tmp_path / "10").checksum)
     manifest_file.write(tmp_path / "11", dataclasses.replace(A_DELTA, parent=link))
     with pytest.raises(adacheck.LineageError):
-        lineage.resolve(tmp_path / "11")
+        lookup.resolve(tmp_path / "11")
 
 
 @pytest.mark.parametrize("changes", [{"chunk": 1 << 30}, {"codec": "gzip"}, {"codec": "blosc"}])
 def test_a_pack_in_other_chunks_or_codecs_than_are_written_is_refused(changes, tmp_path):
-    spec = zarr.array_in(zarr.database_at(tmp_path / "pack"), packs.RAW.name)
+    spec = zarr.array_in(zarr.database_at(tmp_path / "pack"), arrays.RAW.name)
     codecs = [{"name": "bytes"}, {"name": changes.get("codec", "crc32c")}]
     spec["metadata"] = {
         "data_type": "uint8",
@@ -251,7 +252,7 @@ def test_a_pack_in_other_chunks_or_codecs_than_are_written_is_refused(changes, t
     }
     ts.open(spec, create=True).result()
     with pytest.raises(FormatError, match="expected chunks of at most"):
-        packs.PackArray(tmp_path / "pack", packs.RAW, 64)
+        reader.PackArray(tmp_path / "pack", arrays.RAW, 64)
 
 
 def test_a_base_in_other_codecs_than_are_written_is_refused(tmp_path):
@@ -303,7 +304,7 @@ def load(data):
     update = Update(
         (), (), (), (), (0,), ((0, 0, 0, 0),), (), (), "", "", digests, jax.__version__, False
     )
-    return update_program.load(data, update, "update.stablehlo")
+    return exported_program.load(data, update, "update.stablehlo")
 
 
 def test_linear_algebra_and_loops_are_pure():
@@ -326,7 +327,7 @@ def test_what_optimizers_do_is_pure_on_every_platform(name):
     params = {"a": jnp.ones((16, 16)), "b": jnp.ones(16)}
     transformation = tx(1e-3)
     state = transformation.init(params)
-    for platform in update_program.PLATFORMS:
+    for platform in exported_program.PLATFORMS:
         program = jax.export.export(jax.jit(transformation.update), platforms=(platform,))
         untrusted.check_operations(program(params, state, params), "update")
 

@@ -43,8 +43,9 @@ import adacheck_jax as adacheck
 from adacheck_jax.format.manifest import DeltaManifest, Link
 from adacheck_jax.save import exported_update
 from adacheck_jax.store import links
-from adacheck_jax.store.steps import lineage, manifest_file, marks, roots
+from adacheck_jax.store.steps import folders, manifest_file, marks, roots
 from adacheck_jax.store.storage.location import Location, located
+from adacheck_jax.update import exported_program
 from adacheck_jax.update import program as update_program
 from tests import object_stores, support
 
@@ -95,7 +96,7 @@ def _shardings(function: Any, *trees: Any) -> Any:
 
 
 MEMORY = [
-    (update_program, "load", remembering(update_program.load, lambda data, *_: data)),
+    (exported_program, "load", remembering(exported_program.load, lambda data, *_: data)),
     (update_program, "jit_update_like", remembering(update_program.jit_update_like, _shardings)),
     (
         update_program,
@@ -517,16 +518,16 @@ class Retention(RuleBasedStateMachine):
         for step in self.disk:
             found = manifest_file.read(self.item(step))
             links = self.chain(step, self.disk) if self.has_links else []
-            linked = names_in(self.item(step) / lineage.LINEAGE)
+            linked = names_in(self.item(step) / folders.LINEAGE)
             assert {name.split(".")[0] for name in linked} == {str(link.step) for link in links}
             for link in links:
                 saved = self.disk.get(link.step)
                 if saved and saved.checksum == link.checksum:
                     source = self.item(link.step)
-                    place = self.item(step) / lineage.LINEAGE
+                    place = self.item(step) / folders.LINEAGE
                     files = [*place.glob(f"{link.step}/**/*"), *place.glob(f"{link.step}.*")]
                     assert inodes(files) == inodes(own_files(source))
-            kept = {int(name.split(".")[0]) for name in names_in(self.item(step) / lineage.KEPT)}
+            kept = {int(name.split(".")[0]) for name in names_in(self.item(step) / folders.KEPT)}
             assert kept == {s for _, s in getattr(found, "kept", ())}
 
     def teardown(self):
@@ -543,7 +544,7 @@ def names_in(directory: Path) -> set[str]:
 
 def own_files(item: Path) -> list[Path]:
     """What an item holds, without its links to the items that it builds on."""
-    skipped = item / lineage.LINEAGE
+    skipped = item / folders.LINEAGE
     return [path for path in item.rglob("*") if not path.is_relative_to(skipped)]
 
 
@@ -745,7 +746,7 @@ def test_a_step_that_is_deleted_while_it_is_linked_is_missed(tmp_path, monkeypat
 
     def late(*args):
         step = tmp_path / "2"
-        shutil.rmtree(step if lost == "all" else step / "default" / lineage.LINEAGE / "1" / "d")
+        shutil.rmtree(step if lost == "all" else step / "default" / folders.LINEAGE / "1" / "d")
         link(*args)
 
     with monkeypatch.context() as patched:

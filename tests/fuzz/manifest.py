@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from adacheck_jax.format import codes, manifest, manifest_json, pack_plan
-from adacheck_jax.restore import delta_reader
-from adacheck_jax.store.steps import lineage, manifest_file
+from adacheck_jax.format.manifest_body.base import MAX_STATE_BYTES
+from adacheck_jax.restore.deltas import delta_reader
+from adacheck_jax.store.steps import lookup, manifest_file
 from tests.fuzz import engine
 
 CORPUS = Path(__file__).parent / "corpus" / "manifest"
@@ -120,7 +121,7 @@ class Manifests:
         delta_bytes = _file(delta_body, rng)
         for step, data in (("10", base_bytes), ("11", delta_bytes)):
             (self._root / step / manifest_file.FILE).write_bytes(data)
-        found = lineage.resolve(self._root / "11")
+        found = lookup.resolve(self._root / "11")
         for delta, reader in zip(found.deltas, delta_reader.readers_of(found), strict=True):
             assert reader.stored == delta.stored
             _check_plan(found.base, delta)
@@ -158,7 +159,7 @@ def _check_plan(base: manifest.BaseManifest, delta: manifest.Delta) -> None:
             for a, b, n in zip(extent.box.start, extent.box.stop, leaf.shape, strict=True)
         )
         assert extent.size_bytes <= leaf.nbytes + codes.MAX_HEAD_BYTES
-        assert leaf.nbytes <= manifest_json.MAX_STATE_BYTES
+        assert leaf.nbytes <= MAX_STATE_BYTES
         assert 0 <= extent.raw_start <= extent.raw_start + extent.raw_bytes <= pack.raw_bytes
         end = extent.compressed_start + extent.compressed_bytes
         assert 0 <= extent.compressed_start <= end <= pack.compressed_bytes

@@ -26,8 +26,7 @@ import jax
 
 from adacheck_jax.errors import FormatError
 from adacheck_jax.format.manifest import Update
-from adacheck_jax.update import program as update_program
-from adacheck_jax.update import untrusted
+from adacheck_jax.update import exported_program, untrusted
 from tests.fuzz import engine
 
 CORPUS = Path(__file__).parent / "corpus" / "update"
@@ -92,7 +91,7 @@ class Updates:
             (), (), (), (), (0,), ((0, 0, 0, 0),), (), (), "", "", {"cpu": digest}, "0.10.2", True
         )
         try:
-            function = update_program.load(case, update, "update")
+            function = exported_program.load(case, update, "update")
         except FormatError as error:
             raise ParserEnded if why else error from error
         jax.eval_shape(function, *LEAVES, SWITCHES)

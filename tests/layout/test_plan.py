@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from adacheck_jax import layout
 from adacheck_jax.errors import FormatError, MismatchError
 from adacheck_jax.layout import trees
-from adacheck_jax.layout.operations import Kind
+from adacheck_jax.layout.kinds import Kind
 from adacheck_jax.layout.patterns import Pattern
 from adacheck_jax.layout.plan import plan
 from adacheck_jax.layout.trees import Params

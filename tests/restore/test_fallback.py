@@ -13,7 +13,7 @@ import pytest
 
 import adacheck_jax as adacheck
 from adacheck_jax.restore import replay
-from adacheck_jax.store.steps import lineage, manifest_file
+from adacheck_jax.store.steps import folders, lookup, manifest_file
 from adacheck_jax.tools import audit
 from tests import support
 
@@ -36,7 +36,7 @@ def item(root, step):
 
 def damage_base(root, step):
     largest = max(
-        (item(root, step) / lineage.BASE).rglob("*"), key=lambda p: p.is_file() and p.stat().st_size
+        (item(root, step) / folders.BASE).rglob("*"), key=lambda p: p.is_file() and p.stat().st_size
     )
     data = support.with_flipped_data(largest.read_bytes())
     largest.write_bytes(data)  # in place: the deltas that link it are damaged too
@@ -167,7 +167,7 @@ class TestInsideALineage:
     @pytest.mark.slow
     def test_the_newest_one_that_replay_reproduces(self, alone, caplog):
         root, run, states = alone
-        support.other_record(lineage.resolve(item(root, 6)).to(4))
+        support.other_record(lookup.resolve(item(root, 6)).to(4))
         with pytest.raises(adacheck.IntegrityError, match="do not have the bits"):
             restore(root, run, 6)
         with caplog.at_level(logging.WARNING, logger="adacheck_jax"):
@@ -180,7 +180,7 @@ class TestInsideALineage:
 
     def test_the_base_where_the_update_is_lost(self, alone):
         root, run, states = alone
-        (item(root, 6) / lineage.LINEAGE / "1" / manifest_file.update_file("cpu")).unlink()
+        (item(root, 6) / folders.LINEAGE / "1" / manifest_file.update_file("cpu")).unlink()
         args = adacheck.RestoreArgs(support.abstract(run.state), fallback=True)
         handler = adacheck.AdaCheckHandler()  # which has no recorder that could stand in
         with support.manager_of(root, handler) as manager:
@@ -191,7 +191,7 @@ class TestInsideALineage:
 
     def test_nothing_is_left_of_a_lineage_whose_base_is_damaged(self, alone):
         root, run, _ = alone
-        places = (item(root, 6) / lineage.LINEAGE / "1").rglob("*")
+        places = (item(root, 6) / folders.LINEAGE / "1").rglob("*")
         path = max(places, key=lambda p: p.is_file() and p.stat().st_size)
         path.write_bytes(support.with_flipped_data(path.read_bytes()))
         with pytest.raises(adacheck.IntegrityError, match="/6/"):
@@ -203,10 +203,10 @@ class TestInsideALineage:
     def test_files_that_steps_share_are_replayed_once(self, saved, caplog, monkeypatch):
         root, run, states = saved
         directories = [item(root, step) for step in (6, 5)]
-        support.other_record(lineage.resolve(directories[0]).to(5))
+        support.other_record(lookup.resolve(directories[0]).to(5))
         for path in support.pack_files(directories[1]) + [support.pack_index(directories[1])]:
             path.unlink()
-        place = item(root, 6) / lineage.LINEAGE
+        place = item(root, 6) / folders.LINEAGE
         for path in place.glob("5.delta.*"):
             os.link(path, directories[1] / manifest_file.DIRECTORY / path.name.removeprefix("5."))
         looks, look = [], replay.newest_exact
@@ -223,13 +223,13 @@ class TestInsideALineage:
         root, run, states = alone
         shutil.copytree(root / "6", root / "5")  # no links: what is damaged in one is not in other
         own = item(root, 5)
-        shutil.rmtree(own / lineage.LINEAGE / "5", ignore_errors=True)
+        shutil.rmtree(own / folders.LINEAGE / "5", ignore_errors=True)
         for path in (own / manifest_file.DIRECTORY).glob("*"):
             if path.is_file():
                 path.unlink()
-        for path in (own / lineage.LINEAGE).glob("5.*"):
+        for path in (own / folders.LINEAGE).glob("5.*"):
             path.rename(own / manifest_file.DIRECTORY / path.name.removeprefix("5."))
-        support.other_record(lineage.resolve(item(root, 6)).to(3))
+        support.other_record(lookup.resolve(item(root, 6)).to(3))
         state, info = restore(root, run, 6, fallback=True)
         assert info.step == 5
         support.assert_same_bits(state, states[5])
@@ -243,16 +243,11 @@ def test_a_restorable_step_is_a_number_that_is_copied_whole():
 
 
 class TestLatestRestorable:
-    @pytest.fixture(autouse=True)
-    def _checked(self, monkeypatch):
-        monkeypatch.setattr(lineage, "checked_of", lambda delta: "sample")
-
     def test_a_step_that_nobody_checked_is_not_named_without_saying_so(
         self, saved, caplog, monkeypatch
     ):
         root, _, _ = saved
-        unchecked = lambda delta: "full" if delta.step == 6 else ""  # noqa: E731
-        monkeypatch.setattr(lineage, "checked_of", unchecked)
+        support.tell_of_checks(monkeypatch, {5: ""})
         with caplog.at_level(logging.WARNING, logger="adacheck_jax"):
             assert adacheck.latest_restorable(root) == 6
         (message,) = caplog.messages
@@ -280,7 +275,7 @@ class TestLatestRestorable:
     def test_what_it_finds_can_be_restored(self, saved):
         root, run, states = saved
         (item(root, 6) / manifest_file.FILE).unlink()
-        (item(root, 5) / lineage.LINEAGE / "4" / manifest_file.FILE).unlink()
+        (item(root, 5) / folders.LINEAGE / "4" / manifest_file.FILE).unlink()
         found = adacheck.latest_restorable(root)
         assert (found, found.saved, found.step) == (5, 6, 5)  # as step 6 links it
         state, _ = restore(root, run, found.saved, step=found.step)

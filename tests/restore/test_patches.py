@@ -14,9 +14,9 @@ from adacheck_jax.errors import FormatError, IntegrityError
 from adacheck_jax.format import codes, pack_plan
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest, Encoding, Leaf, Link, Pack
-from adacheck_jax.restore.delta_reader import DeltaReader
-from adacheck_jax.store import packs as arrays
-from adacheck_jax.store.steps import lineage
+from adacheck_jax.restore.deltas.delta_reader import DeltaReader
+from adacheck_jax.store.packs import arrays, writer
+from adacheck_jax.store.steps import folders, lineage
 from tests import support
 from tests.strategies import DTYPES, any_bits, boxes_in, cuts, shape_of
 
@@ -78,7 +78,7 @@ class Step:
             (kind, [support.filled(size, blocks)])
             for kind, size, blocks in zip(kinds, sizes_bytes, (raw, compressed), strict=True)
         ]
-        written = arrays.write_pack(lineage.pack_in(directory, process), contents)
+        written = writer.write_pack(folders.pack_in(directory, process), contents)
         zeros = [left_out for (left_out,) in written]
         return Pack(self.encodings[process], own_aliases, *sizes_bytes, *zeros, sizes)
 

@@ -12,7 +12,7 @@ import pytest
 import adacheck_jax as adacheck
 from adacheck_jax.device.kept import Kept
 from adacheck_jax.restore import compiled_update
-from adacheck_jax.store import packs as arrays
+from adacheck_jax.store.packs import reader
 from adacheck_jax.update.program import platform
 from tests import support
 
@@ -104,7 +104,7 @@ def test_records_are_let_go_of_once_they_are_on_the_devices(saved, monkeypatch):
     """Of a long lineage a replay holds what it reads ahead, not all records."""
     root, run, states = saved
     alive, most, lock = set(), [0], threading.Lock()
-    read = arrays.PackArray.read
+    read = reader.PackArray.read
 
     def noted(array, spans, **options):
         found = read(array, spans, **options)
@@ -115,7 +115,7 @@ def test_records_are_let_go_of_once_they_are_on_the_devices(saved, monkeypatch):
             most[0] = max(most[0], len(alive))
         return found
 
-    monkeypatch.setattr(arrays.PackArray, "read", noted)
+    monkeypatch.setattr(reader.PackArray, "read", noted)
     support.assert_same_bits(restore(root, run, 6), states[6])
     assert 1 <= most[0] <= 8  # two arrays a pack: of two deltas that are read, two that are folded
     assert len(alive) <= 2  # the record of the newest step

@@ -13,7 +13,7 @@ from adacheck_jax.save.checks.shadow import Shadow
 from adacheck_jax.schedule import line
 from adacheck_jax.schedule.costs import Schedule
 from adacheck_jax.store.compaction import in_place, new_base
-from adacheck_jax.store.steps import lineage, roots
+from adacheck_jax.store.steps import lookup, roots
 from tests import support
 from tests.save.test_checks import assert_all_restorable, kinds
 from tests.support import abstract, host_copy, manager_of, mesh_of
@@ -60,7 +60,7 @@ def test_the_loop_writes_one_base_and_the_shadow_the_others(tmp_path, shape):
     assert bases_of(tmp_path) == [1, 4, 7]
     reasons = [roots.steps_of(tmp_path)[i].manifest.reason for i in (3, 6)]
     assert all("compacted" in each for each in reasons)
-    assert lineage.resolve(tmp_path / "9" / "default").delta_count == 2
+    assert lookup.resolve(tmp_path / "9" / "default").delta_count == 2
     assert_all_restorable(tmp_path, saved, run.state, mesh_of((2, 2)))
     target = abstract(run.state)
     with ocp.CheckpointManager(tmp_path, item_handlers=ocp.PyTreeCheckpointHandler()) as stock:

@@ -19,11 +19,12 @@ import adacheck_jax as adacheck
 from adacheck_jax.cli.main import app
 from adacheck_jax.errors import IntegrityError, LineageError
 from adacheck_jax.format import manifest
-from adacheck_jax.restore import delta_reader
+from adacheck_jax.restore.deltas import delta_reader
 from adacheck_jax.save import share
 from adacheck_jax.save.planning import sizes
-from adacheck_jax.store import delta_writer, packs
-from adacheck_jax.store.steps import lineage, manifest_file, roots
+from adacheck_jax.store import delta_writer
+from adacheck_jax.store.packs import arrays, reader, writer
+from adacheck_jax.store.steps import folders, lookup, manifest_file, roots
 from tests import support
 from tests.end_to_end.test_multiprocess import launch, leaves
 from tests.save import test_waiting
@@ -113,10 +114,10 @@ def test_a_run_is_one_array_of_each_kind_with_the_steps_one_after_another(tmp_pa
     assert found.depth == last - 1
     sizes = [each.packs[0].raw_bytes for each in found.deltas]
     assert sizes == [sizes[0]] * len(sizes)
-    array = packs.PackArray(lineage.pack_in(item(tmp_path, last), 0), packs.RAW, sum(sizes))
+    array = reader.PackArray(folders.pack_in(item(tmp_path, last), 0), arrays.RAW, sum(sizes))
     assert array.stored_bytes == len(sizes) * sizes[0] > 0
     links = {
-        path.name.partition(".")[0] for path in (item(tmp_path, last) / lineage.LINEAGE).iterdir()
+        path.name.partition(".")[0] for path in (item(tmp_path, last) / folders.LINEAGE).iterdir()
     }
     assert links == {*map(str, saved[:-1])}
 
@@ -503,8 +504,8 @@ class TestRestoring:
     @pytest.mark.slow
     def test_of_a_damaged_run_it_falls_back_to_what_is_whole(self, tmp_path, caplog, monkeypatch):
         for name in ("RAW", "COMPRESSED"):  # several chunks a step
-            kind = dataclasses.replace(getattr(packs, name), max_chunk_bytes=1 << 13)
-            monkeypatch.setattr(packs, name, kind)
+            kind = dataclasses.replace(getattr(arrays, name), max_chunk_bytes=1 << 13)
+            monkeypatch.setattr(arrays, name, kind)
         run, states = self.saved(tmp_path)
         damage_end(item(tmp_path, 10))
         with pytest.raises(IntegrityError):
@@ -582,7 +583,7 @@ def test_a_step_is_let_go_of_as_it_is_packed(more, tmp_path, monkeypatch):
 def damage_end(directory):
     """Changes a byte of what is stored of the last step."""
     size_bytes = manifest_file.read(directory).packs[0].raw_bytes
-    pack = delta_reader.readers_of(lineage.resolve(directory))[-1]._pack(0, packs.RAW)
+    pack = delta_reader.readers_of(lookup.resolve(directory))[-1]._pack(0, arrays.RAW)
     (end,) = pack.read([(size_bytes - 64, size_bytes)], what="the end")
     (path,) = (path for path in support.pack_files(directory) if end.tobytes() in path.read_bytes())
     content = bytearray(path.read_bytes())
@@ -638,7 +639,7 @@ def test_a_save_that_fails_takes_the_recorded_steps_with_it_and_the_next_is_a_ba
     with support.manager_of(tmp_path, handler) as manager:
         states, _ = train(manager, handler, run, 4)
         with monkeypatch.context() as patch:
-            patch.setattr(packs, "write_pack", full)
+            patch.setattr(writer, "write_pack", full)
             manager.save(5, args=adacheck.SaveArgs(run.advance()))
             assert handler.record_step(run.advance(), 6)  # the failure is not known yet
             recorded.set()

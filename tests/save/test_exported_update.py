@@ -9,7 +9,7 @@ import optax
 import adacheck_jax as adacheck
 from adacheck_jax.save.exported_update import ExportedUpdates
 from adacheck_jax.save.snapshot import Snapshots
-from adacheck_jax.update import program as update_program
+from adacheck_jax.update import exported_program
 from adacheck_jax.update.binding import recorders_of
 
 
@@ -20,13 +20,13 @@ def exported_by_a_new_handler(recorder, params, check="full"):
 
 
 def test_an_update_is_exported_once_for_all_handlers_of_a_recorder(monkeypatch):
-    export, count = update_program.export, []
+    export, count = exported_program.export, []
 
     def counted(*args):
         count.append(1)
         return export(*args)
 
-    monkeypatch.setattr(update_program, "export", counted)
+    monkeypatch.setattr(exported_program, "export", counted)
     recorder, params = adacheck.Recorder(optax.sgd(0.1, momentum=0.9)), {"w": jnp.ones(8)}
     first = exported_by_a_new_handler(recorder, params)
     assert first.files

@@ -8,8 +8,8 @@ import pytest
 import adacheck_jax as adacheck
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.manifest import Encoding
-from adacheck_jax.store import packs as arrays
 from adacheck_jax.store import volume_reader, volumes, zarr
+from adacheck_jax.store.packs import arrays, writer
 from adacheck_jax.store.steps import manifest_file
 from tests import support
 
@@ -23,7 +23,7 @@ def exponents_of_noise():
 @pytest.mark.parametrize("codec", ["lz4", "zstd"])
 def test_what_a_codec_wrote_is_read_back(codec, tmp_path):
     data = np.concatenate([exponents_of_noise()] * 40)
-    assert arrays.write_pack(tmp_path / "pack", [(arrays.COMPRESSED, [data])], codec) == [[()]]
+    assert writer.write_pack(tmp_path / "pack", [(arrays.COMPRESSED, [data])], codec) == [[()]]
     (found,) = support.pack_reader(tmp_path / "pack", arrays.COMPRESSED, data.size).read(
         [(0, data.size)], what="leaf"
     )

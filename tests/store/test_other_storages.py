@@ -10,8 +10,9 @@ import pytest
 from adacheck_jax.errors import AdaCheckError, FormatError, StorageError
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.manifest import NO_CAUTION, Link
-from adacheck_jax.store import claims, links, packs, volume_reader, volumes, zarr
-from adacheck_jax.store.steps import lineage, manifest_file, marks, references, roots
+from adacheck_jax.store import claims, links, volume_reader, volumes, zarr
+from adacheck_jax.store.packs import arrays, writer
+from adacheck_jax.store.steps import folders, lookup, manifest_file, marks, references, roots
 from adacheck_jax.store.storage.kvstore import KvStore
 from adacheck_jax.store.storage.location import Location, at
 from adacheck_jax.store.storage.posix import Posix
@@ -35,10 +36,10 @@ def noise(size, seed=0):
 def test_a_pack_is_read_as_it_was_written(root):
     raw, compressed = noise(3 << 20), np.repeat(noise(1 << 16), 8)
     raw[5000:9000] = 0
-    start = lineage.pack_in(root / "3", 0)
-    zeros = packs.write_pack(start, [(packs.RAW, [raw]), (packs.COMPRESSED, [compressed])])
+    start = folders.pack_in(root / "3", 0)
+    zeros = writer.write_pack(start, [(arrays.RAW, [raw]), (arrays.COMPRESSED, [compressed])])
     for kind, data, (left_out,) in zip(
-        (packs.RAW, packs.COMPRESSED), (raw, compressed), zeros, strict=True
+        (arrays.RAW, arrays.COMPRESSED), (raw, compressed), zeros, strict=True
     ):
         reader = support.pack_reader(start, kind, data.size, left_out)
         (found,) = reader.read([(0, data.size)], what="all")
@@ -57,9 +58,9 @@ def test_volumes_are_merged_and_read_as_they_were_written(root):
             volumes.ArrayPiece(n, (60, 100), (20, 100), {Box.full((60, 100)): arrays[n]})
             for n in names
         ]
-        shared = volumes.write(item / lineage.BASE / f"{process}", pieces)
+        shared = volumes.write(item / folders.BASE / f"{process}", pieces)
         assert shared == ({"c": "a"} if process == 0 else {})
-    volumes.merge(item, {f"{lineage.BASE}/{process}": None for process in (0, 1)})
+    volumes.merge(item, {f"{folders.BASE}/{process}": None for process in (0, 1)})
     for name, store in zip("abc", volume_reader.opened(item, "abc"), strict=True):
         np.testing.assert_array_equal(store.read().result(), arrays[name])
     (found,) = volume_reader.descriptions(item, "a")
@@ -81,7 +82,7 @@ def write_steps(root):
 
 def test_manifests_make_steps_and_lineages(root):
     base, delta = write_steps(root)
-    found = lineage.resolve(root / "11")
+    found = lookup.resolve(root / "11")
     assert [each.manifest for each in found.entries] == [base, delta]
     assert [each.holder for each in found.entries] == [root.resolve() / "10", root / "11"]
     assert found.exists()
@@ -89,28 +90,28 @@ def test_manifests_make_steps_and_lineages(root):
         (10, root / "10", None),
         (11, root / "11", None),
     ]
-    assert lineage.follow([lineage.resolve(root / "10")], root / "11").entries[-1].manifest == delta
+    assert lookup.follow([lookup.resolve(root / "10")], root / "11").entries[-1].manifest == delta
     (root / "10").delete()
     assert found.exists() is not root.on_file_system, "a store is not asked"
     with pytest.raises(AdaCheckError, match="found nothing there"):
-        lineage.resolve(root / "11")
+        lookup.resolve(root / "11")
 
 
 def test_links_are_probed_and_named(root):
     write_steps(root)
     assert links.can_link(root) is isinstance(root.storage, Posix)
-    names = links.files_of(lineage.resolve(root / "10").entries[-1])
+    names = links.files_of(lookup.resolve(root / "10").entries[-1])
     assert f"10/{manifest_file.FILE}" in names
 
 
 def test_of_two_writers_of_a_step_one_is_refused(tmp_path):
     step = at(tmp_path) / "3"
     with claims.writing(step, 0, "one"):
-        (step / lineage.BASE / "0/file").write(b"1")
+        (step / folders.BASE / "0/file").write(b"1")
     with pytest.raises(StorageError, match="expected one writer"), claims.writing(step, 0, "two"):
         pass
     with claims.writing(step, 0, "one"):
-        assert not [*(step / lineage.BASE).list()], "what an earlier attempt left is removed"
+        assert not [*(step / folders.BASE).list()], "what an earlier attempt left is removed"
     with claims.committing(step, 0, "one"):
         claims.remove(step)
     assert [*step.list()] == []
@@ -155,4 +156,4 @@ def test_a_manifest_whose_write_fails_makes_no_step():
     with pytest.raises(FormatError, match="found none"):
         manifest_file.read(root / "11")
     write_steps(root)
-    assert len(lineage.resolve(root / "11").entries) == 2
+    assert len(lookup.resolve(root / "11").entries) == 2

@@ -9,15 +9,9 @@ from hypothesis import strategies as st
 
 from adacheck_jax.errors import FormatError, IntegrityError
 from adacheck_jax.store import zarr
-from adacheck_jax.store.packs import (
-    COMPRESSED,
-    RAW,
-    PackArray,
-    PackReader,
-    _Runs,
-    laid_out,
-    write_pack,
-)
+from adacheck_jax.store.packs.arrays import COMPRESSED, RAW, Runs, laid_out
+from adacheck_jax.store.packs.reader import PackArray, PackReader
+from adacheck_jax.store.packs.writer import write_pack
 from tests import support
 from tests.strategies import DTYPES, any_bits
 
@@ -234,7 +228,7 @@ def test_the_places_of_what_is_stored_are_those_that_are_left_when_zeros_are_tak
     is_kept = np.ones(content.size, bool)
     for i in left_out:
         is_kept[i * kind.block_bytes : (i + 1) * kind.block_bytes] = False
-    places = _Runs(content.size, zeros, kind)
+    places = Runs(content.size, zeros, kind)
     assert places.stored_bytes == is_kept.sum()
     for position in range(content.size + 1):
         assert places.stored(position) == is_kept[:position].sum()

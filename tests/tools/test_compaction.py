@@ -19,7 +19,7 @@ from adacheck_jax.adapter.wanted import targets
 from adacheck_jax.cli.main import app
 from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.store.compaction import in_place
-from adacheck_jax.store.steps import lineage, manifest_file
+from adacheck_jax.store.steps import folders, identity, lookup, manifest_file
 from adacheck_jax.tools import compaction
 from adacheck_jax.tools.steps import InputError
 from tests import support
@@ -39,9 +39,9 @@ def is_base(root: Any, step: int) -> bool:
 @pytest.mark.parametrize(("name", "step"), [("latest", 4), ("2", 2)])
 def test_a_step_is_compacted_and_it_is_said_what_that_gave(tmp_path, name, step):
     trained, saved = saved_run(tmp_path, 4)
-    before = lineage.identity(tmp_path)
+    before = identity.of_directory(tmp_path)
     dry = json.loads(run("compact", tmp_path, name, "--dry-run", "--json").output)
-    assert lineage.identity(tmp_path) == before
+    assert identity.of_directory(tmp_path) == before
     found = json.loads(run("compact", tmp_path, name, "--json").output)
     state_bytes = sum(leaf.nbytes for leaf in manifest_file.read(item(tmp_path, step)).leaves)
     assert found == {
@@ -96,7 +96,7 @@ def test_wrong_inputs_are_refused(tmp_path):
     with ocp.CheckpointManager(tmp_path / "run") as manager:
         manager.save(4, args=ocp.args.StandardSave(trained.state))
     root = tmp_path / "run"
-    before = lineage.identity(root)
+    before = identity.of_directory(root)
     for arguments, told in (
         ((root, 1), "step 1 is a base already"),
         ((root, 4), "stock Orbax saved step 4"),
@@ -111,7 +111,7 @@ def test_wrong_inputs_are_refused(tmp_path):
     ):
         found = run("compact", *arguments)
         assert (found.exit_code, told in found.stderr) == (2, True), found.stderr
-    assert lineage.identity(root) == before
+    assert identity.of_directory(root) == before
 
 
 @pytest.mark.parametrize("dry_run", [True, False])
@@ -120,12 +120,12 @@ def test_a_damaged_step_stays_as_it_was(tmp_path, dry_run):
     if dry_run:
         support.pack_index(item(tmp_path, 3)).unlink()
     else:
-        support.other_record(lineage.resolve(item(tmp_path, 3)))
-    before = lineage.identity(tmp_path)
+        support.other_record(lookup.resolve(item(tmp_path, 3)))
+    before = identity.of_directory(tmp_path)
     found = run("compact", tmp_path, 3, *(["--dry-run"] if dry_run else []))
     assert found.exit_code == 1
     assert "estore another" in found.stderr
-    assert lineage.identity(tmp_path) == before
+    assert identity.of_directory(tmp_path) == before
 
 
 def not_here(_: Any, fallback: Any) -> Any:
@@ -139,12 +139,12 @@ def test_an_update_that_adds_up_elements_needs_the_devices_it_ran_on(tmp_path, m
     trained = recorded_run(REDUCING["lamb"](), separate=True)
     with manager_of(tmp_path, adacheck.AdaCheckHandler(trained.recorder)) as manager:
         saved = support.save_steps(manager, trained, 3)
-    before = lineage.identity(tmp_path)
+    before = identity.of_directory(tmp_path)
     monkeypatch.setattr(targets, "_saved_sharding", not_here)
     found = run("compact", tmp_path, 3)
     assert found.exit_code == 1
     assert "the devices that they were saved from do not exist here" in found.stderr
-    assert lineage.identity(tmp_path) == before
+    assert identity.of_directory(tmp_path) == before
     monkeypatch.undo()
     assert run("compact", tmp_path, 3).exit_code == 0
     check_steps(tmp_path, abstract(trained.state), saved)
@@ -180,9 +180,9 @@ def test_repair_removes_what_an_interrupted_compaction_left(tmp_path, is_base_al
     trained, saved = saved_run(tmp_path, 3)
     directory = item(tmp_path, 3)
     if is_base_already:
-        shutil.copytree(directory / lineage.LINEAGE, tmp_path / "lineage")
+        shutil.copytree(directory / folders.LINEAGE, tmp_path / "lineage")
         compaction.compact(tmp_path, 3)
-        (tmp_path / "lineage").rename(directory / lineage.LINEAGE)
+        (tmp_path / "lineage").rename(directory / folders.LINEAGE)
         (directory / "adacheck/delta.0.x").write_bytes(b"old")
         with pytest.raises(InputError, match="adacheck repair removes"):
             compaction.compact(tmp_path, 3)

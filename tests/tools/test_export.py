@@ -22,7 +22,7 @@ import adacheck_jax as adacheck
 from adacheck_jax.cli.main import app
 from adacheck_jax.device import trees
 from adacheck_jax.errors import MismatchError, StorageError
-from adacheck_jax.store.steps import lineage
+from adacheck_jax.store.steps import identity
 from adacheck_jax.store.storage.location import at
 from adacheck_jax.tools.handover import export as exports
 from adacheck_jax.tools.handover import formats, recorded_step, safetensors_files
@@ -147,7 +147,7 @@ np.save(target, np.array([(name(k), np.asarray(plain(x))) for k, x in pairs] + [
 @pytest.mark.parametrize("step", [1, 2, 4, 5], ids=["base", "delta", "deferred", "after"])
 def test_the_params_of_any_recorded_step_are_exported(recorded, tmp_path, step, kind):
     root, states = recorded
-    before = lineage.identity(root)
+    before = identity.of_directory(root)
     done = run("export", root, step, tmp_path / "out", "--format", kind, "--json")
     assert done.exit_code == 0, done.output
     report = json.loads(done.output)
@@ -162,7 +162,7 @@ def test_the_params_of_any_recorded_step_are_exported(recorded, tmp_path, step, 
         found = found_in(tmp_path / "out", kind)
     same_bits(found, expected)
     assert [x.name for x in tmp_path.iterdir()] == ["out"]
-    assert lineage.identity(root) == before
+    assert identity.of_directory(root) == before
 
 
 @pytest.mark.slow
@@ -252,7 +252,7 @@ def test_leaves_of_one_name_are_refused(tmp_path):
 def test_wrong_inputs_are_refused_and_leave_nothing(recorded, tmp_path):
     root, _ = recorded
     (tmp_path / "there").write_text("mine")
-    before = lineage.identity(root)
+    before = identity.of_directory(root)
     for arguments, told in (
         ((tmp_path / "none", 1, tmp_path / "x"), "found nothing there"),
         ((root, 9, tmp_path / "x"), "expected step 9, found 1, 2, 5"),
@@ -269,7 +269,7 @@ def test_wrong_inputs_are_refused_and_leave_nothing(recorded, tmp_path):
     assert (done.exit_code, "found 'zip'" in done.stderr) == (2, True)
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
     assert (tmp_path / "there").read_text() == "mine"
-    assert lineage.identity(root) == before
+    assert identity.of_directory(root) == before
 
 
 def test_a_step_of_stock_orbax_is_named(recorded, tmp_path):

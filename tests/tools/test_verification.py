@@ -21,10 +21,10 @@ from typer.testing import CliRunner
 
 import adacheck_jax as adacheck
 from adacheck_jax.cli.main import app
-from adacheck_jax.restore import delta_reader
+from adacheck_jax.restore.deltas import delta_reader
 from adacheck_jax.store import links, zarr
-from adacheck_jax.store import packs as arrays
-from adacheck_jax.store.steps import lineage, manifest_file, marks
+from adacheck_jax.store.packs import arrays
+from adacheck_jax.store.steps import folders, lookup, manifest_file, marks
 from adacheck_jax.store.storage.kvstore import KvStore
 from adacheck_jax.store.storage.location import Location, at
 from adacheck_jax.tools import audit, inspection, listing, recompute, verification
@@ -189,7 +189,7 @@ class TestClean:
     def test_leaves_of_sums_that_differ_are_to_rounding_and_others_are_damage(
         self, copy, monkeypatch
     ):
-        other_record(lineage.resolve(item(copy, 2)))
+        other_record(lookup.resolve(item(copy, 2)))
         base = manifest_file.read(item(copy, 1))
         paths = {leaf.path for leaf in base.leaves if leaf.path.startswith("params")}
         bound = frozenset(i for i, leaf in enumerate(base.leaves) if leaf.path in paths)
@@ -266,7 +266,7 @@ def test_what_cannot_be_read_now_is_never_removed(copy, monkeypatch, what):
         raise adacheck.StorageError("too many open files")
 
     if what == "manifest":
-        monkeypatch.setattr(repair.lineages, "resolve", refuse)
+        monkeypatch.setattr(repair.lookup, "resolve", refuse)
     else:
         monkeypatch.setattr(delta_reader.DeltaReader, "read", refuse)
         monkeypatch.setattr(delta_reader.DeltaReader, "blocks", refuse)
@@ -321,7 +321,7 @@ class TestDamage:
         assert found > len(files) // 3
 
     def test_a_file_that_rots_damages_every_step_that_shares_it(self, copy):
-        path = max((item(copy, 1) / lineage.BASE).rglob("*"), key=lambda p: p.stat().st_size)
+        path = max((item(copy, 1) / folders.BASE).rglob("*"), key=lambda p: p.stat().st_size)
         data = support.with_flipped_data(path.read_bytes())
         with open(path, "r+b") as file:  # in place: all links show it
             file.write(data)
@@ -332,7 +332,7 @@ class TestDamage:
         verification.check(item(copy, 3), read_data=False)
 
     def test_a_chunk_that_a_pack_has_lost_is_found_without_reading_data(self, copy):
-        database = zarr.database_at(lineage.pack_in(item(copy, 3), 0))
+        database = zarr.database_at(folders.pack_in(item(copy, 3), 0))
         store = ts.KvStore.open(database, context=ts.Context()).result()
         chunk = next(key for key in store.list().result() if b"/c/" in key)
         store.delete_range(ts.KvStore.KeyRange(chunk, chunk + b"\0")).result()
@@ -366,14 +366,14 @@ class TestDamage:
         self, bits, tmp_path
     ):
         root = copied(bits[0], tmp_path / "copy")
-        path = other_record(lineage.resolve(item(root, 2)))
+        path = other_record(lookup.resolve(item(root, 2)))
         assert not any(damaged(root).values())
         found = damaged(root, REPLAY)
         assert [bool(found[step]) for step in (1, 2, 3, 4)] == [False, True, False, False]
         assert any(f" {path} " in each for each in found[2])
 
     def test_a_wrong_record_with_a_right_checksum_is_found_by_reading_and_by_replay(self, copy):
-        path = other_record(lineage.resolve(item(copy, 2)))
+        path = other_record(lookup.resolve(item(copy, 2)))
         for wanted in (DATA, REPLAY):
             found = damaged(copy, wanted)
             assert [bool(each) for each in found.values()] == [False, True, False]
@@ -386,7 +386,7 @@ class TestDamage:
         assert [bool(each) for each in damaged(tmp_path, Thoroughness()).values()] == [True, False]
 
     def test_another_platforms_program_hinders_nothing_here(self, copy):
-        place = item(copy, 3) / lineage.LINEAGE / "1"
+        place = item(copy, 3) / folders.LINEAGE / "1"
         (place / manifest_file.update_file("tpu")).unlink()
         assert damaged(copy, Thoroughness())[3]
         verification.check(item(copy, 3), read_data=False)
@@ -401,7 +401,7 @@ class TestDamage:
 
 class TestChanging:
     def test_a_step_that_is_deleted_meanwhile_is_not_damaged(self, copy, monkeypatch):
-        resolve = lineage.resolve
+        resolve = lookup.resolve
 
         def deleted_slowly(directory):
             if directory == item(copy, 2):
@@ -412,7 +412,7 @@ class TestChanging:
                     shutil.rmtree(copy / "2")
             return resolve(directory)
 
-        monkeypatch.setattr(audit.lineages, "resolve", deleted_slowly)
+        monkeypatch.setattr(audit.lookup, "resolve", deleted_slowly)
         assert damaged(copy) == {1: [], 3: []}
 
     def test_leftovers_are_notes(self, copy):
@@ -456,7 +456,7 @@ class TestRepair:
     @pytest.mark.parametrize("step", [1, 2, 3])
     def test_only_what_cannot_be_restored_goes(self, copy, replayed, step):
         own = item(copy, step)
-        files = (own / lineage.BASE).rglob("*") if step == 1 else support.pack_files(own)
+        files = (own / folders.BASE).rglob("*") if step == 1 else support.pack_files(own)
         path = max(files, key=lambda p: p.stat().st_size)
         rewrite(path, support.with_flipped_data(path.read_bytes()))
         leave(copy / "7.orbax-checkpoint-tmp-12")
@@ -500,7 +500,7 @@ class TestRepair:
         assert shape_of(copy) == before
 
     def test_what_can_be_restored_all_the_same_stays(self, copy, replayed):
-        place = item(copy, 3) / lineage.LINEAGE / "1"
+        place = item(copy, 3) / folders.LINEAGE / "1"
         (place / manifest_file.update_file("tpu")).unlink()
         (place / "_sharding").unlink()
         (item(copy, 1) / manifest_file.update_file("cpu")).unlink()
@@ -510,7 +510,7 @@ class TestRepair:
         assert_same_bits(restore(copy, 3, replayed[2]), replayed[1][3])
 
     def test_what_another_platform_may_restore_stays(self, copy):
-        place = item(copy, 3) / lineage.LINEAGE / "1"
+        place = item(copy, 3) / folders.LINEAGE / "1"
         (place / manifest_file.update_file("cpu")).unlink()
         report = repair.repair(copy)
         assert report.removals == ()
@@ -705,7 +705,7 @@ class TestCommand:
         assert "of 2 no array was read" in result.stdout
 
     def test_verify_says_in_one_line_what_it_did_not_look_at(self, replayed, monkeypatch):
-        monkeypatch.setattr(lineage, "checked_of", lambda delta: "" if delta.step == 3 else "full")
+        support.tell_of_checks(monkeypatch, {3: ""})
         bytes_, replay = "the array bytes of 3 steps (verify --read-data)", "the replay of 2 steps"
         unchecked = "the deltas of steps 3 are exact, unchecked when saved (verify --replay)"
         for options, said, not_said in (
@@ -726,7 +726,7 @@ class TestCommand:
             assert [s["unchecked"] for s in report["steps"]] == [[], [], expected]
 
     def test_inspect_and_ls_tell_how_each_delta_was_checked(self, replayed, monkeypatch):
-        monkeypatch.setattr(lineage, "checked_of", lambda delta: "" if delta.step == 3 else "full")
+        support.tell_of_checks(monkeypatch, {3: ""})
         result = self.run("inspect", replayed[0], 3)
         assert "checked when saved" in result.stdout
         assert "step 2 in full, step 3 not checked" in result.stdout

@@ -19,7 +19,7 @@ import adacheck_jax as adacheck
 from adacheck_jax import Recorder
 from adacheck_jax.device import trees
 from adacheck_jax.store.steps import roots
-from adacheck_jax.update import binding, exactness, params_search
+from adacheck_jax.update import binding, exactness, exported_program, params_search
 from adacheck_jax.update import program as update_program
 from adacheck_jax.update.exactness import Level
 from adacheck_jax.update.pinning.fence import can_fence, fence, zero_of
@@ -457,7 +457,7 @@ def test_a_program_of_an_earlier_release_is_called_without_a_zero():
     spec = jax.ShapeDtypeStruct((4,), jnp.float32)
     data = jax.export.export(jax.jit(old))([spec], [spec], [spec], []).serialize()
     one = jnp.ones(4)
-    after = update_program.load_own(bytes(data))(
+    after = exported_program.load_own(bytes(data))(
         [one], [one], [one], [], update_program.switches(1)
     )
     assert_same_bits(after, [np.zeros(4, np.float32), np.ones(4, np.float32)])

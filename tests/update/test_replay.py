@@ -15,7 +15,7 @@ from adacheck_jax import FormatError, IntegrityError, Recorder
 from adacheck_jax.device import trees
 from adacheck_jax.format.manifest import Update
 from adacheck_jax.update import binding as bindings
-from adacheck_jax.update import params_search
+from adacheck_jax.update import exported_program, params_search
 from adacheck_jax.update import program as update_program
 from tests.support import assert_same_bits, host_copy, mesh_of, place
 
@@ -60,7 +60,7 @@ def exported(recorder, state):
         [jax.ShapeDtypeStruct(leaves[p].shape, leaves[p].dtype) for p in paths]
         for paths in (binding.params, binding.inner, binding.record, binding.extra)
     ]
-    data = update_program.export(
+    data = exported_program.export(
         update_program.update_function(recorder, binding.signature),
         arguments,
         update_program.switches(1),
@@ -78,6 +78,7 @@ def note_of(data):
 FRESH = """
 import hashlib, jax, jax.numpy as jnp, optax
 from adacheck_jax import Recorder
+from adacheck_jax.update import exported_program
 from adacheck_jax.update import program as update_program
 recorder = Recorder(optax.adamw(1e-2))
 params = {"kernel": jnp.ones((16, 8)), "bias": jnp.ones(8)}
@@ -85,7 +86,7 @@ state = recorder.init(params)
 leaves = [jax.tree.leaves(t) for t in (params, state.adacheck_inner, state.adacheck_record, {})]
 arguments = [[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in each] for each in leaves]
 function = update_program.update_function(recorder, recorder.signatures[0])
-programs = update_program.export(function, arguments, update_program.switches(1))
+programs = exported_program.export(function, arguments, update_program.switches(1))
 print(hashlib.sha256(b"".join(programs.values())).hexdigest())
 """
 
@@ -113,14 +114,14 @@ def test_an_exported_program_with_changed_bytes_is_not_loaded():
     changed = bytearray(data)
     changed[len(data) // 2] ^= 1
     with pytest.raises(IntegrityError, match=r"update\.stablehlo.*digest"):
-        update_program.load(bytes(changed), update, "update.stablehlo")
+        exported_program.load(bytes(changed), update, "update.stablehlo")
 
 
 def test_bytes_that_this_jax_cannot_read_are_an_error_that_names_the_jax_to_install():
     data = b"no program"
     update = note_of(data)
     with pytest.raises(FormatError, match=rf"jax 0\.0\.1.*{jax.__version__}"):
-        update_program.load(data, update, "update.stablehlo")
+        exported_program.load(data, update, "update.stablehlo")
 
 
 def trained(tx, params, count):
@@ -170,7 +171,7 @@ def test_the_exported_update_folded_over_records_gives_every_bit_of_training(
     params, inner = place(copied(leaves_of(*first)), mesh)
     shardings = [x.sharding for x in params]
     fold = update_program.jit_update_like(
-        update_program.load(data, update, "program"), params, inner
+        exported_program.load(data, update, "program"), params, inner
     )
     zero = update_program.switches(1)
     for record in records:
@@ -204,7 +205,7 @@ def test_recorded_extra_arguments_are_replayed():
         inputs.append((jax.tree.leaves(state.adacheck_record), [state.adacheck_extra["value"]]))
     data, update = exported(recorder, {"params": PARAMS, "opt": first})
     leaves = copied(leaves_of(PARAMS, first))
-    fold = update_program.jit_update_like(update_program.load(data, update, "program"), *leaves)
+    fold = update_program.jit_update_like(exported_program.load(data, update, "program"), *leaves)
     for record, extra in inputs:
         leaves = fold(*leaves, record, extra, update_program.switches(1))
     assert_same_bits(leaves, host_copy(leaves_of(params, state)))
@@ -230,7 +231,7 @@ def test_several_equal_leaves_on_one_device_replay_to_every_bit(name):
 
     tree = {"params": params, "opt_state": state}
     data, note = exported(recorder, tree)
-    run = jax.jit(update_program.load(data, note, "update"))
+    run = jax.jit(exported_program.load(data, note, "update"))
     replayed = (jax.tree.leaves(params), jax.tree.leaves(state.adacheck_inner))
     for number in range(4):
         params, state = step(params, state, number)

@@ -15,9 +15,9 @@ import pytest
 import adacheck_jax as adacheck
 from adacheck_jax.errors import FormatError
 from adacheck_jax.format.manifest import Update
-from adacheck_jax.store.steps import lineage, manifest_file
+from adacheck_jax.store.steps import lookup, manifest_file
+from adacheck_jax.update import exported_program, untrusted
 from adacheck_jax.update import program as update_program
-from adacheck_jax.update import untrusted
 from tests import support
 
 ENDED = Path(__file__).parents[1] / "fuzz/corpus/ended"
@@ -48,7 +48,7 @@ def load(data: bytes):
     update = Update(
         (), (), (), (), (0,), ((0, 0, 0, 0),), (), (), "", "", digests, jax.__version__, True
     )
-    return update_program.load(data, update, "update.stablehlo")
+    return exported_program.load(data, update, "update.stablehlo")
 
 
 @pytest.mark.parametrize("name", ["abort", "segfault"])
@@ -88,7 +88,7 @@ def test_bytes_that_do_not_match_their_digest_are_not_even_parsed(processes):
         (), (), (), (), (0,), ((0, 0, 0, 0),), (), (), "", "", digests, jax.__version__, True
     )
     with pytest.raises(adacheck.IntegrityError, match="digest"):
-        update_program.load(GOOD.read_bytes(), update, "update.stablehlo")
+        exported_program.load(GOOD.read_bytes(), update, "update.stablehlo")
     assert not processes
 
 
@@ -114,7 +114,7 @@ def test_what_this_process_exported_is_trusted_and_what_another_one_did_is_not(t
     untrusted._verdicts.clear()
     support.assert_same_bits(restored(), saved[3])
     assert len(processes) == 1
-    base = lineage.resolve(item).base_directory
+    base = lookup.resolve(item).base_directory
     (base / manifest_file.update_file(update_program.platform())).write_bytes(b"damaged")
     with pytest.raises(adacheck.IntegrityError):
         restored()

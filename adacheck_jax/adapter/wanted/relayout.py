@@ -18,7 +18,7 @@ from adacheck_jax.errors import MismatchError
 from adacheck_jax.format.manifest import ITEMSIZES_BYTES, BaseManifest, Leaf
 from adacheck_jax.layout import plan as layouts
 from adacheck_jax.layout import trees
-from adacheck_jax.layout.operations import Kind
+from adacheck_jax.layout.kinds import Kind
 from adacheck_jax.layout.plan import Plan
 from adacheck_jax.layout.rules import Rule
 from adacheck_jax.layout.trees import Params

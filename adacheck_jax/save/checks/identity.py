@@ -9,7 +9,7 @@ from typing import Any
 from adacheck_jax.save.checks.interface import Check, Findings, State, Witness, compared
 from adacheck_jax.save.exported_update import Engine, ExportedUpdate
 from adacheck_jax.save.snapshot import Structure
-from adacheck_jax.update.recorder import SeparateCall, reference
+from adacheck_jax.update.recording.separate_call import SeparateCall, reference
 
 
 class Identity:

@@ -20,7 +20,7 @@ from adacheck_jax.save.planning.situation import Counts, Facts, SavedFacts
 from adacheck_jax.save.staged import StagedStep
 from adacheck_jax.store import links
 from adacheck_jax.store.retention import KeepLineage
-from adacheck_jax.store.steps import lineage, marks, references
+from adacheck_jax.store.steps import lookup, marks, references
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.interface import Stamp
 from adacheck_jax.store.storage.location import AnyPath, at
@@ -114,9 +114,9 @@ class Parent:
         """
         known, self._lineage = [*others, *self._known()], None
         try:
-            found = self._committed(known) or lineage.follow(known, self.directory)
+            found = self._committed(known) or lookup.follow(known, self.directory)
             if not found.exists():  # deleted; or compacted, and linked otherwise than was known
-                found = lineage.resolve(self.directory)
+                found = lookup.resolve(self.directory)
         except AdaCheckError as error:
             _log.warning("The last step cannot be built on: %s", error)
             return
@@ -128,7 +128,7 @@ class Parent:
         if found is None or found.exists():
             return found
         with contextlib.suppress(AdaCheckError):  # deleted; else linked otherwise than was known
-            return lineage.resolve(self.directory)
+            return lookup.resolve(self.directory)
         return None
 
     def refuse(self) -> None:

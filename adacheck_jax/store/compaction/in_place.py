@@ -23,9 +23,9 @@ from adacheck_jax.format.manifest import BaseManifest, DeltaManifest
 from adacheck_jax.store.compaction import new_base
 from adacheck_jax.store.compaction.team import ALONE, BEGIN, Team
 from adacheck_jax.store.links import OWN_TREE_METADATA, PROBE_PREFIX
-from adacheck_jax.store.steps import lineage as lineages
-from adacheck_jax.store.steps import manifest_file, marks, roots
-from adacheck_jax.store.steps.lineage import BASE, DELTA, KEPT, LINEAGE, Lineage
+from adacheck_jax.store.steps import lookup, manifest_file, marks, roots
+from adacheck_jax.store.steps.folders import BASE, DELTA, KEPT, LINEAGE
+from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.steps.stock import TREE_METADATA
 from adacheck_jax.store.storage.interface import Stamp
 from adacheck_jax.store.storage.location import AnyPath, Location, at
@@ -173,7 +173,7 @@ def contribute(
     directory = at(item_directory)
     with _named(directory):
         wanted = team.agree(BEGIN, {}, lambda _: {})["delta"]
-        found = lineages.resolve(item_directory)
+        found = lookup.resolve(item_directory)
         if found.manifest.checksum != wanted:
             raise LineageError(
                 f"{directory}: expected the step with manifest {wanted[:12]}, found "

@@ -129,7 +129,7 @@ def write(
         FormatError: it is larger than readers accept.
         FileExistsError: the claim is not there any more.
     """
-    data, checksum = manifest_json.encoded(manifest)
+    data, checksum = manifest_json.encode(manifest)
     manifest_json.check_counts(data, str(item_directory / FILE))
     stamp = at(item_directory / FILE).write(data, replacing=claim)
     return dataclasses.replace(manifest, checksum=checksum), stamp

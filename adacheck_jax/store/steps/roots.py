@@ -7,13 +7,8 @@ from dataclasses import dataclass
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.manifest import DeltaManifest, Manifest
 from adacheck_jax.store.steps import manifest_file
-from adacheck_jax.store.steps.lineage import (
-    BASE,
-    DELTA,
-    KEPT,
-    LINEAGE,
-    resolve,
-)
+from adacheck_jax.store.steps.folders import BASE, DELTA, KEPT, LINEAGE
+from adacheck_jax.store.steps.lookup import resolve
 from adacheck_jax.store.steps.marks import IN_PLACE, is_committed, is_item
 from adacheck_jax.store.storage.location import AnyPath, at
 

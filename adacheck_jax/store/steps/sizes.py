@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from adacheck_jax.store.steps.lineage import KEPT, LINEAGE
+from adacheck_jax.store.steps.folders import KEPT, LINEAGE
 from adacheck_jax.store.storage.interface import Entry
 from adacheck_jax.store.storage.location import AnyPath, at
 

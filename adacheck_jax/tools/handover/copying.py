@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adacheck_jax.errors import AdaCheckError
-from adacheck_jax.store.steps import lineage as lineages
-from adacheck_jax.store.steps import manifest_file, marks, roots, stock
+from adacheck_jax.store.steps import lookup, manifest_file, marks, roots, stock
 from adacheck_jax.tools.handover.file_copies import Copied, FileCopies
 from adacheck_jax.tools.steps import InputError, steps_under
 
@@ -202,7 +201,7 @@ def _plan(root: Path, names: Sequence[str]) -> list[_Planned]:
         numbers[name] = max(step.step, numbers.get(name, -1))
         needs, problem = frozenset[str](), "" if step.error is None else _first_line(step.error)
         if step.error is None:
-            entries = lineages.resolve(step.directory).entries
+            entries = lookup.resolve(step.directory).entries
             needs = frozenset(_name(root, each.holder) for each in entries) - {name}
         before = every.get(name, _Planned(name, frozenset(), ""))
         every[name] = _Planned(name, before.needs | needs, before.problem or problem)

@@ -24,8 +24,7 @@ from adacheck_jax.format import manifest as manifests
 from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.layout.rules import Rule
 from adacheck_jax.store import volume_reader
-from adacheck_jax.store.steps import lineage as lineages
-from adacheck_jax.store.steps import roots, stock
+from adacheck_jax.store.steps import lookup, roots, stock
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import AnyPath, at
 from adacheck_jax.tools.recompute import wide_integers
@@ -101,7 +100,7 @@ def find(root: AnyPath, number: int, item: str | None = None) -> RecordedStep:
                 "directory, or restore it with ocp.StandardCheckpointer."
             ) from error
         raise
-    return RecordedStep(number, step.directory, lineages.resolve(step.directory), True)
+    return RecordedStep(number, step.directory, lookup.resolve(step.directory), True)
 
 
 def _held(root: AnyPath, number: int, item: str | None) -> RecordedStep | None:
@@ -111,7 +110,7 @@ def _held(root: AnyPath, number: int, item: str | None) -> RecordedStep | None:
         name = step.directory.name
         if step.error is not None or step.step <= number or name in places:
             continue
-        lineage = lineages.resolve(step.directory)
+        lineage = lookup.resolve(step.directory)
         if number in lineage.steps:
             places[name] = RecordedStep(number, step.directory, lineage.to(number), False)
     if len(places) > 1:

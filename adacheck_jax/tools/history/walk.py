@@ -17,10 +17,12 @@ from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
 from adacheck_jax.device import transfer
 from adacheck_jax.errors import AdaCheckError, IntegrityError
 from adacheck_jax.format.manifest import BaseManifest, Leaf, Update
-from adacheck_jax.restore import check, delta_reader, replay
+from adacheck_jax.restore import check, replay
 from adacheck_jax.restore.compiled_update import CompiledUpdates
+from adacheck_jax.restore.deltas import delta_reader
 from adacheck_jax.store.steps import roots
-from adacheck_jax.store.steps.lineage import Lineage, resolve
+from adacheck_jax.store.steps.lineage import Lineage
+from adacheck_jax.store.steps.lookup import resolve
 from adacheck_jax.store.steps.manifest_file import ManifestReader
 from adacheck_jax.store.storage.location import AnyPath, at
 from adacheck_jax.tools.recompute import base_leaves, cannot_replay_here, touched, wide_integers

@@ -9,7 +9,6 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 from adacheck_jax.format.manifest import Delta
-from adacheck_jax.store.steps import lineage as lineages
 from adacheck_jax.store.steps import roots
 from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.tools import audit, listing
@@ -104,7 +103,7 @@ def _walked(
         lineage = walk.lineage(step)
         counter.add(lineage)
         if isinstance(lineage.end, Delta):
-            checks[lineages.checked_of(lineage.end) or "not checked"] += 1
+            checks[lineage.end.checked or "not checked"] += 1
     leaves = counter.found()
     changes, counts = changes_of(walk, leaves)
     wanted = norms_of_steps.chosen(walk, norm_count)
@@ -182,7 +181,7 @@ def _held(walk: Walk, step: int) -> StepFacts:
         held_by=held_by,
         parent=None if is_deferred else listing.parent_of(saved),
         depth=len(lineage.deltas),
-        checked=(lineages.checked_of(end) or "not checked") if isinstance(end, Delta) else None,
+        checked=(end.checked or "not checked") if isinstance(end, Delta) else None,
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 
 from adacheck_jax.format.manifest import BaseManifest, Delta, Encoding, Leaf
-from adacheck_jax.store.packs import COMPRESSED, RAW
+from adacheck_jax.store.packs.arrays import COMPRESSED, RAW
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.tools.history.differences import roles_of
 from adacheck_jax.tools.report.facts import LeafBytes, Ways

@@ -9,7 +9,7 @@ from __future__ import annotations
 import uuid
 from dataclasses import dataclass
 
-from adacheck_jax.store.steps import lineage as lineages
+from adacheck_jax.store.steps import identity, lookup
 from adacheck_jax.store.steps.roots import PINNED, TMP_SUFFIX
 from adacheck_jax.store.storage.location import AnyPath, Location, at
 from adacheck_jax.tools import verification
@@ -53,7 +53,7 @@ def pin(root: AnyPath, number: int | None, item: str | None = None) -> PinReport
     if step.error is not None:
         raise step.error
     own = _step_directory(top, step.directory)
-    others = {at(each.holder).key for each in lineages.resolve(step.directory).entries}
+    others = {at(each.holder).key for each in lookup.resolve(step.directory).entries}
     if others != {at(step.directory).key}:
         shown = ", ".join(sorted(others - {at(step.directory).key}))
         raise InputError(
@@ -123,7 +123,7 @@ def _link(source: Location, target: Location, item: AnyPath) -> None:
                 "Copy the step with adacheck cp."
             )
         verification.check(item, read_data=False)  # nothing of it was deleted before it was listed
-        if lineages.identity(work) != lineages.identity(source):
+        if identity.of_directory(work) != identity.of_directory(source):
             raise FileNotFoundError
         work.sync(deep=True)
         work.move(target)  # only a whole step has its name

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from adacheck_jax.errors import AdaCheckError
-from adacheck_jax.store.steps import lineage as lineages
+from adacheck_jax.store.steps import lookup
 from adacheck_jax.store.storage.location import AnyPath, Location, at
 from adacheck_jax.tools.listing import FOREIGN, STOCK, StepSummary, saved_at, summarize_root
 from adacheck_jax.tools.steps import InputError
@@ -187,7 +187,7 @@ def _lost(
     held: set[int] = set()
     for row in staying if deferred else ():
         try:
-            held.update(lineages.resolve(root / row.item).steps)
+            held.update(lookup.resolve(root / row.item).steps)
         except AdaCheckError:  # it holds nothing that can be restored
             continue
     return tuple(sorted(deferred - held))

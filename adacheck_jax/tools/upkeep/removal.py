@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from adacheck_jax.errors import AdaCheckError
-from adacheck_jax.store.steps import lineage as lineages
+from adacheck_jax.store.steps import identity, lookup
 from adacheck_jax.store.steps.marks import COMMIT_MARK
 from adacheck_jax.store.steps.roots import TMP_SUFFIX
 from adacheck_jax.store.storage.interface import Stamp
@@ -42,7 +42,7 @@ def planned(root: Location, chosen: Iterable[tuple[Location, str]]) -> list[Remo
     """
     links: dict[Stamp, int] = {}
     return [
-        Removal(path.below(root), why, _freed_bytes(path, links), lineages.identity(path))
+        Removal(path.below(root), why, _freed_bytes(path, links), identity.of_directory(path))
         for path, why in chosen
     ]
 
@@ -55,7 +55,7 @@ def execute(root: Location, removal: Removal) -> bool:
         removal: the removal.
     """
     path = root / removal.path
-    if not is_plain(path) or lineages.identity(path) != removal.identity:
+    if not is_plain(path) or identity.of_directory(path) != removal.identity:
         return False
     if TMP_SUFFIX not in path.name:  # ended midway, no manager takes the rest for a step
         name = f"{path.name}{TMP_SUFFIX}-{uuid.uuid4().hex}"
@@ -87,7 +87,7 @@ def needed_by(directories: Iterable[AnyPath]) -> dict[Location, str]:
     found: dict[Location, str] = {}
     for directory in directories:
         with contextlib.suppress(AdaCheckError):
-            lineage = lineages.resolve(directory)
+            lineage = lookup.resolve(directory)
             for entry in lineage.entries:
                 found.setdefault(at(entry.holder).resolve(), f"step {lineage.manifest.step}")
     return found

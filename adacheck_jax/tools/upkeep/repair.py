@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from etils import epath
 
 from adacheck_jax.errors import AdaCheckError, StorageError, first_line
-from adacheck_jax.format import manifest_json
+from adacheck_jax.format.manifest_body import versions
 from adacheck_jax.store.compaction import in_place
 from adacheck_jax.store.steps import lineage as lineages
-from adacheck_jax.store.steps import manifest_file, roots
+from adacheck_jax.store.steps import lookup, manifest_file, roots
 from adacheck_jax.store.storage.location import AnyPath, Location, at
 from adacheck_jax.tools import audit
 from adacheck_jax.tools.audit import Leftover, Progress, StepReport, Thoroughness
@@ -194,16 +194,16 @@ def _judge(root: Location, step: StepReport) -> tuple[bool, str]:
     if not is_plain(directory):
         return False, "it lies behind a symbolic link, which is not followed"
     own = at(directory / manifest_file.FILE)
-    for manifest in (own, *lineages.linked_manifests(directory)):
+    for manifest in (own, *lookup.linked_manifests(directory)):
         found = _format(manifest)
-        if found is not None and found != manifest_json.FORMAT_VERSION:
+        if found is not None and found != versions.FORMAT_VERSION:
             return False, f"its format version is {found}: another release may read it"
     problem = unreadable_file(directory)
     if problem is not None:
         return False, f"it cannot be judged: {problem}"
     first = step.damage[0]
     try:
-        lineage = lineages.resolve(directory)
+        lineage = lookup.resolve(directory)
     except StorageError as error:
         return False, f"it cannot be judged: {error}"
     except AdaCheckError:
@@ -228,12 +228,12 @@ def _alone(sound: Iterable[Location], lost: Iterable[Location]) -> dict[Location
     known: dict[tuple[AnyPath, str | None], set[int]] = {}
     for directory in sound:
         with contextlib.suppress(AdaCheckError):
-            steps = lineages.resolve(directory).steps
+            steps = lookup.resolve(directory).steps
             known.setdefault(roots.place_of(directory).line, set()).update(steps)
     found, verifier = {}, Verifier()
     for directory in lost:
         with contextlib.suppress(AdaCheckError):
-            part = whole_part(lineages.held(directory), read_data=True, verifier=verifier)
+            part = whole_part(lookup.held(directory), read_data=True, verifier=verifier)
             others = known.setdefault(roots.place_of(directory).line, set())
             steps = [] if part is None else [each for each in part.steps if each not in others]
             if steps:

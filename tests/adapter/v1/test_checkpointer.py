@@ -13,7 +13,7 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 from adacheck_jax import v1 as adacheck
-from adacheck_jax.store.steps import lineage
+from adacheck_jax.store.steps import lookup
 from tests import support
 from tests.adapter.v1.common import assert_same_leaves, checkpointer_of, kinds_of, save_steps
 from tests.support import abstract, assert_same_bits, dict_run, host_copy, mesh_of
@@ -179,7 +179,7 @@ def test_arguments_stand_for_the_state_and_for_the_abstract_state(tmp_path):
         target = adacheck.RestoreArgs(abstract(run.state), step=2, exact=True)
         assert_same_bits(checkpointer.load_checkpointables(3, {"state": target})["state"], expected)
     assert kinds_of(tmp_path) == "BD"
-    assert lineage.resolve(tmp_path / "3/state").manifest.custom_metadata == {"note": 3}
+    assert lookup.resolve(tmp_path / "3/state").manifest.custom_metadata == {"note": 3}
 
 
 def test_a_state_is_recovered_from_memory(tmp_path):
@@ -331,7 +331,7 @@ def test_steps_that_are_marked_and_not_renamed(tmp_path, way):
     mark = tmp_path / "2/commit_success.txt"
     mark.unlink()
     with pytest.raises(adacheck.LineageError, match="committed"):
-        lineage.resolve(tmp_path / "2/state")
+        lookup.resolve(tmp_path / "2/state")
 
 
 def test_what_is_written_beside_a_step_never_changes(tmp_path):

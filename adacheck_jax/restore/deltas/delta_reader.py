@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 
 import ml_dtypes  # noqa: F401  numpy knows bfloat16 and its kin by it
 import numpy as np
@@ -12,45 +11,12 @@ import numpy as np
 from adacheck_jax.errors import IntegrityError
 from adacheck_jax.format import codes, pack_plan, planes
 from adacheck_jax.format.boxes import Box
-from adacheck_jax.format.manifest import BaseManifest, DeltaManifest, Encoding, Pack
-from adacheck_jax.store import packs
-from adacheck_jax.store.packs import PackArray, PackReader
+from adacheck_jax.format.manifest import BaseManifest, DeltaManifest, Encoding
+from adacheck_jax.restore.deltas.shared_work import SharedWork
+from adacheck_jax.store.packs import arrays
+from adacheck_jax.store.packs.reader import PackReader
 from adacheck_jax.store.steps.lineage import Lineage, LineageStep
 from adacheck_jax.store.storage.location import AnyPath
-
-Spans = list[tuple[int, int]]
-"""Half-open byte ranges."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Bytes of a pack that are read at once.
-
-    Attributes:
-        process: the pack's process.
-        start, stop: half-open range of bytes of its raw array.
-        parts: for each box in them its position among the wanted boxes, and its range of bytes.
-    """
-
-    process: int
-    start: int
-    stop: int
-    parts: tuple[tuple[int, int, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ReaderCache:
-    """Work that the readers of one lineage's deltas share.
-
-    Attributes:
-        plans: pack layouts; most deltas of a lineage have the same one.
-        pieces: pieces to read of boxes, by layout and boxes.
-        opened: opened pack arrays; the deltas of one save lie one after another in an array.
-    """
-
-    plans: dict[Hashable, pack_plan.WritePlan] = field(default_factory=dict)
-    pieces: dict[Hashable, list[_Piece]] = field(default_factory=dict)
-    opened: dict[tuple[AnyPath, packs.Kind], PackArray] = field(default_factory=dict)
 
 
 class DeltaReader:
@@ -60,7 +26,7 @@ class DeltaReader:
         base: the manifest that describes the leaves.
         entry: the save that wrote the delta.
         number: the delta's position among those of the save; -1 is the saved step's own.
-        cache: work shared with other readers; None to share none.
+        shared: work shared with other readers; None to share none.
 
     Raises:
         IntegrityError: the delta's manifest does not fit the base's.
@@ -71,16 +37,15 @@ class DeltaReader:
         base: BaseManifest,
         entry: LineageStep,
         number: int = -1,
-        cache: ReaderCache | None = None,
+        shared: SharedWork | None = None,
     ) -> None:
         manifest = entry.manifest
         assert isinstance(manifest, DeltaManifest)
         self._leaves = base.leaves
         self._entry = entry
-        self._manifest = manifest
         self._number = number % len(manifest.deltas)
         self._delta = delta = manifest.deltas[number]
-        self._cache = cache or ReaderCache()
+        self._shared = shared or SharedWork()
         if len(delta.packs) != base.process_count or any(
             i >= len(base.leaves) for i in (*delta.stored, *delta.unreplayed)
         ):
@@ -89,38 +54,12 @@ class DeltaReader:
                 f"{len(base.leaves)} leaves, found {len(delta.packs)} packs with leaves up to "
                 f"{max(delta.stored, default=0)}. Restore another step."
             )
-        self._layout = self._plan()
+        self._layout = self._shared.layout(entry, delta, base.leaves)
         self._extents: dict[int, list[pack_plan.Extent]] = {}
         for extent in self._layout.extents:
             self._extents.setdefault(extent.leaf, []).append(extent)
-        self._packs: dict[tuple[int, packs.Kind], PackReader] = {}
+        self._packs: dict[tuple[int, arrays.Kind], PackReader] = {}
         self._decoded: dict[tuple[int, Box], np.ndarray] | None = None
-
-    def _plan(self) -> pack_plan.WritePlan:
-        """The layout of the packs, computed as the writer computed it, and compared with theirs."""
-        delta, plans = self._delta, self._cache.plans
-        encodings = [pack.encodings for pack in delta.packs]
-        try:
-            aliases = [pack.aliases for pack in delta.packs]
-            coded = [pack.coded for pack in delta.packs]
-            key = (delta.stored, *encodings, *aliases, *coded)
-            plan = plans.get(key)
-            if plan is None:
-                plan = pack_plan.plan_delta(self._leaves, delta.stored, encodings, aliases, coded)
-        except (ValueError, IndexError) as error:
-            raise IntegrityError(
-                f"{self._entry.place}: the manifest tells of parts that cannot be so ({error}). "
-                "Restore another step."
-            ) from error
-        plans[key] = plan
-        planned = tuple(zip(plan.raw_bytes, plan.compressed_bytes, strict=True))
-        found = tuple((pack.raw_bytes, pack.compressed_bytes) for pack in delta.packs)
-        if planned != found:
-            raise IntegrityError(
-                f"{self._entry.place}: expected packs of {planned} bytes from the stored leaves, "
-                f"found {found}. Restore another step."
-            )
-        return plan
 
     @property
     def stored(self) -> tuple[int, ...]:
@@ -159,7 +98,7 @@ class DeltaReader:
         """
         found: dict[AnyPath, list[str]] = {}
         for process in range(len(self._delta.packs)):
-            for kind in (packs.RAW, packs.COMPRESSED):
+            for kind in (arrays.RAW, arrays.COMPRESSED):
                 if self._pack(process, kind).stored_bytes:
                     found.setdefault(self._entry.pack(process), []).append(kind.name)
         return found
@@ -202,8 +141,8 @@ class DeltaReader:
             if extent.box == box and extent.encoding is Encoding.CODED:
                 return self._decode(extent)
             if extent.box == box and box.size and extent.encoding is Encoding.RAW:
-                spans, _ = _spans_of(extent, box)
-                data = self._planes(extent.process, packs.RAW, spans, leaf.path)
+                spans, _ = extent.spans(box)
+                data = self._planes(extent.process, arrays.RAW, spans, leaf.path)
                 return data.view(dtype).reshape(box.shape)  # as it was read, without a copy
         block = np.empty(box.shape, dtype)
         self.patch(index, box, block)
@@ -226,8 +165,8 @@ class DeltaReader:
             IntegrityError, FormatError: as from :meth:`read`.
         """
         found: dict[int, np.ndarray] = {}
-        for piece in self._pieces(wanted):
-            pack = self._pack(piece.process, packs.RAW)
+        for piece in self._shared.pieces(self._layout, wanted, self._whole):
+            pack = self._pack(piece.process, arrays.RAW)
             with contextlib.suppress(IntegrityError):  # read() raises it with the leaf's path
                 span = (piece.start, piece.stop)
                 (data,) = pack.read([span], what="some leaves", checked=checked)
@@ -253,20 +192,6 @@ class DeltaReader:
             for _ in self.blocks(index):
                 pass
 
-    def _pieces(self, wanted: Sequence[tuple[int, Box]]) -> list[_Piece]:
-        """Pieces that hold those boxes that are stored as they are, and by themselves."""
-        key = (id(self._layout), tuple(wanted))  # the cache holds the layout, too
-        pieces = self._cache.pieces.get(key)
-        if pieces is None:
-            spans = []
-            for n, (index, box) in enumerate(wanted):
-                for extent in self._extents.get(index, ()) if self.stores_whole(index) else ():
-                    if extent.box == box and box.size and extent.encoding is Encoding.RAW:
-                        ((start, stop),), _ = _spans_of(extent, box)
-                        spans.append((extent.process, start, stop, n))
-            pieces = self._cache.pieces[key] = [*_merged(sorted(spans))]
-        return pieces
-
     @contextlib.contextmanager
     def prefetched(self, wanted: Mapping[int, Sequence[Box]]) -> Iterator[None]:
         """Read all bytes of some boxes in few large pieces, and keep them inside the context.
@@ -277,12 +202,12 @@ class DeltaReader:
         Raises:
             FormatError: a pack is missing. Damaged bytes raise later, from :meth:`read`.
         """
-        needed: dict[tuple[int, packs.Kind], Spans] = {}
+        needed: dict[tuple[int, arrays.Kind], pack_plan.Spans] = {}
         for index, boxes in wanted.items():
             for extent in self._extents.get(index, ()):
                 for common in filter(None, (box.intersect(extent.box) for box in boxes)):
-                    raw, compressed = _spans_of(extent, _rows_of(extent.box, common))
-                    for kind, spans in ((packs.RAW, raw), (packs.COMPRESSED, compressed)):
+                    raw, compressed = extent.spans(extent.rows(common))
+                    for kind, spans in ((arrays.RAW, raw), (arrays.COMPRESSED, compressed)):
                         needed.setdefault((extent.process, kind), []).extend(spans)
         readers = [(self._pack(*each), spans) for each, spans in needed.items() if spans]
         self._decoded = {}
@@ -318,15 +243,15 @@ class DeltaReader:
                 part = self._decode(extent)[(*common.relative_to(extent.box.start).slices, ...)]
                 block[(*common.relative_to(box.start).slices, ...)] = part
                 continue
-            rows = _rows_of(extent.box, common)
+            rows = extent.rows(common)
             inside = (*common.relative_to(rows.start).slices, ...)
             target = block[(*common.relative_to(box.start).slices, ...)]
-            raw, compressed = _spans_of(extent, rows)
-            low = self._planes(extent.process, packs.RAW, raw, leaf.path)
+            raw, compressed = extent.spans(rows)
+            low = self._planes(extent.process, arrays.RAW, raw, leaf.path)
             if extent.encoding is Encoding.RAW:
                 target[...] = low.view(block.dtype).reshape(rows.shape)[inside]
                 continue
-            high = self._planes(extent.process, packs.COMPRESSED, compressed, leaf.path)
+            high = self._planes(extent.process, arrays.COMPRESSED, compressed, leaf.path)
             if rows == common and target.flags.c_contiguous:
                 planes.decode(extent.encoding, target, low, high)
                 continue
@@ -335,14 +260,18 @@ class DeltaReader:
             planes.decode(extent.encoding, whole, low, high)
             target[...] = whole[inside]
 
+    def _whole(self, index: int) -> Sequence[pack_plan.Extent]:
+        """The extents of a leaf that is stored whole, none of another."""
+        return self._extents.get(index, ()) if self.stores_whole(index) else ()
+
     def _decode(self, extent: pack_plan.Extent) -> np.ndarray:
         """The elements of a coded box, which the caller must not change; once while prefetched."""
         leaf, key = self._leaves[extent.leaf], (extent.leaf, extent.box)
         if self._decoded is not None and key in self._decoded:
             return self._decoded[key]
-        raw, compressed = _spans_of(extent, extent.box)
-        low = self._planes(extent.process, packs.RAW, raw, leaf.path)
-        high = self._planes(extent.process, packs.COMPRESSED, compressed, leaf.path)
+        raw, compressed = extent.spans(extent.box)
+        low = self._planes(extent.process, arrays.RAW, raw, leaf.path)
+        high = self._planes(extent.process, arrays.COMPRESSED, compressed, leaf.path)
         block = np.empty(extent.box.shape, np.dtype(leaf.dtype))
         try:
             codes.decode(np.concatenate([low.reshape(-1), high.reshape(-1)]), block)
@@ -355,7 +284,9 @@ class DeltaReader:
             self._decoded[key] = block
         return block
 
-    def _planes(self, process: int, kind: packs.Kind, spans: Spans, path: str) -> np.ndarray:
+    def _planes(
+        self, process: int, kind: arrays.Kind, spans: pack_plan.Spans, path: str
+    ) -> np.ndarray:
         """Bytes of spans of one length, one span a row."""
         if not spans:
             return np.empty((0, 0), np.uint8)
@@ -365,17 +296,10 @@ class DeltaReader:
         read = self._pack(process, kind).read(spans, what=path)
         return (read[0] if len(read) == 1 else np.concatenate(read)).reshape(count, length)
 
-    def _pack(self, process: int, kind: packs.Kind) -> PackReader:
+    def _pack(self, process: int, kind: arrays.Kind) -> PackReader:
         if (process, kind) not in self._packs:
-            start = self._entry.pack(process)
-            sections = [_section_of(each.packs[process], kind) for each in self._manifest.deltas]
-            begins, length_bytes = packs.laid_out(start, kind, sections)
-            opened = self._cache.opened
-            if (start, kind) not in opened:
-                opened[start, kind] = PackArray(start, kind, length_bytes)
-            self._packs[process, kind] = PackReader(
-                opened[start, kind], *sections[self._number], begins[self._number]
-            )
+            pack = self._shared.pack(self._entry, self._number, process, kind)
+            self._packs[process, kind] = pack
         return self._packs[process, kind]
 
 
@@ -385,66 +309,10 @@ def readers_of(lineage: Lineage) -> list[DeltaReader]:
     Raises:
         IntegrityError: a delta's manifest does not fit the base's.
     """
-    cache = ReaderCache()
+    shared = SharedWork()
     every = [
-        DeltaReader(lineage.base, entry, number, cache)
+        DeltaReader(lineage.base, entry, number, shared)
         for manifest, entry in lineage.saves
         for number in range(len(manifest.deltas))
     ]
     return every[: len(every) - lineage.left_out]
-
-
-def _merged(spans: Sequence[tuple[int, int, int, int]]) -> Iterator[_Piece]:
-    """Spans that lie side by side in a pack as one; each has a process, two ends and a position."""
-    groups: list[list[tuple[int, int, int, int]]] = []
-    stop = 0
-    for span in spans:
-        if not groups or span[0] != groups[-1][0][0] or span[1] > stop:
-            groups.append([])
-            stop = 0
-        groups[-1].append(span)
-        stop = max(stop, span[2])
-    for group in groups:
-        process, start, _, _ = group[0]
-        parts = tuple((n, first - start, last - start) for _, first, last, n in group)
-        yield _Piece(process, start, max(last for _, _, last, _ in group), parts)
-
-
-def _section_of(pack: Pack, kind: packs.Kind) -> tuple[int, packs.Ranges]:
-    """Length in bytes of a delta's section of a pack array, and the zero blocks left out of it."""
-    if kind is packs.RAW:
-        return pack.raw_bytes, pack.raw_zeros
-    return pack.compressed_bytes, pack.compressed_zeros
-
-
-def _rows_of(stored: Box, part: Box) -> Box:
-    """A stored box narrowed, along its first axis, to the rows that meet a part of it."""
-    if not stored.start:
-        return stored
-    return Box((part.start[0], *stored.start[1:]), (part.stop[0], *stored.stop[1:]))
-
-
-def _spans_of(extent: pack_plan.Extent, rows: Box) -> tuple[Spans, Spans]:
-    """Byte ranges of some rows of a stored box, one a plane, in the raw and compressed arrays.
-
-    Of a code all bytes, one range in each array.
-    """
-    if extent.encoding is Encoding.CODED:  # read whole
-        low, high = extent.raw_start, extent.compressed_start
-        return [(low, low + extent.raw_bytes)], [(high, high + extent.compressed_bytes)]
-    plane_count = extent.planes or 1
-    plane_bytes = extent.size_bytes // plane_count
-    first, last = 0, plane_bytes
-    if extent.box.start:
-        row_bytes = plane_bytes // extent.box.shape[0]
-        first = (rows.start[0] - extent.box.start[0]) * row_bytes
-        last = (rows.stop[0] - extent.box.start[0]) * row_bytes
-
-    def spans(start: int, count: int) -> Spans:
-        starts = [start + plane * plane_bytes for plane in range(count)]
-        return [(each + first, each + last) for each in starts]
-
-    return (
-        spans(extent.raw_start, plane_count - extent.compressed),
-        spans(extent.compressed_start, extent.compressed),
-    )

@@ -15,7 +15,7 @@ from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.manifest import Leaf, Update
 from adacheck_jax.restore import shared_reads, shares
 from adacheck_jax.restore.compiled_update import Shardings, abstract_leaf
-from adacheck_jax.restore.delta_reader import DeltaReader
+from adacheck_jax.restore.deltas.delta_reader import DeltaReader
 from adacheck_jax.restore.shared_reads import OwnShare, ReadOnce, SharedReads
 from adacheck_jax.restore.shares import Exchange
 from adacheck_jax.store.storage.location import AnyPath

@@ -12,7 +12,7 @@ import numpy as np
 from adacheck_jax.device import transfer
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.manifest import Leaf
-from adacheck_jax.restore.delta_reader import DeltaReader
+from adacheck_jax.restore.deltas.delta_reader import DeltaReader
 from adacheck_jax.restore.working_set import WorkingSet, like_host
 
 

@@ -1,0 +1,144 @@
+"""Work that the readers of one lineage share: layouts of packs, plans of reads, opened arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+from adacheck_jax.errors import IntegrityError
+from adacheck_jax.format import pack_plan
+from adacheck_jax.format.boxes import Box
+from adacheck_jax.format.manifest import Delta, DeltaManifest, Encoding, Leaf, Pack
+from adacheck_jax.store.packs import arrays
+from adacheck_jax.store.packs.reader import PackArray, PackReader
+from adacheck_jax.store.steps.lineage import LineageStep
+from adacheck_jax.store.storage.location import AnyPath
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes of a pack that are read at once.
+
+    Attributes:
+        process: the pack's process.
+        start, stop: half-open range of bytes of its raw array.
+        parts: for each box in them its position among the wanted boxes, and its range of bytes.
+    """
+
+    process: int
+    start: int
+    stop: int
+    parts: tuple[tuple[int, int, int], ...]
+
+
+class SharedWork:
+    """Results that several readers need; most deltas of a lineage have the same layout."""
+
+    def __init__(self) -> None:
+        self._layouts: dict[Hashable, pack_plan.WritePlan] = {}
+        self._pieces: dict[Hashable, list[Piece]] = {}
+        self._opened: dict[tuple[AnyPath, arrays.Kind], PackArray] = {}
+
+    def layout(
+        self, entry: LineageStep, delta: Delta, leaves: Sequence[Leaf]
+    ) -> pack_plan.WritePlan:
+        """The layout of a delta's packs, computed as its writer did, and compared with theirs.
+
+        Args:
+            entry: the save that wrote the delta.
+            delta: the delta.
+            leaves: the base's leaves.
+
+        Raises:
+            IntegrityError: the delta's manifest does not fit the base's.
+        """
+        encodings = [pack.encodings for pack in delta.packs]
+        aliases = [pack.aliases for pack in delta.packs]
+        coded = [pack.coded for pack in delta.packs]
+        key = (delta.stored, *encodings, *aliases, *coded)
+        plan = self._layouts.get(key)
+        if plan is None:
+            try:
+                plan = pack_plan.plan_delta(leaves, delta.stored, encodings, aliases, coded)
+            except (ValueError, IndexError) as error:
+                raise IntegrityError(
+                    f"{entry.place}: the manifest tells of parts that cannot be so ({error}). "
+                    "Restore another step."
+                ) from error
+            self._layouts[key] = plan
+        planned = tuple(zip(plan.raw_bytes, plan.compressed_bytes, strict=True))
+        found = tuple((pack.raw_bytes, pack.compressed_bytes) for pack in delta.packs)
+        if planned != found:
+            raise IntegrityError(
+                f"{entry.place}: expected packs of {planned} bytes from the stored leaves, "
+                f"found {found}. Restore another step."
+            )
+        return plan
+
+    def pieces(
+        self,
+        layout: pack_plan.WritePlan,
+        wanted: Sequence[tuple[int, Box]],
+        whole: Callable[[int], Sequence[pack_plan.Extent]],
+    ) -> list[Piece]:
+        """Pieces that hold those boxes that are stored as they are, and by themselves.
+
+        Args:
+            layout: the layout of the packs.
+            wanted: leaf indices and boxes.
+            whole: gives the extents of a leaf that is stored whole, none of another.
+        """
+        key = (id(layout), tuple(wanted))  # the layout is held here, too
+        pieces = self._pieces.get(key)
+        if pieces is None:
+            spans = []
+            for n, (index, box) in enumerate(wanted):
+                for extent in whole(index):
+                    if extent.box == box and box.size and extent.encoding is Encoding.RAW:
+                        ((start, stop),), _ = extent.spans(box)
+                        spans.append((extent.process, start, stop, n))
+            pieces = self._pieces[key] = [*_merged(sorted(spans))]
+        return pieces
+
+    def pack(self, entry: LineageStep, number: int, process: int, kind: arrays.Kind) -> PackReader:
+        """A reader of a delta's section of a pack.
+
+        Args:
+            entry: the save that wrote the delta.
+            number: the delta's position among those of the save, from 0.
+            process: the pack's process.
+            kind: kind of its array. The deltas of one save lie one after another in it.
+
+        Raises:
+            FormatError: the pack is missing, or has another length than the manifest says.
+        """
+        assert isinstance(entry.manifest, DeltaManifest)
+        start = entry.pack(process)
+        sections = [_section_of(each.packs[process], kind) for each in entry.manifest.deltas]
+        begins, length_bytes = arrays.laid_out(start, kind, sections)
+        if (start, kind) not in self._opened:
+            self._opened[start, kind] = PackArray(start, kind, length_bytes)
+        return PackReader(self._opened[start, kind], *sections[number], begins[number])
+
+
+def _section_of(pack: Pack, kind: arrays.Kind) -> tuple[int, arrays.Ranges]:
+    """Length in bytes of a delta's section of a pack array, and the zero blocks left out of it."""
+    if kind is arrays.RAW:
+        return pack.raw_bytes, pack.raw_zeros
+    return pack.compressed_bytes, pack.compressed_zeros
+
+
+def _merged(spans: Sequence[tuple[int, int, int, int]]) -> Iterator[Piece]:
+    """Spans that lie side by side in a pack as one; each has a process, two ends and a position."""
+    groups: list[list[tuple[int, int, int, int]]] = []
+    stop = 0
+    for span in spans:
+        if not groups or span[0] != groups[-1][0][0] or span[1] > stop:
+            groups.append([])
+            stop = 0
+        groups[-1].append(span)
+        stop = max(stop, span[2])
+    for group in groups:
+        process, start, _, _ = group[0]
+        parts = tuple((n, first - start, last - start) for _, first, last, n in group)
+        yield Piece(process, start, max(last for _, _, last, _ in group), parts)

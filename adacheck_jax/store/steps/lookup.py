@@ -1,0 +1,200 @@
+"""The way from a step to its base: lineages, looked up in a storage, with every parent checked."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+from adacheck_jax.errors import (
+    AdaCheckError,
+    FormatError,
+    IntegrityError,
+    LineageError,
+    StorageError,
+)
+from adacheck_jax.format.manifest import DeltaManifest, Manifest
+from adacheck_jax.store.steps import manifest_file, marks, references
+from adacheck_jax.store.steps.folders import LINEAGE
+from adacheck_jax.store.steps.lineage import Lineage, LineageStep
+from adacheck_jax.store.storage.location import AnyPath, Location, at
+
+ReadManifest = Callable[[AnyPath], Manifest]
+"""Reads a manifest from its own path."""
+
+
+def resolve(item_directory: AnyPath, read: ReadManifest = manifest_file.read_file) -> Lineage:
+    """Finds the base and the deltas that reproduce one step, and checks every parent.
+
+    Args:
+        item_directory: the step's item directory.
+        read: reads a manifest from its own path.
+
+    Raises:
+        FormatError: a manifest is missing or cannot be read.
+        IntegrityError: a manifest does not match its checksum.
+        LineageError: a step of the lineage is missing, was replaced, or was not committed by
+            Orbax.
+    """
+    try:
+        return _looked_up(item_directory, read)
+    except (LineageError, FormatError, IntegrityError):
+        if not at(item_directory).on_file_system:
+            raise
+        # A step may have become a base, and lost its links, while the lineage was followed.
+        return _looked_up(item_directory, read)
+
+
+def follow(known: Sequence[Lineage], item_directory: AnyPath) -> Lineage:
+    """Resolves a step as :func:`resolve` does, but reads one manifest if its lineage is known.
+
+    Args:
+        known: lineages that were resolved before.
+        item_directory: the step's item directory.
+    """
+    marks.refuse_uncommitted(item_directory)
+    manifest = manifest_file.read(item_directory)
+    for each in known:
+        if manifest.checksum == each.manifest.checksum:
+            return each
+        if (
+            isinstance(manifest, DeltaManifest)
+            and manifest.parent.checksum == each.manifest.saved_checksum
+        ):
+            linked = at(item_directory / LINEAGE).is_folder
+            return each.followed_by(manifest, item_directory, linked=linked)
+    return resolve(item_directory)
+
+
+def held(item_directory: AnyPath) -> Lineage:
+    """The longest lineage in the directory of a step, which may be damaged.
+
+    Args:
+        item_directory: the step's item directory.
+
+    Returns:
+        The lineage of the step itself, if its manifests are whole; else of the newest step linked
+        into its directory whose manifests are whole.
+
+    Raises:
+        AdaCheckError: there is none; the error is that of :func:`resolve` for the step itself.
+    """
+    item_directory = _for_many_looks(item_directory)
+    try:
+        return resolve(item_directory)
+    except StorageError:
+        raise
+    except AdaCheckError as error:
+        manifest_file.refuse_links(item_directory)
+        for entry in _linked(item_directory):
+            with contextlib.suppress(LineageError, IntegrityError, FormatError):
+                return _resolved(entry)
+        raise error
+
+
+def linked_manifests(item_directory: AnyPath) -> Iterator[Location]:
+    """Manifests of earlier steps that are linked into the directory of a step."""
+    links = at(item_directory / LINEAGE)
+    bases = (links / name / manifest_file.FILE for name in links.folders())
+    yield from (each for each in bases if each.exists)
+    for each in links.list(deep=False):
+        if each.name.endswith(f".{manifest_file.NAME}"):
+            yield each
+
+
+def _looked_up(item_directory: AnyPath, read: ReadManifest) -> Lineage:
+    item_directory = _for_many_looks(item_directory)
+    manifest_file.refuse_links(item_directory)
+    marks.refuse_uncommitted(item_directory)
+    manifest = read(item_directory / manifest_file.FILE)
+    return _resolved(LineageStep(manifest, item_directory), read)
+
+
+def _for_many_looks(item_directory: AnyPath) -> AnyPath:
+    """An item directory in a store, in a view of its root."""
+    if at(item_directory).on_file_system:
+        return item_directory
+    root = item_directory.parent.parent if marks.is_item(item_directory) else item_directory.parent
+    return Location(at(root).listed().storage, at(item_directory).key)
+
+
+def _linked(item_directory: AnyPath) -> Iterator[LineageStep]:
+    """Steps linked into a directory whose own manifests are whole, newest first."""
+    found = {}
+    for path in linked_manifests(item_directory):
+        name = path.below(at(item_directory / LINEAGE)).partition("/")[0].partition(".")[0]
+        if name.isdecimal():
+            found[int(name)] = path
+    for step, path in sorted(found.items(), key=lambda each: each[0], reverse=True):
+        with contextlib.suppress(IntegrityError, FormatError):
+            manifest = manifest_file.read_file(path)
+            if manifest.step == step:
+                yield LineageStep(manifest, item_directory, is_link=True)
+
+
+def _resolved(entry: LineageStep, read: ReadManifest = manifest_file.read_file) -> Lineage:
+    """Follows a step's parents to its base."""
+    entries = [entry]
+    holders = [entry.holder]
+    while isinstance(entry.manifest, DeltaManifest):
+        child = entry.manifest
+        found = _find(child, entry, holders, read)
+        parent = found.manifest
+        if parent.saved_checksum != child.parent.checksum or parent.step != child.parent.step:
+            raise LineageError(
+                f"{found.place}: step {child.step} builds on step {child.parent.step} with "
+                f"manifest {child.parent.checksum[:12]}, found step {parent.step} with manifest "
+                f"{parent.saved_checksum[:12]}. The step was saved again or replaced; restore a "
+                "base step, or a step saved after the replacement."
+            )
+        depth = parent.depth + len(child.deltas)
+        if child.depth != depth:
+            raise IntegrityError(
+                f"{entry.place}: expected delta number {depth} of its line, found "
+                f"{child.depth}. Restore another step."
+            )
+        entry = found
+        entries.append(entry)
+        if not entry.is_link:
+            # A directory with links has links to the whole lineage: the first and the last suffice.
+            holders[1:] = [entry.holder]
+    lineage = Lineage(tuple(reversed(entries)))
+    for manifest, entry in lineage.saves:
+        if len(manifest.fingerprints) != len(lineage.base.leaves):
+            raise IntegrityError(
+                f"{entry.place}: expected a fingerprint for each of {len(lineage.base.leaves)} "
+                f"leaves of the base, found {len(manifest.fingerprints)}. Restore another step."
+            )
+    return lineage
+
+
+def _find(
+    child: DeltaManifest, entry: LineageStep, holders: Sequence[AnyPath], read: ReadManifest
+) -> LineageStep:
+    """The parent of a delta.
+
+    Args:
+        child: the delta's manifest.
+        entry: the delta.
+        holders: directories that may hold links to the parent.
+        read: reads a manifest from its own path.
+    """
+    parent = child.parent
+    for holder in holders:
+        linked = holder / LINEAGE / str(parent.step)
+        if at(linked).is_folder:
+            manifest = read(linked / manifest_file.FILE)
+            return LineageStep(manifest, holder, is_link=True)
+        path = linked.with_name(f"{parent.step}.{manifest_file.NAME}")
+        if at(path).exists:
+            return LineageStep(read(path), holder, is_link=True)
+    places: list[AnyPath] = [holders[0] / LINEAGE / f"{parent.step}[.{manifest_file.NAME}]"]
+    # A directory with links has links to all; and a reference holds for the delta's own directory.
+    if not (entry.is_link or at(entry.holder / LINEAGE).is_folder):
+        places.append(entry.holder / parent.reference)
+        if found := references.found(entry.holder, parent.reference):
+            marks.refuse_uncommitted(found)
+            return LineageStep(read(found / manifest_file.FILE), found)
+    raise LineageError(
+        f"{entry.place}: step {child.step} builds on step {parent.step}, expected at "
+        f"{' or '.join(map(str, places))}, found nothing there."
+    )
