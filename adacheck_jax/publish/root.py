@@ -13,14 +13,24 @@ from typing import TypeVar
 
 import xxhash
 
-from adacheck_jax.errors import FormatError, IntegrityError, StorageError, unreadable
+from adacheck_jax.errors import (
+    FormatError,
+    IntegrityError,
+    MismatchError,
+    StorageError,
+    unreadable,
+)
 from adacheck_jax.format.manifest_json import MAX_MANIFEST_BYTES
 from adacheck_jax.publish import records
 from adacheck_jax.publish.records import Base, Claim, Leaves, Record, Stored, Version
+from adacheck_jax.store.steps.marks import STEP_METADATA
 from adacheck_jax.store.storage.location import AnyPath, Location, at, located
 
 PUBLISHERS, LEAVES, VERSIONS = "publishers", "leaves", "versions"
 DELTAS, BASES, PARTS = "deltas", "bases", "parts"
+_FOLDERS = {PUBLISHERS, LEAVES, VERSIONS, DELTAS, BASES, PARTS}
+_SHOWN = 3
+"""Names that a message gives of many."""
 _DIGITS = 12
 _TEMPORARY = re.compile(r"\..*\.tmp")
 _R = TypeVar("_R", bound=Record)
@@ -59,6 +69,28 @@ class Root:
         """Numbers that values in a folder are named by, ascending."""
         names = (each.name for each in (self.top / folder).list(deep=False))
         return sorted(int(name) for name in names if re.fullmatch(rf"\d{{{_DIGITS}}}", name))
+
+    def check_own(self) -> None:
+        """Looks for what no publisher wrote, in a root that has no version yet.
+
+        Raises:
+            MismatchError: there is something else, and no publisher has begun here.
+        """
+        top = self.top.listed()
+        folders = top.folders()
+        if PUBLISHERS in folders:
+            return
+        found = sorted({*folders, *(each.name for each in top.list(deep=False))} - _FOLDERS)
+        found = [name for name in found if not name.startswith(".")]
+        if found:
+            is_step = any((top / name / STEP_METADATA).exists for name in folders)
+            what = "the root of a checkpoint manager" if is_step else "a directory of other content"
+            more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+            raise MismatchError(
+                f"{self}: expected a root of published weights, or nothing, found {what} "
+                f"({', '.join(found[:_SHOWN])}{more}). No publisher has written there. Give the "
+                "publisher, and those who follow it, a directory or URL of its own."
+            )
 
     def payloads(self) -> list[tuple[str, int, int, Location]]:
         """Deltas, and folders of parts: folder of the record, sequence number, epoch, and place."""
@@ -191,9 +223,15 @@ class Root:
 
 
 def claim(root: Root) -> Claim:
-    """Takes a root over from the publisher that had it, from the next sequence number on."""
+    """Takes a root over from the publisher that had it, from the next sequence number on.
+
+    Raises:
+        MismatchError: something else than published weights is there.
+    """
     while True:
         epochs, sequences = root.numbers(PUBLISHERS), root.numbers(VERSIONS)
+        if not epochs:
+            root.check_own()
         mine = Claim(
             epoch=epochs[-1] + 1 if epochs else 0,
             first=sequences[-1] + 1 if sequences else 0,
