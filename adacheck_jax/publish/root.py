@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import xxhash
@@ -66,8 +66,14 @@ class Root:
         return str(self.top)
 
     def numbers(self, folder: str) -> list[int]:
-        """Numbers that values in a folder are named by, ascending."""
-        names = (each.name for each in (self.top / folder).list(deep=False))
+        """Numbers that values in a folder are named by, ascending.
+
+        Raises:
+            StorageError: the folder cannot be read now.
+        """
+        place = self.top / folder
+        with _looking_at(place):
+            names = [each.name for each in place.list(deep=False)]
         return sorted(int(name) for name in names if re.fullmatch(rf"\d{{{_DIGITS}}}", name))
 
     def check_own(self) -> None:
@@ -75,12 +81,14 @@ class Root:
 
         Raises:
             MismatchError: there is something else, and no publisher has begun here.
+            StorageError: the root cannot be read now.
         """
-        top = self.top.listed()
-        folders = top.folders()
+        with _looking_at(self.top):
+            top = self.top.listed()
+            folders, values = top.folders(), [each.name for each in top.list(deep=False)]
         if PUBLISHERS in folders:
             return
-        found = sorted({*folders, *(each.name for each in top.list(deep=False))} - _FOLDERS)
+        found = sorted({*folders, *values} - _FOLDERS)
         found = [name for name in found if not name.startswith(".")]
         if found:
             is_step = any((top / name / STEP_METADATA).exists for name in folders)
@@ -271,6 +279,17 @@ def _name(number: int) -> str:
 
 def _number(record: Claim | Version | Base) -> int:
     return record.epoch if isinstance(record, Claim) else record.sequence
+
+
+@contextlib.contextmanager
+def _looking_at(place: Location) -> Iterator[None]:
+    """Tells that a folder cannot be listed now as a StorageError."""
+    try:
+        yield
+    except OSError as error:
+        if told := unreadable(place, error):
+            raise told from error
+        raise
 
 
 def _read(place: Location, nbytes: int | None = None) -> bytes:

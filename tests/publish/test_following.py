@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import shutil
 import threading
 import uuid
@@ -22,6 +23,7 @@ from adacheck_jax.publish.records import Leaves, Stored
 from adacheck_jax.publish.root import BASES, VERSIONS, Root
 from adacheck_jax.publish.weights import Weights
 from adacheck_jax.store.storage.location import at, located
+from adacheck_jax.store.storage.posix import Posix
 from adacheck_jax.tools.handover.published import export_version
 from tests.publish.states import Training, abstract, bits, in_memory
 from tests.support import mesh_of
@@ -361,16 +363,16 @@ def test_a_storage_that_fails_for_a_while_costs_a_version_and_no_more(tmp_path, 
 def test_an_unreadable_root_is_waited_for(tmp_path, monkeypatch):
     expected = published(tmp_path, 1)
     follower, listed = adacheck.follow(tmp_path, abstract(), poll_s=0.01), []
-    numbers = Root.numbers
+    listing = Posix.list
 
-    def failing(self: Root, folder: str) -> list[int]:
-        listed.append(folder)
+    def failing(self: Posix, prefix: str, *, deep: bool = True) -> Any:
+        listed.append(prefix)
         if len(listed) < 3:
-            raise StorageError("the network is gone")
-        return numbers(self, folder)
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return listing(self, prefix, deep=deep)
 
-    monkeypatch.setattr(Root, "numbers", failing)
-    with pytest.raises(StorageError, match="network"):
+    monkeypatch.setattr(Posix, "list", failing)
+    with pytest.raises(StorageError, match="cannot be read now"):
         follower.latest()
     assert bits(follower.wait_for(0, timeout_s=60)) == expected[0]
 
