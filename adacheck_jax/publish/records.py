@@ -19,7 +19,7 @@ from adacheck_jax.errors import FormatError, IntegrityError
 from adacheck_jax.format.manifest import ITEMSIZES_BYTES
 from adacheck_jax.format.manifest_json import MAX_AXES, MAX_STATE_BYTES, check_counts, checksum_of
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MAX_NUMBER = 10**12 - 1
 """Largest epoch and sequence number: names have so many digits."""
 _MAX_VERSION = 2**63 - 1
