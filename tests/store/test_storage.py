@@ -27,6 +27,11 @@ class Conformance:
     links: bool
     renames: bool
 
+    def test_it_answers_whether_a_value_is_there_or_not(self, top: Location):
+        (top / "value").write(b"1")
+        for place in (top / "value", top / "none", Location(top.storage, "")):
+            place.check_answers()
+
     def test_a_value_is_read_as_it_was_written_last(self, top: Location):
         value = top / "a/b/value"
         for data in (b"first", b"", b"another one"):

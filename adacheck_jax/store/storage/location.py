@@ -73,6 +73,10 @@ class Location:
         """True if there is something in it."""
         return self.storage.kind(self.key) == "folder"
 
+    def check_answers(self) -> None:
+        """Asks a store for the value, and waits for some seconds at most."""
+        self.storage.check_answers(self.key)
+
     def read(self, start: int = 0, stop: int | None = None) -> bytes:
         """Bytes of a value."""
         return self.storage.read(self.key, start, stop)

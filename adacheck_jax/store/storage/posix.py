@@ -36,6 +36,9 @@ class Posix:
         """The path."""
         return key
 
+    def check_answers(self, key: str) -> None:
+        """Does nothing."""
+
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         """Reads bytes of a plain file in a plain directory."""
         if os.path.islink(parent := os.path.dirname(key)):
