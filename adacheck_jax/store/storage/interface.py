@@ -134,6 +134,16 @@ class Storage(Protocol):
         """
         ...
 
+    def described(self, prefix: str) -> Iterator[tuple[str, Entry]]:
+        """Lists the values below a folder with their descriptions, in no particular order.
+
+        Values that vanish meanwhile are left out.
+
+        Args:
+            prefix: key of a folder.
+        """
+        ...
+
     def listed(self, prefix: str, names: tuple[str, str] | None = None) -> Storage:
         """A view for many looks at the keys of a folder; where a look costs much, all at once.
 

@@ -126,6 +126,12 @@ class KvStore:
         with self._named(prefix):
             return [key.decode() for key in self._store.list(ts.KvStore.KeyRange(*span)).result()]
 
+    def described(self, prefix: str) -> Iterator[tuple[str, Entry]]:
+        """Lists keys, and asks for each."""
+        for key in self.list(prefix):
+            with contextlib.suppress(FileNotFoundError):
+                yield key, self.stat(key)
+
     def listed(self, prefix: str, names: tuple[str, str] | None = None) -> KvStore:
         """Lists the keys below, once."""
         start = f"{prefix}/" if prefix else ""

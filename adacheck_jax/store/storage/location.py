@@ -100,6 +100,11 @@ class Location:
         """Values in a folder."""
         return (Location(self.storage, key) for key in self.storage.list(self.key, deep=deep))
 
+    def described(self) -> Iterator[tuple[str, Entry]]:
+        """Values below a folder: the part of each key below it, and the description."""
+        start = len(self.key)
+        return ((key[start:].lstrip("/"), each) for key, each in self.storage.described(self.key))
+
     def listed(self, names: tuple[str, str] | None = None) -> Location:
         """The same folder in a view for many looks, at names between two of them."""
         return Location(self.storage.listed(self.key, names), self.key)

@@ -107,6 +107,29 @@ class Posix:
         if vanished is not None:
             raise vanished
 
+    def described(self, prefix: str) -> Iterator[tuple[str, Entry]]:
+        """Lists files; of those that are hard links to each other the first is looked at."""
+        known: dict[tuple[int, int], Entry] = {}
+        waiting = [prefix]
+        while waiting:
+            folder = waiting.pop()
+            try:
+                device, found = os.stat(folder).st_dev, os.scandir(folder)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            with found:
+                for each in found:
+                    if each.is_dir(follow_symlinks=False):
+                        waiting.append(each.path)
+                        continue
+                    place = (device, each.inode())
+                    if place not in known:
+                        try:
+                            known[place] = self.stat(each.path)
+                        except FileNotFoundError:
+                            continue
+                    yield each.path, known[place]
+
     def listed(self, prefix: str, names: tuple[str, str] | None = None) -> Posix:
         """Itself: looking is cheap."""
         return self
