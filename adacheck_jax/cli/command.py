@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from adacheck_jax.errors import AdaCheckError, StorageError
-from adacheck_jax.store.storage.location import AnyPath, located
+from adacheck_jax.store.storage.location import AnyPath, at, located
 from adacheck_jax.tools.steps import InputError
 
 if TYPE_CHECKING:
@@ -76,6 +76,12 @@ def step_of(text: str | None, name: str = "STEP") -> int | None:
     return int(text)
 
 
+_CREDENTIALS = {
+    "gs": "gcloud auth application-default login, or GOOGLE_APPLICATION_CREDENTIALS",
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; AWS_REGION and AWS_ENDPOINT_URL name it",
+}
+
+
 def root_of(text: str) -> AnyPath:
     """The root that a user names.
 
@@ -83,12 +89,20 @@ def root_of(text: str) -> AnyPath:
         text: path or URL.
 
     Raises:
-        InputError: a URL of an unknown kind.
+        InputError: a URL of an unknown kind, or of an object store that does not answer.
     """
     try:
-        return located(text)
+        root = located(text)
     except StorageError as error:
         raise InputError(str(error)) from error
+    try:
+        at(root).check_answers()
+    except OSError as error:
+        raise InputError(
+            f"{text}: expected an object store that answers, found: {error.strerror}. Look after "
+            f"the network, the URL and the credentials ({_CREDENTIALS[text[:2]]})."
+        ) from error
+    return root
 
 
 _UNITS_BYTES = {

@@ -33,10 +33,9 @@ def ls(
 
     new is what a step added, size all that its directory holds with the links to what it builds
     on, unique what deleting it alone would free. Deltas were compared with the state when they were
-    saved: in full; by sample, which takes leaves of up to 4,096 elements whole; or not, because
-    nothing is replayed (stored). A step that cannot be
-    restored has a row that says why, and so has what stock Orbax saved. Array data is not read:
-    adacheck verify does that.
+    saved: in full; by sample, where a leaf of more than 4,096 elements was not compared whole; or
+    not, because nothing is replayed (stored). A step that cannot be restored has a row that says
+    why, and so has what stock Orbax saved. Array data is not read: adacheck verify does that.
 
     Exit code 1 if a step cannot be restored, listed or not.
 

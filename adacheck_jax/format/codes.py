@@ -3,9 +3,8 @@
 A code is found in the bits alone, and gives back every one of them. It takes the bits of a block as
 unsigned words, as :mod:`~adacheck_jax.format.planes` does, and begins with a byte for its kind:
 
-*sparse*: for words most of which are zero, the places of the others and then a code of these
-words. Places are a bitmap or an Elias-Fano code: the low bits of each place as planes, and a bit
-string in which the n-th one bit stands at the n-th place's high bits plus n (Fano, 1971).
+*sparse*: for words most of which are zero, the set of the places of the others
+(:mod:`~adacheck_jax.format.sets`) and then a code of these words.
 
 *palette*: for words of at most 256 distinct values, whatever their scale, a table of these values
 and for each word its position in the table, in 0, 1, 2, 4 or 8 bits.
@@ -19,21 +18,17 @@ that a read could go past its memory.
 from __future__ import annotations
 
 import functools
-import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from adacheck_jax.format import byte_loops, palette, planes
+from adacheck_jax.format import byte_loops, palette, planes, sets
+from adacheck_jax.format.sets import Reader
 
 MAX_HEAD_BYTES = 64
 """Bytes that a code may take beyond those of its block."""
 _PLAIN, _SPARSE, _PALETTE = range(3)
-_SPARSE_HEAD = struct.Struct("<BQ")
-_BITMAP = 255
-"""In place of a number of low bits: places are a bitmap."""
-_MAX_SHIFT = 62
 _MAX_VALUES = 256
 _RUNS, _RUN_WORDS = 64, 8
 _SAMPLED = 8192
@@ -94,7 +89,7 @@ def decode(stream: np.ndarray, block: np.ndarray) -> None:
     Raises:
         ValueError: the bytes are no code of as many elements.
     """
-    reader = _Reader(np.ascontiguousarray(stream))
+    reader = Reader(np.ascontiguousarray(stream))
     _decode(reader, block.reshape(-1).view(np.dtype(f"u{planes.word_bytes(block.dtype)}")))
     reader.end()
 
@@ -147,7 +142,7 @@ def _plain(words: np.ndarray) -> Code:
     return Code(_bytes(bytes([_PLAIN]), low), high[0])
 
 
-def _decode_plain(reader: _Reader, words: np.ndarray) -> None:
+def _decode_plain(reader: Reader, words: np.ndarray) -> None:
     split = reader.take(words.itemsize * words.size).reshape(words.itemsize, words.size)
     byte_loops.join(words, byte_loops.ROTATE, split[:-1], split[-1:])
 
@@ -159,71 +154,17 @@ def _sparse(words: np.ndarray) -> Code | None:
     if not _has_zeros(words):
         return None
     mask = words != 0
-    count = int(np.count_nonzero(mask))
     values = words[mask]
     inner = _palette(values) or _plain(values)
-    shift = _shift_of(count, words.size)
-    if shift == _BITMAP:
-        places = np.packbits(mask, bitorder="little")
-    else:
-        places = _elias_fano(np.flatnonzero(mask), shift, words.size)
-    head = bytes([_SPARSE]) + _SPARSE_HEAD.pack(shift, count)
-    return Code(_bytes(head, places, inner.body), inner.rest)
+    return Code(_bytes(bytes([_SPARSE]), sets.encode(mask), inner.body), inner.rest)
 
 
-def _decode_sparse(reader: _Reader, words: np.ndarray) -> None:
-    shift, count = _SPARSE_HEAD.unpack(reader.take(_SPARSE_HEAD.size).tobytes())
-    if count > words.size or (shift > _MAX_SHIFT and shift != _BITMAP):
-        raise ValueError(f"{count} of {words.size} words with {shift} low bits")
-    if shift == _BITMAP:
-        mask = _bits(reader.take(-(-words.size // 8)), words.size)
-        if np.count_nonzero(mask) != count:
-            raise ValueError(f"a bitmap of other than {count} words")
-        places = np.flatnonzero(mask)
-    else:
-        places = _decode_elias_fano(reader, shift, count, words.size)
-    values = np.empty(count, words.dtype)
+def _decode_sparse(reader: Reader, words: np.ndarray) -> None:
+    places = sets.decode(reader, words.size)
+    values = np.empty(places.size, words.dtype)
     _decode(reader, values, is_inner=True)
     words[:] = 0
     words[places] = values
-
-
-def _shift_of(count: int, size: int) -> int:
-    """Number of low bits that makes an Elias-Fano code shortest, or a bitmap if that is shorter."""
-    bits, shift = min(
-        (count * shift + _high_bits(count, size, shift), shift)
-        for shift in range(max(1, size.bit_length()))
-    )
-    return shift if bits < size else _BITMAP
-
-
-def _high_bits(count: int, size: int, shift: int) -> int:
-    return count + (max(size, 1) - 1 >> shift) + 1
-
-
-def _elias_fano(places: np.ndarray, shift: int, size: int) -> np.ndarray:
-    low = [np.packbits(places >> bit & 1, bitorder="little") for bit in range(shift)]
-    high = np.zeros(_high_bits(places.size, size, shift), np.bool_)
-    high[(places >> shift) + np.arange(places.size)] = True
-    return _bytes(*low, np.packbits(high, bitorder="little"))
-
-
-def _decode_elias_fano(reader: _Reader, shift: int, count: int, size: int) -> np.ndarray:
-    length = _high_bits(count, size, shift)
-    low = reader.take(shift * -(-count // 8)).reshape(shift, -(-count // 8))
-    ones = np.flatnonzero(_bits(reader.take(-(-length // 8)), length))
-    if ones.size != count:
-        raise ValueError(f"{ones.size} places of {count} words")
-    places = ones - np.arange(count) << shift
-    for bit in range(shift):
-        places |= _bits(low[bit], count).astype(np.int64) << bit
-    if count and (places[-1] >= size or (np.diff(places) <= 0).any()):
-        raise ValueError("places that do not ascend, or lie outside the block")
-    return places
-
-
-def _bits(data: np.ndarray, count: int) -> np.ndarray:
-    return np.unpackbits(data, count=count, bitorder="little").view(np.bool_)
 
 
 # Palette.
@@ -245,7 +186,7 @@ def _palette(words: np.ndarray) -> Code | None:
     return Code(_bytes(bytes([_PALETTE, table.size - 1]), table), packed)
 
 
-def _decode_palette(reader: _Reader, words: np.ndarray) -> None:
+def _decode_palette(reader: Reader, words: np.ndarray) -> None:
     count = int(reader.take(1)[0]) + 1
     table = reader.take(count * words.itemsize).copy().view(words.dtype)
     bits = palette.index_bits(count)
@@ -263,33 +204,7 @@ def _decode_palette(reader: _Reader, words: np.ndarray) -> None:
         np.take(table, indices, out=into, mode="clip")
 
 
-# Bytes of a code.
-
-
-class _Reader:
-    """Takes the bytes of a code one after another.
-
-    Args:
-        data: the bytes.
-    """
-
-    def __init__(self, data: np.ndarray) -> None:
-        self._data, self._position = data, 0
-
-    def take(self, count: int) -> np.ndarray:
-        """The next bytes; raises ValueError if they are not there."""
-        if count > self._data.size - self._position:
-            raise ValueError(f"a code of {self._data.size} bytes ends in the middle")
-        self._position += count
-        return self._data[self._position - count : self._position]
-
-    def end(self) -> None:
-        """Raises ValueError if there are more bytes."""
-        if self._position != self._data.size:
-            raise ValueError(f"{self._data.size - self._position} bytes follow the code")
-
-
-def _decode(reader: _Reader, words: np.ndarray, *, is_inner: bool = False) -> None:
+def _decode(reader: Reader, words: np.ndarray, *, is_inner: bool = False) -> None:
     kind = int(reader.take(1)[0])
     if kind == _PLAIN:
         _decode_plain(reader, words)

@@ -1,98 +1,80 @@
-"""Sets of positions in few bits: Rice codes of gaps, block by block.
+"""Sets of positions in few bits: an Elias-Fano code, or a bitmap where that is shorter.
 
-Of elements that change independently with probability p a set of positions holds H(p) bits an
-element; Rice codes of its gaps take one to three per cent more, where p is that of the block. Each
-block of positions gets the parameter that fits its count, so that stretches that change much and
-others that do not are coded apart. A set of more than half of all positions is coded by its
-complement.
+A code is the number of low bits of each position (a byte), the number of positions (8 bytes), these
+low bits as planes, and a bit string in which the n-th one bit stands at the n-th position's high
+bits plus n (Fano, 1971). It takes about half a bit a position more than the entropy. That positions
+ascend inside their range is seen by one comparison, and every step is an operation of numpy on a
+whole array.
 
-Every step is an operation of numpy on a whole array: the ones of the unary parts lie in one string
-of bits, and the low bits in one string for each significance.
-
-References: R. F. Rice, "Some practical universal noiseless coding techniques", 1979; A. Kiely,
-"Selecting the Golomb parameter in Rice coding", 2004 (the choice of the parameter).
+Codes come from files: :func:`decode` refuses any that :func:`encode` cannot have made in such a way
+that a read could go past its memory.
 """
 
 from __future__ import annotations
 
-import zlib
+import struct
 
 import numpy as np
 
-BLOCK = 1 << 14
-"""Positions of a block."""
-_MOST_BITS = 15
-"""Largest parameter: no gap in a block has more bits."""
-_GOLDEN = 31536
-"""The natural logarithm of the golden ratio, in units of 2**-16."""
-_LENGTHS = np.dtype("<u4")
+_HEAD = struct.Struct("<BQ")
+_BITMAP = 255
+"""In place of a number of low bits: the positions are a bitmap."""
+_MAX_SHIFT = 62
 
 
 class Reader:
-    """Bytes taken from the front of a code.
+    """Takes the bytes of a code one after another.
 
     Args:
-        data: the code.
+        data: the bytes, uint8.
     """
 
-    def __init__(self, data: bytes | memoryview) -> None:
-        self._rest = memoryview(data)
+    def __init__(self, data: np.ndarray) -> None:
+        self._data, self._position = data, 0
 
-    def take(self, count: int) -> memoryview:
-        """The next bytes.
-
-        Raises:
-            ValueError: there are fewer.
-        """
-        if count > len(self._rest):
-            raise ValueError(f"expected {count} bytes more, found {len(self._rest)}")
-        taken, self._rest = self._rest[:count], self._rest[count:]
-        return taken
+    def take(self, count: int) -> np.ndarray:
+        """The next bytes; raises ValueError if they are not there."""
+        if count > self._data.size - self._position:
+            raise ValueError(f"a code of {self._data.size} bytes ends in the middle")
+        self._position += count
+        return self._data[self._position - count : self._position]
 
     def bits(self, count: int) -> np.ndarray:
-        """The next bits, one a byte."""
-        return np.unpackbits(np.frombuffer(self.take(-(-count // 8)), np.uint8), count=count)
+        """The next bits, as :func:`packed` makes bytes of them."""
+        data = self.take(-(-count // 8))
+        return np.unpackbits(data, count=count, bitorder="little").view(np.bool_)
 
-    def finish(self) -> None:
-        """Checks that nothing is left.
-
-        Raises:
-            ValueError: something is.
-        """
-        if len(self._rest):
-            raise ValueError(f"expected the end, found {len(self._rest)} bytes more")
+    def end(self) -> None:
+        """Raises ValueError if there are more bytes."""
+        if self._position != self._data.size:
+            raise ValueError(f"{self._data.size - self._position} bytes follow the code")
 
 
-def encode(positions: np.ndarray, size: int) -> bytes:
-    """Code of a set of positions.
+def packed(bits: np.ndarray) -> np.ndarray:
+    """Bytes of bits, the lowest of each byte first."""
+    return np.packbits(bits, bitorder="little")
+
+
+def encode(mask: np.ndarray) -> np.ndarray:
+    """Code of a set, uint8.
 
     Args:
-        positions: ascending int64, each from 0 to below ``size``.
-        size: number of positions that there are, at most 2**31.
+        mask: flat bool, True for the positions that are in it.
     """
-    is_complement = 2 * positions.size > size
-    if is_complement:
-        mask = np.ones(size, np.bool_)
-        mask[positions] = False
-        positions = np.flatnonzero(mask)
-    blocks = positions // BLOCK
-    counts = np.bincount(blocks, minlength=-(-size // BLOCK))
-    gaps = np.diff(positions, prepend=-1) - 1
-    firsts = np.cumsum(counts) - counts
-    firsts = firsts[counts > 0]
-    gaps[firsts] = positions[firsts] % BLOCK
-    bits = np.repeat(_parameters(counts, size), counts)
-    ends = np.cumsum((gaps >> bits) + 1)
-    unary = np.zeros(int(ends[-1]) if ends.size else 0, np.uint8)
-    unary[ends - 1] = 1
-    packed = np.packbits(unary).tobytes()
-    table = zlib.compress(counts.astype("<u2").tobytes(), 9)
-    lengths = np.array([len(table), unary.size], _LENGTHS).tobytes()
-    return b"".join([bytes([is_complement]), lengths, table, packed, encode_low_bits(gaps, bits)])
+    count = int(np.count_nonzero(mask))
+    shift = _shift_of(count, mask.size)
+    head = np.frombuffer(_HEAD.pack(shift, count), np.uint8)
+    if shift == _BITMAP:
+        return np.concatenate([head, packed(mask)])
+    places = np.flatnonzero(mask)
+    high = np.zeros(_high_bits(count, mask.size, shift), np.bool_)
+    high[(places >> shift) + np.arange(count)] = True
+    low = [packed(places >> bit & 1) for bit in range(shift)]
+    return np.concatenate([head, *low, packed(high)])
 
 
 def decode(reader: Reader, size: int) -> np.ndarray:
-    """The positions that :func:`encode` took.
+    """The positions in a set, ascending int64.
 
     Args:
         reader: the code, and what follows it.
@@ -101,94 +83,34 @@ def decode(reader: Reader, size: int) -> np.ndarray:
     Raises:
         ValueError: the bytes are no code of such a set.
     """
-    is_complement = reader.take(1)[0]
-    table_bytes, unary_bits = np.frombuffer(reader.take(8), _LENGTHS).tolist()
-    counts = _counts(reader.take(table_bytes), size)
-    bits = np.repeat(_parameters(counts, size), counts)
-    ends = np.flatnonzero(reader.bits(unary_bits))
-    if ends.size != bits.size or (ends.size and ends[-1] != unary_bits - 1):
-        raise ValueError(f"expected {bits.size} positions, found {ends.size}")
-    gaps = (np.diff(ends, prepend=-1) - 1) << bits
-    gaps |= decode_low_bits(reader, bits)
-    # Within a block positions are sums of gaps; sums of all gaps, less those of earlier blocks.
-    sums = np.cumsum(gaps + 1)
-    firsts = np.cumsum(counts) - counts
-    before = np.concatenate([[0], sums])[firsts]
-    starts = np.arange(counts.size) * BLOCK - 1 - before
-    positions = sums + np.repeat(starts, counts)
-    if positions.size:
-        filled = np.flatnonzero(counts)
-        last = positions[np.cumsum(counts)[filled] - 1]
-        if (last >= np.minimum((filled + 1) * BLOCK, size)).any():
-            raise ValueError("a position lies outside its block")
-    if not is_complement:
-        return positions
-    mask = np.ones(size, np.bool_)
-    mask[positions] = False
-    return np.flatnonzero(mask)
+    shift, count = _HEAD.unpack(reader.take(_HEAD.size).tobytes())
+    if count > size or (shift > _MAX_SHIFT and shift != _BITMAP):
+        raise ValueError(f"{count} of {size} words with {shift} low bits")
+    if shift == _BITMAP:
+        places = np.flatnonzero(reader.bits(size))
+        if places.size != count:
+            raise ValueError(f"a bitmap of other than {count} words")
+        return places
+    low = [reader.bits(count) for _ in range(shift)]
+    ones = np.flatnonzero(reader.bits(_high_bits(count, size, shift)))
+    if ones.size != count:
+        raise ValueError(f"{ones.size} places of {count} words")
+    places = ones - np.arange(count) << shift
+    for bit, plane in enumerate(low):
+        places |= plane.astype(np.int64) << bit
+    if count and (places[-1] >= size or (np.diff(places) <= 0).any()):
+        raise ValueError("places that do not ascend, or lie outside the block")
+    return places
 
 
-def _counts(table: memoryview, size: int) -> np.ndarray:
-    """Positions in each block."""
-    length = 2 * -(-size // BLOCK)
-    try:
-        inflated = zlib.decompressobj()
-        data = inflated.decompress(table, length + 1)
-    except zlib.error as error:
-        raise ValueError(f"the counts cannot be read: {error}") from error
-    if len(data) != length or inflated.unconsumed_tail or inflated.unused_data:
-        raise ValueError(f"expected {length} bytes of counts, found others")
-    counts = np.frombuffer(data, "<u2").astype(np.int64)
-    if counts.size and (counts > _sizes(counts.size, size)).any():
-        raise ValueError("more positions in a block than there are")
-    return counts
+def _shift_of(count: int, size: int) -> int:
+    """Number of low bits that makes an Elias-Fano code shortest, or a bitmap if that is shorter."""
+    bits, shift = min(
+        (count * shift + _high_bits(count, size, shift), shift)
+        for shift in range(max(1, size.bit_length()))
+    )
+    return shift if bits < size else _BITMAP
 
 
-def _sizes(count: int, size: int) -> np.ndarray:
-    """Positions that there are in each block."""
-    sizes = np.full(count, BLOCK, np.int64)
-    if count:
-        sizes[-1] = size - (count - 1) * BLOCK
-    return sizes
-
-
-def _parameters(counts: np.ndarray, size: int) -> np.ndarray:
-    """Rice parameter of each block, a function of its count alone."""
-    sizes, filled = _sizes(counts.size, size), np.maximum(counts, 1)
-    # ln(golden) / -ln(1 - p), of which the last is about 1 / p - 1 / 2.
-    mean = (_GOLDEN * (2 * sizes - filled)) // (2 * filled << 16)
-    parameters = np.zeros(counts.size, np.int64)
-    for bit in range(_MOST_BITS):
-        parameters += mean >> bit > 0
-    return parameters
-
-
-def encode_low_bits(values: np.ndarray, bits: np.ndarray) -> bytes:
-    """So many low bits of each value, the lowest of all values first.
-
-    Args:
-        values: integers.
-        bits: number of bits of each.
-    """
-    planes = []
-    for bit in range(int(bits.max(initial=0))):
-        taken = values[bits > bit] if bits.min(initial=64) <= bit else values
-        planes.append(((taken >> taken.dtype.type(bit)) & taken.dtype.type(1)).astype(np.uint8))
-    return np.packbits(np.concatenate(planes)).tobytes() if planes else b""
-
-
-def decode_low_bits(reader: Reader, bits: np.ndarray, dtype: type = np.int64) -> np.ndarray:
-    """The low bits that :func:`encode_low_bits` took.
-
-    Args:
-        reader: the code, and what follows it.
-        bits: number of bits of each value.
-        dtype: type of the values.
-    """
-    stored, values, at = reader.bits(int(bits.sum())), np.zeros(bits.size, dtype), 0
-    for bit in range(int(bits.max(initial=0))):
-        chosen = bits > bit
-        stop = at + int(np.count_nonzero(chosen))
-        values[chosen] |= stored[at:stop].astype(dtype) << dtype(bit)
-        at = stop
-    return values
+def _high_bits(count: int, size: int, shift: int) -> int:
+    return count + (max(size, 1) - 1 >> shift) + 1

@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from adacheck_jax.format import sets
+from adacheck_jax.format.sets import Reader
 
 SEGMENT = 1 << 24
 """Words that are coded together at most."""
@@ -23,22 +24,24 @@ def encode(positions: np.ndarray, steps: np.ndarray, size: int) -> bytes:
     """Code of the changed words of a segment.
 
     Args:
-        positions: ascending int64.
+        positions: ascending, in the segment.
         steps: difference of each word from before, none of them zero; unsigned, as wide as words.
         size: number of words in the segment.
     """
     signed = steps.view(f"i{steps.itemsize}")
     magnitudes = np.abs(signed).view(steps.dtype)  # of the lowest number itself, as it should be
     bits = _bits(magnitudes) - 1
-    parts = [sets.encode(positions, size), np.packbits(signed < 0).tobytes()]
+    changed = np.zeros(size, np.bool_)
+    changed[positions] = True
+    parts = [*_encode_set(changed), sets.packed(signed < 0)]
     wide, depth = bits, 0
     while wide.size:
         depth += 1
-        chosen = np.flatnonzero(wide >= depth)
-        parts.append(sets.encode(chosen, wide.size))
+        chosen = wide >= depth
+        parts += _encode_set(chosen)
         wide = wide[chosen]
-    parts.append(sets.encode_low_bits(magnitudes, bits))
-    return b"".join(parts)
+    parts += _encode_low_bits(magnitudes, bits)
+    return b"".join(each.tobytes() for each in parts)
 
 
 def decode(data: bytes | memoryview, size: int, width: int) -> tuple[np.ndarray, np.ndarray]:
@@ -52,22 +55,56 @@ def decode(data: bytes | memoryview, size: int, width: int) -> tuple[np.ndarray,
     Raises:
         ValueError: the bytes are no code of such words.
     """
-    reader = sets.Reader(data)
-    positions = sets.decode(reader, size)
-    is_negative = reader.bits(positions.size).view(np.bool_)
+    reader = Reader(np.frombuffer(data, np.uint8))
+    positions = _decode_set(reader, size)
+    is_negative = reader.bits(positions.size)
     bits = np.zeros(positions.size, np.int64)
     chosen, depth = np.arange(positions.size), 0
     while chosen.size:
         depth += 1
-        chosen = chosen[sets.decode(reader, chosen.size)]
+        chosen = chosen[_decode_set(reader, chosen.size)]
         if chosen.size and depth >= 8 * width:
             raise ValueError(f"expected steps of {8 * width} bits, found more")
         bits[chosen] = depth
     word = np.dtype(f"u{width}").type
-    magnitudes = sets.decode_low_bits(reader, bits, word)
+    magnitudes = _decode_low_bits(reader, bits, word)
     magnitudes |= word(1) << bits.astype(word)
-    reader.finish()
+    reader.end()
     return positions, np.where(is_negative, word(0) - magnitudes, magnitudes)
+
+
+def _encode_set(mask: np.ndarray) -> list[np.ndarray]:
+    """Code of a set: of its complement, if that has fewer positions."""
+    is_complement = 2 * np.count_nonzero(mask) > mask.size
+    return [np.array([is_complement], np.uint8), sets.encode(~mask if is_complement else mask)]
+
+
+def _decode_set(reader: Reader, size: int) -> np.ndarray:
+    is_complement = reader.take(1)[0]
+    places = sets.decode(reader, size)
+    if not is_complement:
+        return places
+    mask = np.ones(size, np.bool_)
+    mask[places] = False
+    return np.flatnonzero(mask)
+
+
+def _encode_low_bits(values: np.ndarray, bits: np.ndarray) -> list[np.ndarray]:
+    """So many low bits of each value, the lowest of all values first."""
+    planes = []
+    for bit in range(int(bits.max(initial=0))):
+        taken = values[bits > bit] >> values.dtype.type(bit)
+        planes.append(sets.packed(taken & values.dtype.type(1)))
+    return planes
+
+
+def _decode_low_bits(reader: Reader, bits: np.ndarray, dtype: type) -> np.ndarray:
+    values = np.zeros(bits.size, dtype)
+    for bit in range(int(bits.max(initial=0))):
+        chosen = bits > bit
+        stored = reader.bits(int(np.count_nonzero(chosen)))
+        values[chosen] |= stored.astype(dtype) << dtype(bit)
+    return values
 
 
 def _bits(words: np.ndarray) -> np.ndarray:

@@ -89,7 +89,7 @@ class Follower:
         Raises:
             LineageError: there is none.
             StorageError: the root cannot be read now.
-            MismatchError: other params were published.
+            MismatchError: other params were published, or the root is that of something else.
         """
         self.update()
         return self.params
@@ -105,7 +105,7 @@ class Follower:
 
         Raises:
             LineageError: the time is over.
-            MismatchError: other params were published.
+            MismatchError: other params were published, or the root is that of something else.
         """
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -142,7 +142,7 @@ class Follower:
 
         Raises:
             StorageError: the root cannot be read now.
-            MismatchError: other params were published.
+            MismatchError: other params were published, or the root is that of something else.
         """
         with self._lock:
             self._trouble = ""

@@ -43,7 +43,8 @@ class Publisher:
             on; older ones are deleted whenever a base was written. None keeps all.
 
     Raises:
-        MismatchError: an argument is no positive number.
+        MismatchError: an argument is no positive number, or something else than published weights
+            is in the root.
         StorageError: the root cannot be read or written.
     """
 

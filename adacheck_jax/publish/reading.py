@@ -50,8 +50,15 @@ class Reader:
         self._lost = ""
 
     def sequences(self) -> list[int]:
-        """Sequence numbers of versions, of which some may not count."""
-        return self.root.numbers(VERSIONS)
+        """Sequence numbers of versions, of which some may not count.
+
+        Raises:
+            MismatchError: there are none, because the root is no place of published weights.
+        """
+        found = self.root.numbers(VERSIONS)
+        if not found:
+            self.root.check_own()
+        return found
 
     def versions(self, sequences: Sequence[int]) -> dict[int, Known]:
         """The versions among some that can be read and count.

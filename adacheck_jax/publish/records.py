@@ -20,7 +20,7 @@ from adacheck_jax.format.manifest import ITEMSIZES_BYTES
 from adacheck_jax.format.manifest_body.base import MAX_AXES, MAX_STATE_BYTES
 from adacheck_jax.format.manifest_json import check_counts, checksum_of
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MAX_NUMBER = 10**12 - 1
 """Largest epoch and sequence number: names have so many digits."""
 _MAX_VERSION = 2**63 - 1

@@ -8,19 +8,29 @@ from __future__ import annotations
 import contextlib
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import xxhash
 
-from adacheck_jax.errors import FormatError, IntegrityError, StorageError, unreadable
+from adacheck_jax.errors import (
+    FormatError,
+    IntegrityError,
+    MismatchError,
+    StorageError,
+    unreadable,
+)
 from adacheck_jax.format.manifest_json import MAX_MANIFEST_BYTES
 from adacheck_jax.publish import records
 from adacheck_jax.publish.records import Base, Claim, Leaves, Record, Stored, Version
+from adacheck_jax.store.steps.marks import STEP_METADATA
 from adacheck_jax.store.storage.location import AnyPath, Location, at, located
 
 PUBLISHERS, LEAVES, VERSIONS = "publishers", "leaves", "versions"
 DELTAS, BASES, PARTS = "deltas", "bases", "parts"
+_FOLDERS = {PUBLISHERS, LEAVES, VERSIONS, DELTAS, BASES, PARTS}
+_SHOWN = 3
+"""Names that a message gives of many."""
 _DIGITS = 12
 _TEMPORARY = re.compile(r"\..*\.tmp")
 _R = TypeVar("_R", bound=Record)
@@ -56,9 +66,39 @@ class Root:
         return str(self.top)
 
     def numbers(self, folder: str) -> list[int]:
-        """Numbers that values in a folder are named by, ascending."""
-        names = (each.name for each in (self.top / folder).list(deep=False))
+        """Numbers that values in a folder are named by, ascending.
+
+        Raises:
+            StorageError: the folder cannot be read now.
+        """
+        place = self.top / folder
+        with _looking_at(place):
+            names = [each.name for each in place.list(deep=False)]
         return sorted(int(name) for name in names if re.fullmatch(rf"\d{{{_DIGITS}}}", name))
+
+    def check_own(self) -> None:
+        """Looks for what no publisher wrote, in a root that has no version yet.
+
+        Raises:
+            MismatchError: there is something else, and no publisher has begun here.
+            StorageError: the root cannot be read now.
+        """
+        with _looking_at(self.top):
+            top = self.top.listed()
+            folders, values = top.folders(), [each.name for each in top.list(deep=False)]
+        if PUBLISHERS in folders:
+            return
+        found = sorted({*folders, *values} - _FOLDERS)
+        found = [name for name in found if not name.startswith(".")]
+        if found:
+            is_step = any((top / name / STEP_METADATA).exists for name in folders)
+            what = "the root of a checkpoint manager" if is_step else "a directory of other content"
+            more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+            raise MismatchError(
+                f"{self}: expected a root of published weights, or nothing, found {what} "
+                f"({', '.join(found[:_SHOWN])}{more}). No publisher has written there. Give the "
+                "publisher, and those who follow it, a directory or URL of its own."
+            )
 
     def payloads(self) -> list[tuple[str, int, int, Location]]:
         """Deltas, and folders of parts: folder of the record, sequence number, epoch, and place."""
@@ -191,9 +231,15 @@ class Root:
 
 
 def claim(root: Root) -> Claim:
-    """Takes a root over from the publisher that had it, from the next sequence number on."""
+    """Takes a root over from the publisher that had it, from the next sequence number on.
+
+    Raises:
+        MismatchError: something else than published weights is there.
+    """
     while True:
         epochs, sequences = root.numbers(PUBLISHERS), root.numbers(VERSIONS)
+        if not epochs:
+            root.check_own()
         mine = Claim(
             epoch=epochs[-1] + 1 if epochs else 0,
             first=sequences[-1] + 1 if sequences else 0,
@@ -233,6 +279,17 @@ def _name(number: int) -> str:
 
 def _number(record: Claim | Version | Base) -> int:
     return record.epoch if isinstance(record, Claim) else record.sequence
+
+
+@contextlib.contextmanager
+def _looking_at(place: Location) -> Iterator[None]:
+    """Tells that a folder cannot be listed now as a StorageError."""
+    try:
+        yield
+    except OSError as error:
+        if told := unreadable(place, error):
+            raise told from error
+        raise
 
 
 def _read(place: Location, nbytes: int | None = None) -> bytes:

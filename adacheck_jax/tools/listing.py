@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -201,17 +200,12 @@ def _sizes(root: AnyPath, items: Iterable[str]) -> tuple[int | None, dict[str, d
     if not at(root).on_file_system:
         return None, {}
     own, every = {item: _Size() for item in items}, {}
-    top = at(root)
-    with contextlib.suppress(FileNotFoundError):
-        for each in top.list():
-            with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
-                entry = each.stat()
-                every[entry.stamp] = entry.size_bytes
-                path = each.below(top)
-                step, _, rest = path.partition("/")
-                size = own.get(f"{step}/{rest.partition('/')[0]}") or own.get(step)
-                if size is not None:
-                    size.add(path, entry)
+    for path, entry in at(root).described():
+        every[entry.stamp] = entry.size_bytes
+        step, _, rest = path.partition("/")
+        size = own.get(f"{step}/{rest.partition('/')[0]}") or own.get(step)
+        if size is not None:
+            size.add(path, entry)
     found = {item: size.found() for item, size in own.items()}
     return sum(every.values()), found
 

@@ -129,4 +129,4 @@ def test_a_run_of_version_6_goes_on_with_a_base_or_what_was_decided_there(root, 
             np.testing.assert_array_equal(bits_of(found, FORMAT_VERSION), expected)
     found = {each.step: each.manifest for each in roots.steps_of(root)}
     assert isinstance(found[last + 1], manifest.BaseManifest)
-    assert [found[last + n].checked for n in (2, 3)] == ["sample", "sample"]
+    assert [found[last + n].checked for n in (2, 3)] == ["full", "full"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import shutil
 import threading
 import uuid
@@ -11,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 import adacheck_jax as adacheck
@@ -21,6 +23,8 @@ from adacheck_jax.publish.records import Leaves, Stored
 from adacheck_jax.publish.root import BASES, VERSIONS, Root
 from adacheck_jax.publish.weights import Weights
 from adacheck_jax.store.storage.location import at, located
+from adacheck_jax.store.storage.posix import Posix
+from adacheck_jax.tools.handover.published import export_version
 from tests.publish.states import Training, abstract, bits, in_memory
 from tests.support import mesh_of
 
@@ -359,16 +363,16 @@ def test_a_storage_that_fails_for_a_while_costs_a_version_and_no_more(tmp_path, 
 def test_an_unreadable_root_is_waited_for(tmp_path, monkeypatch):
     expected = published(tmp_path, 1)
     follower, listed = adacheck.follow(tmp_path, abstract(), poll_s=0.01), []
-    numbers = Root.numbers
+    listing = Posix.list
 
-    def failing(self: Root, folder: str) -> list[int]:
-        listed.append(folder)
+    def failing(self: Posix, prefix: str, *, deep: bool = True) -> Any:
+        listed.append(prefix)
         if len(listed) < 3:
-            raise StorageError("the network is gone")
-        return numbers(self, folder)
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return listing(self, prefix, deep=deep)
 
-    monkeypatch.setattr(Root, "numbers", failing)
-    with pytest.raises(StorageError, match="network"):
+    monkeypatch.setattr(Posix, "list", failing)
+    with pytest.raises(StorageError, match="cannot be read now"):
         follower.latest()
     assert bits(follower.wait_for(0, timeout_s=60)) == expected[0]
 
@@ -397,6 +401,48 @@ def test_arguments_without_a_meaning_are_refused(tmp_path):
         adacheck.follow(tmp_path, {"a": 3})
     with pytest.raises(StorageError, match="URL"):
         adacheck.follow("ftp://somewhere/else", {})
+
+
+def files_of(root: Any) -> list[str]:
+    return sorted(str(each) for each in at(root).list())
+
+
+def test_the_root_of_a_checkpoint_manager_is_refused_on_both_sides(tmp_path):
+    root = tmp_path / "checkpoints"
+    follower = adacheck.follow(root, abstract(), poll_s=0.01)
+    assert not follower.update(), "nothing is there yet"
+    with ocp.CheckpointManager(root) as manager:
+        for step in range(5):
+            manager.save(step, args=ocp.args.StandardSave({"w": np.arange(1 + step)}))
+    before = files_of(root)
+    match = r"the root of a checkpoint manager \(0, 1, 2 and 2 more\)"
+    with pytest.raises(MismatchError, match=match):
+        adacheck.Publisher(root)
+    for asked in (follower.latest, lambda: follower.wait_for(0)):
+        with pytest.raises(MismatchError, match=match):
+            asked()
+    with pytest.raises(MismatchError, match=match):
+        export_version(root, 0, str(tmp_path / "model"))
+    assert files_of(root) == before
+
+
+def test_a_directory_of_other_content_is_refused_on_every_storage(root):
+    (at(root) / "logs" / "events").write(b"1")
+    (at(root) / "notes.txt").write(b"2")
+    before = files_of(root)
+    with pytest.raises(MismatchError, match=r"other content \(logs, notes.txt\)"):
+        adacheck.Publisher(root)
+    with pytest.raises(MismatchError, match=r"other content \(logs, notes.txt\)"):
+        adacheck.follow(root, abstract()).update()
+    assert files_of(root) == before
+
+
+def test_what_lies_beside_published_weights_does_no_harm(tmp_path):
+    (tmp_path / ".snapshot").mkdir()  # file systems have folders of their own
+    published(tmp_path, 1)
+    (tmp_path / "notes.txt").write_text("by hand")
+    expected = published(tmp_path, 2)
+    assert bits(adacheck.follow(tmp_path, abstract()).latest()) == expected[2]
 
 
 @pytest.mark.parametrize("how", ["cut", "gone"])

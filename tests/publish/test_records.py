@@ -74,8 +74,8 @@ def test_fields_without_a_meaning_are_refused(number, fields):
 
 def test_other_versions_and_changed_bytes_are_told_apart():
     record = RECORDS[2]
-    other = changed(record, lambda body: body.update({"format": 2}))
-    with pytest.raises(FormatError, match="format version 1, found 2"):
+    other = changed(record, lambda body: body.update({"format": 1}))
+    with pytest.raises(FormatError, match="format version 2, found 1"):
         records.decode(other, Version, "here")
     data = records.encode(record)[0].replace(b'"version":17', b'"version":18')
     with pytest.raises(IntegrityError, match="checksum"):
@@ -91,7 +91,7 @@ def test_other_versions_and_changed_bytes_are_told_apart():
         b"[]",
         b"{}",
         b'{"checksum": 1}',
-        b'{"format": 1, "format": 1, "checksum": ""}',
+        b'{"format": 2, "format": 2, "checksum": ""}',
         b"[" * 100_000,
         b"\xff\xfe",
         b"[" * (MAX_CONTAINERS + 1),

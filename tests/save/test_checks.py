@@ -292,6 +292,21 @@ def test_a_check_does_not_keep_a_donated_state_from_being_overwritten(tmp_path, 
         assert_same_bits(manager.restore(3, args=target), saved[3])
 
 
+@pytest.mark.parametrize(("elements", "expected"), [(4096, "full"), (4128, "sample")])
+@pytest.mark.parametrize("mesh", [(1, 1), (4, 2)])
+def test_a_sample_that_takes_every_leaf_whole_is_a_full_check(tmp_path, elements, expected, mesh):
+    recorder, chain = support.recorded(optax.adam(1e-2))
+    params = {"wide": jnp.ones((elements // 8, 8)), "small": jnp.ones(8)}
+    state = {"params": params, "opt_state": chain.init(params), "step": jnp.int32(0)}
+    state = support.place(state, mesh_of(mesh))
+    step = jax.jit(lambda state: plain(state, state["params"], chain))
+    with manager_of(tmp_path, adacheck.AdaCheckHandler(recorder, check="sample")) as manager:
+        for number in range(3):
+            state = step(state)
+            manager.save(number, args=adacheck.SaveArgs(state))
+    assert [each.checked for each in deltas_of(tmp_path).values()] == [expected] * 2
+
+
 @pytest.mark.slow
 def test_a_weight_decay_mask_by_rank_is_checked_by_sample(tmp_path):
     """A piece has as many axes as its leaf, so that an update may look at them."""

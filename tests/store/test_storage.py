@@ -16,6 +16,7 @@ import tensorstore as ts
 from adacheck_jax.store.storage.interface import NotPlainError
 from adacheck_jax.store.storage.kvstore import KvStore
 from adacheck_jax.store.storage.location import Location, at, located
+from adacheck_jax.store.storage.posix import Posix
 
 
 class Conformance:
@@ -26,6 +27,21 @@ class Conformance:
 
     links: bool
     renames: bool
+
+    def test_it_answers_whether_a_value_is_there_or_not(self, top: Location):
+        (top / "value").write(b"1")
+        for place in (top / "value", top / "none", Location(top.storage, "")):
+            place.check_answers()
+
+    def test_a_listing_has_descriptions(self, top: Location):
+        for each in ("a/1", "a/b/2", "c"):
+            (top / each).write(each.encode())
+        (top / "a").adopt({"linked": (top / "c").key})
+        found = dict(top.described())
+        assert found == {each.below(top): each.stat() for each in top.list()}
+        assert {"a/1", "a/b/2", "c"} <= found.keys()
+        assert ("a/linked" in found) == self.links
+        assert dict(Location(top.storage, (top / "none").key).described()) == {}
 
     def test_a_value_is_read_as_it_was_written_last(self, top: Location):
         value = top / "a/b/value"
@@ -273,6 +289,19 @@ class TestPosix(Conformance):
         assert (top / "value").read() == b"before"
         (top / "value").write(b"after")
         assert (top / "value").read() == b"after"
+
+    def test_what_vanishes_while_it_is_described_is_left_out(self, top: Location, monkeypatch):
+        for each in ("1", "2", "a/3"):
+            (top / each).write(b"1")
+        looked = Posix.stat
+
+        def vanished(self: Posix, key: str) -> Any:
+            if not key.endswith("/2"):
+                return looked(self, key)
+            raise FileNotFoundError(errno.ENOENT, "gone", key)
+
+        monkeypatch.setattr(Posix, "stat", vanished)
+        assert {path for path, _ in top.described()} == {"1", "a/3"}
 
 
 class TestKvStore(Conformance):

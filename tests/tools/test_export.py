@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -270,6 +273,60 @@ def test_wrong_inputs_are_refused_and_leave_nothing(recorded, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
     assert (tmp_path / "there").read_text() == "mine"
     assert identity.of_directory(root) == before
+
+
+HELD = """
+import sys
+from adacheck_jax.cli.main import app
+from adacheck_jax.tools.handover import export
+
+compare = export._compare
+
+def held(*arguments):
+    print("written", flush=True)
+    sys.stdin.read()
+    compare(*arguments)
+
+export._compare = held
+app(sys.argv[1:])
+"""
+
+
+@contextlib.contextmanager
+def exporting(*words):
+    """A process that has written an export, and waits before it reads it back."""
+    command = [sys.executable, "-c", HELD, "export", *map(str, words)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as process:
+        try:
+            assert process.stdout.readline() == "written\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def test_what_a_killed_export_left_goes_with_the_next_one(recorded, tmp_path):
+    words = (recorded[0], 1, tmp_path / "x", "--format", "npz")
+    with exporting(*words) as process:
+        process.kill()
+    assert any((tmp_path / ".x.adacheck-export").rglob("*"))
+    done = run("export", *words)
+    assert done.exit_code == 0, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_an_export_that_goes_on_is_waited_for_and_left_alone(recorded, tmp_path):
+    words = (recorded[0], 1, tmp_path / "x", "--format", "npz")
+    with exporting(*words) as process:
+        with open(tmp_path / ".x.adacheck-export-lock") as lock, pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with ThreadPoolExecutor(1) as threads:
+            second = threads.submit(run, "export", *words)
+            process.communicate("")
+            done = second.result()
+    assert process.returncode == 0
+    assert (done.exit_code, "expected nothing there" in done.stderr) == (2, True)
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
 def test_a_step_of_stock_orbax_is_named(recorded, tmp_path):

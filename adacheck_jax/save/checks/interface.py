@@ -93,6 +93,11 @@ def is_sparse(structure: Structure, index: int, share: float) -> bool:
     return share < DENSE and _size(structure, index) > WHOLE_ELEMENTS
 
 
+def takes_whole(structure: Structure, program: ExportedUpdate) -> bool:
+    """True if a sample takes every leaf whole whose replay is relied on."""
+    return all(_size(structure, i) <= WHOLE_ELEMENTS for i in compared(structure, program))
+
+
 def _size(structure: Structure, index: int) -> int:
     return int(np.prod(structure.leaves[index].shape))
 

@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from adacheck_jax.errors import AdaCheckError
+from adacheck_jax.save.checks.interface import takes_whole
 from adacheck_jax.save.exported_update import ExportedUpdate
 from adacheck_jax.save.planning.decision import (
     Decision,
@@ -91,8 +92,14 @@ class SavePlan:
 
     @property
     def checked_by(self) -> str:
-        """Engine that compares the replay with the state; ``"stored"`` if nothing is replayed."""
-        return self.update.engine if self.decision.updates else "stored"
+        """Engine that compares the replay with the state; ``"stored"`` if nothing is replayed.
+
+        A sample that takes every compared leaf whole is ``"full"``.
+        """
+        if not self.decision.updates:
+            return "stored"
+        is_whole = self.update.engine == "sample" and takes_whole(self.structure, self.update)
+        return "full" if is_whole else self.update.engine
 
     def storing(self, wrong: Collection[int]) -> SavePlan:
         """The plan that stores some of the spare leaves besides."""

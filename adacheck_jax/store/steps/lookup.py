@@ -180,12 +180,12 @@ def _find(
     """
     parent = child.parent
     for holder in holders:
-        linked = holder / LINEAGE / str(parent.step)
-        if at(linked).is_folder:
+        linked = at(holder) / LINEAGE / str(parent.step)
+        if linked.is_folder:
             manifest = read(linked / manifest_file.FILE)
             return LineageStep(manifest, holder, is_link=True)
         path = linked.with_name(f"{parent.step}.{manifest_file.NAME}")
-        if at(path).exists:
+        if path.exists:
             return LineageStep(read(path), holder, is_link=True)
     places: list[AnyPath] = [holders[0] / LINEAGE / f"{parent.step}[.{manifest_file.NAME}]"]
     # A directory with links has links to all; and a reference holds for the delta's own directory.

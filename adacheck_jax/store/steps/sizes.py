@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 
 from adacheck_jax.store.steps.folders import KEPT, LINEAGE
@@ -32,9 +31,6 @@ def files(directory: AnyPath, *, links: bool = True) -> Iterator[Entry]:
         directory: the directory.
         links: False to leave out those that are links to files of earlier steps.
     """
-    top = at(directory)
-    with contextlib.suppress(FileNotFoundError):
-        for each in top.list():
-            if links or not is_link(f"/{each.below(top)}"):
-                with contextlib.suppress(FileNotFoundError):
-                    yield each.stat()
+    for path, entry in at(directory).described():
+        if links or not is_link(f"/{path}"):
+            yield entry

@@ -69,6 +69,20 @@ class Storage(Protocol):
         """Path or URL of a key, for messages."""
         ...
 
+    def check_answers(self, key: str) -> None:
+        """Asks a store for a value, whether it is there or not, and waits for some seconds at most.
+
+        All other methods try again for minutes where a store does not answer. A file system is not
+        asked.
+
+        Args:
+            key: key of any value.
+
+        Raises:
+            OSError: there is no answer, or it is a refusal.
+        """
+        ...
+
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         """Reads bytes of a value; fewer if it ends before.
 
@@ -117,6 +131,16 @@ class Storage(Protocol):
 
         Raises:
             FileNotFoundError: a folder in it vanished meanwhile; at the end, after all others.
+        """
+        ...
+
+    def described(self, prefix: str) -> Iterator[tuple[str, Entry]]:
+        """Lists the values below a folder with their descriptions, in no particular order.
+
+        Values that vanish meanwhile are left out.
+
+        Args:
+            prefix: key of a folder.
         """
         ...
 

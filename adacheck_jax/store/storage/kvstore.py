@@ -16,6 +16,10 @@ from adacheck_jax.store.storage.interface import Entry, Kind, Stamp
 
 _NO_VALUE = b"\x02"
 """Generation of a key that has no value, by which a write is made conditional."""
+_PATIENCE = {"max_retries": 4, "initial_delay": "500ms", "max_delay": "4s"}
+"""Tensorstore's own goes on for a quarter of an hour."""
+_ANSWER_S = 15.0
+"""Time within which a store answers, where a first look is all that is wanted."""
 Span = tuple[str, str]
 """A range of keys: the first, and the one after the last, which is empty for all that follow."""
 
@@ -48,6 +52,19 @@ class KvStore:
     def shown(self, key: str) -> str:
         """The URL."""
         return f"{self._url}{key}"
+
+    def check_answers(self, key: str) -> None:
+        """Reads a value by a store that has less patience."""
+        retries = dict.fromkeys(("gcs_request_retries", "s3_request_retries"), _PATIENCE)
+        with self._named(key):
+            store = ts.KvStore.open(self._store.spec(), context=ts.Context(retries)).result()
+            reading = store.read(key or "any", byte_range=slice(0, 0))
+            try:
+                reading.result(timeout=_ANSWER_S)
+            except TimeoutError as error:
+                reading.cancel()
+                text = f"no answer within {_ANSWER_S:.0f} seconds"
+                raise OSError(errno.ETIMEDOUT, text, self.shown(key)) from error
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         """Reads bytes of a value; the whole of it if it is shorter than the range."""
@@ -108,6 +125,12 @@ class KvStore:
         """Lists the keys of a range, in a folder."""
         with self._named(prefix):
             return [key.decode() for key in self._store.list(ts.KvStore.KeyRange(*span)).result()]
+
+    def described(self, prefix: str) -> Iterator[tuple[str, Entry]]:
+        """Lists keys, and asks for each."""
+        for key in self.list(prefix):
+            with contextlib.suppress(FileNotFoundError):
+                yield key, self.stat(key)
 
     def listed(self, prefix: str, names: tuple[str, str] | None = None) -> KvStore:
         """Lists the keys below, once."""

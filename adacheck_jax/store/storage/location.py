@@ -73,6 +73,10 @@ class Location:
         """True if there is something in it."""
         return self.storage.kind(self.key) == "folder"
 
+    def check_answers(self) -> None:
+        """Asks a store for the value, and waits for some seconds at most."""
+        self.storage.check_answers(self.key)
+
     def read(self, start: int = 0, stop: int | None = None) -> bytes:
         """Bytes of a value."""
         return self.storage.read(self.key, start, stop)
@@ -95,6 +99,11 @@ class Location:
     def list(self, *, deep: bool = True) -> Iterator[Location]:
         """Values in a folder."""
         return (Location(self.storage, key) for key in self.storage.list(self.key, deep=deep))
+
+    def described(self) -> Iterator[tuple[str, Entry]]:
+        """Values below a folder: the part of each key below it, and the description."""
+        start = len(self.key)
+        return ((key[start:].lstrip("/"), each) for key, each in self.storage.described(self.key))
 
     def listed(self, names: tuple[str, str] | None = None) -> Location:
         """The same folder in a view for many looks, at names between two of them."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,6 +45,8 @@ def checked(text: str, root: AnyPath | None) -> Path:
 def temporary(path: Path) -> Iterator[Path]:
     """A path beside a destination to write to; it becomes the destination if nothing fails.
 
+    Waits for another process that writes the same destination. What a killed one left is removed.
+
     Args:
         path: the destination, from :func:`checked`.
 
@@ -53,17 +54,26 @@ def temporary(path: Path) -> Iterator[Path]:
         A path of the same name in a directory of its own, which a failure takes with it.
 
     Raises:
-        InputError: there is something at the destination at the end.
+        InputError: there is something at the destination when its turn comes, or at the end.
     """
-    work = Path(tempfile.mkdtemp(prefix=f".{path.name}.adacheck-", dir=path.parent))
-    try:
-        made = work / path.name
-        yield made
-        at(made).sync(*at(made).list(), deep=True)
-        # Last: only a whole export has the name that was asked for.
-        if os.path.lexists(path):
-            raise InputError(f"{path}: expected nothing there, found that something was put there.")
-        made.rename(path)
-        at(path.parent).sync()
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+    work = path.with_name(f".{path.name}.adacheck-export")
+    with at(path.with_name(f"{work.name}-lock")).lock():
+        _refuse_taken(path)
+        if work.exists():  # of a process that is gone, since the lock is held
+            shutil.rmtree(work)
+        work.mkdir(mode=0o700)
+        try:
+            made = work / path.name
+            yield made
+            at(made).sync(*at(made).list(), deep=True)
+            # Last: only a whole export has the name that was asked for.
+            _refuse_taken(path)
+            made.rename(path)
+            at(path.parent).sync()
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+
+
+def _refuse_taken(path: Path) -> None:
+    if os.path.lexists(path):
+        raise InputError(f"{path}: expected nothing there, found that something was put there.")

@@ -1,0 +1,108 @@
+"""Commands end soon, with the reason, where an object store does not answer or refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from adacheck_jax.store.storage import kvstore
+from adacheck_jax.store.storage.location import Location
+
+CREDENTIALS = ("GOOGLE_", "AWS_", "TENSORSTORE_")
+
+
+def listed(url: str, tmp_path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """The end of ``adacheck ls URL`` in a process without credentials."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(CREDENTIALS)}
+    environment |= {"HOME": str(tmp_path), "AWS_EC2_METADATA_DISABLED": "true", **variables}
+    return subprocess.run(
+        [sys.executable, "-m", "adacheck_jax.cli.main", "ls", url],
+        env={
+            **environment,
+            "HOME": str(tmp_path),
+            "AWS_EC2_METADATA_DISABLED": "true",
+            **variables,
+        },
+        capture_output=True,
+        text=True,
+        timeout=200,  # tensorstore's own patience is longer
+        check=False,
+    )
+
+
+@contextlib.contextmanager
+def silent(*, listens: bool) -> Iterator[str]:
+    """URL of a port at which connections are refused, or nobody ever answers."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        if listens:
+            taken.listen()
+        yield f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+
+class Refusing(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_error(401, "Anonymous caller does not have storage.objects.get access")
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def refusing() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+STORES = pytest.mark.parametrize(
+    ("url", "variable", "remedy"),
+    [
+        ("gs://bucket/run", "TENSORSTORE_GCS_HTTP_URL", "gcloud auth"),
+        ("s3://bucket/run", "AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID"),
+    ],
+)
+
+
+@pytest.mark.slow
+@STORES
+def test_a_store_that_refuses_connections_is_told_soon(url, variable, remedy, tmp_path):
+    with silent(listens=False) as endpoint:
+        done = listed(url, tmp_path, **{variable: endpoint, "AWS_REGION": "us-east-1"})
+    assert done.returncode == 2
+    told = done.stderr[done.stderr.index("adacheck: ") :]
+    assert told.startswith(f"adacheck: {url}: expected an object store that answers, found: ")
+    assert "Could not connect to server" in told
+    assert remedy in told
+
+
+@STORES
+def test_missing_credentials_are_told(url, variable, remedy, tmp_path, refusing):
+    done = listed(url, tmp_path, **{variable: refusing, "AWS_REGION": "us-east-1"})
+    assert done.returncode == 2
+    told = done.stderr[done.stderr.index("adacheck: ") :]
+    assert "found: PERMISSION_DENIED" in told
+    assert remedy in told
+
+
+def test_a_store_that_never_answers_is_given_up(monkeypatch):
+    monkeypatch.setattr(kvstore, "_ANSWER_S", 0.05)
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    with silent(listens=True) as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        for key in ("run", ""):
+            with pytest.raises(OSError, match="no answer within"):
+                Location(kvstore.KvStore("s3://bucket"), key).check_answers()
