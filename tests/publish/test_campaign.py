@@ -18,13 +18,14 @@ def test_weights_tell_the_version_and_the_publisher():
 
 @pytest.mark.slow
 def test_no_follower_has_wrong_weights_while_publishers_are_killed_and_files_damaged():
-    # In a process of its own: the campaign forks, and this process may have threads that hold locks.
+    # In a process of its own: the campaign forks, and threads of this one may hold locks.
     command = [sys.executable, "-m", "tests.campaigns.publishing", "--seed", "7"]
     ran = subprocess.run(
         [*command, "--count", str(2 * len(publishing.FAULTS))],
         capture_output=True,
         text=True,
         timeout=240,
+        check=False,
     )
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout)
