@@ -39,29 +39,31 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects what is slow
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks as slow what ``covering`` and ``first`` leave out; of a slow test, as a campaign."""
+    """Marks as campaigns what ``covering`` and ``first`` leave out, or as slow as they say."""
     by_test: dict[tuple[object, ...], list[pytest.Function]] = {}
     for item in items:
         is_campaign = item.get_closest_marker("campaign") is not None
         if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not is_campaign:
             by_test.setdefault((item.path, item.cls, item.originalname), []).append(item)
     for cases in by_test.values():
-        if marker := cases[0].get_closest_marker("covering"):
-            kept = _covering(cases, *marker.args)
-        elif marker := cases[0].get_closest_marker("first"):
-            kept = cases[: marker.args[0]]
-        else:
-            continue
-        for case in cases:
-            if case not in kept:
-                is_slow = case.get_closest_marker("slow") is not None
-                case.add_marker(pytest.mark.campaign if is_slow else pytest.mark.slow)
+        for name, few in (("covering", _covering), ("first", _first)):
+            if marker := cases[0].get_closest_marker(name):
+                kept = few(cases, *marker.args)
+                slow = few(cases, marker.kwargs["slow"]) if marker.kwargs else []
+                for case in cases:
+                    if case not in kept:
+                        case.add_marker("slow" if case in slow else "campaign")
+                break
 
 
 def pytest_collection_finish() -> None:
     """Keeps what was imported out of every garbage collection."""
     gc.collect()
     gc.freeze()
+
+
+def _first(cases: list[pytest.Function], count: int) -> list[pytest.Function]:
+    return cases[:count]
 
 
 def _covering(cases: list[pytest.Function], strength: int) -> list[pytest.Function]:

@@ -19,7 +19,7 @@ MOST_NOT_RUN = 8
 
 
 @pytest.mark.timeout(900)  # several processes, and examples
-@pytest.mark.first(1)  # README.md
+@pytest.mark.first(1, slow=99)  # README.md
 @pytest.mark.parametrize("name", RUN)
 def test_a_page_runs(name, tmp_path):
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]

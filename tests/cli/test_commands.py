@@ -146,6 +146,7 @@ VERBS = [
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("columns", [80, 120])
 @pytest.mark.parametrize("words", VERBS, ids=lambda words: " ".join((words[0], *words[2:])))
 def test_tables_fit_a_terminal(root: Path, words, columns):

@@ -15,7 +15,7 @@ __all__ = ["library"]
 @pytest.mark.parametrize("step", [6, pytest.param(7, marks=pytest.mark.campaign)])
 def test_a_compaction_that_is_stopped_or_fails_at_any_call_harms_nothing(library, tmp_path, step):
     modes = ("stopped", "once", "full")
-    options = ("--directory", tmp_path, "--step", step, "--stride", 23)
+    options = ("--directory", tmp_path, "--step", step, "--stride", 37)
     printed = printed_by(
         *("-m", "tests.campaigns.compaction", *modes, *options), variables=shim.loading(library)
     )

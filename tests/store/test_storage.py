@@ -368,7 +368,7 @@ class TestS3(_Served):
     server, fault = "s3", ""
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 class TestSlowGcs(_Served):
     server, fault = "gcs", "slow"
 
@@ -383,6 +383,6 @@ class TestFailingGcs(_Served):
     server, fault = "gcs", "fails once"
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 class TestFailingS3(_Served):
     server, fault = "s3", "fails once"
