@@ -223,9 +223,9 @@ ELEMENT_WISE = {
 }
 REDUCING = {
     "clip": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)),
+    "lamb": lambda: optax.lamb(1e-2),
     "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=16),
     "muon": lambda: optax.contrib.muon(1e-2),
-    "lamb": lambda: optax.lamb(1e-2),
 }
 
 
