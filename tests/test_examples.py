@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -16,14 +17,14 @@ STEPS = ("--steps 3", "--steps 5")
 """Arguments of two runs in one directory: the second one resumes."""
 ON_A_MESH = "--devices 4 --mesh 2x2"
 
-RUNS_IN_ONE_PROCESS = """
-import runpy, sys
+IN_ONE_PROCESS = """
+import json, runpy, sys
 
-path, root, *runs = sys.argv[1:]
-for run in runs:
-    sys.argv = [path, "--root", root, *run.split()]
-    runpy.run_path(path, run_name="__main__")
-    print("END OF A RUN")
+for path, root, runs in json.loads(sys.argv[1]):
+    for run in runs:
+        sys.argv = [path, "--root", root, *run.split()]
+        runpy.run_path(path, run_name="__main__")
+        print("END OF A RUN")
 """
 
 RUNS = {
@@ -43,6 +44,8 @@ RUNS = {
     "v1": STEPS,
 }
 """Runs of each example; all check bits or raise by themselves."""
+
+ALIKE = [name for name, runs in RUNS.items() if runs == STEPS]
 
 RUN_BY_PAGES = {"multiprocess": "clusters", "object_store": "clusters"}
 """Guides whose commands run an example, in ``tests/test_docs_code.py``."""
@@ -66,16 +69,24 @@ def test_the_guide_lists_every_example(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("names", [ALIKE[::2], ALIKE[1::2]], ids=["one half", "other half"])
+def test_examples_run_and_resume_in_one_process(names, tmp_path):
+    """What they import and compile takes longer than what they do."""
+    runs = [(str(EXAMPLES / f"{name}.py"), str(tmp_path / name), RUNS[name]) for name in names]
+    *said, rest = printed_by("-c", IN_ONE_PROCESS, json.dumps(runs)).split("END OF A RUN")
+    assert not rest.strip()
+    for name, first, second in zip(names, said[::2], said[1::2], strict=True):
+        if name != "observe":  # which prints its metrics alone
+            assert "resuming after step" not in first, name
+            assert "resuming after step" in second, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in RUNS if name not in ALIKE])
 def test_an_example_runs_and_resumes(name, tmp_path):
-    path, root, runs = str(EXAMPLES / f"{name}.py"), str(tmp_path / "root"), RUNS[name]
-    if runs == STEPS:  # what they import takes longer than what they do
-        printed = printed_by("-c", RUNS_IN_ONE_PROCESS, path, root, *runs)
-        *said, _ = printed.split("END OF A RUN")
-    else:
-        said = [printed_by(path, "--root", root, *arguments.split()) for arguments in runs]
-    assert len(said) == len(runs)
-    if len(said) > 1 and name != "observe":  # which prints its metrics alone
+    path, root = str(EXAMPLES / f"{name}.py"), str(tmp_path / "root")
+    said = [printed_by(path, "--root", root, *arguments.split()) for arguments in RUNS[name]]
+    if len(said) > 1:
         assert "resuming after step" in said[1]
     if name == "preemption":
         assert all("preempted after step" in each for each in said)
