@@ -228,6 +228,7 @@ def test_averages_at_two_decays_and_a_target_network_are_replayed(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "tx",
     [params_ema(optax.adamw(1e-2), 0.99), optax.chain(optax.ema(0.9), optax.sgd(0.1))],
