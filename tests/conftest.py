@@ -46,24 +46,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not is_campaign:
             by_test.setdefault((item.path, item.cls, item.originalname), []).append(item)
     for cases in by_test.values():
-        for name, few in (("covering", _covering), ("first", _first)):
-            if marker := cases[0].get_closest_marker(name):
-                kept = few(cases, *marker.args)
-                slow = few(cases, marker.kwargs["slow"]) if marker.kwargs else []
-                for case in cases:
-                    if case not in kept:
-                        case.add_marker("slow" if case in slow else "campaign")
-                break
+        if marker := cases[0].get_closest_marker("covering"):
+            kept, slow = _covering(cases, *marker.args), []
+        elif marker := cases[0].get_closest_marker("first"):
+            kept, slow = cases[: marker.args[0]], cases[: marker.kwargs.get("slow", 0)]
+        else:
+            continue
+        for case in cases:
+            if case not in kept:
+                case.add_marker("slow" if case in slow else "campaign")
 
 
 def pytest_collection_finish() -> None:
     """Keeps what was imported out of every garbage collection."""
     gc.collect()
     gc.freeze()
-
-
-def _first(cases: list[pytest.Function], count: int) -> list[pytest.Function]:
-    return cases[:count]
 
 
 def _covering(cases: list[pytest.Function], strength: int) -> list[pytest.Function]:

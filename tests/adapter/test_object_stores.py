@@ -179,7 +179,7 @@ def test_a_step_without_orbaxs_mark_does_not_exist(root):
     assert kinds_of(root)[-1] == (3, DeltaManifest)
 
 
-@pytest.mark.first(5, slow=6)
+@pytest.mark.first(5, slow=6)  # one of them on s3
 @pytest.mark.parametrize(
     "lost", ["deleted", "replaced", "uncommitted", "base deleted", "data deleted"]
 )
