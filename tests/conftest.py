@@ -39,7 +39,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects what is slow
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks as slow what ``covering`` and ``first`` leave out; of a slow test, as a campaign."""
+    """Marks as campaigns what ``covering`` and ``first`` leave out, or as slow as they say."""
     by_test: dict[tuple[object, ...], list[pytest.Function]] = {}
     for item in items:
         is_campaign = item.get_closest_marker("campaign") is not None
@@ -47,15 +47,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             by_test.setdefault((item.path, item.cls, item.originalname), []).append(item)
     for cases in by_test.values():
         if marker := cases[0].get_closest_marker("covering"):
-            kept = _covering(cases, *marker.args)
+            kept, slow = _covering(cases, *marker.args), []
         elif marker := cases[0].get_closest_marker("first"):
-            kept = cases[: marker.args[0]]
+            kept, slow = cases[: marker.args[0]], cases[: marker.kwargs.get("slow", 0)]
         else:
             continue
         for case in cases:
             if case not in kept:
-                is_slow = case.get_closest_marker("slow") is not None
-                case.add_marker(pytest.mark.campaign if is_slow else pytest.mark.slow)
+                case.add_marker("slow" if case in slow else "campaign")
 
 
 def pytest_collection_finish() -> None:

@@ -1,8 +1,9 @@
-"""Documents: every block of code runs, in a process of its own for each page."""
+"""Documents: every block of code runs, in one process for several pages."""
 
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,14 +15,22 @@ PAGES = {
     for page in [*docs_code.PAGES, *(ROOT / f"{x}.md" for x in ("BUILD", "CONTRIBUTING"))]
 }
 RUN = [name for name, blocks in PAGES.items() if any(each.runs for each in blocks)]
+FIRST = "README.md"
+LONG = "docs/guide/clusters.md"
+"""A page that starts processes."""
+OTHERS = [name for name in RUN if name not in (FIRST, LONG)]
 MOST_NOT_RUN = 8
 """Blocks that may be left out; a new one has to be worth it."""
 
 
 @pytest.mark.timeout(900)  # several processes, and examples
-@pytest.mark.first(1)  # README.md
-@pytest.mark.parametrize("name", RUN)
-def test_a_page_runs(name, tmp_path):
+@pytest.mark.first(1, slow=4)
+@pytest.mark.parametrize(
+    "names",
+    [[FIRST], [LONG], OTHERS[::2], OTHERS[1::2]],
+    ids=["first", "long", "one half", "other half"],
+)
+def test_pages_run(names, tmp_path):
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     programs = [os.path.dirname(sys.executable), os.environ["PATH"]]
     environment = {
@@ -30,7 +39,7 @@ def test_a_page_runs(name, tmp_path):
         "PATH": os.pathsep.join(programs),
     }
     done = subprocess.run(
-        [sys.executable, "-m", "tests.docs_code", ROOT / name],
+        [sys.executable, "-m", "tests.docs_code", *(ROOT / name for name in names)],
         cwd=tmp_path,
         env=environment,
         capture_output=True,
@@ -38,8 +47,10 @@ def test_a_page_runs(name, tmp_path):
         check=False,
     )
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
-    shown = sum(each.runs and not each.is_hidden for each in PAGES[name])
-    assert done.stdout.splitlines()[-1] == f"{shown} blocks run"
+    told = [line for line in done.stdout.splitlines() if line.endswith(" blocks run")]
+    for name, line in zip(names, told, strict=True):
+        shown = sum(each.runs and not each.is_hidden for each in PAGES[name])
+        assert line == f"{Path(name).name}: {shown} blocks run"
 
 
 @pytest.mark.parametrize("name", PAGES)

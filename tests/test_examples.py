@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests import docs_code
+from tests.docs_code import ROOT
+
 EXAMPLES = ROOT / "examples"
 STEPS = ("--steps 3", "--steps 5")
 """Arguments of two runs in one directory: the second one resumes."""
-ON_A_MESH = "--devices 8 --mesh 4x2"
+ON_A_MESH = "--devices 4 --mesh 2x2"
+
+IN_ONE_PROCESS = """
+import json, runpy, sys
+
+for path, root, runs in json.loads(sys.argv[1]):
+    for run in runs:
+        sys.argv = [path, "--root", root, *run.split()]
+        runpy.run_path(path, run_name="__main__")
+        print("END OF A RUN")
+"""
 
 RUNS = {
     "equinox_model": STEPS,
@@ -21,26 +33,33 @@ RUNS = {
     "lora": STEPS,
     "maxtext_like": ("--steps 4 --save-interval 3", "--steps 6 --save-interval 3", "--evaluate"),
     "moe": ("--steps 3 --devices 4", "--steps 5 --devices 2"),
-    "multiprocess": ("--steps 3 --processes 2",),
     "nnx_model": STEPS,
-    "object_store": ("--server gcs --steps 4",),
     "observe": STEPS,
     "plain_optax": STEPS,
     "preemption": ("--steps 100000 --preempt-after 4", "--steps 100000 --preempt-after 1"),
     "reinforce": STEPS,
     "rl_weight_sync": ("--steps 6",),
-    "train_lm": (f"--steps 3 {ON_A_MESH}", "--steps 5 --devices 8 --mesh 2x4"),
+    "train_lm": (f"--steps 3 {ON_A_MESH}", "--steps 5 --devices 4 --mesh 1x4"),
     "train_muon": (f"--steps 3 {ON_A_MESH}",),
     "v1": STEPS,
 }
 """Runs of each example; all check bits or raise by themselves."""
 
+ALIKE = [name for name, runs in RUNS.items() if runs == STEPS]
+
+RUN_BY_PAGES = {"multiprocess": "clusters", "object_store": "clusters"}
+"""Guides whose commands run an example, in ``tests/test_docs_code.py``."""
+
 WITHOUT_RUNS = {"plan_llama"}  # it is read by ``adacheck plan``; tests/cli/test_plan_command.py
-WITHOUT_ROOT = {"object_store"}
 
 
 def test_every_example_is_run():
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == RUNS.keys() | WITHOUT_RUNS
+    run = RUNS.keys() | RUN_BY_PAGES.keys() | WITHOUT_RUNS
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == run
+    for name, page in RUN_BY_PAGES.items():
+        blocks = docs_code.blocks_of(ROOT / "docs" / "guide" / f"{page}.md")
+        code = "".join(block.code for block in blocks if block.runs and block.language == "sh")
+        assert code.count(f"python examples/{name}.py ") == 2
 
 
 @pytest.mark.parametrize("name", sorted({path.stem for path in EXAMPLES.glob("*.py")}))
@@ -50,20 +69,36 @@ def test_the_guide_lists_every_example(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("names", [ALIKE[::2], ALIKE[1::2]], ids=["one half", "other half"])
+def test_examples_run_and_resume_in_one_process(names, tmp_path):
+    """What they import and compile takes longer than what they do."""
+    runs = [(str(EXAMPLES / f"{name}.py"), str(tmp_path / name), RUNS[name]) for name in names]
+    *said, rest = printed_by("-c", IN_ONE_PROCESS, json.dumps(runs)).split("END OF A RUN")
+    assert not rest.strip()
+    for name, first, second in zip(names, said[::2], said[1::2], strict=True):
+        if name != "observe":  # which prints its metrics alone
+            assert "resuming after step" not in first, name
+            assert "resuming after step" in second, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in RUNS if name not in ALIKE])
 def test_an_example_runs_and_resumes(name, tmp_path):
-    said = []
-    for arguments in RUNS[name]:
-        root = [] if name in WITHOUT_ROOT else ["--root", str(tmp_path / "root")]
-        command = [sys.executable, str(EXAMPLES / f"{name}.py"), *root, *arguments.split()]
-        environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-        environment.pop("XLA_FLAGS", None)  # each makes the devices that it needs
-        ended = subprocess.run(
-            command, capture_output=True, text=True, env=environment, timeout=250, check=False
-        )
-        assert ended.returncode == 0, f"{' '.join(command)}\n{ended.stdout}{ended.stderr}"
-        said.append(ended.stdout)
-    if len(said) > 1 and name != "observe":  # which prints its metrics alone
+    path, root = str(EXAMPLES / f"{name}.py"), str(tmp_path / "root")
+    said = [printed_by(path, "--root", root, *arguments.split()) for arguments in RUNS[name]]
+    if len(said) > 1:
         assert "resuming after step" in said[1]
     if name == "preemption":
         assert all("preempted after step" in each for each in said)
+
+
+def printed_by(*arguments: str) -> str:
+    """What a process prints that ends well."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    environment.pop("XLA_FLAGS", None)  # each makes the devices that it needs
+    command = [sys.executable, *arguments]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=250, check=False
+    )
+    assert ended.returncode == 0, f"{' '.join(command)}\n{ended.stdout}{ended.stderr}"
+    return ended.stdout

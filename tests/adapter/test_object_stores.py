@@ -83,6 +83,7 @@ def test_steps_are_saved_retained_and_restored_on_other_meshes(root):
     assert kinds_of(root)[-1] == (9, DeltaManifest)
 
 
+@pytest.mark.first(1)
 def test_an_ancestor_lives_as_long_as_a_step_needs_it(root):
     run = dict_run(mesh_of((1,)))
     with manager_of(root, run, kept(1)) as manager:
@@ -99,6 +100,7 @@ def test_an_ancestor_lives_as_long_as_a_step_needs_it(root):
         assert manager.all_steps() == [5, 6]
 
 
+@pytest.mark.first(1)
 def test_without_a_policy_that_keeps_parents_each_step_is_a_base(root, caplog):
     run = dict_run(mesh_of((1,)))
     handler = adacheck.AdaCheckHandler(run.recorder)
@@ -108,6 +110,7 @@ def test_without_a_policy_that_keeps_parents_each_step_is_a_base(root, caplog):
     assert "keep_lineage" in caplog.text
 
 
+@pytest.mark.first(1)
 def test_a_policy_that_the_manager_does_not_know_keeps_nothing(root, caplog):
     run = dict_run(mesh_of((1,)))
     handler = adacheck.AdaCheckHandler(run.recorder, keep_lineage=kept())
@@ -154,6 +157,7 @@ def test_a_delta_is_six_requests(root, store):
     assert sorted(name for method, name in ours if method == "GET") == looks
 
 
+@pytest.mark.first(1)
 def test_a_step_without_orbaxs_mark_does_not_exist(root):
     run = dict_run(mesh_of((1,)))
     with manager_of(root, run) as manager:
@@ -175,6 +179,7 @@ def test_a_step_without_orbaxs_mark_does_not_exist(root):
     assert kinds_of(root)[-1] == (3, DeltaManifest)
 
 
+@pytest.mark.first(5, slow=6)  # one of them on s3
 @pytest.mark.parametrize(
     "lost", ["deleted", "replaced", "uncommitted", "base deleted", "data deleted"]
 )
@@ -295,6 +300,7 @@ def test_an_answer_that_is_lost_costs_no_step(root, store):
     assert any(manifest_file.NAME in each for each in lost)
 
 
+@pytest.mark.first(1)
 def test_credentials_reach_neither_files_nor_messages(root, store):
     run = dict_run(mesh_of((1,)))
     with manager_of(root, run) as manager:
@@ -306,6 +312,7 @@ def test_credentials_reach_neither_files_nor_messages(root, store):
             assert secret not in each.read()
 
 
+@pytest.mark.first(1)
 def test_an_optimizer_that_sums_is_exact_too(root):
     run = dict_run(mesh_of((2,)), optax.adafactor(1e-2))
     with manager_of(root, run) as manager:
@@ -383,6 +390,7 @@ def test_a_checkpointer_saves_under_any_name(root, place):
     assert [each.damage for each in report.steps] == [()]
 
 
+@pytest.mark.first(1)
 def test_what_may_not_be_read_now_is_not_damaged(root, store):
     run = dict_run(mesh_of((1,)))
     with manager_of(root, run) as manager:
@@ -402,6 +410,7 @@ def test_what_may_not_be_read_now_is_not_damaged(root, store):
             store.proxy.reset()
 
 
+@pytest.mark.first(1)
 def test_a_base_that_failed_is_saved_again_by_the_same_process(root, store):
     run = dict_run(mesh_of((1,)))
     with manager_of(root, run) as manager:
@@ -418,6 +427,7 @@ def test_a_base_that_failed_is_saved_again_by_the_same_process(root, store):
         assert_same_bits(manager.restore(1, args=args), host_copy(run.state))
 
 
+@pytest.mark.first(1)
 def test_steps_with_a_prefix_and_items_that_are_numbers(root):
     run, keep = dict_run(mesh_of((1,))), kept()
     handlers = {"7": adacheck.AdaCheckHandler(run.recorder, keep_lineage=keep)}
@@ -432,6 +442,7 @@ def test_steps_with_a_prefix_and_items_that_are_numbers(root):
     assert CliRunner().invoke(app, ["verify", root]).exit_code == 0
 
 
+@pytest.mark.first(1)
 def test_the_top_of_a_bucket_is_a_root_to_tools(store):
     runner = CliRunner()
     for command in ("ls", "verify"):

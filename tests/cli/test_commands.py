@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import pty
 import re
@@ -108,13 +109,23 @@ def test_the_list_of_commands_cuts_no_sentence():
     assert listed.endswith("and compare every bit.")
 
 
-def on_a_terminal(columns, *words):
-    """What a command prints on a terminal so wide, and its exit code."""
+IN_ONE_PROCESS = """
+import json, sys
+from adacheck_jax.cli.main import app
+
+for words in json.loads(sys.argv[1]):
+    app(words, standalone_mode=False)
+    print("END OF A COMMAND")
+"""
+
+
+def on_a_terminal(columns, commands):
+    """Lines that each of some commands prints on a terminal so wide."""
     process, terminal = pty.fork()
     if not process:  # pragma: no cover
         os.environ.pop("COLUMNS", None)
         os.environ["TERM"] = "xterm"
-        os.execv(sys.executable, [sys.executable, "-m", "adacheck_jax.cli.main", *map(str, words)])
+        os.execv(sys.executable, [sys.executable, "-c", IN_ONE_PROCESS, json.dumps(commands)])
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
     printed = b""
     while True:
@@ -128,8 +139,10 @@ def on_a_terminal(columns, *words):
     _, status = os.waitpid(process, 0)
     os.close(terminal)
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", printed.decode()).replace("\r\n", "\n")
-    lines = [line.rpartition("\r")[2] for line in text.splitlines()]  # of a progress bar the last
-    return lines, os.waitstatus_to_exitcode(status)
+    assert os.waitstatus_to_exitcode(status) == 0, text
+    *texts, _ = text.split("END OF A COMMAND\n")
+    # Of a progress bar the last state counts.
+    return [[line.rpartition("\r")[2] for line in each.splitlines()] for each in texts]
 
 
 VERBS = [
@@ -147,9 +160,9 @@ VERBS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", [80, 120])
-@pytest.mark.parametrize("words", VERBS, ids=lambda words: " ".join((words[0], *words[2:])))
-def test_tables_fit_a_terminal(root: Path, words, columns):
-    lines, _ = on_a_terminal(columns, *(word.format(root=root) for word in words))
-    rows = [line for line in lines if "  " in line]  # sentences are wrapped by the terminal
-    assert rows
-    assert max(map(len, rows)) <= columns
+def test_tables_fit_a_terminal(root: Path, columns):
+    commands = [[word.format(root=root) for word in words] for words in VERBS]
+    for words, lines in zip(VERBS, on_a_terminal(columns, commands), strict=True):
+        rows = [line for line in lines if "  " in line]  # sentences are wrapped by the terminal
+        assert rows, words
+        assert max(map(len, rows)) <= columns, words

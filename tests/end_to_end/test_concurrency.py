@@ -331,7 +331,9 @@ def work(mode, processes, root, out, devices):
 
 
 @pytest.mark.slow
-def test_a_run_of_two_processes_is_preempted_while_it_saves(tmp_path):
+@pytest.mark.first(1)
+@pytest.mark.parametrize(("processes", "devices"), [(1, 2), (2, 2)])
+def test_a_run_of_two_processes_is_preempted_while_it_saves(tmp_path, processes, devices):
     """One of them is told; both save the step that they agree on, and leave."""
     root, out = tmp_path / "run", tmp_path / "out"
     children = start("preempted", 2, root, out, 2, WORKER)
@@ -346,10 +348,9 @@ def test_a_run_of_two_processes_is_preempted_while_it_saves(tmp_path):
     assert told(out) == [{"step": step, "latest": step}] * 2
     assert 3 < step < 2000
     saved = leaves(Path(f"{out}-saved.npz"))
-    for processes, devices in ((1, 2), (2, 2)):
-        out = tmp_path / f"restored-by-{processes}"
-        assert work("last", processes, root, out, devices) == [{"step": step}] * processes
-        assert leaves(Path(f"{out}-restored.npz")) == saved
+    out = tmp_path / "again"
+    assert work("last", processes, root, out, devices) == [{"step": step}] * processes
+    assert leaves(Path(f"{out}-restored.npz")) == saved
     assert [each.step for each in roots.steps_of(root)] == list(range(1, step + 1))
 
 

@@ -198,7 +198,7 @@ def assert_restores(root: Any, saved: Any, state: Any, meshes: Any = OTHERS) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("dtypes", DTYPES)
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -228,6 +228,7 @@ def test_averages_at_two_decays_and_a_target_network_are_replayed(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "tx",
     [params_ema(optax.adamw(1e-2), 0.99), optax.chain(optax.ema(0.9), optax.sgd(0.1))],
@@ -331,7 +332,7 @@ def other_decay(step: int, before: Any, state: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("waits", [True, False], ids=["waits", "runs ahead"])
 @pytest.mark.parametrize("check", ["auto", "sample", "full"])
 @pytest.mark.parametrize("changed", [skipped, edited, other_decay])
@@ -398,7 +399,8 @@ def test_another_function_begins_a_lineage_of_its_own(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("waits", [True, False], ids=["waits", "runs ahead"])
+@pytest.mark.first(1)
+@pytest.mark.parametrize("waits", [False, True], ids=["runs ahead", "waits"])
 def test_micro_steps_that_derive_without_an_update_are_stored(tmp_path, monkeypatch, waits):
     """The counter stands still, and yet the tree changes."""
     if not waits:
@@ -413,7 +415,8 @@ def test_micro_steps_that_derive_without_an_update_are_stored(tmp_path, monkeypa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("waits", [True, False], ids=["waits", "runs ahead"])
+@pytest.mark.first(1)
+@pytest.mark.parametrize("waits", [False, True], ids=["runs ahead", "waits"])
 def test_micro_steps_behind_recorded_ones_are_stored_too(tmp_path, monkeypatch, waits):
     if not waits:
         monkeypatch.setattr(staged, "are_ready", lambda _: False)

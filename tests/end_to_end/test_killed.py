@@ -11,7 +11,10 @@ from tests.campaigns import killed
 
 @pytest.mark.slow
 def test_the_others_learn_of_a_process_that_is_killed(tmp_path):
-    """Also where JAX does not tell them; the step before restores on any number of processes."""
+    """Also where JAX does not tell them; the step before restores on another number of processes.
+
+    `python -m tests.campaigns.killed --size full` restores on several numbers of them.
+    """
     cells = killed.cells("small")
     with ThreadPoolExecutor(len(cells)) as pool:  # they wait, most of the time
         seen = [*pool.map(lambda cell: killed.run(cell, tmp_path), cells)]
@@ -21,4 +24,3 @@ def test_the_others_learn_of_a_process_that_is_killed(tmp_path):
         assert survivor.what in expected, (cell, survivor)
     places = [tmp_path / cell.name for cell in cells]
     assert killed.restored(places, 1, tmp_path) == len(places)
-    assert killed.restored(places, 4, tmp_path) == len(places)

@@ -177,17 +177,29 @@ def restored(manager, number, rules, mesh):
     return manager.restore(number, args=args)
 
 
+@pytest.fixture(scope="module")
+def saved_steps(tmp_path_factory):
+    """Roots of each kind of step, and their states."""
+    there = {}
+    for kind, (number, options) in KINDS.items():
+        root = tmp_path_factory.mktemp("saved") / "run"
+        manager, states = saved(root, options)
+        manager.close()
+        there[kind] = root, number, states[number]
+    return there
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("devices", [1, 8], ids=["one device", "eight devices"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", TABLE)
-def test_every_tree_is_transformed_and_comes_back(tmp_path, name, kind, devices):
+def test_every_tree_is_transformed_and_comes_back(tmp_path, saved_steps, name, kind, devices):
     rules, back = TABLE[name]
-    number, options = KINDS[kind]
-    manager, states = saved(tmp_path / "a", options)
-    found = restored(manager, number, rules, mesh_of(devices))
-    assert_equal(found, manager.restore(number, args=adacheck.RestoreArgs(transform=rules)))
-    changed = leaves_of(found).keys() ^ leaves_of(states[0]).keys()
+    root, number, state = saved_steps[kind]
+    with support.manager_of(root, adacheck.AdaCheckHandler()) as manager:
+        found = restored(manager, number, rules, mesh_of(devices))
+        assert_equal(found, manager.restore(number, args=adacheck.RestoreArgs(transform=rules)))
+    changed = leaves_of(found).keys() ^ leaves_of(state).keys()
     if changed:  # every tree has changed alike
         ends = [
             {path.removeprefix(origin) for path in changed if path.startswith(origin)}
@@ -195,29 +207,32 @@ def test_every_tree_is_transformed_and_comes_back(tmp_path, name, kind, devices)
         ]
         assert ends[0]
         assert all(each == ends[0] for each in ends)
-    with support.manager_of(tmp_path / "b", adacheck.AdaCheckHandler(delta="bits")) as other:
+    with support.manager_of(tmp_path, adacheck.AdaCheckHandler(delta="bits")) as other:
         other.save(0, args=adacheck.SaveArgs(found))
         other.wait_until_finished()
         again = other.restore(0, args=adacheck.RestoreArgs(transform=back))
-    assert_equal(again, states[number])
-    manager.close()
+    assert_equal(again, state)
 
 
 @pytest.mark.slow
 @pytest.mark.first(1)
-@pytest.mark.parametrize("names", [["all at once", "pad"], list(TABLE)], ids=["some", "all"])
-def test_four_processes_transform_as_one_does(tmp_path, names):
-    """Each kind of step that four processes saved, in their hands and in those of one process."""
+@pytest.mark.parametrize(
+    ("processes", "devices", "names"),
+    [(2, 1, ["all at once"]), (4, 2, list(TABLE))],
+    ids=["one", "all"],
+)
+def test_several_processes_transform_as_one_does(tmp_path, processes, devices, names):
+    """Each kind of step that they saved, in their hands and in those of one process."""
     (tmp_path / "names").write_text("\n".join(names))
     worker = "tests.end_to_end.layouts_worker"
-    launch("layouts", 4, tmp_path / "run", tmp_path / "out", devices=2, worker=worker)
+    launch("layouts", processes, tmp_path / "run", tmp_path / "out", devices, worker)
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     for (kind, (number, _)), name in itertools.product(KINDS.items(), names):
         with support.manager_of(tmp_path / "run" / kind, adacheck.AdaCheckHandler()) as manager:
             args = adacheck.RestoreArgs(transform=TABLE[name][0], fallback_sharding=here)
             alone = manager.restore(number, args=args)
-        of_four = leaves(Path(f"{tmp_path}/out-{kind}-{name}.npz"))
-        assert of_four == [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(alone)]
+        of_several = leaves(Path(f"{tmp_path}/out-{kind}-{name}.npz"))
+        assert of_several == [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(alone)]
 
 
 @st.composite
@@ -269,18 +284,6 @@ def rule_sets(draw):
             undo = layout.split(to, [path, other], axis=axis)
             add(layout.fuse([path, other], to, axis=axis), undo, {to: longer})
     return rules, back
-
-
-@pytest.fixture(scope="module")
-def saved_steps(tmp_path_factory):
-    """Roots of each kind of step, and their states."""
-    there = {}
-    for kind, (number, options) in KINDS.items():
-        root = tmp_path_factory.mktemp("saved") / "run"
-        manager, states = saved(root, options)
-        manager.close()
-        there[kind] = root, number, states[number]
-    return there
 
 
 @settings(max_examples=max(4, settings().max_examples // 3))  # each saves and restores
@@ -459,7 +462,7 @@ class Block(nn.Module):
 class Unrolled(nn.Module):
     @nn.compact
     def __call__(self, x):
-        for i in range(LAYERS):
+        for i in range(2):
             x, _ = Block(name=f"Block_{i}")(x)
         return nn.Dense(5, name="head")(x)
 
@@ -467,15 +470,13 @@ class Unrolled(nn.Module):
 class Scanned(nn.Module):
     @nn.compact
     def __call__(self, x):
-        scan = nn.scan(
-            Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS
-        )
+        scan = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
         x, _ = scan(name="ScanBlock_0")(x, None)
         return nn.Dense(5, name="head")(x)
 
 
 def linen_state(model, recorder):
-    params = model.init(jax.random.key(0), jnp.ones((2, 6, 16)))["params"]
+    params = jax.jit(model.init)(jax.random.key(0), jnp.ones((2, 6, 16)))["params"]
     return {"params": params, "opt_state": recorder.init(params)}
 
 
@@ -506,7 +507,7 @@ def test_a_transformer_of_linen_is_scanned_and_unrolled(tmp_path):
         target = jax.eval_shape(lambda: linen_state(Scanned(), recorder))
         scanned = manager.restore(2, args=adacheck.RestoreArgs(target, transform=rules))
     outputs = [
-        model.apply({"params": each["params"]}, inputs)
+        jax.jit(model.apply)({"params": each["params"]}, inputs)
         for model, each in ((Unrolled(), state), (Scanned(), scanned))
     ]
     np.testing.assert_allclose(*outputs, rtol=1e-5, atol=1e-6)

@@ -81,7 +81,7 @@ def test_the_processes_share_the_writing(run_of_two):
 
 @pytest.mark.slow
 @pytest.mark.first(1)
-@pytest.mark.parametrize(("processes", "devices"), [(4, 2), (1, 4), (1, 8)])
+@pytest.mark.parametrize(("processes", "devices"), [(1, 8), (1, 4), (4, 2)])
 def test_another_number_of_processes_restores_the_same_bits(run_of_two, processes, devices):
     out = run_of_two / f"restored-by-{processes}x{devices}"
     launch("restore", processes, run_of_two / "run", out, devices)

@@ -36,7 +36,7 @@ def run_of(record_dtype, params_dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.first(3)
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("record_dtype", "params_dtype"),
     [

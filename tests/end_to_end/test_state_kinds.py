@@ -222,10 +222,10 @@ ELEMENT_WISE = {
     ),
 }
 REDUCING = {
+    "clip": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)),
+    "lamb": lambda: optax.lamb(1e-2),
     "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=16),
     "muon": lambda: optax.contrib.muon(1e-2),
-    "lamb": lambda: optax.lamb(1e-2),
-    "clip": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)),
 }
 
 
@@ -250,6 +250,7 @@ def test_an_element_wise_optimizer_in_a_fused_step_is_replayed(tmp_path, name):
 
 
 @pytest.mark.slow
+@pytest.mark.first(2)
 @pytest.mark.parametrize("name", REDUCING)
 def test_what_comes_out_of_sums_in_a_fused_step_is_saved_as_differences(tmp_path, name):
     is_all = name == "clip"  # of the others some leaves are replayed
@@ -371,6 +372,7 @@ class TestBesideTheOptimizer:
     """Leaves that no update explains."""
 
     @pytest.mark.slow
+    @pytest.mark.first(1)
     @pytest.mark.parametrize("delta", ["auto", "bits"])
     def test_an_average_of_the_params_outside_of_the_optimizer(self, tmp_path, delta):
         follow = lambda old, params: optax.incremental_update(params, old, 0.1)  # noqa: E731
@@ -381,6 +383,7 @@ class TestBesideTheOptimizer:
             assert "ema/in/kernel" in stored_paths(tmp_path, step)
 
     @pytest.mark.slow
+    @pytest.mark.first(1)
     @pytest.mark.parametrize("delta", ["auto", "bits"])
     def test_frozen_leaves_are_in_no_delta(self, tmp_path, delta):
         frozen = {"kernel": jnp.ones((64, 32)), "table": jnp.arange(7), "key": jax.random.key(0)}
@@ -391,6 +394,7 @@ class TestBesideTheOptimizer:
             assert not {p for p in stored_paths(tmp_path, step) if p.startswith("frozen/")}
 
     @pytest.mark.slow
+    @pytest.mark.first(1)
     @pytest.mark.parametrize("delta", ["auto", "bits"])
     def test_batch_statistics_and_dropout_keys(self, tmp_path, delta):
         run = support.nnx_run(mesh_of(SAVING))
@@ -580,7 +584,7 @@ IN_DELTAS = pytest.mark.parametrize(
 
 
 @pytest.mark.slow
-@pytest.mark.covering(1)
+@pytest.mark.first(3)
 @IN_DELTAS
 @pytest.mark.parametrize("kind", KINDS)
 def test_leaves_of_each_kind_come_back_as_they_were(tmp_path, kind, delta, has_recorder):

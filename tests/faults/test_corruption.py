@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-FEW = ["replayed deltas", "recorded steps", "kept volumes, aliases"]
-CASES = [*FEW, "bit-pattern deltas", "two items a step"]
+FEW = ["recorded steps", "kept volumes, aliases"]
+CASES = [*FEW, "replayed deltas", "bit-pattern deltas", "two items a step"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("cases", "count"), [(FEW, 9), pytest.param(CASES, 200, marks=pytest.mark.campaign)]
+    ("cases", "count"), [(FEW, 6), pytest.param(CASES, 200, marks=pytest.mark.campaign)]
 )
 def test_nothing_is_silently_wrong(cases, count):
     command = [sys.executable, "-m", "tests.campaigns.corruption", "--json", "--seed", "11"]

@@ -190,7 +190,7 @@ def restored(root, mode, processes, devices):
     [
         (2, 2),
         pytest.param(4, 1, marks=pytest.mark.campaign),
-        pytest.param(3, 2, marks=pytest.mark.slow),
+        pytest.param(3, 2, marks=pytest.mark.campaign),
     ],
 )
 def test_processes_read_each_box_once(saved, processes, devices):

@@ -660,14 +660,15 @@ def test_a_save_that_fails_takes_the_recorded_steps_with_it_and_the_next_is_a_ba
 
 
 @pytest.mark.slow
-def test_several_processes_record_alike(tmp_path):
+@pytest.mark.first(1)
+@pytest.mark.parametrize(("processes", "devices"), [(1, 8), (2, 2)])
+def test_several_processes_record_alike(tmp_path, processes, devices):
     launch("record", 2, tmp_path / "run", tmp_path / "out", devices=2)
     saved = [step.step for step in roots.steps_of(tmp_path / "run")]
     assert saved == [1, 6, 9]
     assert recorded_in(tmp_path / "run", 6) == [2, 3, 4, 5]
     assert len(manifest_of(tmp_path / "run", 6).packs) == 2
-    for processes, devices in ((2, 2), (1, 8)):
-        out = tmp_path / f"restored-by-{processes}x{devices}"
-        launch("restore-recorded", processes, tmp_path / "run", out, devices)
-        for step in (4, 8):
-            assert leaves(f"{out}-restored{step}.npz") == leaves(tmp_path / f"out-saved{step}.npz")
+    launch("restore-recorded", processes, tmp_path / "run", tmp_path / "again", devices)
+    for step in (4, 8):
+        restored = leaves(tmp_path / f"again-restored{step}.npz")
+        assert restored == leaves(tmp_path / f"out-saved{step}.npz")

@@ -397,7 +397,7 @@ class TestS3(_Served):
     server, fault = "s3", ""
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 class TestSlowGcs(_Served):
     server, fault = "gcs", "slow"
 
@@ -412,6 +412,6 @@ class TestFailingGcs(_Served):
     server, fault = "gcs", "fails once"
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 class TestFailingS3(_Served):
     server, fault = "s3", "fails once"

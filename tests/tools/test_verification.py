@@ -181,7 +181,7 @@ class TestClean:
 
     @pytest.mark.slow
     def test_a_reducing_update_is_right_to_rounding_or_exact_and_no_damage(self, tmp_path):
-        run = support.dict_run(mesh_of((4, 2)), optax.contrib.muon(1e-2))
+        run = support.dict_run(mesh_of((4, 2)), optax.lamb(1e-2))
         with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
             save_steps(manager, run, 3)
         assert not any(damaged(tmp_path, ALL).values())

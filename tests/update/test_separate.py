@@ -151,6 +151,7 @@ def test_a_state_saved_before_the_first_update_is_no_surprise(tmp_path, caplog):
 
 
 @pytest.mark.slow
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", ["clip inside", "adafactor", "lamb"])
 def test_explicit_axes_replay_exactly_too(tmp_path, name):
     run = separate_run(mesh_of((1, 1)), REDUCING[name])
@@ -282,6 +283,7 @@ def restored_by(root, devices, shape, mode):
 
 
 @pytest.mark.slow
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("devices", "shape"), [(4, (2, 2)), (1, (1, 1))])
 def test_where_the_devices_do_not_exist_the_restore_says_what_is_rounded(
     muon_steps, devices, shape

@@ -21,6 +21,7 @@ def run_of_two(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("processes", "devices"), [(1, 4), (2, 2), (4, 2)])
 def test_another_number_of_processes_loads_the_same_bits(run_of_two, processes, devices):
     assert kinds_of(run_of_two / "run").startswith("BDD")
