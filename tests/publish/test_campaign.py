@@ -22,7 +22,6 @@ def test_no_follower_has_wrong_weights_while_publishers_are_killed_and_files_dam
     command = [sys.executable, "-m", "tests.campaigns.publishing", "--seed", "7"]
     ran = subprocess.run(
         [*command, "--count", str(2 * len(publishing.FAULTS))],
-        check=False,
         capture_output=True,
         text=True,
         timeout=240,
