@@ -81,6 +81,9 @@ def train(
         due = manager.should_save(step) or preempted or step == steps
         if due or not handler.record_step(state, step):  # (4) save, or keep for the next save
             manager.save(step, args=adacheck.SaveArgs(state), force=True)
+            # (6) Orbax's thread tells JAX the step that it has saved. Heard later than a step of
+            # this loop, it would have JAX end the run at a step that is past: at none.
+            manager.wait_until_finished()
             print(f"step {step}, loss {loss:.4f}")
     if preempted:
         print(f"preempted after step {step}")

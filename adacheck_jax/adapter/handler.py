@@ -59,7 +59,8 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             they cannot be told apart by the shapes of their params, a dictionary by leaf-path
             prefix of the optimizer state. Without one every save is a base, and every restore still
             works.
-        max_deltas: longest lineage: a restore replays at most this many updates. ``"auto"`` is
+        max_deltas: longest lineage: a restore replays at most this many updates, and with a policy
+            up to twice as many while a base is made in the background. ``"auto"`` is
             ``AdaptivePolicy()``; an :class:`AdaptivePolicy` chooses the number that loses least
             time to saves and failures, from what saves and restores are measured to take. Until
             two bases were saved it is 20.

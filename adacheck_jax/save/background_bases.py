@@ -101,6 +101,7 @@ class BackgroundBases:
     Attributes:
         newest_depth: number of the newest of them among the deltas of its line, as all processes
             know it; 0 for none.
+        known: what all processes agreed on.
     """
 
     def __init__(self, shadow: Shadow) -> None:
@@ -111,7 +112,7 @@ class BackgroundBases:
         self._past: Exchange | None = None
         self._has_failed = False
         self._placed = (0.0, 0)
-        self._known = BackgroundFacts()
+        self.known = BackgroundFacts()
         self.newest_depth = 0
 
     @property
@@ -122,19 +123,14 @@ class BackgroundBases:
             self._shadow.has_room_for_copy and not self._has_failed, depth, seconds
         )
 
-    @property
-    def are_possible(self) -> bool:
-        """True if the next delta could become a base, in all processes."""
-        return (self.own if jax.process_count() == 1 else self._known).are_possible
-
     def restart(self, depth: int = 0) -> None:
-        """Notes that a line begins: the loop has written a base, or another step was restored.
+        """Notes that a line begins: at a base of the loop's, or behind a step that was restored.
 
         Args:
             depth: number of that base among the deltas of its line.
         """
         self._has_failed, self._placed = False, (0.0, depth)
-        self.newest_depth, self._known = depth, BackgroundFacts()
+        self.newest_depth, self.known = depth, BackgroundFacts()
         self._drop()
 
     def take(
@@ -200,7 +196,7 @@ class BackgroundBases:
         Returns:
             Seconds that a base took which is in its place; told once.
         """
-        self._known = facts
+        self.known = facts
         if facts.newest_depth > self.newest_depth:
             self.newest_depth, self._pending = facts.newest_depth, None
             return facts.newest_s

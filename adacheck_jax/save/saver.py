@@ -7,6 +7,7 @@ it returns, the state may be donated. Nothing here decides.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
@@ -42,6 +43,7 @@ from adacheck_jax.schedule.line import LineSchedule
 from adacheck_jax.schedule.stopwatch import Clock, Stopwatch
 from adacheck_jax.store.steps import lineage as lineages
 from adacheck_jax.store.steps.lineage import Lineage
+from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.update.binding import Recorders
 
 _log = logging.getLogger(__name__)
@@ -120,7 +122,6 @@ class Saver:
             distrusted = [specs[i].path for i in saved.caution.distrusted]
             self._planner.distrust.learn(saved.caution.reason, distrusted)
             self._planner.parents.follow(parent)
-            self._bases.restart(restored.base.depth)
             for name, seconds in measured.items():
                 self._watch.note(name, seconds)
             self._note_position()
@@ -132,9 +133,8 @@ class Saver:
         if not any(map(transfer.on_accelerator, snapshot.arrays)):
             blocks = transfer.stage(dict(enumerate(snapshot.arrays)), structure.picks)
             update, sums = self._planner.update_of(structure), restored.manifest.fingerprints
-            begun = Begun(
-                tip, tip.step, with_others(snapshot, blocks), lambda: dict(enumerate(sums))
-            )
+            blocks = with_others(snapshot, blocks, structure.touched)
+            begun = Begun(tip, tip.step, blocks, lambda: dict(enumerate(sums)))
             self._shadow.start(structure, update, begun, is_restored=True)
 
     def recover(self, abstract_state: PyTree, newest: Newest | None) -> tuple[int, PyTree]:
@@ -235,6 +235,8 @@ class Saver:
         if corrected is not course:
             course, copies = corrected, self._stager.copies(snapshot, corrected.plan)
         planned, parent = course.plan, None if course.plan.is_base else course.parent
+        if parent is not None and parent.save is None:  # what was looked at is gone on from
+            self._bases.restart(parent.base_depth)
         if planned.given_up:
             planner.give_up(0, planned.given_up)
         own, witness = self._stager.stage(snapshot, course, copies, again, str(directory))
@@ -261,7 +263,7 @@ class Saver:
             custom_metadata=custom_metadata,
             measured=self._watch.take(),
             # Those of the line that a base ends are nothing to the line that it begins.
-            background=BackgroundFacts() if planned.is_base else self._bases.own,
+            background=BackgroundFacts() if planned.is_base else self._background(directory),
         )
         share = self._stager.base_writer(course, copies, destination) if not parent else None
         save = Save(ready, share, self._clock, self._bases.put)
@@ -281,6 +283,11 @@ class Saver:
             if self._bases.take(own, copies.staged, directory, exchange, sums):
                 self._taken = following
         return save
+
+    def _background(self, directory: AnyPath) -> BackgroundFacts:
+        """What this process knows of bases made in the background, to be told to the others."""
+        is_possible = self._planner.could_make_bases(directory)
+        return dataclasses.replace(self._bases.own, are_possible=is_possible)
 
     def returns(self) -> None:
         """Notes that a save that began returns to the training loop now."""

@@ -180,6 +180,7 @@ def _reported(staged: StagedSave, step: StagedStep) -> dict[str, Any]:
     sums = step.sums()
     return {
         "replicas": staged.replicas.part(step.fingerprints.replicas),
+        "unhealed": step.plan.unhealed,
         "fingerprints": [value for _, value in sorted(sums.items())],
         "local": [(i, _digest(blocks)) for i, blocks in sorted(step.local.items())],
     }

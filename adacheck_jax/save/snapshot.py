@@ -82,6 +82,11 @@ class Structure:
         """Positions of the update counters."""
         return tuple(self.index[each.count] for each in self.bindings)
 
+    @property
+    def touched(self) -> frozenset[int]:
+        """The leaves that updates take or return."""
+        return frozenset(i for indices in self.arguments for i in indices)
+
     @functools.cached_property
     def computed(self) -> frozenset[int]:
         """Positions of what the updates compute."""

@@ -180,7 +180,7 @@ class StagedStep:
         replayed: this process's contribution to the fingerprints of the shadow, where it followed
             the step, once :meth:`verify` was called. Of several processes no one can tell alone
             whether they are those of the state.
-        disproved: the leaves in which they were not, in a process alone.
+        disproved: the leaves in which they were not, as a process alone or process 0 knows.
         saved: the spare leaves that are stored, since replay was found to get them wrong.
     """
 

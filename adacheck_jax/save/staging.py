@@ -6,7 +6,7 @@ whose state may be donated.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import jax
 
@@ -94,13 +94,16 @@ class Stager:
                 repeated = None  # another state was recorded with this number
             blocks = dict.fromkeys(copies.staged, copies.staged)
             blocks = Joined(blocks | dict.fromkeys(copies.spare, copies.spare))
+            # What replay gets wrong is put over the shadow, whose boxes may have other owners.
+            wrong = planned.structure.computed.intersection(planned.stored)
+            blocks = with_others(snapshot, blocks, wrong)
             # What is stored after all has to be put into the shadow, too.
             settled = own.compared if planned.spare else own.settled
             own.proof = self._shadow.follow(
                 Followed(tip.position, own, repeated, blocks, settled, own.sums)
             )
         elif planned.has_witness:
-            blocks = with_others(snapshot, copies.staged)
+            blocks = with_others(snapshot, copies.staged, planned.structure.touched)
             begun = Begun(own, planned.step, blocks, own.sums)
             self._shadow.start(planned.structure, planned.update, begun)
         if course.check is not None:
@@ -158,15 +161,16 @@ def _is_of(planned: SavePlan, parent: Lineage) -> bool:
     return (planned.step, planned.structure.leaves) == (base.step, base.leaves)
 
 
-def with_others(snapshot: Snapshot, blocks: Mapping[int, Blocks]) -> Mapping[int, Blocks]:
-    """Blocks of a state, with what other processes own of it and this one's shadow may hold."""
-    if jax.process_count() == 1:
+def with_others(
+    snapshot: Snapshot, blocks: Mapping[int, Blocks], leaves: Collection[int]
+) -> Mapping[int, Blocks]:
+    """Blocks of a state, with what other processes own of some leaves and this one's shadow has."""
+    if jax.process_count() == 1 or not leaves:
         return blocks
-    structure, arrays = snapshot.structure, snapshot.arrays
-    touched = {i for each in structure.arguments for i in each}
-    boxes = {i: transfer.boxes_here(arrays[i].shape, arrays[i].sharding) for i in touched}
-    picks = {i: transfer.picks_of(arrays[i], boxes[i]) for i in touched}
-    others = transfer.stage({i: arrays[i] for i in touched}, picks)
+    arrays = snapshot.arrays
+    boxes = {i: transfer.boxes_here(arrays[i].shape, arrays[i].sharding) for i in leaves}
+    picks = {i: transfer.picks_of(arrays[i], boxes[i]) for i in leaves}
+    others = transfer.stage({i: arrays[i] for i in leaves}, picks)
     return Joined(dict.fromkeys(blocks, blocks) | dict.fromkeys(others, others))
 
 
@@ -174,5 +178,4 @@ def _still(structure: Structure) -> frozenset[int]:
     """The leaves that may well be the same at the next base: no update computes them."""
     if not structure.bindings:
         return frozenset()
-    touched = frozenset(i for indices in structure.arguments for i in indices)
-    return seldom_changed(structure.leaves, touched)
+    return seldom_changed(structure.leaves, structure.touched)

@@ -18,19 +18,21 @@ from adacheck_jax.update import program as update_program
 def validated(staged: StagedSave, reports: Sequence[Report]) -> Report:
     """The answer to the reports of all processes; raises where the step may not be committed."""
     step = staged.own.step
-    told = ("is_base", "makes_base", "parent")
-    decisions = {(*(each[key] for key in told), *each["numbers"]) for each in reports}
-    if len(decisions) != 1:
-        raise AdaCheckError(
-            f"step {step}: the {len(reports)} processes did not decide alike: {decisions}. "
-            "Expected all of them to see the same root; check that it is a shared file system. "
-            "The step is not saved; the next one will be a base."
-        )
+    for what in ("is_base", "makes_base", "parent", "numbers"):
+        if any(report[what] != reports[0][what] for report in reports):
+            found = ", ".join(f"{report[what]} in process {n}" for n, report in enumerate(reports))
+            raise AdaCheckError(
+                f"step {step}: the {len(reports)} processes did not decide alike: {what} is "
+                f"{found}. Expected all of them to see the same root, and to give their handlers "
+                "the same options; check that it is a shared file system. The step is not saved; "
+                "the next one will be a base."
+            )
     before = staged.parent.end.fingerprints if staged.parent else ()
     for each, own in zip(staged.steps, by_step(reports), strict=True):
         _validate_local(each.step, own, staged.structure)
         found = fingerprints_of(own)
         _validate_unchanged(staged, each, before, found)
+        _validate_healed(staged, each, own)
         _validate_replayed(staged, each, own, found)
         staged.replicas.settle(each.step, [report["replicas"] for report in own])
         before = found
@@ -82,6 +84,21 @@ def _validate_unchanged(
         )
 
 
+def _validate_healed(staged: StagedSave, step: StagedStep, reports: Sequence[Report]) -> None:
+    """Raises where a process found wrong what another one owns, and did not store."""
+    leaves = step.plan.structure.leaves
+    stored = [frozenset(i for i, _ in report.get("letters", ())) for report in reports]
+    found = {i for report in reports for i in report["unhealed"]}
+    if wrong := sorted(i for i in found if not all(i in stored[n] for n in leaves[i].owners)):
+        raise ReplayError(
+            f"{staged.destination.directory}: step {step.step}: "
+            f"{staged_steps.told(step.plan.structure, wrong)}. A process found this that does not "
+            "own what it found, so it could not store it: the step is not saved. "
+            f"{staged_steps.CAUSES} The next save is a base, and from then on all processes store "
+            "these leaves."
+        )
+
+
 def _validate_replayed(
     staged: StagedSave, step: StagedStep, reports: Sequence[Report], found: Sequence[int]
 ) -> None:
@@ -93,11 +110,13 @@ def _validate_replayed(
     for i, each in itertools.chain(*told):
         sums.setdefault(i, []).append(each)
     if wrong := sorted(i for i, each in sums.items() if combine(each) != found[i]):
+        step.disproved = frozenset(wrong)
         raise ReplayError(
             f"{staged.destination.directory}: step {step.step}: "
             f"{staged_steps.told(step.plan.structure, wrong)}. This was found after the save had "
             "returned, when the state could not be had any more: the step is not saved. "
-            f"{staged_steps.CAUSES} The next save is a base."
+            f"{staged_steps.CAUSES} The next save is a base, and from then on all processes store "
+            "these leaves."
         )
 
 

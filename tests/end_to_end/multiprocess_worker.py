@@ -9,7 +9,10 @@ or schedule, which saves by a schedule for which each process measures other cos
 or edited, in which an element is changed by hand before the fourth step is saved;
 or compact, in which another process compacts the second step before the third is saved;
 or bases, in which every fourth delta becomes a base in the background, and each step waits for it;
-or bases-lost, in which one process cannot write its part of the first of them.
+or bases-lost, in which one process cannot write its part of the first of them;
+or bases-refused, in which one process was told to make none;
+or edited-small and edited-small-sample, in which single elements of a vector that all processes
+have are changed by hand while the state is there, before some steps are saved.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from adacheck_jax.schedule.stopwatch import Stopwatch
 from tests import support
 
 mode = own.mode
-STEPS = 12 if mode in ("schedule", "bases", "bases-lost") else 3
+STEPS = 12 if mode == "schedule" or mode.startswith("bases") else 3
 mesh = support.mesh_of((jax.device_count() // 2, 2))
 max_deltas: Any = "auto"
 if mode == "schedule":
@@ -50,7 +53,7 @@ if mode == "schedule":
     chosen.addFilter(lambda record: record.getMessage().startswith("schedule: "))
     logging.getLogger("adacheck_jax").addHandler(chosen)
     logging.getLogger("adacheck_jax").setLevel(logging.INFO)
-if mode in ("bases", "bases-lost"):
+if mode.startswith("bases"):
     from adacheck_jax.schedule import line
 
     line.BEGINNING = Schedule(base_every=4, save_every=1)
@@ -89,6 +92,8 @@ handler = adacheck.AdaCheckHandler(
     delta="bits" if mode == "bits" else "auto",
     keep_lineage=keep,
     max_deltas=max_deltas,
+    check="sample" if mode.endswith("-sample") else "auto",
+    background_bases=mode != "schedule" and not (mode == "bases-refused" and own.process == 1),
 )
 if mode == "projected":
     train_step = run.train_step
@@ -132,7 +137,22 @@ with support.manager_of(own.root, handler, **options) as manager:
                 manager.wait_until_finished()
             except adacheck.AdaCheckError as error:
                 Path(f"{own.out}-refused{own.process}").write_text(f"{run.count}: {error}")
-    if mode not in ("restore", "restore-recorded", "record", "edited"):
+    if mode.startswith("edited-small"):
+        edits = {4: 0, 6: 2, 8: 0, 9: 2}
+        edit_at = jax.jit(lambda x, i: x.at[i].add(0.5), donate_argnums=0, static_argnums=1)
+        for _ in range(10):
+            run.advance()
+            if run.count in edits:
+                layer = run.state["params"]["in"]
+                layer["bias"] = edit_at(layer["bias"], edits[run.count])
+            write(run.state, f"saved{run.count}")
+            jax.block_until_ready(run.state)
+            manager.save(run.count, args=adacheck.SaveArgs(run.state))
+            try:
+                manager.wait_until_finished()
+            except adacheck.AdaCheckError as error:
+                Path(f"{own.out}-refused{own.process}").write_text(f"{run.count}: {error}")
+    if mode not in ("restore", "restore-recorded", "record") and not mode.startswith("edited"):
         for _ in range(STEPS):
             if mode == "compact" and run.count == 2:
                 manager.wait_until_finished()

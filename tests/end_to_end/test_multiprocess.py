@@ -162,6 +162,17 @@ def test_where_one_process_cannot_write_its_part_the_loop_writes_the_next_base(t
 
 
 @pytest.mark.slow
+def test_where_one_process_was_told_to_make_no_bases_the_loop_writes_them(tmp_path):
+    root = tmp_path / "run"
+    launch("bases-refused", 2, root, tmp_path / "out", devices=2)
+    found = roots.steps_of(root)
+    assert [each.manifest.step for each in found] == [*range(1, 13)]
+    bases = [each.manifest for each in found if isinstance(each.manifest, manifest.BaseManifest)]
+    assert [each.step for each in bases] == [1, 6, 11]
+    assert not any("compacted" in each.reason for each in bases)
+
+
+@pytest.mark.slow
 @pytest.mark.first(1)
 @pytest.mark.parametrize("kind", ["gcs", "s3"])
 def test_several_processes_save_into_an_object_store(tmp_path, request, kind):
@@ -231,6 +242,28 @@ def test_an_element_changed_by_hand_is_refused_by_all_processes(tmp_path):
             found = manager.restore(step, args=target)
             expected = leaves(tmp_path / f"out-saved{step}.npz")
             assert [np.asarray(x).tobytes() for x in jax.tree.leaves(found)] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.first(1)
+@pytest.mark.parametrize("mode", ["edited-small", "edited-small-sample"])
+def test_an_edit_that_its_owner_does_not_see_is_refused_once_and_stored_from_then_on(
+    tmp_path, mode
+):
+    """Of a vector that both have each process samples half, and one of them owns it."""
+    root = tmp_path / "run"
+    launch(mode, 2, root, tmp_path / "out", devices=2)
+    refused = [Path(f"{tmp_path}/out-refused{process}").read_text() for process in (0, 1)]
+    lost = {int(each.partition(":")[0]) for each in refused}
+    assert len(lost) == 1
+    assert lost < {4, 6}
+    assert all("params/in/bias" in each and "does not own" in each for each in refused)
+    saved = sorted({*range(1, 11)} - lost)
+    assert [each.manifest.step for each in roots.steps_of(root)] == saved
+    launch("restore", 1, root, tmp_path / "restored", devices=4)
+    for step in saved:
+        restored = leaves(tmp_path / f"restored-restored{step}.npz")
+        assert restored == leaves(tmp_path / f"out-saved{step}.npz"), step
 
 
 @pytest.mark.slow

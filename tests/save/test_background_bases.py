@@ -71,6 +71,26 @@ def test_the_loop_writes_one_base_and_the_shadow_the_others(tmp_path, shape):
             support.assert_same_bits(stock.restore(step, args=restore), saved[step])
 
 
+def test_a_look_at_a_step_of_another_line_lets_no_lineage_grow(tmp_path):
+    run = support.dict_run(mesh_of((1, 1)))
+    handler = adacheck.AdaCheckHandler(
+        run.recorder, max_deltas=adacheck.AdaptivePolicy(most_deltas=3)
+    )
+    saved = trained(tmp_path, run, handler, 12)
+    run.advance()  # an update that is not saved: the next step begins another line
+    with manager_of(tmp_path, handler) as manager:
+        for number in range(16):
+            run.advance()
+            saved[run.count] = host_copy(run.state)
+            manager.save(run.count, args=adacheck.SaveArgs(run.state))
+            manager.wait_until_finished()
+            if number == 2:
+                manager.restore(11, args=adacheck.RestoreArgs(abstract(run.state)))
+    assert max(step.delta_count for step in roots.steps_of(tmp_path)) <= 6
+    assert len(bases_of(tmp_path)) >= 6
+    assert_all_restorable(tmp_path, saved, run.state)
+
+
 def test_a_number_of_deltas_is_kept_to(tmp_path):
     run = support.dict_run(mesh_of((1, 1)))
     saved = trained(

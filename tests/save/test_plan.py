@@ -65,9 +65,9 @@ def decide(
         ({"base": None, "parent": None}, "no parent"),
         ({"step": 10}, "step 10 does not follow step 10"),
         ({"step": 9}, "step 9 does not follow step 10"),
-        ({"max_deltas": 0}, "max_deltas=0"),
-        ({**FROM_THIRD, "max_deltas": 3}, "3 of max_deltas=3"),
-        ({**FROM_THIRD, "max_deltas": 2}, "3 of max_deltas=2"),
+        ({"max_deltas": 0}, "0 deltas"),
+        ({**FROM_THIRD, "max_deltas": 3}, "3 of 3 deltas"),
+        ({**FROM_THIRD, "max_deltas": 2}, "3 of 2 deltas"),
     ],
 )
 def test_a_base_is_due_whatever_the_deltas_and_the_reason_is_told(delta, problem, case, reason):

@@ -238,7 +238,9 @@ class Replica:
     def _move(self, plan: SavePlan, step: Followed) -> None:
         blocks = step.blocks
         updates = plan.decision.updates if plan.is_replayed else ()
-        after = plan.unreplayed if updates else frozenset(self._compared)
+        after = frozenset(self._compared)
+        if updates:  # of several processes one alone may store what it found wrong
+            after = plan.unreplayed.union(after.intersection(plan.stored))
         own = after - self.update.stored
         if (journal := self.journal) is None:
             self._take(blocks, updates, after)

@@ -145,9 +145,9 @@ def by_counters(situation: Situation, counts: Counts, options: Options) -> Decis
     step = number_of(situation)
     if step <= parent.step:
         return unplanned(f"step {step} does not follow step {parent.step}")
-    depth, most = parent.depth, situation.longest_lineage
-    if depth >= situation.most_deltas:
-        return Decision("base", f"the lineage is full ({depth} of max_deltas={most})")
+    depth, most = parent.depth, situation.most_deltas
+    if depth >= most:
+        return Decision("base", f"the lineage is full ({depth} of {most} deltas)")
     if options.delta == "bits":
         return Decision("bits", "as the handler was told")
     before = parent.counts

@@ -113,6 +113,8 @@ class Parent:
             others: lineages that were read before, whose manifests need not be read again.
         """
         known, self._lineage = [*others, *self._known()], None
+        if self.save is not None and self.save.error is not None:
+            return  # it was told that it is not saved
         try:
             found = self._committed(known) or lookup.follow(known, self.directory)
             if not found.exists():  # deleted; or compacted, and linked otherwise than was known
@@ -278,8 +280,10 @@ def facts_of(parent: Parent, tip: Tip, *, knows_counts: bool, made_depth: int) -
     counts = None
     if knows_counts:
         counts = parent.counts() if tip.staged is None else tip.staged.counts()
-    # Several processes may not see at the same save that a step has become a base.
-    base_depth = max(parent.base_depth, made_depth) if jax.process_count() == 1 else made_depth
+    base_depth = parent.base_depth
+    if parent.save is not None:
+        # Several processes may not see at the same save that a step has become a base.
+        base_depth = max(base_depth, made_depth) if jax.process_count() == 1 else made_depth
     return Facts(
         step=tip.step,
         depth=tip.depth - base_depth,

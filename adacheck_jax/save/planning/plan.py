@@ -43,6 +43,8 @@ class SavePlan:
         stored: leaves that are written, unless they turn out to be the parent's.
         kept: leaves of which the next save needs host copies.
         unreplayed: leaves that the update computes and that are stored nevertheless.
+        unhealed: leaves that replay was found to get wrong and that this process cannot store
+            alone, since another one owns some of what it found wrong.
         unchanged: leaves that must have the parent's bits: neither stored nor computed.
         spare: leaves that are copied too, to be stored if replay is found to get them wrong when
             the state is gone. Derived trees are computed by the train step's own calls, and so are
@@ -62,6 +64,7 @@ class SavePlan:
     stored: tuple[int, ...]
     kept: tuple[int, ...]
     unreplayed: frozenset[int] = frozenset()
+    unhealed: tuple[int, ...] = ()
     unchanged: tuple[int, ...] = ()
     spare: tuple[int, ...] = ()
     is_whole: bool = False

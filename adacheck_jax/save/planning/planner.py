@@ -11,12 +11,12 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
 
-from adacheck_jax.device import fingerprint
+from adacheck_jax.device import fingerprint, transfer
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError, ReplayError
 from adacheck_jax.save import staged
@@ -212,14 +212,23 @@ class Planner:
         return not is_same or self._shadow.is_beyond(again)
 
     def _makes_bases(self, directory: AnyPath) -> bool:
-        """True if a delta can become a base in the background.
+        """True if a delta can become a base in the background, in all processes."""
+        if jax.process_count() > 1:
+            return self._bases.known.are_possible
+        return self.could_make_bases(directory)
+
+    def could_make_bases(self, directory: AnyPath) -> bool:
+        """True if this process could make a base of the next delta in the background.
 
         A number of deltas that the caller chose is kept to; and in a store nothing can be renamed.
+
+        Args:
+            directory: directory of the delta.
         """
         return (
             self._options.background_bases
             and not isinstance(self._options.max_deltas, int)
-            and self._bases.are_possible
+            and self._bases.own.are_possible
             and self.parents.has_links(directory)
         )
 
@@ -263,7 +272,8 @@ class Planner:
         wrong |= _changed(snapshot, course, made)
         if not wrong:
             return course
-        self.distrust.tell(planned, wrong)
+        unhealed = _owned_by_others(snapshot, wrong)
+        self.distrust.tell(planned, wrong - unhealed)
         sparse = [i for i in findings if i in wrong and is_sparse(structure, i, findings[i])]
         self.distrust.learn("", [structure.leaves[i].path for i in sparse])
         facts = dataclasses.replace(facts, distrusted=self.distrust.leaves_of(structure))
@@ -274,6 +284,7 @@ class Planner:
             return self._as_base(course, facts, Decision("base", reason))
         check.renew(State(snapshot.arrays, planned.step, dict), wrong)
         made = plan.with_wrong(planned, facts, wrong, self._options)
+        made = dataclasses.replace(made, unhealed=tuple(sorted(unhealed)))
         return dataclasses.replace(course, situation=facts, plan=made)
 
     def _as_base(self, course: Course, facts: Situation, decision: Decision) -> Course:
@@ -342,11 +353,13 @@ class Planner:
         """Notes what the shadow found wrong: the sample of a later step may miss it.
 
         Of several processes all have to plan alike: there the next save is a base, as after any
-        save that failed.
+        save that failed. With that base goes what one of them knows: what it could not store, or
+        in process 0 what all shadows together disproved.
         """
-        alone = jax.process_count() == 1
         paths = [
-            each.plan.structure.leaves[i].path for each in steps if alone for i in each.disproved
+            each.plan.structure.leaves[i].path
+            for each in steps
+            for i in each.disproved.union(each.plan.unhealed)
         ]
         self.distrust.learn(reason, paths)
 
@@ -417,6 +430,18 @@ def _changed(snapshot: Snapshot, course: Course, made: SavePlan) -> frozenset[in
         expected = tip.staged.sums()
     own = fingerprint.of_leaves({i: snapshot.arrays[i] for i in made.unchanged})
     return frozenset(i for i, value in own.items() if value != expected[i])
+
+
+def _owned_by_others(snapshot: Snapshot, leaves: Collection[int]) -> frozenset[int]:
+    """Those of some leaves of which this process holds, and so samples, what another one owns."""
+    process, found = jax.process_index(), set[int]()
+    for i in leaves if jax.process_count() > 1 else ():
+        array, leaf = snapshot.arrays[i], snapshot.structure.leaves[i]
+        held = {*transfer.boxes_here(array.shape, array.sharding)}
+        own = leaf.boxes_of(process)
+        if sum(box.size for box in held) != sum(box.size for box in own):
+            found.add(i)
+    return frozenset(found)
 
 
 def _sums_of(snapshot: Snapshot) -> Mapping[int, int]:
