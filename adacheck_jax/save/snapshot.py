@@ -47,6 +47,7 @@ class Structure:
         local_picks: all boxes of each leaf that every process of several has for itself.
         replicated: leaves that lie on several devices in copies declared equal.
         ephemeral: positions of the leaves that are saved with bases alone.
+        everywhere: positions of the numbers that every process has.
     """
 
     leaves: tuple[Leaf, ...]
@@ -59,6 +60,7 @@ class Structure:
     local_picks: dict[int, tuple[transfer.Pick, ...]]
     replicated: tuple[replicas.ReplicatedLeaf, ...]
     ephemeral: frozenset[int] = frozenset()
+    everywhere: frozenset[int] = frozenset()
 
     @functools.cached_property
     def arguments(self) -> tuple[tuple[int, ...], ...]:
@@ -284,6 +286,7 @@ class Snapshots:
         structure = Structure(
             *(leaves, bindings, index, picks, whole_picks, "", None, local_picks, replicated),
             _ephemeral(self._ephemeral, index, bindings),
+            _everywhere(layouts),
         )
         if not bindings:
             return structure
@@ -291,6 +294,12 @@ class Snapshots:
         described = "\n".join(sharding.describe(arrays[i]) for i in touched)
         placement = hashlib.sha256(described.encode()).hexdigest()
         return dataclasses.replace(structure, placement=placement, sites=Sites(touched, arrays))
+
+
+def _everywhere(layouts: Sequence[sharding.Layout]) -> frozenset[int]:
+    """Positions of the numbers that every process has."""
+    everyone = ((*range(jax.process_count()),),)
+    return frozenset(i for i, x in enumerate(layouts) if not x.cuts and x.replicas == everyone)
 
 
 def _ephemeral(

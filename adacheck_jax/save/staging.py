@@ -94,9 +94,12 @@ class Stager:
                 repeated = None  # another state was recorded with this number
             blocks = dict.fromkeys(copies.staged, copies.staged)
             blocks = Joined(blocks | dict.fromkeys(copies.spare, copies.spare))
-            # What replay gets wrong is put over the shadow, whose boxes may have other owners.
-            wrong = planned.structure.computed.intersection(planned.stored)
-            blocks = with_others(snapshot, blocks, wrong)
+            # What replay gets wrong is put over the shadow, whose boxes may have other owners; and
+            # each process takes the numbers that all arrays are computed from.
+            structure = planned.structure
+            wrong = structure.computed.intersection(planned.stored)
+            numbers = structure.everywhere.intersection(structure.consumed)
+            blocks = with_others(snapshot, blocks, wrong | numbers)
             # What is stored after all has to be put into the shadow, too.
             settled = own.compared if planned.spare else own.settled
             own.proof = self._shadow.follow(
@@ -167,9 +170,13 @@ def with_others(
     """Blocks of a state, with what other processes own of some leaves and this one's shadow has."""
     if jax.process_count() == 1 or not leaves:
         return blocks
-    arrays = snapshot.arrays
-    boxes = {i: transfer.boxes_here(arrays[i].shape, arrays[i].sharding) for i in leaves}
-    picks = {i: transfer.picks_of(arrays[i], boxes[i]) for i in leaves}
+    arrays, picks = snapshot.arrays, dict[int, tuple[transfer.Pick, ...]]()
+    for i in leaves:
+        if (local := snapshot.structure.local_picks.get(i)) is not None:
+            picks[i] = local
+        else:
+            boxes = transfer.boxes_here(arrays[i].shape, arrays[i].sharding)
+            picks[i] = transfer.picks_of(arrays[i], boxes)
     others = transfer.stage({i: arrays[i] for i in leaves}, picks)
     return Joined(dict.fromkeys(blocks, blocks) | dict.fromkeys(others, others))
 

@@ -11,6 +11,7 @@ or compact, in which another process compacts the second step before the third i
 or bases, in which every fourth delta becomes a base in the background, and each step waits for it;
 or bases-lost, in which one process cannot write its part of the first of them;
 or bases-refused, in which one process was told to make none;
+or hyperparams, in which arrays are computed from a learning rate that is changed by hand;
 or edited-small and edited-small-sample, in which single elements of a vector that all processes
 have are changed by hand while the state is there, before some steps are saved.
 """
@@ -27,6 +28,7 @@ from tests.one_process import own, write  # isort: skip
 import logging
 
 import jax
+import optax
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import LatestN
@@ -81,7 +83,9 @@ if mode == "no-scalars":  # then most processes own no scalar of the update at a
         no_scalar,
         forward,
     )
-run = support.dict_run(mesh)
+run = support.dict_run(
+    mesh, optax.inject_hyperparams(optax.adamw)(1e-2) if mode == "hyperparams" else None
+)
 keep, options = None, {}
 if "://" in own.root:  # an object store
     keep = adacheck.KeepLineage(LatestN(10))
@@ -160,6 +164,10 @@ with support.manager_of(own.root, handler, **options) as manager:
                     command = [sys.executable, "-m", "adacheck_jax.cli.main", "compact"]
                     subprocess.run([*command, str(own.root), "2"], check=True)
                 multihost_utils.sync_global_devices("compacted")
+            if mode == "hyperparams" and run.count == 1:
+                inject = run.state["opt_state"][1].adacheck_inner
+                rate = inject.hyperparams["learning_rate"]
+                inject.hyperparams["learning_rate"] = jax.device_put(0.5 * rate, rate.sharding)
             run.advance()
             write(run.state, f"saved{run.count}")
             manager.save(run.count, args=adacheck.SaveArgs(run.state))

@@ -228,6 +228,17 @@ def test_the_shadows_of_all_processes_prove_a_delta_together(run_of_two):
 
 
 @pytest.mark.slow
+def test_the_shadows_follow_a_learning_rate_that_lies_in_the_state(tmp_path):
+    root = tmp_path / "run"
+    launch("hyperparams", 2, root, tmp_path / "out", devices=2)
+    assert checked_of(root) == ["base", "full", "full"]
+    launch("restore", 1, root, tmp_path / "restored", devices=4)
+    for step in (1, 2, 3):
+        restored = leaves(tmp_path / f"restored-restored{step}.npz")
+        assert restored == leaves(tmp_path / f"out-saved{step}.npz"), step
+
+
+@pytest.mark.slow
 def test_an_element_changed_by_hand_is_refused_by_all_processes(tmp_path):
     """No sample is certain to meet it; each process has a part of its leaf."""
     launch("edited", 2, tmp_path / "run", tmp_path / "out", devices=2)

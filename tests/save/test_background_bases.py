@@ -91,6 +91,19 @@ def test_a_look_at_a_step_of_another_line_lets_no_lineage_grow(tmp_path):
     assert_all_restorable(tmp_path, saved, run.state)
 
 
+def test_what_a_killed_process_left_of_a_base_goes_with_the_next_one(tmp_path):
+    run = support.dict_run(mesh_of((1, 1)))
+    handler = adacheck.AdaCheckHandler(run.recorder)
+    saved = trained(tmp_path, run, handler, 2)
+    left = tmp_path / ".adacheck-2.default.compaction.orbax-checkpoint-tmp"
+    (left / "adacheck" / "base").mkdir(parents=True)
+    (left / "adacheck" / "base" / "part").write_bytes(bytes(1000))
+    saved |= trained(tmp_path, run, handler, 6)
+    assert len(bases_of(tmp_path)) > 1
+    assert [each.name for each in tmp_path.iterdir() if not each.name.isdecimal()] == []
+    assert_all_restorable(tmp_path, saved, run.state)
+
+
 def test_a_number_of_deltas_is_kept_to(tmp_path):
     run = support.dict_run(mesh_of((1, 1)))
     saved = trained(

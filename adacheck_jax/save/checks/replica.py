@@ -310,8 +310,9 @@ def fold_of(structure: Structure, update: ExportedUpdate, *, is_kept: bool) -> H
     if not is_kept and max(math.prod(leaves[i].shape) for i in touched) <= WHOLE_ELEMENTS:
         return ""  # a sample has all elements
     consumed = frozenset(pieces.after.leaves).difference(pieces.before.leaves)
-    if jax.process_count() > 1 and consumed.intersection(pieces.scalars_behind()[1]):
-        return "arrays are computed from a number that one process has"
+    behind = consumed.intersection(pieces.scalars_behind()[1])
+    if jax.process_count() > 1 and not behind <= structure.everywhere:
+        return "arrays are computed from a number that not every process has"
     boxes = {i: [Box.full(leaves[i].shape)] for i in touched}
     dtypes = {i: jax.numpy.dtype(leaves[i].dtype) for i in touched}
     count, x64 = len(structure.bindings), transfer.x64_enabled()

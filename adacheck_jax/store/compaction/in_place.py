@@ -33,6 +33,8 @@ from adacheck_jax.store.storage.location import AnyPath, Location, at
 _OURS = manifest_file.DIRECTORY
 _KEPT_METADATA = f"{_OURS}/{OWN_TREE_METADATA}"
 _DATABASE = "manifest.ocdbt"
+_WORK, _LOCK = "compaction", "compacting"
+"""Parts of the names of a directory for a base's files, and of the lock that is held meanwhile."""
 
 
 def compact(
@@ -130,7 +132,9 @@ def prepared(
             they are not known.
     """
     directory, delta = _checked(lineage)
-    work = _beside(directory, "compaction")
+    with _named(directory):
+        _remove_abandoned(directory)
+    work = _beside(directory, _WORK)
     with _turn(directory):
         try:
             with _named(directory):
@@ -179,7 +183,7 @@ def contribute(
                 f"{directory}: expected the step with manifest {wanted[:12]}, found "
                 f"{found.manifest.checksum[:12]}. Nothing was changed."
             )
-        work = _beside(directory, "compaction")
+        work = _beside(directory, _WORK)
         new_base.write(work, found, blocks, read_back=False, team=team, earlier_sums=earlier_sums)
 
 
@@ -277,7 +281,7 @@ def clear(item_directory: AnyPath) -> None:
         return
     with _turn(directory), _named(directory):
         _clear(directory)
-        _beside(directory, "compaction").delete()
+        _beside(directory, _WORK).delete()
 
 
 def leftovers(item_directory: AnyPath) -> list[Location]:
@@ -331,8 +335,22 @@ def _beside(directory: Location, what: str) -> Location:
 @contextlib.contextmanager
 def _turn(directory: Location) -> Iterator[None]:
     """Waits for another compaction of the same step."""
-    with _named(directory, "It is whole"), _beside(directory, "compacting").lock():
+    with _named(directory, "It is whole"), _beside(directory, _LOCK).lock():
         yield
+
+
+def _remove_abandoned(directory: Location) -> None:
+    """Removes what processes that are gone have left of bases of other steps under the root.
+
+    A base is as large as a state, and each kill may leave one. This holds one lock at a time.
+    """
+    root = at(roots.place_of(directory).line[0])
+    begin, end = PROBE_PREFIX, f".{_WORK}{roots.TMP_SUFFIX}"
+    for name in root.folders():
+        if name.startswith(begin) and name.endswith(end):
+            lock = f"{name.removesuffix(end)}.{_LOCK}{roots.TMP_SUFFIX}"
+            with (root / lock).lock():  # else somebody works on it
+                (root / name).delete()
 
 
 @contextlib.contextmanager
