@@ -11,7 +11,8 @@ or compact, in which another process compacts the second step before the third i
 or bases, in which every fourth delta becomes a base in the background, and each step waits for it;
 or bases-lost, in which one process cannot write its part of the first of them;
 or bases-refused, in which one process was told to make none;
-or hyperparams, in which arrays are computed from a learning rate that is changed by hand;
+or hyperparams, in which arrays are computed from a learning rate that is changed by hand, and
+restore-hyperparams;
 or edited-small and edited-small-sample, in which single elements of a vector that all processes
 have are changed by hand while the state is there, before some steps are saved.
 """
@@ -84,7 +85,7 @@ if mode == "no-scalars":  # then most processes own no scalar of the update at a
         forward,
     )
 run = support.dict_run(
-    mesh, optax.inject_hyperparams(optax.adamw)(1e-2) if mode == "hyperparams" else None
+    mesh, optax.inject_hyperparams(optax.adamw)(1e-2) if mode.endswith("hyperparams") else None
 )
 keep, options = None, {}
 if "://" in own.root:  # an object store
@@ -110,7 +111,7 @@ if mode == "projected":
 
     run.train_step = projected
 with support.manager_of(own.root, handler, **options) as manager:
-    if mode == "restore":
+    if mode in ("restore", "restore-hyperparams"):
         for step in manager.all_steps():
             target = adacheck.RestoreArgs(support.abstract(run.state))
             write(manager.restore(step, args=target), f"restored{step}")
@@ -156,7 +157,7 @@ with support.manager_of(own.root, handler, **options) as manager:
                 manager.wait_until_finished()
             except adacheck.AdaCheckError as error:
                 Path(f"{own.out}-refused{own.process}").write_text(f"{run.count}: {error}")
-    if mode not in ("restore", "restore-recorded", "record") and not mode.startswith("edited"):
+    if not mode.startswith(("restore", "record", "edited")):
         for _ in range(STEPS):
             if mode == "compact" and run.count == 2:
                 manager.wait_until_finished()

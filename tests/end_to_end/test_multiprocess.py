@@ -232,7 +232,7 @@ def test_the_shadows_follow_a_learning_rate_that_lies_in_the_state(tmp_path):
     root = tmp_path / "run"
     launch("hyperparams", 2, root, tmp_path / "out", devices=2)
     assert checked_of(root) == ["base", "full", "full"]
-    launch("restore", 1, root, tmp_path / "restored", devices=4)
+    launch("restore-hyperparams", 1, root, tmp_path / "restored", devices=4)
     for step in (1, 2, 3):
         restored = leaves(tmp_path / f"restored-restored{step}.npz")
         assert restored == leaves(tmp_path / f"out-saved{step}.npz"), step
