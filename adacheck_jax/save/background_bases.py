@@ -117,7 +117,7 @@ class BackgroundBases:
 
     @property
     def own(self) -> BackgroundFacts:
-        """What this process knows, to be told with the next save."""
+        """Facts as this process knows them, to be told with the next save."""
         seconds, depth = self._placed
         return BackgroundFacts(
             self._shadow.has_room_for_copy and not self._has_failed, depth, seconds

@@ -98,7 +98,7 @@ class Save:
 
     @property
     def agreed_background(self) -> BackgroundFacts | None:
-        """What all processes know of bases made in the background; None before shares are written.
+        """Facts that all processes agreed on about bases in the background; None before that.
 
         A save that failed says that none can be made.
         """

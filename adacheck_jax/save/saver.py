@@ -29,14 +29,14 @@ from adacheck_jax.save.planning.decision import shown
 from adacheck_jax.save.planning.notices import Notices
 from adacheck_jax.save.planning.parents import Parent, Tip
 from adacheck_jax.save.planning.plan import SavePlan
-from adacheck_jax.save.planning.planner import Planner
+from adacheck_jax.save.planning.planner import Course, Planner
 from adacheck_jax.save.planning.situation import BackgroundFacts, Counts, Options
 from adacheck_jax.save.planning.sizes import sizes_of
 from adacheck_jax.save.recovery import recovered
 from adacheck_jax.save.recovery.journal import FilePlace
 from adacheck_jax.save.recovery.recovered import Newest
 from adacheck_jax.save.snapshot import Snapshot, Structure
-from adacheck_jax.save.staged import StagedStep
+from adacheck_jax.save.staged import HostCopies, StagedStep
 from adacheck_jax.save.staged_save import Destination, StagedSave
 from adacheck_jax.save.staging import Stager, with_others
 from adacheck_jax.schedule.line import LineSchedule
@@ -230,10 +230,7 @@ class Saver:
         planner.learn()
         again = planner.superseded(step)
         course = planner.plan_save(snapshot, directory, step, again, replayable=replayable)
-        copies = self._stager.copies(snapshot, course.plan)
-        corrected = planner.corrected(snapshot, course)  # devices replay and copy meanwhile
-        if corrected is not course:
-            course, copies = corrected, self._stager.copies(snapshot, corrected.plan)
+        course, copies = self._copied(snapshot, course)
         planned, parent = course.plan, None if course.plan.is_base else course.parent
         if parent is not None and parent.save is None:  # what was looked at is gone on from
             self._bases.restart(parent.base_depth)
@@ -277,15 +274,30 @@ class Saver:
             self._stager.begin_line(save)
             self._bases.restart()
         elif planned.makes_base:
-            own.begin_proof()  # behind which the shadow is copied
-            earlier = self._stager.earlier_base(found) if found is not None and exchange else None
-            sums = None if earlier is None else earlier.sums
-            if self._bases.take(own, copies.staged, directory, exchange, sums):
-                self._taken = following
+            self._make_base(following, own, copies, exchange)
         return save
 
+    def _copied(self, snapshot: Snapshot, course: Course) -> tuple[Course, HostCopies]:
+        """The course that holds once its replay was compared, and the copies that it needs."""
+        copies = self._stager.copies(snapshot, course.plan)
+        corrected = self._planner.corrected(snapshot, course)  # devices replay and copy meanwhile
+        if corrected is course:
+            return course, copies
+        return corrected, self._stager.copies(snapshot, corrected.plan)
+
+    def _make_base(
+        self, saved: Parent, own: StagedStep, copies: HostCopies, exchange: Exchange | None
+    ) -> None:
+        """Has a step that is saved as a delta become a base in the background."""
+        own.begin_proof()  # behind which the shadow is copied
+        followed, sums = saved.save.staged.parent if saved.save else None, None
+        if followed is not None and exchange is not None:
+            sums = self._stager.earlier_base(followed).sums
+        if self._bases.take(own, copies.staged, saved.directory, exchange, sums):
+            self._taken = saved
+
     def _background(self, directory: AnyPath) -> BackgroundFacts:
-        """What this process knows of bases made in the background, to be told to the others."""
+        """Facts of this process on bases made in the background, to be told to the others."""
         is_possible = self._planner.could_make_bases(directory)
         return dataclasses.replace(self._bases.own, are_possible=is_possible)
 

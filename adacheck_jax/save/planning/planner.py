@@ -273,7 +273,8 @@ class Planner:
         if not wrong:
             return course
         unhealed = _owned_by_others(snapshot, wrong)
-        self.distrust.tell(planned, wrong - unhealed)
+        if healed := wrong - unhealed:
+            self.distrust.tell(planned, healed)
         sparse = [i for i in findings if i in wrong and is_sparse(structure, i, findings[i])]
         self.distrust.learn("", [structure.leaves[i].path for i in sparse])
         facts = dataclasses.replace(facts, distrusted=self.distrust.leaves_of(structure))
@@ -434,11 +435,12 @@ def _changed(snapshot: Snapshot, course: Course, made: SavePlan) -> frozenset[in
 
 def _owned_by_others(snapshot: Snapshot, leaves: Collection[int]) -> frozenset[int]:
     """Those of some leaves of which this process holds, and so samples, what another one owns."""
-    process, found = jax.process_index(), set[int]()
+    structure, found = snapshot.structure, set[int]()
     for i in leaves if jax.process_count() > 1 else ():
-        array, leaf = snapshot.arrays[i], snapshot.structure.leaves[i]
-        held = {*transfer.boxes_here(array.shape, array.sharding)}
-        own = leaf.boxes_of(process)
+        array, leaf, held = snapshot.arrays[i], structure.leaves[i], structure.leaves[i].boxes
+        if i not in structure.local_picks:  # else every process has all of it
+            held = transfer.boxes_here(array.shape, array.sharding)
+        own = leaf.boxes_of(jax.process_index())
         if sum(box.size for box in held) != sum(box.size for box in own):
             found.add(i)
     return frozenset(found)

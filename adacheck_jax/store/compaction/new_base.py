@@ -44,7 +44,7 @@ _CODECS: dict[str, Compression] = {"blosc": "fast", "zstd": "small"}
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
-    """What a base takes over from the old one.
+    """Parts that a base takes over from the old one.
 
     Attributes:
         lineage: the step's lineage.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Report = dict[str, Any]
-"""What one process tells the others, as JSON."""
+"""Account that one process gives the others, as JSON."""
 Agree = Callable[[str, Report, Callable[[Sequence[Report]], Report]], Report]
 """Posts this process's report on a topic, and waits for the answer of process 0, which a function
 makes of the reports of all. The answer is the same in all; what that function raises, all raise."""
