@@ -364,6 +364,8 @@ class Saver:
         copies.wait()
         depth = parent.tip.depth + len(deferred) + 1
         drains = any(map(transfer.on_accelerator, snapshot.arrays))
+        if before is not None:
+            before.begin_proof()  # its save may not have come to that: the shadow goes in order
         own.begin_proof()
         deferred.add(Tip(number, depth, own, copies.kept, witness), own, drains=drains)
         self._watch.leave_deferred()
