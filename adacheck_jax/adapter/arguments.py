@@ -162,6 +162,8 @@ class RestoreInfo:
             as they were read, and the next save is a base.
         stale: ephemeral leaves that have an earlier step's bits, by leaf path, and the number of
             that step. All others are as ``rounded`` says.
+        replica: device whose replica was saved, such as ``"gpu:3"``, where replicas that are
+            declared equal were not; empty where they were equal, or were not compared.
     """
 
     step: int
@@ -170,6 +172,7 @@ class RestoreInfo:
     tolerance: float
     verified: bool = True
     stale: Mapping[str, int] = field(default_factory=dict)
+    replica: str = ""
 
     @property
     def exact(self) -> bool:

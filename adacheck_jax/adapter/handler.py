@@ -88,9 +88,9 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             and gives a little less. A sample tells what of a leaf compresses: of gradients the
             exponents.
         check_replicas: what to do when devices that are declared to hold the same bits do not,
-            which every save looks for by their fingerprints: ``"warn"`` logs which and saves the
-            step as one of them has it; ``"raise"`` refuses
-            it with a :class:`ReplicaError`, at the next save or wait where saves are asynchronous;
+            which every save looks for by their fingerprints: ``"warn"`` logs which, and saves the
+            step as one of them has it, named by :attr:`RestoreInfo.replica`; ``"raise"`` refuses it
+            with a :class:`ReplicaError`, at the next save or wait where saves are asynchronous;
             ``"off"`` does not look. Each device reads what it holds once, as for any fingerprint.
         shadow_bytes: the most host memory that the shadow may take in this process; it needs as
             much as this process writes of a base, and a record. None for half of what is free,

@@ -361,7 +361,8 @@ def _info(
     paths = tuple(lineage.base.leaves[i].path for i in rounded)
     tolerance = check.tolerance(lineage, rounded) if rounded else 0.0
     stale = {lineage.base.leaves[i].path: step for i, step in lineage.end.stale}
-    info = RestoreInfo(lineage.end.step, count, paths, tolerance, stale=stale)
+    end = lineage.end
+    info = RestoreInfo(end.step, count, paths, tolerance, stale=stale, replica=end.replica)
     if stale:
         _tell_stale(info, path, wants_exact)
     if not paths:

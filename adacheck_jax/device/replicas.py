@@ -25,10 +25,12 @@ from jax.experimental import multihost_utils
 
 from adacheck_jax.device import fingerprint, jax_settings, transfer, trees
 from adacheck_jax.device.fingerprint import ReplicaSums
+from adacheck_jax.device.lead import DeviceGrid, Lead, nearest
 from adacheck_jax.device.sharding import Holder, holders_of
 from adacheck_jax.errors import ReplicaError
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.fingerprint import from_words, to_words
+from adacheck_jax.format.manifest import Leaf
 
 _log = logging.getLogger(__name__)
 
@@ -190,6 +192,29 @@ def replicated_leaves(paths: Sequence[str], arrays: Sequence[Any]) -> tuple[Repl
     return tuple(each for each in found if _replicated(*each[2:]))
 
 
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Result of the comparison of a step's replicas.
+
+    Attributes:
+        replica: device whose replica is saved, such as ``"gpu:3"``; empty if all are equal.
+        lead: the lead of the saves that follow.
+    """
+
+    replica: str
+    lead: Lead
+
+
+def _sites(where: Sequence[ReplicatedLeaf]) -> Iterator[Site]:
+    """Yields the boxes that several devices hold, by leaf and box.
+
+    Boxes that several processes hold come in the same order in every process.
+    """
+    for i, path, sharding, shape in where:
+        for box, holders in _replicated(sharding, shape):
+            yield Site(i, path, box, holders)
+
+
 class Check:
     """Compares the replicas of one state that is being saved.
 
@@ -199,20 +224,22 @@ class Check:
     Args:
         mode: reaction to replicas that differ.
         where: leaves that have replicas.
+        leaves: all leaves, with the processes that write their boxes.
+        devices: devices of the state.
+        lead: the one of them whose replica is saved.
     """
 
-    def __init__(self, mode: Mode, where: Sequence[ReplicatedLeaf]) -> None:
+    def __init__(
+        self,
+        mode: Mode,
+        where: Sequence[ReplicatedLeaf],
+        leaves: Sequence[Leaf],
+        devices: DeviceGrid,
+        lead: Lead,
+    ) -> None:
         self.mode: Mode = mode
         self._places = where if mode != "off" else ()
-
-    def sites(self) -> Iterator[Site]:
-        """Yields the boxes that several devices hold, by leaf and box.
-
-        Boxes that several processes hold come in the same order in every process.
-        """
-        for i, path, sharding, shape in self._places:
-            for box, holders in _replicated(sharding, shape):
-                yield Site(i, path, box, holders)
+        self._leaves, self._devices, self._lead = leaves, devices, lead
 
     def part(self, sums: ReplicaSums) -> dict[str, Any]:
         """This process's report for the process that commits, as JSON.
@@ -221,13 +248,12 @@ class Check:
             sums: sums of the replicas on this process's devices.
 
         Returns:
-            ``shared``: one sum for every box that other processes hold too, in the order of
-            :meth:`sites`. ``divergent``: boxes whose replicas differ within this process, device by
-            device.
+            ``shared``: one sum for every box that other processes hold too, by leaf and box.
+            ``divergent``: boxes whose replicas differ within this process, device by device.
         """
         shared: list[int] = []
         divergent: list[Any] = []
-        for site in self.sites():
+        for site in _sites(self._places):
             here = sums.get(site.leaf, {}).get(site.box, {})
             if not here:
                 continue
@@ -238,15 +264,15 @@ class Check:
                 divergent.append([site.leaf, site.path, site.box.start, site.box.stop, each])
         return {"shared": shared, "divergent": divergent}
 
-    def divergences(self, parts: Sequence[Mapping[str, Any]]) -> tuple[Divergence, ...]:
-        """Compares replicas within and across processes.
+    def differing(self, parts: Sequence[Mapping[str, Any]]) -> dict[Site, dict[Holder, int]]:
+        """The boxes whose replicas differ, within and across processes, with all their sums.
 
         Args:
             parts: reports of all processes, in order.
         """
         table: dict[tuple[int, Box], tuple[str, dict[Holder, int]]] = {}
         shared = [iter(part["shared"]) for part in parts]
-        for site in self.sites():
+        for site in _sites(self._places):
             if site.is_shared:
                 value = {process: next(shared[process]) for process in _processes(site)}
                 sums = {holder: value[holder.process] for holder in site.holders}
@@ -256,14 +282,13 @@ class Check:
                 key = (leaf, Box(tuple(start), tuple(stop)))
                 sums = {Holder(*where): value for *where, value in each}
                 table.setdefault(key, (path, {}))[1].update(sums)
-        return compare(
-            {
-                Site(leaf, path, box, tuple(sorted(sums))): sums
-                for (leaf, box), (path, sums) in sorted(table.items())
-            }
-        )
+        return {
+            Site(leaf, path, box, tuple(sorted(sums))): sums
+            for (leaf, box), (path, sums) in sorted(table.items())
+            if len(set(sums.values())) > 1
+        }
 
-    def settle(self, step: int, parts: Sequence[Mapping[str, Any]]) -> None:
+    def settle(self, step: int, parts: Sequence[Mapping[str, Any]]) -> Verdict:
         """Warns of replicas that differ, or refuses the step.
 
         Args:
@@ -271,11 +296,13 @@ class Check:
             parts: reports of all processes, in order.
 
         Raises:
-            ReplicaError: replicas differ, and the mode is ``"raise"``.
+            ReplicaError: replicas differ, and the mode is ``"raise"``; or the processes have
+                written parts of several of them.
         """
-        found = self.divergences(parts) if self.mode != "off" else ()
-        if not found:
-            return
+        sums = self.differing(parts) if self.mode != "off" else {}
+        if not sums:
+            return Verdict("", self._lead)
+        found = compare(sums)
         more = f"; and {len(found) - _MAX_LISTED} more" if len(found) > _MAX_LISTED else ""
         message = (
             f"step {step}: {summary(found)}: {'; '.join(map(str, found[:_MAX_LISTED]))}{more}. "
@@ -287,11 +314,60 @@ class Check:
                 f"{message}. The step is not saved: go on from the last one that is, which has the "
                 "same bits on every replica; adacheck.replica_report(state) looks again."
             )
+        verdict = self._verdict(sums)
+        if verdict is None:
+            raise ReplicaError(
+                f"{message}. The step is not saved: its processes had shared the work, and each "
+                "has written what its own devices hold, parts of several replicas. From the next "
+                "save on, a base, all of a step is written from one replica."
+            )
+        turn = ""
+        if verdict.lead.position != self._lead.position:
+            turn = (
+                " From the next save on, a base, it is that of "
+                f"{self._devices.devices[verdict.lead.position]}, with which most agree."
+            )
         _log.warning(
-            "%s. The step is saved as one replica has it; the last step that was saved without "
-            'this warning is sound. check_replicas="raise" refuses such steps.',
-            message,
+            "%s. All leaves of the step are saved as the replica of %s has them.%s The last step "
+            'that was saved without this warning is sound. check_replicas="raise" refuses such '
+            "steps.",
+            *(message, verdict.replica, turn),
         )
+        return verdict
+
+    def _verdict(self, sums: Mapping[Site, Mapping[Holder, int]]) -> Verdict | None:
+        """The replica that was staged, and the lead to follow; None if it is of several replicas.
+
+        The majority is followed; where there is none, or it has the lead's bits, the lead stays.
+        """
+        written = {site: self._written(site, values) for site, values in sums.items()}
+        most = {site: collections.Counter(values.values()) for site, values in sums.items()}
+        every = [self._lead.position, *range(len(self._devices.devices))]
+        bits = {position: self._bits(position, sums) for position in every}
+        staged = [p for p in every if all(written[site] == {x} for site, x in bits[p].items())]
+        if not staged:
+            return None
+        outvoted = {  # in how many boxes more replicas have other bits
+            p: sum(most[site][x] < max(most[site].values()) for site, x in bits[p].items())
+            for p in every
+        }
+        is_sole = self._lead.is_sole or any(site.is_shared for site in sums)
+        lead = Lead(min(every, key=outvoted.__getitem__), is_sole)
+        return Verdict(str(self._devices.devices[staged[0]]), lead)
+
+    def _bits(self, position: int, sums: Mapping[Site, Mapping[Holder, int]]) -> dict[Site, int]:
+        """Sums of one replica of the state, by box."""
+        ranks = self._devices.ranks(position)
+        found = {holders: nearest(holders, ranks) for holders in {site.holders for site in sums}}
+        return {site: values[found[site.holders]] for site, values in sums.items()}
+
+    def _written(self, site: Site, values: Mapping[Holder, int]) -> set[int]:
+        """The sums of the replicas that the owners of a box, or of its pieces, have written."""
+        leaf, ranks = self._leaves[site.leaf], self._devices.ranks(self._lead.position)
+        pairs = zip(leaf.boxes, leaf.owners, strict=True)
+        owners = {owner for box, owner in pairs if site.box.contains(box)}
+        held = [[h for h in values if h.process == owner] for owner in owners]
+        return {values[nearest(each, ranks)] for each in held if each}
 
 
 @jax_settings.own()
@@ -319,7 +395,7 @@ def replica_report(state: trees.PyTree) -> ReplicaReport:
     arrays: list[Any] = [
         transfer.raw(leaf) if isinstance(leaf, jax.Array) else None for leaf in named.values()
     ]
-    sites = tuple(Check("raise", replicated_leaves(tuple(named), arrays)).sites())
+    sites = tuple(_sites(replicated_leaves(tuple(named), arrays)))
     watched = {site.leaf: arrays[site.leaf] for site in sites}
     parts = fingerprint.Contributions(watched, dict.fromkeys(watched, ()), every_replica=True)
     parts.sums()

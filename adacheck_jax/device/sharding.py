@@ -47,6 +47,11 @@ class Holder:
         return f"{self.platform}:{self.device}"
 
 
+def holder_of(device: Any) -> Holder:
+    """A JAX device as a holder of boxes."""
+    return Holder(device.process_index, device.id, device.platform)
+
+
 @functools.lru_cache(maxsize=4096)
 def holders_of(
     sharding: jax.sharding.Sharding, shape: tuple[int, ...]
@@ -62,8 +67,7 @@ def holders_of(
     """
     found: dict[Box, list[Holder]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
-        holder = Holder(device.process_index, device.id, device.platform)
-        found.setdefault(Box.from_slices(index or (), shape), []).append(holder)
+        found.setdefault(Box.from_slices(index or (), shape), []).append(holder_of(device))
     return {box: tuple(sorted(found[box])) for box in sorted(found)}
 
 

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from adacheck_jax.device.lead import Ranks, nearest
+from adacheck_jax.device.sharding import Holder, holder_of
 from adacheck_jax.format.boxes import Blocks, Box
 
 
@@ -45,35 +47,30 @@ Pick = tuple[Box, int | None, tuple[slice, ...]]
 The position is None if the array lies on one device, so that it is its own shard."""
 
 
-def picks_of(
-    array: Any, wanted: Sequence[Box], loads_bytes: dict[int, int] | None = None
-) -> tuple[Pick, ...]:
+def picks_of(array: Any, wanted: Sequence[Box], ranks: Ranks | None = None) -> tuple[Pick, ...]:
     """Chooses the shards to take boxes from; depends on the array's sharding alone.
 
     Args:
         array: jax or numpy array (see :func:`raw`).
         wanted: boxes to take, each within a shard; boxes that this process does not hold are left
             out.
-        loads_bytes: bytes that are taken from each device already, by device id; changed. Of
-            several replicas the device with the fewest is chosen; without loads the first.
+        ranks: distances of devices from the lead, of which the nearest is chosen among several
+            replicas; without them the first is.
     """
     if not isinstance(array, jax.Array) or (
         len(array.sharding.device_set) == 1 and array.is_fully_addressable
     ):
         return tuple((box, None, box.slices) for box in wanted)
-    loads_bytes = {} if loads_bytes is None else loads_bytes
-    held: dict[Box, list[tuple[int, int]]] = {}
+    held: dict[Box, dict[Holder, int]] = {}
     for position, shard in enumerate(array.addressable_shards):
         box = Box.from_slices(shard.index, array.shape)
-        held.setdefault(box, []).append((position, shard.device.id))
+        held.setdefault(box, {})[holder_of(shard.device)] = position
     picks = []
     for box in wanted:
-        holder = box if box in held else next((h for h in held if h.contains(box)), None)
-        if holder is None:
-            continue
-        position, device = min(held[holder], key=lambda each: loads_bytes.get(each[1], 0))
-        loads_bytes[device] = loads_bytes.get(device, 0) + box.size * array.dtype.itemsize
-        picks.append((box, position, box.relative_to(holder.start).slices))
+        whole = box if box in held else next((h for h in held if h.contains(box)), None)
+        if whole is not None:
+            position = held[whole][nearest(held[whole], ranks or {})]
+            picks.append((box, position, box.relative_to(whole.start).slices))
     return tuple(picks)
 
 

@@ -284,6 +284,7 @@ class BaseManifest:
         replaces: the delta that the step was before it was compacted; None if it was saved as a
             base.
         stale: as of a :class:`Delta`; of a step that was compacted.
+        replica: as of a :class:`Delta`.
         checksum: checksum of this manifest; empty until it is encoded.
     """
 
@@ -303,6 +304,7 @@ class BaseManifest:
     caution: Caution = NO_CAUTION
     replaces: Replaced | None = None
     stale: tuple[tuple[int, int], ...] = ()
+    replica: str = ""
     checksum: str = ""
 
     @property
@@ -333,6 +335,8 @@ class Delta:
         checked: comparison that its replay passed, one of :data:`CHECKS`.
         stale: pairs of a leaf and a step: the leaf is ephemeral, and has the bits of that earlier
             step, as its fingerprint has; those that were trained are not stored.
+        replica: device whose replica was saved, such as ``"gpu:3"``; empty if all replicas were
+            equal, or were not compared.
     """
 
     step: int
@@ -344,6 +348,7 @@ class Delta:
     fingerprints: tuple[int, ...]
     checked: str
     stale: tuple[tuple[int, int], ...] = ()
+    replica: str = ""
 
     @property
     def has_update(self) -> bool:
@@ -356,8 +361,8 @@ class DeltaManifest:
     """The delta of a saved step, and the deltas of the deferred steps before it.
 
     Attributes:
-        step, counts, updates, stored, unreplayed, packs, fingerprints, checked, stale: the fields
-            of the step's own :class:`Delta`.
+        step, counts, updates, stored, unreplayed, packs, fingerprints, checked, stale, replica:
+            the fields of the step's own :class:`Delta`.
         parent: the saved step that this one builds on.
         depth: number of deltas since the base that began its line, its own included. A step of
             the line may have become a base since, so a lineage may be shorter.
@@ -388,6 +393,7 @@ class DeltaManifest:
     recorded: tuple[Delta, ...] = ()
     caution: Caution = NO_CAUTION
     stale: tuple[tuple[int, int], ...] = ()
+    replica: str = ""
     checksum: str = ""
 
     @property
@@ -413,6 +419,7 @@ class DeltaManifest:
             self.fingerprints,
             self.checked,
             self.stale,
+            self.replica,
         )
         return (*self.recorded, own)
 

@@ -50,6 +50,8 @@ def _fields(described: Manifest | Delta) -> dict[str, Any]:
     body["fingerprints"] = [f"{value:016x}" for value in described.fingerprints]
     if body.get("replaces", "") is None:  # of a base that was saved as one nothing is said
         del body["replaces"]
+    if not body["replica"]:  # nor of replicas that were equal
+        del body["replica"]
     return body
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from adacheck_jax.device import jax_settings, transfer, trees
 from adacheck_jax.device.fingerprint import Contributions
+from adacheck_jax.device.lead import grid_of
 from adacheck_jax.device.sharding import distinct_boxes
 from adacheck_jax.errors import MismatchError, StorageError, first_line
 from adacheck_jax.format.boxes import Blocks, Box
@@ -116,7 +117,8 @@ class Publisher:
         named = _params_of(state, self._params_path)
         leaves = Leaves(tuple(_leaf(path, array) for path, array in named.items()))
         arrays = dict(enumerate(named.values()))
-        picks = {i: transfer.picks_of(x, distinct_boxes(x)) for i, x in arrays.items()}
+        ranks = grid_of(arrays.values()).ranks(0)  # of all leaves the same replica
+        picks = {i: transfer.picks_of(x, distinct_boxes(x), ranks) for i, x in arrays.items()}
         with self._condition:
             self._condition.wait_for(lambda: len(self._jobs) <= _WAITING)
         self._raise()

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import jax
 
-from adacheck_jax.errors import AdaCheckError, storage_named
+from adacheck_jax.device.lead import Lead
+from adacheck_jax.errors import AdaCheckError, ReplicaError, storage_named
 from adacheck_jax.format.manifest import (
     BaseManifest,
     Caution,
@@ -97,6 +98,14 @@ class Save:
         return self._written.caution if self._written else self.staged.caution
 
     @property
+    def agreed_lead(self) -> Lead:
+        """The device whose replica the next saves write, as all processes know it."""
+        own = self.staged.structure.lead
+        if isinstance(self.error, ReplicaError) and self.staged.replicas.mode == "warn":
+            return Lead(own.position, is_sole=True)
+        return self._written.lead if self._written else own
+
+    @property
     def agreed_background(self) -> BackgroundFacts | None:
         """Facts that all processes agreed on about bases in the background; None before that.
 
@@ -168,19 +177,19 @@ class Save:
         self.durable_s = self._clock()
 
     def _commit(self, directory: AnyPath, described: Mapping[str, str]) -> Committed:
-        staged, caution = self.staged, self.agreed_caution
-        reports = self._written.reports() if self._written else ()
+        staged, written = self.staged, self._written
+        assert written is not None  # a save is written before it is committed
         place, claim = at(directory), staged.attempt.claim
         if claim is not None and staged.parent is None:  # its files lie where another's would
             claims.check(directory, claim)
         if staged.parent is None:
             contents: dict[str, Sequence[str] | None] = {}
-            for report in reports:
+            for report in written.reports():
                 contents |= report["volumes"]
             volumes.merge(directory, contents)
-            manifest: Manifest = _base_manifest(staged, reports, caution, described)
+            manifest: Manifest = _base_manifest(staged, written, described)
         else:
-            manifest = _delta_manifest(staged, staged.parent, reports, caution)
+            manifest = _delta_manifest(staged, staged.parent, written)
         claims.remove(directory)
         # The manifest makes the step exist, and nothing is written after it. All that is not
         # durable yet becomes so at once, which the journal of a file system takes as one. Orbax's
@@ -199,9 +208,10 @@ class Save:
 
 
 def _base_manifest(
-    staged: StagedSave, reports: Sequence[Report], caution: Caution, described: Mapping[str, str]
+    staged: StagedSave, written: Written, described: Mapping[str, str]
 ) -> BaseManifest:
     structure, exported, update = staged.structure, staged.update, None
+    reports = written.reports()
     if structure.bindings and staged.replayable:
         params, inner, record, extra = structure.arguments
         update = Update(
@@ -234,16 +244,16 @@ def _base_manifest(
         environment=update_program.environment(),
         described=described,
         directory_step=staged.destination.step,
-        caution=caution,
+        caution=written.caution,
+        replica=written.replicas[-1],
     )
 
 
-def _delta_manifest(
-    staged: StagedSave, parent: Lineage, reports: Sequence[Report], caution: Caution
-) -> DeltaManifest:
+def _delta_manifest(staged: StagedSave, parent: Lineage, written: Written) -> DeltaManifest:
     before, deltas = parent.end, list[Delta]()
-    for step, told in zip(staged.steps, validation.by_step(reports), strict=True):
-        before = _delta(step, told, before)
+    told = validation.by_step(written.reports())
+    for step, own, replica in zip(staged.steps, told, written.replicas, strict=True):
+        before = _delta(step, own, before, replica)
         deltas.append(before)
     *deferred, own = deltas
     reference = references.reference(staged.destination.directory, parent.entries[-1].holder)
@@ -265,12 +275,15 @@ def _delta_manifest(
         custom_metadata=staged.custom_metadata,
         directory_step=staged.destination.step,
         recorded=tuple(deferred),
-        caution=caution,
+        caution=written.caution,
         stale=own.stale,
+        replica=own.replica,
     )
 
 
-def _delta(step: StagedStep, reports: Sequence[Report], before: BaseManifest | Delta) -> Delta:
+def _delta(
+    step: StagedStep, reports: Sequence[Report], before: BaseManifest | Delta, replica: str
+) -> Delta:
     """The delta of a step, from the reports of all processes on it, behind another step."""
     letters: list[dict[int, str]] = [dict(report["letters"]) for report in reports]
     stored, plan = tuple(sorted(set().union(*letters))), step.plan
@@ -300,6 +313,7 @@ def _delta(step: StagedStep, reports: Sequence[Report], before: BaseManifest | D
         fingerprints=tuple(fingerprints),
         checked="full" if is_full else plan.checked_by,
         stale=tuple((i, known.get(i, before.step)) for i in plan.stale),
+        replica=replica,
     )
 
 

@@ -201,6 +201,9 @@ class Saver:
         """
         with self._lock:
             self._enter(is_save=True)
+            if (last := self._stager.last_base) is not None and last.error is not None:
+                self._stager.last_base = None  # with the copies of its state
+            self._planner.learn()
             snapshot = self._planner.snapshots.take(state)
             if not (self._has_recorder or self._options.delta == "bits"):
                 self._hint_at_recorder(snapshot.structure)
@@ -225,9 +228,6 @@ class Saver:
         exchange: Exchange | None,
     ) -> Save:
         planner, directory = self._planner, destination.directory
-        if (last := self._stager.last_base) is not None and last.error is not None:
-            self._stager.last_base = None  # with the copies of its state
-        planner.learn()
         again = planner.superseded(step)
         course = planner.plan_save(snapshot, directory, step, again, replayable=replayable)
         course, copies = self._copied(snapshot, course)
@@ -254,7 +254,7 @@ class Saver:
             links=found is not None and planner.parents.has_links(directory),
             before=course.tip.step if course.tip else planned.step,
             caution=planner.distrust.caution(planned.structure),
-            replicas=replicas.Check(self._options.check_replicas, planned.structure.replicated),
+            replicas=_replica_check(self._options.check_replicas, planned.structure),
             attempt=self._attempt,
             replayable=replayable,
             custom_metadata=custom_metadata,
@@ -450,6 +450,11 @@ def _check_same(counts: Counts, parent: Parent, number: int) -> None:
             f"a state with {shown(counts)}. It was not recorded; the steps before are not "
             "affected. Give record_step the numbers of the steps as the manager counts them."
         )
+
+
+def _replica_check(mode: replicas.Mode, structure: Structure) -> replicas.Check:
+    where, leaves = structure.replicated, structure.leaves
+    return replicas.Check(mode, where, leaves, structure.devices, structure.lead)
 
 
 def _bound_paths(structure: Structure) -> frozenset[str]:

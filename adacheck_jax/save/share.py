@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 
+from adacheck_jax.device.lead import Lead
 from adacheck_jax.errors import AdaCheckError, storage_named
 from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.format.manifest import Caution
@@ -42,12 +43,16 @@ class Written:
         caution: findings of the checks of any process.
         measured: seconds that process 0 measured before this save.
         background: bases made in the background, possible if all processes say so.
+        replicas: for each step the device whose replica was written; empty if all are equal.
+        lead: the device whose replica the next saves write.
         reports: gives the reports of all processes.
     """
 
     caution: Caution
     measured: Sequence[Measurement]
     background: BackgroundFacts
+    replicas: Sequence[str]
+    lead: Lead
     reports: Callable[[], Sequence[Report]]
 
 
@@ -71,7 +76,8 @@ def write(
         AdaCheckError: another process failed or is gone, or they did not decide alike; or the step
             is being saved again.
         MismatchError: leaves that each process has for itself are not equal.
-        ReplicaError: replicas differ, and the handler was told to refuse such steps.
+        ReplicaError: replicas differ, and the handler was told to refuse such steps, or parts of
+            several of them were written.
         ReplayError: replay does not give a state that is gone.
         StorageError: the disk is full, gone, or cannot be written.
     """
@@ -91,11 +97,13 @@ def write(
         for each in staged.steps:
             each.release()
     answer = attempt.agree(own, functools.partial(validation.validated, staged))
-    caution = Caution(answer["reason"], tuple(answer["distrusted"]))
-    measured = [(name, seconds, deltas) for name, seconds, deltas in answer["measured"]]
-    background = BackgroundFacts(*answer["background"])
     return Written(
-        caution, measured, background, lambda: exchange.reports(SHARES) if exchange else [own]
+        caution=Caution(answer["reason"], tuple(answer["distrusted"])),
+        measured=[(name, seconds, deltas) for name, seconds, deltas in answer["measured"]],
+        background=BackgroundFacts(*answer["background"]),
+        replicas=answer["replicas"],
+        lead=Lead(*answer["lead"]),
+        reports=lambda: exchange.reports(SHARES) if exchange else [own],
     )
 
 

@@ -20,6 +20,7 @@ from adacheck_jax.device import (
     trees,
     xla_call,
 )
+from adacheck_jax.device.lead import DeviceGrid, Lead, Ranks, grid_of, sole
 from adacheck_jax.device.shard_sums import Summing
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import FormatError, RecorderError
@@ -46,6 +47,8 @@ class Structure:
         sites: places at which this process samples leaves of updates; None without a recorder.
         local_picks: all boxes of each leaf that every process of several has for itself.
         replicated: leaves that lie on several devices in copies declared equal.
+        devices: devices of the state.
+        lead: the one of them whose replica is saved.
         ephemeral: positions of the leaves that are saved with bases alone.
         everywhere: positions of the numbers that every process has.
     """
@@ -59,8 +62,15 @@ class Structure:
     sites: Sites | None
     local_picks: dict[int, tuple[transfer.Pick, ...]]
     replicated: tuple[replicas.ReplicatedLeaf, ...]
+    devices: DeviceGrid
+    lead: Lead
     ephemeral: frozenset[int] = frozenset()
     everywhere: frozenset[int] = frozenset()
+
+    @functools.cached_property
+    def ranks(self) -> Ranks:
+        """Distances of the devices from the lead."""
+        return self.devices.ranks(self.lead.position)
 
     @functools.cached_property
     def arguments(self) -> tuple[tuple[int, ...], ...]:
@@ -209,6 +219,13 @@ class Snapshots:
         self._params_path, self._ephemeral = params_path, ephemeral
         self._structures: dict[Any, Structure] = {}
         self._seen: _Seen | None = None
+        self._lead = Lead()
+
+    def follow(self, lead: Lead) -> None:
+        """Takes states apart as another replica has them."""
+        if lead != self._lead:
+            self._lead, self._seen = lead, None
+            self._structures.clear()
 
     def take(self, state: PyTree) -> Snapshot:
         """Takes a state apart, without a look at what is in it.
@@ -248,11 +265,14 @@ class Snapshots:
         if self._recorders:
             types = leaf_types(named)
             bindings = binding.bind_all(self._recorders, types, self._params_path)
-        layouts = [sharding.layout_of_array(array) for array in arrays]
+        layouts, devices = [sharding.layout_of_array(array) for array in arrays], grid_of(arrays)
+        ranks, written = devices.ranks(self._lead.position), layouts
+        if self._lead.is_sole:
+            written = [sole(each, x, ranks) for each, x in zip(layouts, arrays, strict=True)]
         itemsizes_bytes = [_itemsize_bytes(path, a) for path, a in zip(named, arrays, strict=True)]
         index = {path: position for position, path in enumerate(named)}
         consumed = frozenset(index[path] for each in bindings for path in each.consumed)
-        shares = ownership.share_out(layouts, itemsizes_bytes, consumed)
+        shares = ownership.share_out(written, itemsizes_bytes, consumed)
         leaves = tuple(
             Leaf(
                 path=path,
@@ -265,28 +285,28 @@ class Snapshots:
             )
             for i, (path, leaf) in enumerate(named.items())
         )
+        picks, local_picks = _picks(leaves, arrays, ranks)
         process = jax.process_index()
-        loads_bytes: dict[int, int] = {}
-        picks = {
-            i: transfer.picks_of(array, leaf.boxes_of(process), loads_bytes)
-            for i, (leaf, array) in enumerate(zip(leaves, arrays, strict=True))
-        }
-        local_picks = {
-            i: transfer.picks_of(array, leaf.boxes)
-            for i, (leaf, array) in enumerate(zip(leaves, arrays, strict=True))
-            if jax.process_count() > 1 and sharding.is_local(array)
-        }
         whole_picks = {
             i: picks[i]
             if shares[i].cuts == layouts[i].cuts
-            else transfer.picks_of(array, fingerprint.accounted(array, process))
+            else transfer.picks_of(array, fingerprint.accounted(array, process), ranks)
             for i, array in enumerate(arrays)
         }
-        replicated = replicas.replicated_leaves(tuple(named), arrays)
         structure = Structure(
-            *(leaves, bindings, index, picks, whole_picks, "", None, local_picks, replicated),
-            _ephemeral(self._ephemeral, index, bindings),
-            _everywhere(layouts),
+            leaves=leaves,
+            bindings=bindings,
+            index=index,
+            picks=picks,
+            whole_picks=whole_picks,
+            placement="",
+            sites=None,
+            local_picks=local_picks,
+            replicated=replicas.replicated_leaves(tuple(named), arrays),
+            devices=devices,
+            lead=self._lead,
+            ephemeral=_ephemeral(self._ephemeral, index, bindings),
+            everywhere=_everywhere(layouts),
         )
         if not bindings:
             return structure
@@ -294,6 +314,29 @@ class Snapshots:
         described = "\n".join(sharding.describe(arrays[i]) for i in touched)
         placement = hashlib.sha256(described.encode()).hexdigest()
         return dataclasses.replace(structure, placement=placement, sites=Sites(touched, arrays))
+
+
+def _picks(
+    leaves: Sequence[Leaf], arrays: Sequence[Any], ranks: Ranks
+) -> tuple[dict[int, tuple[transfer.Pick, ...]], dict[int, tuple[transfer.Pick, ...]]]:
+    """The boxes that this process owns, and all boxes of leaves that each process has for itself.
+
+    Args:
+        leaves: descriptions of the leaves.
+        arrays: plain arrays, one a leaf.
+        ranks: distances of the devices from the lead.
+    """
+    process, pairs = jax.process_index(), list(zip(leaves, arrays, strict=True))
+    own = {
+        i: transfer.picks_of(array, leaf.boxes_of(process), ranks)
+        for i, (leaf, array) in enumerate(pairs)
+    }
+    local = {
+        i: transfer.picks_of(array, leaf.boxes, ranks)
+        for i, (leaf, array) in enumerate(pairs)
+        if jax.process_count() > 1 and sharding.is_local(array)
+    }
+    return own, local
 
 
 def _everywhere(layouts: Sequence[sharding.Layout]) -> frozenset[int]:

@@ -176,7 +176,7 @@ def with_others(
             picks[i] = local
         else:
             boxes = transfer.boxes_here(arrays[i].shape, arrays[i].sharding)
-            picks[i] = transfer.picks_of(arrays[i], boxes)
+            picks[i] = transfer.picks_of(arrays[i], boxes, snapshot.structure.ranks)
     others = transfer.stage({i: arrays[i] for i in leaves}, picks)
     return Joined(dict.fromkeys(blocks, blocks) | dict.fromkeys(others, others))
 

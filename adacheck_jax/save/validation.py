@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 
+from adacheck_jax.device.lead import Lead
+from adacheck_jax.device.replicas import Verdict
 from adacheck_jax.errors import AdaCheckError, MismatchError, ReplayError
 from adacheck_jax.format.fingerprint import combine
 from adacheck_jax.save import staged as staged_steps
@@ -27,25 +30,33 @@ def validated(staged: StagedSave, reports: Sequence[Report]) -> Report:
                 "the same options; check that it is a shared file system. The step is not saved; "
                 "the next one will be a base."
             )
-    before = staged.parent.end.fingerprints if staged.parent else ()
+    before, verdicts = staged.parent.end.fingerprints if staged.parent else (), list[Verdict]()
     for each, own in zip(staged.steps, by_step(reports), strict=True):
         _validate_local(each.step, own, staged.structure)
+        verdicts.append(staged.replicas.settle(each.step, [report["replicas"] for report in own]))
         found = fingerprints_of(own)
         _validate_unchanged(staged, each, before, found)
         _validate_healed(staged, each, own)
         _validate_replayed(staged, each, own, found)
-        staged.replicas.settle(each.step, [report["replicas"] for report in own])
         before = found
     cautions = [report["caution"] for report in reports]
     return {
         "reason": next(filter(None, (reason for reason, _ in cautions)), ""),
         "distrusted": sorted({i for _, indices in cautions for i in indices}),
+        "replicas": [each.replica for each in verdicts],
+        "lead": dataclasses.astuple(_lead_of(staged, verdicts)),
         "measured": reports[0]["measured"],
         "background": [
             all(each["background"][0] for each in reports),
             *reports[0]["background"][1:],
         ],
     }
+
+
+def _lead_of(staged: StagedSave, verdicts: Sequence[Verdict]) -> Lead:
+    """The lead of the saves that follow: the last one that differs from that of this save."""
+    known = staged.structure.lead
+    return next((each.lead for each in reversed(verdicts) if each.lead != known), known)
 
 
 def _validate_local(step: int, reports: Sequence[Report], structure: Structure) -> None:

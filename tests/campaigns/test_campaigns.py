@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.campaigns import history, matrix, perturbations, replays, training
+from tests.campaigns import history, matrix, perturbations, replays, replica_drift, training
 from tests.campaigns.outcomes import differing
 
 SEEDS = (24, 33, 36)
@@ -71,3 +71,11 @@ def test_single_flipped_bits_are_named_by_step_leaf_and_element():
     found = history.campaign(steps=30, mb=0.2, faults=3, clean=1, seed=0)
     assert [each.is_right for each in found] == [True] * 4
     assert all(max(each.restored_counts) <= 7 for each in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "seeds"), [(1, range(3)), (2, range(1))])
+def test_steps_of_replicas_that_differ_are_of_one_of_them(processes, seeds):
+    for found in replica_drift.outcomes(iter(seeds), processes):
+        assert (found.wrong, found.lost) == ([], {})
+        assert found.saved == found.exact > 0

@@ -7,6 +7,7 @@ import random
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
@@ -14,8 +15,11 @@ from jax.sharding import PartitionSpec as P
 
 import adacheck_jax as adacheck
 from adacheck_jax.device import fingerprint, replicas
-from adacheck_jax.device.sharding import Holder
+from adacheck_jax.device.lead import DeviceGrid, Lead, grid_of, nearest
+from adacheck_jax.device.sharding import Holder, holders_of
 from adacheck_jax.format.boxes import Box
+from adacheck_jax.format.manifest import Leaf
+from adacheck_jax.store.steps import lookup
 from tests import support
 from tests.end_to_end.test_multiprocess import launch
 from tests.strategies import DTYPES, any_bits
@@ -205,6 +209,10 @@ def test_the_report_leaves_the_state_as_it_was():
     assert donate(array)[0] == 1
 
 
+def leaf_of(shape, cuts=None, owners=(0,)):
+    return Leaf("w", shape, "float32", 4, None, cuts or tuple((0, n) for n in shape), owners)
+
+
 def site(holders, path="w"):
     return replicas.Site(0, path, Box((0, 8), (4, 16)), tuple(holders))
 
@@ -327,7 +335,7 @@ def test_a_base_of_differing_replicas_is_restored_as_one_of_them(tmp_path, caplo
         manager.save(1, args=adacheck.SaveArgs(state))
         manager.wait_until_finished()
         (message,) = warnings_in(caplog)
-        assert "as one replica has it" in message
+        assert "as the replica of cpu:0 has them" in message
         restored = manager.restore(1, args=adacheck.RestoreArgs({"x": good}))
         support.assert_same_bits(restored, support.host_copy(state))
 
@@ -367,7 +375,8 @@ def test_an_unknown_mode_is_refused():
 
 def test_the_documented_level_is_a_warning(tmp_path, caplog):
     good = jax.device_put(jnp.arange(8.0), NamedSharding(mesh_of((8,)), P()))
-    check = replicas.Check("warn", replicas.replicated_leaves(["w"], [good]))
+    where, leaf = replicas.replicated_leaves(["w"], [good]), leaf_of((8,))
+    check = replicas.Check("warn", where, [leaf], grid_of([good]), Lead())
     sums = {0: {Box((0,), (8,)): {Holder(0, i, "cpu"): int(i == 3) for i in range(8)}}}
     with caplog.at_level(logging.INFO):
         check.settle(1, [json.loads(json.dumps(check.part(sums)))])
@@ -385,7 +394,8 @@ def test_processes_compare_one_sum_a_box(monkeypatch):
     monkeypatch.setattr(
         replicas, "_replicated", lambda *_: tuple((b, tuple(h)) for b, h in table.items())
     )
-    check = replicas.Check("raise", replicas.replicated_leaves(["w"], [jnp.zeros(9)]))
+    where, devices = replicas.replicated_leaves(["w"], [jnp.zeros(9)]), DeviceGrid((8,), ())
+    check = replicas.Check("raise", where, [leaf_of((9,))], devices, Lead())
 
     def found(odd):
         parts = []
@@ -396,7 +406,7 @@ def test_processes_compare_one_sum_a_box(monkeypatch):
             }
             parts.append(json.loads(json.dumps(check.part({0: sums}))))
         assert [len(part["shared"]) for part in parts] == [1, 2, 2, 1]
-        return check.divergences(parts)
+        return replicas.compare(check.differing(parts))
 
     assert found(set()) == ()
     (tie,) = found({(1, 0)})
@@ -432,3 +442,128 @@ def test_two_processes_both_refuse_the_step(tmp_path):
         assert f"cpu:{told['bad']} (process 1) differs from 3 replicas" in told["message"]
         assert "The step is not saved" in told["message"]
         assert told["steps"] == [1]
+
+
+@pytest.mark.parametrize("shape", [(8,), (4, 2), (2, 4), (2, 2, 2)], ids=str)
+def test_all_boxes_are_taken_next_to_the_lead(shape):
+    mesh = mesh_of(shape, devices=random.Random(0).sample(jax.devices(), 8))
+    specs = [P(), P("a"), P(None, mesh.axis_names[-1]), P(mesh.axis_names)]
+    arrays = [jax.device_put(jnp.zeros((8, 16)), NamedSharding(mesh, spec)) for spec in specs]
+    devices = grid_of([jnp.ones(3), np.ones(2), *arrays])
+    assert (devices.shape, len(devices.devices)) == (shape, 8)
+    where = {device.id: at for at, device in np.ndenumerate(mesh.devices)}
+    for position, lead in enumerate(devices.devices):
+        ranks = devices.ranks(position)
+        for array, spec in zip(arrays, specs, strict=True):
+            cut = {axis for entry in spec for axis in np.ravel(entry or ())}
+            uncut = [n for n, axis in enumerate(mesh.axis_names) if axis not in cut]
+            for holders in holders_of(array.sharding, array.shape).values():
+                at = where[nearest(holders, ranks).device]
+                assert [at[n] for n in uncut] == [where[lead.device][n] for n in uncut]
+    assert grid_of([np.ones(2), 3.0]).ranks(0) == {}
+
+
+def judged(values, owners=(0,), cuts=None, lead=None):
+    """The verdict on one replicated leaf of two processes, from what each device holds of it."""
+    devices = holders_on(2, len(values) // 2)
+    grid = DeviceGrid((len(devices),), tuple(devices))
+    check = replicas.Check("warn", (), [leaf_of((8,), cuts, owners)], grid, lead or Lead())
+    each = [[h.process, h.device, h.platform, v] for h, v in zip(devices, values, strict=True)]
+    part = {"shared": [], "divergent": [[0, "w", [0], [8], each]]}
+    return check.settle(7, [part, {"shared": [], "divergent": []}])
+
+
+@pytest.mark.parametrize(
+    ("values", "replica", "lead"),
+    [
+        ("aaab", "gpu:0", 0),
+        ("abbb", "gpu:0", 1),
+        ("aabb", "gpu:0", 0),
+        ("abcd", "gpu:0", 0),
+        ("abcc", "gpu:0", 2),
+    ],
+)
+def test_the_next_saves_follow_the_majority(caplog, values, replica, lead):
+    assert judged(values) == replicas.Verdict(replica, Lead(lead, is_sole=True))
+    (message,) = warnings_in(caplog)
+    assert ("with which most agree" in message) == bool(lead)
+
+
+def test_a_step_that_several_processes_wrote_of_several_replicas_is_refused():
+    halves = ((0, 4, 8),)
+    assert judged("aaab", owners=(0, 1), cuts=halves).replica == "gpu:0"  # of 2, the same bits
+    assert judged("aabb", owners=(1,)).replica == "gpu:2"
+    with pytest.raises(adacheck.ReplicaError, match=r"parts of several replicas.*a base"):
+        judged("aabb", owners=(0, 1), cuts=halves)
+
+
+def apart(mesh, recorder):
+    """A train step whose gradients are not averaged: each replica goes its own way."""
+
+    def step(state, noise):
+        params, row = state["params"], jax.lax.axis_index("data")
+        gradients = {name: jnp.sin(p) + noise * row for name, p in params.items()}
+        updates, inner = recorder.update(gradients, state["opt"], params)
+        return {"params": optax.apply_updates(params, updates), "opt": inner}
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False)
+    return jax.jit(mapped)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(
+    "options", [{}, {"check": "sample"}, {"check": "full"}, {"delta": "bits"}], ids=str
+)
+@pytest.mark.parametrize("count", [2, 4])
+def test_every_step_of_replicas_that_drift_apart_is_one_of_them(tmp_path, options, count):
+    mesh = support.mesh_of((count,))
+    recorder = adacheck.Recorder(optax.adamw(1e-2))
+    params = {f"w{i}": jnp.linspace(-1.0, 1.0, 40 * (i + 1)) for i in range(5)}
+    state = {"params": params, "opt": recorder.init(params)}
+    state = jax.device_put(state, NamedSharding(mesh, P()))
+    step, held = apart(mesh, recorder), {}
+    handler = adacheck.AdaCheckHandler(recorder, **options)
+    with support.manager_of(tmp_path, handler) as manager:
+        for number in range(5):
+            state = step(state, np.float32(0.01))
+            lead = jax.devices()[0]
+            held[number] = [
+                np.array(next(s.data for s in leaf.addressable_shards if s.device == lead))
+                for leaf in jax.tree.leaves(state)
+            ]
+            if not (number == 3 and handler.record_step(state, number)):
+                manager.save(number, args=adacheck.SaveArgs(state))
+        manager.wait_until_finished()
+        recorded = 3 not in manager.all_steps()
+        assert recorded == (options.get("delta") != "bits")
+        for number, expected in held.items():
+            args = adacheck.RestoreArgs(state)
+            if recorded and number == 3:
+                args = adacheck.RestoreArgs(state, step=3)
+            saved = 4 if recorded and number == 3 else number
+            support.assert_same_bits(jax.tree.leaves(manager.restore(saved, args=args)), expected)
+            assert handler.restored.replica == "cpu:0"
+
+
+def test_the_lead_is_left_where_most_replicas_agree_without_it(tmp_path):
+    run = support.dict_run(support.mesh_of((4, 2)))
+    handler = adacheck.AdaCheckHandler(run.recorder)
+    with support.manager_of(tmp_path, handler) as manager:
+        run.advance()
+        bad = broken(run.state, device=0)
+        manager.save(1, args=adacheck.SaveArgs(bad))
+        manager.wait_until_finished()
+        run.advance()
+        good = support.host_copy(run.state)
+        assert not handler.record_step(broken(run.state, device=0), 2)  # a base is due
+        manager.save(2, args=adacheck.SaveArgs(broken(run.state, device=0)))
+        manager.wait_until_finished()
+        saved = support.save_steps(manager, run, 2)
+        found = {n: lookup.resolve(tmp_path / str(n) / "default").manifest for n in range(1, 5)}
+        assert [each.replica for each in found.values()] == ["cpu:0", "cpu:1", "", ""]
+        assert "another one is saved" in found[2].reason
+        args = adacheck.RestoreArgs(support.abstract(run.state))
+        support.assert_same_bits(manager.restore(1, args=args), support.host_copy(bad))
+        saved[2] = good
+        for step, expected in saved.items():
+            support.assert_same_bits(manager.restore(step, args=args), expected)

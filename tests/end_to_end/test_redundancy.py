@@ -17,9 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import adacheck_jax as adacheck
-from adacheck_jax.device import transfer
 from adacheck_jax.format import manifest
-from adacheck_jax.format.boxes import Box
 from adacheck_jax.store import links, volumes
 from adacheck_jax.store.steps import manifest_file, sizes
 from adacheck_jax.tools import inspection
@@ -349,14 +347,6 @@ def test_inspect_says_where_a_leaf_is_taken_from(tmp_path):
     ]
     assert sources[0] == {"a": "stored", "b": "same as a", "c": "stored"}
     assert sources[1] == {"a": "kept from 0", "b": "kept from 0", "c": "stored"}
-
-
-def test_of_equal_replicas_each_device_gives_its_share(tmp_path):
-    arrays = {i: jax.device_put(noise(i), WHOLE) for i in range(16)}
-    loads_bytes = {}
-    picks = [transfer.picks_of(x, [Box.full(x.shape)], loads_bytes) for x in arrays.values()]
-    assert sorted(position for ((_, position, _),) in picks) == sorted([*range(8)] * 2)
-    assert set(loads_bytes.values()) == {2 * noise(0).nbytes}
 
 
 def test_a_file_with_very_many_links_is_written_again(tmp_path, monkeypatch):

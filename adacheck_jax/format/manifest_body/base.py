@@ -64,6 +64,7 @@ def base_manifest(body: dict[str, Any], checksum: str) -> BaseManifest:
         caution=fields.caution(body["caution"], len(leaves)),
         replaces=fields.optional(_replaced, body.get("replaces")),
         stale=fields.stale(body, len(leaves)),
+        replica=fields.text(body.get("replica", "")),
         checksum=checksum,
     )
 

@@ -42,6 +42,7 @@ def delta_manifest(body: dict[str, Any], checksum: str) -> DeltaManifest:
         recorded=recorded,
         caution=fields.caution(body["caution"], len(own.fingerprints)),
         stale=own.stale,
+        replica=own.replica,
         checksum=checksum,
     )
 
@@ -68,6 +69,7 @@ def _delta(body: dict[str, Any]) -> Delta:
         fingerprints=fingerprints,
         checked=body["checked"],
         stale=stale,
+        replica=fields.text(body.get("replica", "")),
     )
 
 

@@ -101,7 +101,9 @@ def decide(
     decision = by_counters(situation, counts, options)
     if decision.is_base or parent is None or parent.lineage is None:
         return decision, notices
-    base = parent.lineage.base
+    base, saved = parent.lineage.base, parent.saved
+    if saved is not None and saved.structure.lead != structure.lead:
+        return Decision("base", "replicas differ, and another one is saved from now on"), notices
     if base.leaves != structure.leaves:
         return unplanned(_first_difference(base, structure)), notices
     if not situation.keeps_ancestors:

@@ -213,6 +213,8 @@ def plan_deferred(situation: Situation, options: Options) -> SavePlan | str:
     if not replays(update, options, replayable=saved is None or saved.replayable):
         return update.problem or "the step has to be stored in full"
     if saved is not None:
+        if structure.lead != saved.structure.lead:
+            return "replicas differ, and another one is saved from now on"
         if structure is not saved.structure:
             return "the state has another tree or other shardings than the step before"
         if saved.kind == "bits":

@@ -336,6 +336,8 @@ class Planner:
         if saved is not None and (save := saved.save) is not None:
             known, leaves = save.agreed_caution, save.staged.structure.leaves
             self.distrust.learn(known.reason, [leaves[i].path for i in known.distrusted])
+            if not len(self.deferred):  # else those before are of another replica
+                self.snapshots.follow(save.agreed_lead)
             if isinstance(save.error, ReplayError):  # without the path of the step's directory
                 steps = save.staged.steps
                 self._learn_disproved(str(save.error.__cause__ or save.error), steps)
@@ -429,7 +431,7 @@ def _changed(snapshot: Snapshot, course: Course, made: SavePlan) -> frozenset[in
         if tip.staged is None:
             return frozenset()
         expected = tip.staged.sums()
-    own = fingerprint.of_leaves({i: snapshot.arrays[i] for i in made.unchanged})
+    own = _sums_of(snapshot, made.unchanged)
     return frozenset(i for i, value in own.items() if value != expected[i])
 
 
@@ -446,10 +448,12 @@ def _owned_by_others(snapshot: Snapshot, leaves: Collection[int]) -> frozenset[i
     return frozenset(found)
 
 
-def _sums_of(snapshot: Snapshot) -> Mapping[int, int]:
+def _sums_of(snapshot: Snapshot, leaves: Collection[int] | None = None) -> Mapping[int, int]:
     """This process's contribution to the fingerprint of each leaf; waits for the state."""
     structure, arrays = snapshot.structure, dict(enumerate(snapshot.arrays))
     summing = structure.summing(snapshot.arrays)
+    if leaves is not None:
+        arrays, summing = {i: arrays[i] for i in leaves}, None
     return fingerprint.Contributions(
         arrays, structure.picks, structure.whole_picks, summing=summing
     ).sums()

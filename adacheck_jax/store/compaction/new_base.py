@@ -183,6 +183,7 @@ def _completed(
         directory_step=delta.directory_step,
         caution=delta.caution,
         stale=delta.stale,
+        replica=delta.replica,
         replaces=Replaced(delta.checksum, delta.depth, tuple(sorted(files))),
     )
     manifest, _ = manifest_file.write(directory, made)
