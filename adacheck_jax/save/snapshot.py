@@ -159,7 +159,7 @@ class Snapshot:
 
     Attributes:
         structure: structure of the state.
-        arrays: plain arrays (:func:`staging.raw`), one a leaf.
+        arrays: plain arrays (:func:`transfer.raw`), one a leaf.
     """
 
     structure: Structure

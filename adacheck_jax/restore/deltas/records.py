@@ -62,7 +62,7 @@ def read_ahead(
         update: the update.
         readers: readers of the deltas, oldest first; those without an update too.
         shardings: the shardings for replay, by leaf index.
-        read_once: as for :func:`base_reader.read`.
+        read_once: as for :func:`~adacheck_jax.restore.base_reader.read`.
         where: directory of the base, for messages.
         checked: as for :meth:`DeltaReader.read_many`; what processes exchange is always checked.
     """
