@@ -2,12 +2,11 @@
 
 import ast
 import contextlib
+import functools
 import importlib
 import os
 import re
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -18,6 +17,7 @@ def name(path):
     return str(path.relative_to(ROOT))
 
 
+@functools.cache
 def anchors(document):
     """Anchors that headings get: lower case, without punctuation, spaces as hyphens."""
     headings = re.findall(r"^#+ (.*)$", FENCED.sub("", document.read_text()), re.MULTILINE)
@@ -25,16 +25,18 @@ def anchors(document):
     return {heading.replace(" ", "-") for heading in plain}
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
-def test_relative_links_lead_somewhere(document):
-    text = FENCED.sub("", document.read_text())
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        if "://" in target:
-            continue
-        path, _, anchor = target.partition("#")
-        file = (document.parent / path).resolve() if path else document
-        assert file.exists(), f"{target}: there is no such file"
-        assert not anchor or anchor in anchors(file), f"{target}: there is no such heading"
+def test_relative_links_lead_somewhere():
+    wrong = []
+    for document in DOCUMENTS:
+        text = FENCED.sub("", document.read_text())
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            if "://" in target:
+                continue
+            path, _, anchor = target.partition("#")
+            file = (document.parent / path).resolve() if path else document
+            if not file.exists() or (anchor and anchor not in anchors(file)):
+                wrong.append(f"{name(document)}: {target}")
+    assert not wrong, f"there is no such file or heading: {wrong}"
 
 
 def test_every_page_is_listed():

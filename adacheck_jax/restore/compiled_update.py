@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from adacheck_jax.device import jax_settings, transfer
-from adacheck_jax.device.kept import Kept
 from adacheck_jax.errors import FormatError, unreadable
 from adacheck_jax.format.manifest import Leaf, Update
 from adacheck_jax.restore import progress
@@ -24,6 +23,7 @@ from adacheck_jax.store.storage.location import at
 from adacheck_jax.update import exported_program
 from adacheck_jax.update import program as update_program
 from adacheck_jax.update.binding import Recorders, bind_all
+from adacheck_jax.update.kept import Kept
 from adacheck_jax.update.params_search import LeafType
 from adacheck_jax.update.program import UpdateFunction
 

@@ -15,10 +15,10 @@ from typing import Any
 import jax
 import jax.export
 
-from adacheck_jax.device.kept import Kept
 from adacheck_jax.errors import FormatError, IntegrityError, first_line
 from adacheck_jax.format.manifest import Update
 from adacheck_jax.update import untrusted
+from adacheck_jax.update.kept import Kept
 from adacheck_jax.update.program import Leaves, UpdateFunction, platform
 
 _log = logging.getLogger(__name__)
