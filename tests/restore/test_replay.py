@@ -10,9 +10,9 @@ import optax
 import pytest
 
 import adacheck_jax as adacheck
-from adacheck_jax.device.kept import Kept
 from adacheck_jax.restore import compiled_update
 from adacheck_jax.store.packs import reader
+from adacheck_jax.update.kept import Kept
 from adacheck_jax.update.program import platform
 from tests import support
 
