@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -274,8 +276,11 @@ def test_a_refused_save_leaves_nothing_that_hinders_the_next_one(tmp_path):
     with adacheck.context(run.recorder):
         run.advance()
         expected = host_copy(run.state)
-        with pytest.raises(adacheck.MismatchError):
-            ocp.save_checkpointables(tmp_path / "1", {"state": jnp.zeros(3)})
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "coroutine '_create_paths' was never awaited")
+            with pytest.raises(adacheck.MismatchError):
+                ocp.save_checkpointables(tmp_path / "1", {"state": jnp.zeros(3)})
+            gc.collect()  # Orbax's own, which it makes for any handler, and not for one that refuses
         ocp.save(tmp_path / "1", run.state)
         assert_same_bits(ocp.load(tmp_path / "1", abstract(run.state)), expected)
 
