@@ -280,7 +280,7 @@ def test_a_refused_save_leaves_nothing_that_hinders_the_next_one(tmp_path):
             warnings.filterwarnings("ignore", "coroutine '_create_paths' was never awaited")
             with pytest.raises(adacheck.MismatchError):
                 ocp.save_checkpointables(tmp_path / "1", {"state": jnp.zeros(3)})
-            gc.collect()  # Orbax's own, which it makes for any handler, and not for one that refuses
+            gc.collect()  # Orbax made it for a handler that then refused
         ocp.save(tmp_path / "1", run.state)
         assert_same_bits(ocp.load(tmp_path / "1", abstract(run.state)), expected)
 
