@@ -93,7 +93,6 @@ class Outcome:
     Attributes:
         saved: number of steps that were reported as saved.
         exact: number of these that are one replica of their state.
-        outvoted: number of these of which most replicas had other bits.
         wrong: steps that are of several replicas, or not of the one that is named.
         lost: steps that do not restore, with the error.
         refused: steps that were refused, with the error.
@@ -103,7 +102,6 @@ class Outcome:
     text: str
     saved: int = 0
     exact: int = 0
-    outvoted: int = 0
     wrong: list[int] = field(default_factory=list)
     lost: dict[int, str] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)
@@ -222,21 +220,6 @@ class Training:
                     }
         return {*found}
 
-    def votes(self, held: list[dict[Any, np.ndarray]]) -> list[int]:
-        """For each device of the mesh the number of devices whose neighbourhood is equal."""
-        devices = self.mesh.devices
-        signatures = []
-        for lead in np.ndindex(devices.shape):
-            parts = []
-            for spec, values in zip(jax.tree.leaves(self.specs), held, strict=True):
-                cut = [axis in [*spec] for axis in ("data", "model")]
-                for at in np.ndindex(devices.shape):
-                    if all(c or x == y for c, x, y in zip(cut, at, lead, strict=True)):
-                        parts.append(values[devices[at]].tobytes())
-            signatures.append(b"".join(parts))
-        counts = Counter(signatures)
-        return [counts[each] for each in signatures]
-
 
 def _spec_of(path: Any, leaf: Any) -> PartitionSpec:
     name = getattr(path[-1], "key", "")
@@ -292,13 +275,11 @@ def run(plan: Plan, root: Path) -> dict[int, dict[str, Any]]:
                 found[step] = {"lost": f"{type(error).__name__}: {error}"[:300]}
                 continue
             leads = training.leads_of(held[step], restored)
-            votes = training.votes(held[step]) if jax.process_count() == 1 else []
             named = handler.restored.replica if handler.restored else ""
             ids = [f"{d.platform}:{d.id}" for d in training.mesh.devices.flat]
             found[step] = {
                 "leads": sorted(leads),
                 "named": ids.index(named) if named else None,
-                "votes": votes,
             }
     return found
 
@@ -316,13 +297,12 @@ def judged(plan: Plan, parts: list[dict[int, dict[str, Any]]]) -> Outcome:
             outcome.lost[step] = lost[0]
             continue
         leads = set.intersection(*(set(each["leads"]) for each in own))
-        named, votes = own[0]["named"], own[0]["votes"]
+        named = own[0]["named"]
         is_right = named in leads if named is not None else len(leads) == len(plan.order)
         if not leads or not is_right:
             outcome.wrong.append(step)
             continue
         outcome.exact += 1
-        outcome.outvoted += bool(votes) and max(votes[n] for n in leads) < max(votes)
     return outcome
 
 
@@ -387,12 +367,11 @@ def main() -> None:
     seeds = itertools.islice(itertools.count(options.seed), options.runs)
     for each in outcomes(seeds, options.processes):
         bad = f" WRONG {each.wrong} LOST {each.lost}" if each.wrong or each.lost else ""
-        told = f"{each.seed}: saved {each.saved} exact {each.exact} outvoted {each.outvoted}"
+        told = f"{each.seed}: saved {each.saved} exact {each.exact}"
         print(f"{told} refused {[*each.refused]}{bad}", flush=True)
         if bad:
             print(each.text, each.refused, flush=True)
-        names = ("saved", "exact", "outvoted")
-        sums.update({name: getattr(each, name) for name in names})
+        sums.update(saved=each.saved, exact=each.exact)
         sums.update({name: len(getattr(each, name)) for name in ("wrong", "lost", "refused")})
     print(dict(sums))
     sys.exit(bool(sums["wrong"] or sums["lost"]))
