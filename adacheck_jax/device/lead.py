@@ -28,12 +28,12 @@ class Lead:
 
     Attributes:
         position: its position among the devices of the state's mesh, row by row.
-        is_sole: True if of several processes only that of the nearest device writes a box. Else
-            they share the work, which they can as long as replicas are equal.
+        is_apart: True once replicas were seen to differ. Until then devices share the work: of
+            several processes that hold a box any may write it, and samples are taken in turns.
     """
 
     position: int = 0
-    is_sole: bool = False
+    is_apart: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -199,10 +199,12 @@ class Verdict:
     Attributes:
         replica: device whose replica is saved, such as ``"gpu:3"``; empty if all are equal.
         lead: the lead of the saves that follow.
+        leaves: indices of the leaves whose replicas differ.
     """
 
     replica: str
     lead: Lead
+    leaves: frozenset[int] = frozenset()
 
 
 def _sites(where: Sequence[ReplicatedLeaf]) -> Iterator[Site]:
@@ -351,9 +353,9 @@ class Check:
             p: sum(most[site][x] < max(most[site].values()) for site, x in bits[p].items())
             for p in every
         }
-        is_sole = self._lead.is_sole or any(site.is_shared for site in sums)
-        lead = Lead(min(every, key=outvoted.__getitem__), is_sole)
-        return Verdict(str(self._devices.devices[staged[0]]), lead)
+        lead = Lead(min(every, key=outvoted.__getitem__), is_apart=True)
+        leaves = frozenset(site.leaf for site in sums)
+        return Verdict(str(self._devices.devices[staged[0]]), lead, leaves)
 
     def _bits(self, position: int, sums: Mapping[Site, Mapping[Holder, int]]) -> dict[Site, int]:
         """Sums of one replica of the state, by box."""

@@ -102,7 +102,7 @@ class Save:
         """The device whose replica the next saves write, as all processes know it."""
         own = self.staged.structure.lead
         if isinstance(self.error, ReplicaError) and self.staged.replicas.mode == "warn":
-            return Lead(own.position, is_sole=True)
+            return Lead(own.position, is_apart=True)
         return self._written.lead if self._written else own
 
     @property

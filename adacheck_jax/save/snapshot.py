@@ -207,6 +207,7 @@ class Snapshots:
         params_path: leaf path of the trained params, None to find it; for several recorders by the
             keys of ``recorders``.
         ephemeral: patterns of the paths of leaves that are saved with bases alone.
+        compares_replicas: True if a save is told where replicas differ.
     """
 
     def __init__(
@@ -214,9 +215,12 @@ class Snapshots:
         recorders: Recorders,
         params_path: str | Mapping[str, str] | None,
         ephemeral: Sequence[str] = (),
+        *,
+        compares_replicas: bool = True,
     ) -> None:
         self._recorders = recorders
         self._params_path, self._ephemeral = params_path, ephemeral
+        self._compares_replicas = compares_replicas
         self._structures: dict[Any, Structure] = {}
         self._seen: _Seen | None = None
         self._lead = Lead()
@@ -267,7 +271,7 @@ class Snapshots:
             bindings = binding.bind_all(self._recorders, types, self._params_path)
         layouts, devices = [sharding.layout_of_array(array) for array in arrays], grid_of(arrays)
         ranks, written = devices.ranks(self._lead.position), layouts
-        if self._lead.is_sole:
+        if self._lead.is_apart:
             written = [sole(each, x, ranks) for each, x in zip(layouts, arrays, strict=True)]
         itemsizes_bytes = [_itemsize_bytes(path, a) for path, a in zip(named, arrays, strict=True)]
         index = {path: position for position, path in enumerate(named)}
@@ -313,7 +317,9 @@ class Snapshots:
         touched = [i for indices in structure.arguments for i in indices]
         described = "\n".join(sharding.describe(arrays[i]) for i in touched)
         placement = hashlib.sha256(described.encode()).hexdigest()
-        return dataclasses.replace(structure, placement=placement, sites=Sites(touched, arrays))
+        in_turns = self._compares_replicas and not self._lead.is_apart
+        sites = Sites(touched, arrays, in_turns=in_turns)
+        return dataclasses.replace(structure, placement=placement, sites=sites)
 
 
 def _picks(

@@ -403,9 +403,15 @@ CAUSES = (
 
 def told(structure: Structure, wrong: Collection[int] | Findings) -> str:
     """Names of the leaves that replay gets wrong, in a message."""
-    paths = [structure.leaves[i].path for i in wrong]
-    few = ", ".join(paths[:5]) + (", ..." if len(paths) > 5 else "")
-    return f"replaying the update does not give the state that was trained, in {few}"
+    return (
+        f"replaying the update does not give the state that was trained, in {few(structure, wrong)}"
+    )
+
+
+def few(structure: Structure, leaves: Collection[int] | Findings) -> str:
+    """The paths of some leaves, the first of many."""
+    paths = [structure.leaves[i].path for i in leaves]
+    return ", ".join(paths[:5]) + (", ..." if len(paths) > 5 else "")
 
 
 def are_ready(values: Mapping[int, Any]) -> bool:

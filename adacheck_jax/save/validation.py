@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from adacheck_jax.device.lead import Lead
 from adacheck_jax.device.replicas import Verdict
-from adacheck_jax.errors import AdaCheckError, MismatchError, ReplayError
+from adacheck_jax.errors import AdaCheckError, MismatchError, ReplayError, ReplicaError
 from adacheck_jax.format.fingerprint import combine
 from adacheck_jax.save import staged as staged_steps
 from adacheck_jax.save.attempt import Report
@@ -34,6 +34,7 @@ def validated(staged: StagedSave, reports: Sequence[Report]) -> Report:
     for each, own in zip(staged.steps, by_step(reports), strict=True):
         _validate_local(each.step, own, staged.structure)
         verdicts.append(staged.replicas.settle(each.step, [report["replicas"] for report in own]))
+        _validate_sampled(each, own, verdicts[-1])
         found = fingerprints_of(own)
         _validate_unchanged(staged, each, before, found)
         _validate_healed(staged, each, own)
@@ -107,6 +108,22 @@ def _validate_healed(staged: StagedSave, step: StagedStep, reports: Sequence[Rep
             "own what it found, so it could not store it: the step is not saved. "
             f"{staged_steps.CAUSES} The next save is a base, and from then on all processes store "
             "these leaves."
+        )
+
+
+def _validate_sampled(step: StagedStep, reports: Sequence[Report], verdict: Verdict) -> None:
+    """Raises where samples that devices took in turns do not tell of the replica that is saved."""
+    plan, structure = step.plan, step.plan.structure
+    if plan.update.engine != "sample" or structure.lead.is_apart or is_proved(reports):
+        return
+    replayed = structure.computed_by(plan.decision.updates) - plan.unreplayed
+    if wrong := sorted(verdict.leaves & replayed):
+        raise ReplicaError(
+            f"step {step.step}: expected replicas that are equal, of which each device compares a "
+            f"part with the replay; found that those of {staged_steps.few(structure, wrong)} "
+            "differ. The step is not saved; the next save is a base, and from then on each device "
+            "compares all that it holds. check_replicas, in the guide on several processes, says "
+            "what to look for."
         )
 
 

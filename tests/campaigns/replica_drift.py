@@ -26,7 +26,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ import adacheck_jax as adacheck
 
 STEPS = 10
 SHAPES = {"a": (16, 8), "b": (8,), "c": (4, 16), "e": (96, 64)}
+SMALL = ("a", "b", "c")
 CUT = {"c": PartitionSpec("model"), "e": PartitionSpec(None, "model")}
 OPTIMIZERS = {
     "adamw": lambda: optax.adamw(1e-2),
@@ -125,6 +126,8 @@ def draw(seed: int, devices: int) -> Plan:
     options: dict[str, Any] = {"check": rng.choice(["auto", "auto", "sample", "full"])}
     if rng.random() < 0.2:
         options = {"delta": "bits"}
+    if options.get("check") == "sample":  # which may miss one element of a large leaf
+        faults = [replace(f, leaves=f.leaves if f.kind != "flip" else SMALL) for f in faults]
     options["max_deltas"] = rng.choice(["auto", 3])
     recorded = frozenset(s for s in range(STEPS) if rng.random() < 0.3)
     restored = rng.randint(4, STEPS - 1) if rng.random() < 0.25 else None

@@ -484,7 +484,8 @@ def judged(values, owners=(0,), cuts=None, lead=None):
     ],
 )
 def test_the_next_saves_follow_the_majority(caplog, values, replica, lead):
-    assert judged(values) == replicas.Verdict(replica, Lead(lead, is_sole=True))
+    expected = replicas.Verdict(replica, Lead(lead, is_apart=True), frozenset({0}))
+    assert judged(values) == expected
     (message,) = warnings_in(caplog)
     assert ("with which most agree" in message) == bool(lead)
 
@@ -567,3 +568,30 @@ def test_the_lead_is_left_where_most_replicas_agree_without_it(tmp_path):
         saved[2] = good
         for step, expected in saved.items():
             support.assert_same_bits(manager.restore(step, args=args), expected)
+
+
+@pytest.mark.parametrize("mode", ["warn", "off"])
+def test_a_bit_that_another_device_looks_at_is_not_lost_in_silence(tmp_path, mode):
+    run = support.dict_run(support.mesh_of((4, 2)))
+    handler = adacheck.AdaCheckHandler(run.recorder, check="sample", check_replicas=mode)
+    with support.manager_of(tmp_path, handler) as manager:
+        saved = support.save_steps(manager, run, 2)
+        run.advance()
+        state = jax.block_until_ready(broken(run.state, device=0))
+        if mode == "warn":  # the device that takes this element has another replica
+            with pytest.raises(adacheck.ReplicaError, match=r"those of params/in/bias differ"):
+                save_and_wait(manager, 3, state)
+        else:
+            saved[3] = support.host_copy(state)
+            save_and_wait(manager, 3, state)  # each device takes all: it is found, and stored
+        saved |= support.save_steps(manager, run, 3)
+        manager.reload()
+        assert list(manager.all_steps()) == list(saved)
+        target = adacheck.RestoreArgs(support.abstract(run.state))
+        for step, expected in saved.items():
+            support.assert_same_bits(manager.restore(step, args=target), expected)
+
+
+def save_and_wait(manager, step, state):
+    manager.save(step, args=adacheck.SaveArgs(state))
+    manager.wait_until_finished()

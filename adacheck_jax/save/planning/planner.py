@@ -89,7 +89,12 @@ class Planner:
     ) -> None:
         self._options, self._schedule = options, schedule
         self._bases, self._shadow = bases, shadow
-        self.snapshots = Snapshots(recorders, options.params_path, options.ephemeral)
+        self.snapshots = Snapshots(
+            recorders,
+            options.params_path,
+            options.ephemeral,
+            compares_replicas=options.check_replicas != "off",
+        )
         self.distrust = Distrust()
         self.parents = Parents(options.keep_lineage)
         self.deferred = DeferredSteps()

@@ -40,7 +40,7 @@ class SampledShape:
         stride: distance between the elements taken of a site, counted row by row.
         count: number of elements taken; past the end of a site its last one is taken again.
         first: first element of each device, by id, for small leaves: devices with the same site
-            take turns. None to draw each at random.
+            may take turns. None to draw each at random.
     """
 
     members: tuple[int, ...]
@@ -56,6 +56,8 @@ class Sites:
     Args:
         indices: indices of the leaves that an update takes or computes.
         arrays: plain arrays of a state, one a leaf; only their shapes and shardings are read.
+        in_turns: True if devices that hold the same box of a small leaf take it whole together;
+            False if each does by itself, since their bits may differ.
 
     Attributes:
         devices: ids of the devices of this process that sample, one row each.
@@ -64,7 +66,9 @@ class Sites:
             holds that part of all leaves of its shape.
     """
 
-    def __init__(self, indices: Sequence[int], arrays: Sequence[Any]) -> None:
+    def __init__(
+        self, indices: Sequence[int], arrays: Sequence[Any], *, in_turns: bool = True
+    ) -> None:
         boxes = {i: boxes_held(arrays[i]) for i in indices}
         everywhere: list[Any] = max((list(each) for each in boxes.values()), key=len, default=[])
         process = jax.process_index()
@@ -84,7 +88,8 @@ class Sites:
             elif sum(site.size for site in whole) < math.prod(shape):
                 uncovered.update(members)
             known = cast(dict[int, Box], sites)
-            self.shapes.append(_sampled_shape(tuple(members), known, math.prod(shape)))
+            taken = _sampled_shape(tuple(members), known, math.prod(shape), in_turns=in_turns)
+            self.shapes.append(taken)
         self.uncovered = frozenset(uncovered)
         self._shape_of = {i: each for each in self.shapes for i in each.members}
 
@@ -135,13 +140,15 @@ def _common(boxes: Sequence[Box | None], shape: tuple[int, ...]) -> Box | None:
     return common
 
 
-def _sampled_shape(members: tuple[int, ...], sites: dict[int, Box], elements: int) -> SampledShape:
+def _sampled_shape(
+    members: tuple[int, ...], sites: dict[int, Box], elements: int, *, in_turns: bool
+) -> SampledShape:
     site = next(iter(sites.values()), Box((), ()))
     if elements <= WHOLE_ELEMENTS:
         sharing: dict[Box, list[int]] = {}
         for device in sorted(sites):
             sharing.setdefault(sites[device], []).append(device)
-        stride = max(1, min(site.size, *map(len, sharing.values()))) if sharing else 1
+        stride = max(1, min(site.size, *map(len, sharing.values()))) if sharing and in_turns else 1
         first = {d: n % stride for each in sharing.values() for n, d in enumerate(each)}
         return SampledShape(members, sites, stride, -(-site.size // stride), first)
     wanted = min(site.size, max(_MIN_ROW, SAMPLE_ELEMENTS // max(1, len(sites))))
