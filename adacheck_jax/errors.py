@@ -7,6 +7,7 @@
     ├── MismatchError    the state that was asked for is not the state that was saved, or that
     │                    is to be saved cannot be; also a ValueError
     ├── LineageError     a step, or a step that it builds on, is not there
+    │   └── StepDeletedError   it was deleted while it was read; also a FileNotFoundError
     ├── IntegrityError   stored bits are not the bits that were saved
     ├── ReplicaError     replicas that are declared equal are not
     ├── ReplayError      replaying an update does not give the state that was trained
@@ -42,6 +43,17 @@ class MismatchError(AdaCheckError, ValueError):
 
 class LineageError(AdaCheckError):
     """A step cannot be reproduced, because it or a step that it builds on is missing."""
+
+
+class StepDeletedError(LineageError, FileNotFoundError):
+    """A step was deleted before or while it was read, as retention does: it is gone, not damaged.
+
+    A ``FileNotFoundError`` too, as stock Orbax raises it.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.errno = errno.ENOENT
 
 
 class IntegrityError(AdaCheckError):
@@ -112,6 +124,20 @@ def unreadable(where: object, error: BaseException) -> StorageError | None:
     )
 
 
+def tells_of_absence(error: BaseException) -> bool:
+    """True if an error goes back to a file that is not there.
+
+    Args:
+        error: of this library, raised from one of the operating system or of tensorstore.
+    """
+    cause = error.__cause__
+    if cause is None:
+        return False
+    system = system_error(cause)
+    is_missing = system is not None and system.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+    return is_missing or "NOT_FOUND: " in str(cause) or tells_of_absence(cause)
+
+
 def first_line(error: BaseException) -> str:
     """As much of another library's error as fits into a message of ours."""
     text = str(error).split("\n", maxsplit=1)[0]
@@ -130,6 +156,8 @@ def storage_named(where: object) -> Iterator[None]:
     """
     try:
         yield
+    except AdaCheckError:  # some are one of these, too
+        raise
     except (OSError, ValueError) as error:
         system = system_error(error)
         if system is None:
