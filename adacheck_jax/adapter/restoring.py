@@ -16,6 +16,7 @@ from adacheck_jax.adapter.observe.reports import RestoreTimes
 from adacheck_jax.adapter.other_steps import OtherSteps
 from adacheck_jax.adapter.wanted.relayout import Relayout
 from adacheck_jax.adapter.wanted.targets import Target, Wishes
+from adacheck_jax.device import jax_settings
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import (
     AdaCheckError,
@@ -109,6 +110,7 @@ class StepRestorer:
         self._recorders = recorders
         self._params_path = params_path
 
+    @jax_settings.own()
     def restore(self, path: AnyPath, args: RestoreArgs) -> Restored:
         """Restore a step, or with ``fallback`` the newest older one that can be restored.
 

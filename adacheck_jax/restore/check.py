@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from adacheck_jax.device import fingerprint, transfer
-from adacheck_jax.errors import IntegrityError
+from adacheck_jax.errors import IntegrityError, MismatchError
 from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.restore.working_set import is_abstract
 from adacheck_jax.store.steps.lineage import Lineage
@@ -18,6 +18,13 @@ from adacheck_jax.update import program as update_program
 ROUNDING = 1e-6
 """Change that another order of sums makes in one update, relative to a leaf's largest value."""
 _SHOWN_COUNT = 20
+_NARROWED = {
+    "complex128": "complex64",
+    "float64": "float32",
+    "int64": "int32",
+    "uint64": "uint32",
+}
+"""Data types that jax makes of those with 64-bit elements where it makes none."""
 
 
 def check_types(leaves: Sequence[Any], base: BaseManifest, where: AnyPath) -> None:
@@ -31,14 +38,23 @@ def check_types(leaves: Sequence[Any], base: BaseManifest, where: AnyPath) -> No
         where: the base's directory, for the message.
 
     Raises:
+        MismatchError: leaves have 64-bit elements, and jax makes none in this thread.
         IntegrityError: names every leaf of another shape or data type.
     """
-    wrong = []
+    wrong, narrowed = list[str](), list[str]()
     for spec, leaf in zip(base.leaves, leaves, strict=True):
         if hasattr(leaf, "dtype"):
             found = f"{leaf.dtype}{list(leaf.shape)}"
             if found != spec.description:
-                wrong.append(f"{spec.path}: expected {spec.description}, found {found}")
+                is_narrowed = str(leaf.dtype) == _NARROWED.get(spec.dtype)
+                told = narrowed if is_narrowed and not transfer.x64_enabled() else wrong
+                told.append(f"{spec.path}: expected {spec.description}, found {found}")
+    if narrowed:
+        raise MismatchError(
+            f"{where}: jax makes no 64-bit elements here, which {len(narrowed)} of {len(leaves)} "
+            f"leaves were saved with: {_shown(narrowed)}. Restore the step inside `with "
+            "jax.enable_x64(True)`, or set jax_enable_x64."
+        )
     if wrong:
         raise IntegrityError(
             f"{where}: {len(wrong)} of {len(leaves)} leaves of the base do not have the shape and "

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from adacheck_jax.device import jax_settings, transfer
+from adacheck_jax.device import transfer
 from adacheck_jax.errors import FormatError, unreadable
 from adacheck_jax.format.manifest import Leaf, Update
 from adacheck_jax.restore import progress
@@ -91,19 +91,18 @@ class CompiledUpdates:
         compiles_alike = _compiles_alike(update, abstract, x64)
 
         def compile_it() -> Any:
-            with jax_settings.own(x64):
-                # First: it compares the stored program with its digest also if one is kept.
-                loaded = self._loaded[lineage.base.checksum].result()
-                kept = _kept.get(compiles_alike) if loaded.is_stored else None
-                if kept is not None:
-                    return kept
-                jitted = self._jitted(lineage, update, shardings)
-                every = [shardings[i] for each in lists for i in each]
-                switches = update_program.switches(len(update.counts), shardings=every)
-                compiled = jitted.lower(*abstract, switches).compile()
-                if loaded.is_stored:
-                    _kept.put(compiles_alike, compiled)
-                return compiled
+            # First: it compares the stored program with its digest also if one is kept.
+            loaded = self._loaded[lineage.base.checksum].result()
+            kept = _kept.get(compiles_alike) if loaded.is_stored else None
+            if kept is not None:
+                return kept
+            jitted = self._jitted(lineage, update, shardings)
+            every = [shardings[i] for each in lists for i in each]
+            switches = update_program.switches(len(update.counts), shardings=every)
+            compiled = jitted.lower(*abstract, switches).compile()
+            if loaded.is_stored:
+                _kept.put(compiles_alike, compiled)
+            return compiled
 
         update_program.in_background(compile_it, future)
 

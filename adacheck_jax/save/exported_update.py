@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from adacheck_jax.device import transfer
+from adacheck_jax.device.jax_settings import Arithmetic
 from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.save.snapshot import Structure
 from adacheck_jax.update import exactness, exported_program
@@ -49,6 +48,7 @@ class ExportedUpdate:
         pieces: the updates on samples, for the engine of that name.
         function: the updates over flat leaves; one object, so that it is compiled once.
         warnings: reasons why some leaves are stored as bit patterns, to be told once.
+        arithmetic: settings that the updates were traced with.
     """
 
     files: Mapping[str, bytes]
@@ -62,6 +62,7 @@ class ExportedUpdate:
     pieces: Pieces | None = None
     function: update_program.UpdateFunction | None = None
     warnings: tuple[str, ...] = ()
+    arithmetic: Arithmetic = dataclasses.field(default_factory=Arithmetic.current)
 
     @property
     def digest(self) -> str:
@@ -94,7 +95,7 @@ class ExportedUpdates:
         recorders = [each.recorder for each in structure.bindings]
         state = (
             self._identity_fails,
-            *((r.unreplayable, self._runs_apart(r)) for r in recorders),
+            *((r.unreplayable, r.arithmetic, self._runs_apart(r)) for r in recorders),
         )
         last = self._last
         if last is None or last[0] is not structure or last[1] != state:
@@ -110,12 +111,18 @@ class ExportedUpdates:
         self._identity_fails = True
 
     def _exported(self, structure: Structure, state: Any) -> ExportedUpdate:
+        """The updates as they were trained, whatever the caller of a save has set."""
+        arithmetic = structure.bindings[0].recorder.arithmetic or Arithmetic.current()
+        with arithmetic.applied():
+            return self._exported_alike(structure, state)
+
+    def _exported_alike(self, structure: Structure, state: Any) -> ExportedUpdate:
         arguments = structure.arguments
         specs = [[_abstract(structure.leaves[i]) for i in indices] for indices in arguments]
         signatures = [(each.signature, each.derived) for each in structure.bindings]
         sites = structure.sites
         sharing = (sites.uncovered, tuple(sites.sizes.items())) if sites else None
-        shapes = (arguments, tuple(map(tuple, specs)), sharing, transfer.x64_enabled())
+        shapes = (arguments, tuple(map(tuple, specs)), sharing, Arithmetic.current())
         key = (self._check, state, *signatures, *shapes)
         recorder = structure.bindings[0].recorder
         exported = recorder.once(key, lambda: self._export(structure, specs))
@@ -141,7 +148,7 @@ class ExportedUpdates:
             return ExportedUpdate({}, {}, f"the update cannot be exported: {error}")
         if program.engine != "sample":  # what a restore will run, and not what it was exported from
             function = exported_program.load_own(files[update_program.platform()])
-        digests = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+        digests = {name: exported_program.digest_of(data) for name, data in files.items()}
         return dataclasses.replace(program, files=files, digests=digests, function=function)
 
     def _classify(

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
+from adacheck_jax.device import jax_settings, transfer
 from adacheck_jax.errors import AdaCheckError, FormatError, StorageError, first_line
 from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.restore import check, replay
@@ -164,16 +165,20 @@ def touched(base: BaseManifest) -> frozenset[int]:
 
 @contextlib.contextmanager
 def wide_integers(dtypes: Iterable[str]) -> Iterator[None]:
-    """Enable 64-bit elements, if there are any, on all threads: Orbax reads on its own.
+    """This library's own settings; and 64-bit elements, if there are any, on all threads.
+
+    Orbax reads on threads of its own.
 
     Args:
         dtypes: data types of the leaves that are made device arrays.
     """
     wide = frozenset({"int64", "uint64", "float64", "complex128"})
-    before = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
-    jax.config.update("jax_enable_x64", before or not wide.isdisjoint(dtypes))
+    before = jax.enable_x64.get_global()  # jax.config has what this thread has set
+    x64 = transfer.x64_enabled() or not wide.isdisjoint(dtypes)
+    jax.config.update("jax_enable_x64", x64)
     try:
-        yield
+        with jax_settings.own(x64):
+            yield
     finally:
         jax.config.update("jax_enable_x64", before)
 

@@ -68,6 +68,11 @@ def export(
     return programs
 
 
+def digest_of(program: bytes) -> str:
+    """The digest by which a program is known."""
+    return hashlib.sha256(program).hexdigest()
+
+
 def load(data: bytes, update: Update, where: str) -> UpdateFunction:
     """Load an exported update program; refuse one that does more than compute.
 
@@ -85,7 +90,7 @@ def load(data: bytes, update: Update, where: str) -> UpdateFunction:
         FormatError: this jax cannot read the program, or the program does more than compute, or it
             ends the process that parses it.
     """
-    digest = hashlib.sha256(data).hexdigest()
+    digest = digest_of(data)
     if digest != update.programs.get(platform()):
         raise IntegrityError(
             f"{where}: the exported update does not match its digest in the manifest "

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from adacheck_jax.device import transfer, trees
+from adacheck_jax.device import jax_settings, transfer, trees
 from adacheck_jax.update.binding import Binding
 from adacheck_jax.update.derived import COUNT, DerivedTree
 from adacheck_jax.update.recorder import Recorder
@@ -148,16 +148,19 @@ def switches(
 
 
 def in_background(work: Callable[[], Any], future: Future[Any]) -> None:
-    """Load or compile a program on a new thread.
+    """Load or compile a program on a new thread, with this library's own settings.
 
     Args:
         work: function that returns the program.
         future: receives the program, or the error.
     """
+    x64 = transfer.x64_enabled()
 
     def run() -> None:
         try:
-            future.set_result(work())
+            with jax_settings.own(x64):
+                result = work()
+            future.set_result(result)
         except BaseException as error:
             future.set_exception(error)
 

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import optax
 from jax.extend import core
 
-from adacheck_jax.device import trees
+from adacheck_jax.device import jax_settings, trees
+from adacheck_jax.device.jax_settings import Arithmetic
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import RecorderError
 from adacheck_jax.update.derived import Derived, DerivedFunction
@@ -104,6 +105,7 @@ class Recorder(OneObject):
     unreplayable: str | None
     separate: bool
     last_call: SeparateCall | None
+    arithmetic: Arithmetic | None
     pin: bool
     derived: dict[str, Derived]
     _kept: dict[Hashable, Any]
@@ -136,6 +138,7 @@ class Recorder(OneObject):
         self.unreplayable = None
         self.separate = False  # until separate_update has run
         self.last_call = None
+        self.arithmetic = None  # of the last update that was traced
         self.pin = pin
         self.derived = {
             name.strip("/"): Derived(name, function, pin=pin)
@@ -235,12 +238,13 @@ class Recorder(OneObject):
         taken = extra_args.pop(TAKE_ARGUMENT, None)
         extra, problem = self._extra.recorded(extra_args)
         self.unreplayable = problem or self.unreplayable
-        zero = zero_of(state.adacheck_count)
-        record = record_of(updates, self.dtype)
-        whole = whole_params(self.signatures, record, state.adacheck_record, params)
-        check_types(record, state.adacheck_record)
-        record, extra = self.sealed(zero, (record, extra))
-        count = state.adacheck_count + jnp.ones((), jnp.int32)
+        with jax_settings.compiled():
+            zero = zero_of(state.adacheck_count)
+            record = record_of(updates, self.dtype)
+            whole = whole_params(self.signatures, record, state.adacheck_record, params)
+            check_types(record, state.adacheck_record)
+            record, extra = self.sealed(zero, (record, extra))
+            count = state.adacheck_count + jnp.ones((), jnp.int32)
         if taken is not None:
             taken.append((self, record))
             rest = (state.adacheck_passed, state.adacheck_inner)
@@ -253,6 +257,7 @@ class Recorder(OneObject):
                 "Put it around the gradients, or inside the Recorder."
             )
         passed = picked(state.adacheck_passed, inner)
+        self.arithmetic = Arithmetic.current()
         outputs, inner = self.apply(zero, record, inner, params, {**extra_args, **extra})
         if whole is not None:
             self._learn(whole, inner, record, extra)  # as the next update will take them

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from adacheck_jax.device import transfer, trees
+from adacheck_jax.device import jax_settings, transfer, trees
+from adacheck_jax.device.jax_settings import Arithmetic
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import RecorderError
 from adacheck_jax.update import exported_program
@@ -32,6 +33,10 @@ from adacheck_jax.update.recording.signatures import UpdateSignature, abstract
 _log = logging.getLogger(__name__)
 
 
+_Compiled = tuple[Callable[..., Any], update_program.UpdateFunction, Recorder, str]
+"""Programs that take the record and update the state; their recorder; the second one's digest."""
+
+
 class SeparateUpdate:
     """``tx.update`` and ``optax.apply_updates`` as two programs, the second from the record on.
 
@@ -41,10 +46,9 @@ class SeparateUpdate:
     def __init__(self, tx: optax.GradientTransformation) -> None:
         self._tx = optax.with_extra_args_support(tx)
         _announce(tx)
-        self._compiled: dict[
-            Any, tuple[Callable[..., Any], update_program.UpdateFunction, Recorder]
-        ] = {}
+        self._compiled: dict[Any, _Compiled] = {}
 
+    @jax_settings.compiled()
     def __call__(
         self, grads: PyTree, opt_state: PyTree, params: PyTree, **extra_args: Any
     ) -> tuple[PyTree, PyTree]:
@@ -74,10 +78,12 @@ class SeparateUpdate:
         rest = _with(
             opt_state, before._replace(adacheck_passed={}, adacheck_inner=InnerElsewhere())
         )
-        key = (jax.tree.structure(arguments), *map(_signature, jax.tree.leaves(arguments)))
+        arithmetic = Arithmetic.current()
+        described = map(_signature, jax.tree.leaves(arguments))
+        key = (jax.tree.structure(arguments), arithmetic, *described)
         if key not in self._compiled:
             self._compiled[key] = self._compile(grads, rest, params, extra_args, inner, is_passed)
-        take, update, recorder = self._compiled[key]
+        take, update, recorder, digest = self._compiled[key]
         rest, zero = take(grads, rest, params, extra_args)
         node = _node_of(rest)
         leaves, treedef = jax.tree.flatten(inner)
@@ -89,7 +95,8 @@ class SeparateUpdate:
         new_params = [*map(_keyed, jax.tree.leaves(params), after[0])]
         new_computed = [*map(_keyed, computed, after[1])]
         returned = tuple(map(reference, [*new_params, *new_computed]))
-        recorder.last_call = SeparateCall(taken, returned)
+        recorder.last_call = SeparateCall(taken, returned, digest)
+        recorder.arithmetic = arithmetic
         new = iter(new_computed)
         new_inner = treedef.unflatten(
             leaf if each else next(new) for leaf, each in zip(leaves, is_passed, strict=True)
@@ -106,7 +113,7 @@ class SeparateUpdate:
         extra_args: Any,
         inner: PyTree,
         is_passed: list[bool],
-    ) -> tuple[Callable[..., Any], update_program.UpdateFunction, Recorder]:
+    ) -> _Compiled:
         recorders: list[Recorder] = []
 
         def take(grads: PyTree, rest: PyTree, params: PyTree, extra_args: Any) -> PyTree:
@@ -150,7 +157,8 @@ class SeparateUpdate:
 
         taking: Any = jax.jit(take_with_zero, out_shardings=(shardings, None), donate_argnums=1)
         raw = [[*map(transfer.raw, each)] for each in lists[:2]]
-        return taking, update_program.jit_update_like(exported, raw[0], raw[1]), recorder
+        update = update_program.jit_update_like(exported, raw[0], raw[1])
+        return taking, update, recorder, exported_program.digest_of(programs[here])
 
 
 def separate_update(tx: optax.GradientTransformation) -> SeparateUpdate:

@@ -9,9 +9,13 @@ import optax
 import pytest
 
 import adacheck_jax as adacheck
+from adacheck_jax.errors import MismatchError
+from tests.campaigns import contexts
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, place
 
 SETTINGS = {
+    "jax_disable_jit": True,
+    "jax_no_tracing": True,
     "jax_transfer_guard": "disallow",
     "jax_debug_nans": True,
     "jax_debug_infs": True,
@@ -72,7 +76,28 @@ class Training:
         return {**on_mesh, "rest": rest}
 
 
-@pytest.mark.first(1)
+@pytest.mark.first(len(contexts.COVERING))
+@pytest.mark.parametrize("names", contexts.PAIRS, ids=" ".join)
+def test_a_run_goes_on_inside_contexts(tmp_path, names):
+    assert contexts.unexpected(names, contexts.trial(names, tmp_path)) == {}
+    assert jax.dtypes.canonicalize_dtype("float64") != "float64"  # no setting is left behind
+
+
+def test_elements_of_64_bits_are_refused_by_name_where_jax_makes_none(tmp_path):
+    with jax.enable_x64(True):
+        state = {"wide": jnp.arange(5.0) / 3, "count": jnp.arange(3)}
+    expected = host_copy(state)
+    with manager_of(tmp_path, adacheck.AdaCheckHandler()) as manager:
+        manager.save(1, args=adacheck.SaveArgs(state))  # the state has them, whatever is set
+        manager.wait_until_finished()
+        with pytest.raises(MismatchError, match=r"wide: expected float64\[5\], found float32"):
+            manager.restore(1, args=adacheck.RestoreArgs(abstract(state)))
+        with jax.enable_x64(True):
+            args = adacheck.RestoreArgs(abstract(state))
+            assert_same_bits(manager.restore(1, args=args), expected)
+
+
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("name", "delta"), [*((name, "auto") for name in SETTINGS), ("jax_transfer_guard", "bits")]
 )

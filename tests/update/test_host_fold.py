@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import adacheck_jax as adacheck
+from adacheck_jax.device.jax_settings import Arithmetic
 from adacheck_jax.format.boxes import Box, grid
 from adacheck_jax.save.exported_update import ExportedUpdates
 from adacheck_jax.save.snapshot import Snapshots
@@ -16,6 +17,7 @@ from adacheck_jax.update.binding import recorders_of
 from adacheck_jax.update.elements import host_fold
 from adacheck_jax.update.elements.host_fold import HostFold, UnfitError
 
+ARITHMETIC = Arithmetic.current()
 SHAPES = {"a": (37, 11), "b": (64,), "c": (37, 11), "d": (), "e": (3, 5, 7), "empty": (0, 4)}
 
 OPTIMIZERS = {
@@ -72,7 +74,7 @@ def test_every_step_has_the_bits_of_training(name, dtype, monkeypatch):
     touched = [i for each in structure.arguments for i in each]
     whole = {i: [Box.full(structure.leaves[i].shape)] for i in touched}
     dtypes = {i: states[0].arrays[i].dtype for i in touched}
-    fold = HostFold(update.pieces, dtypes, whole, 1, False)
+    fold = HostFold(update.pieces, dtypes, whole, 1, ARITHMETIC)
     fold.allocate()
     fold.compile()
     for i in touched:
@@ -101,8 +103,8 @@ def test_boxes_that_do_not_meet_cannot_be_computed():
     dtypes = {i: states[0].arrays[i].dtype for i in touched}
     other = structure.arguments[2][0]  # another process holds a part of the record
     with pytest.raises(UnfitError, match="cut otherwise"):
-        HostFold(update.pieces, dtypes, {**boxes, other: [Box((0, 0), (8, 11))]}, 1, False)
-    fold = HostFold(update.pieces, dtypes, boxes, 1, False)
+        HostFold(update.pieces, dtypes, {**boxes, other: [Box((0, 0), (8, 11))]}, 1, ARITHMETIC)
+    fold = HostFold(update.pieces, dtypes, boxes, 1, ARITHMETIC)
     fold.allocate()
     part = np.asarray(states[0].arrays[other])[:8]
     with pytest.raises(UnfitError, match="not all elements"):

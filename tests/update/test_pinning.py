@@ -25,7 +25,7 @@ from adacheck_jax.update.exactness import Level
 from adacheck_jax.update.pinning.fence import can_fence, fence, zero_of
 from adacheck_jax.update.pinning.pinned_function import PinnedFunction
 from tests import support
-from tests.support import abstract, assert_same_bits, manager_of, mesh_of, save_steps
+from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
 
 ZERO = np.zeros((), np.uint32)
 FLOATS = [
@@ -219,6 +219,62 @@ def test_an_update_outside_of_jit_is_traced_once():
     for _ in range(3):
         _, state = recorder.update(params, state, params)
     assert len(traces) == 1
+
+
+WAYS = {
+    "jit": jax.jit,
+    "plain": lambda step: step,
+    "checkpoint": jax.checkpoint,
+    "vmap": lambda step: (
+        lambda *args: jax.tree.map(
+            lambda x: x[0], jax.vmap(step)(*jax.tree.map(lambda x: jnp.stack([x, x]), args))
+        )
+    ),
+    "linearize": lambda step: lambda *args: jax.linearize(lambda g: step(g, *args[1:]), args[0])[0],
+    "grad": lambda step: lambda *args: _value_beside_a_gradient(step, *args),
+    "scan": lambda step: (
+        lambda *args: jax.tree.map(
+            lambda x: x[0],
+            jax.lax.scan(lambda _, x: (0, step(*x)), 0, jax.tree.map(lambda x: x[None], args))[1],
+        )
+    ),
+}
+"""Ways to run a train step that contains an update."""
+UPDATES = {
+    "adamw": lambda: optax.adamw(optax.cosine_decay_schedule(1e-2, 9)),
+    "lion": lambda: optax.lion(1e-2),
+    "sgd": lambda: optax.sgd(1e-2, 0.9, nesterov=True),
+    "rprop": lambda: optax.rprop(1e-2),
+    "when finite": lambda: optax.apply_if_finite(optax.rmsprop(1e-2), 3),  # a conditional
+}
+
+
+def _value_beside_a_gradient(step, grads, *rest):
+    def loss(grads):
+        result = step(grads, *rest)
+        return sum(jnp.sum(x) for x in jax.tree.leaves(result[0])), result
+
+    return jax.grad(loss, has_aux=True)(grads)[1]
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", UPDATES)
+def test_inside_disable_jit_an_update_has_the_bits_of_a_compiled_one(name, way):
+    recorder = adacheck.Recorder(UPDATES[name]())
+    rng = np.random.default_rng(0)
+    params = {"w": jnp.asarray(rng.standard_normal((8, 8), np.float32)), "b": jnp.zeros(8)}
+    grads = jax.tree.map(lambda p: p - 0.25, params)
+
+    def step(grads, state, params):
+        updates, state = recorder.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    arguments = grads, recorder.init(params), params
+    arguments = grads, *reversed(jax.jit(step)(*arguments))  # moments that are not zero
+    expected = host_copy(jax.jit(step)(*arguments))
+    with jax.disable_jit():
+        assert_same_bits(WAYS[way](step)(*arguments), expected)
 
 
 def test_what_is_closed_over_in_a_trace_is_not_kept_for_the_next():

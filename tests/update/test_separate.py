@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -191,6 +192,86 @@ def test_another_mesh_that_cuts_alike_starts_a_new_lineage(tmp_path):
             target = adacheck.RestoreArgs(columns(run.state, mesh_of((1, 2))), exact=True)
             assert_same_bits(manager.restore(step, args=target), expected)
     assert replayed(tmp_path) == [False, True, False, True, True]
+
+
+def noisy(scale=lambda: 0.1):
+    """Adam's updates with noise: drawn again in a replay, from a key of the usual kind."""
+
+    def update(updates, params):
+        del params
+        noise = jax.random.normal(jax.random.key(3), (8,))
+        return jax.tree.map(lambda u: u + scale() * noise * noise.sum(), updates)
+
+    return optax.chain(optax.adam(1e-2), optax.stateless(update))
+
+
+class Noisy:
+    """Two programs a step, of which the second draws noise."""
+
+    def __init__(self, tx):
+        self.recorder = adacheck.Recorder(tx)
+        self.update = adacheck.separate_update(self.recorder)
+        params = {"w": jnp.linspace(-1.0, 1.0, 64).reshape(8, 8)}
+        self.state = {"params": params, "opt_state": self.recorder.init(params)}
+
+    def advance(self):
+        grads = jax.tree.map(lambda p: jnp.sin(3 * p), self.state["params"])
+        params, opt_state = self.update(grads, self.state["opt_state"], self.state["params"])
+        self.state = {"params": params, "opt_state": opt_state}
+
+
+ARITHMETIC = {
+    "prng_impl": lambda: jax.default_prng_impl("rbg"),
+    "threefry": lambda: jax.threefry_partitionable(False),
+    "x64": lambda: jax.enable_x64(True),
+}
+
+
+@pytest.mark.first(2)
+@pytest.mark.parametrize("where", ["train", "save"])
+@pytest.mark.parametrize("name", ARITHMETIC)
+def test_an_update_replays_as_it_was_traced_whatever_a_save_is_called_with(tmp_path, name, where):
+    run = Noisy(noisy())
+    handler, saved = adacheck.AdaCheckHandler(run.recorder), {}
+    with manager_of(tmp_path, handler) as manager:
+        for step in (1, 2, 3):
+            with ARITHMETIC[name]() if where == "train" else contextlib.nullcontext():
+                run.advance()
+            saved[step] = host_copy(run.state)
+            with ARITHMETIC[name]() if where == "save" else contextlib.nullcontext():
+                manager.save(step, args=adacheck.SaveArgs(run.state))
+                manager.wait_until_finished()
+        assert replayed(tmp_path) == [False, True, True]
+        for step, expected in saved.items():
+            args = adacheck.RestoreArgs(abstract(run.state))
+            assert_same_bits(manager.restore(step, args=args), expected)
+
+
+def test_a_program_that_is_not_the_one_that_ran_is_noticed(tmp_path, caplog):
+    scale = [0.1]
+    run = Noisy(noisy(lambda: scale[0]))
+    handler, saved = adacheck.AdaCheckHandler(run.recorder), {}
+    with manager_of(tmp_path, handler) as manager:
+        run.advance()
+        scale[0] = 0.2  # the compiled update keeps 0.1, and the first save traces it again
+        for step in (1, 2, 3):
+            saved[step] = host_copy(run.state)
+            manager.save(step, args=adacheck.SaveArgs(run.state))
+            manager.wait_until_finished()
+            run.advance()
+        for step, expected in saved.items():
+            args = adacheck.RestoreArgs(abstract(run.state))
+            assert_same_bits(manager.restore(step, args=args), expected)
+    assert "replaying the update does not give the state that was trained" in caplog.text
+
+
+def test_a_separate_update_has_its_own_bits_inside_disable_jit():
+    runs = [Noisy(noisy()), Noisy(noisy())]
+    for _ in range(2):
+        runs[0].advance()
+        with jax.disable_jit():
+            runs[1].advance()
+    assert_same_bits(runs[1].state, host_copy(runs[0].state))
 
 
 def test_a_buffer_that_occurs_twice_is_donated_once():

@@ -11,7 +11,6 @@ from concurrent.futures import Future
 import jax
 import numpy as np
 
-from adacheck_jax.device import transfer
 from adacheck_jax.format.boxes import Blocks, Box
 from adacheck_jax.format.byte_loops import Fingerprints, fingerprint_of
 from adacheck_jax.format.fingerprint import combine
@@ -315,11 +314,11 @@ def fold_of(structure: Structure, update: ExportedUpdate, *, is_kept: bool) -> H
         return "arrays are computed from a number that not every process has"
     boxes = {i: [Box.full(leaves[i].shape)] for i in touched}
     dtypes = {i: jax.numpy.dtype(leaves[i].dtype) for i in touched}
-    count, x64 = len(structure.bindings), transfer.x64_enabled()
+    count = len(structure.bindings)
     try:
         if jax.process_count() > 1:
             boxes |= _boxes_of_records(structure, pieces, consumed)
-        return HostFold(pieces, dtypes, boxes, count, x64)
+        return HostFold(pieces, dtypes, boxes, count, update.arithmetic)
     except UnfitError as error:
         return str(error)
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from adacheck_jax.device import jax_settings, transfer
+from adacheck_jax.device import jax_settings
 from adacheck_jax.save.checks.interface import Check, Findings, State, Witness, compared
 from adacheck_jax.save.exported_update import Engine, ExportedUpdate
 from adacheck_jax.save.snapshot import Structure
@@ -30,7 +30,7 @@ class Sampling:
         self._compared = frozenset(compared(structure, program))
         self._taker: Taker | None = None
         self._compiled: Future[Any] = Future()
-        self._x64 = transfer.x64_enabled()
+        self._arithmetic = program.arithmetic
         update_program.in_background(self._compile, self._compiled)
 
     @property
@@ -47,7 +47,7 @@ class Sampling:
             }
             for order in (self._pieces.before, self._pieces.after)
         ]
-        with jax_settings.own(self._x64):
+        with self._arithmetic.applied():
             switches = update_program.switches(len(self._structure.bindings))
             return jax.jit(self._pieces.__call__).lower(*specs, switches).compile()
 
@@ -79,7 +79,7 @@ class Sampling:
         """Replays what was taken of two states, and compares."""
         taken = after.vectors(self._pieces.after)
         given = jax.device_put([before.vectors(self._pieces.before), taken])
-        with jax_settings.own(self._x64):
+        with jax_settings.own(), self._arithmetic.applied():
             switches = update_program.switches(len(self._structure.bindings), updates)
             results = self._compiled.result()(*given, switches)
         found = self._pieces.wrong(results, taken)

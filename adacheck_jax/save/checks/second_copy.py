@@ -30,7 +30,6 @@ class Following:
         self._compared = frozenset(compared(structure, program))
         self._fold: Any = None
         self._summing: Summing | None = None
-        self._x64 = transfer.x64_enabled()
 
     @property
     def is_ready(self) -> bool:
@@ -104,7 +103,7 @@ class Following:
     def _advance(self, copy: _Copy, given: Mapping[int, jax.Array], updates: Sequence[int]) -> None:
         structure, held = self._structure, copy.arrays
         params, inner, record, extra = structure.arguments
-        with jax_settings.own(self._x64):
+        with jax_settings.own(), self._program.arithmetic.applied():
             shardings = [x.sharding for x in (*held.values(), *given.values())]
             switches = update_program.switches(len(structure.bindings), updates, shardings)
             lists = [[held[i] for i in params], [held[i] for i in inner]]

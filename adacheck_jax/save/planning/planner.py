@@ -268,8 +268,8 @@ class Planner:
             self._updates.compare_in_full()
             facts = dataclasses.replace(facts, update=self._updates.of(structure))
             reason = (
-                "the arrays are not those that separate_update took and returned; from now on its "
-                "updates are compared in full"
+                "the arrays are not those that separate_update took and returned, or it ran "
+                "another program than a restore would; from now on its updates are compared in full"
             )
             return self._as_base(course, facts, unplanned(reason))
         wrong = frozenset(findings) - plan.known_unreplayed(facts)

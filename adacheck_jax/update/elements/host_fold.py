@@ -8,8 +8,9 @@ in the middle is gone on with, if it is known how many chunks are complete.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ import jax
 import numpy as np
 
 from adacheck_jax.device import jax_settings
+from adacheck_jax.device.jax_settings import Arithmetic
 from adacheck_jax.format.boxes import Blocks, Box
 from adacheck_jax.update import program as update_program
 from adacheck_jax.update.elements.pieces import ROW, Batch, Pieces
@@ -100,7 +102,7 @@ class HostFold:
         dtypes: data type of each leaf, by leaf index.
         boxes: boxes of each leaf that the copy holds, by leaf index.
         recorder_count: number of recorders whose updates the program makes.
-        x64: True if arrays may have 64-bit elements.
+        arithmetic: settings that the update was traced with.
 
     Raises:
         UnfitError: leaves that are computed together are not held in the same boxes.
@@ -112,9 +114,9 @@ class HostFold:
         dtypes: Mapping[int, Any],
         boxes: Mapping[int, Sequence[Box]],
         recorder_count: int,
-        x64: bool,
+        arithmetic: Arithmetic,
     ) -> None:
-        self._pieces, self._recorder_count, self._x64 = pieces, recorder_count, x64
+        self._pieces, self._recorder_count, self._arithmetic = pieces, recorder_count, arithmetic
         self._device = jax.local_devices(backend="cpu")[0]
         self._scalars = {i: np.zeros((), dtypes[i]) for i in pieces.scalar_leaves}
         self._places: dict[int, tuple[_Vector, list[tuple[Box, int]]]] = {}
@@ -184,10 +186,15 @@ class HostFold:
             each.memory, start = memory[start:stop].view(each.dtype), stop
             each.spare = each.spared(twice=twice)
 
+    @contextlib.contextmanager
+    def _settings(self) -> Iterator[None]:
+        with jax_settings.own(), self._arithmetic.applied(), jax.default_device(self._device):
+            yield
+
     def compile(self) -> None:
         """Compile the programs of a step, for the host."""
         spec = jax.ShapeDtypeStruct
-        with jax_settings.own(self._x64), jax.default_device(self._device):
+        with self._settings():
             switches = update_program.switches(self._recorder_count)
             given = {i: spec((), x.dtype) for i, x in self._scalars.items()}
             needed = sorted({ref for work in self._work for ref in work.refs})
@@ -278,7 +285,7 @@ class HostFold:
                 stopped after that, the update can be begun again with that number.
         """
         of_scalars, *programs = self._programs
-        with jax_settings.own(self._x64), jax.default_device(self._device):
+        with self._settings():
             switches = update_program.switches(self._recorder_count, updates)
             results, values = jax.device_get(of_scalars(self._scalars, switches))
             before = 0

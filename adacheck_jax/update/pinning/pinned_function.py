@@ -22,6 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from adacheck_jax.device import jax_settings
+from adacheck_jax.device.jax_settings import Arithmetic
 from adacheck_jax.update.pinning.fence import fence
 from adacheck_jax.update.pinning.flat_jaxpr import Flat, Group, Op, flatten, groups
 from adacheck_jax.update.pinning.rules import CONTROL, KNOWN, Rule, rules_of
@@ -30,10 +32,7 @@ _KEPT_COUNT = 8
 """Traces that a function keeps."""
 _SMALL_COUNT = 64
 """Elements of the largest input that is fenced if it is returned unchanged."""
-_SETTINGS = """
-    jax_default_matmul_precision jax_default_prng_impl jax_enable_x64 jax_numpy_dtype_promotion
-    jax_numpy_rank_promotion jax_threefry_partitionable
-"""
+_PROMOTIONS = ("jax_numpy_dtype_promotion", "jax_numpy_rank_promotion")
 
 
 class PinnedFunction:
@@ -51,6 +50,7 @@ class PinnedFunction:
         self._function = function
         self._known: dict[Any, _Traced] = {}
 
+    @jax_settings.compiled()
     def __call__(self, zero: Any, *trees: Any) -> Any:
         """Evaluate the function.
 
@@ -62,6 +62,7 @@ class PinnedFunction:
         arrays = [_array(leaf) for leaf in jax.tree.leaves(trees) if _is_array(leaf)]
         return traced.result(traced.pinned(zero, arrays))
 
+    @jax_settings.compiled()
     def origins(self, *trees: Any) -> Any:
         """For each result, the position of the argument leaf that it returns unchanged.
 
@@ -93,8 +94,8 @@ class PinnedFunction:
 
 def _settings() -> list[Any]:
     """Settings that a trace depends on, besides its arguments."""
-    names = _SETTINGS.split()
-    return [jax.sharding.get_abstract_mesh(), *(getattr(jax.config, name) for name in names)]
+    promotions = [getattr(jax.config, name) for name in _PROMOTIONS]
+    return [jax.sharding.get_abstract_mesh(), Arithmetic.current(), *promotions]
 
 
 def _is_array(leaf: Any) -> bool:

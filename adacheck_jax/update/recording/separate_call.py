@@ -14,10 +14,12 @@ class SeparateCall:
     Attributes:
         taken: the params and inner state that it took, in the order of their leaves.
         returned: the params and inner state that it returned, in the same order.
+        digest: digest of the exported program that ran.
     """
 
     taken: tuple[Any, ...]
     returned: tuple[Any, ...]
+    digest: str
 
 
 def reference(array: Any) -> Any:
