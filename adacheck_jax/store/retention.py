@@ -83,7 +83,6 @@ class KeepLineage:
         self._forget(steps, kept)
         return [checkpoint.step in kept for checkpoint in checkpoints]
 
-
     def _forget(self, steps: set[int], kept: set[int]) -> None:
         """Forgets the steps that are gone: a run has millions of them."""
         newest = max(steps, default=-1)  # a later one is being saved
