@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any, Protocol
 
-
 _REMEMBERED = 1000
 """Number of steps that were let go, and are remembered: they may take a while to be deleted."""
 
