@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.campaigns import history, matrix, perturbations, replays, training
+from tests.campaigns import growth, history, matrix, perturbations, replays, training
 from tests.campaigns.outcomes import differing
 
 SEEDS = (24, 33, 36)
@@ -71,3 +71,10 @@ def test_single_flipped_bits_are_named_by_step_leaf_and_element():
     found = history.campaign(steps=30, mb=0.2, faults=3, clean=1, seed=0)
     assert [each.is_right for each in found] == [True] * 4
     assert all(max(each.restored_counts) <= 7 for each in found)
+
+
+@pytest.mark.slow
+def test_a_process_keeps_nothing_of_a_verb():
+    found = [*growth.campaign(["restore with deltas", "ls", "verify"], "small")]
+    assert [each.verb for each in found] == ["restore, 50 deltas", "ls", "verify"]
+    assert [each.is_flat for each in found] == [True] * 3, growth.table(found)
