@@ -58,7 +58,8 @@ class PackArray:
             )
         # A chunk is read whole, and a crafted chain of codecs may make much out of little: only
         # sizes and codecs that are written are accepted.
-        (chunk_bytes,) = self._store.chunk_layout.read_chunk.shape or (0,)
+        chunk_shape: Any = self._store.chunk_layout.read_chunk.shape or (0,)
+        (chunk_bytes,) = chunk_shape
         known = [zarr.names(zarr.chain(c)) for c in (zarr.CODECS if kind.is_compressed else [None])]
         if not 0 < chunk_bytes <= kind.max_chunk_bytes or names not in known:
             raise FormatError(
