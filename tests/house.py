@@ -77,6 +77,7 @@ MAY_TOUCH_FILES = {
     "store.storage.kvstore": "it reads the environment",
     "errors": "it names errors of the operating system",
     "format.byte_loops": "it counts processors",
+    "format.one_process": "it asks for the number of its process",
     "update.program": "it reads the environment",
     "save.checks.free_memory": "it reads what the system says of its memory",
     "save.recovery.shadow_file": "it maps a file of this machine's memory",

@@ -33,6 +33,7 @@ import orbax.checkpoint as ocp
 
 from adacheck_jax import errors
 from adacheck_jax.errors import AdaCheckError, ReplayError, first_line
+from adacheck_jax.format.one_process import OneProcess
 from adacheck_jax.save.attempt import Report
 from adacheck_jax.store.storage.location import AnyPath
 
@@ -104,9 +105,11 @@ class Processes:
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._end = threading.Event()
         self._beating: threading.Thread | None = None
+        self._process = OneProcess("the beats of a process")
 
     def beat(self) -> None:
         """Beats from now on until the process ends, on a thread of its own."""
+        self._process.enter()
         with self._lock:
             if self._beating is None:
                 self._beating = threading.Thread(
@@ -117,6 +120,8 @@ class Processes:
 
     def close(self) -> None:
         """Ends the beats."""
+        if self._process.is_elsewhere:  # a forked child that ends has none
+            return
         self._end.set()
         if self._beating is not None:
             self._beating.join(self.patience.beat_s)  # a call may hang where the service does

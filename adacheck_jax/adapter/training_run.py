@@ -26,6 +26,7 @@ from adacheck_jax.device import jax_settings
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError, storage_named
 from adacheck_jax.format.manifest import DeltaManifest
+from adacheck_jax.format.one_process import OneProcess
 from adacheck_jax.save.attempt import SHARES, Exchange
 from adacheck_jax.save.commit import Save
 from adacheck_jax.save.planning.situation import Options
@@ -117,6 +118,7 @@ class TrainingRun:
         self._announcer = Announcer(on_save)
         # Managers, or one manager's saves and restores, may call from several threads.
         self._lock = threading.Lock()
+        self._process = OneProcess("AdaCheckHandler")
         self._savers: dict[Line, Saver] = {}
         self.stock = StockCheckpoints()
         self._restorer = StepRestorer(self.stock, self._recorders, options.params_path, clock)
@@ -144,6 +146,7 @@ class TrainingRun:
             MismatchError, FormatError: a leaf of the state cannot be stored.
             ValueError: ``args.step`` is not a step number.
         """
+        self._process.enter()
         final, begin_s = roots.committed_path(directory), self._clock()
         exchange = processes.exchange(final)  # before anything is refused in one process alone
         with _told(exchange):
@@ -257,6 +260,7 @@ class TrainingRun:
         Returns:
             True if it was recorded.
         """
+        self._process.enter()
         with self._lock:
             savers = [saver for saver in self._savers.values() if saver.has_steps]
         state = inputs.checked_state(state)
@@ -279,6 +283,7 @@ class TrainingRun:
         Returns:
             The state.
         """
+        self._process.enter()
         restored = self._restorer.restore(directory, args)
         if restored.lineage is None:
             self.note_stock(restored.directory)
@@ -315,6 +320,7 @@ class TrainingRun:
         Returns:
             The step; None if there is none.
         """
+        self._process.enter()
         if self._options.shadow_directory is None:
             raise ValueError(
                 "expected a handler with a shadow_directory, found one without: nothing outlives "
@@ -367,7 +373,9 @@ class TrainingRun:
         self._saver_of(roots.place_of(directory)).forget()
 
     def close(self) -> None:
-        """Release the resources of Orbax's handlers and of the savers."""
+        """Release what the savers and Orbax's handlers hold; in a forked child nothing."""
+        if self._process.is_elsewhere:
+            return
         with self._lock:
             savers = [*self._savers.values()]
         for saver in savers:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from adacheck_jax.format import fingerprint
+from adacheck_jax.format.one_process import OneProcess
 
 _log = logging.getLogger(__name__)
 
@@ -36,19 +37,22 @@ class _Compiler:
     def __init__(self) -> None:
         self._loops: dict[tuple[str, int], Callable[..., Any] | None] = {}
         self._threads: list[threading.Thread] = []
+        self._process = OneProcess("a compiler")
 
     def loop(
         self, name: Literal["multilinear", "each", "split", "join"], word_bytes: int
     ) -> Callable[..., Any] | None:
         """The compiled loop for words of one width, or of any; None until there is one."""
         key = (name, word_bytes)
-        if key not in self._loops:
+        # A forked child has what was compiled before: a lock of the compiler may be held for ever.
+        if key not in self._loops and not self._process.is_elsewhere:
+            self._process.enter()
             self._loops[key] = None
             thread = threading.Thread(target=self._compile, args=key, name="adacheck_compile")
             with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
                 thread.start()
                 self._threads.append(thread)
-        return self._loops[key]
+        return self._loops.get(key)
 
     def wait(self) -> None:
         """Waits for all that was begun."""

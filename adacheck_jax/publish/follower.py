@@ -19,6 +19,7 @@ from adacheck_jax.errors import (
     MismatchError,
     StorageError,
 )
+from adacheck_jax.format.one_process import OneProcess
 from adacheck_jax.publish import placing, reading
 from adacheck_jax.publish.plan import Known, Route
 from adacheck_jax.publish.reading import Reader
@@ -59,6 +60,7 @@ class Follower:
         self._changes: list[Change] | None = None
         self._trouble = ""
         self._lock = threading.RLock()
+        self._process = OneProcess("a Follower")
         self.version: int | None = None
         self.bases_read = 0
 
@@ -79,6 +81,7 @@ class Follower:
                 f"{self._root}: expected a published version, found none that can be read."
                 f"{self.problem and ' ' + self.problem} Wait for one: wait_for(version)."
             )
+        self._process.enter()
         with self._lock:
             self._heal()
             return self._targets.tree(self._arrays)
@@ -144,6 +147,7 @@ class Follower:
             StorageError: the root cannot be read now.
             MismatchError: other params were published, or the root is that of something else.
         """
+        self._process.enter()
         with self._lock:
             self._trouble = ""
             for _ in range(_VANISHED):
@@ -246,6 +250,7 @@ class Follower:
         Raises:
             LineageError: the last update began with a base, so that all elements may have changed.
         """
+        self._process.enter()
         with self._lock:
             if self._changes is None or self._weights is None:
                 raise LineageError(

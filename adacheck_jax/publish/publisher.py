@@ -18,6 +18,7 @@ from adacheck_jax.device.sharding import distinct_boxes
 from adacheck_jax.errors import MismatchError, StorageError, first_line
 from adacheck_jax.format.boxes import Blocks, Box
 from adacheck_jax.format.manifest import ITEMSIZES_BYTES
+from adacheck_jax.format.one_process import OneProcess
 from adacheck_jax.publish import root as roots
 from adacheck_jax.publish.records import Leaf, Leaves
 from adacheck_jax.publish.root import GoneError, Root, TakenOverError
@@ -71,6 +72,8 @@ class Publisher:
             self._writer = Writer(self._root, mine, base_every, keep_versions)
         last = self._writer.last
         self._latest = -1 if last is None else last.record.version
+        self._process = OneProcess("a Publisher")
+        self._process.enter()
         self._condition = threading.Condition()
         self._jobs: list[_Job] = []
         self._error: Exception | None = None
@@ -106,6 +109,7 @@ class Publisher:
                 the root over. This version was not published; after an error of the storage the
                 next one may be.
         """
+        self._process.enter()
         self._raise()
         if self._taken_over is not None:
             raise self._taken_over
@@ -142,14 +146,18 @@ class Publisher:
         Raises:
             StorageError: one could not be written.
         """
+        self._process.enter()
         with self._condition:
             self._condition.wait_for(lambda: not self._jobs)
         self._raise()
         return self._published
 
     def close(self) -> None:
-        """Waits until all versions are durable, and ends; raises as :meth:`wait`."""
-        if self._is_closed:
+        """Waits until all versions are durable, and ends; raises as :meth:`wait`.
+
+        In a child that was forked it does nothing: the versions are its parent's.
+        """
+        if self._is_closed or self._process.is_elsewhere:
             return
         try:
             self.wait()

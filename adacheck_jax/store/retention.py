@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any, Protocol
 
+_REMEMBERED = 1000
+"""Number of steps that were let go, and are remembered: they may take a while to be deleted."""
+
 
 class _Checkpoint(Protocol):
     step: int
@@ -36,7 +39,7 @@ class KeepLineage:
     def __init__(self, inner_policy: _Policy) -> None:
         self._inner = inner_policy
         self._parents: dict[int, set[int]] = {}
-        self._let_go: set[int] = set()
+        self._let_go: dict[int, None] = {}
         self.is_asked = False
 
     def note(self, step: int, parent: int) -> None:
@@ -76,8 +79,16 @@ class KeepLineage:
             parents = self._parents.get(waiting.pop(), set()) - kept
             kept |= parents
             waiting += parents
-        self._let_go = (self._let_go | steps) - kept
+        self._forget(steps, kept)
         return [checkpoint.step in kept for checkpoint in checkpoints]
+
+    def _forget(self, steps: set[int], kept: set[int]) -> None:
+        """Forgets the steps that are gone: a run has millions of them."""
+        newest = max(steps, default=-1)  # a later one is being saved
+        here = steps | kept
+        self._parents = {k: v for k, v in self._parents.items() if k in here or k > newest}
+        let_go = [*self._let_go, *sorted(steps - self._let_go.keys())]
+        self._let_go = dict.fromkeys([x for x in let_go if x not in kept][-_REMEMBERED:])
 
 
 def _refuse_outer_policy(frame: FrameType | None) -> None:

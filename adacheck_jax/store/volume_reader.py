@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from adacheck_jax.errors import first_line
 from adacheck_jax.format import fingerprint
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.byte_loops import fingerprint_of
+from adacheck_jax.store import descriptions as stored
 from adacheck_jax.store import zarr
 from adacheck_jax.store.storage.location import AnyPath, at
 
@@ -120,7 +120,8 @@ def descriptions(directory: AnyPath, names: Sequence[str]) -> list[Description]:
     Raises:
         ValueError: the database cannot be read, or does not describe one of them.
     """
-    found, bodies = [], _descriptions(directory, names, at(directory).context())
+    database = zarr.database_in(directory)
+    found, bodies = [], stored.read(database, names, at(directory).context())
     for name, body in zip(names, bodies, strict=True):
         try:
             chunks = tuple(body["chunk_grid"]["configuration"]["chunk_shape"])
@@ -146,20 +147,13 @@ def opened(directory: AnyPath, names: Sequence[str]) -> list[Any]:
     """
     context, database = at(directory).context(), zarr.database_in(directory)
     opening = []
-    for name, body in zip(names, _descriptions(directory, names, context), strict=True):
+    for name, body in zip(names, stored.read(database, names, context), strict=True):
         codecs = zarr.names(body["codecs"])
         if codecs not in _CHAINS:
             raise ValueError(f"expected array {name} in one of {sorted(_CHAINS)}, found {codecs}")
         spec = {**zarr.array_in(database, name), "metadata": body}
         opening.append(ts.open(spec, open=True, read=True, assume_metadata=True, context=context))
     return [each.result() for each in opening]
-
-
-def _descriptions(directory: AnyPath, names: Sequence[str], context: Any) -> list[Any]:
-    """Stored zarr3 metadata of arrays."""
-    database = ts.KvStore.open(zarr.database_in(directory), context=context).result()
-    reads = [database.read(f"{name}/zarr.json") for name in names]
-    return [json.loads(each.result().value) for each in reads]
 
 
 def fingerprint_of_array(directory: AnyPath, name: str, dtype: str) -> int:

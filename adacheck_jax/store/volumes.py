@@ -20,7 +20,7 @@ import numpy as np
 import tensorstore as ts
 
 from adacheck_jax.format.boxes import Box
-from adacheck_jax.store import equality, zarr
+from adacheck_jax.store import descriptions, equality, zarr
 from adacheck_jax.store.storage.location import AnyPath, at
 from adacheck_jax.store.zarr import Codec
 
@@ -61,9 +61,10 @@ class ArrayPiece:
     def metadata(self) -> dict[str, Any]:
         """The array's zarr3 metadata."""
         dtype = next(iter(self.blocks.values())).dtype
-        zero: Any = {"b": False, "c": [0, 0]}.get(dtype.kind, 0)
+        zero: Any = dtype.type(0).item()
+        fill = [zero.real, zero.imag] if dtype.kind == "c" else zero
         codecs = zarr.chain(self.codec, dtype.itemsize)
-        return zarr.metadata(dtype.name, self.shape, self.chunk_shape, codecs, zero)
+        return zarr.metadata(dtype.name, self.shape, self.chunk_shape, codecs, fill)
 
 
 @dataclass(slots=True)
@@ -179,17 +180,17 @@ def _write_piece(
     transaction: ts.Transaction,
 ) -> None:
     piece = chunks[0].piece
+    metadata = piece.metadata
     spec = {
         **zarr.array_in(database, piece.name),
-        "metadata": piece.metadata,
+        "metadata": metadata,
         "store_data_equal_to_fill_value": True,  # stock Orbax takes absence for loss
     }
     # Not by ``create``, which first asks the storage, for each array again, if there is one.
     within = {"context": context, "transaction": transaction}
     store = ts.open(spec, open=True, assume_metadata=True, **within).result()
-    described = json.dumps(store.spec().to_json()["metadata"]).encode()
     kvstore = ts.KvStore.open(database, context=context).result().with_transaction(transaction)
-    kvstore.write(f"{piece.name}/zarr.json", described).result()
+    kvstore.write(descriptions.key_of(piece.name), json.dumps(metadata).encode()).result()
     if all(chunk.is_own for chunk in chunks):
         blocks = [*piece.blocks.items()]
     else:
@@ -278,11 +279,12 @@ def _link(source: AnyPath, target: AnyPath) -> None:
 
 def _holds(directory: AnyPath, piece: ArrayPiece) -> bool:
     """True if a volume holds exactly a piece's elements, cut into the same chunks."""
-    spec = zarr.array_in(zarr.database_in(directory), piece.name)
-    store = ts.open(spec, open=True, read=True, context=at(directory).context()).result()
-    found = store.spec().to_json()["metadata"]
+    database, context = zarr.database_in(directory), at(directory).context()
+    (found,) = descriptions.read(database, [piece.name], context)
     if any(found.get(key) != value for key, value in _comparable(piece.metadata).items()):
         return False
+    spec = zarr.array_in(database, piece.name)
+    store = ts.open(spec, open=True, read=True, context=context).result()
     return all(
         equality.same_bits(np.asarray(store[(*box.slices, ...)].read().result()), block)
         for box, block in piece.blocks.items()

@@ -85,15 +85,16 @@ def chain(codec: Codec | None, word_bytes: int = 1) -> list[dict[str, Any]]:
 
     Args:
         codec: the compressor, None for none.
-        word_bytes: width of the elements whose bits are shuffled.
+        word_bytes: width of the elements, whose bits are shuffled.
     """
     codecs: list[dict[str, Any]] = []
     if codec == "zstd" and word_bytes == 1:
-        codecs = [{"name": "zstd", "configuration": {"level": 1}}]
+        codecs = [{"name": "zstd", "configuration": {"level": 1, "checksum": False}}]
     elif codec is not None:
         shuffled = {"shuffle": "bitshuffle", "typesize": word_bytes, "blocksize": 0}
         codecs = [{"name": "blosc", "configuration": {"cname": codec, "clevel": 1, **shuffled}}]
-    return [{"name": "bytes"}, *codecs, {"name": "crc32c"}]
+    ordered = {} if word_bytes == 1 else {"configuration": {"endian": "little"}}
+    return [{"name": "bytes", **ordered}, *codecs, {"name": "crc32c"}]
 
 
 def names(codecs: list[dict[str, Any]]) -> tuple[str, ...]:
@@ -108,11 +109,14 @@ def metadata(
     codecs: list[dict[str, Any]],
     fill_value: Any = 0,
 ) -> dict[str, Any]:
-    """An array's zarr3 metadata."""
+    """An array's zarr3 metadata, as they are stored."""
     return {
+        "zarr_format": 3,
+        "node_type": "array",
         "data_type": dtype,
         "shape": [*shape],
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [*chunk_shape]}},
+        "chunk_key_encoding": {"name": "default"},
         "fill_value": fill_value,
         "codecs": codecs,
     }

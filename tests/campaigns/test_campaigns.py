@@ -3,7 +3,15 @@
 import numpy as np
 import pytest
 
-from tests.campaigns import history, matrix, perturbations, replays, replica_drift, training
+from tests.campaigns import (
+    growth,
+    history,
+    matrix,
+    perturbations,
+    replays,
+    replica_drift,
+    training,
+)
 from tests.campaigns.outcomes import differing
 
 SEEDS = (24, 33, 36)
@@ -79,3 +87,10 @@ def test_steps_of_replicas_that_differ_are_of_one_of_them(processes, seeds):
     for found in replica_drift.outcomes(iter(seeds), processes):
         assert (found.wrong, found.lost) == ([], {})
         assert found.saved == found.exact > 0
+
+
+@pytest.mark.slow
+def test_a_process_keeps_nothing_of_a_verb():
+    found = [*growth.campaign(["restore with deltas", "ls", "verify"], "small")]
+    assert [each.verb for each in found] == ["restore, 50 deltas", "ls", "verify"]
+    assert [each.is_flat for each in found] == [True] * 3, growth.table(found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import orbax.checkpoint as ocp
 import pytest
@@ -141,6 +142,20 @@ class TestReferences:
     def test_another_policy_in_its_place_is_refused(self):
         with pytest.raises(ValueError, match=r"keep_lineage to be a KeepLineage, found .*LatestN"):
             adacheck.AdaCheckHandler(keep_lineage=LatestN(2))
+
+    def test_keep_lineage_forgets_the_steps_that_are_gone(self):
+        keep, steps = adacheck.KeepLineage(LatestN(3)), []
+        for step in range(3000):
+            if step % 5:
+                keep.note(step, step - 1)
+            steps.append(SimpleNamespace(step=step, metrics=None))
+            kept = keep.should_preserve(steps, context=None)
+            assert [keep.lets_go(each.step) for each in steps] == [not each for each in kept]
+            steps = [each for each, is_kept in zip(steps, kept, strict=True) if is_kept]
+            oldest = max(0, step - 2)
+            assert [each.step for each in steps] == [*range(oldest - oldest % 5, step + 1)]
+        assert len(keep._parents) < 10
+        assert len(keep._let_go) <= 1000
 
     @pytest.mark.slow
     def test_keep_lineage_knows_the_steps_of_an_earlier_process(self, tmp_path):

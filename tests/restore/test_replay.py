@@ -15,6 +15,7 @@ from adacheck_jax.store.packs import reader
 from adacheck_jax.update.kept import Kept
 from adacheck_jax.update.program import platform
 from tests import support
+from tests.campaigns import growth
 
 
 @pytest.fixture
@@ -28,6 +29,16 @@ def saved(tmp_path):
 def restore(root, run, step):
     with support.manager_of(root, adacheck.AdaCheckHandler()) as manager:
         return manager.restore(step, args=adacheck.RestoreArgs(support.abstract(run.state)))
+
+
+def test_a_restore_leaves_no_objects_behind(saved):
+    """An evaluator restores one step after another for weeks."""
+    root, run, states = saved
+    args = adacheck.RestoreArgs(support.abstract(run.state))
+    with support.manager_of(root, adacheck.AdaCheckHandler(run.recorder)) as manager:
+        found = growth.measure("restore", lambda: manager.restore(6, args=args), 20)
+        support.assert_same_bits(manager.restore(6, args=args), states[6])
+    assert found.objects < 1
 
 
 def test_the_update_is_compiled_once_however_many_deltas(saved, monkeypatch):

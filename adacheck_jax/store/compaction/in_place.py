@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from adacheck_jax.errors import AdaCheckError, LineageError, StorageError, first_line, system_error
 from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest
+from adacheck_jax.format.one_process import OneProcess
 from adacheck_jax.store.compaction import new_base
 from adacheck_jax.store.compaction.team import ALONE, BEGIN, Team
 from adacheck_jax.store.links import OWN_TREE_METADATA, PROBE_PREFIX
@@ -134,7 +135,8 @@ def prepared(
     directory, delta = _checked(lineage)
     with _named(directory):
         _remove_abandoned(directory)
-    work = _beside(directory, _WORK)
+    work, process = _beside(directory, _WORK), OneProcess("a base")
+    process.enter()
     with _turn(directory):
         try:
             with _named(directory):
@@ -152,8 +154,9 @@ def prepared(
             assert manifest is not None  # this is process 0
             yield Prepared(manifest, work, directory, stamp)
         finally:
-            with contextlib.suppress(OSError):  # the next compaction, or a repair, removes it
-                work.delete()
+            if not process.is_elsewhere:  # a forked child that ends has a copy of this
+                with contextlib.suppress(OSError):  # the next compaction, or a repair, removes it
+                    work.delete()
 
 
 def contribute(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorstore as ts
 
 from adacheck_jax.errors import FormatError, IntegrityError, first_line, unreadable
-from adacheck_jax.store import aligned_read, zarr
+from adacheck_jax.store import aligned_read, descriptions, zarr
 from adacheck_jax.store.packs.arrays import Kind, Ranges, Runs
 from adacheck_jax.store.storage.location import AnyPath, at
 
@@ -38,9 +38,11 @@ class PackArray:
         self.stored_bytes = expected_bytes = stored_bytes
         if not expected_bytes:
             return
-        spec = zarr.array_in(zarr.database_at(start), kind.name)
+        database, context = zarr.database_at(start), at(start).context()
         try:
-            self._store = ts.open(spec, open=True, read=True, context=at(start).context()).result()
+            (metadata,) = descriptions.read(database, [kind.name], context)
+            names = zarr.names(metadata["codecs"])
+            self._store = _opened(database, kind, metadata, context)
         except Exception as error:
             if refused := unreadable(start, error):
                 raise refused from error
@@ -56,11 +58,10 @@ class PackArray:
             )
         # A chunk is read whole, and a crafted chain of codecs may make much out of little: only
         # sizes and codecs that are written are accepted.
-        metadata = self._store.spec().to_json()["metadata"]
-        (chunk_bytes,) = metadata["chunk_grid"]["configuration"]["chunk_shape"]
-        names = zarr.names(metadata["codecs"])
+        chunk_shape: Any = self._store.chunk_layout.read_chunk.shape or (0,)
+        (chunk_bytes,) = chunk_shape
         known = [zarr.names(zarr.chain(c)) for c in (zarr.CODECS if kind.is_compressed else [None])]
-        if chunk_bytes > kind.max_chunk_bytes or names not in known:
+        if not 0 < chunk_bytes <= kind.max_chunk_bytes or names not in known:
             raise FormatError(
                 f"{start}: expected chunks of at most {kind.max_chunk_bytes} bytes in the "
                 f"codecs {known}, found {chunk_bytes} in {names}. The step is "
@@ -123,10 +124,16 @@ class PackArray:
         chunk_bytes = self._chunk_bytes + _CHECKSUM_BYTES
         codecs = [{"name": "bytes"}]
         metadata = zarr.metadata("uint8", [count * chunk_bytes], [chunk_bytes], codecs)
-        spec = zarr.array_in(zarr.database_at(self.start), self.kind.name)
-        options: dict[str, Any] = {"open": True, "read": True, "assume_metadata": True}
-        context = at(self.start).context()
-        return ts.open({**spec, "metadata": metadata}, context=context, **options).result()
+        return _opened(zarr.database_at(self.start), self.kind, metadata, at(self.start).context())
+
+
+def _opened(
+    database: Mapping[str, Any], kind: Kind, metadata: Any, context: ts.Context
+) -> ts.TensorStore:
+    """The array as metadata tell it, whatever is stored of them."""
+    spec = {**zarr.array_in(database, kind.name), "metadata": metadata}
+    options: dict[str, Any] = {"open": True, "read": True, "assume_metadata": True}
+    return ts.open(spec, context=context, **options).result()
 
 
 class PackReader:

@@ -6,6 +6,7 @@ import bisect
 import contextlib
 import errno
 import os
+import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -40,14 +41,12 @@ class KvStore:
 
     def __init__(self, url: str, context: ts.Context | None = None) -> None:
         self._url = f"{url.rstrip('/')}/"
-        spec: Any = ts.KvStore.Spec(self._url).to_json()
+        self._spec = _spec_of(self._url)
+        driver = self._spec["driver"]
         # Else none: tensorstore remembers databases in a context, also those deleted meanwhile.
-        self.context = context or (ts.Context() if spec["driver"] == "memory" else None)
-        if spec["driver"] == "s3":  # tensorstore does not read these variables
-            variables = {"endpoint": "AWS_ENDPOINT_URL", "aws_region": "AWS_REGION"}
-            spec |= {key: os.environ[name] for key, name in variables.items() if name in os.environ}
-        self._lists_spans = spec["driver"] != "s3"  # it takes their ends for a common beginning
-        self._store = ts.KvStore.open(spec, context=self.context).result()
+        self.context = context or (ts.Context() if driver == "memory" else None)
+        self._lists_spans = driver != "s3"  # it takes their ends for a common beginning
+        self._store = ts.KvStore.open(self._spec, context=self.context).result()
 
     def shown(self, key: str) -> str:
         """The URL."""
@@ -57,7 +56,7 @@ class KvStore:
         """Reads a value by a store that has less patience."""
         retries = dict.fromkeys(("gcs_request_retries", "s3_request_retries"), _PATIENCE)
         with self._named(key):
-            store = ts.KvStore.open(self._store.spec(), context=ts.Context(retries)).result()
+            store = ts.KvStore.open(self._spec, context=ts.Context(retries)).result()
             reading = store.read(key or "any", byte_range=slice(0, 0))
             try:
                 reading.result(timeout=_ANSWER_S)
@@ -185,8 +184,7 @@ class KvStore:
 
     def spec(self, prefix: str) -> dict[str, Any]:
         """Tensorstore's specification; it finds the values of ``memory://`` by the context."""
-        spec: dict[str, Any] = self._store.spec().to_json()
-        return {**spec, "path": f"{spec.get('path', '')}{prefix}"}
+        return {**self._spec, "path": f"{self._spec['path']}{prefix}"}
 
     @contextlib.contextmanager
     def _named(self, key: str) -> Iterator[None]:
@@ -259,6 +257,20 @@ class Listed(KvStore):
         """True if all keys from one to the last that begins with a text lie in the range."""
         first, last = self._span
         return first <= key and (not last or "" < _below(start)[1] <= last)
+
+
+def _spec_of(url: str) -> dict[str, Any]:
+    """Tensorstore's specification of a store; its own ``to_json`` never frees what it returns."""
+    scheme, _, rest = url.partition("://")
+    rest = urllib.parse.unquote(rest)
+    if scheme not in ("gs", "s3"):
+        return {"driver": scheme, "path": rest}
+    bucket, _, path = rest.partition("/")
+    spec = {"driver": "gcs" if scheme == "gs" else scheme, "bucket": bucket, "path": path}
+    if scheme == "s3":  # tensorstore does not read these variables
+        variables = {"endpoint": "AWS_ENDPOINT_URL", "aws_region": "AWS_REGION"}
+        spec |= {key: os.environ[name] for key, name in variables.items() if name in os.environ}
+    return spec
 
 
 def _below(start: str) -> Span:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any
 
+from adacheck_jax.format.one_process import OneProcess
 from adacheck_jax.store.storage.interface import Entry, Kind, NotPlainError, Stamp
 
 _THREADS = 8
@@ -209,13 +210,15 @@ class Posix:
     @contextlib.contextmanager
     def lock(self, key: str) -> Iterator[None]:
         """Holds a locked empty file, which a killed process leaves unlocked."""
-        descriptor = _locked(key)
+        descriptor, process = _locked(key), OneProcess("a lock")
+        process.enter()
         try:
             yield
         finally:
             try:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(key)
+                if not process.is_elsewhere:  # a forked child that ends has a copy of this
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(key)
             finally:
                 os.close(descriptor)  # lets go of the lock, whatever became of the file
 

@@ -1,0 +1,59 @@
+"""Processes that fork, or end, while threads of this library are at work."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from adacheck_jax.errors import AdaCheckError
+from adacheck_jax.format.one_process import OneProcess
+from tests.faults import forks_worker
+from tests.faults.forks_worker import DEEDS, SITUATIONS
+
+
+def ran(situation: str, tmp_path: Any) -> Any:
+    """What a process tells that is in a situation; it forks, and this one may not."""
+    command = [sys.executable, "-m", "tests.faults.forks_worker", situation]
+    done = subprocess.run(
+        [*command, tmp_path / "root", tmp_path / "memory"],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_no_child_hangs_or_harms_its_parent(tmp_path, situation):
+    found = ran(situation, tmp_path)
+    assert found["outcomes"] == dict.fromkeys(DEEDS, "ended with 0")
+    assert found["locked"]  # the file of the shadow is the parent's as before
+    assert found["recovered"]
+    if situation in ("writing", "written"):
+        assert found["compacted"] == [1 + forks_worker.LINEAGE]
+        assert len(found["beside"]) == 2  # the base, and the lock of who makes it
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("situation", [s for s in SITUATIONS if s != "folding"])
+def test_a_process_ends_whatever_its_threads_do(tmp_path, situation):
+    ran(f"end-{situation}", tmp_path)
+
+
+def test_an_object_works_in_the_process_that_used_it_first(monkeypatch):
+    here = OneProcess("a thing")
+    assert not here.is_elsewhere
+    monkeypatch.setattr("os.getpid", lambda: 7)  # forked before it was used
+    here.enter()
+    here.enter()
+    monkeypatch.setattr("os.getpid", lambda: 8)
+    assert here.is_elsewhere
+    with pytest.raises(AdaCheckError, match=r"a thing in process 7.* process 8, which was forked"):
+        here.enter()
