@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from adacheck_jax.device import replicas, transfer, xla_call
 from adacheck_jax.device.trees import PyTree
@@ -347,7 +346,7 @@ class Saver:
                 "not recorded; the steps before are not affected."
             )
         if number == parent.tip.step:
-            _check_same(_counts_of(planner.snapshots.take(state)), parent, number)
+            _check_same(planner.snapshots.take(state).counts(), parent, number)
             return ""
         again = deferred.cut(len(deferred) - 1)[0] if number == last else None
         if not len(deferred):
@@ -435,11 +434,6 @@ class Saver:
                 "not saved. Give record_step the numbers of the steps, as the manager counts them.",
                 *(planned.step, shown(again.counts()), shown(counts)),
             )
-
-
-def _counts_of(snapshot: Snapshot) -> Counts:
-    """Update counters of a state; waits for them."""
-    return tuple(int(np.asarray(snapshot.arrays[i])) for i in snapshot.structure.counts)
 
 
 def _check_same(counts: Counts, parent: Parent, number: int) -> None:

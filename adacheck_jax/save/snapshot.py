@@ -28,6 +28,7 @@ from adacheck_jax.update import binding
 from adacheck_jax.update.binding import Binding, Recorders
 from adacheck_jax.update.elements.sample_sites import Sites
 from adacheck_jax.update.params_search import leaf_types
+from adacheck_jax.update.recorder_state import count_of
 
 _CACHED_STRUCTURES = 8
 
@@ -157,7 +158,7 @@ class Snapshot:
 
     def counts(self) -> tuple[int, ...]:
         """Each recorder's update counter; waits for the running step."""
-        return tuple(int(self.arrays[i]) for i in self.structure.counts)
+        return tuple(count_of(self.arrays[i]) for i in self.structure.counts)
 
 
 @dataclass(frozen=True, slots=True)
