@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from adacheck_jax.device import transfer
+from adacheck_jax.device import sharding, transfer
 from adacheck_jax.format.manifest import Update
 from adacheck_jax.update import program as update_program
 
@@ -17,8 +17,9 @@ from adacheck_jax.update import program as update_program
 def replay_shardings(leaves: Sequence[Any], update: Update) -> dict[int, jax.sharding.Sharding]:
     """Shardings on one set of devices, where the leaves of an update lie while it is replayed.
 
-    A compiled program wants all its arrays on the same devices. Those of the largest leaf are
-    taken; a leaf that lies elsewhere (a counter on one device, a host value) is replicated there.
+    A compiled program wants all its arrays on the same devices, in one order, and in the memory
+    that these compute in. Those of the largest leaf are taken; a leaf that lies elsewhere (a
+    counter on one device, a host value) is replicated there.
 
     Args:
         leaves: every leaf of the state, or its ``jax.ShapeDtypeStruct``.
@@ -28,8 +29,12 @@ def replay_shardings(leaves: Sequence[Any], update: Update) -> dict[int, jax.sha
         A sharding for each leaf that the update takes, by leaf index.
     """
     own, main = _shardings_of(leaves, update)
+    orders = {i: sharding.devices_of(_plain(leaves[i])) for i in own}
+    order = next((orders[i] for i, each in own.items() if each is main), ())
     return {
-        i: each if each and each.device_set == main.device_set else update_program.replicated(main)
+        i: sharding.computable(each)
+        if each and orders[i] == order
+        else update_program.replicated(main)
         for i, each in own.items()
     }
 
@@ -71,7 +76,11 @@ def _shardings_of(
 
 def _sharding_of(leaf: Any) -> jax.sharding.Sharding | None:
     """The sharding of a leaf's elements; None for a leaf that is no array on devices."""
-    return getattr(transfer.raw(leaf) if transfer.is_key(leaf) else leaf, "sharding", None)
+    return getattr(_plain(leaf), "sharding", None)
+
+
+def _plain(leaf: Any) -> Any:
+    return transfer.raw(leaf) if transfer.is_key(leaf) else leaf
 
 
 def is_abstract(leaf: Any) -> bool:

@@ -49,6 +49,7 @@ class Structure:
         replicated: leaves that lie on several devices in copies declared equal.
         ephemeral: positions of the leaves that are saved with bases alone.
         everywhere: positions of the numbers that every process has.
+        devices: ids of the devices on which the leaves of updates lie, in a program's order.
     """
 
     leaves: tuple[Leaf, ...]
@@ -62,6 +63,7 @@ class Structure:
     replicated: tuple[replicas.ReplicatedLeaf, ...]
     ephemeral: frozenset[int] = frozenset()
     everywhere: frozenset[int] = frozenset()
+    devices: tuple[int, ...] = ()
 
     @functools.cached_property
     def arguments(self) -> tuple[tuple[int, ...], ...]:
@@ -108,6 +110,10 @@ class Structure:
         return frozenset(
             self.index[path] for each, n in pairs for path in each.inner[len(each.inner) - n :]
         )
+
+    def lies_like(self, other: Structure) -> bool:
+        """True if programs take the leaves of updates from the places where another state's lie."""
+        return self is other or (self.devices == other.devices and self.sites == other.sites)
 
     def computed_by(self, updates: Iterable[int]) -> frozenset[int]:
         """Positions of what some of the updates compute."""
@@ -228,9 +234,10 @@ class Snapshots:
         key = (version, treedef, tuple(map(_signature, leaves, arrays)))
         if key not in self._structures:
             if len(self._structures) >= _CACHED_STRUCTURES:
-                self._structures.clear()
+                del self._structures[next(iter(self._structures))]
             self._structures[key] = self._describe(state, arrays)
-        structure = self._structures[key]
+        # The last one is the one that was seen last: what a run saves is not forgotten for others.
+        structure = self._structures[key] = self._structures.pop(key)
         if all(
             leaf is array and isinstance(leaf, jax.Array)
             for leaf, array in zip(leaves, arrays, strict=True)
@@ -294,7 +301,17 @@ class Snapshots:
         touched = [i for indices in structure.arguments for i in indices]
         described = "\n".join(sharding.describe(arrays[i]) for i in touched)
         placement = hashlib.sha256(described.encode()).hexdigest()
-        return dataclasses.replace(structure, placement=placement, sites=Sites(touched, arrays))
+        return dataclasses.replace(
+            structure,
+            placement=placement,
+            sites=Sites(touched, arrays),
+            devices=_devices_of([arrays[i] for i in touched]),
+        )
+
+
+def _devices_of(arrays: Sequence[Any]) -> tuple[int, ...]:
+    """Ids of the largest set of devices that one of some arrays lies on, in a program's order."""
+    return max(map(sharding.devices_of, arrays), key=len, default=())
 
 
 def _everywhere(layouts: Sequence[sharding.Layout]) -> frozenset[int]:

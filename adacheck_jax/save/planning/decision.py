@@ -122,6 +122,8 @@ def decide(
         decision = _checked_replay(decision, base, structure, update)
     if not decision.is_base and parent.deferred_count and not situation.is_only:
         decision = Decision("base", "another step was restored meanwhile")
+    if decision.kind == "replay" and parent.has_moved:
+        decision = unplanned("the sharding of the state changed, or its update did")
     if decision.kind == "replay" and not parent.has_witness:
         decision = Decision("base", "the step before is not known here well enough to check")
     if decision.kind == "replay" and situation.is_shadow_beyond:
