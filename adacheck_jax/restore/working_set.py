@@ -132,17 +132,17 @@ class WorkingSet:
         return [self._take(index, index in copied) for index in indices]
 
     def _take(self, index: int, is_copied: bool) -> jax.Array:
-        taken, sharding = self._leaves[index], self._shardings[index]
+        taken, where = self._leaves[index], self._shardings[index]
         self._leaves[index] = None
         if transfer.is_key(taken):
             self._key_impls[index] = jax.random.key_impl(taken)
         leaf = transfer.raw(taken)
-        if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
+        if isinstance(leaf, jax.Array) and leaf.sharding == where:
             # The type alone: a reference to the array would keep a donated one's memory.
-            self._targets[index] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+            self._targets[index] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
             return jnp.copy(leaf) if is_copied else leaf
         self._targets[index] = leaf
-        placed = jax.device_put(leaf, sharding)
+        placed = _moved(leaf, where)
         return jnp.copy(placed) if is_copied else placed
 
     def put_back(self, indices: Sequence[int], replayed: Sequence[jax.Array]) -> None:
@@ -155,12 +155,20 @@ class WorkingSet:
         for index, array in zip(indices, replayed, strict=True):
             target, leaf = self._targets[index], array
             if isinstance(target, jax.Array):
-                leaf = jax.device_put(array, target.sharding)
+                leaf = _moved(array, target.sharding)
             elif not isinstance(target, jax.ShapeDtypeStruct):
                 leaf = like_host(target, np.asarray(array))
             if index in self._key_impls:
                 leaf = jax.random.wrap_key_data(leaf, impl=self._key_impls[index])
             self._leaves[index] = leaf
+
+
+def _moved(leaf: Any, where: jax.sharding.Sharding) -> jax.Array:
+    """A leaf on another sharding; JAX changes devices and memory one after the other alone."""
+    if isinstance(leaf, jax.Array):
+        leaf = jax.device_put(leaf, sharding.computable(leaf.sharding))
+        leaf = jax.device_put(leaf, sharding.computable(where))
+    return jax.device_put(leaf, where)
 
 
 def like_host(example: Any, value: np.ndarray) -> Any:

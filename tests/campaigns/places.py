@@ -45,12 +45,12 @@ from tests import support
 from tests.save.test_checks import kinds
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "auto": {},  # the checks that a handler chooses itself, and those of a state of gigabytes
+    "auto": {},
     "sample": {"check": "sample"},
     "full": {"check": "full"},
     "bits": {"delta": "bits"},
     "short": {"max_deltas": 2},
-    "large": {},
+    "large": {},  # no second copy is kept, as of a state that takes gigabytes
 }
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "adamw": lambda: optax.adamw(1e-2),
@@ -351,7 +351,10 @@ class _Run:
             found = self.restore(newest, newest, self.saved[newest][1])
             if found is not None:
                 home = _on_device(0)
-                self.state = {each: jax.tree.map(home, found[each]) for each in self.state}
+                self.state = {
+                    each: jax.tree.map(lambda x: home(np.asarray(x)), found[each])
+                    for each in self.state
+                }
 
     def verify(self) -> Outcome:
         """Restores every step that was reported as saved."""
