@@ -330,7 +330,7 @@ class _Run:
             self.restore(number, holder, self.saved[number][1])
 
     def restore(self, number: int, holder: int, target: Any) -> Any:
-        options = {} if holder == number else {"step": number}
+        options: dict[str, Any] = {} if holder == number else {"step": number}
         try:
             found = self.manager.restore(holder, args=adacheck.RestoreArgs(target, **options))
             support.assert_same_bits(found, self.saved[number][0])
