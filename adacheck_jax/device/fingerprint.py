@@ -17,7 +17,14 @@ from jax.experimental import multihost_utils
 
 from adacheck_jax.device import transfer, xla_call
 from adacheck_jax.device.shard_sums import Summing, is_narrow
-from adacheck_jax.device.sharding import Holder, has_replicas, holders_of, is_local, layout_of_array
+from adacheck_jax.device.sharding import (
+    Holder,
+    has_replicas,
+    holders_of,
+    in_device_memory,
+    is_local,
+    layout_of_array,
+)
 from adacheck_jax.format.boxes import Blocks, Box, grid
 from adacheck_jax.format.byte_loops import fingerprint_of
 from adacheck_jax.format.fingerprint import combine, from_words, to_words
@@ -128,10 +135,10 @@ class Contributions:
 
 def hashes_on_device(array: Any) -> bool:
     """True if an array is fingerprinted in the memory of its devices."""
-    if not isinstance(array, jax.Array):
+    if not in_device_memory(array):
         return False
     if transfer.on_accelerator(array):
-        return array.sharding.memory_kind in (None, "device")  # else offloaded to the host already
+        return True
     return xla_call.is_ready() and array.ndim < xla_call.MAX_RANK and not is_narrow(array.dtype)
 
 

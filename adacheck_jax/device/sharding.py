@@ -87,6 +87,37 @@ def layout_of(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Layout
     return Layout(cuts_of(holders, shape), tuple(processes))
 
 
+def devices_of(array: Any) -> tuple[int, ...]:
+    """Ids of the devices that an array lies on, in the order in which programs take them.
+
+    Args:
+        array: jax or numpy array, or a ``jax.ShapeDtypeStruct``; a numpy array lies on none.
+    """
+    placed = getattr(array, "sharding", None)
+    return () if placed is None else _order_of(placed, tuple(array.shape))
+
+
+@functools.lru_cache(maxsize=4096)
+def _order_of(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(each.id for each in sharding.devices_indices_map(shape))
+
+
+def in_device_memory(array: Any) -> bool:
+    """True for an array in the memory that its devices compute in; False if it is offloaded."""
+    return isinstance(array, jax.Array) and array.sharding == computable(array.sharding)
+
+
+def computable(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
+    """A sharding over the same devices, in the memory that they compute in."""
+    own = _device_memory(next(iter(sharding.device_set)).platform)
+    return sharding if sharding.memory_kind in (None, own) else sharding.with_memory_kind(own)
+
+
+@functools.cache
+def _device_memory(platform: str) -> str:
+    return jax.local_devices(backend=platform)[0].default_memory().kind
+
+
 def has_replicas(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> bool:
     """True if several devices hold the same box."""
     return any(len(each) > 1 for each in holders_of(sharding, shape).values())

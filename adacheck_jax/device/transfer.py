@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from adacheck_jax.device.lead import Ranks, nearest
-from adacheck_jax.device.sharding import Holder, holder_of
+from adacheck_jax.device.sharding import Holder, devices_of, holder_of
 from adacheck_jax.format.boxes import Blocks, Box
 
 
@@ -211,11 +211,11 @@ def copies(arrays: Mapping[int, Any]) -> dict[int, Any]:
     Args:
         arrays: jax or numpy arrays by leaf index; of one process, or on accelerators alone.
     """
-    groups: dict[Any, list[int]] = {}
+    groups: dict[tuple[int, ...], list[int]] = {}  # one program takes its devices in one order
     result: dict[int, Any] = {}
     for index, array in arrays.items():
         if isinstance(array, jax.Array):
-            groups.setdefault(_devices(array.sharding), []).append(index)
+            groups.setdefault(devices_of(array), []).append(index)
         else:
             result[index] = np.array(array)
     for group in groups.values():
@@ -223,11 +223,6 @@ def copies(arrays: Mapping[int, Any]) -> dict[int, Any]:
         copied, _ = _copier(tuple(array.sharding for array in of_group))(of_group, _EFFORT)
         result |= dict(zip(group, copied, strict=True))
     return result
-
-
-@functools.lru_cache(maxsize=1024)
-def _devices(sharding: jax.sharding.Sharding) -> frozenset[int]:
-    return frozenset(device.id for device in sharding.device_set)
 
 
 @functools.lru_cache(maxsize=64)

@@ -27,6 +27,29 @@ MAX_VALUES = 2**25
 """Members of all lists and objects, about."""
 
 
+def sealed(manifest: Manifest, *, where: str) -> tuple[bytes, Manifest]:
+    """Bytes of a manifest's file, read back: no writer takes them from anywhere else.
+
+    Args:
+        manifest: the manifest.
+        where: the file's path, for error messages.
+
+    Returns:
+        The bytes, and the manifest as a reader has it, with its checksum.
+
+    Raises:
+        FormatError: readers would refuse them.
+    """
+    try:
+        data, _ = encode(manifest)
+        return data, decode(data, where=where)
+    except (FormatError, IntegrityError, TypeError, ValueError, RecursionError) as error:
+        raise FormatError(
+            f"{where}: expected a manifest that can be read back, found one that cannot, and wrote "
+            f"nothing ({error}). Report this with its message."
+        ) from error
+
+
 def encode(manifest: Manifest) -> tuple[bytes, str]:
     """Bytes of a manifest's file, and the checksum in it."""
     body, kind = _fields(manifest), "base"

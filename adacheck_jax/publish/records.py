@@ -159,6 +159,27 @@ class Base:
 Record = Claim | Leaves | Version | Base
 
 
+def sealed(record: Record, where: object) -> tuple[bytes, str]:
+    """Bytes of a record's file, read back, and the checksum in it; nothing else is written.
+
+    Args:
+        record: the record.
+        where: the file, for messages.
+
+    Raises:
+        FormatError: followers would refuse them.
+    """
+    data, checksum = encode(record)
+    try:
+        decode(data, type(record), where)
+    except (FormatError, IntegrityError) as error:
+        raise FormatError(
+            f"{where}: expected a record that can be read back, found one that cannot, and wrote "
+            f"nothing ({error}). Report this with its message."
+        ) from error
+    return data, checksum
+
+
 def encode(record: Record) -> tuple[bytes, str]:
     """Bytes of a record's file, and the checksum in it."""
     body = dataclasses.asdict(record)

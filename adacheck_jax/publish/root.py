@@ -189,7 +189,7 @@ class Root:
         Raises:
             FileExistsError: there is a record of that number.
         """
-        data, checksum = records.encode(record)
+        data, checksum = records.sealed(record, self.top / folder)
         if isinstance(record, Base) and record.parts:
             (self.top / PARTS).sync()
         place = self.record_at(folder, checksum if isinstance(record, Leaves) else _number(record))

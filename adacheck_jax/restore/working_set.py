@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from adacheck_jax.device import transfer
+from adacheck_jax.device import sharding, transfer
 from adacheck_jax.format.manifest import Update
 from adacheck_jax.update import program as update_program
 
@@ -17,8 +17,9 @@ from adacheck_jax.update import program as update_program
 def replay_shardings(leaves: Sequence[Any], update: Update) -> dict[int, jax.sharding.Sharding]:
     """Shardings on one set of devices, where the leaves of an update lie while it is replayed.
 
-    A compiled program wants all its arrays on the same devices. Those of the largest leaf are
-    taken; a leaf that lies elsewhere (a counter on one device, a host value) is replicated there.
+    A compiled program wants all its arrays on the same devices, in one order, and in the memory
+    that these compute in. Those of the largest leaf are taken; a leaf that lies elsewhere (a
+    counter on one device, a host value) is replicated there.
 
     Args:
         leaves: every leaf of the state, or its ``jax.ShapeDtypeStruct``.
@@ -28,8 +29,12 @@ def replay_shardings(leaves: Sequence[Any], update: Update) -> dict[int, jax.sha
         A sharding for each leaf that the update takes, by leaf index.
     """
     own, main = _shardings_of(leaves, update)
+    orders = {i: sharding.devices_of(_plain(leaves[i])) for i in own}
+    order = next((orders[i] for i, each in own.items() if each is main), ())
     return {
-        i: each if each and each.device_set == main.device_set else update_program.replicated(main)
+        i: sharding.computable(each)
+        if each and orders[i] == order
+        else update_program.replicated(main)
         for i, each in own.items()
     }
 
@@ -71,7 +76,11 @@ def _shardings_of(
 
 def _sharding_of(leaf: Any) -> jax.sharding.Sharding | None:
     """The sharding of a leaf's elements; None for a leaf that is no array on devices."""
-    return getattr(transfer.raw(leaf) if transfer.is_key(leaf) else leaf, "sharding", None)
+    return getattr(_plain(leaf), "sharding", None)
+
+
+def _plain(leaf: Any) -> Any:
+    return transfer.raw(leaf) if transfer.is_key(leaf) else leaf
 
 
 def is_abstract(leaf: Any) -> bool:
@@ -123,17 +132,17 @@ class WorkingSet:
         return [self._take(index, index in copied) for index in indices]
 
     def _take(self, index: int, is_copied: bool) -> jax.Array:
-        taken, sharding = self._leaves[index], self._shardings[index]
+        taken, where = self._leaves[index], self._shardings[index]
         self._leaves[index] = None
         if transfer.is_key(taken):
             self._key_impls[index] = jax.random.key_impl(taken)
         leaf = transfer.raw(taken)
-        if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
+        if isinstance(leaf, jax.Array) and leaf.sharding == where:
             # The type alone: a reference to the array would keep a donated one's memory.
-            self._targets[index] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+            self._targets[index] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
             return jnp.copy(leaf) if is_copied else leaf
         self._targets[index] = leaf
-        placed = jax.device_put(leaf, sharding)
+        placed = _moved(leaf, where)
         return jnp.copy(placed) if is_copied else placed
 
     def put_back(self, indices: Sequence[int], replayed: Sequence[jax.Array]) -> None:
@@ -146,12 +155,20 @@ class WorkingSet:
         for index, array in zip(indices, replayed, strict=True):
             target, leaf = self._targets[index], array
             if isinstance(target, jax.Array):
-                leaf = jax.device_put(array, target.sharding)
+                leaf = _moved(array, target.sharding)
             elif not isinstance(target, jax.ShapeDtypeStruct):
                 leaf = like_host(target, np.asarray(array))
             if index in self._key_impls:
                 leaf = jax.random.wrap_key_data(leaf, impl=self._key_impls[index])
             self._leaves[index] = leaf
+
+
+def _moved(leaf: Any, where: jax.sharding.Sharding) -> jax.Array:
+    """A leaf on another sharding; JAX changes devices and memory one after the other alone."""
+    if isinstance(leaf, jax.Array):
+        leaf = jax.device_put(leaf, sharding.computable(leaf.sharding))
+        leaf = jax.device_put(leaf, sharding.computable(where))
+    return jax.device_put(leaf, where)
 
 
 def like_host(example: Any, value: np.ndarray) -> Any:

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from adacheck_jax.device import replicas, transfer, xla_call
 from adacheck_jax.device.trees import PyTree
@@ -347,7 +346,7 @@ class Saver:
                 "not recorded; the steps before are not affected."
             )
         if number == parent.tip.step:
-            _check_same(_counts_of(planner.snapshots.take(state)), parent, number)
+            _check_same(planner.snapshots.take(state).counts(), parent, number)
             return ""
         again = deferred.cut(len(deferred) - 1)[0] if number == last else None
         if not len(deferred):
@@ -437,11 +436,6 @@ class Saver:
             )
 
 
-def _counts_of(snapshot: Snapshot) -> Counts:
-    """Update counters of a state; waits for them."""
-    return tuple(int(np.asarray(snapshot.arrays[i])) for i in snapshot.structure.counts)
-
-
 def _check_same(counts: Counts, parent: Parent, number: int) -> None:
     """Raises ValueError if a step was saved with other update counters than those given."""
     if counts != parent.counts():
@@ -454,7 +448,7 @@ def _check_same(counts: Counts, parent: Parent, number: int) -> None:
 
 def _replica_check(mode: replicas.Mode, structure: Structure) -> replicas.Check:
     where, leaves = structure.replicated, structure.leaves
-    return replicas.Check(mode, where, leaves, structure.devices, structure.lead)
+    return replicas.Check(mode, where, leaves, structure.grid, structure.lead)
 
 
 def _bound_paths(structure: Structure) -> frozenset[str]:

@@ -29,6 +29,7 @@ from adacheck_jax.update import binding
 from adacheck_jax.update.binding import Binding, Recorders
 from adacheck_jax.update.elements.sample_sites import Sites
 from adacheck_jax.update.params_search import leaf_types
+from adacheck_jax.update.recorder_state import count_of
 
 _CACHED_STRUCTURES = 8
 
@@ -47,10 +48,11 @@ class Structure:
         sites: places at which this process samples leaves of updates; None without a recorder.
         local_picks: all boxes of each leaf that every process of several has for itself.
         replicated: leaves that lie on several devices in copies declared equal.
-        devices: devices of the state.
+        grid: devices of the state.
         lead: the one of them whose replica is saved.
         ephemeral: positions of the leaves that are saved with bases alone.
         everywhere: positions of the numbers that every process has.
+        devices: ids of the devices on which the leaves of updates lie, in a program's order.
     """
 
     leaves: tuple[Leaf, ...]
@@ -62,15 +64,16 @@ class Structure:
     sites: Sites | None
     local_picks: dict[int, tuple[transfer.Pick, ...]]
     replicated: tuple[replicas.ReplicatedLeaf, ...]
-    devices: DeviceGrid
+    grid: DeviceGrid
     lead: Lead
     ephemeral: frozenset[int] = frozenset()
     everywhere: frozenset[int] = frozenset()
+    devices: tuple[int, ...] = ()
 
     @functools.cached_property
     def ranks(self) -> Ranks:
         """Distances of the devices from the lead."""
-        return self.devices.ranks(self.lead.position)
+        return self.grid.ranks(self.lead.position)
 
     @functools.cached_property
     def arguments(self) -> tuple[tuple[int, ...], ...]:
@@ -117,6 +120,10 @@ class Structure:
         return frozenset(
             self.index[path] for each, n in pairs for path in each.inner[len(each.inner) - n :]
         )
+
+    def lies_like(self, other: Structure) -> bool:
+        """True if programs take the leaves of updates from the places where another state's lie."""
+        return self is other or (self.devices == other.devices and self.sites == other.sites)
 
     def computed_by(self, updates: Iterable[int]) -> frozenset[int]:
         """Positions of what some of the updates compute."""
@@ -167,7 +174,7 @@ class Snapshot:
 
     def counts(self) -> tuple[int, ...]:
         """Each recorder's update counter; waits for the running step."""
-        return tuple(int(self.arrays[i]) for i in self.structure.counts)
+        return tuple(count_of(self.arrays[i]) for i in self.structure.counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,9 +255,10 @@ class Snapshots:
         key = (version, treedef, tuple(map(_signature, leaves, arrays)))
         if key not in self._structures:
             if len(self._structures) >= _CACHED_STRUCTURES:
-                self._structures.clear()
+                del self._structures[next(iter(self._structures))]
             self._structures[key] = self._describe(state, arrays)
-        structure = self._structures[key]
+        # The last one is the one that was seen last: what a run saves is not forgotten for others.
+        structure = self._structures[key] = self._structures.pop(key)
         if all(
             leaf is array and isinstance(leaf, jax.Array)
             for leaf, array in zip(leaves, arrays, strict=True)
@@ -269,8 +277,8 @@ class Snapshots:
         if self._recorders:
             types = leaf_types(named)
             bindings = binding.bind_all(self._recorders, types, self._params_path)
-        layouts, devices = [sharding.layout_of_array(array) for array in arrays], grid_of(arrays)
-        ranks, written = devices.ranks(self._lead.position), layouts
+        layouts, grid = [sharding.layout_of_array(array) for array in arrays], grid_of(arrays)
+        ranks, written = grid.ranks(self._lead.position), layouts
         if self._lead.is_apart:
             written = [sole(each, x, ranks) for each, x in zip(layouts, arrays, strict=True)]
         itemsizes_bytes = [_itemsize_bytes(path, a) for path, a in zip(named, arrays, strict=True)]
@@ -307,7 +315,7 @@ class Snapshots:
             sites=None,
             local_picks=local_picks,
             replicated=replicas.replicated_leaves(tuple(named), arrays),
-            devices=devices,
+            grid=grid,
             lead=self._lead,
             ephemeral=_ephemeral(self._ephemeral, index, bindings),
             everywhere=_everywhere(layouts),
@@ -319,7 +327,8 @@ class Snapshots:
         placement = hashlib.sha256(described.encode()).hexdigest()
         in_turns = self._compares_replicas and not self._lead.is_apart
         sites = Sites(touched, arrays, in_turns=in_turns)
-        return dataclasses.replace(structure, placement=placement, sites=sites)
+        devices = _devices_of([arrays[i] for i in touched])
+        return dataclasses.replace(structure, placement=placement, sites=sites, devices=devices)
 
 
 def _picks(
@@ -343,6 +352,11 @@ def _picks(
         if jax.process_count() > 1 and sharding.is_local(array)
     }
     return own, local
+
+
+def _devices_of(arrays: Sequence[Any]) -> tuple[int, ...]:
+    """Ids of the largest set of devices that one of some arrays lies on, in a program's order."""
+    return max(map(sharding.devices_of, arrays), key=len, default=())
 
 
 def _everywhere(layouts: Sequence[sharding.Layout]) -> frozenset[int]:

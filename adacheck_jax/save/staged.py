@@ -22,6 +22,7 @@ from adacheck_jax.save.planning.situation import Counts
 from adacheck_jax.save.snapshot import Snapshot, Structure
 from adacheck_jax.store.delta_writer import DeltaWriter
 from adacheck_jax.store.steps.lineage import Lineage
+from adacheck_jax.update.recorder_state import count_of
 
 NOTHING: Mapping[int, Blocks] = {}
 """Copies of no leaf."""
@@ -250,7 +251,7 @@ class StagedStep:
         if self._plan.counts is not None:
             return self._plan.counts
         indices = self._plan.structure.counts
-        return tuple(int(np.asarray(self._counters[i])) for i in indices)
+        return tuple(count_of(self._counters[i]) for i in indices)
 
     def settled(self) -> SavePlan:
         """The plan that holds; waits for the update counters.

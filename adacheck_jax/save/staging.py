@@ -68,7 +68,7 @@ class Stager:
         copies: HostCopies,
         again: StagedStep | None,
         label: str,
-    ) -> tuple[StagedStep, Witness]:
+    ) -> tuple[StagedStep, Witness | None]:
         """The step on its way to the disk, and the witness of its state for the next one."""
         planned, tip = course.plan, course.tip
         before = tip.staged if tip else None
@@ -114,7 +114,7 @@ class Stager:
         if not planned.has_witness:
             return own, None
         checker = self._planner.checker_of(planned.structure, planned.update)
-        if planned.is_speculative and tip is not None:
+        if planned.is_speculative and tip is not None and tip.witness is not None:
             return own, own.begin_check(checker, tip.witness, snapshot.arrays)
         return own, checker.witness(State(snapshot.arrays, planned.step, own.sums))
 

@@ -26,7 +26,10 @@ from adacheck_jax.update.recording.signatures import abstract
 _log = logging.getLogger(__name__)
 
 DerivedFunction = Callable[[PyTree, PyTree, Any], PyTree]
-"""``(params, old, count) -> new``: new params, the last value, and the number of updates so far."""
+"""``(params, old, count) -> new``: new params, the last value, and the number of updates so far.
+
+The number is 1 after the first update; behind 2**31 - 1 it is 1 again.
+"""
 
 COUNT = jax.ShapeDtypeStruct((), jnp.int32)
 """Type of the update counter."""

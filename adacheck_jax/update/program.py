@@ -19,6 +19,7 @@ import numpy as np
 import optax
 
 from adacheck_jax.device import jax_settings, transfer, trees
+from adacheck_jax.device.sharding import computable, devices_of
 from adacheck_jax.update.binding import Binding
 from adacheck_jax.update.derived import COUNT, DerivedTree
 from adacheck_jax.update.recorder import Recorder
@@ -233,21 +234,23 @@ def jit_update(function: UpdateFunction, params: Sequence[Any], inner: Sequence[
 def common_shardings(arrays: Sequence[Any]) -> list[jax.sharding.Sharding | None]:
     """The shardings that the results of one program can keep if they replace some arrays.
 
-    A program runs on one set of devices, and the largest set among the arrays' is taken. An array
-    on another set (a counter that was made on one device) gives None.
+    A program runs on one set of devices in one order, and the largest set among the arrays' is
+    taken. An array on another one (a counter that was made on one device) gives None.
     """
-    found = [array.sharding if isinstance(array, jax.Array) else None for array in arrays]
-    sets = [sharding.device_set for sharding in found if sharding is not None]
-    largest = max(sets, key=len, default=None)
-    return [s if s is not None and s.device_set == largest else None for s in found]
+    orders = [devices_of(array) for array in arrays]
+    largest = max(orders, key=len, default=())
+    return [
+        array.sharding if order and order == largest else None
+        for array, order in zip(arrays, orders, strict=True)
+    ]
 
 
 def replicated(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
-    """A sharding that gives every one of the same devices the whole array."""
+    """A sharding that gives every one of the same devices the whole array, to compute with."""
     if isinstance(sharding, jax.sharding.NamedSharding):
         return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
     if len(sharding.device_set) == 1:
-        return sharding
+        return computable(sharding)
     devices = np.array(sorted(sharding.device_set, key=lambda d: d.id))
     mesh = jax.sharding.Mesh(devices, ("all",))
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())

@@ -29,6 +29,7 @@ from adacheck_jax.update.recorder_state import (
     InnerElsewhere,
     RecorderState,
     find_nodes,
+    next_counter,
     passed_key,
     picked,
 )
@@ -244,7 +245,7 @@ class Recorder(OneObject):
             whole = whole_params(self.signatures, record, state.adacheck_record, params)
             check_types(record, state.adacheck_record)
             record, extra = self.sealed(zero, (record, extra))
-            count = state.adacheck_count + jnp.ones((), jnp.int32)
+            count = next_counter(state.adacheck_count)
         if taken is not None:
             taken.append((self, record))
             rest = (state.adacheck_passed, state.adacheck_inner)

@@ -6,7 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from adacheck_jax.device import trees
 from adacheck_jax.device.trees import PyTree
@@ -16,6 +18,8 @@ RECORD_FIELD = "adacheck_record"
 EXTRA_FIELD = "adacheck_extra"
 PASSED_FIELD = "adacheck_passed"
 INNER_FIELD = "adacheck_inner"
+LAST_COUNT = 2**31 - 1
+"""The last number that an update counter has before it begins anew with 1."""
 
 
 class RecorderState(NamedTuple):
@@ -25,7 +29,7 @@ class RecorderState(NamedTuple):
     names and lose types.
 
     Attributes:
-        adacheck_count: int32 scalar, number of updates so far.
+        adacheck_count: int32 scalar, number of updates so far; 1 comes behind ``LAST_COUNT``.
         adacheck_record: gradients that the wrapped transformation received in the last update;
             shaped and sharded like the params.
         adacheck_extra: recorded extra arguments of the last update, by name.
@@ -39,6 +43,30 @@ class RecorderState(NamedTuple):
     adacheck_extra: dict[str, Any]
     adacheck_passed: dict[str, Any]
     adacheck_inner: PyTree
+
+
+def next_counter(counter: jax.Array) -> jax.Array:
+    """The update counter after one more update.
+
+    It is never negative, as the zero of fences needs it, and is 0 before the first update alone.
+    """
+    one, last = (jax.lax.full_like(counter, each) for each in (1, LAST_COUNT))
+    # No "and", and no bound: a compiler would know then that the counter is not negative, and the
+    # fences of several updates in one program would fence nothing.
+    return jax.lax.select(jax.lax.eq(counter, last), one, jax.lax.add(counter, one))
+
+
+def next_count(count: int) -> int:
+    """The number of updates that a counter tells after one more update."""
+    return 1 if count == LAST_COUNT else count + 1
+
+
+def count_of(counter: Any) -> int:
+    """The number of updates that a counter tells; waits for it.
+
+    A negative counter, which no Recorder makes, tells a large number.
+    """
+    return int(np.asarray(counter)) % 2**63
 
 
 class InnerElsewhere(NamedTuple):

@@ -283,6 +283,17 @@ def test_decode_undoes_encode(manifest):
     assert dataclasses.replace(found, checksum="") == manifest
 
 
+@EXAMPLES
+def test_what_readers_would_refuse_is_not_handed_out(manifest):
+    data, found = manifest_json.sealed(manifest, where="manifest.json")
+    assert (data, found) == (encode(manifest), decode(data))
+    wrong = [{"counts": (-1,)}, {"fingerprints": (2**64,)}, {"custom_metadata": {1, 2}}]
+    wrong = [each for each in wrong if hasattr(manifest, *each)]
+    for each in wrong:
+        with pytest.raises(FormatError, match="found one that cannot, and wrote nothing"):
+            manifest_json.sealed(dataclasses.replace(manifest, **each), where="manifest.json")
+
+
 def test_a_base_that_was_saved_as_one_says_nothing_of_compaction():
     assert "replaces" not in body_of(A_BASE)
     found = decode(encode(A_BASE))

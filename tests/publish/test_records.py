@@ -13,6 +13,7 @@ from adacheck_jax.errors import FormatError, IntegrityError
 from adacheck_jax.format.manifest_json import MAX_CONTAINERS, checksum_of
 from adacheck_jax.publish import records
 from adacheck_jax.publish.records import Base, Claim, Leaf, Leaves, Parent, Stored, Version
+from adacheck_jax.publish.root import VERSIONS, Root
 
 STORED = Stored(12, "0" * 32)
 RECORDS = [
@@ -28,6 +29,14 @@ RECORDS = [
 def test_a_record_comes_back(record):
     data, checksum = records.encode(record)
     assert records.decode(data, type(record), "here") == (record, checksum)
+
+
+def test_a_record_that_no_follower_could_read_is_not_written(tmp_path):
+    root = Root(tmp_path / "weights")
+    made = Version(4, 3, -17, None, "b" * 64, (), None, 0)
+    with pytest.raises(FormatError, match="expected a record that can be read back"):
+        root.write(VERSIONS, made)
+    assert root.numbers(VERSIONS) == []
 
 
 def changed(record: Any, change: Callable[[dict[str, Any]], Any]) -> bytes:

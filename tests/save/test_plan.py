@@ -13,6 +13,7 @@ from adacheck_jax.save.planning.situation import Options
 from adacheck_jax.save.snapshot import Snapshots
 from adacheck_jax.update import program as update_program
 from adacheck_jax.update.binding import recorders_of
+from adacheck_jax.update.recorder_state import LAST_COUNT
 from tests import support
 
 UPDATE = Update(
@@ -183,6 +184,21 @@ def test_of_several_recorders_each_makes_one_update_or_none(counts, updates, rea
     base = BaseManifest(10, (6, 7), (), (), UPDATE, "first", (), (), 1, {})
     decision = decide(base, base, counts=counts)
     assert (decision.kind, decision.updates, decision.reason) == ("replay", updates, reason)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "updates"),
+    [
+        ((LAST_COUNT - 1,), (LAST_COUNT,), (0,)),
+        ((LAST_COUNT, LAST_COUNT), (1, LAST_COUNT), (0,)),
+        ((LAST_COUNT,), (0,), None),
+        ((LAST_COUNT,), (2,), None),
+        ((LAST_COUNT,), (LAST_COUNT + 1,), None),
+        ((0,), (1,), (0,)),
+    ],
+)
+def test_behind_the_last_number_of_updates_comes_the_first(before, after, updates):
+    assert decision.advanced(before, after) == updates
 
 
 @pytest.mark.parametrize("counts", [(8, 7), (6, 6), (7, 9), (6,), (6, 7, 0)])

@@ -31,7 +31,8 @@ class Identity:
     def witness(self, state: State) -> Witness:
         """Takes a witness of a base, or of a restored state; waits for the state."""
         own = (*self.structure.arguments[0], *self.structure.arguments[1])
-        return {i: reference(state.arrays[i]) for i in own}
+        kept = {i: reference(state.arrays[i]) for i in own}
+        return Witness(self.structure, self.program, kept)
 
     def begin(self, before: Witness, state: State) -> Check:
         """Takes what the check of a delta needs."""
@@ -43,10 +44,10 @@ class Identity:
             return _Identified(witness, every)
         own = (*self.structure.arguments[0], *self.structure.arguments[1])
         pairs = zip(own, call.taken, strict=True)
-        if not all(_is_same(before.get(i), taken) for i, taken in pairs):
+        if not all(_is_same(before.kept.get(i), taken) for i, taken in pairs):
             return _Identified(witness, every)
         returned = dict(zip(own, call.returned, strict=True))
-        wrong = {i: each for i, each in every.items() if not _is_same(witness[i], returned[i])}
+        wrong = {i: each for i, each in every.items() if not _is_same(witness.kept[i], returned[i])}
         return _Identified(witness, wrong)
 
 

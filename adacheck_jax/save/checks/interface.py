@@ -15,11 +15,27 @@ from adacheck_jax.update.elements.sample_sites import WHOLE_ELEMENTS
 Findings = dict[int, float]
 """Share of the compared elements that differ, for each leaf that replay gets wrong."""
 
-Witness = Any
-"""Part of a state that an engine keeps to check the next one; opaque to everybody else."""
-
 DENSE = 1 / 16
 """From this share on a sample cannot miss an error: ``(1 - 1/16) ** 1024`` is 2e-29."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Witness:
+    """Part of a state that a checker keeps to check the next one.
+
+    Attributes:
+        structure: structure of the state.
+        program: its exported update.
+        kept: that part; opaque to everybody but the engine that keeps it.
+    """
+
+    structure: Structure
+    program: ExportedUpdate
+    kept: Any
+
+    def fits(self, structure: Structure, program: ExportedUpdate) -> bool:
+        """True if the checker of a structure and its update can read it."""
+        return self.program is program and self.structure.lies_like(structure)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +98,7 @@ class Checker(Protocol):
         """Takes what the check of a delta needs; the state may be donated afterwards.
 
         Args:
-            before: witness of the parent.
+            before: witness of the parent; it fits the structure and the update of this checker.
             state: the state that the delta is to give.
         """
         ...

@@ -27,6 +27,7 @@ class Sampling:
     def __init__(self, structure: Structure, program: ExportedUpdate, pieces: Pieces) -> None:
         assert structure.sites is not None
         self._structure, self._sites, self._pieces = structure, structure.sites, pieces
+        self._program = program
         self._compared = frozenset(compared(structure, program))
         self._taker: Taker | None = None
         self._compiled: Future[Any] = Future()
@@ -62,18 +63,22 @@ class Sampling:
         """Takes a witness of a base, or of a restored state; waits for the state."""
         starts, taker = self._sites.starts_at(state.step), self._prepare(state.arrays)
         if taker.is_ready:
-            return taker.take(state.arrays, starts, starts)[0]
-        return from_host(state.arrays, self._sites, starts, self._pieces.before)
+            return self._of(taker.take(state.arrays, starts, starts)[0])
+        return self._of(from_host(state.arrays, self._sites, starts, self._pieces.before))
+
+    def _of(self, sample: Sample) -> Witness:
+        return Witness(self._structure, self._program, sample)
 
     def begin(self, before: Witness, state: State) -> Check:
         """Takes what the check of a delta needs."""
         starts, taker = self._sites.starts_at(state.step), self._prepare(state.arrays)
+        last: Sample = before.kept
         if taker.is_ready:
-            after, following = taker.take(state.arrays, before.starts, starts)
+            after, following = taker.take(state.arrays, last.starts, starts)
         else:
-            after = from_host(state.arrays, self._sites, before.starts, self._pieces.after)
+            after = from_host(state.arrays, self._sites, last.starts, self._pieces.after)
             following = from_host(state.arrays, self._sites, starts, self._pieces.before)
-        return _SampleCheck(self, before, after, following)
+        return _SampleCheck(self, last, after, self._of(following))
 
     def compare(self, before: Sample, after: Sample, updates: Sequence[int]) -> Findings:
         """Replays what was taken of two states, and compares."""
@@ -93,7 +98,7 @@ class _SampleCheck:
     checker: Sampling
     before: Sample
     after: Sample
-    witness: Sample
+    witness: Witness
 
     def findings(self, updates: Sequence[int]) -> Findings:
         return self.checker.compare(self.before, self.after, updates) if updates else {}

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from adacheck_jax.device import fingerprint, jax_settings, transfer
+from adacheck_jax.device import fingerprint, jax_settings, sharding, transfer
 from adacheck_jax.device.shard_sums import Summing
 from adacheck_jax.format.fingerprint import words_of
 from adacheck_jax.save.checks.interface import Check, Findings, State, Witness, compared
@@ -28,8 +28,9 @@ class Following:
     def __init__(self, structure: Structure, program: ExportedUpdate) -> None:
         self._structure, self._program = structure, program
         self._compared = frozenset(compared(structure, program))
-        self._fold: Any = None
-        self._summing: Summing | None = None
+        # Each with the shardings that it was made for.
+        self._fold: tuple[list[Any], Any] | None = None
+        self._summing: tuple[dict[int, Any], Summing] | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -39,25 +40,33 @@ class Following:
     def witness(self, state: State) -> Witness:
         """Takes a witness of a base, or of a restored state; waits for the state."""
         own = (*self._structure.arguments[0], *self._structure.arguments[1])
-        return _Followed(_Copy(self._together(state, own)), 0)
+        return self._of(_Followed(_Copy(self._together(state, own)), 0))
+
+    def _of(self, followed: _Followed) -> Witness:
+        return Witness(self._structure, self._program, followed)
 
     def begin(self, before: Witness, state: State) -> Check:
         """Takes what the check of a delta needs."""
+        last: _Followed = before.kept
         consumed = (*self._structure.arguments[2], *self._structure.arguments[3])
         given = self._together(state, consumed)
         # What was put on other devices is compared by its bits, all else by fingerprints.
         alone = {
             i: array
-            for i, array in before.copy.arrays.items()
+            for i, array in last.copy.arrays.items()
             if getattr(state.arrays[i], "sharding", None) != array.sharding
         }
         after = transfer.copies({i: state.arrays[i] for i in alone})
         # Leaves whose replay is not relied on are the state's own again.
         renewed = self._together(state, [*self._program.stored])
-        return _FollowingCheck(self, before, given, after, renewed, state.sums)
+        following = self._of(_Followed(last.copy, last.number + 1))
+        return _FollowingCheck(self, last, given, after, renewed, state.sums, following)
 
     def _together(self, state: State, indices: Sequence[int]) -> dict[int, jax.Array]:
-        """Copies on the devices that the largest leaves have in common; waits only for others."""
+        """Copies on the devices that the largest leaves have in common; waits only for others.
+
+        They lie in the memory that devices compute in, also those of what is offloaded from it.
+        """
         touched = [i for each in self._structure.arguments for i in each]
         shardings = dict(
             zip(
@@ -68,10 +77,13 @@ class Following:
         )
         main = next((where for where in shardings.values() if where), None)
         result = transfer.copies({i: state.arrays[i] for i in indices if shardings[i]})
+        for i, array in result.items():
+            if not sharding.in_device_memory(array):
+                result[i] = jax.device_put(array, sharding.computable(array.sharding))
         for i in indices:
             if not shardings[i]:
                 placed = None if main is None else update_program.replicated(main)
-                result[i] = jax.device_put(np.asarray(state.arrays[i]), placed)
+                result[i] = jax.device_put(np.array(state.arrays[i]), placed)
         return result
 
     def renew(self, copy: _Copy, state: State, wrong: Collection[int]) -> None:
@@ -108,10 +120,12 @@ class Following:
             switches = update_program.switches(len(structure.bindings), updates, shardings)
             lists = [[held[i] for i in params], [held[i] for i in inner]]
             consumed = [[given[i] for i in each] for each in (record, extra)]
-            if self._fold is None:
+            kept = [x.sharding for each in lists for x in each]
+            if self._fold is None or self._fold[0] != kept:
                 assert self._program.function is not None
-                self._fold = update_program.jit_update_like(self._program.function, *lists)
-            outputs = jax.tree.leaves(self._fold(*lists, *consumed, switches))
+                fold = update_program.jit_update_like(self._program.function, *lists)
+                self._fold = kept, fold
+            outputs = jax.tree.leaves(self._fold[1](*lists, *consumed, switches))
         held.update(zip((*params, *inner), outputs, strict=True))
 
     def _differing(self, held: Mapping[int, Any], check: _FollowingCheck) -> Findings:
@@ -122,10 +136,11 @@ class Following:
             if i in self._compared and (share := _differing(np.asarray(held[i]), np.asarray(after)))
         }
         whole = {i: x for i, x in held.items() if i in self._compared and i not in check.after}
-        if self._summing is None:
-            self._summing = structure.summing_of(whole)
+        places = {i: x.sharding for i, x in whole.items()}
+        if self._summing is None or self._summing[0] != places:
+            self._summing = places, structure.summing_of(whole)
         found = fingerprint.Contributions(
-            whole, structure.picks, structure.whole_picks, summing=self._summing
+            whole, structure.picks, structure.whole_picks, summing=self._summing[1]
         ).sums()
         expected = check.sums()
         return wrong | {i: 1.0 for i, value in found.items() if value != expected[i]}
@@ -164,6 +179,7 @@ class _FollowingCheck:
         after: leaves of the state that the copy has elsewhere; compared by their bits.
         renewed: leaves of the state whose replay is not relied on.
         sums: as of :class:`State`.
+        witness: witness of that state.
     """
 
     checker: Following
@@ -172,10 +188,7 @@ class _FollowingCheck:
     after: Mapping[int, Any]
     renewed: Mapping[int, Any]
     sums: Callable[[], Mapping[int, int]]
-
-    @property
-    def witness(self) -> Witness:
-        return _Followed(self.before.copy, self.before.number + 1)
+    witness: Witness
 
     def findings(self, updates: Sequence[int]) -> Findings:
         return self.checker.compare(self, updates)

@@ -13,6 +13,7 @@ from adacheck_jax.save.planning.situation import Counts, Facts, Kind, Options, S
 from adacheck_jax.save.snapshot import Structure
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.update import program as update_program
+from adacheck_jax.update.recorder_state import next_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +55,13 @@ def described(updates: tuple[int, ...]) -> str:
 
 def advanced(before: Counts, after: Counts) -> tuple[int, ...] | None:
     """The recorders that made one update between two states; None if one made another number."""
-    steps = [b - a for a, b in zip(before, after, strict=True)]
-    if not {0, 1}.issuperset(steps):
-        return None
-    return tuple(k for k, step in enumerate(steps) if step)
+    updates = []
+    for k, (old, new) in enumerate(zip(before, after, strict=True)):
+        if new == next_count(old):
+            updates.append(k)
+        elif new != old:
+            return None
+    return tuple(updates)
 
 
 def shown(counts: Counts) -> str:
@@ -120,6 +124,8 @@ def decide(
         decision = _checked_replay(decision, base, structure, update)
     if not decision.is_base and parent.deferred_count and not situation.is_only:
         decision = Decision("base", "another step was restored meanwhile")
+    if decision.kind == "replay" and parent.has_moved:
+        decision = unplanned("the sharding of the state changed, or its update did")
     if decision.kind == "replay" and not parent.has_witness:
         decision = Decision("base", "the step before is not known here well enough to check")
     if decision.kind == "replay" and situation.is_shadow_beyond:

@@ -44,7 +44,7 @@ class Tip:
     depth: int
     staged: StagedStep | None
     host_copies: Mapping[int, Blocks]
-    witness: Witness
+    witness: Witness | None
 
     @property
     def position(self) -> Position:
@@ -267,7 +267,9 @@ def _is_root(directory: AnyPath) -> bool:
     return at(directory).is_folder and not at(directory / marks.STEP_METADATA).exists
 
 
-def facts_of(parent: Parent, tip: Tip, *, knows_counts: bool, made_depth: int) -> Facts:
+def facts_of(
+    parent: Parent, tip: Tip, *, knows_counts: bool, made_depth: int, witness_fits: bool
+) -> Facts:
     """Facts for a plan about a step that the next one may follow.
 
     Args:
@@ -276,6 +278,7 @@ def facts_of(parent: Parent, tip: Tip, *, knows_counts: bool, made_depth: int) -
         knows_counts: True if its update counters are computed, as the next step's are.
         made_depth: number that the newest base of its line which was made in the background has
             among the deltas; 0 for none.
+        witness_fits: True if the witness of the last step in memory can check the next one.
     """
     counts = None
     if knows_counts:
@@ -291,8 +294,9 @@ def facts_of(parent: Parent, tip: Tip, *, knows_counts: bool, made_depth: int) -
         lineage=parent.lineage,
         deferred_count=tip.depth - parent.tip.depth,
         saved=_saved_facts(parent.save),
-        has_witness=tip.witness is not None,
+        has_witness=witness_fits,
         copied=tip.host_copies,
+        has_moved=tip.witness is not None and not witness_fits,
     )
 
 

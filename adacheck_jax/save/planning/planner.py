@@ -185,7 +185,11 @@ class Planner:
         if parent is not None:
             tip = self.deferred.tip_behind(parent)
             facts = parents.facts_of(
-                parent, tip, knows_counts=counts is not None, made_depth=self._bases.newest_depth
+                parent,
+                tip,
+                knows_counts=counts is not None,
+                made_depth=self._bases.newest_depth,
+                witness_fits=tip.witness is not None and tip.witness.fits(structure, update),
             )
             is_beyond = self._is_shadow_beyond(tip, again, counts)
         return Situation(
@@ -240,7 +244,7 @@ class Planner:
     def _compared(self, snapshot: Snapshot, course: Course) -> Course:
         """Begins to replay the updates of a delta, to compare them before the save returns."""
         planned, tip = course.plan, course.tip
-        if tip is None:
+        if tip is None or tip.witness is None:
             return course
         if tip.staged is not None:
             with contextlib.suppress(AdaCheckError):  # raised by the save of that step
@@ -308,7 +312,7 @@ class Planner:
         """The exported update of a structure."""
         return self._updates.of(structure)
 
-    def witness_of_restored(self, restored: Lineage, state: PyTree) -> Witness:
+    def witness_of_restored(self, restored: Lineage, state: PyTree) -> Witness | None:
         """A witness of a restored state; None where the next save cannot be a replayed delta.
 
         Args:

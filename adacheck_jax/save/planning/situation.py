@@ -126,6 +126,7 @@ class Facts:
         saved: the facts that only a step saved by this process has; None for a restored one.
         has_witness: True if an update of its state can be checked.
         copied: leaves of which host copies are kept.
+        has_moved: True if its state lay on other devices or had another update.
     """
 
     step: int
@@ -136,6 +137,7 @@ class Facts:
     saved: SavedFacts | None
     has_witness: bool
     copied: Collection[int]
+    has_moved: bool = False
 
 
 @dataclass(frozen=True, slots=True)

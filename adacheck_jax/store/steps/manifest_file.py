@@ -5,8 +5,6 @@ It is written last, after every byte that it speaks of, and it carries a checksu
 
 from __future__ import annotations
 
-import dataclasses
-
 from adacheck_jax.errors import FormatError, unreadable
 from adacheck_jax.format import manifest_json
 from adacheck_jax.format.manifest import Manifest
@@ -123,13 +121,11 @@ def write(
         claim: identity of a claim in its place, the only value that it may replace.
 
     Returns:
-        The manifest with its checksum, and the identity of its file.
+        The manifest as a reader has it, and the identity of its file.
 
     Raises:
-        FormatError: it is larger than readers accept.
+        FormatError: readers would refuse it.
         FileExistsError: the claim is not there any more.
     """
-    data, checksum = manifest_json.encode(manifest)
-    manifest_json.check_counts(data, str(item_directory / FILE))
-    stamp = at(item_directory / FILE).write(data, replacing=claim)
-    return dataclasses.replace(manifest, checksum=checksum), stamp
+    data, made = manifest_json.sealed(manifest, where=str(item_directory / FILE))
+    return made, at(item_directory / FILE).write(data, replacing=claim)

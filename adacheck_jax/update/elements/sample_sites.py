@@ -16,7 +16,6 @@ from typing import Any, cast
 import jax
 import numpy as np
 
-from adacheck_jax.device import transfer
 from adacheck_jax.format.boxes import Box
 
 WHOLE_ELEMENTS = 4096
@@ -72,6 +71,7 @@ class Sites:
         boxes = {i: boxes_held(arrays[i]) for i in indices}
         everywhere: list[Any] = max((list(each) for each in boxes.values()), key=len, default=[])
         process = jax.process_index()
+        self._every_device = [d.id for d in everywhere]
         self.devices = [d.id for d in everywhere if d.process_index == process]
         by_shape: dict[tuple[int, ...], list[int]] = {}
         for i in indices:
@@ -84,7 +84,7 @@ class Sites:
             sizes = {site.shape for site in whole}
             if None in sites.values() or len(sizes) != 1:
                 uncovered.update(members)
-                sites, whole = dict.fromkeys(sites, Box.full(shape)), {Box.full(shape)}
+                sites = dict.fromkeys(sites, _nothing_of(shape))
             elif sum(site.size for site in whole) < math.prod(shape):
                 uncovered.update(members)
             known = cast(dict[int, Box], sites)
@@ -92,6 +92,13 @@ class Sites:
             self.shapes.append(taken)
         self.uncovered = frozenset(uncovered)
         self._shape_of = {i: each for each in self.shapes for i in each.members}
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sites):
+            return NotImplemented
+        return (self._every_device, self.shapes) == (other._every_device, other.shapes)
+
+    __hash__ = None  # type: ignore[assignment]
 
     @property
     def sizes(self) -> dict[int, int]:
@@ -122,8 +129,8 @@ class Sites:
 
 
 def boxes_held(array: Any) -> dict[Any, Box]:
-    """The box that each device holds of an array; empty for an array on the host."""
-    if not is_on_device(array):
+    """The box that each device holds of an array, in any of its memories; none of a numpy array."""
+    if not isinstance(array, jax.Array):
         return {}
     indices = array.sharding.devices_indices_map(tuple(array.shape))
     return {d: Box.from_slices(index or (), array.shape) for d, index in indices.items()}
@@ -132,12 +139,17 @@ def boxes_held(array: Any) -> dict[Any, Box]:
 def _common(boxes: Sequence[Box | None], shape: tuple[int, ...]) -> Box | None:
     """The intersection of some boxes, None if it is empty; a box that is None leaves out none."""
     if not math.prod(shape):
-        return Box((0,) * len(shape), (0,) * len(shape))
+        return _nothing_of(shape)
     common: Box | None = Box.full(shape)
     for box in boxes:
         if box is not None and common is not None:
             common = common.intersect(box)
     return common
+
+
+def _nothing_of(shape: tuple[int, ...]) -> Box:
+    """A box without elements."""
+    return Box((0,) * len(shape), (0,) * len(shape))
 
 
 def _sampled_shape(
@@ -151,15 +163,10 @@ def _sampled_shape(
         stride = max(1, min(site.size, *map(len, sharing.values()))) if sharing and in_turns else 1
         first = {d: n % stride for each in sharing.values() for n, d in enumerate(each)}
         return SampledShape(members, sites, stride, -(-site.size // stride), first)
+    if not site.size:
+        return SampledShape(members, sites, 1, 0, None)
     wanted = min(site.size, max(_MIN_ROW, SAMPLE_ELEMENTS // max(1, len(sites))))
     stride = site.size // wanted
     while stride > 1 and math.gcd(stride, site.shape[-1]) > 1:  # else some columns are never met
         stride -= 1
     return SampledShape(members, sites, stride, -(-site.size // stride), None)
-
-
-def is_on_device(array: Any) -> bool:
-    """True for an array in the memory of devices; False if it is offloaded to the host."""
-    if not isinstance(array, jax.Array):
-        return False
-    return not transfer.on_accelerator(array) or array.sharding.memory_kind in (None, "device")

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from adacheck_jax.device import transfer
+from adacheck_jax.device import sharding, transfer
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.update.elements.pieces import VectorLayout, Vectors
-from adacheck_jax.update.elements.sample_sites import Sites, Starts, boxes_held, is_on_device
+from adacheck_jax.update.elements.sample_sites import Sites, Starts, boxes_held
 
 
 def _taken(flat: Any, start: Any, stride: int, count: int) -> Any:
@@ -159,7 +159,7 @@ class Taker:
 
 def _mesh_of(array: Any, devices: Sequence[int]) -> Mesh | None:
     """The mesh of an array that lies on all devices that sample, else None."""
-    if not is_on_device(array):
+    if not sharding.in_device_memory(array):
         return None
     if {device.id for device in array.sharding.addressable_devices} != set(devices):
         return None

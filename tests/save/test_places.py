@@ -1,0 +1,54 @@
+"""Leaves that change their place, data type or structure in mid-run: each step is saved."""
+
+import itertools
+
+import pytest
+
+from tests.campaigns import places
+from tests.campaigns.places import Plan, Step
+
+
+def stays(optimizer, options, *where, each=3):
+    """A run that saves some steps at each of some places."""
+    steps = [
+        Step("" if n else "place", place, False, False, True, "")
+        for place, n in itertools.product(where, range(each))
+    ]
+    return Plan(options, optimizer, tuple(steps))
+
+
+ROUTES = {
+    "to numpy and back": ("one", "numpy", "one"),
+    "to other devices": ("eight", "eight turned", "four", "another"),
+    "to another order": ("four", "four turned", "four"),
+}
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("options", ["auto", "full", "sample", "large"])
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_change_of_place_costs_one_base(tmp_path, route, options):
+    outcome = places.run(stays("adamw", options, *ROUTES[route]), tmp_path)
+    assert not outcome.problems
+    # Of a large state in numpy no sample is taken, and no second copy is kept.
+    kinds = "BDD" if options == "large" else "BRR"
+    wanted = ["BRR" if place != "numpy" else kinds for place in ROUTES[route]]
+    assert outcome.kinds == "".join(wanted)
+
+
+@pytest.mark.first(1)
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize("options", ["auto", "full", "bits"])
+def test_a_change_of_memory_costs_nothing(tmp_path, optimizer, options):
+    route = ("eight", "eight pinned", "eight unpinned", "eight")
+    outcome = places.run(stays(optimizer, options, *route, each=2), tmp_path)
+    assert not outcome.problems
+    assert outcome.kinds == "B" + ("D" if options == "bits" else "R") * 7
+
+
+@pytest.mark.first(2, slow=6)
+@pytest.mark.parametrize("seed", [1, 4, 10, 109, 6, 302, *range(20, 60)])
+def test_every_step_of_a_run_that_changes_at_any_time_is_restored(tmp_path, seed):
+    outcome = places.run(Plan.drawn(seed, 12 if seed in (1, 4) else 24), tmp_path)
+    assert not outcome.problems
+    assert outcome.saved
