@@ -23,6 +23,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from etils import epath
+
 import adacheck_jax as adacheck
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.manifest import BaseManifest
@@ -147,7 +149,8 @@ class Training:
         with support.manager_of(self.root / "steps", adacheck.AdaCheckHandler()) as manager:
             for step, expected in self.saved.items():
                 support.assert_same_bits(manager.restore(step, args=args), expected)
-        follower = adacheck.follow(self.root / "weights", args.abstract_state["params"])
+        params = support.abstract(self.run.state["params"])
+        follower = adacheck.follow(self.root / "weights", params)
         support.assert_same_bits(follower.latest(), support.host_copy(self.run.state["params"]))
         again = adacheck.AdaCheckHandler(self.run.recorder, shadow_directory=self.memory)
         recovered = again.recover(self.root / "steps", args.abstract_state)
@@ -174,11 +177,11 @@ class Training:
 def used(training: Training) -> int:
     """Uses everything in a child; returns an exit code."""
     state, version = training.run.state, training.run.count + 1
-    args = adacheck.RestoreArgs(support.abstract(state))
+    args, steps = adacheck.RestoreArgs(support.abstract(state)), training.root / "steps"
     calls = [
         lambda: training.handler.record_step(state, version),
-        lambda: training.handler.restore(training.root / "steps" / "1" / "default", args),
-        lambda: training.handler.recover(training.root / "steps", args.abstract_state),
+        lambda: training.handler.restore(epath.Path(steps / "1" / "default"), args),
+        lambda: training.handler.recover(steps, args.abstract_state),
         lambda: training.publisher.publish(state, version=version),
         training.publisher.wait,
     ]
