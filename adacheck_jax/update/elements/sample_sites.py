@@ -87,6 +87,7 @@ class Sites:
             self.shapes.append(_sampled_shape(tuple(members), known, math.prod(shape)))
         self.uncovered = frozenset(uncovered)
         self._shape_of = {i: each for each in self.shapes for i in each.members}
+        self._columns = {i: n for n, each in enumerate(self.shapes) for i in each.members}
 
     @property
     def sizes(self) -> dict[int, int]:
@@ -109,7 +110,7 @@ class Sites:
 
     def position(self, index: int) -> int:
         """The column of ``starts`` for a leaf."""
-        return self.shapes.index(self._shape_of[index])
+        return self._columns[index]
 
     def of(self, index: int) -> SampledShape:
         """The sampling of a leaf and of all others of its shape."""
