@@ -39,9 +39,9 @@ _SETTINGS = """
 class PinnedFunction:
     """A function of pytrees, evaluated with fences.
 
-    Called inside another trace it is traced each time, as any function is; a replay takes the last
-    such trace, which is the train step's. Called with arrays it is traced once for each structure:
-    values that it reads besides its arguments are read then, as under ``jax.jit``.
+    Called inside another trace it is traced each time, as any function is. Called with arrays it is
+    traced once for each structure: values that it reads besides its arguments are read then, as
+    under ``jax.jit``. A replay takes the last trace of either kind, which is what was trained with.
 
     Args:
         function: a function from pytrees to a pytree. Leaves that are no arrays pass through.
@@ -58,7 +58,7 @@ class PinnedFunction:
         Args:
             zero: the ``z`` of the fences.
             *trees: the function's arguments.
-            is_replay: True to take the last trace inside another trace, if there is one.
+            is_replay: True to take a trace that was made before, if there is one.
         """
         traced = self._trace(trees, is_replay=is_replay)
         arrays = [_array(leaf) for leaf in jax.tree.leaves(trees) if _is_array(leaf)]
@@ -83,6 +83,8 @@ class PinnedFunction:
         if len(arrays) == len(leaves):
             key = (treedef, *map(_aval, arrays), *_settings())
             known = kept.get(key)
+            if known is None and is_replay and not self._staged:  # an update without jax.jit
+                known = self._known.get(key)
             if known is not None and (is_replay or not is_staged):
                 return known
         traced = _Traced(self._function, leaves, treedef)
