@@ -43,17 +43,13 @@ def measured(leaves: int) -> dict[str, Any]:
     return rows
 
 
-def table(found: dict[int, dict[str, Any]]) -> str:
-    """A Markdown table: wall and CPU seconds, and their ratio to stock Orbax's."""
-    lines = [
-        "| leaves | | blocking s | stock | × | durable s | stock | × | CPU s | stock | × |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for leaves, rows in found.items():
-        for name, (own, stock) in rows.items():
-            cells = [f"{a:.2f} | {b:.2f} | {a / b:.1f}" for a, b in zip(own, stock, strict=True)]
-            lines.append(f"| {leaves:,} | {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+def lines(leaves: int, rows: dict[str, Any]) -> str:
+    """Lines of a Markdown table: wall and CPU seconds, and their ratio to stock Orbax's."""
+    made = []
+    for name, (own, stock) in rows.items():
+        cells = [f"{a:.2f} | {b:.2f} | {a / b:.1f}" for a, b in zip(own, stock, strict=True)]
+        made.append(f"| {leaves:,} | {name} | {' | '.join(cells)} |")
+    return "\n".join(made)
 
 
 def main() -> None:
@@ -65,7 +61,10 @@ def main() -> None:
     parser.add_argument("--leaves", type=int, nargs="+", default=[300, 1000, 3000, 10000])
     given = parser.parse_args()
     print(json.dumps(environment()))
-    print(table({leaves: measured(leaves) for leaves in given.leaves}))
+    print("| leaves | | blocking s | stock | × | durable s | stock | × | CPU s | stock | × |")
+    print(f"|{'---|' * 11}")
+    for leaves in given.leaves:
+        print(lines(leaves, measured(leaves)), flush=True)
 
 
 if __name__ == "__main__":
