@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from benchmarks import many_leaves
 from benchmarks.speed import child, report, ways
 
 ABOUT = {"command": "python -m benchmarks", "cores": 2, "machine": "x", "versions": {"jax": "1"}}
@@ -102,3 +103,13 @@ def test_a_report_tells_everything_that_was_measured(saves, tmp_path):
     drawn = report.plots(results, tmp_path)
     assert {path.name for path in drawn} == {"saves.png", "restores.png", "growth.png"}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
+
+
+@pytest.mark.slow
+def test_states_of_many_leaves_are_measured_beside_stock_orbax():
+    rows = many_leaves.measured(12)
+    assert len(rows) == 7
+    assert all(
+        durable_s >= blocking_s > 0 for row in rows.values() for blocking_s, durable_s, _ in row
+    )
+    assert many_leaves.lines(12, rows).count("| 12 | first") == 3

@@ -87,19 +87,22 @@ class Staged(Mapping[int, Blocks]):
         self._picks = picks
         self._taken: dict[int, list[tuple[Box, Any, tuple[slice, ...]]]] = {}
         self._blocks: dict[int, Blocks] = {}
+        self._has_begun = False
         # A writing thread and one that waits until the arrays may be donated may meet here.
         self._lock = threading.RLock()
 
     def begin(self) -> Staged:
         """Starts all transfers, before the first is awaited."""
         with self._lock:
-            for index, array in self._arrays.items():
-                if index not in self._taken and index not in self._blocks:
-                    taken = [(pick[0], *_taken(array, pick)) for pick in self._picks[index]]
-                    for _, data, _ in taken:
+            if not self._has_begun:  # each access comes here: no second look at all arrays
+                for index, array in self._arrays.items():
+                    self._taken[index] = [
+                        (pick[0], *_taken(array, pick)) for pick in self._picks[index]
+                    ]
+                    for _, data, _ in self._taken[index]:
                         if isinstance(data, jax.Array) and on_accelerator(data):
                             data.copy_to_host_async()
-                    self._taken[index] = taken
+                self._has_begun = True
         return self
 
     def wait(self) -> Staged:

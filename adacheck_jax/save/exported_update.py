@@ -138,12 +138,12 @@ class ExportedUpdates:
             return ExportedUpdate({}, {}, reasons[0])
         try:
             function = update_program.joint_function(structure.bindings)
-            program = self._classify(structure, function, specs)
+            jitted: Any = jax.jit(function)  # traced once, whoever looks at its operations
+            with exported_program.tracing():
+                program = self._classify(structure, jitted, specs)
             if program.problem:
                 return program
-            files = exported_program.export(
-                function, specs, update_program.switches(len(recorders))
-            )
+            files = exported_program.export(jitted, specs, update_program.switches(len(recorders)))
         except Exception as error:
             return ExportedUpdate({}, {}, f"the update cannot be exported: {error}")
         if program.engine != "sample":  # what a restore will run, and not what it was exported from

@@ -101,16 +101,20 @@ def operations_of(function: Callable[..., Any], arguments: Sequence[Any]) -> lis
         function: a function, which is traced once.
         arguments: pytrees of ``jax.ShapeDtypeStruct``.
     """
-    return list(_operations(jax.make_jaxpr(function)(*arguments).jaxpr))
+    return _operations(jax.make_jaxpr(function)(*arguments).jaxpr, {})
 
 
-def _operations(jaxpr: Any) -> Any:
-    for equation in jaxpr.eqns:
-        if called(equation) is None:  # equal leaves may share one called function
-            constants = [atom.val for atom in equation.invars if hasattr(atom, "val")]
-            yield f"{equation.primitive.name} {constants}"
-        for body in _bodies(equation.params):
-            yield from _operations(body)
+def _operations(jaxpr: Any, known: dict[int, list[str]]) -> list[str]:
+    if id(jaxpr) not in known:  # equal leaves may share one called function
+        found: list[str] = []
+        for equation in jaxpr.eqns:
+            if called(equation) is None:
+                constants = [atom.val for atom in equation.invars if hasattr(atom, "val")]
+                found.append(f"{equation.primitive.name} {constants}")
+            for body in _bodies(equation.params):
+                found += _operations(body, known)
+        known[id(jaxpr)] = found
+    return known[id(jaxpr)]
 
 
 @dataclass(frozen=True, slots=True)

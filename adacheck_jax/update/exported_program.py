@@ -41,7 +41,8 @@ def export(
     XLA then rewrites divisions in another way than in the train step.
 
     Args:
-        function: the update, from :func:`update_function` or :func:`joint_function`.
+        function: the update, from :func:`update_function` or :func:`joint_function`; under
+            ``jax.jit`` it is not traced again.
         arguments: shapes and data types of its four lists of leaves.
         switches: an example of its last argument.
         platforms: platforms to export for, besides this process's own.
@@ -50,9 +51,10 @@ def export(
         The serialized programs by platform; this process's platform is always among them. The same
         update gives the same bytes in every process.
     """
-    jitted, here = jax.jit(function), platform()
+    jitted: Any = function if isinstance(function, jax.stages.Wrapped) else jax.jit(function)
+    here = platform()
     programs = {}
-    with _no_tracebacks(), jax.set_mesh(None):  # a mesh in the program would bind it to its devices
+    with tracing():
         for each in dict.fromkeys((here, *platforms)):
             try:
                 exported = jax.export.export(jitted, platforms=(each,))(*arguments, switches)
@@ -169,12 +171,17 @@ def _caller(exported: jax.export.Exported) -> UpdateFunction:
 
 
 @contextlib.contextmanager
-def _no_tracebacks() -> Iterator[None]:
-    """Keep the caller's stack out of the program's debug locations: same update, same bytes."""
+def tracing() -> Iterator[None]:
+    """Trace as for an export: the same update gives the same bytes.
+
+    The caller's stack stays out of the program's debug locations. A mesh in the program would bind
+    it to its devices.
+    """
     name = "jax_traceback_in_locations_limit"
     limit = getattr(jax.config, name)
     jax.config.update(name, 0)
     try:
-        yield
+        with jax.set_mesh(None):
+            yield
     finally:
         jax.config.update(name, limit)

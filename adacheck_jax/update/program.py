@@ -80,6 +80,7 @@ def update_function(
             jax.tree.unflatten(treedefs["inner"], map(_keyed, specs.values(), whole)),
             params_tree,
             extra_tree,
+            is_replay=True,
         )
         applied = apply_updates(params_tree, updates)
         results = zip(jax.tree.leaves(inner_tree), is_passed, strict=True)

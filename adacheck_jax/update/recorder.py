@@ -276,7 +276,14 @@ class Recorder(OneObject):
         return jax.tree.map(lambda x: fence(x, zero, canonical=True), consumed)
 
     def apply(
-        self, zero: Any, record: PyTree, inner: PyTree, params: PyTree, extra: Mapping[str, Any]
+        self,
+        zero: Any,
+        record: PyTree,
+        inner: PyTree,
+        params: PyTree,
+        extra: Mapping[str, Any],
+        *,
+        is_replay: bool = False,
     ) -> tuple[PyTree, PyTree]:
         """Run the wrapped transformation, with the same bits in the train step and in a replay.
 
@@ -286,6 +293,7 @@ class Recorder(OneObject):
             inner: the wrapped transformation's state.
             params: params, as ``tx.update`` takes them, or None.
             extra: all extra arguments; the recorded ones from :meth:`sealed`.
+            is_replay: True to take the train step's trace of the transformation, where it has one.
 
         Returns:
             The updates, and the next inner state.
@@ -294,7 +302,7 @@ class Recorder(OneObject):
         has_functions = not all(map(core.valid_jaxtype, jax.tree.leaves(extra)))
         if not self.pin or has_functions:  # an update that takes functions is never replayed
             return self._updated(record, inner, params, extra)
-        return self._pinned(zero, record, inner, params, extra)
+        return self._pinned(zero, record, inner, params, extra, is_replay=is_replay)
 
     def _updated(
         self, record: PyTree, inner: PyTree, params: PyTree, extra: Mapping[str, Any]

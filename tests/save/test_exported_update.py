@@ -3,8 +3,11 @@
 import gc
 import weakref
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+import pytest
 
 import adacheck_jax as adacheck
 from adacheck_jax.save.exported_update import ExportedUpdates
@@ -38,6 +41,45 @@ def test_an_update_is_exported_once_for_all_handlers_of_a_recorder(monkeypatch):
     another = adacheck.Recorder(optax.sgd(0.1, momentum=0.9))
     assert exported_by_a_new_handler(another, params) is not first
     assert len(count) == 4
+
+
+def counting(rate):
+    """Gradient descent at ``rate[0]``, and a list that grows with each call of its update."""
+    calls = []
+
+    def update(updates, state, params=None):
+        del params
+        calls.append(len(jax.tree.leaves(updates)))
+        return jax.tree.map(lambda g: -rate[0] * g, updates), state
+
+    return optax.GradientTransformation(optax.sgd(0.1).init, update), calls
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_an_update_is_called_once_more_for_its_export_and_its_samples(is_compiled):
+    tx, calls = counting([0.5])
+    recorder, params = adacheck.Recorder(tx), {f"w{i}": jnp.ones((8, 16)) for i in range(3)}
+    opt = recorder.init(params)
+    update = jax.jit(recorder.update) if is_compiled else recorder.update
+    update(params, opt, params)
+    calls.clear()
+    exported = exported_by_a_new_handler(recorder, params, check="auto")
+    assert exported.files
+    assert exported.engine == "sample"
+    assert calls == [3], "on rows, since an update may look at the shapes of what it takes"
+
+
+def test_what_is_exported_is_what_was_trained_with_though_the_update_reads_another_value_now():
+    rate = [0.5]
+    recorder, params = adacheck.Recorder(counting(rate)[0]), {"w": jnp.arange(8.0)}
+    opt, step = recorder.init(params), jax.jit(recorder.update)
+    step(params, opt, params)
+    rate[0] = 0.25  # the compiled step goes on with what it was traced with
+    updates, _ = step(params, opt, params)
+    program = exported_by_a_new_handler(recorder, params)
+    function = exported_program.load_own(program.files["cpu"])
+    (found,), _ = function([params["w"]], [], [params["w"]], [], jnp.uint32(0))
+    assert np.array_equal(found, params["w"] + updates["w"])
 
 
 def test_what_is_kept_for_handlers_lives_as_long_as_the_recorder():

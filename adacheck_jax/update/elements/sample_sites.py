@@ -92,6 +92,7 @@ class Sites:
             self.shapes.append(taken)
         self.uncovered = frozenset(uncovered)
         self._shape_of = {i: each for each in self.shapes for i in each.members}
+        self._columns = {i: n for n, each in enumerate(self.shapes) for i in each.members}
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sites):
@@ -121,7 +122,7 @@ class Sites:
 
     def position(self, index: int) -> int:
         """The column of ``starts`` for a leaf."""
-        return self.shapes.index(self._shape_of[index])
+        return self._columns[index]
 
     def of(self, index: int) -> SampledShape:
         """The sampling of a leaf and of all others of its shape."""

@@ -92,8 +92,8 @@ def _joined(taken: Mapping[int, np.ndarray], layout: VectorLayout) -> Vectors:
 class Taker:
     """Takes samples of states of one structure on their devices.
 
-    One program serves all arrays on one mesh, without communication. The programs are compiled in
-    the background; :meth:`take` needs them.
+    Small programs take a few leaves each, without communication; leaves that are alike share a
+    program. They are compiled in the background; :meth:`take` needs them.
 
     Args:
         sites: places to sample.
@@ -102,7 +102,7 @@ class Taker:
     """
 
     def __init__(self, sites: Sites, layout: VectorLayout, arrays: Sequence[Any]) -> None:
-        self._sites, self._layout = sites, layout
+        self._sites = sites
         on_mesh: dict[Mesh, list[int]] = {}
         self._elsewhere: list[int] = []
         for i in layout.leaves:
@@ -111,19 +111,27 @@ class Taker:
                 self._elsewhere.append(i)
             else:
                 on_mesh.setdefault(mesh, []).append(i)
-        self._groups = [
-            _Group(mesh, group, sites, layout, arrays) for mesh, group in on_mesh.items()
-        ]
+        self._groups = [_Group(mesh, group, sites, arrays) for mesh, group in on_mesh.items()]
+        # Number of the part that has the elements of a leaf, and the first and last of them.
+        self._places: dict[int, tuple[int, int, int]] = {}
+        chunks = [leaves for group in self._groups for leaves, _ in group.chunks]
+        for number, leaves in enumerate([*chunks, *([i] for i in self._elsewhere)]):
+            start = 0
+            for i in leaves:
+                self._places[i] = (number, start, start + layout.sizes[i])
+                start += layout.sizes[i]
+        self._plans: dict[VectorLayout, dict[str, list[list[int]]]] = {}
 
     @property
     def is_ready(self) -> bool:
         """True if all programs are compiled."""
-        return all(group.compiled.done() for group in self._groups)
+        return all(each.compiled.done() for group in self._groups for each in group.programs)
 
     def compile(self) -> None:
-        """Compile the programs."""
+        """Compile the programs; an error is raised when a program is used."""
         for group in self._groups:
-            group.compile()
+            for each in group.programs:
+                each.compile()
 
     def take(self, arrays: Sequence[Any], first: Starts, second: Starts) -> tuple[Sample, Sample]:
         """Start to take two samples; the arrays may be donated at once.
@@ -133,28 +141,36 @@ class Taker:
             first: first elements of one sample.
             second: first elements of the other sample.
         """
-        dispatched = [group.dispatch(arrays, first, second) for group in self._groups]
+        pairs = [pair for group in self._groups for pair in group.dispatch(arrays, first, second)]
         return (
-            self._sample(arrays, first, [each[0] for each in dispatched]),
-            self._sample(arrays, second, [each[1] for each in dispatched]),
+            self._sample(arrays, first, [each for each, _ in pairs]),
+            self._sample(arrays, second, [each for _, each in pairs]),
         )
 
-    def _sample(
-        self, arrays: Sequence[Any], starts: Starts, dispatched: Sequence[Callable[[], Vectors]]
-    ) -> Sample:
-        elsewhere = {i: _on_host(arrays[i], i, self._sites, starts) for i in self._elsewhere}
-        if len(dispatched) == 1 and not elsewhere:
-            (only,) = dispatched
-            return Sample(starts, lambda layout: self._layout.selected(only(), layout))
+    def _sample(self, arrays: Sequence[Any], starts: Starts, taken: Sequence[_Part]) -> Sample:
+        others = [_on_host(arrays[i], i, self._sites, starts) for i in self._elsewhere]
 
         def rows(layout: VectorLayout) -> Vectors:
-            taken = dict(elsewhere)
-            for group, wait in zip(self._groups, dispatched, strict=True):
-                vectors = wait()
-                taken |= {i: group.layout.of(vectors, [i]) for i in group.layout.leaves}
-            return _joined(taken, layout)
+            parts = [*(part() for part in taken), *others]
+            return {
+                dtype: np.concatenate([parts[n][:, a:b] for n, a, b in runs], axis=1)
+                for dtype, runs in self._plan(layout).items()
+            }
 
         return Sample(starts, rows)
+
+    def _plan(self, layout: VectorLayout) -> Mapping[str, Sequence[Sequence[int]]]:
+        """The runs of elements of all parts, one behind another, that are a layout's vectors."""
+        if layout not in self._plans:
+            plan: dict[str, list[list[int]]] = {dtype: [] for dtype in layout.lengths}
+            for i in layout.leaves:
+                runs, (number, start, stop) = plan[layout.dtypes[i]], self._places[i]
+                if runs and runs[-1][0] == number and runs[-1][2] == start:
+                    runs[-1][2] = stop
+                else:
+                    runs.append([number, start, stop])
+            self._plans[layout] = plan
+        return self._plans[layout]
 
 
 def _mesh_of(array: Any, devices: Sequence[int]) -> Mesh | None:
@@ -170,133 +186,178 @@ def _mesh_of(array: Any, devices: Sequence[int]) -> Mesh | None:
     return None
 
 
+_AT_ONCE = 32
+"""Leaves that one program samples. XLA takes many seconds for one of a thousand leaves."""
 _RANK = 32
 """Largest number of axes of an array."""
 
+_Part = Callable[[], np.ndarray]
+"""Waits for elements of some leaves of one data type, a row a device."""
+
 
 class _Group:
-    """Arrays on one mesh, which one program samples."""
+    """Arrays on one mesh.
+
+    Attributes:
+        chunks: leaves of one data type that are sampled together, and their program; together all
+            leaves.
+        programs: the programs, each once.
+    """
 
     def __init__(
-        self,
-        mesh: Mesh,
-        leaves: Sequence[int],
-        sites: Sites,
-        layout: VectorLayout,
-        arrays: Sequence[Any],
+        self, mesh: Mesh, leaves: Sequence[int], sites: Sites, arrays: Sequence[Any]
     ) -> None:
-        self._mesh, self._sites = mesh, sites
-        self.layout = VectorLayout(leaves, layout.dtypes, layout.sizes)
-        self.compiled: Future[Any] = Future()
+        self._mesh, self._devices = mesh, sites.devices
+        self._position = {device.id: n for n, device in enumerate(mesh.devices.flat)}
+        self.chunks: list[tuple[tuple[int, ...], _Program]] = []
+        shared: dict[Any, _Program] = {}
+        for chunk in _chunks({i: _kind_of(arrays[i]) for i in leaves}):
+            alike = tuple(_kind_of(arrays[i]) for i in chunk)
+            if alike not in shared:
+                shared[alike] = _Program(mesh, chunk, sites, arrays)
+            self.chunks.append((chunk, shared[alike]))
+        self.programs = [*shared.values()]
+        self._placed_offsets: list[jax.Array] | None = None
+
+    def dispatch(
+        self, arrays: Sequence[Any], first: Starts, second: Starts
+    ) -> list[tuple[_Part, _Part]]:
+        """Start the programs.
+
+        Returns:
+            For each chunk its part of each sample.
+        """
+        with jax.enable_x64(True), jax.set_mesh(self._mesh):
+            starts = self._placed(first), self._placed(second)
+            if self._placed_offsets is None:
+                self._placed_offsets = [self._placed(each.offsets) for each in self.programs]
+            offsets = dict(zip(self.programs, self._placed_offsets, strict=True))
+            outputs = [
+                program.compiled.result()([arrays[i] for i in chunk], *starts, offsets[program])
+                for chunk, program in self.chunks
+            ]
+        return [(self._part(one), self._part(other)) for one, other in outputs]
+
+    def _placed(self, rows: np.ndarray) -> jax.Array:
+        """A table with each device's row on that device."""
+        table = np.zeros((self._mesh.size, *rows.shape[1:]), rows.dtype)
+        for row, device in zip(rows, self._devices, strict=True):
+            table[self._position[device]] = row
+        sharding = _by_rows(self._mesh)
+        return jax.make_array_from_callback(table.shape, sharding, lambda at: table[at])
+
+    def _part(self, output: jax.Array) -> _Part:
+        """The rows of one output, on their way to the host."""
+        shards = {shard.device.id: shard.data for shard in output.addressable_shards}
+        rows = [shards[device] for device in self._devices]
+        for row in rows:
+            if transfer.on_accelerator(row):
+                row.copy_to_host_async()
+        if len(rows) == 1:
+            return functools.partial(np.asarray, rows[0])
+        return lambda: np.concatenate([np.asarray(row) for row in rows])
+
+
+def _by_rows(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+
+
+def _kind_of(array: Any) -> tuple[str, Any, Any]:
+    """Data type, shape and sharding of an array: the same for arrays that are sampled alike."""
+    return str(array.dtype), array.shape, array.sharding
+
+
+def _chunks(kinds: Mapping[int, tuple[str, Any, Any]]) -> list[tuple[int, ...]]:
+    """Leaves in chunks of one data type; of each kind as many chunks as it fills, then the rest."""
+    alike: dict[Any, list[int]] = {}
+    for i, kind in kinds.items():
+        alike.setdefault(kind, []).append(i)
+    chunks: list[tuple[int, ...]] = []
+    rest: dict[str, list[int]] = {}
+    for (dtype, *_), leaves in alike.items():
+        filled = len(leaves) - len(leaves) % _AT_ONCE
+        chunks += [tuple(leaves[n : n + _AT_ONCE]) for n in range(0, filled, _AT_ONCE)]
+        rest.setdefault(dtype, []).extend(leaves[filled:])
+    for leaves in rest.values():
+        chunks += [tuple(leaves[n : n + _AT_ONCE]) for n in range(0, len(leaves), _AT_ONCE)]
+    return chunks
+
+
+class _Program:
+    """The program that samples one chunk, and all that are alike.
+
+    Args:
+        mesh: mesh of the leaves.
+        leaves: leaves of the chunk.
+        sites: places to sample.
+        arrays: plain arrays of a state, one a leaf; only their shapes and shardings are kept.
+
+    Attributes:
+        offsets: first element of the site of each leaf in the shard of each device.
+        compiled: the compiled program, once it is there.
+    """
+
+    def __init__(
+        self, mesh: Mesh, leaves: Sequence[int], sites: Sites, arrays: Sequence[Any]
+    ) -> None:
+        self._mesh, self._shape_count = mesh, len(sites.shapes)
+        self._own = [sites.of(i) for i in leaves]
+        self._columns = [sites.position(i) for i in leaves]
         self._specs = [
             jax.ShapeDtypeStruct(arrays[i].shape, arrays[i].dtype, sharding=arrays[i].sharding)
             for i in leaves
         ]
-        self._rows = PartitionSpec(mesh.axis_names)
-        self._position = {device.id: n for n, device in enumerate(mesh.devices.flat)}
-        # Starts of the sites in each device's shards: the same for leaves that are cut alike.
-        kinds: dict[Any, int] = {}
-        self._kind_of = []
-        for i in leaves:
-            kind = (arrays[i].shape, getattr(arrays[i].sharding, "spec", None))
-            self._kind_of.append(kinds.setdefault(kind, len(kinds)))
-        self._offsets = np.zeros((len(sites.devices), len(kinds), _RANK), np.int32)
-        for i, n in zip(leaves, self._kind_of, strict=True):
+        self.compiled: Future[Any] = Future()
+        self.offsets = np.zeros((len(sites.devices), len(leaves), _RANK), np.int32)
+        for n, i in enumerate(leaves):
             boxes = {device.id: box for device, box in boxes_held(arrays[i]).items()}
             for row, device in enumerate(sites.devices):
-                start = sites.of(i).sites[device].relative_to(boxes[device].start).start
-                self._offsets[row, n, : len(start)] = start
+                start = self._own[n].sites[device].relative_to(boxes[device].start).start
+                self.offsets[row, n, : len(start)] = start
 
     def compile(self) -> None:
         """Compile the program; an error is raised when the program is used."""
-        of, columns = self._sites.of, [self._sites.position(i) for i in self.layout.leaves]
-
-        def local(
-            shards: Sequence[jax.Array], first: jax.Array, second: jax.Array, offsets: jax.Array
-        ) -> list[dict[str, jax.Array]]:
-            return [taken_of(shards, starts, offsets) for starts in (first, second)]
-
-        def taken_of(
-            shards: Sequence[jax.Array], starts: jax.Array, offsets: jax.Array
-        ) -> dict[str, jax.Array]:
-            by_dtype: dict[str, list[jax.Array]] = {}
-            for n, (i, shard) in enumerate(zip(self.layout.leaves, shards, strict=True)):
-                own, block = of(i), shard
-                shape = next(iter(own.sites.values())).shape
-                if shape != shard.shape:
-                    offset = [offsets[0, self._kind_of[n], axis] for axis in range(shard.ndim)]
-                    block = jax.lax.dynamic_slice(shard, offset, shape)
-                start = starts[0, columns[n]]
-                taken = _taken(block.reshape(-1), start, own.stride, own.count)
-                by_dtype.setdefault(str(shard.dtype), []).append(taken)
-            return {dtype: jnp.concatenate(x)[None] for dtype, x in by_dtype.items()}
-
-        program: Any = jax.jit(local)
+        program, rows = jax.jit(self._taken), PartitionSpec(self._mesh.axis_names)
         shardings = [spec.sharding for spec in self._specs]
         if all(isinstance(sharding, NamedSharding) for sharding in shardings):
             specs = [cast(NamedSharding, sharding).spec for sharding in shardings]
             mapped = jax.shard_map(
-                local,
+                self._taken,
                 mesh=self._mesh,
-                in_specs=(specs, self._rows, self._rows, self._rows),
-                out_specs=self._rows,
+                in_specs=(specs, rows, rows, rows),
+                out_specs=rows,
                 check_vma=False,
             )
             program = jax.jit(mapped)
+        shapes = [(self._shape_count,), (self._shape_count,), self.offsets.shape[1:]]
         try:
             with jax.enable_x64(True), jax.set_mesh(self._mesh):
+                sharding = _by_rows(self._mesh)
                 tables = [
-                    jax.ShapeDtypeStruct(
-                        (self._mesh.size, *shape),
-                        np.int32,
-                        sharding=NamedSharding(self._mesh, self._rows),
-                    )
-                    for shape in (*[(len(self._sites.shapes),)] * 2, self._offsets.shape[1:])
+                    jax.ShapeDtypeStruct((self._mesh.size, *shape), np.int32, sharding=sharding)
+                    for shape in shapes
                 ]
                 self.compiled.set_result(program.lower(self._specs, *tables).compile())
         except BaseException as error:
             self.compiled.set_exception(error)
 
-    @functools.cached_property
-    def _placed_offsets(self) -> jax.Array:
-        return self._placed(self._offsets)
+    def _taken(
+        self, shards: Sequence[jax.Array], first: jax.Array, second: jax.Array, offsets: jax.Array
+    ) -> list[jax.Array]:
+        """The two samples of the shards of one device."""
+        blocks = [self._block(n, shard, offsets[0, n]) for n, shard in enumerate(shards)]
+        pairs = list(zip(blocks, self._own, self._columns, strict=True))
+        return [
+            jnp.concatenate(
+                [_taken(x, starts[0, column], own.stride, own.count) for x, own, column in pairs]
+            )[None]
+            for starts in (first, second)
+        ]
 
-    def _placed(self, rows: np.ndarray) -> jax.Array:
-        """A table with each device's row on that device."""
-        table = np.zeros((self._mesh.size, *rows.shape[1:]), rows.dtype)
-        for row, device in zip(rows, self._sites.devices, strict=True):
-            table[self._position[device]] = row
-        sharding = NamedSharding(self._mesh, self._rows)
-        return jax.make_array_from_callback(table.shape, sharding, lambda at: table[at])
-
-    def dispatch(
-        self, arrays: Sequence[Any], first: Starts, second: Starts
-    ) -> list[Callable[[], Vectors]]:
-        """Start the program.
-
-        Returns:
-            For each sample a function that waits for its vectors.
-        """
-        sampled = [arrays[i] for i in self.layout.leaves]
-        with jax.enable_x64(True), jax.set_mesh(self._mesh):
-            tables = self._placed(first), self._placed(second), self._placed_offsets
-            outputs = self.compiled.result()(sampled, *tables)
-        return [functools.partial(self._vectors, _by_device(each)) for each in outputs]
-
-    def _vectors(self, shards: Mapping[str, Mapping[int, Any]]) -> Vectors:
-        devices = self._sites.devices
-        rows = {dtype: [np.asarray(x[d]) for d in devices] for dtype, x in shards.items()}
-        return {dtype: x[0] if len(x) == 1 else np.concatenate(x) for dtype, x in rows.items()}
-
-
-def _by_device(outputs: Mapping[str, jax.Array]) -> dict[str, dict[int, Any]]:
-    """The rows of each data type by device id, on their way to the host."""
-    shards = {
-        dtype: {shard.device.id: shard.data for shard in output.addressable_shards}
-        for dtype, output in outputs.items()
-    }
-    for rows in shards.values():
-        for row in rows.values():
-            if transfer.on_accelerator(row):
-                row.copy_to_host_async()
-    return shards
+    def _block(self, number: int, shard: jax.Array, offset: jax.Array) -> jax.Array:
+        """The elements of a leaf's site, row by row."""
+        shape = next(iter(self._own[number].sites.values())).shape
+        if shape != shard.shape:
+            start = [offset[axis] for axis in range(shard.ndim)]
+            shard = jax.lax.dynamic_slice(shard, start, shape)
+        return shard.reshape(-1)

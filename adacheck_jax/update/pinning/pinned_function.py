@@ -40,7 +40,7 @@ class PinnedFunction:
 
     Called inside another trace it is traced each time, as any function is. Called with arrays it is
     traced once for each structure: values that it reads besides its arguments are read then, as
-    under ``jax.jit``.
+    under ``jax.jit``. A replay takes the last trace of either kind, which is what was trained with.
 
     Args:
         function: a function from pytrees to a pytree. Leaves that are no arrays pass through.
@@ -49,16 +49,18 @@ class PinnedFunction:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         self._known: dict[Any, _Traced] = {}
+        self._staged: dict[Any, _Traced] = {}
 
     @jax_settings.compiled()
-    def __call__(self, zero: Any, *trees: Any) -> Any:
+    def __call__(self, zero: Any, *trees: Any, is_replay: bool = False) -> Any:
         """Evaluate the function.
 
         Args:
             zero: the ``z`` of the fences.
             *trees: the function's arguments.
+            is_replay: True to take a trace that was made before, if there is one.
         """
-        traced = self._trace(trees)
+        traced = self._trace(trees, is_replay=is_replay)
         arrays = [_array(leaf) for leaf in jax.tree.leaves(trees) if _is_array(leaf)]
         return traced.result(traced.pinned(zero, arrays))
 
@@ -74,21 +76,24 @@ class PinnedFunction:
         found = [None if i is None else places[i] for i in traced.pinned.origins]
         return traced.result(found)
 
-    def _trace(self, trees: Any) -> _Traced:
+    def _trace(self, trees: Any, *, is_replay: bool = False) -> _Traced:
         leaves, treedef = jax.tree.flatten(trees)
         arrays = [leaf for leaf in leaves if _is_array(leaf)]
         is_staged = any(isinstance(leaf, jax.core.Tracer) for leaf in arrays)
-        key = None
+        key, kept = None, self._staged if is_staged else self._known
         if len(arrays) == len(leaves):
             key = (treedef, *map(_aval, arrays), *_settings())
-            known = self._known.get(key)
-            if known is not None and not is_staged:
+            known = kept.get(key)
+            if known is None and is_replay and not self._staged:  # an update without jax.jit
+                known = self._known.get(key)
+            if known is not None and (is_replay or not is_staged):
                 return known
         traced = _Traced(self._function, leaves, treedef)
-        if key is not None and traced.is_constant and not is_staged:
-            while len(self._known) >= _KEPT_COUNT:
-                self._known.pop(next(iter(self._known)))
-            self._known[key] = traced
+        if key is not None and traced.is_constant and not is_replay:
+            kept.pop(key, None)
+            while len(kept) >= _KEPT_COUNT:
+                kept.pop(next(iter(kept)))
+            kept[key] = traced
         return traced
 
 
