@@ -183,7 +183,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         Raises:
             StorageError: the root cannot be written.
             RecorderError: the recorder cannot be tied to the state.
-            MismatchError, FormatError: a leaf of the state cannot be stored.
+            MismatchError: a leaf of the state cannot be stored.
             ValueError: ``args.step`` is not a step number.
         """
         with directories.made_even_if_refused():

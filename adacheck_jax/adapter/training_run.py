@@ -141,7 +141,7 @@ class TrainingRun:
             AdaCheckError: there are several processes, and no coordination service.
             StorageError: the root cannot be written.
             RecorderError: the recorder cannot be tied to the state.
-            MismatchError, FormatError: a leaf of the state cannot be stored.
+            MismatchError: a leaf of the state cannot be stored.
             ValueError: ``args.step`` is not a step number.
         """
         final, begin_s = roots.committed_path(directory), self._clock()

@@ -66,7 +66,7 @@ class StateHandler(ocp.handlers.CheckpointableHandler[PyTree, PyTree]):
         Raises:
             StorageError: the root cannot be written.
             RecorderError: the recorder cannot be tied to the state.
-            MismatchError, FormatError: a leaf of the state cannot be stored.
+            MismatchError: a leaf of the state cannot be stored.
             ValueError: the step is not a step number, or the context wants another form of storage.
         """
         is_args = isinstance(checkpointable, SaveArgs)
