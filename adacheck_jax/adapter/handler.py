@@ -184,7 +184,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             StorageError: the root cannot be written.
             RecorderError: the recorder cannot be tied to the state.
             MismatchError: a leaf of the state cannot be stored.
-            ValueError: ``args.step`` is not a step number.
+            ValueError: ``args.step``, or the number in the directory's name, is not a step number.
         """
         with directories.made_even_if_refused():
             return await self._run.write(absolute(directory), *self._begin(directory, args))

@@ -24,11 +24,14 @@ _NOT_STORABLE = frozenset({"int1", "uint1", "float6_e2m3fn", "float6_e3m2fn", "f
 """Data types that tensorstore 0.1.86 does not store."""
 
 
-def step_number(step: Any) -> int | None:
+def step_number(
+    step: Any, remedy: str = "leave the step out to take it from the directory's name"
+) -> int | None:
     """A caller's step number as a Python integer; None stays None.
 
     Args:
         step: an integer of Python, numpy or JAX.
+        remedy: advice at the end of the message.
 
     Raises:
         ValueError: it is not an integer, or negative, or needs more than 63 bits.
@@ -42,7 +45,7 @@ def step_number(step: Any) -> int | None:
     if number is None or not 0 <= number <= _MAX_STEP:
         raise ValueError(
             f"expected a step number, an integer from 0 to 2**63 - 1, found {step!r}. Nothing was "
-            "saved; leave the step out to take it from the directory's name."
+            f"saved; {remedy}."
         )
     return number
 

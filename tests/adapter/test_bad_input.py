@@ -67,6 +67,17 @@ def test_what_is_no_step_number(tmp_path, step):
     assert adacheck.latest_restorable(tmp_path) is None
 
 
+@pytest.mark.parametrize("step", [-3, 2**63])
+def test_a_directory_whose_number_is_no_step_number(tmp_path, step):
+    with manager_of(tmp_path, adacheck.AdaCheckHandler()) as manager:
+        with pytest.raises(ValueError, match=f"found {step}. Nothing was saved; give the manager"):
+            manager.save(step, args=adacheck.SaveArgs({"x": X}), force=True)
+        manager.save(3, args=adacheck.SaveArgs({"x": X}))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [3]
+    assert adacheck.latest_restorable(tmp_path) == 3
+
+
 def test_step_numbers_of_numpy_and_jax(tmp_path):
     assert [inputs.step_number(each) for each in (None, 0, np.int64(4), jnp.int32(5))] == [
         *(None, 0, 4, 5)
