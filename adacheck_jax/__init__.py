@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # for type checkers and editors; must name what _MODULES name
         RecorderError,
         ReplayError,
         ReplicaError,
+        StepDeletedError,
         StorageError,
     )
     from adacheck_jax.publish.follower import Follower, follow
@@ -74,6 +75,7 @@ __all__ = [
     "SaveArgs",
     "SaveReport",
     "SeparateUpdate",
+    "StepDeletedError",
     "StorageError",
     "follow",
     "import_checkpoint",

@@ -7,6 +7,7 @@
     ├── MismatchError    the state that was asked for is not the state that was saved, or that
     │                    is to be saved cannot be; also a ValueError
     ├── LineageError     a step, or a step that it builds on, is not there
+    │   └── StepDeletedError   it was deleted while it was read; also a FileNotFoundError
     ├── IntegrityError   stored bits are not the bits that were saved
     ├── ReplicaError     replicas that are declared equal are not
     ├── ReplayError      replaying an update does not give the state that was trained
@@ -42,6 +43,17 @@ class MismatchError(AdaCheckError, ValueError):
 
 class LineageError(AdaCheckError):
     """A step cannot be reproduced, because it or a step that it builds on is missing."""
+
+
+class StepDeletedError(LineageError, FileNotFoundError):
+    """A step was deleted before or while it was read, as retention does: it is gone, not damaged.
+
+    A ``FileNotFoundError`` too, as stock Orbax raises it.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.errno = errno.ENOENT
 
 
 class IntegrityError(AdaCheckError):
