@@ -49,7 +49,6 @@ ALL = Thoroughness(read_data=True, replay=True)
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch):
-    monkeypatch.setattr(audit, "_LOOK_AGAIN_S", 0.001)
     monkeypatch.setattr(tools_steps, "_LOOK_AGAIN_S", 0.001)
 
 
