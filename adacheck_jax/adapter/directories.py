@@ -6,7 +6,7 @@ import contextlib
 import importlib.metadata
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
@@ -15,14 +15,16 @@ from adacheck_jax.errors import StorageError
 from adacheck_jax.store.steps import roots
 from adacheck_jax.store.steps.marks import STEP_METADATA, is_told_by_names
 from adacheck_jax.store.steps.roots import Place
-from adacheck_jax.store.storage.location import AnyPath, at
+from adacheck_jax.store.storage.location import AnyPath, Location, at
 
 _DIRECTORIES_S = 5.0
 """Longest wait of a refused save for Orbax's directories."""
+_DIRECTORY_S = 0.1
+"""Longest wait of a save for a directory that Orbax makes without saying when it is there."""
 _STEP_METADATA_S = 1.0
+"""Longest wait of a save for a file that Orbax is about to write into the step's directory."""
 _LOOK_S = 0.001
 _LOOK_BY_REQUEST_S = 0.05
-"""Longest wait of a save for a file that Orbax is about to write into the step's directory."""
 
 
 async def _nothing() -> None:
@@ -53,7 +55,8 @@ def place_while_saved(directory: AnyPath) -> Place:
 
     Orbax may write a step in place, without a temporary name that tells an item from a step. Then
     the step's metadata file tells, which Orbax writes from its own thread, just after it made the
-    directories.
+    directories. Where a handler is called by itself there is none, and the directory may have to be
+    made.
     """
     if not roots.is_written_in_place(directory):
         return roots.place_of(directory)
@@ -61,13 +64,25 @@ def place_while_saved(directory: AnyPath) -> Place:
     if not place.on_file_system and is_told_by_names(place):
         return roots.place_of(directory)
     _wait_for_directories()
+    if place.on_file_system and not _comes_true(lambda: place.exists, place, _DIRECTORY_S):
+        # Nobody but the handler makes it: it was called by itself.
+        Path(str(directory)).mkdir(parents=True, exist_ok=True)
+        return roots.place_of(directory)
     marks = place / STEP_METADATA, place.parent / STEP_METADATA
-    until_s = time.monotonic() + _STEP_METADATA_S
-    while place.exists and not any(each.exists for each in marks):
-        if time.monotonic() > until_s:
-            break
-        time.sleep(_LOOK_S if place.on_file_system else _LOOK_BY_REQUEST_S)
+    _comes_true(
+        lambda: any(each.exists for each in marks) or not place.exists, place, _STEP_METADATA_S
+    )
     return roots.place_of(directory)
+
+
+def _comes_true(condition: Callable[[], bool], place: Location, most_s: float) -> bool:
+    """Wait for what Orbax does to a directory from another thread; False if it does not."""
+    until_s = time.monotonic() + most_s
+    while not condition():
+        if time.monotonic() > until_s:
+            return False
+        time.sleep(_LOOK_S if place.on_file_system else _LOOK_BY_REQUEST_S)
+    return True
 
 
 def check_writable(directory: AnyPath) -> None:

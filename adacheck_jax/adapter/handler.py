@@ -28,13 +28,14 @@ from adacheck_jax.adapter.training_run import (
 )
 from adacheck_jax.device import replicas
 from adacheck_jax.device.trees import PyTree
-from adacheck_jax.errors import AdaCheckError
+from adacheck_jax.errors import AdaCheckError, storage_named
 from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.save.exported_update import Check
 from adacheck_jax.save.planning.situation import Delta, Options
 from adacheck_jax.schedule.line import MaxDeltas
 from adacheck_jax.store.retention import KeepLineage
-from adacheck_jax.store.steps import roots, stock
+from adacheck_jax.store.steps import marks, roots, stock
+from adacheck_jax.store.steps.roots import Line
 from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.store.zarr import Compression
 from adacheck_jax.update.binding import RecorderArgument
@@ -157,6 +158,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         self._run = TrainingRun(recorder, options, on_save=on_save)
         self._lock = threading.Lock()  # a manager's saves and restores may be on several threads
         self._begun: dict[AnyPath, Begun] = {}
+        self._marked = set[Line]()  # lines whose steps Orbax marks; a look costs a request
 
     @property
     def restored(self) -> RestoreInfo | None:
@@ -281,6 +283,9 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
     def finalize(self, directory: epath.Path) -> None:
         """Commit a save; Orbax calls this on one process, after every process's futures.
 
+        Orbax then gives the directory its final name, or marks it. Without a checkpointer or a
+        manager around the handler the step is committed when this returns.
+
         Raises:
             AdaCheckError: this handler began no save into that directory.
         """
@@ -293,6 +298,10 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
                 "Call finalize once, on the handler that saved; nothing was committed."
             )
         self._run.commit(path, begun)
+        if roots.is_written_in_place(path) and begun.line not in self._marked:
+            with storage_named(begun.final):
+                if not marks.finalize(path):
+                    self._marked.add(begun.line)
 
     def restore(self, directory: epath.Path, args: RestoreArgs | None = None) -> PyTree:
         """Restore a step, bit-exact and verified; one that stock Orbax saved, as Orbax reads it.

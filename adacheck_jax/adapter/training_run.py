@@ -39,9 +39,9 @@ from adacheck_jax.schedule.stopwatch import Clock
 from adacheck_jax.store.base_writer import Layout, Name, chunk_shape
 from adacheck_jax.store.steps import manifest_file, roots, stock
 from adacheck_jax.store.steps.lineage import Lineage
-from adacheck_jax.store.steps.marks import IN_PLACE
+from adacheck_jax.store.steps.marks import FINALIZED, IN_PLACE
 from adacheck_jax.store.steps.references import referred
-from adacheck_jax.store.steps.roots import Place
+from adacheck_jax.store.steps.roots import Line, Place
 from adacheck_jax.store.storage.location import AnyPath, at, located
 from adacheck_jax.update.binding import RecorderArgument, recorders_of
 
@@ -60,7 +60,7 @@ class Begun:
         entries: arrays of a base that Orbax left to this library, by leaf path.
     """
 
-    line: tuple[AnyPath, str | None]
+    line: Line
     save: Save
     begin_s: float
     returned_s: float = 0.0
@@ -117,7 +117,7 @@ class TrainingRun:
         self._announcer = Announcer(on_save)
         # Managers, or one manager's saves and restores, may call from several threads.
         self._lock = threading.Lock()
-        self._savers: dict[tuple[AnyPath, str | None], Saver] = {}
+        self._savers: dict[Line, Saver] = {}
         self.stock = StockCheckpoints()
         self._restorer = StepRestorer(self.stock, self._recorders, options.params_path, clock)
 
@@ -475,5 +475,6 @@ async def _written(save: Save, directory: AnyPath, layout: Layout) -> None:
         mark = at(directory / IN_PLACE)
         mark.write(b"")
         mark.sync()
+        at(directory / FINALIZED).delete()  # of an earlier save into the same directory
     with jax_settings.own():  # set for this thread, so nothing may be awaited inside
         save.write(directory, layout)

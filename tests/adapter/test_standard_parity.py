@@ -50,6 +50,7 @@ def test_masked_and_none_nodes(tmp_path, saved, wanted):
         {"a": SPEC},
         {"a": SPEC, "b": SPEC, "c": SPEC},
         {"a": SPEC, "b": "text"},
+        {"a": SPEC, "b": SPEC, "c": "text"},
         {"a": SPEC, "b": jax.ShapeDtypeStruct((4,), jnp.float32)},
     ],
 )
@@ -94,7 +95,7 @@ def test_devices_that_do_not_exist_here(tmp_path, monkeypatch):
         raise ValueError("device 9 was not found")
 
     monkeypatch.setattr(targets, "_saved_sharding", missing)
-    with pytest.raises(ValueError, match="Topology mismatch: leaf a: it was saved on devices"):
+    with pytest.raises(ValueError, match="Topology mismatch detected: leaf a: it was saved"):
         restored(OURS, tmp_path / "1", None)
 
 

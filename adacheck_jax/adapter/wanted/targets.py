@@ -113,7 +113,7 @@ class Target:
         nodes = {trees.leaf_path(keys) for keys, _ in pairs} - self._specs.keys()
         nodes |= {node for path in self._specs for node in _above(path)}
         found = {
-            path: self._describe(leaf, self._specs.get(path))
+            path: self._describe(path, leaf, self._specs.get(path))
             for path, leaf in self._wanted.items()
             if leaf is not ocp.PLACEHOLDER or path not in nodes
         }
@@ -127,17 +127,18 @@ class Target:
             "(scanned layers, other names), say so with RestoreArgs(transform=...).",
         )
 
-    def _describe(self, leaf: Any, spec: Leaf | None) -> str:
+    def _describe(self, path: str, leaf: Any, spec: Leaf | None) -> str:
         """Data type and shape of a wanted leaf; those of the saved leaf if they may differ."""
-        if spec is None:
-            return ""
-        if leaf is ocp.PLACEHOLDER:
-            return spec.description
-        if not hasattr(leaf, "dtype") and not isinstance(leaf, int | float | complex):
+        is_left_out = leaf is ocp.PLACEHOLDER
+        if not (is_left_out or hasattr(leaf, "dtype") or isinstance(leaf, int | float | complex)):
             raise MismatchError(
-                f"Unsupported type: leaf {spec.path}: expected an array, a ShapeDtypeStruct, a "
+                f"Unsupported type: leaf {path}: expected an array, a ShapeDtypeStruct, a "
                 f"number or ocp.PLACEHOLDER in the abstract state, found {type(leaf).__name__}."
             )
+        if spec is None:
+            return ""
+        if is_left_out:
+            return spec.description
         dtype = str(trees.dtype_of(leaf))
         shape = tuple(np.shape(leaf))
         saved_dtype = spec.key_type or spec.dtype
@@ -227,9 +228,9 @@ class Target:
             saved = self._saved_sharding(path, fallback)
         except ValueError as error:
             raise MismatchError(
-                f"Topology mismatch: leaf {path}: it was saved on devices that do not exist here "
-                f"({error}), and the abstract state gives no sharding for it. Pass an abstract "
-                "state with shardings, or RestoreArgs(fallback_sharding=...)."
+                f"Topology mismatch detected: leaf {path}: it was saved on devices that do not "
+                f"exist here ({error}), and the abstract state gives no sharding for it. Pass an "
+                "abstract state with shardings, or RestoreArgs(fallback_sharding=...)."
             ) from error
         return np.ndarray if saved is None else _fitting(saved, spec)
 

@@ -9,21 +9,32 @@ from adacheck_jax.store.storage.location import AnyPath, at
 
 IN_PLACE = f"{manifest_file.DIRECTORY}/in_place"
 """Empty file in a step that was not written under a temporary name: Orbax marks it at the end."""
+FINALIZED = f"{manifest_file.DIRECTORY}/finalized"
+"""Empty file in such a step that is none of Orbax's: its handler was called by itself."""
 STEP_METADATA = "_CHECKPOINT_METADATA"
 """File that Orbax writes into the directory of a step, and not into those of its items."""
+_STEP_FILES = (STEP_METADATA, "orbax.checkpoint")
+"""The same, and what Orbax v1 writes there before it: its metadata come after the items."""
 COMMIT_MARK = "commit_success.txt"
 """File that Orbax writes last, into each item and then into the step."""
 
 
 def is_committed(item_directory: AnyPath) -> bool:
-    """True if Orbax committed a step whose directory has no temporary name.
+    """True if a step whose directory has no temporary name was committed.
 
     Orbax renames a step to commit it. On object stores, and with ``AtomicityMode.COMMIT_FILE``, it
-    writes into the final directory instead, and adds a mark at the end.
+    writes into the final directory instead, and adds a mark at the end. A directory that Orbax does
+    not know is committed by the handler that saved into it.
 
     Args:
         item_directory: item directory of a step.
     """
+    return _is_committed_by_orbax(item_directory) or (
+        at(item_directory / FINALIZED).exists and not _is_of_orbax(item_directory)
+    )
+
+
+def _is_committed_by_orbax(item_directory: AnyPath) -> bool:
     if at(item_directory).on_file_system:
         if not at(item_directory / IN_PLACE).exists:
             return True
@@ -33,6 +44,32 @@ def is_committed(item_directory: AnyPath) -> bool:
     return at(item_directory / COMMIT_MARK).exists and (
         at(item_directory.parent / COMMIT_MARK).exists or at(item_directory / STEP_METADATA).exists
     )
+
+
+def _is_of_orbax(item_directory: AnyPath) -> bool:
+    """True if a checkpointer or a manager of Orbax saves, or has saved, into a directory."""
+    return any(
+        at(each / name).exists
+        for name in _STEP_FILES
+        for each in (item_directory.parent, item_directory)
+    )
+
+
+def finalize(item_directory: AnyPath) -> bool:
+    """Commits a step that was written in place, if nobody but its handler will.
+
+    Args:
+        item_directory: directory that a handler was called with; its manifest is durable.
+
+    Returns:
+        False if Orbax commits it.
+    """
+    if _is_of_orbax(item_directory):
+        return False
+    mark = at(item_directory / FINALIZED)
+    mark.write(b"")
+    mark.sync(mark.parent)
+    return True
 
 
 def is_there(item_directory: AnyPath, stamp: Stamp | None) -> bool:
@@ -57,7 +94,8 @@ def is_item(directory: AnyPath) -> bool:
     """
     if at(directory).looks_cost and is_told_by_names(directory):
         return _is_numbered(directory.parent.name)
-    return at(directory.parent / STEP_METADATA).exists and not at(directory / STEP_METADATA).exists
+    in_step = any(at(directory.parent / name).exists for name in _STEP_FILES)
+    return in_step and not at(directory / STEP_METADATA).exists
 
 
 def is_told_by_names(directory: AnyPath) -> bool:
@@ -82,5 +120,5 @@ def refuse_uncommitted(item_directory: AnyPath) -> None:
         raise LineageError(
             f"{item_directory}: expected a step that Orbax has committed ({COMMIT_MARK} in it), "
             "found one that is being saved or deleted, or whose save or deletion was interrupted. "
-            "Restore another step."
+            "Restore another step; where a handler is used by itself, call its finalize."
         )

@@ -106,17 +106,20 @@ def steps_of(root: AnyPath, item: str | None = None) -> list[Step]:
     return sorted(steps, key=lambda step: (step.step, str(step.directory)))
 
 
+Line = tuple[AnyPath, str | None]
+"""Root and, under a checkpoint manager, name of the item in each step."""
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Root, item name and step number of an item directory.
 
     Attributes:
-        line: the root and, under a checkpoint manager, the name of the item in each step; the steps
-            of one training run share it.
+        line: what the steps of one training run share.
         step: number in the name of the step's directory, None if it has none.
     """
 
-    line: tuple[AnyPath, str | None]
+    line: Line
     step: int | None
 
 

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
+from orbax.checkpoint.experimental.v1._src.metadata import serialization  # no public name
 
 from adacheck_jax import v1 as adacheck
-from adacheck_jax.store.steps import lookup
+from adacheck_jax.store.steps import lookup, marks
 from tests import support
 from tests.adapter.v1.common import assert_same_leaves, checkpointer_of, kinds_of, save_steps
 from tests.support import abstract, assert_same_bits, dict_run, host_copy, mesh_of
@@ -341,6 +342,23 @@ def test_steps_that_are_marked_and_not_renamed(tmp_path, way):
     mark.unlink()
     with pytest.raises(adacheck.LineageError, match="committed"):
         lookup.resolve(tmp_path / "2/state")
+
+
+def test_a_step_that_is_marked_is_not_committed_before_its_metadata(tmp_path, monkeypatch):
+    run = dict_run(mesh_of((2,)))
+    parent = ocp.Context()
+    parent.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE
+    found, write = [], serialization.write
+
+    async def noted(path, *args):
+        found.append((path.name, marks.is_committed(tmp_path / "1/state")))
+        await write(path, *args)
+
+    monkeypatch.setattr(serialization, "write", noted)
+    with adacheck.context(run.recorder, parent=parent):
+        ocp.save(tmp_path / "1", run.advance())
+    assert found == [(marks.STEP_METADATA, False)]
+    assert marks.is_committed(tmp_path / "1/state")
 
 
 def test_what_is_written_beside_a_step_never_changes(tmp_path):
