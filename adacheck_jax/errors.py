@@ -124,6 +124,20 @@ def unreadable(where: object, error: BaseException) -> StorageError | None:
     )
 
 
+def tells_of_absence(error: BaseException) -> bool:
+    """True if an error goes back to a file that is not there.
+
+    Args:
+        error: of this library, raised from one of the operating system or of tensorstore.
+    """
+    cause = error.__cause__
+    if cause is None:
+        return False
+    system = system_error(cause)
+    is_missing = system is not None and system.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+    return is_missing or "NOT_FOUND: " in str(cause) or tells_of_absence(cause)
+
+
 def first_line(error: BaseException) -> str:
     """As much of another library's error as fits into a message of ours."""
     text = str(error).split("\n", maxsplit=1)[0]
@@ -142,6 +156,8 @@ def storage_named(where: object) -> Iterator[None]:
     """
     try:
         yield
+    except AdaCheckError:  # some are one of these, too
+        raise
     except (OSError, ValueError) as error:
         system = system_error(error)
         if system is None:

@@ -71,7 +71,9 @@ class RestoreArgs(ocp.args.CheckpointArgs):
             devices that do not exist here, as for ``StandardRestore``.
         fallback: True restores the newest step before this one if this one cannot be restored, and
             logs each skipped step and the reason; ``handler.restored.step`` is the restored one.
-            It may be a step without a directory of its own, held by the bad step's directory.
+            It may be a step without a directory of its own, held by the bad step's directory. In
+            the place of a step that was deleted, before or while it was read, it restores the
+            newest of all others: retention deletes the oldest first.
             Steps that stock Orbax saved are not among the older ones: nothing can verify them.
             False makes a bad step an error, because training should not restart from an older step
             unasked.

@@ -34,7 +34,7 @@ from adacheck_jax.save.exported_update import Check
 from adacheck_jax.save.planning.situation import Delta, Options
 from adacheck_jax.schedule.line import MaxDeltas
 from adacheck_jax.store.retention import KeepLineage
-from adacheck_jax.store.steps import marks, roots, stock
+from adacheck_jax.store.steps import deletion, marks, roots, stock
 from adacheck_jax.store.steps.roots import Line
 from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.store.zarr import Compression
@@ -319,6 +319,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
 
         Raises:
             MismatchError: the abstract state does not fit the saved state.
+            StepDeletedError: the step was deleted before or while it was read.
             LineageError: a step that this one builds on is missing.
             IntegrityError: stored bits are damaged, or restored bits differ from the saved ones.
             FormatError: a file is missing or cannot be read.
@@ -329,14 +330,17 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         """Orbax's tree metadata of a base or delta step, or of one that stock Orbax saved.
 
         Raises:
+            StepDeletedError: the step was deleted before or while it was read.
             LineageError: a step that this one builds on is missing.
             IntegrityError: a file that describes the base is damaged.
             FormatError: a manifest is missing or cannot be read.
         """
-        if stock.is_stock(absolute(directory)):
-            return self._run.stock.metadata(absolute(directory))
-        lineage = described_lineage(absolute(directory))
-        metadata = self._run.stock.metadata(lineage.base_directory)
+        path = absolute(directory)
+        with deletion.told(path):
+            if stock.is_stock(path):
+                return self._run.stock.metadata(path)
+            lineage = described_lineage(path)
+            metadata = self._run.stock.metadata(lineage.base_directory)
         if isinstance(lineage.manifest, BaseManifest):
             return metadata
         return type(metadata).build(metadata.tree, custom_metadata=lineage.manifest.custom_metadata)

@@ -13,6 +13,7 @@ from adacheck_jax.adapter import descriptions, stock_restore
 from adacheck_jax.adapter.arguments import RestoreArgs, RestoreInfo
 from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
 from adacheck_jax.adapter.observe.reports import RestoreTimes
+from adacheck_jax.adapter.other_steps import OtherSteps
 from adacheck_jax.adapter.wanted.relayout import Relayout
 from adacheck_jax.adapter.wanted.targets import Target, Wishes
 from adacheck_jax.device.trees import PyTree
@@ -22,15 +23,15 @@ from adacheck_jax.errors import (
     IntegrityError,
     LineageError,
     MismatchError,
+    StepDeletedError,
 )
 from adacheck_jax.format import manifest as manifests
 from adacheck_jax.restore import check, replay, working_set
 from adacheck_jax.restore.compiled_update import CompiledUpdates, abstract_leaf
 from adacheck_jax.schedule.stopwatch import Clock
-from adacheck_jax.store.steps import identity, lookup, roots, stock
-from adacheck_jax.store.steps import lineage as lineages
+from adacheck_jax.store.steps import deletion, identity, lookup, roots, stock
 from adacheck_jax.store.steps.lineage import Lineage
-from adacheck_jax.store.storage.location import AnyPath
+from adacheck_jax.store.storage.location import AnyPath, at
 from adacheck_jax.update.binding import Recorders
 
 _log = logging.getLogger(__name__)
@@ -117,19 +118,21 @@ class StepRestorer:
 
         Raises:
             MismatchError: the abstract state does not fit the saved state.
+            StepDeletedError: the step was deleted before or while it was read.
             LineageError: a step that this one builds on is missing.
             IntegrityError: stored bits are damaged, or restored bits differ from the saved ones.
             FormatError: a file is missing or cannot be read.
         """
         begin_s = self._clock()
         try:
-            if args.step is None and stock.is_stock(path):
-                return _restored_stock(path, args)
-            return self._restore_found(path, args, begin_s)
+            with deletion.told(path):
+                if args.step is None and stock.is_stock(path):
+                    return _restored_stock(path, args)
+                return self._restore_found(path, args, begin_s)
         except (FormatError, IntegrityError, LineageError) as error:
             if not args.fallback:
                 raise
-            return self._restore_older(path, args, error)
+            return self._restore_other(path, args, error)
 
     def _restore_found(self, path: AnyPath, args: RestoreArgs, begin_s: float) -> Restored:
         """Restore a step, once more if a step of its lineage became a base while it was read."""
@@ -143,37 +146,39 @@ class StepRestorer:
             _log.info("%s: a step was compacted while it was read; reading it again.", path)
             return self._restore(path, again, args, begin_s)
 
-    def _restore_older(self, path: AnyPath, args: RestoreArgs, error: AdaCheckError) -> Restored:
+    def _restore_other(self, path: AnyPath, args: RestoreArgs, error: AdaCheckError) -> Restored:
         """Restore the newest step before a bad one, from its own lineage or another directory.
 
         The bad step's own lineage comes first: its steps need not have directories of their own.
+        In the place of a step that was deleted it is the newest one of all.
         """
-        wanted, end = roots.place_of(path).step, args.step
-        older: list[roots.Step] = []
-        if wanted is not None:
-            wanted, stop = (wanted, wanted) if end is None else (end, end + 1)
-            older = [s for s in roots.siblings(path) if s.directory != path and s.step < stop]
+        is_gone = isinstance(error, StepDeletedError) and not at(path).is_folder
+        others = OtherSteps(path, args.step, is_gone=is_gone)
         bad: set[tuple[str, ...]] = set()  # files of the steps that cannot be restored
         inner, last = self._newest_within(path, args, bad), error
         plain = dataclasses.replace(args, step=None)
-        while inner is not None or older:
+        while inner is not None or others.newest is not None:
             _log.warning("Skipping a step that cannot be restored: %s", last)
-            if inner is not None and not (older and older[-1].step >= inner[1].end.step):
+            newest = others.newest
+            if inner is not None and (newest is None or newest.step < inner[1].end.step):
                 (place, lineage), inner = inner, None
             else:
-                place, lineage = older.pop().directory, None
+                place, lineage = others.take(), None
             try:
-                if lineage is None and identity.of_lineage(resolve(place)) in bad:
-                    raise IntegrityError(f"{place}: it has the files of a bad step.")
-                restored = self._restore(place, lineage or resolve(place), args)
+                with deletion.told(place):
+                    if lineage is None and identity.of_lineage(resolve(place)) in bad:
+                        raise IntegrityError(f"{place}: it has the files of a bad step.")
+                    restored = self._restore(place, lineage or resolve(place), args)
             except (FormatError, IntegrityError, LineageError) as another:
                 last = another
                 if lineage is None:
                     found = filter(None, (inner, self._newest_within(place, plain, bad)))
                     inner = max(found, key=lambda each: each[1].end.step, default=None)
+                if isinstance(another, StepDeletedError):
+                    others.look_again()
                 continue
-            _log.warning("Restored step %d instead of step %s.", restored.info.step, wanted)
-            _tell_passed_over(path, restored.info.step, wanted)
+            _log.warning("Restored step %d instead of step %s.", restored.info.step, others.wanted)
+            others.tell_passed_over(restored.info.step)
             return restored
         raise error
 
@@ -338,15 +343,6 @@ def stock_info(path: AnyPath) -> RestoreInfo:
     """Report of the restore of a step that stock Orbax saved; its number is -1 if it has none."""
     step = roots.place_of(path).step
     return RestoreInfo(-1 if step is None else step, 0, (), 0.0, verified=False)
-
-
-def _tell_passed_over(path: AnyPath, found: int, wanted: int | None) -> None:
-    """Log which steps that stock Orbax saved lie between a bad step and the one in its place."""
-    there = stock.steps_under(*roots.place_of(path).line) if wanted is not None else {}
-    passed = sorted(step for step in there if found < step < (wanted or 0))
-    if passed:
-        told = "Passed over steps %s, which stock Orbax saved: nothing can verify them."
-        _log.warning(told, lineages.shown_steps(passed))
 
 
 def _info(

@@ -24,7 +24,7 @@ from adacheck_jax.adapter.v1 import options
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import storage_named
 from adacheck_jax.save.attempt import Report
-from adacheck_jax.store.steps import roots
+from adacheck_jax.store.steps import deletion, roots
 from adacheck_jax.store.steps.marks import COMMIT_MARK
 from adacheck_jax.store.steps.stock import TREE_METADATA, is_stock
 from adacheck_jax.store.storage.location import AnyPath, at
@@ -92,6 +92,7 @@ class StateHandler(ocp.handlers.CheckpointableHandler[PyTree, PyTree]):
 
         Raises:
             MismatchError: the abstract state does not fit the saved state.
+            StepDeletedError: the step was deleted before or while it was read.
             LineageError: a step that this one builds on is missing.
             IntegrityError: stored bits are damaged, or restored bits differ from the saved ones.
             FormatError: a file is missing or cannot be read.
@@ -112,12 +113,14 @@ class StateHandler(ocp.handlers.CheckpointableHandler[PyTree, PyTree]):
         """Orbax's tree of abstract leaves of a base or delta step.
 
         Raises:
+            StepDeletedError: the step was deleted before or while it was read.
             LineageError: a step that this one builds on is missing.
             IntegrityError: a file that describes the base is damaged.
             FormatError: a manifest is missing or cannot be read.
         """
         path = absolute(directory)
-        described = path if is_stock(path) else described_lineage(path).base_directory
+        with deletion.told(path):
+            described = path if is_stock(path) else described_lineage(path).base_directory
         return await ocp.handlers.PyTreeHandler().metadata(epath.Path(str(described)))
 
     def is_handleable(self, checkpointable: Any) -> bool:

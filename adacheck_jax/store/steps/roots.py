@@ -9,7 +9,7 @@ from adacheck_jax.format.manifest import DeltaManifest, Manifest
 from adacheck_jax.store.steps import manifest_file
 from adacheck_jax.store.steps.folders import BASE, DELTA, KEPT, LINEAGE
 from adacheck_jax.store.steps.lookup import resolve
-from adacheck_jax.store.steps.marks import IN_PLACE, is_committed, is_item
+from adacheck_jax.store.steps.marks import IN_PLACE, is_committed, is_item, is_told_by_names
 from adacheck_jax.store.storage.location import AnyPath, at
 
 TMP_SUFFIX = ".orbax-checkpoint-tmp"
@@ -126,6 +126,14 @@ class Place:
 def place_of(item_directory: AnyPath) -> Place:
     """Place of an item directory, which may be temporary or not exist yet."""
     in_step = TMP_SUFFIX in item_directory.parent.name or is_item(item_directory)
+    return place_in_step(item_directory) if in_step else place_of_step(item_directory)
+
+
+def place_of_lost(item_directory: AnyPath) -> Place:
+    """Place of a directory of which nothing may be left that tells an item from a step."""
+    step = item_directory.parent
+    is_numbered = _number_in(step.name) is not None and is_told_by_names(item_directory)
+    in_step = is_item(item_directory) or is_numbered or not at(step).is_folder
     return place_in_step(item_directory) if in_step else place_of_step(item_directory)
 
 

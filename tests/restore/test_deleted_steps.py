@@ -1,0 +1,269 @@
+"""Steps that are deleted while somebody reads them, told from damaged ones."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import threading
+import time
+import uuid
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+import pytest
+from etils import epath
+
+import adacheck_jax as adacheck
+from adacheck_jax.store.steps import deletion, folders, manifest_file
+from adacheck_jax.store.storage.location import located
+from tests import support
+
+STEPS = 5
+FILE_CALLS = {"stat", "lstat", "open", "scandir", "__enter__", "read", "result"}
+"""Names of the calls of the operating system and of tensorstore that restores are made of."""
+ORDERS = ("first file first", "at once", "last file first")
+
+
+class Tiny:
+    """A run without a program to compile: differences of bits."""
+
+    def __init__(self):
+        self.count = 0
+        self.state = {"x": jnp.arange(300.0), "y": {"z": jnp.ones((4, 5), jnp.bfloat16)}}
+
+    def advance(self):
+        self.count += 1
+        self.state = jax.tree.map(lambda each: each * (1 + 2.0**-6), self.state)
+        return self.state
+
+
+def saved_run(root, steps=STEPS, **options):
+    run, keep = Tiny(), options.get("preservation_policy")
+    handler = adacheck.AdaCheckHandler(delta="bits", max_deltas=2, keep_lineage=keep)
+    with support.manager_of(root, handler, **options) as manager:
+        return run, support.save_steps(manager, run, steps)
+
+
+@pytest.fixture(scope="module")
+def linked(tmp_path_factory):
+    """Steps with links to all that they build on, and what each of them was."""
+    root = tmp_path_factory.mktemp("linked")
+    return root, *saved_run(root)
+
+
+@pytest.fixture(scope="module")
+def referring(tmp_path_factory):
+    """The same where there are no hard links: the last step builds on the directory before it."""
+    root = tmp_path_factory.mktemp("referring")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("adacheck_jax.store.links.can_link", lambda _: False)
+        keep = adacheck.KeepLineage(ocp.checkpoint_managers.LatestN(9))
+        return root, *saved_run(root, preservation_policy=keep)
+
+
+class Deletion:
+    """Deletes steps from one call on that a restore makes, at once or a file at each call."""
+
+    def __init__(self, steps, begin, order):
+        self.calls, self._begin, self._is_busy = 0, begin, False
+        files = [path for step in steps for path in sorted(step.rglob("*")) if path.is_file()]
+        if order == "last file first":
+            files.reverse()
+        self._left = [] if order == "at once" else files
+        self._left += steps
+
+    def __enter__(self):
+        threading.setprofile(self._called)
+        sys.setprofile(self._called)
+        return self
+
+    def __exit__(self, *_):
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+    def _called(self, _, event, function):
+        if event != "c_call" or self._is_busy or function.__name__ not in FILE_CALLS:
+            return
+        self.calls += 1
+        if self.calls >= self._begin and self._left:
+            self._is_busy = True
+            path = self._left.pop(0)
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            self._is_busy = False
+
+
+def copied(root, tmp_path, name):
+    return shutil.copytree(root, tmp_path / name, copy_function=os.link)
+
+
+def restore(root, run, step=STEPS, **options):
+    handler = adacheck.AdaCheckHandler()
+    args = adacheck.RestoreArgs(support.abstract(run.state), **options)
+    return handler.restore(root / str(step) / "default", args), handler.restored.step
+
+
+def deletions(root, tmp_path, run, doomed, order, stride):
+    """Roots, and the deletion that begins at each call of a restore, or at every so many."""
+    whole = copied(root, tmp_path, "whole")
+    with Deletion([], 0, order) as counted:
+        restore(whole, run)
+    assert counted.calls > 50
+    for begin in range(1, counted.calls, stride):
+        copy = copied(root, tmp_path, f"{begin}")
+        yield copy, Deletion([copy / str(each) for each in doomed], begin, order)
+        shutil.rmtree(copy)
+
+
+EACH_WAY = pytest.mark.parametrize(
+    ("layout", "doomed", "order", "stride"),
+    [
+        ("linked", (5,), "first file first", 13),
+        ("referring", (4, 5), "at once", 13),
+        *(("linked", (5,), order, 1) for order in ORDERS),
+        *(("referring", (4, 5), order, 1) for order in ORDERS),
+    ],
+)
+
+
+@pytest.mark.first(2)
+@EACH_WAY
+def test_a_deletion_at_any_call_is_told(layout, doomed, order, stride, tmp_path, request):
+    root, run, saved = request.getfixturevalue(layout)
+    told = 0
+    for copy, deleted in deletions(root, tmp_path, run, doomed, order, stride):
+        try:
+            with deleted:
+                state, step = restore(copy, run)
+        except adacheck.StepDeletedError:
+            told += 1
+        else:
+            assert step == STEPS
+            support.assert_same_bits(state, saved[STEPS])
+    assert told > 5
+
+
+@pytest.mark.first(2)
+@EACH_WAY
+def test_fallback_takes_another_whenever_a_step_goes(
+    layout, doomed, order, stride, tmp_path, request
+):
+    root, run, saved = request.getfixturevalue(layout)
+    found = set()
+    for copy, deleted in deletions(root, tmp_path, run, doomed, order, stride):
+        with deleted:
+            state, step = restore(copy, run, fallback=True)
+        support.assert_same_bits(state, saved[step])
+        found.add(step)
+    assert STEPS - len(doomed) in found
+    assert found <= {STEPS, STEPS - len(doomed)}
+
+
+def test_a_step_that_was_deleted_before(linked, tmp_path):
+    root, run, saved = linked
+    root = copied(root, tmp_path, "copy")
+    for step in (1, 2, 3):
+        shutil.rmtree(root / str(step))
+    with pytest.raises(adacheck.StepDeletedError, match="/3/default: expected a step to read"):
+        restore(root, run, 3)
+    with pytest.raises(FileNotFoundError, match=r"manager\.reload"):
+        adacheck.AdaCheckHandler().metadata(root / "3" / "default")
+    state, step = restore(root, run, 3, fallback=True)
+    assert step == STEPS  # no older one is left, as retention leaves them
+    support.assert_same_bits(state, saved[STEPS])
+    shutil.rmtree(root / "4")
+    shutil.rmtree(root / "5")
+    with pytest.raises(adacheck.StepDeletedError, match="/5/default"):
+        restore(root, run, fallback=True)
+
+
+def test_damage_stays_damage(linked, tmp_path):
+    root, run, _ = linked
+    root = copied(root, tmp_path, "copy")
+    item = root / str(STEPS) / "default"
+    (item / manifest_file.FILE).unlink()
+    with pytest.raises(adacheck.FormatError):
+        restore(root, run)
+    assert not deletion.is_deleted(item)
+    shutil.rmtree(item)  # the step is there
+    with pytest.raises(adacheck.FormatError):
+        restore(root, run)
+    shutil.rmtree(root / "3/default" / folders.LINEAGE)
+    shutil.rmtree(root / "2")
+    with pytest.raises(adacheck.LineageError, match="found nothing there") as error:
+        restore(root, run, 3)
+    assert not isinstance(error.value, adacheck.StepDeletedError)
+
+
+def test_wrong_bits_are_told_without_waiting(linked, tmp_path, monkeypatch):
+    root, run, _ = linked
+    root = shutil.copytree(root, tmp_path / "copy")
+    path = max(support.pack_files(root / "5/default"), key=lambda each: each.stat().st_size)
+    path.write_bytes(support.with_flipped_data(path.read_bytes()))
+    monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("waited"))
+    with pytest.raises(adacheck.IntegrityError):
+        restore(root, run)
+
+
+@pytest.mark.first(1)
+@pytest.mark.parametrize(
+    ("order", "stride"), [("first file first", 13), *((order, 1) for order in ORDERS)]
+)
+def test_a_parent_that_goes_alone_is_no_damage(referring, order, stride, tmp_path):
+    root, run, saved = referring
+    for copy, deleted in deletions(root, tmp_path, run, (4,), order, stride):
+        try:
+            with deleted:
+                state, _ = restore(copy, run)
+        except adacheck.LineageError:  # a StepDeletedError, if it went while it was read
+            continue
+        support.assert_same_bits(state, saved[STEPS])
+
+
+def test_in_an_object_store(gcs):
+    root = epath.Path(f"{gcs.url}/{uuid.uuid4().hex}")
+    keep = adacheck.KeepLineage(ocp.checkpoint_managers.LatestN(9))
+    run, saved = saved_run(root, preservation_policy=keep)
+    located(str(root / "5")).delete()
+    with pytest.raises(adacheck.StepDeletedError):
+        restore(root, run)
+    state, step = restore(root, run, fallback=True)
+    assert step == 4
+    support.assert_same_bits(state, saved[4])
+
+
+@pytest.mark.first(1)
+@pytest.mark.parametrize("steps", [25, 400])
+def test_a_reader_beside_retention(tmp_path, steps):
+    """It reads the oldest step that is there, which goes next."""
+    run, saved, found, is_done = Tiny(), {}, [], threading.Event()
+    abstract = support.abstract(run.state)
+
+    def read():
+        while not is_done.is_set():
+            there = sorted(int(each) for each in os.listdir(tmp_path) if each.isdecimal())
+            for step in there[:1]:
+                handler = adacheck.AdaCheckHandler()
+                path = tmp_path / str(step) / "default"
+                try:
+                    state = handler.restore(path, adacheck.RestoreArgs(abstract))
+                    found.append((step, support.host_copy(state)))
+                except BaseException as error:
+                    found.append((step, error))
+
+    with support.manager_of(
+        tmp_path, adacheck.AdaCheckHandler(delta="bits", max_deltas=2), max_to_keep=2
+    ) as manager:
+        saved |= support.save_steps(manager, run, 2)
+        reader = threading.Thread(target=read)
+        reader.start()
+        saved |= support.save_steps(manager, run, steps)
+        is_done.set()
+        reader.join()
+    states = [(step, each) for step, each in found if isinstance(each, list)]
+    errors = [each for _, each in found if not isinstance(each, list)]
+    assert states
+    for step, bits in states:
+        assert [each.tobytes() for each in bits] == [each.tobytes() for each in saved[step]]
+    assert [each for each in errors if not isinstance(each, adacheck.StepDeletedError)] == []
