@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from adacheck_jax.errors import AdaCheckError, StepDeletedError
-from adacheck_jax.store.steps import identity, roots
+from adacheck_jax.store.steps import deletion, identity, roots
 from adacheck_jax.store.steps.manifest_file import DIRECTORY
 from adacheck_jax.store.steps.roots import PINNED, Step
 from adacheck_jax.store.storage.location import AnyPath, at
-
-_LOOK_COUNT = 20
-_LOOK_AGAIN_S = 0.1
 
 Found = TypeVar("Found")
 
@@ -166,7 +162,7 @@ def settled(
 ) -> tuple[Found, frozenset[AnyPath]]:
     """Look at steps until the files of those that look damaged stay as they are.
 
-    A step that is being deleted looks damaged. It is gone once it has no files.
+    A step that is being deleted looks damaged; :mod:`~adacheck_jax.store.steps.deletion` tells.
 
     Args:
         look: the look.
@@ -175,20 +171,15 @@ def settled(
     Returns:
         Findings of the last look, and the suspects that are gone.
     """
-    found, before = look(), dict[AnyPath, str]()
-    for _ in range(_LOOK_COUNT):
-        files = {path: identity.of_directory(path) for path in suspects(found)}
-        if files == before or not any(files.values()):
-            return found, frozenset(path for path, digest in files.items() if not digest)
-        before = files
-        time.sleep(_LOOK_AGAIN_S)
+    found = look()
+    while True:
+        before = {path: identity.of_directory(path) for path in suspects(found)}
+        there = [path for path, digest in before.items() if digest]
+        if there:
+            deletion.first_deleted(there)
+        if all(before[path] == identity.of_directory(path) for path in there):
+            return found, frozenset(before.keys() - there)
         found = look()
-    return found, frozenset()
-
-
-def is_gone(directory: AnyPath) -> bool:
-    """True if a step has no files, or has none any more once its deletion is done."""
-    return bool(settled(lambda: None, lambda _: [directory])[1])
 
 
 @contextlib.contextmanager
@@ -206,7 +197,7 @@ def undeleted(directory: AnyPath) -> Iterator[None]:
     except StepDeletedError:
         raise
     except (AdaCheckError, OSError, ValueError) as error:
-        if is_gone(directory):
+        if deletion.is_deleted(directory):
             raise deleted(directory) from error
         raise
 

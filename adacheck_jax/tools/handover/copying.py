@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from adacheck_jax.errors import AdaCheckError, StepDeletedError
-from adacheck_jax.store.steps import identity, lookup, manifest_file, marks, roots, stock
+from adacheck_jax.store.steps import deletion, identity, lookup, manifest_file, marks, roots, stock
 from adacheck_jax.tools.handover.file_copies import Copied, FileCopies
-from adacheck_jax.tools.steps import InputError, deleted, is_gone, steps_under, undeleted
+from adacheck_jax.tools.steps import InputError, deleted, steps_under, undeleted
 
 COPIED, THERE, REFUSED, DELETED = "copied", "there", "refused", "deleted meanwhile"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
@@ -160,7 +160,7 @@ def _check_root(path: Path) -> None:
     try:
         steps_under(path)
     except InputError:
-        if roots.place_of_step(path).step is not None and is_gone(path):
+        if roots.place_of_step(path).step is not None and deletion.is_deleted(path):
             raise deleted(path) from None
         raise
 
@@ -230,7 +230,7 @@ def _plan(root: Path, names: Sequence[str]) -> list[_Planned]:
     chosen = _with_needs(every, names) if names else set(every)
     missing = [name for name in names if name not in every]
     none = _Planned("", frozenset(), "found no committed step there")
-    planned = [replace(none, name=n, is_deleted=is_gone(root / n)) for n in missing]
+    planned = [replace(none, name=n, is_deleted=deletion.is_deleted(root / n)) for n in missing]
     for name in sorted(chosen - {*missing}, key=lambda each: (numbers[each], each)):
         is_added = bool(names) and name not in names
         planned.append(replace(every[name], is_added=is_added))
@@ -288,7 +288,7 @@ def _copied(
         return row(REFUSED, f"{start}{error.strerror} ({error.filename or target})")
     if identity.of_directory(source) != before or not _is_same(root, destination, each.name):
         copies.discard(target)
-        if is_gone(source):
+        if deletion.is_deleted(source):
             return row(DELETED, None)
         return row(REFUSED, "it was changed meanwhile (compacted?): copy it again")
     return row(COPIED, None, found)
