@@ -185,8 +185,8 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         Raises:
             StorageError: the root cannot be written.
             RecorderError: the recorder cannot be tied to the state.
-            MismatchError, FormatError: a leaf of the state cannot be stored.
-            ValueError: ``args.step`` is not a step number.
+            MismatchError: a leaf of the state cannot be stored.
+            ValueError: ``args.step``, or the number in the directory's name, is not a step number.
         """
         with directories.made_even_if_refused():
             return await self._run.write(absolute(directory), *self._begin(directory, args))

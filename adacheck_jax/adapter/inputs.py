@@ -15,7 +15,7 @@ import numpy as np
 
 from adacheck_jax.device import trees
 from adacheck_jax.device.trees import PyTree
-from adacheck_jax.errors import FormatError, MismatchError
+from adacheck_jax.errors import MismatchError
 
 _MAX_STEP = 2**63 - 1
 _NO_NUMBERS = frozenset("OUSmM")
@@ -24,11 +24,14 @@ _NOT_STORABLE = frozenset({"int1", "uint1", "float6_e2m3fn", "float6_e3m2fn", "f
 """Data types that tensorstore 0.1.86 does not store."""
 
 
-def step_number(step: Any) -> int | None:
+def step_number(
+    step: Any, remedy: str = "leave the step out to take it from the directory's name"
+) -> int | None:
     """A caller's step number as a Python integer; None stays None.
 
     Args:
         step: an integer of Python, numpy or JAX.
+        remedy: advice at the end of the message.
 
     Raises:
         ValueError: it is not an integer, or negative, or needs more than 63 bits.
@@ -42,7 +45,7 @@ def step_number(step: Any) -> int | None:
     if number is None or not 0 <= number <= _MAX_STEP:
         raise ValueError(
             f"expected a step number, an integer from 0 to 2**63 - 1, found {step!r}. Nothing was "
-            "saved; leave the step out to take it from the directory's name."
+            f"saved; {remedy}."
         )
     return number
 
@@ -71,11 +74,12 @@ def checked_state(state: PyTree, save_args: PyTree | None = None) -> PyTree:
         save_args: tree of ``ocp.SaveArgs``, as for ``StandardSave``.
 
     Returns:
-        The state, with an array in place of each leaf that only has ``__array__``.
+        The state, with an array in place of each leaf that only has ``__array__``, and one of this
+        machine's byte order in place of each leaf of the other: Orbax restores it as such, too.
 
     Raises:
-        MismatchError: the state is not a pytree of arrays and numbers, or is being traced.
-        FormatError: a leaf has a data type that cannot be stored.
+        MismatchError: the state is not a pytree of arrays and numbers, or is being traced, or a
+            leaf has a data type that cannot be stored.
     """
     if state is None or isinstance(state, jax.Array | np.ndarray | int | float):
         raise MismatchError(
@@ -90,7 +94,11 @@ def checked_state(state: PyTree, save_args: PyTree | None = None) -> PyTree:
     args = [None] * len(leaves)
     if save_args is not None:
         args = treedef.flatten_up_to(save_args)
-    alike = {path: np.asarray(leaf) for path, leaf in leaves.items() if _is_like_an_array(leaf)}
+    alike = {
+        path: np.asarray(leaf, trees.dtype_of(leaf))
+        for path, leaf in leaves.items()
+        if _is_like_an_array(leaf) or not _is_native(getattr(leaf, "dtype", None))
+    }
     for (path, leaf), arg in zip(leaves.items(), args, strict=True):
         _check_leaf(path, alike.get(path, leaf))
         if arg is not None and arg.aggregate:
@@ -134,8 +142,8 @@ def apply_casts(state: PyTree, save_args: PyTree | None) -> tuple[PyTree, PyTree
     leaves, treedef = trees.flatten(state)
     stored, rest, cast = [], [], set()
     for (path, leaf), arg in zip(leaves.items(), treedef.flatten_up_to(save_args), strict=True):
-        dtype = None if arg is None else arg.dtype
-        if dtype is not None and np.dtype(dtype) != trees.dtype_of(leaf):
+        dtype = None if arg is None or arg.dtype is None else trees.native(np.dtype(arg.dtype))
+        if dtype is not None and dtype != trees.dtype_of(leaf):
             cast.add(path)
         stored.append(_astype(leaf, dtype) if path in cast else leaf)
         rest.append(None if arg is None else dataclasses.replace(arg, dtype=None))
@@ -156,7 +164,12 @@ def _is_storable(kind: type, dtype: Any) -> bool:
     """True if :func:`_check_leaf` accepts a leaf of this type under any name."""
     known = issubclass(kind, int | float | np.ndarray | np.generic | jax.Array)
     is_number = getattr(dtype, "kind", "") not in _NO_NUMBERS and str(dtype) not in _NOT_STORABLE
-    return known and is_number and not issubclass(kind, jax.core.Tracer)
+    is_array = known and is_number and _is_native(dtype)
+    return is_array and not issubclass(kind, jax.core.Tracer)
+
+
+def _is_native(dtype: Any) -> bool:
+    return trees.native(dtype) is dtype
 
 
 def _check_leaf(path: str, leaf: Any) -> None:
@@ -180,7 +193,7 @@ def _check_leaf(path: str, leaf: Any) -> None:
         )
     dtype = str(trees.dtype_of(leaf))
     if dtype in _NOT_STORABLE:
-        raise FormatError(
+        raise MismatchError(
             f"leaf {path}: expected a data type that arrays are stored in, found {dtype}, which "
             "tensorstore does not know. Nothing was saved; cast it (to float8_e4m3fn, int2 or "
             "float16), or save its bits: jax.lax.bitcast_convert_type(leaf, jax.numpy.uint8)."

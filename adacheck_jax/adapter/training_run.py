@@ -143,8 +143,8 @@ class TrainingRun:
             AdaCheckError: there are several processes, and no coordination service.
             StorageError: the root cannot be written.
             RecorderError: the recorder cannot be tied to the state.
-            MismatchError, FormatError: a leaf of the state cannot be stored.
-            ValueError: ``args.step`` is not a step number.
+            MismatchError: a leaf of the state cannot be stored.
+            ValueError: ``args.step``, or the number in the directory's name, is not a step number.
         """
         self._process.enter()
         final, begin_s = roots.committed_path(directory), self._clock()
@@ -167,6 +167,7 @@ class TrainingRun:
         file_bytes = inputs.file_bytes(args.ocdbt_target_data_file_size)
         state, save_args, cast = inputs.apply_casts(state, args.save_args)
         found = place()
+        inputs.step_number(found.step, "give the manager steps from 0 on")
         custom_metadata = inputs.json_copy(args.custom_metadata)
         with storage_named(final):
             save = self._saver_of(found).begin(

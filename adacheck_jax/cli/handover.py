@@ -172,7 +172,8 @@ def cp(
     Hard links stay hard links, so that the copy is as large as the original; cp -r would write
     each link as a file of its own. Every file is read back. A step is copied under a temporary name
     and renamed last; one that cannot be copied is told in its row. Steps that DEST has stay, and
-    are linked to. Exit code 1 if a step was refused, 2 if there is no such root or step.
+    are linked to. A step that is deleted meanwhile has a row that says so. Exit code 1 if a step
+    was refused or all were deleted, 2 if there is no such root or step.
 
     With --json: the fields of adacheck_jax.tools.handover.copying.CopyReport.
     """
@@ -187,7 +188,8 @@ def cp(
         print_json(report)
     else:
         tables.show_copy(report)
-    if any(step.result == copying.REFUSED for step in report.steps):
+    results = {step.result for step in report.steps}
+    if copying.REFUSED in results or results == {copying.DELETED}:
         raise typer.Exit(1)
 
 

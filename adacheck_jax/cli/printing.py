@@ -10,6 +10,8 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
+from adacheck_jax.store.steps.lineage import shown_steps
+
 _READABLE = 36
 """Characters of a long column that are shown before optional columns are."""
 
@@ -108,6 +110,17 @@ def _shortened(text: str, width: int) -> str:
 def print_text(text: str) -> None:
     """Print a sentence as it is; the terminal wraps it."""
     sys.stdout.write(f"{text}\n")
+
+
+def tell_deleted(steps: Sequence[int]) -> None:
+    """Print the numbers of steps that were deleted while a command looked, if there are any.
+
+    Args:
+        steps: the numbers, ascending.
+    """
+    if steps:
+        what = f"Step {steps[0]} was" if len(steps) == 1 else f"Steps {shown_steps(steps)} were"
+        print_text(f"{what} deleted meanwhile.")
 
 
 def shown_bytes(count: int | None) -> str:

@@ -79,9 +79,14 @@ def unflatten(treedef: TreeDef, leaves: Iterable[Any]) -> PyTree:
 
 
 def dtype_of(leaf: Any) -> Any:
-    """Data type of an array, abstract array or Python number."""
+    """Data type of an array, abstract array or Python number, in this machine's byte order."""
     dtype = getattr(leaf, "dtype", None)
-    return np.asarray(leaf).dtype if dtype is None else dtype
+    return native(np.asarray(leaf).dtype if dtype is None else dtype)
+
+
+def native(dtype: Any) -> Any:
+    """A data type in this machine's byte order; the same object if it is."""
+    return dtype if getattr(dtype, "isnative", True) else dtype.newbyteorder("=")
 
 
 def check_same_leaves(

@@ -120,8 +120,9 @@ class CompiledUpdates:
         """
         key, begin_s = _key(lineage, shardings), self._clock()
         if key not in self._compiled:
-            self._compiled[key] = Future()
-            self._compiled[key].set_result(self._jitted(lineage, update, shardings))
+            made = Future[UpdateFunction]()
+            made.set_result(self._jitted(lineage, update, shardings))
+            self._compiled[key] = made  # not before: a program that cannot be loaded is never done
         program = progress.compiled(lineage.end.step, self._compiled[key])
         self.waited_s += self._clock() - begin_s
         return program

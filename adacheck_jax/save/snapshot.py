@@ -23,7 +23,7 @@ from adacheck_jax.device import (
 from adacheck_jax.device.lead import DeviceGrid, Lead, Ranks, grid_of, sole
 from adacheck_jax.device.shard_sums import Summing
 from adacheck_jax.device.trees import PyTree
-from adacheck_jax.errors import FormatError, RecorderError
+from adacheck_jax.errors import MismatchError, RecorderError
 from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.update import binding
 from adacheck_jax.update.binding import Binding, Recorders
@@ -244,8 +244,8 @@ class Snapshots:
         Raises:
             RecorderError: the recorder cannot be tied to the state, or its update takes or returns
                 a leaf that is to be ephemeral.
-            MismatchError: two leaves have the same leaf path.
-            FormatError: a leaf has a type that cannot be stored.
+            MismatchError: two leaves have the same leaf path, or a leaf has a type that cannot be
+                stored.
         """
         leaves, treedef = jax.tree.flatten(state)
         seen, version = self._seen, self._derived_version()
@@ -390,13 +390,8 @@ def _signature(leaf: Any, array: Any) -> Any:
 
 def _itemsize_bytes(path: str, array: Any) -> int:
     if array.dtype == object or array.dtype.kind in "USmM":
-        raise FormatError(
-            f"leaf {path}: expected numbers, found the data type {array.dtype}. Save it as a JSON "
-            "item beside the state, or leave it out."
-        )
-    if not array.dtype.isnative:
-        raise FormatError(
-            f"leaf {path}: expected numbers in this machine's byte order, found the data type "
-            f"{array.dtype.str}. Convert it: leaf.astype(leaf.dtype.newbyteorder('='))."
+        raise MismatchError(
+            f"leaf {path}: expected numbers of at most 64 bits, found the data type {array.dtype}. "
+            "Nothing was saved; save it as a JSON item beside the state, or leave it out."
         )
     return array.dtype.itemsize

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import math
 import random
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,13 +13,13 @@ from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.store.compaction import in_place
 from adacheck_jax.store.links import PROBE_PREFIX
-from adacheck_jax.store.steps import identity, lookup, roots
 from adacheck_jax.store.steps import lineage as lineages
+from adacheck_jax.store.steps import lookup, roots
 from adacheck_jax.store.steps.roots import TMP_SUFFIX, Step
 from adacheck_jax.store.storage.location import AnyPath, Location, at
 from adacheck_jax.tools.causes import Cause, causes_of
 from adacheck_jax.tools.recompute import RECOMPUTED, Recomputation
-from adacheck_jax.tools.steps import InputError, steps_under
+from adacheck_jax.tools.steps import InputError, deleted, settled, steps_under
 from adacheck_jax.tools.verification import (
     NUMBER,
     OTHER_BITS,
@@ -31,8 +30,6 @@ from adacheck_jax.tools.verification import (
 
 _OF_ONE_LEAF = {OTHER_BITS, RECOMPUTED}
 """Messages about a leaf, and not about its file."""
-_LOOK_COUNT = 20
-_LOOK_AGAIN_S = 0.1
 
 Progress = Callable[[int, int, str], None]
 """A callback that takes the number of steps done, the number of all, and the next step's path."""
@@ -114,6 +111,7 @@ class RootReport:
         damaged_count: number of damaged steps.
         not_looked_at: parts that were not checked, described for people.
         causes: causes of all damage, each once.
+        deleted: numbers of the steps that were deleted meanwhile.
     """
 
     root: str
@@ -125,6 +123,7 @@ class RootReport:
     damaged_count: int
     not_looked_at: tuple[str, ...] = ()
     causes: tuple[Cause, ...] = ()
+    deleted: tuple[int, ...] = ()
 
 
 def verify_root(
@@ -144,10 +143,11 @@ def verify_root(
         progress: callback before each step.
 
     Returns:
-        The report. Steps that were deleted meanwhile are left out.
+        The report. Steps that were deleted meanwhile have a number in it, and no row.
 
     Raises:
         InputError: there is no such root, step or item.
+        StepDeletedError: the only step was deleted meanwhile.
     """
     wanted = thoroughness or Thoroughness()
     root = root.absolute()  # Orbax takes no other
@@ -159,15 +159,10 @@ def verify_root(
             raise
         steps = []  # a first save was interrupted
     audit = _Audit(root, wanted, _chosen(steps, wanted))
-    reports = []
-    # Item by item, so that each lineage is replayed once.
-    ordered = sorted(steps, key=lambda each: (each.directory.name, each.step, str(each.directory)))
-    for done, step in enumerate(ordered):
-        if progress is not None:
-            progress(done, len(ordered), at(step.directory).below(at(root)))
-        report = audit.report(step)
-        if report is not None:
-            reports.append(report)
+    gone = audit.look(steps, progress)
+    if number is not None and gone and not audit.reports:
+        raise deleted(steps[0].directory)
+    reports = [*audit.reports.values()]
     reports.sort(key=lambda each: (-1 if each.step is None else each.step, each.item))
     partly = wanted.subset > 0 and not wanted.read_data
     return RootReport(
@@ -180,6 +175,7 @@ def verify_root(
         damaged_count=sum(bool(each.damage) for each in reports),
         not_looked_at=tuple(_not_looked_at(reports)),
         causes=causes_of(str(root), ((each.step, d) for each in reports for d in each.damage)),
+        deleted=tuple(sorted({step.step for step in gone})),
     )
 
 
@@ -232,30 +228,48 @@ def _chosen(steps: Sequence[Step], wanted: Thoroughness) -> frozenset[AnyPath]:
 
 
 class _Audit:
-    """Verifies one step after the other, and remembers findings about files that they share."""
+    """Verifies steps, and remembers findings about files that they share.
+
+    Args:
+        root: the checkpoint root.
+        wanted: extent of the verification.
+        chosen: item directories of the steps whose data is read.
+
+    Attributes:
+        reports: the report of each step, by its item directory.
+    """
 
     def __init__(self, root: AnyPath, wanted: Thoroughness, chosen: frozenset[AnyPath]) -> None:
         self._root, self._wanted, self._chosen = root, wanted, chosen
         self._verifier, self._recomputation = Verifier(), Recomputation()
+        self.reports: dict[AnyPath, StepReport] = {}
 
-    def report(self, step: Step) -> StepReport | None:
-        """The report of a step, once its files do not change; None if the step is gone.
+    def look(self, steps: Sequence[Step], progress: Progress | None) -> list[Step]:
+        """Verify steps; damaged ones again, until their files do not change.
 
-        A step that a manager is deleting looks damaged, so a damaged step is looked at again.
+        Args:
+            steps: the steps.
+            progress: callback before the first look at each step.
+
+        Returns:
+            The steps that were deleted meanwhile; the others have a report.
         """
-        report = None
-        for _ in range(_LOOK_COUNT):
-            before = identity.of_directory(step.directory)
-            report = self._report(step)
-            if before and not report.damage:
-                return report
-            time.sleep(_LOOK_AGAIN_S)
-            after = identity.of_directory(step.directory)
-            if not after:
-                return None
-            if before == after:
-                return report
-        return report
+        # Item by item, so that each lineage is replayed once.
+        ordered = sorted(steps, key=lambda x: (x.directory.name, x.step, str(x.directory)))
+
+        def look() -> list[AnyPath]:
+            for done, step in enumerate(ordered):
+                known = self.reports.get(step.directory)
+                if known is None and progress is not None:
+                    progress(done, len(ordered), at(step.directory).below(at(self._root)))
+                if known is None or known.damage:
+                    self.reports[step.directory] = self._report(step)
+            return [path for path, report in self.reports.items() if report.damage]
+
+        _, gone = settled(look, lambda damaged: damaged)
+        for path in gone:
+            del self.reports[path]
+        return [step for step in ordered if step.directory in gone]
 
     def _report(self, step: Step) -> StepReport:
         manifest = step.manifest

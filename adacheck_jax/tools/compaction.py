@@ -6,6 +6,7 @@ after are as they were.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,18 +18,19 @@ from adacheck_jax.adapter.arguments import RestoreArgs
 from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
 from adacheck_jax.adapter.restoring import StepRestorer
 from adacheck_jax.device import transfer
+from adacheck_jax.errors import StepDeletedError
 from adacheck_jax.format.boxes import Blocks, Box
 from adacheck_jax.format.manifest import BaseManifest, Delta, DeltaManifest, Leaf, Manifest
 from adacheck_jax.store.compaction import in_place
 from adacheck_jax.store.steps import lookup, roots, stock
 from adacheck_jax.store.steps.folders import DELTA, LINEAGE
-from adacheck_jax.store.steps.lineage import Lineage
+from adacheck_jax.store.steps.lineage import Lineage, LineageStep
 from adacheck_jax.store.steps.manifest_file import DIRECTORY
 from adacheck_jax.store.steps.roots import Step
 from adacheck_jax.store.storage.location import AnyPath, at
 from adacheck_jax.tools import verification
 from adacheck_jax.tools.recompute import cannot_replay_here, wide_integers
-from adacheck_jax.tools.steps import InputError, selected
+from adacheck_jax.tools.steps import InputError, selected, undeleted
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,8 @@ def compact(
     Raises:
         InputError: there is no such root, step or item, or the step cannot be compacted: it is a
             base, a deferred step, a step that stock Orbax saved, or lies in an object store.
-        AdaCheckError: the step is damaged, or cannot be restored exactly here; it is as it was.
+        AdaCheckError: the step is damaged, or cannot be restored exactly here; it is as it was. Or
+            it was deleted meanwhile.
     """
     root = root.absolute()
     if not at(root).on_file_system:
@@ -89,6 +92,11 @@ def compact(
             "copy the root to a file system, or let the training save a base."
         )
     step = _selected(root, number, item)
+    with undeleted(step.directory):
+        return _compacted(root, step, dry_run)
+
+
+def _compacted(root: AnyPath, step: Step, dry_run: bool) -> CompactionReport:
     lineage = lookup.resolve(step.directory)
     if isinstance(lineage.manifest, BaseManifest):
         raise _is_base(step.directory, lineage.manifest.step)
@@ -175,10 +183,17 @@ def _lost(directory: AnyPath, lineage: Lineage) -> tuple[int, ...]:
     left = {(each.step, each.fingerprints) for each in (lineage.base, *lineage.deltas[:-1])}
     for other in roots.siblings(directory):
         if other.error is None and other.directory != directory and left:
-            for entry in lookup.resolve(other.directory).entries:
+            for entry in _entries_of(other.directory):
                 if at(entry.holder).resolve() != at(directory).resolve():
                     left -= {(each.step, each.fingerprints) for each in _steps_in(entry.manifest)}
     return tuple(sorted(step for step, _ in left))
+
+
+def _entries_of(directory: AnyPath) -> Sequence[LineageStep]:
+    """The saved steps that another step needs; none if it was deleted meanwhile."""
+    with contextlib.suppress(StepDeletedError), undeleted(directory):
+        return lookup.resolve(directory).entries
+    return ()
 
 
 def _steps_in(manifest: Manifest) -> Sequence[BaseManifest | Delta]:

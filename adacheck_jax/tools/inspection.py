@@ -12,9 +12,10 @@ from adacheck_jax.format.manifest import (
 )
 from adacheck_jax.store.steps import lookup, sizes
 from adacheck_jax.store.steps.lineage import Lineage
+from adacheck_jax.store.steps.roots import Step
 from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.tools.listing import kind_of, parent_of, recorded_with
-from adacheck_jax.tools.steps import selected
+from adacheck_jax.tools.steps import selected, undeleted
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +135,11 @@ def describe_step(root: AnyPath, number: int | None = None, item: str | None = N
     step = selected(root, number, item)
     if step.error is not None:
         raise step.error
+    with undeleted(step.directory):
+        return _described(step)
+
+
+def _described(step: Step) -> StepDetails:
     lineage = lookup.resolve(step.directory)
     base, manifest = lineage.base, lineage.manifest
     groups = _groups_of(base.update, len(base.leaves))

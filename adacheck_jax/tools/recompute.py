@@ -83,7 +83,7 @@ class Recomputation:
         problem = cannot_replay_here(lineage)
         if problem is not None:
             return Replayed(problem=problem)
-        chain = tuple(map(identity.of_step, lineage.entries))
+        chain = _chain_of(lineage)
         try:
             on_device = touched(lineage.base)
             with wide_integers(lineage.base.leaves[i].dtype for i in on_device):
@@ -106,7 +106,10 @@ class Recomputation:
         for depth in range(1, len(chain) + 1):
             known = self._compared.get(chain[:depth])
             if (known is None or known.error is None) and depth > len(self._chain):
-                known = self._compared[chain[:depth]] = self._step(lineage, chain[:depth])
+                known = self._step(lineage, chain[:depth])
+                # What is deleted while it is read says nothing about other links to the files.
+                if known.error is None or _chain_of(lineage) == chain:
+                    self._compared[chain[:depth]] = known
             if known is not None and known.error is not None:
                 return known  # no later step can be built
         return self._compared[chain]
@@ -132,6 +135,11 @@ class Recomputation:
             return _Compared(error=damage_of(error, entry.place))
         self._chain = chain
         return _Compared(tuple(sorted(differing)))
+
+
+def _chain_of(lineage: Lineage) -> tuple[str, ...]:
+    """Digests of the files of each saved step."""
+    return tuple(map(identity.of_step, lineage.entries))
 
 
 def base_leaves(stock: StockCheckpoints, lineage: Lineage) -> list[Any]:

@@ -6,11 +6,18 @@ import logging
 import os
 from collections.abc import Sequence
 
-from adacheck_jax.errors import AdaCheckError, IntegrityError, StorageError, unreadable
+from adacheck_jax.errors import (
+    AdaCheckError,
+    IntegrityError,
+    StepDeletedError,
+    StorageError,
+    unreadable,
+)
 from adacheck_jax.store.steps import lineage as lineages
 from adacheck_jax.store.steps import lookup, roots, stock
 from adacheck_jax.store.steps.lineage import Lineage
-from adacheck_jax.store.storage.location import AnyPath, at, located
+from adacheck_jax.store.storage.location import AnyPath, located
+from adacheck_jax.tools.steps import undeleted
 from adacheck_jax.tools.verification import Verifier, check, unreadable_file, whole_part
 
 _log = logging.getLogger(__name__)
@@ -77,13 +84,15 @@ def latest_restorable(
             _verify(number, paths, read_data, verifier)
         except StorageError:
             raise
+        except StepDeletedError as error:
+            _log.info("Skipping step %d: %s", number, error)
+            continue
         except AdaCheckError as error:
             _refuse_unreadable(paths, error)
-            if all(at(each).is_folder for each in paths):  # else it was deleted meanwhile
-                _log.warning("Skipping step %d, which does not verify: %s", number, error)
-                first = first or error
-                another = _newest_within(number, paths, read_data, verifier)
-                inner = max(filter(None, (inner, another)), default=None)
+            _log.warning("Skipping step %d, which does not verify: %s", number, error)
+            first = first or error
+            another = _newest_within(number, paths, read_data, verifier)
+            inner = max(filter(None, (inner, another)), default=None)
             continue
         return RestorableStep(number)
     if inner is None and first is not None:
@@ -111,6 +120,7 @@ def _verify(number: int, paths: Sequence[AnyPath], read_data: bool, verifier: Ve
 
     Raises:
         AdaCheckError: one of them does not verify, or stock Orbax saved it.
+        StepDeletedError: it was deleted meanwhile.
     """
     for path in paths:
         if stock.is_stock(path):
@@ -118,7 +128,10 @@ def _verify(number: int, paths: Sequence[AnyPath], read_data: bool, verifier: Ve
                 f"{path}: expected a step with fingerprints, found one that stock Orbax saved, "
                 "which nothing can verify. To go on from it, restore it by its number."
             )
-    found = [check(path, read_data=read_data, verifier=verifier) for path in sorted(paths, key=str)]
+    found = []
+    for path in sorted(paths, key=str):
+        with undeleted(path):
+            found.append(check(path, read_data=read_data, verifier=verifier))
     _tell_unchecked(number, found)
 
 

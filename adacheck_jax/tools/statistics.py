@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from adacheck_jax.errors import AdaCheckError
+from adacheck_jax.errors import AdaCheckError, StepDeletedError
 from adacheck_jax.format.manifest import BaseManifest, Delta, Leaf, Update
 from adacheck_jax.format.pack_plan import Extent, plan_delta
 from adacheck_jax.store.steps import manifest_file
@@ -18,7 +18,7 @@ from adacheck_jax.store.steps.lookup import resolve
 from adacheck_jax.store.steps.manifest_file import ManifestReader
 from adacheck_jax.store.storage.interface import Stamp
 from adacheck_jax.store.storage.location import AnyPath, at
-from adacheck_jax.tools.steps import steps_under
+from adacheck_jax.tools.steps import steps_under, undeleted
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,12 @@ def statistics_of(root: AnyPath) -> RootStatistics:
     tally, skipped, manifests = _Tally(), list[int](), ManifestReader()
     for step in steps_under(root):
         try:
-            lineage = resolve(step.directory, manifests.read_file)
+            if step.error is not None:
+                raise step.error
+            with undeleted(step.directory):
+                lineage = resolve(step.directory, manifests.read_file)
+        except StepDeletedError:
+            continue
         except AdaCheckError:
             skipped.append(step.step)
             continue

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
-from adacheck_jax.store.steps import roots, sizes
+from adacheck_jax.errors import AdaCheckError, StepDeletedError
+from adacheck_jax.store.steps import deletion, identity, roots
 from adacheck_jax.store.steps.manifest_file import DIRECTORY
 from adacheck_jax.store.steps.roots import PINNED, Step
 from adacheck_jax.store.storage.location import AnyPath, at
 
-_LOOK_COUNT = 20
-_LOOK_AGAIN_S = 0.1
+Found = TypeVar("Found")
 
 
 class InputError(Exception):
@@ -149,21 +150,65 @@ def _remedy(root: AnyPath, names: list[str]) -> str:
 
 
 def settled_steps(root: AnyPath) -> list[Step]:
-    """The steps under a root, without those that are being deleted.
+    """The steps under a root, without those that are being deleted."""
+    steps, gone = settled(
+        lambda: roots.steps_of(root), lambda found: [each.directory for each in found if each.error]
+    )
+    return [step for step in steps if step.directory not in gone]
 
-    A step that is being deleted looks damaged. So damage counts only if the number of files stays
-    the same between two looks, and a step without files is no step.
+
+def settled(
+    look: Callable[[], Found], suspects: Callable[[Found], Iterable[AnyPath]]
+) -> tuple[Found, frozenset[AnyPath]]:
+    """Look at steps until the files of those that look damaged stay as they are.
+
+    A step that is being deleted looks damaged; :mod:`~adacheck_jax.store.steps.deletion` tells.
+
+    Args:
+        look: the look.
+        suspects: item directories of the steps that look damaged in what a look found.
+
+    Returns:
+        Findings of the last look, and the suspects that are gone.
     """
-    before: dict[AnyPath, int] | None = None
-    steps: list[Step] = []
-    for _ in range(_LOOK_COUNT):
-        found = roots.steps_of(root)
-        suspects = [step.directory for step in found if step.error]
-        file_counts = {path: sum(1 for _ in sizes.files(path)) for path in suspects}
-        steps = [step for step in found if file_counts.get(step.directory, 1)]
-        damaged = {path: count for path, count in file_counts.items() if count}
-        if not damaged or damaged == before:
-            break
-        before = damaged
-        time.sleep(_LOOK_AGAIN_S)
-    return steps
+    found = look()
+    while True:
+        before = {path: identity.of_directory(path) for path in suspects(found)}
+        there = [path for path, digest in before.items() if digest]
+        if there:
+            deletion.first_deleted(there)
+        if all(before[path] == identity.of_directory(path) for path in there):
+            return found, frozenset(before.keys() - there)
+        found = look()
+
+
+@contextlib.contextmanager
+def undeleted(directory: AnyPath) -> Iterator[None]:
+    """Tell an error of reading a step that was deleted meanwhile from one of a step that is there.
+
+    Args:
+        directory: the step's item directory.
+
+    Raises:
+        StepDeletedError: in place of the error, if the step is gone.
+    """
+    try:
+        yield
+    except StepDeletedError:
+        raise
+    except (AdaCheckError, OSError, ValueError) as error:
+        if deletion.is_deleted(directory):
+            raise deleted(directory) from error
+        raise
+
+
+def deleted(directory: AnyPath) -> StepDeletedError:
+    """Error for a step that was deleted while it was looked at.
+
+    Args:
+        directory: the step's item directory.
+    """
+    return StepDeletedError(
+        f"{directory}: expected a step to read, found that it was deleted meanwhile. Take another "
+        "step (adacheck ls lists them)."
+    )

@@ -189,11 +189,14 @@ class Verifier:
     ) -> list[Damage]:
         found = []
         for entry in lineage.entries:
-            key = (what, identity.of_step(entry))
-            if key not in self._known:
-                self._known[key] = entry.start, check(entry, lineage.base)
-            start, damage = self._known[key]  # found by another link to the same files, perhaps
-            found += [_moved(each, start, entry.start) for each in damage]
+            digest = identity.of_step(entry)
+            known = self._known.get((what, digest))  # by another link to the same files, perhaps
+            if known is None:
+                known = entry.start, check(entry, lineage.base)
+                # What is deleted while it is read says nothing about other links to the files.
+                if not known[1] or identity.of_step(entry) == digest:
+                    self._known[what, digest] = known
+            found += [_moved(each, known[0], entry.start) for each in known[1]]
         return found
 
     def _structure(self, entry: LineageStep, base: BaseManifest) -> list[Damage]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 
 import jax
@@ -141,6 +142,28 @@ def test_going_back_to_an_older_step_goes_on_from_there(tmp_path):
         assert_same_bits(manager.restore(12, args=target), saved[12])
     assert not is_delta(tmp_path / "11" / "default")  # the shadow cannot go back
     assert is_delta(tmp_path / "12" / "default")
+
+
+def test_deleting_later_steps_to_go_back_is_no_warning(tmp_path, caplog):
+    handler = adacheck.AdaCheckHandler(delta="bits")
+    states = [{"x": jnp.arange(9.0) + step} for step in range(4)]
+    with manager_of(tmp_path, handler) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, args=adacheck.SaveArgs(states[step]))
+        manager.wait_until_finished()
+        manager.restore(1, args=adacheck.RestoreArgs(states[1]))
+        for step in (3, 2):
+            manager.delete(step)
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="adacheck_jax.save.planning.parents"):
+            manager.save(2, args=adacheck.SaveArgs(states[2]))
+            manager.wait_until_finished()
+        own = [x for x in caplog.records if x.name.startswith("adacheck_jax")]
+        found = manager.restore(2, args=adacheck.RestoreArgs(states[2]))
+    assert not [x for x in own if x.levelno >= logging.WARNING]
+    told = [x.getMessage() for x in own]
+    assert "Step 3 was deleted; the next step does not build on it." in told
+    assert_same_bits(found, host_copy(states[2]))
 
 
 def test_deleting_the_parent_while_a_delta_is_saved(tmp_path):

@@ -214,6 +214,12 @@ def machine_rows(campaign: Campaign, found: Found) -> list[Row]:
     ]
 
 
+def beside_rows(campaign: Campaign, found: Found) -> list[Row]:
+    told = sum(each.get("told", 0) for each in found["verbs"].values())
+    note = f"{len(found['verbs'])} commands; {told} spoke of a step that was deleted"
+    return [campaign.row(tried=found["tried"], other=len(found["problems"]), note=note)]
+
+
 _EXACT = "every committed step is there, exact; training goes on"
 _ONE_ERROR = "one error, or saved; other steps exact; the next save that Orbax begins works"
 _REFUSED = "refused by name, or harmless"
@@ -328,6 +334,17 @@ CAMPAIGNS: tuple[Campaign, ...] = (
             "full": "--json --seed {seed} --examples 500",
         },
         machine_rows,
+    ),
+    Campaign(
+        "beside-deletions",
+        "a step deleted while a command reads it",
+        "the command tells it, and does the rest; nothing is called damaged",
+        "tests.campaigns.beside",
+        {
+            "small": "--seed {seed} --directory {work}/run --count 20",
+            "full": "--seed {seed} --directory {work}/run --count 300",
+        },
+        beside_rows,
     ),
     _disk("bytes", "a disk that has no more bytes"),
     _disk("inodes", "a disk that has no more inodes"),

@@ -20,6 +20,8 @@ import adacheck_jax as adacheck
 from adacheck_jax.device import trees
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest, Encoding
 from adacheck_jax.store.steps import lookup, manifest_file, roots
+from adacheck_jax.tools.handover.export import export
+from adacheck_jax.tools.handover.formats import Format
 from tests import support
 from tests.support import Run, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
 
@@ -654,8 +656,45 @@ def assert_types_without_a_target(root: Path, state: Any, kind: str) -> None:
         assert types(found[name]) == types(expected[name])
 
 
-def test_numbers_in_another_byte_order_are_refused(tmp_path):
-    state = {"swapped": np.arange(4).astype(">f4"), "native": np.arange(4)}
-    refused = pytest.raises(adacheck.FormatError, match="leaf swapped: expected numbers in this")
-    with ocp.Checkpointer(adacheck.AdaCheckHandler()) as checkpointer, refused:
-        checkpointer.save(tmp_path / "x", args=adacheck.SaveArgs(state))
+def swapped(seed: int) -> Any:
+    """Arrays whose bytes are in the other order."""
+    dtypes = (">f4", ">i2", ">f8", ">c8", ">u8")
+    return {dtype[1:]: np.arange(seed, seed + 6).astype(dtype).reshape(2, 3) for dtype in dtypes}
+
+
+@IN_DELTAS
+def test_numbers_in_another_byte_order_are_stored_in_this_machines(tmp_path, delta, has_recorder):
+    root, out = tmp_path / "root", tmp_path / "step.npz"
+    recorder, states = trained(False) if has_recorder else (None, [{}] * (STEPS + 1))
+    handler = adacheck.AdaCheckHandler(recorder, delta=delta)
+    state, expected = {}, {}
+    with manager_of(root, handler) as manager:
+        for step in range(1, 5):
+            state = {**states[step], "swapped": swapped(step)}
+            native = jax.tree.map(lambda x: x.astype(x.dtype.newbyteorder("=")), state["swapped"])
+            expected[step] = host_copy(native)
+            if step != 3 or not handler.record_step(state, step):
+                manager.save(step, args=adacheck.SaveArgs(state))
+        manager.wait_until_finished()
+        places = {step: step if step in manager.all_steps() else step + 1 for step in expected}
+        for step, place in places.items():
+            for target in (None, state):
+                args = adacheck.RestoreArgs(target, step=step)
+                found = manager.restore(place, args=args)
+                assert_same_bits(found["swapped"], expected[step])
+    assert kinds(root) == ("BRR" if delta == "auto" else "BDDD")
+    stock = ocp.StandardCheckpointer().restore(root / "1" / "default")
+    assert_same_bits(stock["swapped"], expected[1])
+    export(root, 3, str(out), Format.NPZ, params_only=False)
+    with np.load(out) as found:
+        for name, elements in swapped(3).items():
+            np.testing.assert_array_equal(found[f"swapped.{name}"], elements)
+
+
+def test_a_cast_to_another_byte_order_is_one_to_this_machines(tmp_path):
+    state = {"x": np.arange(3.0), "y": jnp.arange(3.0)}
+    save_args = jax.tree.map(lambda _: ocp.SaveArgs(dtype=np.dtype(">f2")), state)
+    with manager_of(tmp_path, adacheck.AdaCheckHandler()) as manager:
+        manager.save(1, args=adacheck.SaveArgs(state, save_args=save_args))
+        manager.wait_until_finished()
+        assert_same_bits(manager.restore(1), [np.arange(3, dtype=np.float16)] * 2)

@@ -12,6 +12,8 @@ import pytest
 import adacheck_jax as adacheck
 from adacheck_jax.restore import compiled_update
 from adacheck_jax.store.packs import reader
+from adacheck_jax.store.steps import lookup
+from adacheck_jax.store.steps.manifest_file import update_file
 from adacheck_jax.update.kept import Kept
 from adacheck_jax.update.program import platform
 from tests import support
@@ -66,6 +68,17 @@ def test_a_damaged_program_is_refused_where_a_compiled_one_is_kept(saved):
     program.write_bytes(data)
     with pytest.raises(adacheck.IntegrityError, match="does not match its digest"):
         restore(root, run, 6)
+
+
+@pytest.mark.timeout(60)
+def test_a_program_that_cannot_be_loaded_is_refused_each_time(saved):
+    root, _, _ = saved
+    lineage = lookup.resolve(root / "6" / "default")
+    (root / "6" / "default" / "adacheck/lineage/1" / update_file(platform())).unlink()
+    programs = compiled_update.CompiledUpdates()
+    for _ in range(2):
+        with pytest.raises(adacheck.FormatError, match="expected the exported update"):
+            programs.get(lineage, lineage.base.update, {})
 
 
 def test_a_wrong_bit_of_a_kept_program_is_found(saved, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -24,7 +25,7 @@ from adacheck_jax.cli.main import app
 from adacheck_jax.restore.deltas import delta_reader
 from adacheck_jax.store import links, zarr
 from adacheck_jax.store.packs import arrays
-from adacheck_jax.store.steps import folders, lookup, manifest_file, marks
+from adacheck_jax.store.steps import deletion, folders, lookup, manifest_file, marks
 from adacheck_jax.store.storage.kvstore import KvStore
 from adacheck_jax.store.storage.location import Location, at
 from adacheck_jax.tools import audit, inspection, listing, recompute, verification
@@ -47,10 +48,12 @@ REPLAY = Thoroughness(replay=True)
 ALL = Thoroughness(read_data=True, replay=True)
 
 
+_first_deleted = deletion.first_deleted
+
+
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch):
-    monkeypatch.setattr(audit, "_LOOK_AGAIN_S", 0.001)
-    monkeypatch.setattr(tools_steps, "_LOOK_AGAIN_S", 0.001)
+    monkeypatch.setattr(deletion, "first_deleted", functools.partial(_first_deleted, still_s=0.01))
 
 
 def mixed_state(step):
@@ -405,13 +408,14 @@ class TestChanging:
 
         def deleted_slowly(directory):
             if directory == item(copy, 2):
-                files = [path for path in directory.rglob("*") if path.is_file()]
-                for path in files[:3]:
+                for path in [path for path in directory.rglob("*") if path.is_file()][:3]:
                     path.unlink()
-                if len(files) <= 3:
-                    shutil.rmtree(copy / "2")
             return resolve(directory)
 
+        def deletion_ends(_):
+            shutil.rmtree(copy / "2", ignore_errors=True)
+
+        monkeypatch.setattr(deletion.time, "sleep", deletion_ends)
         monkeypatch.setattr(audit.lookup, "resolve", deleted_slowly)
         assert damaged(copy) == {1: [], 3: []}
 

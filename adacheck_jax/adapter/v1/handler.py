@@ -66,8 +66,8 @@ class StateHandler(ocp.handlers.CheckpointableHandler[PyTree, PyTree]):
         Raises:
             StorageError: the root cannot be written.
             RecorderError: the recorder cannot be tied to the state.
-            MismatchError, FormatError: a leaf of the state cannot be stored.
-            ValueError: the step is not a step number, or the context wants another form of storage.
+            MismatchError: a leaf of the state cannot be stored.
+            ValueError: a number is not a step number, or the context wants another form of storage.
         """
         is_args = isinstance(checkpointable, SaveArgs)
         args = checkpointable if is_args else SaveArgs(checkpointable)

@@ -273,8 +273,9 @@ class Target:
             return value
         if value.shape != tuple(np.shape(wanted)):
             value = _resized(value, tuple(np.shape(wanted)), getattr(wanted, "sharding", None))
-        if value.dtype != wanted.dtype:
-            value = value.astype(wanted.dtype)
+        dtype = trees.dtype_of(wanted)
+        if value.dtype != dtype:
+            value = value.astype(dtype)
         layout = getattr(wanted, "format", None) if self._wishes.support_layout else None
         return value if layout is None else jax.device_put(value, layout)
 

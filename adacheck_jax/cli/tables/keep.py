@@ -15,6 +15,7 @@ from adacheck_jax.cli.printing import (
     print_rows,
     print_text,
     screen,
+    tell_deleted,
 )
 from adacheck_jax.store.steps.lineage import shown_steps
 
@@ -53,6 +54,7 @@ def show_verification(report: RootReport) -> None:
         print_text(f"{concerned}: {file}: {each.message}")
     for reason in dict.fromkeys(step.not_checked for step in report.steps if step.not_checked):
         console.print(Text(f"Not recomputed: {reason}"))
+    tell_deleted(report.deleted)
     for each in report.leftovers:
         console.print(Text(f"Note: {each.path}: {each.why}"))
     console.print(_verdict(report), highlight=False)
@@ -67,6 +69,8 @@ def _leaves(paths: Sequence[str]) -> str:
 
 def _verdict(report: RootReport) -> str:
     total = len(report.steps)
+    if report.deleted and not total:
+        return "No step was left to verify."
     steps = counted(total, "step", "steps")
     found = f"{steps} verified" if not report.damaged_count else ""
     if report.damaged_count:

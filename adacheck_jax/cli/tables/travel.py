@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from adacheck_jax.cli.printing import counted, print_rows, print_text
+from adacheck_jax.cli.printing import counted, print_rows, print_text, tell_deleted
 
 if TYPE_CHECKING:
     from adacheck_jax.tools.history.bisect import Bisection
@@ -30,7 +30,8 @@ def show_log(report: RunLog) -> None:
         metrics = (step.metrics.get(name) for name in names)
         rows.append((step.step, step.kind, *map(_number, (*numbers, *metrics))))
     print_rows(titles, rows, right=("step", *titles[2:]))
-    shown, total = len(report.steps), report.recorded_count
+    tell_deleted(report.deleted)
+    shown, total = len(report.steps) + len(report.deleted), report.recorded_count
     if shown < total:
         print_text(f"the newest {shown:,} of {counted(total, 'recorded step', 'recorded steps')}")
     if any(step.rounded for step in report.steps):

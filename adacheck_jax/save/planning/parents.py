@@ -120,7 +120,10 @@ class Parent:
             if not found.exists():  # deleted; or compacted, and linked otherwise than was known
                 found = lookup.resolve(self.directory)
         except AdaCheckError as error:
-            _log.warning("The last step cannot be built on: %s", error)
+            if at(self.directory).is_folder:
+                _log.warning("The last step cannot be built on: %s", error)
+            else:
+                _log.info("Step %d was deleted; the next step does not build on it.", self.tip.step)
             return
         self._lineage = found
 

@@ -165,7 +165,7 @@ def _committed(name: str) -> str:
 
 def _number_in(name: str) -> int | None:
     digits = name.rsplit("_", maxsplit=1)[-1]
-    return int(digits) if digits.isdecimal() else None
+    return int(digits) if digits.removeprefix("-").isdecimal() else None
 
 
 def misplaced(item_directory: AnyPath, manifest: Manifest) -> str:

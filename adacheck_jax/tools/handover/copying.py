@@ -8,15 +8,15 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from adacheck_jax.errors import AdaCheckError
-from adacheck_jax.store.steps import lookup, manifest_file, marks, roots, stock
+from adacheck_jax.errors import AdaCheckError, StepDeletedError
+from adacheck_jax.store.steps import deletion, identity, lookup, manifest_file, marks, roots, stock
 from adacheck_jax.tools.handover.file_copies import Copied, FileCopies
-from adacheck_jax.tools.steps import InputError, steps_under
+from adacheck_jax.tools.steps import InputError, deleted, steps_under, undeleted
 
-COPIED, THERE, REFUSED = "copied", "there", "refused"
+COPIED, THERE, REFUSED, DELETED = "copied", "there", "refused", "deleted meanwhile"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 """Errors after which no other step can be copied either."""
 
@@ -27,7 +27,8 @@ class CopiedStep:
 
     Attributes:
         name: its name under the root.
-        result: ``copied``, ``there`` if the copy has it already, or ``refused``.
+        result: ``copied``, ``there`` if the copy has it already, ``refused``, or ``deleted
+            meanwhile`` if it was before it could be copied.
         why: reason why it was refused; else None.
         is_added: True if it was not asked for, and another step builds on it.
         file_count: number of its files.
@@ -76,12 +77,14 @@ class _Planned:
         needs: names of the step directories that it builds on.
         problem: reason why it is refused; empty if it is not.
         is_added: as in :class:`CopiedStep`.
+        is_deleted: True if it was deleted meanwhile.
     """
 
     name: str
     needs: frozenset[str]
     problem: str
     is_added: bool = False
+    is_deleted: bool = False
 
 
 def copy(sources: Sequence[str], target: str) -> CopyReport:
@@ -109,8 +112,8 @@ def copy(sources: Sequence[str], target: str) -> CopyReport:
     lost: dict[str, str] = {}
     for each in planned:
         row = _copied(each, root, destination, copies, lost)
-        if row.result == REFUSED:
-            lost[each.name] = row.why or ""
+        if row.result in (REFUSED, DELETED):
+            lost[each.name] = row.why or row.result
         rows.append(row)
     if is_new and not any(destination.iterdir()):
         destination.rmdir()
@@ -147,9 +150,19 @@ def _asked(sources: Sequence[str]) -> tuple[Path, list[str]]:
                 f"{path}: expected a checkpoint root or a step in one, found nothing there."
                 + (f" Steps there: {known}." if known else "")
             )
-    steps_under(root)  # tells what is wrong with it
+    _check_root(root)
     whole = any(path == root for path in paths)
     return root, [] if whole else list(dict.fromkeys(path.name for path in paths))
+
+
+def _check_root(path: Path) -> None:
+    """Tell what is wrong with a root, which may be a step that was deleted meanwhile."""
+    try:
+        steps_under(path)
+    except InputError:
+        if roots.place_of_step(path).step is not None and deletion.is_deleted(path):
+            raise deleted(path) from None
+        raise
 
 
 def _is_step(path: Path) -> bool:
@@ -201,21 +214,26 @@ def _plan(root: Path, names: Sequence[str]) -> list[_Planned]:
         numbers[name] = max(step.step, numbers.get(name, -1))
         needs, problem = frozenset[str](), "" if step.error is None else _first_line(step.error)
         if step.error is None:
-            entries = lookup.resolve(step.directory).entries
+            try:
+                with undeleted(step.directory):
+                    entries = lookup.resolve(step.directory).entries
+            except StepDeletedError:
+                every[name] = _Planned(name, frozenset(), "", is_deleted=True)
+                continue
             needs = frozenset(_name(root, each.holder) for each in entries) - {name}
         before = every.get(name, _Planned(name, frozenset(), ""))
-        every[name] = _Planned(name, before.needs | needs, before.problem or problem)
+        every[name] = replace(before, needs=before.needs | needs, problem=before.problem or problem)
     for number, places in stock.steps_under(root).items():
         name = _name(root, places[0])
         numbers[name] = number
         every[name] = _Planned(name, frozenset(), "stock Orbax saved it: copy it with cp -r")
     chosen = _with_needs(every, names) if names else set(every)
     missing = [name for name in names if name not in every]
-    planned = [_Planned(n, frozenset(), "found no committed step there") for n in missing]
+    none = _Planned("", frozenset(), "found no committed step there")
+    planned = [replace(none, name=n, is_deleted=deletion.is_deleted(root / n)) for n in missing]
     for name in sorted(chosen - {*missing}, key=lambda each: (numbers[each], each)):
-        each = every[name]
         is_added = bool(names) and name not in names
-        planned.append(_Planned(name, each.needs, each.problem, is_added))
+        planned.append(replace(every[name], is_added=is_added))
     return planned
 
 
@@ -244,10 +262,12 @@ def _copied(
         counts = (found.file_count, found.link_count, found.written_bytes, found.plain_bytes)
         return CopiedStep(each.name, result, why, each.is_added, *counts)
 
+    if each.is_deleted:
+        return row(DELETED, None)
     if each.problem:
         return row(REFUSED, each.problem)
     if needed := sorted(each.needs & lost.keys()):
-        return row(REFUSED, f"it builds on {needed[0]}, which was refused")
+        return row(REFUSED, f"it builds on {needed[0]}, which was not copied")
     if full := next((why for why in lost.values() if why.startswith("no room")), None):
         return row(REFUSED, full)
     source, target = root / each.name, destination / each.name
@@ -255,18 +275,21 @@ def _copied(
         if _is_same(root, destination, each.name):
             return row(THERE, None)
         return row(REFUSED, "the destination has another step of this name")
-    before = _manifests(source)
+    before = identity.of_directory(source)
     try:
-        found = copies.copy_directory(source, target)
-    except FileNotFoundError as error:
-        return row(REFUSED, f"it was deleted or changed meanwhile ({error.filename})")
+        with undeleted(source):
+            found = copies.copy_directory(source, target)
+    except StepDeletedError:
+        return row(DELETED, None)
     except AdaCheckError as error:
         return row(REFUSED, _first_line(error))
     except OSError as error:
         start = "no room: " if error.errno in _FULL else ""
         return row(REFUSED, f"{start}{error.strerror} ({error.filename or target})")
-    if _manifests(source) != before or _manifests(target) != before:
+    if identity.of_directory(source) != before or not _is_same(root, destination, each.name):
         copies.discard(target)
+        if deletion.is_deleted(source):
+            return row(DELETED, None)
         return row(REFUSED, "it was changed meanwhile (compacted?): copy it again")
     return row(COPIED, None, found)
 
@@ -278,10 +301,13 @@ def _is_same(root: Path, destination: Path, name: str) -> bool:
 
 
 def _manifests(step: Path) -> dict[str, bytes]:
-    """Manifests in a step directory's items, by path below it."""
-    places = [step, *(each for each in step.iterdir() if each.is_dir())] if step.is_dir() else []
-    paths = [each / manifest_file.FILE for each in places]
-    return {str(x.relative_to(step)): x.read_bytes() for x in paths if x.is_file()}
+    """Manifests in a step directory's items, by path below it; none if it is being deleted."""
+    try:
+        places = [step, *(each for each in step.iterdir() if each.is_dir())]
+        paths = [each / manifest_file.FILE for each in places]
+        return {str(x.relative_to(step)): x.read_bytes() for x in paths if x.is_file()}
+    except FileNotFoundError:
+        return {}
 
 
 def _others(root: Path, planned: Iterable[_Planned]) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from adacheck_jax.tools.handover.recorded_step import (
     find,
     params_of,
 )
+from adacheck_jax.tools.steps import undeleted
 
 SHARD_BYTES = 5_000_000_000
 """Largest size of a safetensors file's arrays by default: that of Hugging Face's libraries."""
@@ -110,8 +111,7 @@ def export(
     if wanted is Format.SAFETENSORS:
         safetensors_files.library()
     step = find(root, number, item)
-    contents = Contents(step)
-    with contextlib.closing(contents):
+    with undeleted(step.directory), contextlib.closing(Contents(step)) as contents:
         every = range(len(contents.leaves))
         indices = params_of(step, contents.leaves) if params_only else every
         leaves = formats.planned(contents.leaves, indices, wanted)

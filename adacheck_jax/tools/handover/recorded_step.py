@@ -19,7 +19,13 @@ from adacheck_jax.adapter.descriptions import check_described, damaged_descripti
 from adacheck_jax.adapter.restoring import Restored, StepRestorer
 from adacheck_jax.device import transfer, trees
 from adacheck_jax.device.trees import PyTree
-from adacheck_jax.errors import AdaCheckError, IntegrityError, first_line, unreadable
+from adacheck_jax.errors import (
+    AdaCheckError,
+    IntegrityError,
+    StepDeletedError,
+    first_line,
+    unreadable,
+)
 from adacheck_jax.format import manifest as manifests
 from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.layout.rules import Rule
@@ -28,7 +34,7 @@ from adacheck_jax.store.steps import lookup, roots, stock
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import AnyPath, at
 from adacheck_jax.tools.recompute import wide_integers
-from adacheck_jax.tools.steps import InputError, selected
+from adacheck_jax.tools.steps import InputError, selected, undeleted
 
 ReadLeaf = Callable[[int], np.ndarray]
 """Elements of a leaf by its index: key data of a typed PRNG key, a 0-d array of a number."""
@@ -100,7 +106,8 @@ def find(root: AnyPath, number: int, item: str | None = None) -> RecordedStep:
                 "directory, or restore it with ocp.StandardCheckpointer."
             ) from error
         raise
-    return RecordedStep(number, step.directory, lookup.resolve(step.directory), True)
+    with undeleted(step.directory):
+        return RecordedStep(number, step.directory, lookup.resolve(step.directory), True)
 
 
 def _held(root: AnyPath, number: int, item: str | None) -> RecordedStep | None:
@@ -110,7 +117,11 @@ def _held(root: AnyPath, number: int, item: str | None) -> RecordedStep | None:
         name = step.directory.name
         if step.error is not None or step.step <= number or name in places:
             continue
-        lineage = lookup.resolve(step.directory)
+        try:
+            with undeleted(step.directory):
+                lineage = lookup.resolve(step.directory)
+        except StepDeletedError:
+            continue
         if number in lineage.steps:
             places[name] = RecordedStep(number, step.directory, lineage.to(number), False)
     if len(places) > 1:

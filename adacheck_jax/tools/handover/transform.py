@@ -14,6 +14,7 @@ from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.tools import verification
 from adacheck_jax.tools.handover import destination, recorded_step
 from adacheck_jax.tools.recompute import wide_integers
+from adacheck_jax.tools.steps import undeleted
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,9 @@ def transform(
     if not dry_run:
         dtypes = (kind.dtype for kind in plan.kinds)
         with wide_integers(dtypes), destination.temporary(path) as new:
-            state, name = found.restored(StockCheckpoints(), rules).state, found.directory.name
+            with undeleted(found.directory):
+                state = found.restored(StockCheckpoints(), rules).state
+            name = found.directory.name
             save_base(str(new), number, state, item=name)
             verification.check(new / str(number) / name, read_data=True)
     update = base.update

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from adacheck_jax.errors import StepDeletedError
 from adacheck_jax.store.storage.location import at
 from adacheck_jax.tools.history.differences import norm
 from adacheck_jax.tools.history.walk import State, Walk
@@ -51,11 +52,13 @@ class RunLog:
         root: the checkpoint root.
         recorded_count: number of recorded steps.
         steps: the steps that were asked for, ascending.
+        deleted: numbers of those that were deleted meanwhile, and are left out.
     """
 
     root: str
     recorded_count: int
     steps: tuple[StepLog, ...]
+    deleted: tuple[int, ...] = ()
 
 
 def log(
@@ -82,18 +85,25 @@ def log(
         if tell is not None:
             tell(n, len(wanted), f"step {row.step}")
         rows.append(row)
-    return RunLog(str(walk.root), len(steps), tuple(rows[len(rows) - len(steps[first:]) :]))
+    gone = {*steps[first:]} - {row.step for row in rows}
+    rows = [row for row in rows if row.step >= steps[first]]
+    return RunLog(str(walk.root), len(steps), tuple(rows), tuple(sorted(gone)))
 
 
 def rows_of(walk: Walk, steps: Sequence[int]) -> Iterator[StepLog]:
-    """Logs of some steps, one after another.
+    """Logs of some steps, one after another, without those that were deleted meanwhile.
 
     Args:
         walk: the run.
         steps: their numbers, ascending.
     """
     before: list[np.ndarray] = []
-    for state in walk.walk([*steps]):
+    for step in steps:
+        try:
+            state = walk.at(step)
+        except StepDeletedError:
+            before = []
+            continue
         yield row_of(walk, state, before)
         before = params_of(state)
 

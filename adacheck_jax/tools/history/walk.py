@@ -15,7 +15,7 @@ import numpy as np
 
 from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
 from adacheck_jax.device import transfer
-from adacheck_jax.errors import AdaCheckError, IntegrityError
+from adacheck_jax.errors import AdaCheckError, IntegrityError, StepDeletedError
 from adacheck_jax.format.manifest import BaseManifest, Leaf, Update
 from adacheck_jax.restore import check, replay
 from adacheck_jax.restore.compiled_update import CompiledUpdates
@@ -25,10 +25,13 @@ from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.steps.lookup import resolve
 from adacheck_jax.store.steps.manifest_file import ManifestReader
 from adacheck_jax.store.storage.location import AnyPath, at
+from adacheck_jax.tools.handover import recorded_step
 from adacheck_jax.tools.recompute import base_leaves, cannot_replay_here, touched, wide_integers
-from adacheck_jax.tools.steps import InputError, numbered, steps_under
+from adacheck_jax.tools.steps import InputError, numbered, steps_under, undeleted
 
 Tree = dict[str, Any]
+_MOST_HOLDERS = 3
+"""Directories that hold a step, of which each may be deleted while the step is read from it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +99,14 @@ class Walk:
         self.root = root
         self.skipped: dict[int, str] = {}
         self.restored_count = 0
+        self._item = item
         self._lineages: dict[int, Lineage] = {}
         self._stock, self._programs = StockCheckpoints(), CompiledUpdates()
         self._reached = _Reached()
-        self._find(item)
+        self._find()
 
-    def _find(self, item: str | None) -> None:
+    def _find(self) -> None:
+        item = self._item
         manifests, held = ManifestReader(), dict[int, Lineage]()
         steps = [s for s in steps_under(self.root) if item in (None, s.directory.name)]
         items = sorted({step.directory.name for step in steps})
@@ -112,12 +117,15 @@ class Walk:
             )
         for step in steps:
             try:
-                lineage = resolve(step.directory, manifests.read_file)
+                if step.error is not None:
+                    raise step.error
+                with undeleted(step.directory):
+                    lineage = resolve(step.directory, manifests.read_file)
             except AdaCheckError as error:
                 self.skipped[step.step] = " ".join(str(error).split())
                 continue
             self._lineages[step.step] = lineage
-            held |= {number: lineage for number in lineage.steps if number not in held}
+            held |= dict.fromkeys(lineage.steps, lineage)  # the newest one is deleted last
         for number, lineage in held.items():
             if number not in self._lineages:
                 self._lineages[number] = lineage.to(number)
@@ -192,13 +200,37 @@ class Walk:
         Raises:
             InputError: this machine cannot replay it.
             AdaCheckError: it is damaged.
+            StepDeletedError: it was deleted meanwhile, and no later step holds it.
         """
+        for _ in range(_MOST_HOLDERS):
+            try:
+                return self._at(step)
+            except StepDeletedError as error:
+                self._lineages[step] = self._held_elsewhere(step, error)
+        return self._at(step)
+
+    def _held_elsewhere(self, step: int, error: StepDeletedError) -> Lineage:
+        """The lineage of a step in a directory that is there.
+
+        Raises:
+            StepDeletedError: there is none; the given one.
+        """
+        try:
+            found = recorded_step.find(self.root, step, self._item).lineage
+        except (InputError, AdaCheckError):
+            raise error from None
+        if found.end.fingerprints != self._lineages[step].end.fingerprints:  # it was saved anew
+            raise error
+        return found
+
+    def _at(self, step: int) -> State:
         lineage = self._lineages[step]
         problem = cannot_replay_here(lineage)
         if problem is not None:
             raise InputError(f"{self.root}: step {step} cannot be restored here: {problem}")
         on_device = touched(lineage.base)
-        with wide_integers(lineage.base.leaves[i].dtype for i in on_device):
+        wide = wide_integers(lineage.base.leaves[i].dtype for i in on_device)
+        with undeleted(lineage.entries[-1].holder), wide:
             return self._restored(step, lineage)
 
     def walk(self, steps: list[int]) -> Iterator[State]:

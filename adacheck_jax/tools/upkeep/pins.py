@@ -10,10 +10,10 @@ import uuid
 from dataclasses import dataclass
 
 from adacheck_jax.store.steps import identity, lookup
-from adacheck_jax.store.steps.roots import PINNED, TMP_SUFFIX
+from adacheck_jax.store.steps.roots import PINNED, TMP_SUFFIX, Step
 from adacheck_jax.store.storage.location import AnyPath, Location, at
 from adacheck_jax.tools import verification
-from adacheck_jax.tools.steps import InputError, pinned, selected
+from adacheck_jax.tools.steps import InputError, pinned, selected, undeleted
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,11 @@ def pin(root: AnyPath, number: int | None, item: str | None = None) -> PinReport
     step = selected(top, number, item)
     if step.error is not None:
         raise step.error
+    with undeleted(step.directory):
+        return _pinned(root, top, step)
+
+
+def _pinned(root: AnyPath, top: Location, step: Step) -> PinReport:
     own = _step_directory(top, step.directory)
     others = {at(each.holder).key for each in lookup.resolve(step.directory).entries}
     if others != {at(step.directory).key}:

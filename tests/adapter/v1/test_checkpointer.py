@@ -46,6 +46,15 @@ class Batches:
         return read()
 
 
+def test_a_negative_step_is_refused(tmp_path):
+    run = dict_run(mesh_of((1,)))
+    with adacheck.context(run.recorder), checkpointer_of(tmp_path) as checkpointer:
+        with pytest.raises(ValueError, match=r"found -3\. Nothing was saved"):
+            checkpointer.save(-3, run.state)
+        checkpointer.save(0, run.state)
+        assert [each.step for each in checkpointer.checkpoints] == [0]
+
+
 @pytest.mark.first(1)
 @pytest.mark.parametrize("form", [support.linen_run, support.nnx_run, dict_run])
 def test_every_step_loads_bit_exact_on_every_mesh(tmp_path, form):
