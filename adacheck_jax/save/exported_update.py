@@ -92,10 +92,10 @@ class ExportedUpdates:
         """The updates of a structure; exported once, however many handlers a recorder has."""
         if not structure.bindings:
             return ExportedUpdate({}, {}, "no recorder")
-        recorders = [each.recorder for each in structure.bindings]
+        recorders, now = [each.recorder for each in structure.bindings], Arithmetic.current()
         state = (
-            self._identity_fails,
-            *((r.unreplayable, r.arithmetic, self._runs_apart(r)) for r in recorders),
+            self._identity_fails,  # a recorder whose update was not traced yet will be, as now
+            *((r.unreplayable, r.arithmetic or now, self._runs_apart(r)) for r in recorders),
         )
         last = self._last
         if last is None or last[0] is not structure or last[1] != state:

@@ -6,6 +6,7 @@ that restores again and again would grow without end.
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -35,6 +36,7 @@ def read(database: Mapping[str, Any], names: Sequence[str], context: ts.Context)
     for name, reading in zip(names, reads, strict=True):
         result = reading.result()
         if result.state != "value":
-            raise ValueError(f"there is no array {name}")
+            missing = FileNotFoundError(errno.ENOENT, "no metadata", name)
+            raise ValueError(f"there is no array {name}") from missing
         found.append(json.loads(result.value))
     return found

@@ -19,6 +19,7 @@ import json
 import logging
 import os
 import random
+import re
 import shutil
 import socket
 import subprocess
@@ -96,6 +97,7 @@ class Outcome:
         exact: number of these that are one replica of their state.
         wrong: steps that are of several replicas, or not of the one that is named.
         lost: steps that do not restore, with the error.
+        given_up: recorded steps of which a warning said that they are not saved.
         refused: steps that were refused, with the error.
     """
 
@@ -105,6 +107,7 @@ class Outcome:
     exact: int = 0
     wrong: list[int] = field(default_factory=list)
     lost: dict[int, str] = field(default_factory=dict)
+    given_up: list[int] = field(default_factory=list)
     refused: dict[int, str] = field(default_factory=dict)
 
 
@@ -245,12 +248,25 @@ def _flipped(array: jax.Array, device: Any) -> jax.Array:
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, buffers)
 
 
+class GivenUp(logging.Handler):
+    """Notes recorded steps that the library warns of, since it gives them up."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.steps: set[int] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "Recorded steps that are not saved" in (text := record.getMessage()):
+            self.steps.update(map(int, re.findall(r"\d+", text.split(";")[0])))
+
+
 def run(plan: Plan, root: Path) -> dict[int, dict[str, Any]]:
     """Trains, saves and restores; what became of each step, as this process sees it."""
     training, held, found = Training(plan), dict[int, Any](), dict[int, dict[str, Any]]()
     handler = adacheck.AdaCheckHandler(training.recorder, **plan.options)
     options = ocp.CheckpointManagerOptions()
     pending: list[int] = []
+    _log.addHandler(given_up := GivenUp())
     with ocp.CheckpointManager(root, item_handlers=handler, options=options) as manager:
         holders: dict[int, int] = {}
         for step in range(STEPS):
@@ -271,6 +287,9 @@ def run(plan: Plan, root: Path) -> dict[int, dict[str, Any]]:
             if step == plan.restored and (newest := manager.latest_step()) is not None:
                 training.state = manager.restore(newest, args=adacheck.RestoreArgs(training.state))
         for step, holder in holders.items():
+            if step in given_up.steps:
+                found[step] = {"given_up": True}
+                continue
             try:
                 wanted = adacheck.RestoreArgs(training.state, step=None if step == holder else step)
                 restored = manager.restore(holder, args=wanted)
@@ -284,6 +303,7 @@ def run(plan: Plan, root: Path) -> dict[int, dict[str, Any]]:
                 "leads": sorted(leads),
                 "named": ids.index(named) if named else None,
             }
+    _log.removeHandler(given_up)
     return found
 
 
@@ -294,6 +314,9 @@ def judged(plan: Plan, parts: list[dict[int, dict[str, Any]]]) -> Outcome:
         own = [part[step] for part in parts]
         if refused := [each["refused"] for each in own if "refused" in each]:
             outcome.refused[step] = refused[0]
+            continue
+        if any("given_up" in each for each in own):
+            outcome.given_up.append(step)
             continue
         outcome.saved += 1
         if lost := [each["lost"] for each in own if "lost" in each]:
@@ -365,7 +388,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=1)
     options = parser.parse_args()
-    _log.setLevel(logging.ERROR)
+    _log.propagate = False
     sums = Counter[str]()
     seeds = itertools.islice(itertools.count(options.seed), options.runs)
     for each in outcomes(seeds, options.processes):
@@ -375,7 +398,9 @@ def main() -> None:
         if bad:
             print(each.text, each.refused, flush=True)
         sums.update(saved=each.saved, exact=each.exact)
-        sums.update({name: len(getattr(each, name)) for name in ("wrong", "lost", "refused")})
+        sums.update(
+            {name: len(getattr(each, name)) for name in ("wrong", "lost", "refused", "given_up")}
+        )
     print(dict(sums))
     sys.exit(bool(sums["wrong"] or sums["lost"]))
 

@@ -22,6 +22,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import adacheck_jax as adacheck
 from adacheck_jax.format import manifest
 from adacheck_jax.store.steps import roots
+from adacheck_jax.update.pinning.pinned_function import PinnedFunction
 from tests import support
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
 
@@ -247,13 +248,23 @@ def test_an_update_replays_as_it_was_traced_whatever_a_save_is_called_with(tmp_p
             assert_same_bits(manager.restore(step, args=args), expected)
 
 
-def test_a_program_that_is_not_the_one_that_ran_is_noticed(tmp_path, caplog):
+@pytest.mark.parametrize("is_traced_again", [False, True])
+def test_a_program_that_is_not_the_one_that_ran_is_noticed(
+    tmp_path, caplog, monkeypatch, is_traced_again
+):
+    trace = PinnedFunction._trace
+    if is_traced_again:  # else the first save takes the trace of what ran
+
+        def traced_again(self, trees, *, is_replay=False):
+            return trace(self, trees)
+
+        monkeypatch.setattr(PinnedFunction, "_trace", traced_again)
     scale = [0.1]
     run = Noisy(noisy(lambda: scale[0]))
     handler, saved = adacheck.AdaCheckHandler(run.recorder), {}
     with manager_of(tmp_path, handler) as manager:
         run.advance()
-        scale[0] = 0.2  # the compiled update keeps 0.1, and the first save traces it again
+        scale[0] = 0.2  # the compiled update keeps 0.1
         for step in (1, 2, 3):
             saved[step] = host_copy(run.state)
             manager.save(step, args=adacheck.SaveArgs(run.state))
@@ -262,7 +273,8 @@ def test_a_program_that_is_not_the_one_that_ran_is_noticed(tmp_path, caplog):
         for step, expected in saved.items():
             args = adacheck.RestoreArgs(abstract(run.state))
             assert_same_bits(manager.restore(step, args=args), expected)
-    assert "replaying the update does not give the state that was trained" in caplog.text
+    told = "replaying the update does not give the state that was trained" in caplog.text
+    assert told == is_traced_again
 
 
 def test_a_separate_update_has_its_own_bits_inside_disable_jit():
