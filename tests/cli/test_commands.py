@@ -76,7 +76,6 @@ WRONG = [
     (("transform", "{root}", "{top}/x", "--rules", "{top}/no.toml", "--step", "5"), "no.toml"),
     (("import", "{top}/checks.py:f", "{root}", "{top}/x", "--step", "1"), "expected a function f"),
     (("plan", "{top}/checks.py:f"), "expected a function f"),
-    (("goodput", "--mtbf", "often"), "expected a time such as 3h"),
     (("frobnicate",), "No such command"),
 ]
 
@@ -154,7 +153,6 @@ VERBS = [
     ("log", "{root}"),
     ("diff", "{root}", "-2", "-1"),
     ("verify", "{root}"),
-    ("goodput", "--runs", "2", "--days", "2"),
 ]
 
 
