@@ -130,25 +130,6 @@ def bytes_of(option: str, text: str) -> int:
     return size
 
 
-_UNITS_S = {"s": 1, "min": 60, "h": 3600, "d": 86_400}
-
-
-def seconds_of(option: str, text: str) -> float:
-    """Seconds of a time such as ``3h``.
-
-    Args:
-        option: name of the option, for the message.
-        text: a number, and a unit: ``s``, ``min``, ``h`` or ``d``.
-
-    Raises:
-        InputError: it is none, or zero.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(s|min|h|d)", text)
-    if not found or not float(found[1]):
-        raise InputError(f"{option}: expected a time such as 3h, 45min or 2d, found {text!r}.")
-    return float(found[1]) * _UNITS_S[found[2]]
-
-
 @contextlib.contextmanager
 def errors() -> Iterator[None]:
     """Turn errors into one line on stderr and an exit code."""

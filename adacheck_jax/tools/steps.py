@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from adacheck_jax.store.steps import roots, sizes
 from adacheck_jax.store.steps.manifest_file import DIRECTORY
-from adacheck_jax.store.steps.roots import PINNED, Step
+from adacheck_jax.store.steps.roots import Step
 from adacheck_jax.store.storage.location import AnyPath, at
 
 _LOOK_COUNT = 20
@@ -126,18 +126,6 @@ def numbered(numbers: Sequence[int], wanted: int, root: AnyPath) -> int:
     if -wanted > len(known):
         raise InputError(f"{root}: expected at least {-wanted} steps, found {len(known)}.")
     return known[wanted]
-
-
-def pinned(root: AnyPath) -> tuple[int, ...]:
-    """Numbers of the pinned steps under a root, ascending.
-
-    Args:
-        root: the directory given to the checkpoint manager.
-    """
-    place = at(root) / PINNED
-    if not place.on_file_system or not place.folders():
-        return ()
-    return tuple(sorted({each.step for each in steps_under(place) if each.step >= 0}))
 
 
 def _remedy(root: AnyPath, names: list[str]) -> str:
