@@ -27,6 +27,13 @@ Root = Annotated[
         metavar="ROOT", help="Directory or URL (gs://, s3://) given to the checkpoint manager."
     ),
 ]
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET",
+        help="Function to call: path/to/file.py:function or package.module:function.",
+    ),
+]
 Item = Annotated[str | None, typer.Option(help="Item name, where a step holds several such items.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 

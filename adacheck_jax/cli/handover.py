@@ -12,6 +12,7 @@ from adacheck_jax.cli.command import (
     Item,
     Json,
     Root,
+    Target,
     bytes_of,
     errors,
     print_json,
@@ -170,13 +171,7 @@ def cp(
 
 @app.command(name="import")
 def import_(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="TARGET",
-            help="Function to call: path/to/file.py:function or package.module:function.",
-        ),
-    ],
+    target: Target,
     src: Annotated[
         str, typer.Argument(metavar="SRC", help="Checkpoint of stock Orbax, or safetensors files.")
     ],
@@ -197,12 +192,9 @@ def import_(
     """
     from adacheck_jax.cli import callables
     from adacheck_jax.tools.handover import importing
-    from adacheck_jax.update.recorder import Recorder
 
     with errors():
-        made = callables.call(target)
-        has_recorder = isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Recorder)
-        state, recorder = made if has_recorder else (made, None)
+        state, recorder = callables.state_of(target)
         report = importing.import_base(src, dest, step, state, recorder)
     if as_json:
         print_json(report)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from adacheck_jax.cli.command import Json, errors, print_json
+from adacheck_jax.cli.command import Json, Target, errors, print_json
 from adacheck_jax.cli.tables import models as tables
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.tools.steps import InputError
@@ -16,13 +16,7 @@ app = typer.Typer()
 
 @app.command()
 def plan(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="TARGET",
-            help="Function to call: path/to/file.py:function or package.module:function.",
-        ),
-    ],
+    target: Target,
     devices_per_process: Annotated[
         int, typer.Option(min=1, help="Devices of an abstract mesh that one process has.")
     ] = 8,
@@ -42,12 +36,9 @@ def plan(
     """
     from adacheck_jax.cli import callables
     from adacheck_jax.tools.plan import redundancy_report
-    from adacheck_jax.update.recorder import Recorder
 
     with errors():
-        made = callables.call(target)
-        has_recorder = isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Recorder)
-        state, recorder = made if has_recorder else (made, None)
+        state, recorder = callables.state_of(target)
         try:
             report = redundancy_report(
                 state, recorder, devices_per_process=devices_per_process, max_deltas=max_deltas
