@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from adacheck_jax.device.trees import PyTree
+from adacheck_jax.device import trees
 from adacheck_jax.errors import LineageError
 from adacheck_jax.format.boxes import Box, cuts_of
 from adacheck_jax.format.byte_loops import fingerprint_of
@@ -102,7 +102,7 @@ class _Arrays:
     def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
         self.leaves = [_leaf(name, array) for name, array in arrays.items()]
         self.fingerprints = [fingerprint_of(array) for array in arrays.values()]
-        self.tree = _tree(arrays)
+        self.tree = arrays[""] if {*arrays} == {""} else trees.nested(arrays)
         self._elements = [*arrays.values()]
 
     def opened(self) -> ReadLeaf:
@@ -116,17 +116,3 @@ def _leaf(name: str, array: np.ndarray) -> Leaf:
     dtype = str(array.dtype)
     cuts = cuts_of([Box.full(array.shape)], array.shape)
     return Leaf(name, array.shape, dtype, ITEMSIZES_BYTES[dtype], None, cuts, (0,))
-
-
-def _tree(arrays: Mapping[str, np.ndarray]) -> PyTree:
-    """Nested dictionaries with the same leaf paths."""
-    if {*arrays} == {""}:
-        return arrays[""]
-    tree: dict[str, PyTree] = {}
-    for path, array in arrays.items():
-        *above, name = path.split("/")
-        node = tree
-        for each in above:
-            node = node.setdefault(each, {})
-        node[name] = array
-    return tree
