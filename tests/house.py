@@ -97,8 +97,6 @@ MAY_TOUCH_FILES = {
     "cli.callables": "it imports files of the user's",
     "cli.main": "its arguments are paths",
     "cli.report": "it writes the file that a user names",
-    "cli.plots": "it writes the file that a user names",
-    "cli.models": "files of figures and of pictures are arguments",
     "cli.demo.measure": "the demonstration works in a directory of its own",
     "cli.demo.report": "it shows the paths of a directory of its own",
     "cli.demo.run": "the demonstration works in a directory of its own",

@@ -9,32 +9,39 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from adacheck_jax.tools.steps import InputError
 
+if TYPE_CHECKING:  # which loads JAX
+    from adacheck_jax.update.recorder import Recorder
 
-def call(target: str) -> Any:
+
+def state_of(target: str) -> tuple[Any, Recorder | None]:
     """Import a function that returns an abstract state, and call it without arguments.
 
     Args:
         target: as for :func:`function`.
 
     Returns:
-        The function's result.
+        The state, and the Recorder if the function returns a tuple of both.
 
     Raises:
         InputError: there is no such function, or it or its module raises.
     """
+    from adacheck_jax.update.recorder import Recorder
+
     found = function(target)
     with _first_on_path(_directory(target)):
         try:
-            return found()
+            made = found()
         except (Exception, SystemExit) as error:
             raise InputError(
                 f"{target}: the function raised {_described(error)}. It is called without "
                 "arguments and must return an abstract state, or a tuple of it and a Recorder."
             ) from error
+    has_recorder = isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Recorder)
+    return made if has_recorder else (made, None)
 
 
 def called(target: str, found: Callable[..., Any], state: Any, step: int) -> Any:

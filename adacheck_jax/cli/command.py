@@ -27,6 +27,13 @@ Root = Annotated[
         metavar="ROOT", help="Directory or URL (gs://, s3://) given to the checkpoint manager."
     ),
 ]
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET",
+        help="Function to call: path/to/file.py:function or package.module:function.",
+    ),
+]
 Item = Annotated[str | None, typer.Option(help="Item name, where a step holds several such items.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
@@ -128,25 +135,6 @@ def bytes_of(option: str, text: str) -> int:
     if not size:
         raise InputError(f"{option}: expected a size such as 5GB or 512MiB, found {text!r}.")
     return size
-
-
-_UNITS_S = {"s": 1, "min": 60, "h": 3600, "d": 86_400}
-
-
-def seconds_of(option: str, text: str) -> float:
-    """Seconds of a time such as ``3h``.
-
-    Args:
-        option: name of the option, for the message.
-        text: a number, and a unit: ``s``, ``min``, ``h`` or ``d``.
-
-    Raises:
-        InputError: it is none, or zero.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(s|min|h|d)", text)
-    if not found or not float(found[1]):
-        raise InputError(f"{option}: expected a time such as 3h, 45min or 2d, found {text!r}.")
-    return float(found[1]) * _UNITS_S[found[2]]
 
 
 @contextlib.contextmanager

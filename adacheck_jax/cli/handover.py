@@ -12,6 +12,7 @@ from adacheck_jax.cli.command import (
     Item,
     Json,
     Root,
+    Target,
     bytes_of,
     errors,
     print_json,
@@ -29,10 +30,17 @@ _FORMATS = ("orbax", "safetensors", "npz")
 def export(
     root: Root,
     step: Annotated[
-        str, typer.Argument(metavar="STEP", help="Number (saved or deferred), latest, -1.")
+        str,
+        typer.Argument(metavar="STEP", help="Step (saved or deferred) or version; latest, -1."),
     ],
     dest: Annotated[str, typer.Argument(metavar="DEST", help="New directory; a new file for npz.")],
-    kind: Annotated[str, typer.Option("--format", help="orbax, safetensors or npz.")],
+    kind: Annotated[
+        str, typer.Option("--format", help="orbax, safetensors or npz.")
+    ] = "safetensors",
+    changes: Annotated[
+        bool,
+        typer.Option("--changes", help="Of a version, what changed since the one before, alone."),
+    ] = False,
     params_only: Annotated[
         bool, typer.Option("--params-only/--all", help="The params alone, or every leaf.")
     ] = True,
@@ -42,82 +50,52 @@ def export(
     item: Item = None,
     as_json: Json = False,
 ) -> None:
-    """Write one recorded step to DEST in a format that needs nothing of this library.
+    """Write one recorded step, or published version, to DEST for those who lack this library.
 
     \b
-    Example: adacheck export checkpoints 1200 model --format safetensors
+    Examples:
+      adacheck export checkpoints 1200 model --format safetensors
+      adacheck export published 1200 model --changes
 
     orbax: a checkpoint that ocp.StandardCheckpointer().restore(path) reads, and v1's load(path).
     safetensors: model.safetensors, or shards and their index; npz: one file for numpy.load. There
     a leaf's name is its path with dots. The export is read back and compared with the step before
     it gets its name. Exit code 1 if the step is damaged, not exact on this machine, or has leaves
     of a type that the format does not hold; 2 if there is no such step, or something is at DEST.
+    With --changes each leaf that changed has two arrays: NAME.indices, flat and ascending, and
+    NAME.bits, the new elements' bits.
 
     With --json: the fields of adacheck_jax.tools.handover.export.ExportReport.
     """
     from adacheck_jax.tools.handover import export as exports
+    from adacheck_jax.tools.handover import published
     from adacheck_jax.tools.handover.formats import Format
 
     with errors():
         if kind not in _FORMATS:
             raise InputError(f"--format: expected one of {', '.join(_FORMATS)}, found {kind!r}.")
-        report = exports.export(
-            root_of(root),
-            newest(root_of(root), step_of(step), item),
-            dest,
-            Format(kind),
-            params_only=params_only,
-            shard_bytes=bytes_of("--max-shard-size", max_shard_size),
-            item=item,
-        )
+        top, wanted, number = root_of(root), Format(kind), step_of(step)
+        shard_bytes = bytes_of("--max-shard-size", max_shard_size)
+        if published.is_published(top):
+            report = published.export_version(
+                top, number, dest, wanted, changes=changes, shard_bytes=shard_bytes
+            )
+        elif changes:
+            raise InputError(f"--changes: expected a root of published weights, found {root}.")
+        else:
+            report = exports.export(
+                top,
+                newest(top, number, item),
+                dest,
+                wanted,
+                params_only=params_only,
+                shard_bytes=shard_bytes,
+                item=item,
+            )
     if as_json:
         print_json(report)
     else:
         tables.show_export(report)
-
-
-@app.command(name="publish-export")
-def publish_export(
-    root: Annotated[
-        str,
-        typer.Argument(metavar="ROOT", help="Directory or URL that weights are published to."),
-    ],
-    version: Annotated[
-        int, typer.Argument(metavar="VERSION", help="Number of a version that is kept.")
-    ],
-    dest: Annotated[str, typer.Argument(metavar="DEST", help="New directory.")],
-    changes: Annotated[
-        bool, typer.Option("--changes", help="What changed since the version before, alone.")
-    ] = False,
-    max_shard_size: Annotated[
-        str, typer.Option(help="Largest safetensors file: 5GB is 5,000,000,000 bytes.")
-    ] = "5GB",
-    as_json: Json = False,
-) -> None:
-    """Write one version of published weights to DEST as safetensors.
-
-    Example: adacheck publish-export published 1200 model
-
-    With --changes each leaf that changed has two arrays: NAME.indices, flat and ascending, and
-    NAME.bits, the new elements' bits. The weights are compared with their fingerprints, and the
-    export is read back before it gets its name. Exit code 1 if the version is damaged or not kept,
-    2 if something is at DEST.
-    With --json: the fields of adacheck_jax.tools.handover.published.PublishedExport.
-    """
-    from adacheck_jax.tools.handover import published
-
-    with errors():
-        report = published.export_version(
-            root_of(root),
-            version,
-            dest,
-            changes=changes,
-            shard_bytes=bytes_of("--max-shard-size", max_shard_size),
-        )
-    if as_json:
-        print_json(report)
-    else:
-        tables.show_published(report)
 
 
 @app.command()
@@ -195,13 +173,7 @@ def cp(
 
 @app.command(name="import")
 def import_(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="TARGET",
-            help="Function to call: path/to/file.py:function or package.module:function.",
-        ),
-    ],
+    target: Target,
     src: Annotated[
         str, typer.Argument(metavar="SRC", help="Checkpoint of stock Orbax, or safetensors files.")
     ],
@@ -222,12 +194,9 @@ def import_(
     """
     from adacheck_jax.cli import callables
     from adacheck_jax.tools.handover import importing
-    from adacheck_jax.update.recorder import Recorder
 
     with errors():
-        made = callables.call(target)
-        has_recorder = isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Recorder)
-        state, recorder = made if has_recorder else (made, None)
+        state, recorder = callables.state_of(target)
         report = importing.import_base(src, dest, step, state, recorder)
     if as_json:
         print_json(report)

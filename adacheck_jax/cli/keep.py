@@ -1,9 +1,8 @@
-"""Commands that keep a root sound and small: verify, repair, compact, prune and pin."""
+"""Commands that keep a root sound and small: verify, repair and compact."""
 
 from __future__ import annotations
 
 import re
-from datetime import timedelta
 from typing import Annotated
 
 import typer
@@ -18,7 +17,6 @@ from adacheck_jax.cli.command import (
     print_json,
     progress_bar,
     root_of,
-    seconds_of,
     step_of,
 )
 from adacheck_jax.cli.tables import keep as tables
@@ -141,85 +139,6 @@ def compact(
         print_json(report)
     else:
         tables.show_compaction(report)
-
-
-@app.command()
-def prune(
-    root: Root,
-    keep_last: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Keep the N newest steps.")
-    ] = None,
-    keep_every: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Keep steps that are multiples of N.")
-    ] = None,
-    keep_within: Annotated[
-        str | None,
-        typer.Option(metavar="TIME", help="Keep what is at most 45min, 12h or 7d older."),
-    ] = None,
-    item: Item = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Remove nothing.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Remove the steps under ROOT that none of the given rules keeps.
-
-    \b
-    Examples:
-      adacheck prune checkpoints --keep-last 10 --keep-every 1000 --dry-run
-      adacheck prune checkpoints --keep-within 2d
-
-    A step stays if one rule keeps it; --keep-within counts from the newest step's date. The newest
-    step stays in any case, and so do damaged steps (see adacheck repair), steps that others refer
-    to where there are no hard links, and pinned ones. A training may go on meanwhile, unless its
-    manager would delete the same steps.
-
-    With --json: the fields of adacheck_jax.tools.upkeep.pruning.PruneReport.
-    """
-    from adacheck_jax.tools.upkeep import pruning
-
-    with errors():
-        within = None if keep_within is None else seconds_of("--keep-within", keep_within)
-        rules = pruning.Retention(
-            keep_last, keep_every, None if within is None else timedelta(seconds=within)
-        )
-        report = pruning.prune(root_of(root), rules, item, dry_run=dry_run)
-    if as_json:
-        print_json(report)
-    else:
-        tables.show_prune(report)
-
-
-@app.command(context_settings=STEPS)
-def pin(
-    root: Root,
-    step: Step = "latest",
-    item: Item = None,
-    remove: Annotated[bool, typer.Option("--remove", help="Let go of a pinned step.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Keep one step under ROOT from every retention, whatever the manager or prune deletes.
-
-    \b
-    Examples:
-      adacheck pin checkpoints 1200
-      adacheck ls checkpoints/pinned
-
-    The step's files get a second name under ROOT/pinned, which is a checkpoint root of its own, and
-    takes no bytes as long as the step itself is there. Needs hard links, so no bucket.
-
-    Exit code 1 if the step cannot be restored.
-
-    With --json: the fields of adacheck_jax.tools.upkeep.pins.PinReport.
-    """
-    from adacheck_jax.tools.upkeep import pins
-
-    with errors():
-        number = step_of(step)
-        at = root_of(root)
-        report = pins.unpin(at, number) if remove else pins.pin(at, number, item)
-    if as_json:
-        print_json(report)
-    else:
-        tables.show_pin(report)
 
 
 def _part(text: str | None) -> float:

@@ -78,6 +78,22 @@ def unflatten(treedef: TreeDef, leaves: Iterable[Any]) -> PyTree:
     return jax.tree_util.tree_unflatten(treedef, list(leaves))
 
 
+def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested dictionaries of leaves, a level for each name in their paths.
+
+    Args:
+        leaves: the leaves by leaf path, none of them below another one.
+    """
+    root: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        *above, name = path.split("/")
+        level = root
+        for each in above:
+            level = level.setdefault(each, {})
+        level[name] = leaf
+    return root
+
+
 def dtype_of(leaf: Any) -> Any:
     """Data type of an array, abstract array or Python number, in this machine's byte order."""
     dtype = getattr(leaf, "dtype", None)

@@ -57,8 +57,12 @@ def encode(manifest: Manifest) -> tuple[bytes, str]:
     if isinstance(manifest, DeltaManifest):
         kind = "delta"
         body["recorded"] = [_fields(each) for each in manifest.recorded]
-    # Through JSON once: the checksum is of what a reader sees ({1: ...} gets text keys).
-    body = json.loads(json.dumps({"format": FORMAT_VERSION, "kind": kind, **body}))
+    return checksummed({"format": FORMAT_VERSION, "kind": kind, **body})
+
+
+def checksummed(body: Mapping[str, Any]) -> tuple[bytes, str]:
+    """Bytes of a JSON file with a checksum of all else in it, and the checksum."""
+    body = json.loads(json.dumps(body))  # the checksum is of what a reader sees: keys are texts
     checksum = checksum_of(body)
     return _json_bytes({**body, "checksum": checksum}), checksum
 
@@ -98,9 +102,8 @@ def decode(data: bytes, *, where: str) -> Manifest:
         FormatError: the bytes are no manifest, or have an unknown format version.
         IntegrityError: the checksum does not match.
     """
-    check_counts(data, where)
     try:
-        body = json.loads(data, object_pairs_hook=_object)
+        body = parsed(data, where)
     except (ValueError, RecursionError) as error:
         raise FormatError(
             f"{where}: expected a JSON manifest, found {len(data)} bytes that are not "
@@ -135,6 +138,17 @@ def decode(data: bytes, *, where: str) -> Manifest:
             f"{where}: a field of the manifest is missing or has the wrong type ({error!r}). "
             "Restore another step."
         ) from error
+
+
+def parsed(data: bytes, where: str) -> Any:
+    """JSON of an untrusted file.
+
+    Raises:
+        FormatError: it would take too much memory as Python objects.
+        ValueError: it is no JSON, or a key appears twice in an object.
+    """
+    check_counts(data, where)
+    return json.loads(data, object_pairs_hook=_object)
 
 
 def check_counts(data: bytes, where: str) -> None:

@@ -7,23 +7,28 @@ A record is untrusted input: it is bounded before it is parsed, and consistent i
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import re
-import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from adacheck_jax.errors import FormatError, IntegrityError
 from adacheck_jax.format.manifest import ITEMSIZES_BYTES
 from adacheck_jax.format.manifest_body.base import MAX_AXES, MAX_STATE_BYTES
-from adacheck_jax.format.manifest_json import check_counts, checksum_of
+from adacheck_jax.format.manifest_body.fields import (
+    digits,
+    natural,
+    optional,
+    shown,
+    text,
+    tuple_of,
+)
+from adacheck_jax.format.manifest_json import checksum_of, checksummed, parsed
 
 FORMAT_VERSION = 2
 MAX_NUMBER = 10**12 - 1
 """Largest epoch and sequence number: names have so many digits."""
-_MAX_VERSION = 2**63 - 1
 _MAX_FINGERPRINTS = 2**22
 PART_BYTES = 1 << 26
 """Bytes of a part of a base; the last one has fewer."""
@@ -186,13 +191,7 @@ def encode(record: Record) -> tuple[bytes, str]:
     if isinstance(record, Version):
         body["fingerprints"] = "".join(f"{each:016x}" for each in record.fingerprints)
     kind = type(record).__name__.lower()
-    body = json.loads(json.dumps({"format": FORMAT_VERSION, "kind": kind, **body}))
-    checksum = checksum_of(body)
-    return _json_bytes({**body, "checksum": checksum}), checksum
-
-
-def _json_bytes(body: Mapping[str, Any]) -> bytes:
-    return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+    return checksummed({"format": FORMAT_VERSION, "kind": kind, **body})
 
 
 def decode(data: bytes, kind: type[_T], where: object) -> tuple[_T, str]:
@@ -207,9 +206,8 @@ def decode(data: bytes, kind: type[_T], where: object) -> tuple[_T, str]:
         FormatError: the bytes are no such record.
         IntegrityError: they were changed since they were written.
     """
-    check_counts(data, str(where))
     try:
-        body = json.loads(data, object_pairs_hook=_object)
+        body = parsed(data, str(where))
         checksum, version = body.pop("checksum"), body.pop("format")
         found = checksum_of({"format": version, **body})
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -219,7 +217,7 @@ def decode(data: bytes, kind: type[_T], where: object) -> tuple[_T, str]:
         ) from error
     if type(version) is not int or version != FORMAT_VERSION:
         raise FormatError(
-            f"{where}: expected format version {FORMAT_VERSION}, found {reprlib.repr(version)}. "
+            f"{where}: expected format version {FORMAT_VERSION}, found {shown(version)}. "
             "Install the adacheck-jax release that published these weights."
         )
     if checksum != found:
@@ -238,19 +236,14 @@ def decode(data: bytes, kind: type[_T], where: object) -> tuple[_T, str]:
         ) from error
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):  # two readers could take different values
-        raise ValueError("a key appears twice in an object")
-    return found
-
-
 def _claim(body: dict[str, Any]) -> Claim:
-    return Claim(_number(body["epoch"]), _number(body["first"]), _text(body["token"]))
+    return Claim(
+        natural(body["epoch"], MAX_NUMBER), natural(body["first"], MAX_NUMBER), text(body["token"])
+    )
 
 
 def _leaves(body: dict[str, Any]) -> Leaves:
-    found = Leaves(tuple(_leaf(each) for each in _list(body["leaves"])))
+    found = Leaves(tuple_of(_leaf, body["leaves"]))
     paths = [each.path for each in found.leaves]
     if paths != sorted(set(paths)):
         raise ValueError("paths that do not ascend")
@@ -260,27 +253,27 @@ def _leaves(body: dict[str, Any]) -> Leaves:
 
 
 def _leaf(body: dict[str, Any]) -> Leaf:
-    shape = tuple(_number(length, MAX_STATE_BYTES) for length in _list(body["shape"]))
+    shape = tuple_of(lambda length: natural(length, MAX_STATE_BYTES), body["shape"])
     if len(shape) > MAX_AXES or math.prod(filter(None, shape)) > MAX_STATE_BYTES:
-        raise ValueError(f"shape {reprlib.repr(shape)}")
-    if _text(body["dtype"]) not in ITEMSIZES_BYTES:
-        raise ValueError(f"data type {reprlib.repr(body['dtype'])}")
-    return Leaf(_text(body["path"]), shape, body["dtype"])
+        raise ValueError(f"shape {shown(shape)}")
+    if text(body["dtype"]) not in ITEMSIZES_BYTES:
+        raise ValueError(f"data type {shown(body['dtype'])}")
+    return Leaf(text(body["path"]), shape, body["dtype"])
 
 
 def _version(body: dict[str, Any]) -> Version:
-    text = _text(body["fingerprints"])
-    if not re.fullmatch("([0-9a-f]{16})*", text) or len(text) > 16 * _MAX_FINGERPRINTS:
-        raise ValueError(f"fingerprints {reprlib.repr(text)}")
+    letters = text(body["fingerprints"])
+    if not re.fullmatch("([0-9a-f]{16})*", letters) or len(letters) > 16 * _MAX_FINGERPRINTS:
+        raise ValueError(f"fingerprints {shown(letters)}")
     found = Version(
-        sequence=_number(body["sequence"]),
-        epoch=_number(body["epoch"]),
-        version=_number(body["version"], _MAX_VERSION),
-        parent=None if body["parent"] is None else _parent(body["parent"]),
-        leaves=_hex(body["leaves"], 64),
-        fingerprints=tuple(int(text[at : at + 16], 16) for at in range(0, len(text), 16)),
-        delta=None if body["delta"] is None else _stored(body["delta"], MAX_STATE_BYTES),
-        changed=_number(body["changed"], MAX_STATE_BYTES),
+        sequence=natural(body["sequence"], MAX_NUMBER),
+        epoch=natural(body["epoch"], MAX_NUMBER),
+        version=natural(body["version"]),
+        parent=optional(_parent, body["parent"]),
+        leaves=digits(body["leaves"], 64),
+        fingerprints=tuple(int(letters[at : at + 16], 16) for at in range(0, len(letters), 16)),
+        delta=optional(lambda delta: _stored(delta, MAX_STATE_BYTES), body["delta"]),
+        changed=natural(body["changed"], MAX_STATE_BYTES),
     )
     if found.parent is None and found.delta is not None:
         raise ValueError("a delta without a parent")
@@ -290,19 +283,19 @@ def _version(body: dict[str, Any]) -> Version:
 
 
 def _parent(body: dict[str, Any]) -> Parent:
-    return Parent(_number(body["sequence"]), _hex(body["checksum"], 64))
+    return Parent(natural(body["sequence"], MAX_NUMBER), digits(body["checksum"], 64))
 
 
 def _stored(body: dict[str, Any], most_bytes: int) -> Stored:
-    return Stored(_number(body["nbytes"], most_bytes), _hex(body["digest"], 32))
+    return Stored(natural(body["nbytes"], most_bytes), digits(body["digest"], 32))
 
 
 def _base(body: dict[str, Any]) -> Base:
     return Base(
-        sequence=_number(body["sequence"]),
-        epoch=_number(body["epoch"]),
-        of=_hex(body["of"], 64),
-        parts=tuple(_stored(each, PART_BYTES) for each in _list(body["parts"])),
+        sequence=natural(body["sequence"], MAX_NUMBER),
+        epoch=natural(body["epoch"], MAX_NUMBER),
+        of=digits(body["of"], 64),
+        parts=tuple_of(lambda part: _stored(part, PART_BYTES), body["parts"]),
     )
 
 
@@ -312,28 +305,3 @@ _DECODERS: dict[type, Callable[[dict[str, Any]], Any]] = {
     Version: _version,
     Base: _base,
 }
-
-
-def _number(value: Any, most: int = MAX_NUMBER) -> int:
-    if type(value) is not int or not 0 <= value <= most:
-        raise TypeError(f"expected a number from 0 to {most}, found {reprlib.repr(value)}")
-    return value
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"expected a text, found {reprlib.repr(value)}")
-    value.encode()  # a ValueError for a lone surrogate
-    return value
-
-
-def _hex(value: Any, digits: int) -> str:
-    if not re.fullmatch(f"[0-9a-f]{{{digits}}}", _text(value)):
-        raise ValueError(f"expected {digits} hexadecimal digits, found {reprlib.repr(value)}")
-    return value
-
-
-def _list(value: Any) -> Sequence[Any]:
-    if not isinstance(value, list):
-        raise TypeError(f"expected a list, found {type(value).__name__}")
-    return value

@@ -14,6 +14,7 @@ from adacheck_jax.store.steps import lookup, sizes
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.steps.roots import Step
 from adacheck_jax.store.storage.location import AnyPath
+from adacheck_jax.tools.history.differences import roles_of
 from adacheck_jax.tools.listing import kind_of, parent_of, recorded_with
 from adacheck_jax.tools.steps import selected, undeleted
 
@@ -142,7 +143,7 @@ def describe_step(root: AnyPath, number: int | None = None, item: str | None = N
 def _described(step: Step) -> StepDetails:
     lineage = lookup.resolve(step.directory)
     base, manifest = lineage.base, lineage.manifest
-    groups = _groups_of(base.update, len(base.leaves))
+    groups = roles_of(len(base.leaves), base.update)
     exactness, sources = _exactness(base.update), _sources(lineage)
     leaves = tuple(
         LeafSummary(
@@ -183,21 +184,6 @@ def _reason(manifest: Manifest) -> str:
     if not manifest.has_update:
         return "no update replayed"
     return "one update" if len(manifest.updates) == 1 else f"{len(manifest.updates)} updates"
-
-
-def _groups_of(update: Update | None, leaf_count: int) -> list[str]:
-    """Name of each leaf's group, by leaf index."""
-    groups = ["other"] * leaf_count
-    if update is None:
-        return groups
-    for name, indices in (
-        ("params", update.params),
-        ("optimizer state", update.inner),
-        ("record", update.consumed),
-    ):
-        for index in indices:
-            groups[index] = name
-    return groups
 
 
 def _totals(leaves: tuple[LeafSummary, ...]) -> tuple[LeafGroup, ...]:

@@ -13,7 +13,7 @@ from adacheck_jax.store.steps.roots import Step
 from adacheck_jax.store.storage.interface import Entry
 from adacheck_jax.store.storage.location import AnyPath, at
 from adacheck_jax.tools.orbax_notes import Note, note_of
-from adacheck_jax.tools.steps import existing, pinned, settled_steps, steps_under
+from adacheck_jax.tools.steps import existing, settled_steps, steps_under
 
 STOCK, FOREIGN = "stock", "foreign"
 
@@ -75,7 +75,6 @@ class RootSummary:
         damaged_count: number of all steps that cannot be restored.
         steps: rows, by ascending step number.
         stock_steps: numbers of the steps that stock Orbax saved, ascending.
-        pinned: numbers of the pinned steps, ascending; they lie under ``pinned``, and are no rows.
     """
 
     root: str
@@ -84,7 +83,6 @@ class RootSummary:
     damaged_count: int
     steps: tuple[StepSummary, ...]
     stock_steps: tuple[int, ...] = ()
-    pinned: tuple[int, ...] = ()
 
 
 def summarize_root(root: AnyPath, last: int | None = None) -> RootSummary:
@@ -113,9 +111,7 @@ def summarize_root(root: AnyPath, last: int | None = None) -> RootSummary:
     shown = rows if last is None else rows[max(len(rows) - last, 0) :]
     shown = [_dated(replace(row, **sizes.get(row.item, {})), root) for row in shown]
     stock_steps = tuple(row.step for row in rows if row.kind == STOCK and row.step is not None)
-    return RootSummary(
-        str(root), total, len(rows), damaged, tuple(shown), stock_steps, pinned(root)
-    )
+    return RootSummary(str(root), total, len(rows), damaged, tuple(shown), stock_steps)
 
 
 def saved_at(row: StepSummary) -> datetime | None:

@@ -33,12 +33,10 @@ class Balance:
     Attributes:
         min_bytes: bytes of the process that writes least.
         max_bytes: bytes of the process that writes most: the others wait for it.
-        mean_bytes: mean bytes of all processes.
     """
 
     min_bytes: int
     max_bytes: int
-    mean_bytes: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +65,8 @@ class RedundancyReport:
         delta: balance of a delta over the processes.
         max_deltas: number of deltas for each base.
         amortised_bytes: mean bytes of a save over one base and ``max_deltas`` deltas.
-        held_to_base: ``held_bytes`` divided by ``base_bytes``; None if nothing is written.
-        held_to_delta: ``held_bytes`` divided by ``delta_bytes``.
-        held_to_amortised: ``held_bytes`` divided by ``amortised_bytes``.
+        held_to_delta: ``held_bytes`` divided by ``delta_bytes``; None if nothing is written.
         stock_to_delta: ``state_bytes`` divided by ``delta_bytes``.
-        stock_to_amortised: ``state_bytes`` divided by ``amortised_bytes``.
     """
 
     device_count: int
@@ -89,11 +84,8 @@ class RedundancyReport:
     delta: Balance | None
     max_deltas: int
     amortised_bytes: float | None
-    held_to_base: float | None
     held_to_delta: float | None
-    held_to_amortised: float | None
     stock_to_delta: float | None
-    stock_to_amortised: float | None
 
 
 def redundancy_report(
@@ -329,11 +321,8 @@ def _totals(placed: Sequence[_Placed], roles: _Roles | None, max_deltas: int) ->
         delta=_balance(written[stored].sum(axis=0)) if roles else None,
         max_deltas=max_deltas,
         amortised_bytes=amortised_bytes,
-        held_to_base=_ratio(held_bytes, base_bytes),
         held_to_delta=_ratio(held_bytes, delta_bytes),
-        held_to_amortised=_ratio(held_bytes, amortised_bytes),
         stock_to_delta=_ratio(state_bytes, delta_bytes),
-        stock_to_amortised=_ratio(state_bytes, amortised_bytes),
     )
 
 
@@ -344,7 +333,7 @@ def _ratio(whole_bytes: float, part_bytes: float | None) -> float | None:
 def _balance(process_bytes: np.ndarray) -> Balance:
     """The balance of bytes over processes, from the bytes of each."""
     least, most = int(process_bytes.min()), int(process_bytes.max())
-    return Balance(least, most, float(process_bytes.mean()))
+    return Balance(least, most)
 
 
 def _written_bytes(placed: Sequence[_Placed], first: frozenset[int]) -> np.ndarray:

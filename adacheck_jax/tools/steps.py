@@ -9,7 +9,7 @@ from typing import TypeVar
 from adacheck_jax.errors import AdaCheckError, StepDeletedError
 from adacheck_jax.store.steps import deletion, identity, roots
 from adacheck_jax.store.steps.manifest_file import DIRECTORY
-from adacheck_jax.store.steps.roots import PINNED, Step
+from adacheck_jax.store.steps.roots import Step
 from adacheck_jax.store.storage.location import AnyPath, at
 
 Found = TypeVar("Found")
@@ -127,18 +127,6 @@ def numbered(numbers: Sequence[int], wanted: int, root: AnyPath) -> int:
     if -wanted > len(known):
         raise InputError(f"{root}: expected at least {-wanted} steps, found {len(known)}.")
     return known[wanted]
-
-
-def pinned(root: AnyPath) -> tuple[int, ...]:
-    """Numbers of the pinned steps under a root, ascending.
-
-    Args:
-        root: the directory given to the checkpoint manager.
-    """
-    place = at(root) / PINNED
-    if not place.on_file_system or not place.folders():
-        return ()
-    return tuple(sorted({each.step for each in steps_under(place) if each.step >= 0}))
 
 
 def _remedy(root: AnyPath, names: list[str]) -> str:

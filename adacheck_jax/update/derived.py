@@ -197,13 +197,7 @@ def _guesses(name: str, params: PyTree, types: Mapping[str, LeafType]) -> list[D
         like = [_spec(types[path]) for path in paths.values()]
         guesses.append(DerivedTree.of(name, treedef.unflatten(like)))
     if "" not in types:
-        nested: dict[str, Any] = {}
-        for path, each in types.items():
-            *above, last = path.split("/")
-            inside = nested
-            for key in above:
-                inside = inside.setdefault(key, {})
-            inside[last] = _spec(each)
+        nested = trees.nested({path: _spec(each) for path, each in types.items()})
         guesses.append(DerivedTree.of(name, nested))
     return guesses
 

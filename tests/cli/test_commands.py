@@ -65,18 +65,14 @@ WRONG = [
     (("verify", "{root}", "99"), "expected step 99, found"),
     (("verify", "{root}", "--read-data-subset", "ten"), "expected a percentage such as 10%"),
     (("repair", "{top}/none"), "found nothing there"),
-    (("prune", "{root}"), "expected a rule of what to keep, found none"),
-    (("prune", "{root}", "--keep-within", "2 weeks"), "expected a time such as 3h, 45min or 2d"),
-    (("pin", "{root}", "3"), "expected step 3, found"),
-    (("pin", "{root}", "0", "--remove"), "expected pinned steps, found none"),
     (("compact", "{root}", "0"), "is a base already"),
     (("export", "{root}", "5", "{top}/x", "--format", "onnx"), "expected one of orbax"),
+    (("export", "{root}", "5", "{top}/x", "--changes"), "expected a root of published weights"),
     (("export", "{root}", "5", "{top}", "--format", "npz"), "expected nothing there, found"),
     (("cp", "{root}/98", "{top}/copy"), "found nothing there. Steps there:"),
     (("transform", "{root}", "{top}/x", "--rules", "{top}/no.toml", "--step", "5"), "no.toml"),
     (("import", "{top}/checks.py:f", "{root}", "{top}/x", "--step", "1"), "expected a function f"),
     (("plan", "{top}/checks.py:f"), "expected a function f"),
-    (("goodput", "--mtbf", "often"), "expected a time such as 3h"),
     (("frobnicate",), "No such command"),
 ]
 
@@ -150,11 +146,9 @@ VERBS = [
     ("ls", "{root}", "--fold"),
     ("inspect", "{root}"),
     ("stats", "{root}"),
-    ("prune", "{root}", "--keep-last", "2", "--dry-run"),
     ("log", "{root}"),
     ("diff", "{root}", "-2", "-1"),
     ("verify", "{root}"),
-    ("goodput", "--runs", "2", "--days", "2"),
 ]
 
 

@@ -20,7 +20,7 @@ from adacheck_jax.store.storage.posix import Posix
 
 
 class Conformance:
-    """Promises of :class:`~adacheck_jax.store.storage.interface.Storage`.
+    """Promises of :class:`~adacheck_jax.store.storage.location.Location`.
 
     A subclass has the fixture ``top``, an empty folder in a storage.
     """

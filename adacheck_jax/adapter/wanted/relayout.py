@@ -13,7 +13,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from adacheck_jax.adapter.wanted.targets import Target, Wishes
-from adacheck_jax.device.trees import PyTree
+from adacheck_jax.device.trees import PyTree, nested
 from adacheck_jax.errors import MismatchError
 from adacheck_jax.format.manifest import ITEMSIZES_BYTES, BaseManifest, Leaf
 from adacheck_jax.layout import plan as layouts
@@ -153,14 +153,9 @@ def _transformed_leaves(plan: Plan, leaves: Sequence[Leaf]) -> list[Leaf]:
 
 def _nested(leaves: Sequence[Leaf]) -> PyTree:
     """The new leaves as nested dictionaries, for a caller who names no tree."""
-    tree: dict[str, Any] = {}
-    for leaf in leaves:
-        *above, name = leaf.path.split("/")
-        node = tree
-        for each in above:
-            node = node.setdefault(each, {})
-        node[name] = jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype))
-    return tree
+    return nested(
+        {leaf.path: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves}
+    )
 
 
 def _placement(leaf: Any) -> Any:

@@ -15,7 +15,6 @@ if TYPE_CHECKING:  # which import JAX, or are not needed by other commands
     from adacheck_jax.tools.handover.copying import CopyReport
     from adacheck_jax.tools.handover.export import ExportReport
     from adacheck_jax.tools.handover.importing import ImportReport
-    from adacheck_jax.tools.handover.published import PublishedExport
     from adacheck_jax.tools.handover.transform import TransformReport
 
 
@@ -29,9 +28,10 @@ def show_export(report: ExportReport) -> None:
     if len(report.files) > 20:
         console.print(f"and {len(report.files) - 20} more files", highlight=False)
     what = "params" if report.params_only else "all leaves"
+    named = "Version" if report.kind in ("version", "changes") else "Step"
     replayed = f", {report.replayed_count} updates replayed" if report.replayed_count else ""
     sentence = (
-        f"Step {report.step} ({report.kind}{replayed}) is at {report.destination}: {what}, "
+        f"{named} {report.step} ({report.kind}{replayed}) is at {report.destination}: {what}, "
         f"{report.leaf_count:,} leaves, {decimal(report.leaf_bytes)}. Read back, every leaf has "
         "the bits that were saved."
     )
@@ -39,22 +39,6 @@ def show_export(report: ExportReport) -> None:
     if report.empty:
         shown = ", ".join(report.empty[:10]) + (", ..." if len(report.empty) > 10 else "")
         console.print(Text(f"Without elements, which Orbax does not store: {shown}."))
-
-
-def show_published(report: PublishedExport) -> None:
-    """Print the files of an exported version."""
-    files = new_table("file", "bytes", right=("bytes",))
-    for each in report.files[:20]:
-        add_row(files, each.name, decimal(each.size_bytes))
-    console = screen()
-    console.print(files)
-    what = "the changes" if report.is_changes else "all weights"
-    sentence = (
-        f"Version {report.version} is at {report.destination}: {what}, {report.leaf_count:,} "
-        f"leaves. {report.changed:,} elements' bits changed since the version before. Read back, "
-        "every array has the bits that were published."
-    )
-    console.print(Text(sentence))
 
 
 def show_transform(report: TransformReport) -> None:

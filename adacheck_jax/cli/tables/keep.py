@@ -22,8 +22,6 @@ from adacheck_jax.store.steps.lineage import shown_steps
 if TYPE_CHECKING:  # the modules of some import JAX, which ``adacheck ls`` does not need
     from adacheck_jax.tools.audit import RootReport
     from adacheck_jax.tools.compaction import CompactionReport
-    from adacheck_jax.tools.upkeep.pins import PinReport
-    from adacheck_jax.tools.upkeep.pruning import PruneReport
     from adacheck_jax.tools.upkeep.repair import RepairReport
 
 
@@ -127,35 +125,3 @@ def show_compaction(report: CompactionReport) -> None:
             f"Gone with it, since it alone {held} them: steps {shown_steps(report.lost_steps)}."
         )
     screen().print(" ".join(sentences), highlight=False)
-
-
-def show_prune(report: PruneReport) -> None:
-    """Print the steps that stay with their reasons, and what the others free."""
-    rows = [(each.step, "stays", each.why) for each in report.kept]
-    print_rows(("step", "", "why"), rows, right=("step",))
-    going = [each.path.partition("/")[0] for each in report.removals]
-    shown = ", ".join(going[:20]) + (", ..." if len(going) > 20 else "")
-    done = "would go" if report.is_dry_run else "went"
-    print_text(
-        f"{counted(len(going), 'step', 'steps')} {done}{': ' + shown if going else ''}; "
-        f"{decimal(report.freed_bytes)} freed, since what other steps link stays."
-    )
-    if report.lost_steps:
-        print_text(
-            f"With them {'would go' if report.is_dry_run else 'went'} deferred steps that they "
-            f"alone held: {shown_steps(report.lost_steps)}."
-        )
-
-
-def show_pin(report: PinReport) -> None:
-    """Print what became of a pin, and the pins that there are."""
-    before = "is still" if report.was_pinned and report.is_pinned else "is"
-    if report.is_pinned:
-        print_text(
-            f"Step {report.step} {before} pinned: {report.root}/pinned has a second name of its "
-            "files, which no retention deletes and which takes no bytes."
-        )
-    else:
-        print_text(f"Step {report.step} is not pinned any more.")
-    pins = shown_steps(report.pinned) if report.pinned else "none"
-    print_text(f"Pinned steps: {pins}. Every command takes {report.root}/pinned as a root.")

@@ -124,9 +124,6 @@ def _total(summary: RootSummary) -> str:
         parts.append(f"{summary.damaged_count:,} cannot be restored")
     if summary.stock_steps:
         parts.append("what stock Orbax saved cannot be verified")
-    if summary.pinned:
-        steps = counted(len(summary.pinned), "step is", "steps are")
-        parts.append(f"{steps} pinned (adacheck ls {summary.root}/pinned)")
     return "; ".join(parts)
 
 

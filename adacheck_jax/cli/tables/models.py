@@ -1,16 +1,14 @@
-"""Tables of the commands that tell what saving costs."""
+"""Tables of the command that tells what saving costs."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.filesize import decimal
 
-from adacheck_jax.cli.printing import add_row, counted, new_table, print_rows, screen
+from adacheck_jax.cli.printing import add_row, new_table, screen
 
 if TYPE_CHECKING:  # the modules of some import JAX, which ``adacheck ls`` does not need
-    from adacheck_jax.tools.goodput.simulation import GoodputReport
     from adacheck_jax.tools.plan import Balance, RedundancyReport
 
 
@@ -82,50 +80,3 @@ def _in_words(report: RedundancyReport) -> str:
         f"{decimal(round(report.amortised_bytes))} a step with a base after every "
         f"{report.max_deltas} deltas."
     )
-
-
-WORTH_SHOWING = 0.001
-"""Changes of the waste below this share of the time are left out of the table."""
-
-
-def show_goodput(report: GoodputReport) -> None:
-    """Print what becomes of the time with each system, and what is uncertain about it."""
-    console = screen()
-    failures = report.outcomes[0].failures if report.outcomes else 0
-    console.print(
-        f"{report.hosts:,} hosts, {report.devices:,} devices, a failure every "
-        f"{report.mtbf_s / 3600:.3g} h: {failures:.0f} in {report.duration_s / 86_400:.3g} days "
-        f"(mean of {counted(report.runs, 'run', 'runs')}, seed {report.seed})",
-        highlight=False,
-    )
-    console.print()
-    numbers = ("goodput", "saving", "repeated", "down", "lost steps", "a failure")
-    rows: list[tuple[str, ...]] = []
-    for each in report.outcomes:
-        shares = (each.goodput, each.saving, each.repeated, each.down)
-        lost = (f"{each.lost_steps:,.0f}", f"{each.lost_a_failure:.1f}")
-        rows.append((each.system, *(f"{x:.2%}" for x in shares), *lost, each.schedule))
-    print_rows(("system", *numbers, "saves"), rows, numbers, optional=("saves", "a failure"))
-    console.print()
-    if report.sensitivities:
-        _show_sensitivities(report, console)
-    kinds = [each.kind for each in report.figures]
-    counts = (f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
-    note = f"Figures: {', '.join(counts)}; --json lists them. Measured is: on two CPU cores."
-    console.print(note, style="dim", highlight=False)
-
-
-def _show_sensitivities(report: GoodputReport, console: Console) -> None:
-    numbers = ("value", "halved", "waste", "doubled")
-    table, left_out = new_table("system", "figure", *numbers, right=numbers), 0
-    for each in report.sensitivities:
-        change = max(abs(each.halved - each.waste), abs(each.doubled - each.waste))
-        if change < WORTH_SHOWING:
-            left_out += 1
-            continue
-        shares = (f"{x:.2%}" for x in (each.halved, each.waste, each.doubled))
-        add_row(table, each.system, each.figure, f"{each.value:.3g}", *shares)
-    console.print(table)
-    changes = f"{counted(left_out, 'figure changes', 'figures change')} the waste"
-    console.print(f"{changes} by less than {WORTH_SHOWING:.1%} of the time.", highlight=False)
-    console.print()

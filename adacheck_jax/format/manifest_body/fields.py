@@ -1,4 +1,4 @@
-"""Values of the fields of a manifest's body: each is what it is said to be, or refused.
+"""Values of the fields of a record in JSON: each is what it is said to be, or refused.
 
 All functions raise TypeError or ValueError for what they refuse.
 """
@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 from adacheck_jax.format.manifest import Caution
 
-_MAX_NUMBER = 2**63 - 1
+MAX_NUMBER = 2**63 - 1
+"""The largest of 64 bits with a sign."""
 
 _T = TypeVar("_T")
 
@@ -23,10 +24,10 @@ def shown(value: Any) -> str:
     return reprlib.repr(value)
 
 
-def natural(value: Any) -> int:
-    """A number from 0 to the largest of 64 bits with a sign."""
-    if type(value) is not int or not 0 <= value <= _MAX_NUMBER:
-        raise TypeError(f"expected a number from 0 to {_MAX_NUMBER}, found {shown(value)}")
+def natural(value: Any, most: int = MAX_NUMBER) -> int:
+    """A number from 0 to a largest one."""
+    if type(value) is not int or not 0 <= value <= most:
+        raise TypeError(f"expected a number from 0 to {most}, found {shown(value)}")
     return value
 
 
@@ -46,11 +47,16 @@ def text(value: Any) -> str:
     return value
 
 
-def fingerprint(text: Any) -> int:
+def digits(value: Any, count: int) -> str:
+    """A text of so many hexadecimal digits."""
+    if not isinstance(value, str) or not re.fullmatch(f"[0-9a-f]{{{count}}}", value):
+        raise ValueError(f"expected {count} hexadecimal digits, found {shown(value)}")
+    return value
+
+
+def fingerprint(value: Any) -> int:
     """A fingerprint, from its hexadecimal digits."""
-    if not isinstance(text, str) or not re.fullmatch("[0-9a-f]{16}", text):
-        raise ValueError(f"expected 16 hexadecimal digits, found {shown(text)}")
-    return int(text, 16)
+    return int(digits(value, 16), 16)
 
 
 def tuple_of(read: Callable[[Any], _T], items: Any) -> tuple[_T, ...]:

@@ -12,9 +12,8 @@ import tensorstore as ts
 
 from adacheck_jax.store import zarr
 from adacheck_jax.store.packs.arrays import Kind, Ranges, Runs, zero_blocks
-from adacheck_jax.store.storage.interface import Storage
 from adacheck_jax.store.storage.kvstore import KvStore
-from adacheck_jax.store.storage.location import AnyPath, Location, at
+from adacheck_jax.store.storage.location import AnyPath, Location, Storage, at
 from adacheck_jax.store.zarr import Codec
 
 _UPLOADS = 4

@@ -14,8 +14,6 @@ from adacheck_jax.store.storage.location import AnyPath, at
 
 TMP_SUFFIX = ".orbax-checkpoint-tmp"
 """Part of the names that Orbax gives to directories that are not committed."""
-PINNED = "pinned"
-"""Folder of a root with further names of some steps' files; a root itself, and no step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +51,6 @@ def uncommitted_of(root: AnyPath) -> list[AnyPath]:
 def _ours_under(root: AnyPath) -> list[AnyPath]:
     found = []
     for step_directory in _directories(root if at(root).on_file_system else at(root).listed()):
-        if step_directory.name == PINNED:
-            continue
         candidates = [step_directory, *_directories(step_directory)]
         found += [path for path in candidates if _is_ours(path)]
     return found

@@ -26,7 +26,7 @@ Span = tuple[str, str]
 
 
 class KvStore:
-    """Values below a URL; see :class:`~adacheck_jax.store.storage.interface.Storage`.
+    """Values below a URL; see :class:`~adacheck_jax.store.storage.location.Location`.
 
     There are no links and no locks; a value is durable when its write returns. Folders are found by
     listing all keys below them.

@@ -1,4 +1,9 @@
-"""Locations: a value or a folder in a storage, with the arithmetic of paths."""
+"""Locations: a value or a folder in a storage, with the arithmetic of paths.
+
+A storage holds values by key, as a key-value store does; a slash in a key separates names. Its
+class has the methods of :class:`Location`, of which each takes a key first: the file system's is
+:class:`~adacheck_jax.store.storage.posix.Posix`.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +13,18 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from adacheck_jax.errors import StorageError
-from adacheck_jax.store.storage.interface import Entry, Stamp, Storage
+from adacheck_jax.store.storage.interface import Entry, Stamp
 from adacheck_jax.store.storage.posix import Posix
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # which load tensorstore
     import tensorstore as ts
+
+    from adacheck_jax.store.storage.kvstore import KvStore
+
+Storage: TypeAlias = "Posix | KvStore"
 
 _POSIX = Posix()
 _SCHEMES = ("gs", "s3")
@@ -23,7 +32,10 @@ _SCHEMES = ("gs", "s3")
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A key of a storage; its methods are those of the storage.
+    """A key of a storage: what can be done with a value, or a folder.
+
+    A *folder* is a beginning of keys, up to a slash: there is one wherever there is a value below.
+    Methods raise ``OSError``: ``FileNotFoundError`` for a value that is not there.
 
     Attributes:
         storage: the storage.
@@ -60,7 +72,7 @@ class Location:
 
     @property
     def looks_cost(self) -> bool:
-        """True if each look is a request to a store."""
+        """True if each look for a key is a request to a store."""
         return self.storage.looks_cost
 
     @property
@@ -74,21 +86,47 @@ class Location:
         return self.storage.kind(self.key) == "folder"
 
     def check_answers(self) -> None:
-        """Asks a store for the value, and waits for some seconds at most."""
+        """Asks a store for a value, whether it is there or not, and waits for some seconds at most.
+
+        All other methods try again for minutes where a store does not answer. A file system is not
+        asked.
+
+        Raises:
+            OSError: there is no answer, or it is a refusal.
+        """
         self.storage.check_answers(self.key)
 
     def read(self, start: int = 0, stop: int | None = None) -> bytes:
-        """Bytes of a value."""
+        """Reads bytes of a value; fewer if it ends before.
+
+        Args:
+            start: position of the first byte.
+            stop: position after the last one, None for the value's end.
+
+        Raises:
+            NotPlainError: the key stands for no plain value.
+        """
         return self.storage.read(self.key, start, stop)
 
     def write(
         self, data: bytes, *, if_absent: bool = False, replacing: Stamp | None = None
     ) -> Stamp:
-        """Writes a value."""
+        """Writes a value; a reader finds all of it, or what was there before.
+
+        Args:
+            data: bytes of the value.
+            if_absent: True to raise ``FileExistsError`` if there is a value: of several writers one
+                succeeds, and a reader may find the value before its bytes.
+            replacing: identity of the only value that may be replaced; ``FileExistsError`` if there
+                is another one, or none. A file system looks before it writes, a store while.
+
+        Returns:
+            Identity of the written value.
+        """
         return self.storage.write(self.key, data, if_absent=if_absent, replacing=replacing)
 
     def stat(self) -> Entry:
-        """Description of a value."""
+        """Describes a value without reading it; a link is described and not followed."""
         return self.storage.stat(self.key)
 
     @property
@@ -97,20 +135,35 @@ class Location:
         return self.stat().stamp
 
     def list(self, *, deep: bool = True) -> Iterator[Location]:
-        """Values in a folder."""
+        """Lists the values in a folder, in no particular order; none if there is no such folder.
+
+        Args:
+            deep: False for the values directly in it.
+
+        Raises:
+            FileNotFoundError: a folder in it vanished meanwhile; at the end, after all others.
+        """
         return (Location(self.storage, key) for key in self.storage.list(self.key, deep=deep))
 
     def described(self) -> Iterator[tuple[str, Entry]]:
-        """Values below a folder: the part of each key below it, and the description."""
+        """Lists the values below a folder: the part of each key below it, and the description.
+
+        Values that vanish meanwhile are left out.
+        """
         start = len(self.key)
         return ((key[start:].lstrip("/"), each) for key, each in self.storage.described(self.key))
 
     def listed(self, names: tuple[str, str] | None = None) -> Location:
-        """The same folder in a view for many looks, at names between two of them."""
+        """The same folder in a view for many looks; where a look costs much, all at once.
+
+        Args:
+            names: first and last name in the folder that is looked for, by the order of their
+                characters; None for all names.
+        """
         return Location(self.storage.listed(self.key, names), self.key)
 
     def folders(self) -> list[str]:
-        """Names of the folders in a folder."""
+        """Names of the folders directly in a folder, in no particular order."""
         return self.storage.folders(self.key)
 
     def below(self, folder: Location) -> str:
@@ -118,18 +171,25 @@ class Location:
         return self.key[len(folder.key) :].lstrip("/")
 
     def check_plain(self) -> None:
-        """Looks for what is no plain value below."""
+        """Looks for what is no plain value below; a store of values alone has none.
+
+        Raises:
+            NotPlainError: names the first one.
+        """
         self.storage.check_plain(self.key)
 
     def delete(self) -> None:
-        """Deletes a value or a folder."""
+        """Deletes a value, or a folder and all below it; nothing happens if there is none."""
         self.storage.delete(self.key)
 
     def adopt(self, values: Mapping[str, str]) -> bool:
-        """Makes links in this folder; False if the storage has none.
+        """Gives values other keys in this folder without a copy, so that they outlive their first.
 
         Args:
-            values: keys of values of the same storage, by the name of the link.
+            values: keys of values of the same storage, by their new names.
+
+        Returns:
+            False if the storage cannot do this (it has no hard links).
         """
         start = (self / "").key
         return self.storage.adopt({f"{start}{name}": key for name, key in values.items()})
@@ -139,23 +199,43 @@ class Location:
         return self.storage.rename(self.key, self.with_name(name).key)
 
     def move(self, target: Location) -> bool:
-        """Gives a value or a folder another key; False if the storage cannot."""
+        """Gives a value or a folder another key; a reader finds it under one of the two.
+
+        Args:
+            target: the new place, in a folder that exists. A value that is there is replaced; of a
+                folder nothing may be there.
+
+        Returns:
+            False if the storage cannot do this at once; then nothing has changed.
+        """
         return self.storage.rename(self.key, target.key)
 
     def changed_s(self) -> float | None:
-        """Time of the last change in a folder; None if the storage does not tell it."""
+        """Time of the last change in a folder, in seconds since the epoch.
+
+        Returns:
+            None if the storage does not tell times; else 0 if there is no such folder.
+        """
         return self.storage.changed_s(self.key)
 
     def sync(self, *values: Location, deep: bool = False) -> None:
-        """Makes this, and values, durable."""
+        """Makes bytes of values, and names in folders, durable; a storage may do so by itself.
+
+        Args:
+            values: values and folders beside this one.
+            deep: True for the names in the folders below, too.
+        """
         self.storage.sync(self.key, *(each.key for each in values), deep=deep)
 
     def lock(self) -> AbstractContextManager[None]:
-        """Waits for a lock."""
+        """Waits for a lock, as far as the storage has locks; it is left with its holder.
+
+        Nothing else may lie at the key.
+        """
         return self.storage.lock(self.key)
 
     def watched(self) -> AbstractContextManager[Callable[[], bool]]:
-        """A function that tells if a folder is still the same."""
+        """Yields a function that tells if a folder is still there and has not been replaced."""
         return self.storage.watched(self.key)
 
     def absolute(self) -> Location:
@@ -163,7 +243,7 @@ class Location:
         return self
 
     def resolve(self) -> Location:
-        """The same place without links on the way."""
+        """The same place, by the key that the storage knows it by without following links."""
         return Location(self.storage, self.storage.physical(self.key))
 
     def spec(self, end: str = "/") -> dict[str, Any]:

@@ -27,7 +27,7 @@ _TROUBLE = {
 
 
 class Posix:
-    """Files and directories; see :class:`~adacheck_jax.store.storage.interface.Storage`."""
+    """Files and directories; see :class:`~adacheck_jax.store.storage.location.Location`."""
 
     is_file_system = True
     looks_cost = False

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
-from adacheck_jax.device import transfer
+from adacheck_jax.device import transfer, trees
 from adacheck_jax.errors import AdaCheckError, IntegrityError, StepDeletedError
 from adacheck_jax.format.manifest import BaseManifest, Leaf, Update
 from adacheck_jax.restore import check, replay
@@ -54,14 +54,8 @@ class State:
 
     def tree(self) -> Tree:
         """The leaves in nested dicts, a level for each name in their paths."""
-        root: Tree = {}
-        for leaf, array in zip(self.leaves, self.arrays, strict=True):
-            *above, name = leaf.path.split("/")
-            level = root
-            for each in above:
-                level = level.setdefault(each, {})
-            level[name] = array
-        return root
+        paths = (leaf.path for leaf in self.leaves)
+        return trees.nested(dict(zip(paths, self.arrays, strict=True)))
 
 
 @dataclass(slots=True)

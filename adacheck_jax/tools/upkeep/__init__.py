@@ -1,4 +1,4 @@
-"""Keeping a root sound and small: what cannot be restored goes, what is too old goes, pins stay.
+"""Keeping a root sound: what cannot be restored goes, and what interrupted saves left.
 
-Begin with :mod:`~adacheck_jax.tools.upkeep.pruning`.
+Retention of sound steps is Orbax's. Begin with :mod:`~adacheck_jax.tools.upkeep.repair`.
 """

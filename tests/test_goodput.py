@@ -8,18 +8,23 @@ import pytest
 
 from adacheck_jax.schedule.costs import Costs, Schedule
 from adacheck_jax.schedule.waste import waste
-from adacheck_jax.tools.goodput.cluster import DAY_S, Cluster
-from adacheck_jax.tools.goodput.simulation import Trace, goodput_report, replayed
-from adacheck_jax.tools.goodput.systems import ALWAYS, LOCAL, SYSTEMS, as_behaviour
-from adacheck_jax.tools.goodput.tiers import Behaviour, Tier
+from benchmarks.goodput import __main__ as command
+from benchmarks.goodput.figures import DAY_S, cluster_of, figures_of, read
+from benchmarks.goodput.simulation import Trace, outcomes, replayed, sensitivities
+from benchmarks.goodput.systems import ALWAYS, LOCAL, SYSTEMS, as_behaviour
+from benchmarks.goodput.tiers import Behaviour, Tier
+
+TABLES = read()
+LLAMA = cluster_of(TABLES)
 
 RUNS = 40
 
 
 def cluster_of(mtbf_s, restart_s=0.0, step_s=1.0, **figures):
     restarts = {f"{kind}_restart_s": restart_s for kind in ("software", "host", "rack")}
-    made = Cluster(2, 1, 2000 * mtbf_s).with_mtbf(mtbf_s)
-    return made.changed({"step_s": step_s, **restarts, **figures})
+    made = dataclasses.replace(LLAMA, hosts=1, duration_s=2000 * mtbf_s)
+    figures["failures_a_device_day"] = DAY_S / mtbf_s / made.devices
+    return made.changed(**{"step_s": step_s, **restarts, **figures})
 
 
 def outcome_of(behaviour, cluster, runs=RUNS):
@@ -62,8 +67,7 @@ def test_a_lineage_is_the_closed_form_of_its_schedule(schedule):
 
 
 def test_all_of_the_time_is_accounted_for():
-    report = goodput_report(Cluster(duration_s=5 * DAY_S), runs=2)
-    for each in report.outcomes:
+    for each in outcomes(TABLES, dataclasses.replace(LLAMA, duration_s=5 * DAY_S), runs=2):
         shares = (each.goodput, each.saving, each.repeated, each.down)
         assert sum(shares) == pytest.approx(1)
         assert min(shares) >= 0
@@ -100,49 +104,38 @@ def test_the_newest_safe_step_of_a_lineage():
 
 
 def test_all_systems_meet_the_same_failures():
-    first, second = (goodput_report(Cluster(), runs=3, seed=7) for _ in range(2))
+    first, second = (outcomes(TABLES, LLAMA, runs=3, seed=7) for _ in range(2))
     assert first == second
-    assert len({each.failures for each in first.outcomes}) == 1
-    assert first != goodput_report(Cluster(), runs=3, seed=8)
+    assert len({each.failures for each in first}) == 1
+    assert first != outcomes(TABLES, LLAMA, runs=3, seed=8)
 
 
 def test_the_rate_of_failures_is_that_of_llama_3():
-    assert Cluster().devices == 16_384
-    failures = goodput_report(Cluster(), runs=100).outcomes[0].failures
-    assert failures == pytest.approx(419, rel=0.02)
+    assert LLAMA.devices == 16_384
+    assert outcomes(TABLES, LLAMA, runs=100)[0].failures == pytest.approx(419, rel=0.02)
+
+
+def test_every_figure_has_a_source():
+    for system in TABLES:
+        for figure in figures_of(TABLES, system, LLAMA).values():
+            assert figure.kind in ("published", "measured", "assumed", "given")
+            assert figure.source
+            assert figure.value >= 0
 
 
 def test_sensitivity_varies_what_is_uncertain():
-    report = goodput_report(Cluster(duration_s=DAY_S), runs=2, is_sensitivity=True)
-    rows = {(each.system, each.figure): each for each in report.sensitivities}
-    uncertain = [x for x in report.figures if x.kind in ("assumed", "measured") and x.value]
-    own = [x for x in uncertain if x.system != "cluster"]
-    assert len(rows) == len(own) + len(SYSTEMS) * (len(uncertain) - len(own))
-    row = rows["stock Orbax", "cluster.host_restart_s"]
+    rows = sensitivities(TABLES, dataclasses.replace(LLAMA, duration_s=DAY_S), runs=2)
+    found = {(each.system, each.figure): each for each in rows}
+    of_cluster = [name for name, each in LLAMA.figures.items() if each.is_uncertain]
+    for system in SYSTEMS:
+        assert {f"cluster.{name}" for name in of_cluster} <= {x for y, x in found if y == system}
+    row = found["stock Orbax", "cluster.host_restart_s"]
     assert row.halved < row.waste < row.doubled
 
 
-def test_given_figures_take_the_place_of_known_ones():
-    wishes = {"cluster": {"step_s": 3.0}, "adacheck_jax": {"delta_blocking_s": 0.5}}
-    report = goodput_report(Cluster(duration_s=DAY_S), wishes, runs=1)
-    found = {(each.system, each.name): each for each in report.figures}
-    for system, figures in wishes.items():
-        for name, value in figures.items():
-            assert (found[system, name].value, found[system, name].kind) == (value, "given")
-
-
-@pytest.mark.parametrize(
-    ("wishes", "message"),
-    [
-        ({"Orbax": {}}, "expected one of"),
-        ({"Gemini": {"cost": 1.0}}, "Gemini: expected some of"),
-        ({"cluster": {"step": 1.0}}, "cluster: expected some of"),
-        ({"cluster": {"step_s": 0.0}}, "step_s to be more than 0"),
-        ({"cluster": {"rack_share": 0.9}}, "sum to more than 1"),
-        ({"Gemini": {"write_s": -1.0}}, "a number >= 0"),
-        ({"Gemini": {"write_s": "fast"}}, "a number >= 0"),
-    ],
-)
-def test_impossible_wishes_are_refused(wishes, message):
-    with pytest.raises(ValueError, match=message):
-        goodput_report(Cluster(), wishes, runs=1)
+def test_the_tables_are_printed(capsys):
+    command.main(["--runs", "1"])
+    printed = capsys.readouterr().out
+    assert all(f"| {system} |" in printed for system in SYSTEMS)
+    assert "| stock Orbax | `cluster.host_restart_s` | 300 |" in printed
+    assert "| cluster | `params` | 4.05e+11 | given | Llama 3 405B |" in printed

@@ -5,7 +5,7 @@ software (a process starts again, the host's memory survives), of a host (its me
 a rack (copies in the memory of neighbours may be lost with it). All systems meet the same failures.
 After each one a run goes on from the newest step that some tier still has, after the restart and
 that tier's restore; a failure may come meanwhile. What a system does is in
-:mod:`~adacheck_jax.tools.goodput.systems`.
+``systems``.
 
 What saves block is spread evenly over the steps between them, which leaves the mean as it is: for
 one tier without background writes the result is that of Daly (2006).
@@ -16,15 +16,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from adacheck_jax.tools.goodput.cluster import KINDS, Cluster, Figure
-from adacheck_jax.tools.goodput.systems import SYSTEMS, System
-from adacheck_jax.tools.goodput.tiers import Behaviour
+from benchmarks.goodput.figures import KINDS, Cluster, Figure, figures_of
+from benchmarks.goodput.systems import SYSTEMS
+from benchmarks.goodput.tiers import Behaviour
 
-Wishes = Mapping[str, Mapping[str, float]]
-"""Values of figures in place of the known ones, by ``cluster`` or the name of a system."""
+Tables = Mapping[str, Mapping[str, Any]]
+"""Tables of ``figures.toml``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,25 +91,6 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class NamedFigure:
-    """A figure that went into the simulation.
-
-    Attributes:
-        system: ``cluster``, or the name of a system.
-        name: name of the figure.
-        value: its value.
-        kind: where it comes from: published, measured, assumed or given.
-        source: the same in words.
-    """
-
-    system: str
-    name: str
-    value: float
-    kind: str
-    source: str
-
-
-@dataclass(frozen=True, slots=True)
 class Sensitivity:
     """The waste (1 - goodput) of a system if one uncertain figure were another.
 
@@ -129,139 +111,62 @@ class Sensitivity:
     doubled: float
 
 
-@dataclass(frozen=True, slots=True)
-class GoodputReport:
-    """Goodput of all systems on one cluster.
-
-    Attributes:
-        hosts: number of hosts.
-        devices: number of devices of all hosts.
-        duration_s: length of each run.
-        mtbf_s: mean seconds between failures.
-        runs: number of runs.
-        seed: seed of their failures.
-        outcomes: what became of the time, for each system.
-        figures: all figures, with their sources.
-        sensitivities: the waste with other values of what is assumed, or was measured on
-            another machine; empty unless asked for.
-    """
-
-    hosts: int
-    devices: int
-    duration_s: float
-    mtbf_s: float
-    runs: int
-    seed: int
-    outcomes: tuple[Outcome, ...]
-    figures: tuple[NamedFigure, ...]
-    sensitivities: tuple[Sensitivity, ...] = ()
+def figures(tables: Tables, system: str, cluster: Cluster) -> dict[str, Figure]:
+    """The figures of a system by its name in ``SYSTEMS``; what follows a comma is its schedule."""
+    return figures_of(tables, system.partition(",")[0], cluster)
 
 
-def goodput_report(
-    cluster: Cluster,
-    wishes: Wishes | None = None,
-    *,
-    runs: int = 20,
-    seed: int = 0,
-    is_sensitivity: bool = False,
-) -> GoodputReport:
+def outcomes(tables: Tables, cluster: Cluster, runs: int = 20, seed: int = 0) -> list[Outcome]:
     """Simulate all systems on a cluster.
 
     Args:
+        tables: figures of the systems.
         cluster: the cluster and its failures.
-        wishes: values in place of known figures.
         runs: number of simulated runs.
         seed: seed of their failures.
-        is_sensitivity: whether to vary uncertain figures; takes some twenty times as long.
-
-    Raises:
-        ValueError: a wish names no system or none of its figures, or has a value that cannot be.
     """
-    wishes = wishes or {}
-    if unknown := wishes.keys() - {"cluster", *(each.name for each in SYSTEMS)}:
-        known = ["cluster", *(each.name for each in SYSTEMS)]
-        raise ValueError(f"expected one of {known}, found {sorted(unknown)}")
-    cluster = cluster.changed(wishes.get("cluster", {}))
     trace = Trace.drawn(cluster, runs, seed)
-    outcomes, figures, sensitivities = [], _named("cluster", cluster.figures), []
-    for system in SYSTEMS:
-        own = _changed(system.name, system.figures(cluster), wishes.get(system.name, {}))
-        outcomes.append(_outcome(system, cluster, own, trace))
-        figures += _named(system.name, own)
-        if is_sensitivity:
-            waste = 1 - outcomes[-1].goodput
-            wish = wishes.get(system.name, {})
-            sensitivities += _sensitivities(system, cluster, own, wish, trace, waste)
-    return GoodputReport(
-        hosts=cluster.hosts,
-        devices=cluster.devices,
-        duration_s=cluster.duration_s,
-        mtbf_s=cluster.mtbf_s,
-        runs=runs,
-        seed=seed,
-        outcomes=tuple(outcomes),
-        figures=tuple(figures),
-        sensitivities=tuple(sensitivities),
-    )
-
-
-def _named(system: str, figures: Mapping[str, Figure]) -> list[NamedFigure]:
     return [
-        NamedFigure(system, name, each.value, each.kind, each.source)
-        for name, each in figures.items()
+        _outcome(system, cluster, figures(tables, system, cluster), trace) for system in SYSTEMS
     ]
 
 
-def _changed(
-    system: str, figures: Mapping[str, Figure], wishes: Mapping[str, float]
-) -> dict[str, Figure]:
-    if unknown := wishes.keys() - figures.keys():
-        raise ValueError(f"{system}: expected some of {[*figures]}, found {sorted(unknown)}")
-    given = {name: Figure.given(system, name, value) for name, value in wishes.items()}
-    return {**figures, **given}
+def _outcome(system: str, cluster: Cluster, own: Mapping[str, Figure], trace: Trace) -> Outcome:
+    values = {name: each.value for name, each in own.items()}
+    return replayed(system, SYSTEMS[system](values, cluster), cluster, trace)
 
 
-def _outcome(
-    system: System, cluster: Cluster, figures: Mapping[str, Figure], trace: Trace
-) -> Outcome:
-    values = {name: each.value for name, each in figures.items()}
-    behaviour = system.behaviour(values, cluster)
-    return replayed(system.name, behaviour, cluster, trace)
-
-
-def _sensitivities(
-    system: System,
-    cluster: Cluster,
-    own: Mapping[str, Figure],
-    wish: Mapping[str, float],
-    trace: Trace,
-    waste: float,
+def sensitivities(
+    tables: Tables, cluster: Cluster, runs: int = 20, seed: int = 0
 ) -> list[Sensitivity]:
-    """One row for each uncertain figure of the system, and for each of the cluster's."""
-    rows = []
-    for name, figure in own.items():
-        if figure.is_uncertain:
-            changed = [
-                _outcome(system, cluster, {**own, name: figure.scaled(by)}, trace)
-                for by in (0.5, 2.0)
-            ]
-            half, double = (1 - each.goodput for each in changed)
-            rows.append(Sensitivity(system.name, name, figure.value, half, waste, double))
-    for name, figure in cluster.figures.items():
-        if figure.is_uncertain:
-            changed = []
-            for by in (0.5, 2.0):
-                value = figure.value * by
-                if name.endswith("_share"):  # the hosts' failures make room
-                    value = min(value, figure.value + cluster.shares[1])
-                other = cluster.changed({name: value})
-                figures = _changed(system.name, system.figures(other), wish)
-                changed.append(_outcome(system, other, figures, trace))
-            half, double = (1 - each.goodput for each in changed)
-            rows.append(
-                Sensitivity(system.name, f"cluster.{name}", figure.value, half, waste, double)
-            )
+    """One row for each uncertain figure of each system, and of the cluster."""
+    trace, rows = Trace.drawn(cluster, runs, seed), []
+    for system in SYSTEMS:
+        own = figures(tables, system, cluster)
+        waste = 1 - _outcome(system, cluster, own, trace).goodput
+        for name, figure in own.items():
+            if figure.is_uncertain:
+                half, double = (
+                    1 - _outcome(system, cluster, {**own, name: figure.scaled(by)}, trace).goodput
+                    for by in (0.5, 2.0)
+                )
+                rows.append(Sensitivity(system, name, figure.value, half, waste, double))
+        for name, figure in cluster.figures.items():
+            if figure.is_uncertain:
+                changed = [_scaled(cluster, name, by) for by in (0.5, 2.0)]
+                half, double = (
+                    1 - _outcome(system, each, figures(tables, system, each), trace).goodput
+                    for each in changed
+                )
+                row = Sensitivity(system, f"cluster.{name}", figure.value, half, waste, double)
+                rows.append(row)
     return rows
+
+
+def _scaled(cluster: Cluster, name: str, by: float) -> Cluster:
+    value = cluster.value(name)
+    room = cluster.shares[1] if name.endswith("_share") else math.inf  # the hosts' failures
+    return cluster.changed(**{name: min(value * by, value + room)})
 
 
 def replayed(name: str, behaviour: Behaviour, cluster: Cluster, trace: Trace) -> Outcome:
