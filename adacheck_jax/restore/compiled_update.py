@@ -121,11 +121,26 @@ class CompiledUpdates:
         key, begin_s = _key(lineage, shardings), self._clock()
         if key not in self._compiled:
             made = Future[UpdateFunction]()
-            made.set_result(self._jitted(lineage, update, shardings))
+            made.set_result(self._shared(lineage, update, shardings))
             self._compiled[key] = made  # not before: a program that cannot be loaded is never done
         program = progress.compiled(lineage.end.step, self._compiled[key])
         self.waited_s += self._clock() - begin_s
         return program
+
+    def _shared(self, lineage: Lineage, update: Update, shardings: Shardings) -> UpdateFunction:
+        """The jitted update; of bases with the same program that of the first, compiled once."""
+        # First: it compares the stored program with its digest also if one is kept.
+        jitted = self._jitted(lineage, update, shardings)
+        if self._recorders:  # it may be their update, and not the stored program
+            return jitted
+        specs = lineage.base.leaves
+        lists = update.params, update.inner, update.record, update.extra
+        abstract = [[abstract_leaf(specs[i], shardings[i]) for i in each] for each in lists]
+        key = "jitted", _compiles_alike(update, abstract, transfer.x64_enabled())
+        kept = _kept.get(key)
+        if kept is None:
+            _kept.put(key, kept := jitted)
+        return kept
 
     def _jitted(self, lineage: Lineage, update: Update, shardings: Shardings) -> Any:
         loaded = self._loaded.get(lineage.base.checksum)

@@ -12,19 +12,18 @@ from pathlib import Path
 
 from PIL import Image
 
-import adacheck_jax
-from adacheck_jax.tools.report.drawing import page_of
 from adacheck_jax.tools.report.gather import gather
+from adacheck_jax.tools.report.page import page_of
 from tests.cli.browser import Page, look
 from tests.cli.report_run import train
 
 PICTURES = (
-    ("report-desktop-light", 1280, 960, "light", "body"),
-    ("report-desktop-dark", 1280, 960, "dark", "#heat-section"),
-    ("report-phone-light", 390, 844, "light", "body"),
-    ("report-phone-dark", 390, 844, "dark", "#heat-section"),
+    ("report-desktop-light", 1400, 960, "light", 0),
+    ("report-desktop-dark", 1400, 960, "dark", 2),
+    ("report-phone-light", 400, 844, "light", 0),
+    ("report-phone-dark", 400, 844, "dark", 1),
 )
-"""Name, width, height, scheme, and the part of the page at the top."""
+"""Name, width, height, scheme, and the section that is scrolled to."""
 
 
 def main() -> None:
@@ -38,14 +37,17 @@ def main() -> None:
         if args.root is None:
             train(root)
         page = Path(work) / "report.html"
-        report = gather(root.absolute(), adacheck_jax.__version__)
-        shown = dataclasses.replace(report, root="/checkpoints/small-lm")
+        report = gather(root.absolute())
+        summary = dataclasses.replace(report.summary, root="/checkpoints/small-lm")
+        shown = dataclasses.replace(report, summary=summary)
         page.write_text(page_of(shown))
 
         async def visit(browser: Page) -> None:
-            for name, width, height, scheme, top in PICTURES:
-                await browser.open(f"{page.as_uri()}?{name}#step-26", width, height, scheme)
-                await browser.value(f"document.querySelector('{top}').scrollIntoView()")
+            for name, width, height, scheme, section in PICTURES:
+                await browser.open(f"{page.as_uri()}?{name}", width, height, scheme)
+                if section:
+                    top = f"document.querySelectorAll('section')[{section}]"
+                    await browser.value(f"{top}.scrollIntoView()")
                 await browser.picture(args.output / f"{name}.png")
                 _reduce(args.output / f"{name}.png")
 

@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import struct
+import subprocess
 import sys
 import termios
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import adacheck_jax
 from adacheck_jax.cli.main import app
 from tests.tools.small_run import train
 
@@ -103,6 +105,20 @@ def test_the_list_of_commands_cuts_no_sentence():
     listed = " ".join(invoked("--help").output.split())
     assert "kind, sizes, and how it was checked. inspect" in listed
     assert listed.endswith("and compare every bit.")
+
+
+ENDS = """
+import atexit, gc
+atexit.register(lambda: print("frozen", gc.get_freeze_count() > 100_000))  # the last one
+from adacheck_jax.cli.main import main
+main()
+"""
+
+
+def test_the_end_of_a_process_looks_at_no_imported_object():
+    command = [sys.executable, "-c", ENDS, "--version"]
+    said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    assert said.splitlines() == [f"adacheck {adacheck_jax.__version__}", "frozen True"]
 
 
 IN_ONE_PROCESS = """

@@ -110,4 +110,4 @@ def test_the_wheel_has_what_the_package_reads(tmp_path):
         if each.is_file() and each.parent.name != "__pycache__"
     }
     assert wanted <= found
-    assert "adacheck_jax/tools/report/page/page.html" in found
+    assert "adacheck_jax/tools/report/page.html" in found

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.resources
 import json
-import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
+import time
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import ClassVar
 
+import jax
 import pytest
 from typer.testing import CliRunner
 
 from adacheck_jax.cli.main import app
-from adacheck_jax.tools.report import drawing, encode
-from adacheck_jax.tools.report.facts import Report, StepFacts, Verification
-from tests.cli.report_pages import many_steps
+from adacheck_jax.tools.listing import StepSummary
+from adacheck_jax.tools.report.facts import Report
+from adacheck_jax.tools.report.page import page_of
+from adacheck_jax.tools.statistics import LeafStatistics
+from tests.cli.report_pages import many_steps, small
 from tests.data.make_golden import unpack
 
 ROOT = Path(__file__).parent.parent.parent
-HOSTILE = "a</script><script>alert(1)</script><!--\"'&$name\u2028"
+HOSTILE = "a</script><script>alert(1)</script><!--\"'><img src=x onerror=alert(1)>{{ 7*7 }}$name$"
 
 
 @pytest.fixture(scope="module")
@@ -44,51 +45,36 @@ def report(*arguments):
 
 
 class Page(HTMLParser):
-    """The elements of a page, and the JSON in it."""
+    """The elements of a page, what they may load, and the rows of its tables."""
+
+    LINKS: ClassVar = ("src", "href", "action", "xlink:href", "srcset", "poster", "data")
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.tags, self.links, self.data, self._in_data = [], [], "", False
+        self.tags, self.links, self.handlers, self.rows = [], [], [], []
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
-        self._in_data = ("id", "data") in attrs
-        self.links += [value for name, value in attrs if name in ("src", "href", "action")]
-
-    def handle_endtag(self, tag):
-        self._in_data = False
+        self.links += [value for name, value in attrs if name in self.LINKS]
+        self.handlers += [name for name, _ in attrs if name.startswith("on")]
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
 
     def handle_data(self, data):
-        if self._in_data:
-            self.data += data
+        if self.rows and self.rows[-1]:
+            self.rows[-1][-1] += data.strip()
 
 
-def data_of(path):
-    return json.loads(Page(path.read_text()).data)
+def page_at(path):
+    return Page(path.read_text())
 
 
-def small(name="run", **changes):
-    steps = (StepFacts(0, "base", "0/default"), StepFacts(1, "delta", "1/default"))
-    found = Report(
-        root=f"/tmp/{name}",
-        made_at="2026-01-01T00:00:00+00:00",
-        version="1",
-        disk_bytes=5,
-        saved_count=2,
-        recorded_count=2,
-        newest=1,
-        leaf_count=None,
-        update="",
-        steps=steps,
-        savings=None,
-        leaves=(),
-        changes=None,
-        restored_count=0,
-        norms_note="",
-        verification=Verification(2, 0, (), {}, ()),
-    )
-    return dataclasses.replace(found, **changes)
+def text_of(page):
+    """All that a page says, in one line."""
+    return " ".join(re.sub(r"(?s)<style>.*?</style>|<[^>]+>", " ", page).split())
 
 
 def test_a_page_is_written_and_written_again(run, tmp_path):
@@ -97,11 +83,14 @@ def test_a_page_is_written_and_written_again(run, tmp_path):
     for _ in range(2):
         done = report(run, "-o", output)
         assert done.exit_code == 0, done.output
-        assert re.fullmatch(r"\S*report\.html: \d recorded steps, .* on disk\n", done.output)
+        assert re.fullmatch(r"\S*report\.html: \d steps, .* on disk\n", done.output)
     assert [each.name for each in output.parent.iterdir()] == ["report.html"]
-    found = data_of(output)
-    assert found["summary"]["recorded"] == len(found["steps"]["step"]) > 1
-    assert found["steps"]["gradient"] is not None
+    said = text_of(output.read_text())
+    for each in ("gradient norm", "update norm", "new bytes", "replayed", "seconds between saves"):
+        assert each in said
+    newest = next(row for row in page_at(output).rows if row[0].isdecimal())
+    assert newest[1] in ("base", "delta")
+    assert float(newest[7]) > 0  # its gradient norm
 
 
 def test_json_has_the_fields_of_the_report(run):
@@ -112,17 +101,29 @@ def test_json_has_the_fields_of_the_report(run):
 
 def test_a_damaged_step_is_told_by_the_exit_code_and_the_page_is_there(run, tmp_path):
     (run / "2/default/adacheck/manifest.json").write_text("{}")
-    done = report(run, "-o", tmp_path / "report.html")
+    output = tmp_path / "report.html"
+    done = report(run, "-o", output)
     assert done.exit_code == 1
-    assert "1 damaged step" in done.output
-    assert data_of(tmp_path / "report.html")["verification"]["damaged_count"] == 1
+    assert "1 damaged" in done.output
+    row = next(row for row in page_at(output).rows if row[0] == "2")
+    assert row[1] == "damaged"
+    assert "manifest" in row[-1]
+    assert "1 damaged; no array was read" in text_of(output.read_text())
+
+
+def test_what_was_not_checked_is_said_beside_what_was(run, tmp_path):
+    report(run, "-o", tmp_path / "report.html")
+    said = text_of((tmp_path / "report.html").read_text())
+    assert "Checked now structure no array was read" in said
+    assert "Not looked at: the array bytes" in said
+    assert "no damage" not in said.lower()
 
 
 @pytest.mark.parametrize(
     ("output", "message"),
     [
-        (".", "expected a file to write, found a directory"),
-        ("none/report.html", "expected a directory, found none"),
+        (".", "expected a file in a directory"),
+        ("none/report.html", "expected a file in a directory"),
         ("run/report.html", "expected a place outside of the checkpoint root"),
         ("run/2/report.html", "expected a place outside of the checkpoint root"),
     ],
@@ -142,104 +143,144 @@ def test_a_wrong_call_is_refused(tmp_path, run):
     assert (done.exit_code, "found both" in done.output) == (2, True)
 
 
+@pytest.mark.parametrize("package", ["matplotlib", "jinja2"])
+def test_a_missing_package_is_an_error_that_names_the_extra(run, tmp_path, monkeypatch, package):
+    for name in [*sys.modules]:
+        if name.startswith((f"{package}.", "adacheck_jax.tools.report.")):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    for name in ("page", "charts"):
+        monkeypatch.delattr(f"adacheck_jax.tools.report.{name}", raising=False)
+    done = report(run, "-o", tmp_path / "report.html")
+    assert done.exit_code == 2
+    assert "pip install 'adacheck-jax[report]'" in done.output
+    assert report(run, "--json", "--norms", "0").exit_code == 0
+
+
 def test_no_name_breaks_out_of_the_page():
-    steps = (StepFacts(0, "damaged", "0/default", metrics={HOSTILE: 1.0}, error=HOSTILE),)
-    text = drawing.page_of(small(HOSTILE, steps=steps, norms_note=HOSTILE))
-    page, plain = Page(text), Page(drawing.page_of(small()))
-    assert page.tags == plain.tags
-    assert page.tags.count("script") == 2
-    assert json.loads(page.data)["steps"]["error"]["0"] == HOSTILE
-    assert [*json.loads(page.data)["steps"]["metrics"]] == [HOSTILE]
-    assert "alert(1)</script>" not in text
+    def page(name):
+        row = StepSummary(0, name, "base", metrics={name: 1.0}, error=name)
+        statistics = dataclasses.replace(
+            many_steps(2, 1).statistics,
+            leaves=(LeafStatistics(name, 8, 8, 8),),
+            redundancy={name: 10},
+        )
+        report = small((row,), f"/{name}", norms_note=name, statistics=statistics, kept=(0,))
+        return page_of(report)
+
+    hostile, plain = Page(page(HOSTILE)), Page(page("w"))
+    assert hostile.tags == plain.tags
+    assert "script" not in hostile.tags
+    assert hostile.handlers == []
+    assert hostile.links == plain.links
+    assert any(row[:1] == [HOSTILE] for row in hostile.rows)
 
 
-def test_a_page_asks_for_nothing():
-    text = drawing.page_of(small())
-    assert {link.partition(":")[0].partition("#")[0] for link in Page(text).links} == {"", "data"}
+def test_a_page_loads_nothing_and_may_run_no_script():
+    text = page_of(many_steps(60, 9))
+    page = Page(text)
+    assert {link[: len("data:")] for link in page.links if not link.startswith("#")} == {"data:"}
     assert "default-src 'none'" in text
-    assert json.loads(Page(text).data)["watch"] is None
-    assert json.loads(Page(drawing.page_of(small(), 5)).data)["watch"] == 5
-
-
-@pytest.mark.parametrize(
-    ("value", "wanted"),
-    [
-        (None, None),
-        (float("nan"), "NaN"),
-        (float("inf"), "Infinity"),
-        (float("-inf"), "-Infinity"),
-        (1.23456789, 1.23457),
-        (3.0, 3),
-        (1e300, 1e300),
-    ],
-)
-def test_numbers_are_json(value, wanted):
-    assert encode.number(value) == wanted
+    assert not re.search(r"script-src|url\((?!#)|@import", text)
+    assert "script" not in page.tags
+    assert 'http-equiv="refresh"' not in text
+    assert '<meta http-equiv="refresh" content="5">' in page_of(many_steps(60, 9), 5)
 
 
 def test_ten_thousand_steps_are_a_small_page():
-    text = drawing.page_of(many_steps())
+    text = page_of(many_steps())
     assert len(text.encode()) < 3_000_000
-    assert len(json.loads(Page(text).data)["steps"]["step"]) == 10_000
+    numbers = [int(row[0]) for row in Page(text).rows if row[0].isdecimal()]
+    assert numbers == [*range(9999, 9499, -1)]
+    assert "5003/default: expected the bits that were saved" in text_of(text)
 
 
-def test_the_parts_of_the_page_are_in_the_package():
-    parts = importlib.resources.files("adacheck_jax.tools.report").joinpath("page")
-    names = {each.name for each in parts.iterdir()}
-    assert names >= {"page.html", "page.css", "main.js"}
-    assert {name for name in names if name.endswith(".js")} == {*drawing.SCRIPTS}
+def test_values_that_are_not_finite_are_marked():
+    rows = tuple(
+        StepSummary(n, f"{n}/x", "delta", metrics={"loss": value})
+        for n, value in enumerate([1.0, float("nan"), float("inf"), 2.0])
+    )
+    marked, plain = page_of(small(rows)), page_of(small((rows[0], rows[3])))
+    assert "var(--bad); stroke" in marked
+    assert "var(--bad); stroke" not in plain
+
+
+def test_deferred_and_deleted_steps_have_rows():
+    page = Page(page_of(small(kept=(0, 1, 3), held={2: 2, 3: 4})))
+    rows = {row[0]: row[1:3] for row in page.rows}
+    assert rows["2"] == ["deleted", "in a later step"]
+    assert rows["3"] == ["deferred", "with 4"]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("below", ["surface", "bg"])
+@pytest.mark.parametrize("below", ["box", "page"])
 @pytest.mark.parametrize(
-    ("name", "least"),
-    [
-        *((name, 4.5) for name in ("ink", "soft", "link", "good", "bad")),
-        *((name, 3) for name in ("base", "delta", "stock", "deferred", "damaged", "edge", "focus")),
-    ],
+    ("name", "least"), [("ink", 4.5), ("soft", 4.5), ("bad", 4.5), ("base", 3), ("delta", 3)]
 )
 def test_colours_can_be_told_from_what_they_lie_on(scheme, below, name, least):
     """Contrasts as WCAG 2 level AA asks for them, of text and of marks."""
-    style = (importlib.resources.files("adacheck_jax.tools.report") / "page/page.css").read_text()
-    light, dark = style.split("@media (prefers-color-scheme: dark)", 1)
-    found = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", light if scheme == "light" else dark))
+    light, dark = page_of(small()).split("@media (prefers-color-scheme: dark)", 1)
+    found = dict(re.findall(r"--([\w-]+): (#[0-9a-f]+)", light if scheme == "light" else dark))
     one, two = sorted((luminance(found[each]) for each in (name, below)), reverse=True)
     assert (one + 0.05) / (two + 0.05) >= least
 
 
 def luminance(colour):
-    parts = [int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5)]
+    digits = colour[1:] if len(colour) == 7 else "".join(2 * each for each in colour[1:])
+    parts = [int(digits[n : n + 2], 16) / 255 for n in (0, 2, 4)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
     return sum(part * weight for part, weight in zip(linear, (0.2126, 0.7152, 0.0722), strict=True))
 
 
-@pytest.mark.slow
-def test_watching_follows_a_run_and_ends_clearly(run, tmp_path):
+def test_watching_follows_a_run_and_ends_clearly(run, tmp_path, monkeypatch):
     output, later = tmp_path / "report.html", tmp_path / "later"
     newest = max(int(each.name) for each in run.iterdir() if each.name.isdecimal())
     shutil.move(run / str(newest), later)
-    command = [sys.executable, "-m", "adacheck_jax.cli.main", "report", str(run), "--watch"]
-    process = subprocess.Popen(
-        [*command, "-o", str(output), "--norms", "0"],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    seen = []
+
+    def pause(seconds):
+        """What happens between two looks."""
+        text = output.read_text()
+        seen.append(('content="5"' in text, f"<td>{newest}<td>" in text))
+        if len(seen) == 2:  # after a look that found nothing new
+            shutil.move(later, run / str(newest))
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", pause)
+    platforms = jax.config.values["jax_platforms"]
     try:
-        assert process.stdout
-        lines = iter(process.stdout.readline, "")
-        assert "Ctrl-C ends it" in next(lines)
-        assert "recorded steps" in next(lines)
-        first = data_of(output)
-        assert (first["watch"], first["summary"]["newest"] < newest) == (5, True)
-        shutil.move(later, run / str(newest))
-        assert "recorded steps" in next(lines)
-        assert data_of(output)["summary"]["newest"] == newest
-        process.send_signal(signal.SIGINT)
-        assert next(lines) == f"stopped; {output} has the steps up to {newest}\n"
-        assert process.wait(60) == 0
+        done = report(run, "--watch", "-o", output, "--norms", "0")
     finally:
-        process.kill()
-        process.wait()
-    assert data_of(output)["watch"] is None
+        jax.config.update("jax_platforms", platforms)
+    assert done.exit_code == 0, done.output
+    assert seen == [(True, False), (True, False), (True, True)]
+    lines = done.output.splitlines()
+    assert "Ctrl-C ends it" in lines[0]
+    assert [line.startswith(str(output)) for line in lines[1:]] == [True, True, False, True]
+    assert lines[3] == "stopped"
+    assert "refresh" not in output.read_text()
+
+
+def test_watching_waits_for_a_first_step(tmp_path, monkeypatch, run):
+    output, root, pauses = tmp_path / "report.html", tmp_path / "new", []
+    root.mkdir()
+    first = min(
+        (each for each in run.iterdir() if each.name.isdecimal()), key=lambda e: int(e.name)
+    )
+
+    def pause(seconds):
+        pauses.append(output.exists())
+        if len(pauses) == 2:
+            shutil.copytree(first, root / first.name)
+        if len(pauses) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", pause)
+    platforms = jax.config.values["jax_platforms"]
+    try:
+        done = report(root, "--watch", "-o", output, "--norms", "0")
+    finally:
+        jax.config.update("jax_platforms", platforms)
+    assert pauses == [False, False, True]
+    assert sum(line.startswith("waiting:") for line in done.output.splitlines()) == 1

@@ -1,11 +1,13 @@
 """What a restore does at a time: one program, compiled while the base is read."""
 
+import contextlib
 import logging
 import threading
 import weakref
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -14,6 +16,7 @@ from adacheck_jax.restore import compiled_update
 from adacheck_jax.store.packs import reader
 from adacheck_jax.store.steps import lookup
 from adacheck_jax.store.steps.manifest_file import update_file
+from adacheck_jax.tools.history.walk import Walk
 from adacheck_jax.update.kept import Kept
 from adacheck_jax.update.program import platform
 from tests import support
@@ -175,3 +178,35 @@ def test_an_update_of_leaves_without_elements_is_replayed(tmp_path):
             args = adacheck.RestoreArgs(support.abstract(state))
             support.assert_same_bits(manager.restore(number, args=args), expected)
             assert handler.restored.replayed_count == number
+
+
+def two_bases(root, run):
+    """Two bases with one update each, and the states of steps 1 to 4."""
+    handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=1)
+    with support.manager_of(root, handler) as manager:
+        return support.save_steps(manager, run, 4)
+
+
+def test_a_walk_compiles_one_program_for_all_bases_that_have_it(tmp_path, monkeypatch):
+    run = support.dict_run(support.mesh_of((2, 2)))
+    states = two_bases(tmp_path, run)
+    monkeypatch.setattr(compiled_update, "_kept", Kept(4))
+    with support.compiled_programs() as compiled, contextlib.closing(Walk(tmp_path)) as walk:
+        assert [walk.is_base(step) for step in walk.steps] == [True, False, True, False]
+        for step in walk.steps:
+            leaves = [np.asarray(each) for each in jax.tree.leaves(states[step])]
+            assert sorted(x.tobytes() for x in walk.at(step).arrays) == sorted(
+                x.tobytes() for x in leaves
+            )
+    assert compiled.count("jit(run)") == 1
+
+
+def test_a_walk_refuses_the_damaged_program_of_a_later_base(tmp_path):
+    run = support.dict_run(support.mesh_of((2, 2)))
+    two_bases(tmp_path, run)
+    (program,) = (tmp_path / "3" / "default" / "adacheck").glob(f"update.{platform()}.*")
+    program.write_bytes(program.read_bytes()[:-1] + b"?")
+    with contextlib.closing(Walk(tmp_path)) as walk:
+        walk.at(2)
+        with pytest.raises(adacheck.IntegrityError, match="does not match its digest"):
+            walk.at(4)
