@@ -75,8 +75,6 @@ VERBS = {
     "verify STEP": Verb("verify {root} {step} --read-data"),
     "repair": Verb("repair {root} --dry-run --force --read-data"),
     "compact": Verb("compact {root} {step}", also="is a base already", is_newest=True),
-    "prune": Verb("prune {root} --keep-last 1 --dry-run"),
-    "pin": Verb("pin {root} {step}"),
     "export": Verb("export {root} {step} {out}/step.npz --format npz --all"),
     "transform": Verb("transform {root} {out}/new --rules {out}/rules.toml --step {step}"),
     "cp": Verb("cp {root} {out}/copy"),
