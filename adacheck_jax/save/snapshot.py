@@ -245,9 +245,11 @@ class Snapshots:
             RecorderError: the recorder cannot be tied to the state, or its update takes or returns
                 a leaf that is to be ephemeral.
             MismatchError: two leaves have the same leaf path, or a leaf has a type that cannot be
-                stored.
+                stored, or was donated.
         """
         leaves, treedef = jax.tree.flatten(state)
+        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
+            raise _donated(state)
         seen, version = self._seen, self._derived_version()
         if seen is not None and seen.fits(leaves, treedef, version):
             return Snapshot(seen.structure, tuple(leaves))
@@ -329,6 +331,18 @@ class Snapshots:
         sites = Sites(touched, arrays, in_turns=in_turns)
         devices = _devices_of([arrays[i] for i in touched])
         return dataclasses.replace(structure, placement=placement, sites=sites, devices=devices)
+
+
+def _donated(state: PyTree) -> MismatchError:
+    """Error for a state of which some arrays have no elements any more."""
+    named, _ = trees.flatten(state)
+    paths = [p for p, x in named.items() if isinstance(x, jax.Array) and x.is_deleted()]
+    return MismatchError(
+        f"{len(paths)} leaves ({', '.join(paths[:3])}{', ...' if paths[3:] else ''}): expected "
+        "arrays, found that they were donated or deleted: a train step with donate_argnums takes "
+        "the memory of the state that it is given. Nothing was saved; save the state that the step "
+        "returned, before the next step takes it."
+    )
 
 
 def _picks(

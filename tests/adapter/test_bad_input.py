@@ -22,7 +22,18 @@ def traced_state():
     return {"x": found[0]}
 
 
+def donated_state():
+    array, key = jnp.ones(3), jax.random.key(1)
+    array.delete()
+    key.delete()
+    return {"x": array, "key": key}
+
+
 BAD_STATES = {
+    "donated": (
+        donated_state,
+        r"2 leaves \(key, x\): expected arrays, found that they were donated",
+    ),
     "nothing": (lambda: None, "expected a pytree with arrays in it, found NoneType"),
     "unnamed": (lambda: {"": X, "a": X}, 'found a leaf under the key ""'),
     "traced": (traced_state, "leaf x: expected an array, found a tracer"),
