@@ -116,8 +116,9 @@ def _validate_sampled(step: StagedStep, reports: Sequence[Report], verdict: Verd
     plan, structure = step.plan, step.plan.structure
     if plan.update.engine != "sample" or structure.lead.is_apart or is_proved(reports):
         return
-    replayed = structure.computed_by(plan.decision.updates) - plan.unreplayed
-    if wrong := sorted(verdict.leaves & replayed):
+    updates = plan.decision.updates
+    replayed = structure.computed_by(updates) - plan.unreplayed
+    if wrong := sorted(verdict.leaves & (replayed | structure.consumed_by(updates))):
         raise ReplicaError(
             f"step {step.step}: expected replicas that are equal, of which each device compares a "
             f"part with the replay; found that those of {staged_steps.few(structure, wrong)} "

@@ -237,13 +237,9 @@ def _files(root: AnyPath) -> tuple[FileStatistics, ...]:
     names: Counter[str] = Counter()
     named: Counter[str] = Counter()
     files: dict[str, dict[Stamp, int]] = {}
-    for each in top.list():
-        try:
-            entry = each.stat()
-        except FileNotFoundError:  # a manager deletes while this looks
-            continue
-        path = f"/{each.below(top)}"
-        kind = next((k for k, holds in _KINDS if holds(path, each.name)), "other")
+    for below, entry in top.described():  # without what a manager deletes or renames meanwhile
+        path, name = f"/{below}", below.rpartition("/")[2]
+        kind = next((k for k, holds in _KINDS if holds(path, name)), "other")
         names[kind] += 1
         named[kind] += entry.size_bytes
         files.setdefault(kind, {})[entry.stamp] = entry.size_bytes

@@ -66,12 +66,14 @@ class Fault:
         step: first step that has it.
         leaves: params concerned.
         place: coordinate along the data axis, or device, concerned.
+        is_late: True for a bit of the record, that flips behind the update.
     """
 
     kind: str
     step: int
     leaves: tuple[str, ...]
     place: int
+    is_late: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,8 @@ def draw(seed: int, devices: int) -> Plan:
         names = rng.sample([*SHAPES], rng.randint(1, len(SHAPES)))
         kind = rng.choice(["apart", "groups", "one", "flip", "device"])
         place = rng.randrange(mesh[0] * mesh[1] if kind in ("flip", "device") else mesh[0])
-        faults.append(Fault(kind, rng.randint(0, STEPS - 3), tuple(names), place))
+        step, is_late = rng.randint(0, STEPS - 3), rng.random() < 0.5
+        faults.append(Fault(kind, step, tuple(names), place, is_late))
     options: dict[str, Any] = {"check": rng.choice(["auto", "auto", "sample", "full"])}
     if rng.random() < 0.2:
         options = {"delta": "bits"}
@@ -169,8 +172,11 @@ class Training:
         for fault in self.plan.faults:
             if fault.kind == "flip" and fault.step == step:
                 at = self.mesh.devices.flat[fault.place]
+                where = self.state["params"]
+                if fault.is_late:  # what the update consumed, after it did
+                    where = self.state["opt"].adacheck_record
                 for name in fault.leaves:
-                    self.state["params"][name] = _flipped(self.state["params"][name], at)
+                    where[name] = _flipped(where[name], at)
 
     def _update(self, state: Any, step: jax.Array) -> Any:
         params, row = state["params"], jax.lax.axis_index("data")

@@ -24,6 +24,7 @@ from jax.extend import core
 
 from adacheck_jax.device import jax_settings
 from adacheck_jax.device.jax_settings import Arithmetic
+from adacheck_jax.errors import RecorderError
 from adacheck_jax.update.pinning.fence import fence
 from adacheck_jax.update.pinning.flat_jaxpr import Flat, Group, Op, flatten, groups
 from adacheck_jax.update.pinning.rules import CONTROL, KNOWN, Rule, rules_of
@@ -89,6 +90,11 @@ class PinnedFunction:
             if known is not None and (is_replay or not is_staged):
                 return known
         traced = _Traced(self._function, leaves, treedef)
+        if is_replay and not traced.is_constant:
+            raise RecorderError(
+                "expected an update that reads its arguments alone, found one that reads a value "
+                "which the train step computes; give it as an extra argument of the update"
+            )
         if key is not None and traced.is_constant and not is_replay:
             kept.pop(key, None)
             while len(kept) >= _KEPT_COUNT:
