@@ -570,16 +570,27 @@ def test_the_lead_is_left_where_most_replicas_agree_without_it(tmp_path):
             support.assert_same_bits(manager.restore(step, args=args), expected)
 
 
+def record_of(state):
+    return find_record(state["opt_state"])["in"]
+
+
+def find_record(opt_state):
+    return next(x.adacheck_record for x in opt_state if hasattr(x, "adacheck_record"))
+
+
 @pytest.mark.parametrize("mode", ["warn", "off"])
-def test_a_bit_that_another_device_looks_at_is_not_lost_in_silence(tmp_path, mode):
+@pytest.mark.parametrize(
+    "path_of", [lambda s: s["params"]["in"], record_of], ids=["param", "record"]
+)
+def test_a_bit_that_another_device_looks_at_is_not_lost_in_silence(tmp_path, mode, path_of):
     run = support.dict_run(support.mesh_of((4, 2)))
     handler = adacheck.AdaCheckHandler(run.recorder, check="sample", check_replicas=mode)
     with support.manager_of(tmp_path, handler) as manager:
         saved = support.save_steps(manager, run, 2)
         run.advance()
-        state = jax.block_until_ready(broken(run.state, device=0))
+        state = jax.block_until_ready(broken(run.state, path_of, device=0))
         if mode == "warn":  # the device that takes this element has another replica
-            with pytest.raises(adacheck.ReplicaError, match=r"those of params/in/bias differ"):
+            with pytest.raises(adacheck.ReplicaError, match=r"those of \S+in/bias differ"):
                 save_and_wait(manager, 3, state)
         else:
             saved[3] = support.host_copy(state)

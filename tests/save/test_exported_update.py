@@ -14,6 +14,7 @@ from adacheck_jax.save.exported_update import ExportedUpdates
 from adacheck_jax.save.snapshot import Snapshots
 from adacheck_jax.update import exported_program
 from adacheck_jax.update.binding import recorders_of
+from tests import support
 
 
 def exported_by_a_new_handler(recorder, params, check="full"):
@@ -80,6 +81,34 @@ def test_what_is_exported_is_what_was_trained_with_though_the_update_reads_anoth
     function = exported_program.load_own(program.files["cpu"])
     (found,), _ = function([params["w"]], [], [params["w"]], [], jnp.uint32(0))
     assert np.array_equal(found, params["w"] + updates["w"])
+
+
+def test_an_update_that_reads_what_the_train_step_computes_is_stored(tmp_path):
+    rate = [jnp.float32(1)]
+
+    def update(updates, state, params=None):
+        return jax.tree.map(lambda x: -rate[0] * x, updates), state
+
+    tx = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    recorder, saved = adacheck.Recorder(tx), {}
+
+    @jax.jit
+    def step(state, value):
+        rate[0] = value
+        updates, opt = recorder.update(state["params"], state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}
+
+    params = {"w": jnp.linspace(0.0, 1.0, 40)}
+    state = {"params": params, "opt": recorder.init(params)}
+    with support.manager_of(tmp_path, adacheck.AdaCheckHandler(recorder)) as manager:
+        for number in range(4):
+            state = step(state, jnp.float32(0.1 * number))
+            saved[number] = support.host_copy(state)
+            manager.save(number, args=adacheck.SaveArgs(state))
+            manager.wait_until_finished()
+        for number, expected in saved.items():
+            args = adacheck.RestoreArgs(support.abstract(state))
+            support.assert_same_bits(manager.restore(number, args=args), expected)
 
 
 def test_what_is_kept_for_handlers_lives_as_long_as_the_recorder():
