@@ -58,10 +58,12 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 class Held:
-    """What a thread calls, and waits in until it is let go on."""
+    """What a thread calls, and waits in until it is let go on, unless it may pass."""
 
-    def __init__(self, owner: Any, name: str) -> None:
+    def __init__(self, owner: Any, name: str, *, passes: bool = False) -> None:
         self._reached, self._go_on = threading.Event(), threading.Event()
+        if passes:
+            self._go_on.set()
         call = getattr(owner, name)
 
         def held(*args: Any, **options: Any) -> Any:
@@ -81,8 +83,12 @@ class Held:
 class Training:
     """A run with a manager and a publisher, stopped in a situation."""
 
-    def __init__(self, situation: str, root: Path, memory: Path) -> None:
+    def __init__(self, situation: str, root: Path, memory: Path, *, is_end: bool) -> None:
         self.situation, self.root, self.memory = situation, root, memory
+        # A process that ends is not held: it would wait for its threads. It ends only once the
+        # situation is there: before that Orbax makes a step's directory, and an end meanwhile
+        # leaves a thread of Orbax's, with any handler, waiting for it for as long as it may.
+        self.is_end = is_end
         self.run = support.dict_run(support.mesh_of((1,)))
         self.handler = adacheck.AdaCheckHandler(
             self.run.recorder,
@@ -120,7 +126,7 @@ class Training:
         self.save()
         self.publish()
         if held := HELD.get(self.situation):
-            self.held = Held(*held)
+            self.held = Held(*held, passes=self.is_end)
         if self.situation in ("saving", "folding"):
             self.save(wait=False)
         elif self.situation == "publishing":
@@ -249,9 +255,7 @@ def main() -> None:
     situation, root, memory = sys.argv[1], *map(Path, sys.argv[2:])
     line.BEGINNING = Schedule(LINEAGE, 1)
     is_end = situation.startswith("end-")
-    if is_end:
-        HELD.clear()
-    training = [Training(situation.removeprefix("end-"), root, memory)]
+    training = [Training(situation.removeprefix("end-"), root, memory, is_end=is_end)]
     training[0].begin()
     if is_end:
         print(json.dumps({"steps": len(training[0].saved)}), flush=True)
