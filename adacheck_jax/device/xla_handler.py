@@ -50,11 +50,7 @@ def _sum(buffer: Any, element_bytes: Any, starts: Any) -> Any:
     if element_bytes > 4:  # words along a further axis
         shape[rank] = element_bytes // 4
         rank += 1
-    if element_bytes >= 4:
-        return compiled_loops.multilinear_4(buffer.data, shape, first, rank)
-    if element_bytes == 2:
-        return compiled_loops.multilinear_2(buffer.data, shape, first, rank)
-    return compiled_loops.multilinear_1(buffer.data, shape, first, rank)
+    return compiled_loops.sum_at(buffer.data, min(element_bytes, 4), shape, first, rank)
 
 
 @numba.njit
