@@ -16,7 +16,8 @@ from typing import Any
 
 import jax
 
-from adacheck_jax.device import replicas, transfer, xla_call
+from adacheck_jax.device import replicas, transfer
+from adacheck_jax.device.loops import xla_call
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.save import staged
 from adacheck_jax.save.attempt import Attempt, Exchange
