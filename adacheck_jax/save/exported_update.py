@@ -240,7 +240,8 @@ def _not_sampled(paths: list[str]) -> str:
     return (
         f"{_few(paths)} depend on more than the elements of their own places (noise, a transposed "
         "leaf, other cuts over processes), so a sample cannot tell whether replay is exact. "
-        'AdaCheckHandler(check="full") compares all of them, for a copy of the state on the devices'
+        "AdaCheckHandler(shadow=Shadow(on_devices=True)) compares all of them, for a copy of the "
+        "state on the devices"
     )
 
 

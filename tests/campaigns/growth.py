@@ -202,7 +202,9 @@ def _stock_saves(directory: Path, calls: int) -> Growth:
 def _steps(root: Path, deltas: int) -> support.Run:
     """Saves a base and deltas; returns the run."""
     run = _run()
-    handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=deltas, background_bases=False)
+    handler = adacheck.AdaCheckHandler(
+        run.recorder, max_deltas=deltas, shadow=adacheck.Shadow(background_bases=False)
+    )
     with _manager(root, handler) as manager:
         for step in range(deltas + 1):
             run.advance()
