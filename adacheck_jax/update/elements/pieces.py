@@ -16,7 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from adacheck_jax.format.fingerprint import words_of
-from adacheck_jax.update.pinning.flat_jaxpr import Group, flatten, groups, without_equal_scalars
+from adacheck_jax.update.pinning.flat_jaxpr import (
+    Group,
+    evaluate,
+    flatten,
+    groups,
+    without_equal_scalars,
+)
 
 ROW = 128
 """Elements of a row. XLA may compile shorter rows to other arithmetic."""
@@ -81,10 +87,7 @@ class Batch:
             arrays: a row of each input that is no scalar.
         """
         env = {**values, **dict(zip(self._refs(), arrays, strict=True))}
-        for op in self.group.ops:
-            with op.context():
-                operands = [env[ref] if isinstance(ref, int) else ref.val for ref in op.inputs]
-                env |= zip(op.outputs, op.bind(operands), strict=True)
+        evaluate(self.group.ops, env)
         return [env[ref] for ref in self.group.outputs]
 
     def _refs(self) -> list[int]:

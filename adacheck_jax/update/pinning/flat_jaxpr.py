@@ -6,7 +6,7 @@ equal groups, and the evaluation of one group serves all of them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -129,6 +129,24 @@ def flatten(jaxpr: Any) -> Flat:
     inputs = tuple(next(numbers) for _ in [*jaxpr.constvars, *jaxpr.invars])
     outputs = tuple(walk(jaxpr, inputs))
     return Flat(inputs, tuple(_living(ops, outputs)), outputs)
+
+
+def evaluate(
+    ops: Sequence[Op],
+    values: dict[int, Any],
+    bind: Callable[[Op, list[Any]], Sequence[Any]] = Op.bind,
+) -> None:
+    """Evaluate operations one by one.
+
+    Args:
+        ops: operations, in order.
+        values: values by number, to which those that the operations compute are added.
+        bind: function that evaluates one operation.
+    """
+    for op in ops:
+        taken = [values[ref] if isinstance(ref, int) else ref.val for ref in op.inputs]
+        with op.context():
+            values.update(zip(op.outputs, bind(op, taken), strict=True))
 
 
 def without_equal_scalars(flat: Flat) -> Flat:
