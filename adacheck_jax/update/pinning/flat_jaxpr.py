@@ -6,7 +6,7 @@ equal groups, and the evaluation of one group serves all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -184,6 +184,25 @@ def called(eqn: Any) -> Any:
     if any(isinstance(each, jax.sharding.Sharding) for each in shardings):
         return None
     return eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
+
+
+def bodies(eqn: Any) -> Iterator[Any]:
+    """The jaxprs inside an operation."""
+    for value in eqn.params.values():
+        for each in value if isinstance(value, tuple | list) else (value,):
+            body = getattr(each, "jaxpr", each)
+            if hasattr(body, "eqns"):
+                yield body
+
+
+def described(flat: Flat) -> list[str]:
+    """Names and constants of all operations, and of those inside them, in order."""
+    found: list[str] = []
+    for op in flat.ops:
+        found.append(f"{op.name} {[ref.val for ref in op.inputs if hasattr(ref, 'aval')]}")
+        for body in bodies(op.eqn):
+            found += described(flatten(body))
+    return found
 
 
 def _living(ops: Sequence[Op], outputs: Sequence[Ref]) -> list[Op]:
