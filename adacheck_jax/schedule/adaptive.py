@@ -40,10 +40,6 @@ class RunningCosts:
     def add(self, name: str, seconds: float) -> None:
         """Add one measurement.
 
-        Args:
-            name: a field of :class:`~adacheck_jax.schedule.costs.Costs`.
-            seconds: the measured value.
-
         Raises:
             ValueError: there is no such cost, or it cannot have this value.
         """
@@ -144,11 +140,7 @@ class AdaptivePolicy:
         return self._is_asked
 
     def note(self, position: Position | None) -> None:
-        """Notes how far the line of steps is; called by the handler.
-
-        Args:
-            position: its position; None if there is no step that the next one could follow.
-        """
+        """Notes how far the line of steps is; called by the handler."""
         self._position = position
 
     def should_save(

@@ -29,11 +29,6 @@ def waste(costs: Costs, schedule: Schedule, mtbf_s: float) -> float:
     That is the time that saves block, and after each failure the restart, the restore and the
     steps that are trained again.
 
-    Args:
-        costs: measured costs.
-        schedule: when to save what.
-        mtbf_s: mean seconds between failures of the job as a whole.
-
     Raises:
         ValueError: ``mtbf_s`` is not positive.
     """
@@ -86,13 +81,7 @@ class _Lineage:
     mtbf_s: float
 
     def span(self, done: _Save, following: _Save, depth: int) -> float:
-        """Expected seconds from where one save is durable to where the following one is.
-
-        Args:
-            done: the save that a failure meanwhile falls back to.
-            following: the save after it.
-            depth: deltas that restoring ``done`` replays.
-        """
+        """Expected seconds from where one save is durable to where the following one is."""
         ahead_s, again_s = self._without_failure(done, following)
         costs = self.costs
         recovery_s = costs.restart_s + costs.open_s + costs.base_restore_s + depth * costs.replay_s
