@@ -6,7 +6,7 @@ import re
 import typer
 
 import adacheck_jax
-from adacheck_jax import layout, v1
+from adacheck_jax import errors, layout, publish, tools, update, v1
 from adacheck_jax.cli.main import app
 from tests.test_links import ROOT
 
@@ -40,10 +40,9 @@ def test_the_reference_has_every_public_name():
         for names in re.findall(r"<!-- api: ([^>]+) -->", page.read_text())
         for name in names.split()
     ]
-    only_v1 = {f"v1.{name}" for name in v1.__all__ if name not in adacheck_jax.__all__}
+    public = {*adacheck_jax.__all__}
+    for module in (errors, layout, publish, tools, update, v1):
+        below = {*module.__all__} - {*adacheck_jax.__all__, "errors"}
+        public |= {f"{module.__name__.rpartition('.')[2]}.{name}" for name in below}
     assert len(shown) == len(set(shown))
-    assert set(shown) == {
-        *adacheck_jax.__all__,
-        *(f"layout.{name}" for name in layout.__all__),
-        *only_v1,
-    }
+    assert set(shown) == public

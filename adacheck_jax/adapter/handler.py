@@ -14,7 +14,6 @@ from etils import epath
 from adacheck_jax.adapter import directories
 from adacheck_jax.adapter.arguments import (
     HANDLER_NAME,
-    RecoveredStep,
     RestoreArgs,
     RestoreInfo,
     SaveArgs,
@@ -238,14 +237,14 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
 
     def recover(
         self, root: AnyPath | str, abstract_state: PyTree, *, item: str | None = None
-    ) -> RecoveredStep | None:
+    ) -> tuple[int, PyTree] | None:
         """The state that a process which was killed on this machine has left in memory.
 
         For the beginning of a run, before its newest step is read from storage::
 
-            found = handler.recover(root, abstract_state)
-            if found is not None:
-                state, first = found.state, found.step + 1
+            if (recovered := handler.recover(root, abstract_state)) is not None:
+                newest, state = recovered
+                first = newest + 1
             elif (newest := manager.latest_step()) is not None:
                 state = manager.restore(newest, args=adacheck.RestoreArgs(abstract_state))
                 first = newest + 1
@@ -261,9 +260,9 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             item: name of the item, where the directory has the states of several.
 
         Returns:
-            The step, each leaf compared with the fingerprint that was taken of it on the devices;
-            None if there is none that is whole and as new as storage: the log says why. Then what
-            storage has is as it was.
+            The number of the step and its state, each leaf compared with the fingerprint that was
+            taken of it on the devices; None if there is none that is whole and as new as storage:
+            the log says why. Then what storage has is as it was.
 
         Raises:
             ValueError: the handler has no ``shadow_directory``, or it has states of several items

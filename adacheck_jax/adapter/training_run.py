@@ -16,7 +16,7 @@ from etils import epath
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 from adacheck_jax.adapter import descriptions, directories, inputs, processes
-from adacheck_jax.adapter.arguments import RecoveredStep, RestoreArgs, RestoreInfo, SaveArgs
+from adacheck_jax.adapter.arguments import RestoreArgs, RestoreInfo, SaveArgs
 from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
 from adacheck_jax.adapter.descriptions import Entry, stored_dtype
 from adacheck_jax.adapter.observe.announce import Announcer
@@ -310,7 +310,7 @@ class TrainingRun:
     @jax_settings.own()
     def recover(
         self, root: AnyPath | str, abstract_state: PyTree, item: str | None = None
-    ) -> RecoveredStep | None:
+    ) -> tuple[int, PyTree] | None:
         """The state that a killed process left in memory; see :meth:`AdaCheckHandler.recover`.
 
         Args:
@@ -319,7 +319,7 @@ class TrainingRun:
             item: name of the item; None for the only one.
 
         Returns:
-            The step; None if there is none.
+            The number of the step, and its state; None if there is none.
         """
         self._process.enter()
         if self._options.shadow_directory is None:
@@ -338,7 +338,7 @@ class TrainingRun:
             )
             return None
         self.restored = RestoreInfo(step, 0, (), 0.0)
-        return RecoveredStep(step, state)
+        return step, state
 
     def _file_place(self, root: AnyPath, item: str | None) -> FilePlace:
         """The place of the file that has the states of a line.

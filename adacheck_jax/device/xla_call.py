@@ -1,17 +1,19 @@
-"""The fingerprint's loops as an operation of XLA programs on CPU devices.
+"""Loops for fingerprints and samples as operations of XLA programs on CPU devices.
 
-XLA:CPU does not vectorize integer reductions and takes about 15 times as long as these loops. So a
-program on CPU devices calls them through XLA's foreign function interface
+XLA:CPU does not vectorize integer reductions and takes about 15 times as long as these loops; and
+it takes many seconds to compile a slice of each of many arrays. So a program on CPU devices calls
+them through XLA's foreign function interface
 (https://openxla.org/xla/custom_call). Nothing is copied, no Python runs, and XLA orders the call
 with the steps before and after it, as it does on an accelerator.
 
-The handler is compiled in a background thread. Until it works (:func:`is_ready`), and where it
-does not, arrays are fingerprinted from host memory.
+The handlers are compiled in a background thread. Until they work (:func:`is_ready`), and where they
+do not, arrays are fingerprinted and sampled from host memory.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import threading
 from collections.abc import Sequence
@@ -23,31 +25,13 @@ import jax.ffi
 import jax.numpy as jnp
 import numpy as np
 
+from adacheck_jax.device import loop_tables
 from adacheck_jax.format import byte_loops, fingerprint
+from adacheck_jax.format.boxes import Box
 
 _log = logging.getLogger(__name__)
 
-_TARGET = "adacheck_fingerprints"
-MAX_RANK = 16
-"""Axes of an array in memory that the handler takes, with that of the words of wide elements."""
-_MIN_ROWS = 32
-
-
-def table_of(starts: Sequence[Sequence[int]], element_bytes: Sequence[int]) -> np.ndarray:
-    """Table of the shards' positions and widths that :func:`sums` takes.
-
-    Args:
-        starts: first index of each shard in its array.
-        element_bytes: width of each shard's elements.
-
-    Returns:
-        uint32 of shape (rows, MAX_RANK + 1, 2), one row a shard and perhaps some more: 64-bit
-        numbers, in a type that JAX always has.
-    """
-    table = np.zeros((max(len(starts), _MIN_ROWS), MAX_RANK + 1), np.int64)
-    for row, start, width in zip(table, starts, element_bytes, strict=False):
-        row[: 1 + len(start)] = width, *start
-    return table.view(np.uint32).reshape(*table.shape, 2)
+_SUMS, _SAMPLES = "adacheck_fingerprints", "adacheck_samples"
 
 
 def sums(shards: Sequence[jax.Array], table: jax.Array) -> jax.Array:
@@ -55,19 +39,42 @@ def sums(shards: Sequence[jax.Array], table: jax.Array) -> jax.Array:
 
     Args:
         shards: arrays on one device.
-        table: the shards' positions and widths, from :func:`table_of`.
+        table: the shards' positions and widths, from :func:`.loop_tables.of_sums`.
 
     Returns:
         uint32 of shape (shards, 2): the low and the high half of each sum.
     """
-    # XLA:CPU runs a program with few floating-point operations in the calling thread, and these
-    # calls with it. Hence some operations that it cannot know to change nothing.
-    some = table[:, :, 0].astype(jnp.float32)
-    table = table + (jnp.sum(some.T @ some) < 0).astype(jnp.uint32)
     if not shards:
         return jnp.zeros((0, 2), jnp.uint32)
     result = jax.ShapeDtypeStruct((len(shards), 2), jnp.uint32)
-    return jax.ffi.ffi_call(_TARGET, result)(table, *shards)
+    return jax.ffi.ffi_call(_SUMS, result)(_with_effort(table), *shards)
+
+
+def samples(
+    shards: Sequence[jax.Array], table: jax.Array, starts: jax.Array, size_bytes: int
+) -> jax.Array:
+    """Elements of shards, one shard behind another; to be traced into a program for CPU devices.
+
+    Args:
+        shards: arrays on one device.
+        table: places of the elements, from :func:`.loop_tables.of_samples`.
+        starts: the first elements that the table speaks of: int32.
+        size_bytes: bytes of all elements.
+
+    Returns:
+        uint8 of shape (size_bytes,).
+    """
+    result = jax.ShapeDtypeStruct((size_bytes,), jnp.uint8)
+    return jax.ffi.ffi_call(_SAMPLES, result)(_with_effort(table), starts, *shards)
+
+
+def _with_effort(table: jax.Array) -> jax.Array:
+    """A table, after some operations that XLA cannot know to change nothing.
+
+    XLA:CPU runs a program with few floating-point operations in the calling thread.
+    """
+    some = table[:, :, 0].astype(jnp.float32)
+    return table + (jnp.sum(some.T @ some) < 0).astype(jnp.uint32)
 
 
 def begin() -> None:
@@ -92,10 +99,10 @@ def wait() -> bool:
 
 @dataclass(slots=True)
 class _State:
-    """The process's one handler; its code lives as long as the process."""
+    """The process's handlers; their code lives as long as the process."""
 
     thread: threading.Thread | None = None
-    handler: Any = None
+    handlers: Any = None
     works: bool = False
 
 
@@ -107,19 +114,24 @@ def _try() -> None:
     try:
         from adacheck_jax.device import xla_handler  # imports numba
 
-        _state.handler = xla_handler.compiled()
+        _state.handlers = xla_handler.compiled()
         capsule = ctypes.pythonapi.PyCapsule_New
         capsule.restype = ctypes.py_object
         capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-        pointer = capsule(_state.handler.address, None, None)
-        jax.ffi.register_ffi_target(_TARGET, pointer, platform="cpu")
+        for target, handler in zip((_SUMS, _SAMPLES), _state.handlers, strict=True):
+            pointer = capsule(handler.address, None, None)
+            jax.ffi.register_ffi_target(target, pointer, platform="cpu")
         block = np.arange(3 * 1111, dtype=np.uint32).reshape(3, 1111)
-        table = table_of([(5, 7)], [4])
-        found = np.asarray(jax.jit(sums)([jnp.asarray(block)], jnp.asarray(table)))
-        expected = fingerprint.multilinear(block, (5, 7))
-        _state.works = int(found.view(np.uint64)[0, 0]) == expected
+        given = [jnp.asarray(block)]
+        found = np.asarray(jax.jit(sums)(given, loop_tables.of_sums([(5, 7)], [4])))
+        is_sum = int(found.view(np.uint64)[0, 0]) == fingerprint.multilinear(block, (5, 7))
+        box = Box((1, 100), (3, 1100))
+        table, _ = loop_tables.of_samples([box], [4], [17], [100], [0])
+        call = functools.partial(samples, size_bytes=400)
+        taken = np.asarray(jax.jit(call)(given, table, np.array([9], np.int32))).view(np.uint32)
+        _state.works = is_sum and np.array_equal(taken, block[box.slices].reshape(-1)[9::17][:100])
         why: object = "the results differ"
     except Exception as error:
         why = error
     if not _state.works:
-        _log.info("XLA programs do not call the fingerprint's loops here: %s", why)
+        _log.info("XLA programs do not call the compiled loops here: %s", why)

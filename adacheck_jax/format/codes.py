@@ -23,7 +23,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from adacheck_jax.format import byte_loops, palette, planes, sets
+from adacheck_jax.format import palette, planes, sets
+from adacheck_jax.format.manifest import Encoding
 from adacheck_jax.format.sets import Reader
 
 MAX_HEAD_BYTES = 64
@@ -138,13 +139,13 @@ def _bytes(*parts: bytes | np.ndarray) -> np.ndarray:
 def _plain(words: np.ndarray) -> Code:
     low = np.empty((words.itemsize - 1, words.size), np.uint8)
     high = np.empty((1, words.size), np.uint8)
-    byte_loops.split(words, None, byte_loops.ROTATE, low, high)
+    planes.encode(Encoding.PLANES, words, None, low, high)
     return Code(_bytes(bytes([_PLAIN]), low), high[0])
 
 
 def _decode_plain(reader: Reader, words: np.ndarray) -> None:
     split = reader.take(words.itemsize * words.size).reshape(words.itemsize, words.size)
-    byte_loops.join(words, byte_loops.ROTATE, split[:-1], split[-1:])
+    planes.decode(Encoding.PLANES, words, split[:-1], split[-1:])
 
 
 # Sparse.

@@ -86,9 +86,11 @@ def multilinear(words: np.ndarray, starts: Sequence[int]) -> int:
     """Partial sum modulo 2**64 of a block of words.
 
     Args:
-        words: uint8, uint16 or uint32, contiguous, with one axis at least.
-        starts: position of the first word along each axis.
+        words: uint8, uint16 or uint32, contiguous.
+        starts: position of the first word along each axis; what follows them is not looked at.
     """
+    if words.ndim == 0 or words.size == 0:
+        return int(words.sum())
     # Rows of the last axes, so many that a row fills a block if it can.
     axis = words.ndim - 1
     while axis > 0 and math.prod(words.shape[axis - 1 :]) <= _BLOCK_WORDS:

@@ -278,10 +278,8 @@ class Saver:
 
     def _copied(self, snapshot: Snapshot, course: Course) -> tuple[Course, HostCopies]:
         """The course that holds once its replay was compared, and the copies that it needs."""
-        copies = self._stager.copies(snapshot, course.plan)
-        corrected = self._planner.corrected(snapshot, course)  # devices replay and copy meanwhile
-        if corrected is course:
-            return course, copies
+        # The devices fingerprint the whole state behind the replay of a sample, which is awaited.
+        corrected = self._planner.corrected(snapshot, course)
         return corrected, self._stager.copies(snapshot, corrected.plan)
 
     def _make_base(

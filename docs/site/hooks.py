@@ -46,6 +46,14 @@ HOUSE = "house.svg"
 WIDTH = 90
 """Columns of the help of a command."""
 
+PUBLIC = {
+    "": "__init__.py",
+    "errors.": "errors.py",
+    "v1.": "v1.py",
+    **{f"{room}.": f"{room}/__init__.py" for room in ("layout", "publish", "tools", "update")},
+}
+"""Files that give public names, by what stands before these names."""
+
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 FENCED = re.compile(r"^( *)```.*?^\1```$", re.MULTILINE | re.DOTALL)
 
@@ -103,12 +111,12 @@ def examples() -> Iterator[tuple[str, str]]:
 def identifiers() -> dict[str, str]:
     """Full names of the public names, by which the reference is made of the source alone."""
     found: dict[str, str] = {}
-    for prefix, file in (("", "__init__.py"), ("layout.", "layout/__init__.py"), ("v1.", "v1.py")):
+    for prefix, file in PUBLIC.items():
         for node in ast.walk(ast.parse((ROOT / "adacheck_jax" / file).read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module and "adacheck_jax" in node.module:
-                names = [each.name for each in node.names]
-                if node.module != "adacheck_jax":
-                    found |= {prefix + name: f"{node.module}.{name}" for name in names}
+            if isinstance(node, ast.ClassDef):
+                found[prefix + node.name] = f"adacheck_jax.{prefix}{node.name}"
+            elif isinstance(node, ast.ImportFrom) and "adacheck_jax." in (node.module or ""):
+                found |= {prefix + each.name: f"{node.module}.{each.name}" for each in node.names}
     return found
 
 

@@ -126,7 +126,7 @@ def train(directory: Path, root: Path, seed: int, tell: Callable[[str], None]) -
         found = run.handler.recover(root, jax.eval_shape(run.new_state))
         step = 0
         if found is not None:
-            state, step = found.state, found.step
+            step, state = found
             tell(f"recovered {step} {chunks[0]}")
         else:
             (reason,) = [each for each in reasons if "not recovered" in each]

@@ -15,6 +15,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import adacheck_jax as adacheck
+from adacheck_jax.errors import ReplayError
 from adacheck_jax.format import manifest
 from adacheck_jax.save import exported_update
 from adacheck_jax.save.checks import second_copy
@@ -630,7 +631,7 @@ class TestRecordedSteps:
                 saved[run.count] = host_copy(run.state)
                 try:
                     is_kept = handler.record_step(run.state, run.count)
-                except adacheck.ReplayError as error:
+                except ReplayError as error:
                     told.append(str(error))
                     is_kept = False
                 if not is_kept or run.count == 10:
@@ -665,7 +666,7 @@ class TestWithoutWaiting:
             run.advance(is_slow="changed")
             test_waiting.save(manager, 4, run)
             assert run.is_computing
-            with pytest.raises(adacheck.ReplayError, match=r"step 4: .*params/b.*not saved"):
+            with pytest.raises(ReplayError, match=r"step 4: .*params/b.*not saved"):
                 manager.wait_until_finished()
             manager.reload()
             for step in (5, 6, 7, 8):
@@ -710,7 +711,7 @@ class TestWithoutWaiting:
             for _ in range(2):
                 run.advance()
             jax.block_until_ready(run.state)
-            with pytest.raises(adacheck.ReplayError, match=r"not saved: 5, and neither is this"):
+            with pytest.raises(ReplayError, match=r"not saved: 5, and neither is this"):
                 test_waiting.save(manager, 7, run)
             test_waiting.save(manager, 8, run)
             saved[8] = test_waiting.bits_of(run.state)

@@ -24,8 +24,8 @@ NO_PROGRAM = BaseManifest(10, (5,), (), (), None, "first", (), (), 1, {})
 NO_COUNT = BaseManifest(10, (), (), (), UPDATE, "first", (), (), 1, {})
 NO_RECORDER = BaseManifest(10, (), (), (), None, "first", (), (), 1, {})
 LINK = Link(12, "../12", "0" * 64)
-THIRD_DELTA = DeltaManifest(13, (8,), (0,), LINK, 3, (), (), (), (), "sample")
-THIRD_WITHOUT_RECORDER = DeltaManifest(13, (), (), LINK, 3, (), (), (), (), "stored")
+THIRD_DELTA = DeltaManifest(13, (8,), (0,), (), (), (), (), "sample", parent=LINK, depth=3)
+THIRD_WITHOUT_RECORDER = DeltaManifest(13, (), (), (), (), (), (), "stored", parent=LINK, depth=3)
 
 FROM_BASE = {"parent": BASE, "step": 11, "counts": (6,)}
 FROM_THIRD = {"parent": THIRD_DELTA, "step": 14, "counts": (9,)}

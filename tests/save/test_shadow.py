@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import adacheck_jax as adacheck
+from adacheck_jax.errors import ReplayError
 from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.save.checks import shadow
 from adacheck_jax.store.steps import roots
@@ -92,7 +93,7 @@ def test_one_element_changed_by_hand_is_refused_and_the_leaf_is_stored_from_then
             try:
                 manager.wait_until_finished()
                 saved[step] = expected
-            except adacheck.ReplayError as error:
+            except ReplayError as error:
                 lost.append(str(error))
     assert len(lost) <= 1
     assert all("params/in/kernel" in each for each in lost)
@@ -158,7 +159,7 @@ def test_after_recorded_steps_that_are_wrong_deltas_are_proved_in_full_again(tmp
         is_found_later = handler.record_step(run.state, 4)  # else it was found at once
         run.advance()
         if is_found_later:
-            with pytest.raises(adacheck.ReplayError, match="params/in/kernel"):
+            with pytest.raises(ReplayError, match="params/in/kernel"):
                 manager.save(5, args=adacheck.SaveArgs(run.state))
         saved[5] = host_copy(run.state)
         manager.save(5, args=adacheck.SaveArgs(run.state))
