@@ -43,9 +43,6 @@ BESIDE_DOCS = {
 HOUSE = "house.svg"
 """The picture of the house, beside the page that shows it."""
 
-WIDTH = 90
-"""Columns of the help of a command."""
-
 PUBLIC = {
     "": "__init__.py",
     "errors.": "errors.py",
@@ -53,6 +50,8 @@ PUBLIC = {
     **{f"{room}.": f"{room}/__init__.py" for room in ("layout", "publish", "tools", "update")},
 }
 """Files that give public names, by what stands before these names."""
+WIDTH = 90
+"""Columns of the help of a command."""
 
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 FENCED = re.compile(r"^( *)```.*?^\1```$", re.MULTILINE | re.DOTALL)
