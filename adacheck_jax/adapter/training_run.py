@@ -29,7 +29,7 @@ from adacheck_jax.format.manifest import DeltaManifest
 from adacheck_jax.format.one_process import OneProcess
 from adacheck_jax.save.attempt import SHARES, Exchange
 from adacheck_jax.save.commit import Save
-from adacheck_jax.save.planning.situation import Options
+from adacheck_jax.save.options import Options
 from adacheck_jax.save.recovery import journal
 from adacheck_jax.save.recovery.journal import FilePlace
 from adacheck_jax.save.recovery.recovered import Newest
@@ -95,7 +95,7 @@ class TrainingRun:
         last_save: report of the last save that this process committed; None before it.
 
     Raises:
-        ValueError: there is a ``shadow_directory`` and no recorder.
+        ValueError: the shadow has a directory, and there is no recorder.
         RecorderError: there is no recorder in what was given as one.
     """
 
@@ -110,8 +110,8 @@ class TrainingRun:
         self._recorders = recorders_of(recorder)
         if options.shadow_directory is not None and not self._recorders:
             raise ValueError(
-                "expected a recorder with a shadow_directory, found none: without one there is no "
-                "shadow to lie in it. Give it: AdaCheckHandler(recorder, ...)."
+                "expected a recorder with Shadow(directory=...), found none: without one there is "
+                "no shadow to lie in it. Give it: AdaCheckHandler(recorder, ...)."
             )
         self.restored: RestoreInfo | None = None
         self.last_save: SaveReport | None = None
@@ -324,8 +324,9 @@ class TrainingRun:
         self._process.enter()
         if self._options.shadow_directory is None:
             raise ValueError(
-                "expected a handler with a shadow_directory, found one without: nothing outlives "
-                'its process. Make it with AdaCheckHandler(..., shadow_directory="/dev/shm/...").'
+                "expected a handler whose shadow has a directory, found one without: nothing "
+                "outlives its process. Make it with AdaCheckHandler(..., "
+                'shadow=Shadow(directory="/dev/shm/...")).'
             )
         try:
             place = self._file_place(located(str(root)), item)

@@ -29,7 +29,7 @@ from orbax.checkpoint import checkpoint_utils
 from orbax.checkpoint.checkpoint_managers import LatestN
 
 import adacheck_jax as adacheck
-from adacheck_jax.device import xla_call
+from adacheck_jax.device.loops import xla_call
 from adacheck_jax.publish import Publisher, follow
 from adacheck_jax.tools import listing, verification
 from benchmarks.common import environment
@@ -202,7 +202,9 @@ def _stock_saves(directory: Path, calls: int) -> Growth:
 def _steps(root: Path, deltas: int) -> support.Run:
     """Saves a base and deltas; returns the run."""
     run = _run()
-    handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=deltas, background_bases=False)
+    handler = adacheck.AdaCheckHandler(
+        run.recorder, max_deltas=deltas, shadow=adacheck.Shadow(background_bases=False)
+    )
     with _manager(root, handler) as manager:
         for step in range(deltas + 1):
             run.advance()

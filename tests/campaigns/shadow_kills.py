@@ -59,7 +59,7 @@ class Run:
         recorder = adacheck.Recorder(optax.adamw(1e-2), dtype=jnp.bfloat16)
         self._chain = optax.chain(optax.clip_by_global_norm(1.0), recorder)
         self.handler = adacheck.AdaCheckHandler(
-            recorder, max_deltas=MAX_DELTAS, shadow_directory=memory
+            recorder, max_deltas=MAX_DELTAS, shadow=adacheck.Shadow(directory=memory)
         )
         self.new_state = jax.jit(self._initial)
         self.advance = jax.jit(self._train_step, donate_argnums=0)

@@ -515,7 +515,9 @@ def apart(mesh, recorder):
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(
-    "options", [{}, {"check": "sample"}, {"check": "full"}, {"delta": "bits"}], ids=str
+    "options",
+    [{}, {"shadow": None}, {"shadow": adacheck.Shadow(on_devices=True)}, {"delta": "bits"}],
+    ids=str,
 )
 @pytest.mark.parametrize("count", [2, 4])
 def test_every_step_of_replicas_that_drift_apart_is_one_of_them(tmp_path, options, count):
@@ -586,7 +588,7 @@ def find_record(opt_state):
 )
 def test_a_bit_that_another_device_looks_at_is_not_lost_in_silence(tmp_path, mode, path_of):
     run = support.dict_run(support.mesh_of((4, 2)))
-    handler = adacheck.AdaCheckHandler(run.recorder, check="sample", check_replicas=mode)
+    handler = adacheck.AdaCheckHandler(run.recorder, shadow=None, check_replicas=mode)
     with support.manager_of(tmp_path, handler) as manager:
         saved = support.save_steps(manager, run, 2)
         run.advance()

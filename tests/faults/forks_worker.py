@@ -94,7 +94,7 @@ class Training:
         self.handler = adacheck.AdaCheckHandler(
             self.run.recorder,
             max_deltas=adacheck.AdaptivePolicy(most_deltas=LINEAGE),
-            shadow_directory=memory,
+            shadow=adacheck.Shadow(directory=memory),
         )
         self.manager = support.manager_of(root / "steps", self.handler)
         self.publisher = Publisher(root / "weights", params_path="params")
@@ -159,7 +159,9 @@ class Training:
         params = support.abstract(self.run.state["params"])
         follower = follow(self.root / "weights", params)
         support.assert_same_bits(follower.latest(), support.host_copy(self.run.state["params"]))
-        again = adacheck.AdaCheckHandler(self.run.recorder, shadow_directory=self.memory)
+        again = adacheck.AdaCheckHandler(
+            self.run.recorder, shadow=adacheck.Shadow(directory=self.memory)
+        )
         recovered = again.recover(self.root / "steps", args.abstract_state)
         if recovered is not None:
             support.assert_same_bits(recovered[1], self.saved[recovered[0]])

@@ -358,10 +358,28 @@ class TestPlaces:
         with pytest.raises(ValueError, match="max_deltas to be an int >= 0"):
             adacheck.AdaCheckHandler(max_deltas=-1)
 
-    @pytest.mark.parametrize("option", ["delta", "check", "compression", "check_replicas"])
+    @pytest.mark.parametrize("option", ["delta", "compression", "check_replicas"])
     def test_an_option_that_does_not_exist(self, option):
         with pytest.raises(ValueError, match=rf"{option} to be one of .*'\), found 'zip'"):
             adacheck.AdaCheckHandler(**{option: "zip"})
+
+    @pytest.mark.parametrize(
+        ("settings", "told"),
+        [
+            ({"bytes": 0}, "None or an int > 0, found 0.*Write shadow=None"),
+            ({"on_devices": "yes"}, "on_devices=.*True or False, found 'yes'"),
+            ({"background_bases": None}, "background_bases=.*True or False, found None"),
+            ({"on_devices": True, "bytes": 10}, "neither bytes nor a directory"),
+        ],
+        ids=str,
+    )
+    def test_settings_of_a_shadow_that_do_not_exist(self, settings, told):
+        with pytest.raises(ValueError, match=told):
+            adacheck.Shadow(**settings)
+
+    def test_a_shadow_that_is_none(self):
+        with pytest.raises(ValueError, match="shadow to be a Shadow or None, found False"):
+            adacheck.AdaCheckHandler(shadow=False)
 
 
 def test_a_failed_save_is_raised_once_and_the_next_one_is_a_base(tmp_path, monkeypatch):

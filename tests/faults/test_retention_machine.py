@@ -214,7 +214,7 @@ class Retention(RuleBasedStateMachine):
                 "delta": st.sampled_from(["auto", "bits"]),
                 "max_deltas": st.integers(0, 3),
                 # Compiled anew for every handler, which takes longest of all.
-                "check": st.sampled_from(["sample", "full"]),
+                "shadow": st.sampled_from([None, adacheck.Shadow(on_devices=True)]),
             }
         ),
     )

@@ -15,7 +15,7 @@ from adacheck_jax.update.recorder_state import LAST_COUNT
 from tests import support
 from tests.save.test_checks import assert_all_restorable, kinds
 
-OPTIONS = {"auto": {}, "sample": {"check": "sample"}, "full": {"check": "full"}}
+OPTIONS = {name: {"shadow": shadow} for name, shadow in support.SHADOWS.items()}
 OPTIONS["bits"] = {"delta": "bits"}
 
 

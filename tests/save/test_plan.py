@@ -8,8 +8,8 @@ import pytest
 import adacheck_jax as adacheck
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest, Link, Update
 from adacheck_jax.save.exported_update import ExportedUpdate
+from adacheck_jax.save.options import Options
 from adacheck_jax.save.planning import decision, plan, situation
-from adacheck_jax.save.planning.situation import Options
 from adacheck_jax.save.snapshot import Snapshots
 from adacheck_jax.update import program as update_program
 from adacheck_jax.update.binding import recorders_of

@@ -51,11 +51,15 @@ def root(tmp_path) -> Path:
 
 
 def handler_of(
-    recorder: Any, memory: Path, *, follows: bool = True, **options: Any
+    recorder: Any,
+    memory: Path,
+    *,
+    follows: bool = True,
+    most_bytes: int | None = None,
+    **options: Any,
 ) -> adacheck.AdaCheckHandler:
-    return adacheck.AdaCheckHandler(
-        recorder, shadow_directory=memory if follows else None, **options
-    )
+    shadow = adacheck.Shadow(directory=memory if follows else None, bytes=most_bytes)
+    return adacheck.AdaCheckHandler(recorder, shadow=shadow, **options)
 
 
 def file_of(memory: Path) -> Path:
@@ -570,7 +574,7 @@ def test_each_step_is_recovered_by_the_next_process_also_one_without_an_update(r
 
 
 def test_who_wants_to_recover_is_told_that_there_is_no_shadow(root, memory, caplog):
-    trained(root, memory, shadow_bytes=1000)
+    trained(root, memory, most_bytes=1000)
     (record,) = [r for r in caplog.records if "nothing can be recovered" in r.getMessage()]
     assert record.levelno == logging.WARNING
     assert not memory.exists()
@@ -611,15 +615,11 @@ def test_several_items_are_told_apart_by_their_names(root, memory):
 
 
 def test_a_handler_without_a_directory_has_nothing_to_recover(root):
-    with pytest.raises(ValueError, match="expected a handler with a shadow_directory"):
+    with pytest.raises(ValueError, match="expected a handler whose shadow has a directory"):
         adacheck.AdaCheckHandler().recover(root, {})
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"check": "sample"}, {"shadow_bytes": 0}, {"delta": "bits"}, {"max_deltas": 0}],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [{"delta": "bits"}, {"max_deltas": 0}], ids=str)
 def test_a_directory_without_a_shadow_is_an_error(memory, options):
     recorder = adacheck.Recorder(optax.sgd(0.1))
     with pytest.raises(ValueError, match="there is no shadow to lie in it"):
@@ -627,13 +627,13 @@ def test_a_directory_without_a_shadow_is_an_error(memory, options):
 
 
 def test_a_directory_without_a_recorder_is_an_error(memory):
-    with pytest.raises(ValueError, match="expected a recorder with a shadow_directory"):
+    with pytest.raises(ValueError, match="expected a recorder with Shadow"):
         handler_of(None, memory)
 
 
 @pytest.mark.parametrize("directory", ["", 5, "gs://bucket/run"], ids=repr)
 def test_a_directory_of_no_machine_is_an_error(directory):
-    with pytest.raises(ValueError, match="expected shadow_directory to be a directory of this"):
+    with pytest.raises(ValueError, match=r"Shadow\(directory=...\) to be a directory of this"):
         handler_of(adacheck.Recorder(optax.sgd(0.1)), directory)
 
 

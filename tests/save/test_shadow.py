@@ -105,15 +105,15 @@ def test_one_element_changed_by_hand_is_refused_and_the_leaf_is_stored_from_then
     assert_all_restorable(tmp_path, saved, run.state)
 
 
-@pytest.mark.parametrize("options", [{"shadow_bytes": 1000}, {"check": "sample"}], ids=str)
-def test_without_room_for_it_a_sample_is_compared(tmp_path, options, caplog):
+@pytest.mark.parametrize("shadow", [adacheck.Shadow(bytes=1000), None])
+def test_without_room_for_it_a_sample_is_compared(tmp_path, shadow, caplog):
     run = support.dict_run(mesh_of((1, 1)))
-    handler = adacheck.AdaCheckHandler(run.recorder, **options)
+    handler = adacheck.AdaCheckHandler(run.recorder, shadow=shadow)
     with caplog.at_level(logging.INFO), manager_of(tmp_path, handler) as manager:
         save_steps(manager, run, 3)
     assert checked(tmp_path) == ["sample"] * 2
-    told = [r for r in caplog.records if "shadow_bytes" in r.getMessage()]
-    assert len(told) == ("shadow_bytes" in options)
+    told = [r for r in caplog.records if "Shadow(bytes=" in r.getMessage()]
+    assert len(told) == (shadow is not None)
 
 
 def test_a_shadow_that_fails_costs_no_step(tmp_path, monkeypatch, caplog):

@@ -102,7 +102,9 @@ def test_the_run_goes_on_and_every_step_is_saved(plain_run, tmp_path):
     saved = {3: host_copy(state)}
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     go_on = jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
-    with manager_of(tmp_path, adacheck.AdaCheckHandler(recorder, check="full")) as manager:
+    with manager_of(
+        tmp_path, adacheck.AdaCheckHandler(recorder, shadow=adacheck.Shadow(on_devices=True))
+    ) as manager:
         manager.save(3, args=adacheck.SaveArgs(state))
         for step in (3, 4, 5):
             state = go_on(state, support.batch(step))

@@ -197,7 +197,7 @@ def test_arguments_stand_for_the_state_and_for_the_abstract_state(tmp_path):
 
 def test_a_state_is_recovered_from_memory(tmp_path):
     run, root = dict_run(mesh_of((2,))), tmp_path / "root"
-    options = {"shadow_directory": tmp_path / "memory"}
+    options = {"shadow": adacheck.Shadow(directory=tmp_path / "memory")}
     context = adacheck.context(run.recorder, **options)
     with context, checkpointer_of(root) as checkpointer:
         for _ in range(3):

@@ -25,7 +25,7 @@ import jax.ffi
 import jax.numpy as jnp
 import numpy as np
 
-from adacheck_jax.device import loop_tables
+from adacheck_jax.device.loops import shard_tables
 from adacheck_jax.format import byte_loops, fingerprint
 from adacheck_jax.format.boxes import Box
 
@@ -39,7 +39,8 @@ def sums(shards: Sequence[jax.Array], table: jax.Array) -> jax.Array:
 
     Args:
         shards: arrays on one device.
-        table: the shards' positions and widths, from :func:`.loop_tables.of_sums`.
+        table: the shards' positions and widths
+            (:func:`~adacheck_jax.device.loops.shard_tables.of_sums`).
 
     Returns:
         uint32 of shape (shards, 2): the low and the high half of each sum.
@@ -57,7 +58,7 @@ def samples(
 
     Args:
         shards: arrays on one device.
-        table: places of the elements, from :func:`.loop_tables.of_samples`.
+        table: places of the elements (:func:`~adacheck_jax.device.loops.shard_tables.of_samples`).
         starts: the first elements that the table speaks of: int32.
         size_bytes: bytes of all elements.
 
@@ -112,7 +113,7 @@ _state = _State()
 def _try() -> None:
     byte_loops.lower_priority()
     try:
-        from adacheck_jax.device import xla_handler  # imports numba
+        from adacheck_jax.device.loops import xla_handler  # imports numba
 
         _state.handlers = xla_handler.compiled()
         capsule = ctypes.pythonapi.PyCapsule_New
@@ -123,10 +124,10 @@ def _try() -> None:
             jax.ffi.register_ffi_target(target, pointer, platform="cpu")
         block = np.arange(3 * 1111, dtype=np.uint32).reshape(3, 1111)
         given = [jnp.asarray(block)]
-        found = np.asarray(jax.jit(sums)(given, loop_tables.of_sums([(5, 7)], [4])))
+        found = np.asarray(jax.jit(sums)(given, shard_tables.of_sums([(5, 7)], [4])))
         is_sum = int(found.view(np.uint64)[0, 0]) == fingerprint.multilinear(block, (5, 7))
         box = Box((1, 100), (3, 1100))
-        table, _ = loop_tables.of_samples([box], [4], [17], [100], [0])
+        table, _ = shard_tables.of_samples([box], [4], [17], [100], [0])
         call = functools.partial(samples, size_bytes=400)
         taken = np.asarray(jax.jit(call)(given, table, np.array([9], np.int32))).view(np.uint32)
         _state.works = is_sum and np.array_equal(taken, block[box.slices].reshape(-1)[9::17][:100])

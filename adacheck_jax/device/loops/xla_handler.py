@@ -3,7 +3,7 @@
 The interface is one of C structures (``xla/ffi/api/c_api.h``). The structures that are read here
 are equal in its versions 0.3 to 0.5. XLA asks a handler for its version first, and does not call a
 handler of a version that it does not support; structures of other sizes are not read; and
-:mod:`~adacheck_jax.device.xla_call` compares the first result with numpy's.
+:mod:`~adacheck_jax.device.loops.xla_call` compares the first result with numpy's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numba
 import numpy as np
 from numba import types
 
-from adacheck_jax.device.loop_tables import COLUMN, COUNT, FIRST, SHAPE, STRIDE, TO, WIDTH
+from adacheck_jax.device.loops.shard_tables import COLUMN, COUNT, FIRST, SHAPE, STRIDE, TO, WIDTH
 from adacheck_jax.format import compiled_loops
 from adacheck_jax.format.compiled_loops import at as _at
 from adacheck_jax.format.compiled_loops import carray as _carray
