@@ -191,7 +191,7 @@ class ShadowThread:
             _log.log(
                 level,
                 "Deltas are checked by sample%s: a copy of the state in host memory takes %d MiB, "
-                "and may take %d: ShadowThread(bytes=...).",
+                "and may take %d: Shadow(bytes=...).",
                 *(recovers, size_bytes >> 20, most_bytes >> 20),
             )
             return None
