@@ -283,7 +283,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
     def restore(self, directory: epath.Path, args: RestoreArgs | None = None) -> PyTree:
         """Restore a step, bit-exact and verified; one that stock Orbax saved, as Orbax reads it.
 
-        Sets ``self.restored``: the step's number, which ``fallback`` may make an older one, how
+        Sets ``self.restored``: the step's number, which ``skip_damaged`` may make an older one, how
         exact it is, and if it was verified.
 
         Args:

@@ -15,7 +15,7 @@ from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
 from adacheck_jax.adapter.observe.reports import RestoreTimes
 from adacheck_jax.adapter.other_steps import OtherSteps
 from adacheck_jax.adapter.wanted.relayout import Relayout
-from adacheck_jax.adapter.wanted.targets import Target, Wishes
+from adacheck_jax.adapter.wanted.targets import Target
 from adacheck_jax.device import jax_settings
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import (
@@ -112,7 +112,7 @@ class StepRestorer:
 
     @jax_settings.own()
     def restore(self, path: AnyPath, args: RestoreArgs) -> Restored:
-        """Restore a step, or with ``fallback`` the newest older one that can be restored.
+        """Restore a step, or with ``skip_damaged`` the newest older one that can be restored.
 
         Args:
             path: absolute item directory.
@@ -132,7 +132,7 @@ class StepRestorer:
                     return _restored_stock(path, args)
                 return self._restore_found(path, args, begin_s)
         except (FormatError, IntegrityError, LineageError) as error:
-            if not args.fallback:
+            if not args.skip_damaged:
                 raise
             return self._restore_other(path, args, error)
 
@@ -203,7 +203,7 @@ class StepRestorer:
             return None
         try:
             base = self._read(path, lineage, args)
-            rounded = frozenset() if args.exact else base.rounded
+            rounded = frozenset() if args.require_exact else base.rounded
             found = replay.newest_exact(
                 base.leaves, lineage, base.programs, rounded=rounded, read_once=args.read_once
             )
@@ -241,7 +241,7 @@ class StepRestorer:
         except IntegrityError:
             replay.check_stored(lineage)  # it says more, if a delta is damaged
             raise
-        info = _info(lineage, rounded, path, args.exact)
+        info = _info(lineage, rounded, path, args.require_exact)
         named = {spec.path: leaf for spec, leaf in zip(lineage.base.leaves, leaves, strict=True)}
         if base.moved:
             base.target.move(base.moved, named)
@@ -269,18 +269,9 @@ class StepRestorer:
         for error in damage.values():
             raise error
         saved_tree = self._stock.described(lineage.base_directory)
-        wishes = Wishes(
-            args.abstract_state,
-            args.partial_restore,
-            args.strict,
-            args.support_layout,
-            args.fallback_sharding,
-        )
-        relayout = None
-        if args.transform is not None:
-            relayout = Relayout(args.transform, wishes, lineage.base, path)
-            wishes = relayout.wishes
-        target = Target(wishes, lineage.base, saved_tree, path, shardings_damage)
+        relayout = None if args.rules is None else Relayout(args, lineage.base, path)
+        reading = args if relayout is None else relayout.reading
+        target = Target(reading, lineage.base, saved_tree, path, shardings_damage)
         placements = target.placements(lineage)
         bound = check.bound_to_mesh(lineage)
         there = target.saved_placements(lineage) if bound else {}
@@ -332,7 +323,7 @@ def _apart(lineage: Lineage, placements: Mapping[str, Any]) -> dict[str, Any]:
 
 def _restored_stock(path: AnyPath, args: RestoreArgs) -> Restored:
     """A step that stock Orbax saved, which no delta can build on."""
-    if args.transform is not None:
+    if args.rules is not None:
         raise MismatchError(
             f"{path}: expected a step of this library to transform, found one that stock Orbax "
             "saved. Restore it in its own layout, save it, and transform that step."
@@ -375,7 +366,7 @@ def _info(
     if wants_exact:
         raise IntegrityError(
             f"{message}. Nothing was returned; restore where as many devices exist as when it "
-            "was saved, restore a base step, or do not ask for exact=True."
+            "was saved, restore a base step, or do not ask for require_exact=True."
         )
     _log.warning("%s.", message)
     return info
@@ -390,7 +381,8 @@ def _tell_stale(info: RestoreInfo, path: AnyPath, wants_exact: bool) -> None:
     )
     if wants_exact:
         raise IntegrityError(
-            f"{message}. Nothing was returned; restore a base step, or do not ask for exact=True."
+            f"{message}. Nothing was returned; restore a base step, or do not ask for "
+            "require_exact=True."
         )
     _log.warning("%s. All other leaves are as they were trained.", message)
 

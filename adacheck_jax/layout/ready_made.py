@@ -15,7 +15,7 @@ def scan_layers(unrolled: str, scanned: str, *, axis: int = 0) -> list[Rule]:
         axis: ``variable_axes={"params": axis}`` of the scan.
 
     Example:
-        ``RestoreArgs(state, transform=layout.scan_layers("Block_{i}", "ScanBlock_0"))``
+        ``RestoreArgs(state, rules=layout.scan_layers("Block_{i}", "ScanBlock_0"))``
     """
     return [stack(f"{unrolled}/{{rest...}}", f"{scanned}/{{rest...}}", over="i", axis=axis)]
 

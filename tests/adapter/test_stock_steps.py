@@ -93,7 +93,7 @@ def test_parts_and_casts_of_a_stock_step(tmp_path):
         with pytest.raises(ValueError, match=r"not compatible|mismatch|shape"):
             manager.restore(1, args=adacheck.RestoreArgs(wide))
         with pytest.raises(IntegrityError, match="stock Orbax saved"):
-            manager.restore(1, args=adacheck.RestoreArgs(target, exact=True))
+            manager.restore(1, args=adacheck.RestoreArgs(target, require_exact=True))
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_fallback_takes_a_verified_step(mixed_root, caplog):
     root, run, states = mixed_root
     (root / "4" / "default" / "adacheck" / "manifest.json").write_text("{}")
     handler = adacheck.AdaCheckHandler()
-    args = adacheck.RestoreArgs(abstract(run.state), fallback=True)
+    args = adacheck.RestoreArgs(abstract(run.state), skip_damaged=True)
     with manager_of(root, handler) as manager:
         assert_same_bits(manager.restore(4, args=args), states[2])
         assert handler.restored == adacheck.RestoreInfo(2, handler.restored.replayed_count, (), 0.0)

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from adacheck_jax.adapter.wanted.targets import Target, Wishes
+from adacheck_jax.adapter.arguments import RestoreArgs
+from adacheck_jax.adapter.wanted.targets import Target
 from adacheck_jax.device.trees import PyTree, nested
 from adacheck_jax.errors import MismatchError
 from adacheck_jax.format.manifest import ITEMSIZES_BYTES, BaseManifest, Leaf
@@ -33,8 +34,7 @@ class Relayout:
     """The rules of a restore, planned for the leaves of a base.
 
     Args:
-        rules: the rules.
-        wishes: form in which the caller wants the state, in its own layout.
+        args: arguments of the restore, with its rules.
         base: manifest that describes the saved leaves.
         where: directory of the step, for messages.
 
@@ -46,14 +46,12 @@ class Relayout:
             make of them.
     """
 
-    def __init__(
-        self, rules: Sequence[Rule], wishes: Wishes, base: BaseManifest, where: AnyPath
-    ) -> None:
-        every = planned(rules, base)
+    def __init__(self, args: RestoreArgs, base: BaseManifest, where: AnyPath) -> None:
+        every = planned(args.rules or (), base)
         specs = _transformed_leaves(every, base.leaves)
         after = dataclasses.replace(base, leaves=tuple(specs))
-        self._target = Target(wishes, after, _nested(specs), where)
-        self._wishes = wishes
+        self._target = Target(args, after, _nested(specs), where)
+        self._args = args
         self._given = self._target.wanted
         wanted = [path for path, leaf in self._given.items() if leaf is not ocp.PLACEHOLDER]
         self.plan = every.needed_for(path for path in wanted if path in every.outputs)
@@ -61,10 +59,10 @@ class Relayout:
         _tell(every, base)
 
     @property
-    def wishes(self) -> Wishes:
-        """The form in which the saved leaves are read: each where the new leaf will lie."""
-        if self._wishes.abstract_state is None:
-            return dataclasses.replace(self._wishes, support_layout=False)
+    def reading(self) -> RestoreArgs:
+        """Arguments by which the saved leaves are read: each where the new leaf will lie."""
+        if self._args.abstract_state is None:
+            return dataclasses.replace(self._args, support_layout=False)
         places = transform.placements_before(self.plan, self._placements())
         asked: dict[str, Any] = dict.fromkeys(self._specs, ocp.PLACEHOLDER)
         paths = {value: path for path, value in self.plan.outputs.items()}
@@ -74,7 +72,7 @@ class Relayout:
             else:
                 asked[path] = _abstract(self._specs[path], places[path])
         return dataclasses.replace(
-            self._wishes, abstract_state=asked, partial_restore=False, support_layout=False
+            self._args, abstract_state=asked, partial_restore=False, support_layout=False
         )
 
     def finish(self, leaves: Mapping[str, Any]) -> PyTree:

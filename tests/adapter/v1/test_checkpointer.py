@@ -189,7 +189,7 @@ def test_arguments_stand_for_the_state_and_for_the_abstract_state(tmp_path):
             else:
                 args = adacheck.SaveArgs(run.state, custom_metadata={"note": run.count})
                 checkpointer.save_checkpointables(run.count, {"state": args})
-        target = adacheck.RestoreArgs(abstract(run.state), step=2, exact=True)
+        target = adacheck.RestoreArgs(abstract(run.state), step=2, require_exact=True)
         assert_same_bits(checkpointer.load_checkpointables(3, {"state": target})["state"], expected)
     assert kinds_of(tmp_path) == "BD"
     assert lookup.resolve(tmp_path / "3/state").manifest.custom_metadata == {"note": 3}
