@@ -18,11 +18,9 @@ from adacheck_jax.device.trees import PyTree, nested
 from adacheck_jax.errors import MismatchError
 from adacheck_jax.format.manifest import ITEMSIZES_BYTES, BaseManifest, Leaf
 from adacheck_jax.layout import plan as layouts
-from adacheck_jax.layout import trees
-from adacheck_jax.layout.kinds import Kind
-from adacheck_jax.layout.plan import Plan
+from adacheck_jax.layout.operations import Kind
+from adacheck_jax.layout.plan import Params, Plan, params_of, within
 from adacheck_jax.layout.rules import Rule
-from adacheck_jax.layout.trees import Params
 from adacheck_jax.restore import transform
 from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.update.recorder_state import RECORD_FIELD
@@ -117,14 +115,14 @@ def _params_trees(base: BaseManifest) -> list[Params]:
     update = base.update
     paths = [leaf.path for leaf in base.leaves]
     if update is None or not update.params:
-        inside = [end for path in paths if (end := trees.within("params", path)) is not None]
+        inside = [end for path in paths if (end := within("params", path)) is not None]
         return [Params("params" if inside else "", frozenset(inside or paths))]
     found = []
     for k in range(len(update.counts)):
         computed, consumed = update.computed_by([k]), update.consumed_by([k])
         own = [paths[i] for i in update.params if i in computed]
         ends = [paths[i].partition(f"{RECORD_FIELD}/")[2] for i in update.record if i in consumed]
-        found.append(trees.params_of(own, [end for end in ends if end]))
+        found.append(params_of(own, [end for end in ends if end]))
     return found
 
 
@@ -175,7 +173,7 @@ def _tell(plan: Plan, base: BaseManifest) -> None:
     inside = [
         path
         for path in plan.untouched
-        if any(trees.within(tree, path) is not None for tree in plan.trees)
+        if any(within(tree, path) is not None for tree in plan.trees)
     ]
     _log.info(
         "transform: %d operations on the trees %s; as they were: %d leaves of these (%s) and %d "
