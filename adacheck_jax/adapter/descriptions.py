@@ -118,6 +118,11 @@ class DescribedScalars(_Described, ocp.type_handlers.ScalarHandler):
         ]
 
 
+def is_number(metadata: Any) -> bool:
+    """True for Orbax's metadata of a Python number."""
+    return isinstance(metadata, ocp.metadata.ScalarMetadata)
+
+
 def sharding_key(name: str) -> str:
     """Key of an array's sharding in the file where Orbax keeps them."""
     return base64.urlsafe_b64encode(name.encode()).decode()
@@ -210,7 +215,7 @@ def check_described(directory: AnyPath, expected: Leaf, found: Any) -> None:
         IntegrityError: they differ, or a chunk is larger than the array.
     """
     shape, dtype = tuple(found.shape), str(found.dtype)
-    is_scalar = isinstance(found, ocp.metadata.ScalarMetadata)
+    is_scalar = is_number(found)
     chunk = getattr(getattr(found, "storage", None), "chunk_shape", None) or ()
     # A chunk is read whole: a false shape in a damaged file could ask for any amount of memory.
     is_large = any(length > max(1, whole) for length, whole in zip(chunk, shape, strict=False))
