@@ -18,7 +18,7 @@ from adacheck_jax.adapter.arguments import (
     RestoreInfo,
     SaveArgs,
 )
-from adacheck_jax.adapter.observe.reports import OnSave, SaveReport
+from adacheck_jax.adapter.reports import OnSave, SaveReport
 from adacheck_jax.adapter.training_run import (
     Begun,
     TrainingRun,
@@ -136,6 +136,11 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         self._lock = threading.Lock()  # a manager's saves and restores may be on several threads
         self._begun: dict[AnyPath, Begun] = {}
         self._marked = set[Line]()  # lines whose steps Orbax marks; a look costs a request
+
+    @property
+    def run(self) -> TrainingRun:
+        """Steps that the run has saved and restored, shared with the handler for Orbax v1."""
+        return self._run
 
     @property
     def restored(self) -> RestoreInfo | None:

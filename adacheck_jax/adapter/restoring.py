@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from adacheck_jax.adapter import descriptions, stock_restore
+from adacheck_jax.adapter import descriptions
 from adacheck_jax.adapter.arguments import RestoreArgs, RestoreInfo
 from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
-from adacheck_jax.adapter.observe.reports import RestoreTimes
 from adacheck_jax.adapter.other_steps import OtherSteps
+from adacheck_jax.adapter.reports import RestoreTimes
+from adacheck_jax.adapter.stock import restoring as stock_restoring
 from adacheck_jax.adapter.wanted.relayout import Relayout
 from adacheck_jax.adapter.wanted.targets import Target
 from adacheck_jax.device import jax_settings
@@ -328,7 +329,7 @@ def _restored_stock(path: AnyPath, args: RestoreArgs) -> Restored:
             f"{path}: expected a step of this library to transform, found one that stock Orbax "
             "saved. Restore it in its own layout, save it, and transform that step."
         )
-    state = stock_restore.restore(path, args)
+    state = stock_restoring.restore(path, args)
     return Restored(state, stock_info(path), path, None, [], is_own=False)
 
 

@@ -19,8 +19,7 @@ from adacheck_jax.adapter import descriptions, directories, inputs, processes
 from adacheck_jax.adapter.arguments import RestoreArgs, RestoreInfo, SaveArgs
 from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
 from adacheck_jax.adapter.descriptions import Entry, stored_dtype
-from adacheck_jax.adapter.observe.announce import Announcer
-from adacheck_jax.adapter.observe.reports import OnSave, SaveReport, report_of
+from adacheck_jax.adapter.reports import Announcer, OnSave, SaveReport, report_of
 from adacheck_jax.adapter.restoring import StepRestorer, resolve, stock_info
 from adacheck_jax.device import jax_settings
 from adacheck_jax.device.trees import PyTree
