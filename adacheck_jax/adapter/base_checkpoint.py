@@ -67,10 +67,6 @@ class StockCheckpoints:
     def check_reachable(self, directory: AnyPath, state: PyTree) -> None:
         """Refuse a state of which Orbax would have to write or read leaves where it cannot.
 
-        Args:
-            directory: directory of the step.
-            state: the full state.
-
         Raises:
             MismatchError: the step lies on ``s3://``, and a leaf is a number or a PRNG key.
         """

@@ -1,5 +1,8 @@
 """Descriptions of a base's arrays: names, shapes, shardings and chunks, as Orbax keeps them."""
 
+# Threads: Orbax saves the items of a step at the same time, each on a thread of its own; what one
+# noted is kept by directory, in single operations of a dict.
+
 from __future__ import annotations
 
 import base64
@@ -173,12 +176,7 @@ def stored_dtype(dtype: str) -> str:
 
 
 def damaged_descriptions(directory: AnyPath, base: BaseManifest) -> dict[str, AdaCheckError]:
-    """Errors of the files that describe a base's arrays, by file name; empty if all are whole.
-
-    Args:
-        directory: directory of the base.
-        base: manifest of the base.
-    """
+    """Errors of the files that describe a base's arrays, by file name; empty if all are whole."""
     found: dict[str, AdaCheckError] = {}
     for name, digest in sorted(base.described.items()):
         path = directory / name
@@ -204,12 +202,7 @@ def digest_of(path: AnyPath) -> str:
 
 
 def check_described(directory: AnyPath, expected: Leaf, found: Any) -> None:
-    """Compare an array's own description with the manifest's, and its chunks with its shape.
-
-    Args:
-        directory: directory of the base.
-        expected: the manifest's record of the leaf.
-        found: Orbax's metadata of the leaf.
+    """Compare Orbax's metadata of an array with the manifest's, and its chunks with its shape.
 
     Raises:
         IntegrityError: they differ, or a chunk is larger than the array.

@@ -1,5 +1,9 @@
 """The checkpoint handler: Orbax's calls to save, commit, restore and describe steps."""
 
+# Threads: a manager calls save and restore on the caller's threads, and finalize on one of its own.
+# ``_lock`` is held for a change of ``_begun`` alone; nothing is called while it is held. Finalize
+# alone changes ``_marked``, and a manager runs one finalize at a time.
+
 from __future__ import annotations
 
 import asyncio

@@ -3,6 +3,9 @@
 Nothing that a listener or a callback raises reaches the save or the restore that it is told of.
 """
 
+# Threads: saves are told on the thread that commits, restores on the caller's. ``_failed`` only
+# grows, and a name added twice is logged twice at worst, so there is no lock.
+
 from __future__ import annotations
 
 import logging
@@ -84,9 +87,6 @@ def report_of(save: Save, directory: AnyPath, begin_s: float, returned_s: float)
         directory: the item's directory, which may still have its temporary name.
         begin_s: reading of its clock when the caller called.
         returned_s: reading when the rest was left to the background.
-
-    Raises:
-        AdaCheckError: this process has not committed it.
     """
     if (committed := save.committed) is None or save.durable_s is None:
         raise AdaCheckError(f"step {save.staged.own.step}: expected a save that was committed")

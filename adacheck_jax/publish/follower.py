@@ -1,5 +1,9 @@
 """A follower: the newest weights, verified, on a mesh and in data types of its own."""
 
+# Threads: any thread of the program may ask; ``_lock`` is held through a whole update, reads of the
+# storage included, so that one thread advances the weights. It is re-entrant: ``params`` heals what
+# was donated. The reader's own threads take no lock.
+
 from __future__ import annotations
 
 import logging

@@ -1,5 +1,10 @@
 """The publisher: params of a training, published version by version."""
 
+# Threads: the caller's threads publish and wait, one daemon thread writes. ``_condition`` guards
+# ``_jobs``, ``_error`` and ``_is_closed``; it is held to change or await them, and nothing of a
+# storage or a device is called while it is held. The thread that writes owns the writer, and leaves
+# the first job in the list until it is done.
+
 from __future__ import annotations
 
 import contextlib

@@ -74,10 +74,7 @@ class Relayout:
         )
 
     def finish(self, leaves: Mapping[str, Any]) -> PyTree:
-        """The caller's tree.
-
-        Args:
-            leaves: verified leaves by leaf path before the transformation.
+        """The caller's tree, from verified leaves by leaf path before the transformation.
 
         Raises:
             MismatchError: an operation loses bits, and its rule does not say that it may.
@@ -91,10 +88,6 @@ class Relayout:
 
 def planned(rules: Sequence[Rule], base: BaseManifest) -> Plan:
     """The plan of some rules for all leaves of a base.
-
-    Args:
-        rules: the rules.
-        base: manifest that describes the saved leaves.
 
     Raises:
         MismatchError: a rule does not fit the saved leaves, or gives a data type that no leaf has.

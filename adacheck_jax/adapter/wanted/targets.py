@@ -162,13 +162,7 @@ class Target:
         return array if wanted is np.ndarray else jax.device_put(array, wanted)
 
     def move(self, placements: Mapping[str, Any], leaves: dict[str, Any]) -> None:
-        """Place replayed leaves as the caller wants them.
-
-        Args:
-            placements: wanted sharding of each leaf to move, by leaf path; ``np.ndarray`` for a
-                host array.
-            leaves: all leaves by leaf path; changed in place.
-        """
+        """Place replayed leaves, by leaf path and in place, as :meth:`placements` has them."""
         for path, wanted in placements.items():
             leaf = leaves[path]
             if leaf is None or wanted is None:
@@ -229,11 +223,7 @@ class Target:
         return _saved_sharding(self._saved.get(path), fallback)
 
     def finish(self, leaves: Mapping[str, Any]) -> PyTree:
-        """The wanted tree, with the wanted types, shapes and layouts, from verified leaves.
-
-        Args:
-            leaves: verified leaves by leaf path.
-        """
+        """The wanted tree, in wanted types, shapes and layouts, from verified leaves by path."""
         if self._treedef is None:
             return jax.tree_util.tree_map_with_path(
                 lambda key_path, _: leaves.get(trees.leaf_path(key_path)),
@@ -323,14 +313,7 @@ def _resized(value: Any, shape: tuple[int, ...], sharding: Any) -> Any:
 def _saved_sharding(
     leaf: Any, fallback: jax.sharding.Sharding | None
 ) -> jax.sharding.Sharding | None:
-    """The sharding that a leaf was saved with, from Orbax's metadata.
-
-    Args:
-        leaf: Orbax's metadata of the leaf.
-        fallback: sharding used if the devices of the saved one do not exist here.
-
-    Returns:
-        A sharding, or None for a leaf that was not on devices.
+    """The sharding that a leaf was saved with, from Orbax's metadata; None if on no devices.
 
     Raises:
         ValueError: the devices do not exist here and there is no fallback.
