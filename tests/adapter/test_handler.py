@@ -31,7 +31,7 @@ def kinds_of(root: Path) -> dict[int, str]:
     return {s.step: type(s.manifest).__name__[:-8].lower() for s in roots.steps_of(root)}
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, quick=1)
 @pytest.mark.parametrize("form", RUNS)
 @pytest.mark.parametrize("save_mesh", [(4, 2), (2, 2)])
 def test_every_step_restores_bit_exact_on_every_mesh(tmp_path, form, save_mesh):

@@ -102,7 +102,7 @@ class Tried:
 
 def train(root: Path) -> None:
     """Train and save until the process is ended."""
-    run = support.dict_run(support.mesh_of((1,)))
+    run = support.dict_run(support.mesh_of((1, 1)))
     handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=MAX_DELTAS)
     with support.manager_of(root, handler, max_to_keep=KEPT_STEPS) as manager:
         while True:

@@ -148,7 +148,7 @@ def _manager(root: Path, handler: Any = None, **options: Any) -> Iterator[ocp.Ch
 
 def _run() -> support.Run:
     """A training run, with all compiled that is compiled in the background."""
-    run = support.dict_run(support.mesh_of((1,)))
+    run = support.dict_run(support.mesh_of((1, 1)))
     xla_call.wait()
     return run
 

@@ -26,7 +26,7 @@ from benchmarks.redundancy import with_master_weights
 from tests import support
 from tests.end_to_end.test_multiprocess import launch, leaves
 
-LAYERS = 4
+LAYERS = 2
 
 
 def initial_params():
@@ -189,7 +189,7 @@ def saved_steps(tmp_path_factory):
     return there
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, quick=3)
 @pytest.mark.parametrize("devices", [1, 8], ids=["one device", "eight devices"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", TABLE)
@@ -480,6 +480,7 @@ def linen_state(model, recorder):
     return {"params": params, "opt_state": recorder.init(params)}
 
 
+@pytest.mark.slow
 def test_a_transformer_of_linen_is_scanned_and_unrolled(tmp_path):
     recorder = adacheck.Recorder(optax.adamw(1e-3))
     inputs = jax.random.normal(jax.random.key(5), (2, 6, 16))

@@ -244,7 +244,7 @@ def unreplayed(root: Path) -> list[tuple[int, ...]]:
     return [delta_of(root, step).unreplayed for step in range(2, STEPS + 1)]
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1, slow=2)
 @pytest.mark.parametrize("name", ELEMENT_WISE)
 def test_an_element_wise_optimizer_in_a_fused_step_is_replayed(tmp_path, name):
     save_and_check(tmp_path, recorded_run(ELEMENT_WISE[name]()), "BRRRR")
@@ -662,6 +662,7 @@ def swapped(seed: int) -> Any:
     return {dtype[1:]: np.arange(seed, seed + 6).astype(dtype).reshape(2, 3) for dtype in dtypes}
 
 
+@pytest.mark.first(1, slow=2)
 @IN_DELTAS
 def test_numbers_in_another_byte_order_are_stored_in_this_machines(tmp_path, delta, has_recorder):
     root, out = tmp_path / "root", tmp_path / "step.npz"

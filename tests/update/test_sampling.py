@@ -69,7 +69,7 @@ def assert_same_samples(arrays, numbers=(0, 1, 5)):
                 assert np.asarray(vector).tobytes() == host[dtype].tobytes()
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, quick=1)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_devices_and_host_take_the_same_samples(shape, axis_type):
