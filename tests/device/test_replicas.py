@@ -511,7 +511,7 @@ def apart(mesh, recorder):
     return jax.jit(mapped)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, quick=1)
 @pytest.mark.parametrize(
     "options", [{}, {"check": "sample"}, {"check": "full"}, {"delta": "bits"}], ids=str
 )

@@ -94,7 +94,7 @@ def linked(saved: Path, root: Path) -> Path:
     return root
 
 
-QUICK = 4
+QUICK = 2
 """Deletions of a command that the quick tests try, evenly spread."""
 
 
