@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import ctypes
 import gc
-import json
 import os
 import sys
 import tempfile
@@ -31,9 +30,8 @@ from orbax.checkpoint.checkpoint_managers import LatestN
 import adacheck_jax as adacheck
 from adacheck_jax.device import xla_call
 from adacheck_jax.tools import listing, verification
-from benchmarks.common import environment
 from tests import support
-from tests.campaigns import children
+from tests.campaigns import children, command
 
 DELTAS = 50
 """Deltas behind the base of the lineages that are restored."""
@@ -317,17 +315,19 @@ VERBS = {
 
 def table(found: list[Growth]) -> str:
     """Markdown: a row a verb."""
-    head = "| verb | calls | objects | a call | MB | KB a call | files | threads |"
-    lines = [head, "|---" * 8 + "|"]
+    head = ["verb", "calls", "objects", "a call", "MB", "KB a call", "files", "threads"]
+    rows = []
     for each in found:
         before, after = each.before, each.after
         sizes = [round(x.memory_kb / 1024) for x in (before, after)]
-        lines.append(
-            f"| {each.verb} | {each.calls:,} | {before.objects:,} → {after.objects:,} | "
-            f"{each.objects:.2f} | {sizes[0]:,} → {sizes[1]:,} | {each.memory_kb:.2f} | "
-            f"{before.files} → {after.files} | {before.threads} → {after.threads} |"
+        rows.append(
+            [
+                *(each.verb, f"{each.calls:,}", f"{before.objects:,} → {after.objects:,}"),
+                *(f"{each.objects:.2f}", f"{sizes[0]:,} → {sizes[1]:,}", f"{each.memory_kb:.2f}"),
+                *(f"{before.files} → {after.files}", f"{before.threads} → {after.threads}"),
+            ]
         )
-    return "\n".join(lines)
+    return command.table(head, rows)
 
 
 def campaign(names: list[str], size: str) -> Iterator[Growth]:
@@ -349,8 +349,7 @@ def campaign(names: list[str], size: str) -> Iterator[Growth]:
 
 def main() -> int:
     """Reads the command line; prints the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--size", choices=("small", "full"), default="full")
+    parser = command.parser(__doc__, size="full")
     parser.add_argument("--only", nargs="+", choices=VERBS, default=[*VERBS], metavar="VERB")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -364,8 +363,8 @@ def main() -> int:
     for each in campaign(options.only, options.size):
         every.append(each)
         print(f"{each.verb}: {each.objects:.2f} objects a call", file=sys.stderr, flush=True)
-    print(table(every), json.dumps({"size": options.size, **environment()}), sep="\n\n")
-    return int(not all(each.is_flat for each in every if "stock" not in each.verb))
+    growing = [each.verb for each in every if not each.is_flat and "stock" not in each.verb]
+    return command.finish({}, growing, table(every))
 
 
 if __name__ == "__main__":
