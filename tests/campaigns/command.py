@@ -77,7 +77,7 @@ def finish(found: dict[str, Any], problems: Iterable[object] = (), text: str = "
     if text:
         print(json.dumps(environment()), text, sep="\n\n")
     else:
-        print(json.dumps({**environment(), **found}, indent=1))
+        print(json.dumps({**environment(), **found}))
     failed = 0
     for problem in problems:
         print(f"FAILED: {problem}", file=sys.stderr)

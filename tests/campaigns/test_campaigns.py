@@ -82,7 +82,7 @@ def test_single_flipped_bits_are_named_by_step_leaf_and_element():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "seeds"), [(1, range(3)), (2, range(1))])
+@pytest.mark.parametrize(("processes", "seeds"), [(1, range(1)), (2, range(1))])
 def test_steps_of_replicas_that_differ_are_of_one_of_them(processes, seeds):
     for found in replica_drift.outcomes(iter(seeds), processes):
         assert (found.wrong, found.lost) == ([], {})
@@ -91,6 +91,6 @@ def test_steps_of_replicas_that_differ_are_of_one_of_them(processes, seeds):
 
 @pytest.mark.slow
 def test_a_process_keeps_nothing_of_a_verb():
-    found = [*growth.campaign(["restore with deltas", "ls", "verify"], "small")]
-    assert [each.verb for each in found] == ["restore, 50 deltas", "ls", "verify"]
-    assert [each.is_flat for each in found] == [True] * 3, growth.table(found)
+    found = [*growth.campaign(["restore with deltas", "verify"], "small")]
+    assert [each.verb for each in found] == ["restore, 50 deltas", "verify"]
+    assert [each.is_flat for each in found] == [True] * 2, growth.table(found)
