@@ -14,7 +14,6 @@ from adacheck_jax.format.one_process import OneProcess
 from tests.faults import forks_worker
 from tests.faults.forks_worker import DEEDS, SITUATIONS
 
-
 OTHERS = [each for each in SITUATIONS if each not in ("writing", "saving", "folding")]
 
 

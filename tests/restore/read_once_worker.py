@@ -29,6 +29,7 @@ import tensorstore as ts  # noqa: E402
 from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
 import adacheck_jax as adacheck  # noqa: E402
+from adacheck_jax.errors import IntegrityError  # noqa: E402
 from adacheck_jax.store import aligned_read  # noqa: E402
 from tests.restore.read_once_state import saved_run  # noqa: E402
 
@@ -98,7 +99,7 @@ if process == "0":
 with ocp.CheckpointManager(root, item_handlers=adacheck.AdaCheckHandler()) as manager:
     try:
         manager.restore(2, args=adacheck.RestoreArgs(target_of(state, ()), read_once=True))
-    except adacheck.IntegrityError as error:
+    except IntegrityError as error:
         print(json.dumps(str(error)))
     else:
         raise AssertionError("expected every process to raise")
