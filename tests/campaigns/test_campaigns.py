@@ -1,9 +1,12 @@
 """Campaigns of perturbed runs and of recomputed updates: small ones, and all with -m campaign."""
 
+import json
+
 import numpy as np
 import pytest
 
 from tests.campaigns import (
+    command,
     growth,
     history,
     matrix,
@@ -43,6 +46,23 @@ def test_a_case_is_read_as_it_was_written(tmp_path):
     assert (case.program, case.names, len(case.updates)) == (b"program", ["a", "b"], 2)
     found = case.updates[1].params
     assert [(x.dtype, x.tolist()) for x in found] == [(x.dtype, x.tolist()) for x in arrays]
+
+
+def test_a_campaign_ends_by_its_count_or_its_time(capsys):
+    assert [*command.trials(12)] == [*range(12)]
+    assert "10 of 12" in capsys.readouterr().err
+    assert not [*command.trials(12, minutes=0)]
+
+
+@pytest.mark.parametrize("problems", [[], ["a step is lost"]])
+def test_problems_are_told_and_keep_the_directory(tmp_path, capsys, problems):
+    with command.workplace(tmp_path / "run", problems) as directory:
+        (directory / "log").touch()
+    assert (tmp_path / "run/log").exists() == bool(problems)
+    assert command.finish({"steps": 3}, problems) == len(problems)
+    told = capsys.readouterr()
+    assert json.loads(told.out)["steps"] == 3
+    assert told.err == "".join(f"FAILED: {each}\n" for each in problems)
 
 
 @pytest.mark.slow
