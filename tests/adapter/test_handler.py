@@ -51,7 +51,7 @@ def test_every_step_restores_bit_exact_on_every_mesh(tmp_path, form, save_mesh):
                     assert leaf.sharding == wanted.sharding
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1, slow=2)
 @pytest.mark.parametrize("name", ["adamw", "lion", "sgd", "schedule"])
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
 def test_element_wise_optimizers_are_exact_on_other_meshes(tmp_path, name, dtype):

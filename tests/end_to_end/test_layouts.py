@@ -189,7 +189,7 @@ def saved_steps(tmp_path_factory):
     return there
 
 
-@pytest.mark.covering(1, quick=3)
+@pytest.mark.covering(1, quick=1)
 @pytest.mark.parametrize("devices", [1, 8], ids=["one device", "eight devices"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", TABLE)
@@ -301,6 +301,7 @@ def test_rules_drawn_at_random_come_back(tmp_path_factory, saved_steps, drawn, k
         assert_equal(other.restore(0, args=args), state)
 
 
+@pytest.mark.slow
 @pytest.mark.first(1)
 @pytest.mark.parametrize("name", ["all at once", "scan", "split by heads", "transpose"])
 def test_a_run_goes_on_as_if_it_had_been_trained_in_the_new_layout(tmp_path, name):
@@ -545,6 +546,7 @@ class Scan(nnx.Module):
         self.head = nnx.Linear(8, 2, rngs=rngs)
 
 
+@pytest.mark.slow
 def test_layers_of_nnx_are_scanned_and_unrolled(tmp_path):
     recorder = adacheck.Recorder(optax.adam(1e-2))
 

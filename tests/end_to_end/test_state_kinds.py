@@ -421,6 +421,7 @@ def in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation
 class TestTypesOfParams:
     """Params that are not float32."""
 
+    @pytest.mark.slow
     @pytest.mark.first(1)
     @pytest.mark.parametrize(
         ("moments", "delta"), [("bfloat16", "auto"), ("float32", "auto"), ("float32", "bits")]
@@ -594,6 +595,7 @@ def test_leaves_of_each_kind_come_back_as_they_were(tmp_path, kind, delta, has_r
         assert_comes_back(tmp_path, kind, KINDS[kind], delta, has_recorder)
 
 
+@pytest.mark.covering(1, quick=1)
 @pytest.mark.parametrize("kind", ["64 bits", "uint4", "zero-size"])
 def test_leaves_of_rare_kinds_come_back_as_they_were(tmp_path, kind):
     with jax.enable_x64(True) if kind == "64 bits" else contextlib.nullcontext():
@@ -662,6 +664,7 @@ def swapped(seed: int) -> Any:
     return {dtype[1:]: np.arange(seed, seed + 6).astype(dtype).reshape(2, 3) for dtype in dtypes}
 
 
+@pytest.mark.slow
 @pytest.mark.first(1, slow=2)
 @IN_DELTAS
 def test_numbers_in_another_byte_order_are_stored_in_this_machines(tmp_path, delta, has_recorder):
