@@ -29,7 +29,8 @@ import jax
 import orbax.checkpoint as ocp
 
 import adacheck_jax as adacheck
-from adacheck_jax.adapter import base_checkpoint, descriptions, handler, restoring
+from adacheck_jax.adapter import handler, restoring
+from adacheck_jax.adapter.stock import base_checkpoint, descriptions
 from adacheck_jax.device import shard_sums, transfer
 from adacheck_jax.restore import check, compiled_update
 from adacheck_jax.restore import replay as replaying

@@ -47,20 +47,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             by_test.setdefault((item.path, item.cls, item.originalname), []).append(item)
     for cases in by_test.values():
         if marker := cases[0].get_closest_marker("covering"):
-            kept, slow = _covering(cases, *marker.args), []
+            kept = _covering(cases, *marker.args)
+            quick = kept[: marker.kwargs.get("quick")]
         elif marker := cases[0].get_closest_marker("first"):
-            kept, slow = cases[: marker.args[0]], cases[: marker.kwargs.get("slow", 0)]
+            quick, kept = cases[: marker.args[0]], cases[: marker.kwargs.get("slow", 0)]
         else:
             continue
         for case in cases:
-            if case not in kept:
-                case.add_marker("slow" if case in slow else "campaign")
+            if case not in quick:
+                case.add_marker("slow" if case in kept else "campaign")
 
 
 def pytest_collection_finish() -> None:
-    """Keeps what was imported out of every garbage collection."""
+    """Keeps what was imported out of every garbage collection, and collects seldom."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 10, 50)
 
 
 def _covering(cases: list[pytest.Function], strength: int) -> list[pytest.Function]:

@@ -20,8 +20,8 @@ from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import adacheck_jax as adacheck
-from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
 from adacheck_jax.adapter.restoring import StepRestorer
+from adacheck_jax.adapter.stock.base_checkpoint import StockCheckpoints
 from adacheck_jax.format import planes as codecs
 from adacheck_jax.format.manifest import BaseManifest, Delta, DeltaManifest
 from adacheck_jax.restore.deltas import delta_reader

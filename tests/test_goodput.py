@@ -133,6 +133,7 @@ def test_sensitivity_varies_what_is_uncertain():
     assert row.halved < row.waste < row.doubled
 
 
+@pytest.mark.slow
 def test_the_tables_are_printed(capsys):
     command.main(["--runs", "1"])
     printed = capsys.readouterr().out

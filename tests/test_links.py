@@ -129,3 +129,13 @@ def test_files_and_modules_that_documents_name_are_there():
             if not known:
                 gone.append(f"{name(document)}: {target}")
     assert not gone, gone
+
+
+def test_every_promise_names_tests_that_are_there():
+    page = (ROOT / "docs" / "reference" / "promises.md").read_text()
+    promises = re.findall(r"^(\d+)\. \*\*", page, re.MULTILINE)
+    rows = re.findall(r"^\| (\d+) \| (`tests/.*`) \|$", page, re.MULTILINE)
+    assert [number for number, _ in rows] == promises
+    for path, test in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page):
+        nodes = ast.walk(ast.parse((ROOT / path).read_text()))
+        assert test in {x.name for x in nodes if isinstance(x, ast.FunctionDef)}, f"{path}: {test}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from adacheck_jax.adapter.wanted.stock_arguments import StockRestoreArgs, StockSaveArgs
+from adacheck_jax.adapter.stock_arguments import StockRestoreArgs, StockSaveArgs
 from adacheck_jax.layout.rules import Rule
 
 HANDLER_NAME = "adacheck_jax.handler.AdaCheckHandler"

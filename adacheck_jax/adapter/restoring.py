@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from adacheck_jax.adapter import descriptions
 from adacheck_jax.adapter.arguments import RestoreArgs, RestoreInfo
-from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
 from adacheck_jax.adapter.other_steps import OtherSteps
 from adacheck_jax.adapter.reports import RestoreTimes
+from adacheck_jax.adapter.stock import descriptions
 from adacheck_jax.adapter.stock import restoring as stock_restoring
+from adacheck_jax.adapter.stock.base_checkpoint import StockCheckpoints
 from adacheck_jax.adapter.wanted.relayout import Relayout
 from adacheck_jax.adapter.wanted.targets import Target
 from adacheck_jax.device import jax_settings

@@ -20,12 +20,13 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
-from adacheck_jax.adapter import descriptions, directories, inputs, processes
+from adacheck_jax.adapter import directories, inputs, processes
 from adacheck_jax.adapter.arguments import RestoreArgs, RestoreInfo, SaveArgs
-from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
-from adacheck_jax.adapter.descriptions import Entry, stored_dtype
 from adacheck_jax.adapter.reports import Announcer, OnSave, SaveReport, report_of
 from adacheck_jax.adapter.restoring import StepRestorer, resolve, stock_info
+from adacheck_jax.adapter.stock import descriptions
+from adacheck_jax.adapter.stock.base_checkpoint import StockCheckpoints
+from adacheck_jax.adapter.stock.descriptions import Entry, stored_dtype
 from adacheck_jax.device import jax_settings
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError, storage_named

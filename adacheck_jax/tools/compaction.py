@@ -15,8 +15,8 @@ import jax
 import numpy as np
 
 from adacheck_jax.adapter.arguments import RestoreArgs
-from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
 from adacheck_jax.adapter.restoring import StepRestorer
+from adacheck_jax.adapter.stock.base_checkpoint import StockCheckpoints
 from adacheck_jax.device import transfer
 from adacheck_jax.errors import StepDeletedError
 from adacheck_jax.format.boxes import Blocks, Box

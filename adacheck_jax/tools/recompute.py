@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
+from adacheck_jax.adapter.stock.base_checkpoint import StockCheckpoints
 from adacheck_jax.device import jax_settings, transfer
 from adacheck_jax.errors import AdaCheckError, FormatError, StorageError, first_line
 from adacheck_jax.format.manifest import BaseManifest

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
-from adacheck_jax.adapter.descriptions import damaged_descriptions, stored_dtype
+from adacheck_jax.adapter.stock.base_checkpoint import StockCheckpoints
+from adacheck_jax.adapter.stock.descriptions import damaged_descriptions, stored_dtype
 from adacheck_jax.device import trees
 from adacheck_jax.errors import AdaCheckError, FormatError, IntegrityError, first_line
 from adacheck_jax.format import fingerprint

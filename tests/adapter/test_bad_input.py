@@ -93,7 +93,7 @@ def test_step_numbers_of_numpy_and_jax(tmp_path):
     assert [inputs.step_number(each) for each in (None, 0, np.int64(4), jnp.int32(5))] == [
         *(None, 0, 4, 5)
     ]
-    run = dict_run(mesh_of((1,)))
+    run = dict_run(mesh_of((1, 1)))
     handler = adacheck.AdaCheckHandler(run.recorder)
     with manager_of(tmp_path, handler) as manager:
         save_steps(manager, run, 1)

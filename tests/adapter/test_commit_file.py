@@ -33,7 +33,7 @@ def manager_of(root, handler, **options):
 
 
 def saved_run(root, steps=3, **options):
-    run = dict_run(mesh_of((1,)))
+    run = dict_run(mesh_of((1, 1)))
     with manager_of(root, adacheck.AdaCheckHandler(run.recorder), **options) as manager:
         saved = save_steps(manager, run, steps)
     return run, saved
@@ -64,7 +64,7 @@ def test_steps_are_deltas_under_their_numbers(tmp_path, options):
 
 
 def test_items_beside_ours_and_numbers_in_their_names(tmp_path):
-    run = dict_run(mesh_of((1,)))
+    run = dict_run(mesh_of((1, 1)))
     options = ocp.CheckpointManagerOptions(step_prefix="at", **BY_MODE)
     handlers = {
         "ema_2": adacheck.AdaCheckHandler(run.recorder),
@@ -80,7 +80,7 @@ def test_items_beside_ours_and_numbers_in_their_names(tmp_path):
 
 
 def test_a_checkpointer_of_its_own(tmp_path):
-    run = dict_run(mesh_of((1,)))
+    run = dict_run(mesh_of((1, 1)))
     handler = adacheck.AdaCheckHandler(run.recorder)
     with ocp.AsyncCheckpointer(handler, **by_class()) as checkpointer:
         for _ in range(2):
@@ -130,7 +130,7 @@ def test_a_step_that_orbax_did_not_commit_is_no_parent(tmp_path, monkeypatch):
                 raise OSError("no space left on device")
             await super().finalize()
 
-    run = dict_run(mesh_of((1,)))
+    run = dict_run(mesh_of((1, 1)))
     handler = adacheck.AdaCheckHandler(run.recorder)
     manager = manager_of(tmp_path, handler, temporary_path_class=Failing)
     save_steps(manager, run, 1)
@@ -145,7 +145,7 @@ def test_a_step_that_orbax_did_not_commit_is_no_parent(tmp_path, monkeypatch):
 
 
 def test_a_parent_that_is_referred_to_is_committed_too(tmp_path):
-    run = dict_run(mesh_of((1,)))
+    run = dict_run(mesh_of((1, 1)))
     keep = adacheck.KeepLineage(ocp.checkpoint_managers.LatestN(9))
     handler = adacheck.AdaCheckHandler(run.recorder, keep_lineage=keep)
     saver_options = {**BY_MODE, "preservation_policy": keep}

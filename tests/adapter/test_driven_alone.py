@@ -55,7 +55,7 @@ def test_finalize_commits(tmp_path, save, makes_directory):
 
 
 def test_steps_of_a_run_are_deltas(tmp_path):
-    run = dict_run(mesh_of((1,)))
+    run = dict_run(mesh_of((1, 1)))
     handler = adacheck.AdaCheckHandler(run.recorder)
     saved = {}
     for step in (1, 2, 3):

@@ -25,7 +25,7 @@ def test_a_checkpointer_saves_and_restores(tmp_path):
 
 @pytest.mark.parametrize("is_async", [True, False])
 def test_a_manager_saves_deltas(tmp_path, is_async):
-    run = dict_run(mesh_of((1,)))
+    run = dict_run(mesh_of((1, 1)))
     handler = adacheck.AdaCheckHandler(run.recorder)
 
     async def cell():

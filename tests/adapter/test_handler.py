@@ -31,7 +31,7 @@ def kinds_of(root: Path) -> dict[int, str]:
     return {s.step: type(s.manifest).__name__[:-8].lower() for s in roots.steps_of(root)}
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, quick=1)
 @pytest.mark.parametrize("form", RUNS)
 @pytest.mark.parametrize("save_mesh", [(4, 2), (2, 2)])
 def test_every_step_restores_bit_exact_on_every_mesh(tmp_path, form, save_mesh):
@@ -51,7 +51,7 @@ def test_every_step_restores_bit_exact_on_every_mesh(tmp_path, form, save_mesh):
                     assert leaf.sharding == wanted.sharding
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1, slow=2)
 @pytest.mark.parametrize("name", ["adamw", "lion", "sgd", "schedule"])
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
 def test_element_wise_optimizers_are_exact_on_other_meshes(tmp_path, name, dtype):

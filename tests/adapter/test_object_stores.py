@@ -66,7 +66,7 @@ def kinds_of(root):
 
 
 def test_steps_are_saved_retained_and_restored_on_other_meshes(root):
-    run = dict_run(mesh_of((4,)))
+    run = dict_run(mesh_of((2, 2)))
     with manager_of(root, run, max_deltas=4) as manager:
         saved = save_steps(manager, run, 8)
         assert manager.all_steps() == [6, 7, 8]
@@ -83,9 +83,10 @@ def test_steps_are_saved_retained_and_restored_on_other_meshes(root):
     assert kinds_of(root)[-1] == (9, DeltaManifest)
 
 
+@pytest.mark.slow
 @pytest.mark.first(1)
 def test_an_ancestor_lives_as_long_as_a_step_needs_it(root):
-    run = dict_run(mesh_of((1,)))
+    run = dict_run(mesh_of((1, 1)))
     with manager_of(root, run, kept(1)) as manager:
         saved = save_steps(manager, run, 4)
         assert manager.all_steps() == [1, 2, 3, 4]
@@ -100,9 +101,10 @@ def test_an_ancestor_lives_as_long_as_a_step_needs_it(root):
         assert manager.all_steps() == [5, 6]
 
 
+@pytest.mark.slow
 @pytest.mark.first(1)
 def test_without_a_policy_that_keeps_parents_each_step_is_a_base(root, caplog):
-    run = dict_run(mesh_of((1,)))
+    run = dict_run(mesh_of((1, 1)))
     handler = adacheck.AdaCheckHandler(run.recorder)
     with stock_manager(root, handler) as manager:
         save_steps(manager, run, 2)
@@ -110,9 +112,10 @@ def test_without_a_policy_that_keeps_parents_each_step_is_a_base(root, caplog):
     assert "keep_lineage" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.first(1)
 def test_a_policy_that_the_manager_does_not_know_keeps_nothing(root, caplog):
-    run = dict_run(mesh_of((1,)))
+    run = dict_run(mesh_of((1, 1)))
     handler = adacheck.AdaCheckHandler(run.recorder, keep_lineage=kept())
     with stock_manager(root, handler, max_to_keep=2) as manager:
         saved = save_steps(manager, run, 5)
@@ -123,8 +126,9 @@ def test_a_policy_that_the_manager_does_not_know_keeps_nothing(root, caplog):
     assert "give both the same, keep = adacheck.KeepLineage" in caplog.text
 
 
+@pytest.mark.slow
 def test_recorded_steps_are_written_with_the_next_one(root):
-    run, saved = dict_run(mesh_of((2,))), {}
+    run, saved = dict_run(mesh_of((2, 2))), {}
     keep = kept()
     handler = adacheck.AdaCheckHandler(run.recorder, keep_lineage=keep)
     with stock_manager(root, handler, preservation_policy=keep) as manager:
@@ -140,7 +144,7 @@ def test_recorded_steps_are_written_with_the_next_one(root):
 
 @pytest.mark.parametrize("store", ["gcs"], indirect=True)  # of S3 tensorstore asks twice
 def test_a_delta_is_six_requests(root, store):
-    run = dict_run(mesh_of((1,)))
+    run = dict_run(mesh_of((1, 1)))
     with manager_of(root, run) as manager:
         for _ in range(3):
             save_steps(manager, run, 1)
@@ -159,7 +163,7 @@ def test_a_delta_is_six_requests(root, store):
 
 @pytest.mark.first(1)
 def test_a_step_without_orbaxs_mark_does_not_exist(root):
-    run = dict_run(mesh_of((1,)))
+    run = dict_run(mesh_of((1, 1)))
     with manager_of(root, run) as manager:
         saved = save_steps(manager, run, 3)
     (located(root) / "3" / marks.COMMIT_MARK).delete()
@@ -179,12 +183,12 @@ def test_a_step_without_orbaxs_mark_does_not_exist(root):
     assert kinds_of(root)[-1] == (3, DeltaManifest)
 
 
-@pytest.mark.first(5, slow=6)  # one of them on s3
+@pytest.mark.first(1, slow=6)  # one of them on s3
 @pytest.mark.parametrize(
     "lost", ["deleted", "replaced", "uncommitted", "base deleted", "data deleted"]
 )
 def test_no_delta_is_left_behind_a_parent_that_is_gone(root, lost):
-    run = dict_run(mesh_of((1,)))
+    run = dict_run(mesh_of((1, 1)))
     with manager_of(root, run) as manager:
         save_steps(manager, run, 3)
         step = located(root) / "3"
@@ -209,7 +213,7 @@ def test_no_delta_is_left_behind_a_parent_that_is_gone(root, lost):
 
 
 def test_of_two_jobs_that_save_a_step_one_is_told(root):
-    first, second = dict_run(mesh_of((1,))), dict_run(mesh_of((1,)))
+    first, second = dict_run(mesh_of((1, 1))), dict_run(mesh_of((1, 1)))
     with manager_of(root, first) as one:
         saved = save_steps(one, first, 2)
         with manager_of(root, second) as two:
@@ -234,8 +238,9 @@ def test_of_two_jobs_that_save_a_step_one_is_told(root):
         assert_same_bits(manager.restore(3, args=args), saved[3])
 
 
+@pytest.mark.slow
 def test_tools_take_urls(root):
-    run = dict_run(mesh_of((1,)))
+    run = dict_run(mesh_of((1, 1)))
     with manager_of(root, run) as manager:
         save_steps(manager, run, 3)
     runner = CliRunner()
@@ -259,7 +264,7 @@ def test_tools_take_urls(root):
 @pytest.mark.slow
 @pytest.mark.first(1)
 def test_a_server_that_fails_for_a_while_costs_no_step(root, store):
-    run, seen, refused = dict_run(mesh_of((1,))), set(), []
+    run, seen, refused = dict_run(mesh_of((1, 1))), set(), []
 
     def refuse(method, path):
         key = (method, path.split("tensorstore=")[0])
@@ -283,7 +288,7 @@ def test_a_server_that_fails_for_a_while_costs_no_step(root, store):
 @pytest.mark.slow
 @pytest.mark.parametrize("store", ["gcs"], indirect=True)  # its conditions are in the address
 def test_an_answer_that_is_lost_costs_no_step(root, store):
-    run, lost = dict_run(mesh_of((1,))), set()
+    run, lost = dict_run(mesh_of((1, 1))), set()
 
     def forget(_, path):
         value, condition, _ = path.partition("&ifGenerationMatch=")
@@ -302,7 +307,7 @@ def test_an_answer_that_is_lost_costs_no_step(root, store):
 
 @pytest.mark.first(1)
 def test_credentials_reach_neither_files_nor_messages(root, store):
-    run = dict_run(mesh_of((1,)))
+    run = dict_run(mesh_of((1, 1)))
     with manager_of(root, run) as manager:
         save_steps(manager, run, 2)
     secret = b"secret-of-the-test"
@@ -312,9 +317,10 @@ def test_credentials_reach_neither_files_nor_messages(root, store):
             assert secret not in each.read()
 
 
+@pytest.mark.slow
 @pytest.mark.first(1)
 def test_an_optimizer_that_sums_is_exact_too(root):
-    run = dict_run(mesh_of((2,)), optax.adafactor(1e-2))
+    run = dict_run(mesh_of((2, 2)), optax.adafactor(1e-2))
     with manager_of(root, run) as manager:
         saved = save_steps(manager, run, 3)
         args = adacheck.RestoreArgs(abstract(run.state))
@@ -322,7 +328,7 @@ def test_an_optimizer_that_sums_is_exact_too(root):
 
 
 def test_a_store_that_would_have_to_rename_is_refused(s3):
-    run = dict_run(mesh_of((1,)))
+    run = dict_run(mesh_of((1, 1)))
     root = epath.Path(f"{s3.url}/{uuid.uuid4().hex}")
     handler = adacheck.AdaCheckHandler(run.recorder)
     with (
@@ -378,7 +384,7 @@ def test_a_base_with_a_number_that_came_from_another_storage_is_not_called_damag
 @pytest.mark.parametrize("store", ["gcs"], indirect=True)  # a checkpointer renames elsewhere
 @pytest.mark.parametrize("place", ["run_7/5", "run_7/final", "final", "20261123/step_5"])
 def test_a_checkpointer_saves_under_any_name(root, place):
-    run = dict_run(mesh_of((1,)))
+    run = dict_run(mesh_of((1, 1)))
     path = epath.Path(f"{root}/{place}")
     run.advance()
     with ocp.AsyncCheckpointer(adacheck.AdaCheckHandler(run.recorder)) as checkpointer:
@@ -390,9 +396,10 @@ def test_a_checkpointer_saves_under_any_name(root, place):
     assert [each.damage for each in report.steps] == [()]
 
 
+@pytest.mark.slow
 @pytest.mark.first(1)
 def test_what_may_not_be_read_now_is_not_damaged(root, store):
-    run = dict_run(mesh_of((1,)))
+    run = dict_run(mesh_of((1, 1)))
     with manager_of(root, run) as manager:
         save_steps(manager, run, 3)
         args = adacheck.RestoreArgs(abstract(run.state), skip_damaged=True)
@@ -410,9 +417,10 @@ def test_what_may_not_be_read_now_is_not_damaged(root, store):
             store.proxy.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.first(1)
 def test_a_base_that_failed_is_saved_again_by_the_same_process(root, store):
-    run = dict_run(mesh_of((1,)))
+    run = dict_run(mesh_of((1, 1)))
     with manager_of(root, run) as manager:
         store.proxy.refuse = lambda method, path: (
             403 if method in ("POST", "PUT") and "default/d/" in unquote(path) else 0
@@ -429,7 +437,7 @@ def test_a_base_that_failed_is_saved_again_by_the_same_process(root, store):
 
 @pytest.mark.first(1)
 def test_steps_with_a_prefix_and_items_that_are_numbers(root):
-    run, keep = dict_run(mesh_of((1,))), kept()
+    run, keep = dict_run(mesh_of((1, 1))), kept()
     handlers = {"7": adacheck.AdaCheckHandler(run.recorder, keep_lineage=keep)}
     saved = {}
     with stock_manager(root, handlers, preservation_policy=keep, step_prefix="step") as manager:

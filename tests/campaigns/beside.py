@@ -9,10 +9,8 @@ deleted: none may call a step damaged, or miss a file.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import contextlib
-import json
 import os
 import random
 import shutil
@@ -28,9 +26,8 @@ from typer.testing import CliRunner
 
 import adacheck_jax as adacheck
 from adacheck_jax.cli.main import app
-from benchmarks.common import environment
 from tests import support
-from tests.campaigns import children
+from tests.campaigns import children, command
 
 KEPT_STEPS, MAX_DELTAS = 2, 6
 _START_S, _PAUSE_S = 120.0, 0.1
@@ -102,7 +99,7 @@ class Tried:
 
 def train(root: Path) -> None:
     """Train and save until the process is ended."""
-    run = support.dict_run(support.mesh_of((1,)))
+    run = support.dict_run(support.mesh_of((1, 1)))
     handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=MAX_DELTAS)
     with support.manager_of(root, handler, max_to_keep=KEPT_STEPS) as manager:
         while True:
@@ -177,31 +174,28 @@ def campaign(directory: Path, count: int, seed: int, verbs: Sequence[str] = ()) 
     directory.mkdir(parents=True, exist_ok=True)
     tried = []
     with training(root, directory / "compiled"):
-        for number in range(count):
+        for number in command.trials(count):
             time.sleep(rng.uniform(0, 0.2))
             name = names[number % len(names)]
             step = (max if VERBS[name].is_newest else min)(_steps(root))
             tried.append(attempt(name, root, directory / "out", step))
-            if number % 20 == 19:
-                wrong = sum(not each.is_right for each in tried)
-                print(f"{number + 1} of {count}: {wrong} wrong", file=sys.stderr, flush=True)
     return tried
 
 
-def main() -> None:
+def main() -> int:
     """Reads the command line, and prints what was found."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--count", type=int, default=300, help="runs of commands")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--directory", type=Path, help="to work in; empty")
+    parser = command.parser(__doc__, count=300, seed=0, directory=None)
     parser.add_argument("--only", nargs="+", choices=VERBS, default=[], metavar="VERB")
     parser.add_argument("--train", type=Path, metavar="ROOT", help="train there, run no command")
     options = parser.parse_args()
     if options.train:
         train(options.train)
-        return
-    tried = campaign(options.directory, options.count, options.seed, options.only)
-    print(json.dumps({**environment(), **summary(tried)}, indent=1))
+        return 0
+    problems: list[object] = []
+    with command.workplace(options.directory, problems) as directory:
+        found = summary(campaign(directory, options.count, options.seed, options.only))
+        problems += found["problems"]
+    return command.finish(found, problems)
 
 
 def summary(tried: Sequence[Tried]) -> dict[str, Any]:
@@ -221,4 +215,4 @@ def summary(tried: Sequence[Tried]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -11,10 +11,10 @@ the root clean, and training goes on.
 
 from __future__ import annotations
 
-import argparse
 import errno
-import json
+import math
 import shutil
+import sys
 import time
 import traceback
 from pathlib import Path
@@ -27,8 +27,8 @@ from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.store.compaction import in_place
 from adacheck_jax.store.steps import manifest_file
 from adacheck_jax.store.steps.lineage import Lineage
-from benchmarks.common import environment
 from tests import support
+from tests.campaigns import command, operations
 from tests.campaigns.crashes import compile_once
 from tests.campaigns.operations import COPY, FAIL_ONCE, FULL, Disk, Exam, progress
 
@@ -170,24 +170,21 @@ class CompactionExam:
                 self.exam.note("wrong", f"{what}: step {step} is step {lineage.end.step}")
 
 
-def main() -> None:
+def main() -> int:
     """Reads the command line, and prints what was found."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("modes", nargs="+", choices=["stopped", *FAILURES])
-    parser.add_argument("--directory", type=Path, required=True, help="to work in; empty")
+    parser = command.parser(__doc__, minutes=math.inf)
+    operations.add_options(parser, ["stopped", *FAILURES])
     parser.add_argument("--step", type=int, choices=STEPS[1:], default=6, help="that is compacted")
-    parser.add_argument("--stride", type=int, default=1, help="try every so many operations")
-    parser.add_argument("--minutes", type=float, default=1e6, help="try no more after so many")
     args = parser.parse_args()
     exam = CompactionExam(args.directory, args.step, time.monotonic() + args.minutes * 60)
-    results = {}
-    for mode in args.modes:
-        before = len(exam.exam.problems)
+
+    def result_of(mode: str) -> dict[str, Any]:
         stopped = mode == "stopped"
-        result = exam.stopped(args.stride) if stopped else exam.failed(mode, args.stride)
-        results[mode] = {**result, "problems": exam.exam.problems[before:]}
-    print(json.dumps({**environment(), "modes": results}))
+        return exam.stopped(args.stride) if stopped else exam.failed(mode, args.stride)
+
+    found = operations.by_mode(args.modes, exam.exam, result_of)
+    return command.finish(found, exam.exam.problems)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

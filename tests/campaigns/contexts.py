@@ -12,7 +12,6 @@ saved, bit by bit.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import contextlib
 import functools
@@ -34,6 +33,7 @@ import adacheck_jax as adacheck
 from adacheck_jax.store.storage.location import located
 from adacheck_jax.tools.handover.export import export
 from adacheck_jax.tools.handover.formats import Format
+from tests.campaigns import command
 from tests.support import abstract, host_copy, manager_of
 
 CONTEXTS: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {
@@ -252,7 +252,7 @@ def unexpected(names: Sequence[str], outcomes: Mapping[str, str]) -> dict[str, s
 
 def main() -> int:
     """Prints a table of all contexts alone, and of the pairs that have an unexpected outcome."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command.parser(__doc__)
     parser.add_argument("--alone", action="store_true", help="leave out the pairs")
     arguments = parser.parse_args()
     logging.getLogger("jax").setLevel(logging.CRITICAL)

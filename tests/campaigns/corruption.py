@@ -52,8 +52,8 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 import adacheck_jax as adacheck
 from adacheck_jax.device import trees
 from adacheck_jax.store.storage.location import AnyPath, Location, at, located
-from benchmarks.common import environment
 from tests import object_stores
+from tests.campaigns import command
 from tests.campaigns.damage import KINDS, Patient
 
 DEVICE_COUNT = 4
@@ -489,28 +489,22 @@ def run(
             child = Child(case, list(range(share)), seed, place, log, bucket)
             watch(child, found)
             print(f"{case.name}: {time.monotonic() - started_s:.0f} s", file=sys.stderr, flush=True)
-    return {"seed": seed, "seconds": round(time.monotonic() - started_s), **environment()} | {
-        "restores": found
-    }
+    return {"seed": seed, "seconds": round(time.monotonic() - started_s), "restores": found}
 
 
 def table(restores: Sequence[dict[str, Any]], key: str, names: Sequence[str]) -> str:
-    lines = [f"| {key} | restores | {' | '.join(OUTCOMES)} |", "|---" * (len(OUTCOMES) + 2) + "|"]
+    rows = []
     for name in names:
         counts = collections.Counter(r["outcome"] for r in restores if r[key] == name)
-        cells = [name, f"{counts.total():,}", *(f"{counts[o]:,}" for o in OUTCOMES)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([name, f"{counts.total():,}", *(f"{counts[o]:,}" for o in OUTCOMES)])
+    return command.table([key, "restores", *OUTCOMES], rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=2000, help="damages to roots of ours")
+def main() -> int:
+    """Reads the command line, and prints what was found."""
+    parser = command.parser(__doc__, count=2000, seed=0, json=False, store=None)
     parser.add_argument("--stock-count", type=int, help="to stock Orbax's; as many by default")
     parser.add_argument("--cases", nargs="+", choices=[c.name for c in CASES], metavar="NAME")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of Markdown")
-    parser.add_argument("--store", choices=("gcs", "s3"), help="object store to save into")
     parser.add_argument("--url", default="", help=argparse.SUPPRESS)
     parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--root", type=Path, help=argparse.SUPPRESS)
@@ -520,27 +514,23 @@ def main() -> None:
         case = next(case for case in CASES if case.name == arguments.work)
         numbers = list(map(int, arguments.numbers.split(",")))
         work(case, arguments.root, arguments.url, arguments.seed, numbers)
-        return
+        return 0
     stock_count = arguments.count if arguments.stock_count is None else arguments.stock_count
     with tempfile.TemporaryDirectory() as root, contextlib.ExitStack() as stack:
         cases = [c for c in CASES if c.name in (arguments.cases or [c.name for c in CASES])]
         kind = arguments.store
         bucket = stack.enter_context(object_stores.served(kind)) if kind else ""
         result = run(arguments.count, stock_count, arguments.seed, Path(root), cases, bucket)
-    if arguments.json:
-        print(json.dumps(result, indent=1))
-        return
-    restores = result.pop("restores")
+    restores = result["restores"]
     stock = {case.name for case in CASES if case.stock}
     ours = [each for each in restores if each["case"] not in stock]
     theirs = [each for each in restores if each["case"] in stock]
-    print(json.dumps(result), table(restores, "case", [c.name for c in CASES]), sep="\n\n")
-    print("\nadacheck_jax\n", table(ours, "kind", list(KINDS)), sep="\n")
-    print("\nstock Orbax\n", table(theirs, "kind", list(KINDS)), sep="\n")
-    for each in ours:
-        if each["outcome"] not in ("refused", "harmless"):
-            print(json.dumps(each))
+    tables = [table(restores, "case", [c.name for c in CASES])]
+    tables += ["adacheck_jax", table(ours, "kind", list(KINDS))]
+    tables += ["stock Orbax", table(theirs, "kind", list(KINDS))]
+    bad = [each for each in ours if each["outcome"] not in ("refused", "harmless")]
+    return command.finish(result, bad, "" if arguments.json else "\n\n".join(tables))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

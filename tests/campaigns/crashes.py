@@ -17,20 +17,19 @@ bases made in the background, of saved deltas.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import contextlib
 import hashlib
 import json
+import math
 import os
 import random
 import select
 import shutil
 import signal
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,8 +52,9 @@ from adacheck_jax.schedule.costs import Schedule
 from adacheck_jax.schedule.line import MaxDeltas
 from adacheck_jax.store.steps import manifest_file, roots
 from adacheck_jax.store.storage.location import located
-from benchmarks.common import environment, free_port
+from benchmarks.common import free_port
 from tests import object_stores
+from tests.campaigns import command
 
 WIDTH = 64
 DEVICES = 8
@@ -526,17 +526,8 @@ class Killer:
         self.tally.kinds[kind] += 1
 
 
-def show_table(rows: Sequence[tuple[str, object]], problems: Iterable[str]) -> None:
-    """Prints a campaign's findings."""
-    width = max(len(name) for name, _ in rows)
-    for name, value in rows:
-        print(f"{name:<{width}}  {value}")
-    for problem in problems:
-        print(f"FAILED: {problem}")
-
-
-def show(tally: Tally, process_count: int, total_s: float) -> None:
-    """Prints what was found."""
+def table(tally: Tally, process_count: int) -> str:
+    """What was found."""
     moments = ", ".join(f"{count} {name}" for name, count in sorted(tally.moments.items()))
     rows = [
         ("processes that save together", process_count),
@@ -552,26 +543,20 @@ def show(tally: Tally, process_count: int, total_s: float) -> None:
         ("crashed or hanging processes", len(tally.crashed)),
         ("other failures", len(tally.failures)),
         ("whole runs of " + str(REFERENCE_STEPS) + " steps", tally.runs),
-        ("minutes", f"{total_s / 60:.1f}"),
     ]
-    show_table(rows, tally.problems())
+    return command.table(("what", "number"), rows)
 
 
-def main(arguments: list[str] | None = None) -> Tally:
+def main() -> int:
     """Reads the command line, kills, and prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    shared = {"seed": 0, "minutes": math.inf, "directory": None, "json": False, "store": None}
+    parser = command.parser(__doc__, **shared)
     parser.add_argument("--kills", type=int, default=500, help="SIGKILLs (default 500)")
     parser.add_argument("--processes", type=int, default=1, help="that save together (default 1)")
     parser.add_argument("--record", action="store_true", help="record most steps")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments (default 0)")
-    parser.add_argument("--minutes", type=float, default=1e6, help="stop after so many")
-    parser.add_argument("--directory", type=Path, help="to work in; kept if something fails")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--store", choices=("gcs", "s3"), help="object store to save into")
     parser.add_argument("--background", action="store_true", help="make bases in the background")
-    args = parser.parse_args(arguments)
-    directory = args.directory or Path(tempfile.mkdtemp(prefix="crashes-"))
-    start_s = time.monotonic()
+    args = parser.parse_args()
+    problems: list[str] = []
     if args.record and args.processes > 1:
         parser.error("--record: expected one process")
     with contextlib.ExitStack() as stack:
@@ -583,23 +568,17 @@ def main(arguments: list[str] | None = None) -> Tally:
             longer = {"PAUSES_S": (0.1, 1.0, 3.0), "STEPS": (0, 3, 5, 8, 13, 21)}
             stack.enter_context(mock.patch.dict(globals(), longer))
         served = stack.enter_context(object_stores.served(args.store)) if args.store else None
+        directory = stack.enter_context(command.workplace(args.directory, problems))
         killer = Killer(directory, args.processes, args.seed, args.record, served)
         killer.prepare()
-        while killer.tally.kills < args.kills and time.monotonic() - start_s < args.minutes * 60:
+        for _ in command.trials(args.kills, args.minutes):
             killer.kill_once()
-            if killer.tally.kills % 10 == 0:
-                seconds = time.monotonic() - start_s
-                print(f"{killer.tally.kills} kills, {seconds:.0f} s", file=sys.stderr, flush=True)
-    if args.json:
-        options = {"processes": args.processes, "seed": args.seed, "store": args.store}
-        found = {**options, **vars(killer.tally), "made": len(killer.tally.made)}
-        print(json.dumps({**environment(), **found}, indent=1))
-    else:
-        show(killer.tally, args.processes, time.monotonic() - start_s)
-    if not killer.tally.problems():
-        shutil.rmtree(directory, ignore_errors=True)
-    return killer.tally
+        problems += killer.tally.problems()
+    tally = killer.tally
+    found = {"processes": args.processes, "seed": args.seed, "store": args.store, **vars(tally)}
+    text = "" if args.json else table(tally, args.processes)
+    return command.finish({**found, "made": len(tally.made)}, problems, text)
 
 
 if __name__ == "__main__":
-    sys.exit(bool(main().problems()))
+    sys.exit(main())

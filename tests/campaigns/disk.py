@@ -11,7 +11,6 @@ file system read-only instead.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import json
 import os
@@ -31,7 +30,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint._src.multihost import multihost
 
 import adacheck_jax as adacheck
-from benchmarks.common import environment
+from tests.campaigns import command
 
 multihost._DEFAULT_BARRIER_TIMEOUT = 5
 """Seconds for which Orbax waits for directories that cannot be made; 300 otherwise."""
@@ -253,11 +252,11 @@ def kinds_of(result: dict[str, Any]) -> set[str]:
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    lines = [
-        "| taken | save of a | points | saved all the same | raised once | raised otherwise | "
-        "steps harmed | next save lost | and the one after it |",
-        "|---|---|---|---|---|---|---|---|---|",
+    head = [
+        *("taken", "save of a", "points", "saved all the same", "raised once", "raised otherwise"),
+        *("steps harmed", "next save lost", "and the one after it"),
     ]
+    rows = []
     groups = collections.defaultdict(list)
     for each in results:
         groups[each["taken"], each["kind"]].append(each)
@@ -275,33 +274,29 @@ def table(results: Sequence[dict[str, Any]]) -> str:
             sum(r["late"] for r in group),
             sum(_LOST in r["wrong"] for r in group),
         ]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
+        rows.append(cells)
+    return command.table(head, rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main() -> int:
+    """Reads the command line, and prints what was found."""
+    parser = command.parser(__doc__, json=False)
     parser.add_argument("--points", type=int, default=50)
     parser.add_argument("--take", nargs="+", default=["bytes", "inodes", "read-only"])
-    parser.add_argument("--json", action="store_true", help="print JSON instead of Markdown")
     arguments = parser.parse_args()
     if not can_mount():
-        why = "a tmpfs cannot be mounted here"
-        print(json.dumps({**environment(), "not_tried": why}) if arguments.json else why)
-        return
+        return command.finish({"not_tried": "a tmpfs cannot be mounted here"})
     results = []
     for what in arguments.take:
         points = arguments.points if what != "read-only" else 3
         for kind in ("base", "delta"):
             results += campaign(kind, what, points)
-    if arguments.json:
-        print(json.dumps({**environment(), "points": results}, indent=1))
-        return
-    print(json.dumps(environment()), table(results), sep="\n\n")
     messages = collections.Counter(m for r in results for m in r["raised"] + r["raised_after"])
-    print("", *(f"{count} x {m}" for m, count in messages.most_common()), sep="\n")
-    print("", *(json.dumps(r) for r in results if r["wrong"] or r["raised_after"]), sep="\n")
+    told = "\n".join(f"{count} x {m}" for m, count in messages.most_common())
+    text = "" if arguments.json else f"{table(results)}\n\n{told}"
+    problems = [r for r in results if any(w != _LOST for w in r["wrong"])]
+    return command.finish({"points": results}, problems, text)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

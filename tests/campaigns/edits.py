@@ -10,7 +10,6 @@ stride apart, from a random start: an edit of ``n`` neighbours is met with proba
 
 from __future__ import annotations
 
-import argparse
 import logging
 import tempfile
 from pathlib import Path
@@ -26,6 +25,7 @@ import adacheck_jax as adacheck
 from adacheck_jax.format import manifest
 from adacheck_jax.store.steps import manifest_file
 from adacheck_jax.update.elements.sample_sites import Sites
+from tests.campaigns import command
 
 SAVES = 3  # a base, a delta to begin with, and the one that is looked into
 
@@ -74,24 +74,26 @@ def is_found(elements: int, first: int, count: int, seed: int, root: Path) -> bo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Reads the command line, and prints a table."""
+    parser = command.parser(__doc__)
     parser.add_argument("--trials", type=int, default=100, help="of each row")
     parser.add_argument("--elements", type=int, nargs="+", default=[4096, 65_536])
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
-    random = np.random.default_rng(0)
-    print("| elements of the leaf | edited neighbours | expected | found | trials |")
-    print("|---|---|---|---|---|")
+    random, rows = np.random.default_rng(0), []
     for elements in arguments.elements:
         stride = stride_of(elements)
         for count in sorted({1, max(1, stride // 2), stride}):
             found = 0
-            for trial in range(arguments.trials):
+            for trial in command.trials(arguments.trials):
                 first = int(random.integers(elements - count + 1))
                 with tempfile.TemporaryDirectory() as root:
                     found += is_found(elements, first, count, trial, Path(root))
             expected, share = min(1.0, count / stride), found / arguments.trials
-            print(f"| {elements:,} | {count} | {expected:.3f} | {share:.3f} | {arguments.trials} |")
+            cells = [f"{elements:,}", count, f"{expected:.3f}", f"{share:.3f}", arguments.trials]
+            rows.append(cells)
+    head = ["elements of the leaf", "edited neighbours", "expected", "found", "trials"]
+    print(command.table(head, rows))
 
 
 if __name__ == "__main__":

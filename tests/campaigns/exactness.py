@@ -38,7 +38,8 @@ from adacheck_jax.format.manifest import BaseManifest, DeltaManifest
 from adacheck_jax.restore.check import ROUNDING
 from adacheck_jax.store.steps import manifest_file
 from adacheck_jax.update.recorder_state import RECORD_FIELD
-from benchmarks.common import LanguageModel, environment, new_bytes, tokens_of, words
+from benchmarks.common import LanguageModel, new_bytes, tokens_of, words
+from tests.campaigns import command
 
 DEVICE_COUNT = 8
 SAVING_MESH = (4, 2)
@@ -343,7 +344,6 @@ def run(steps: int, root: Path) -> dict[str, Any]:
     return {
         "params": sum(leaf.size for leaf in jax.tree.leaves(params)),
         "steps": steps,
-        **environment(),
         "rounding": ROUNDING,
         "cases": rows,
     }
@@ -359,11 +359,12 @@ def cell(each: dict[str, Any]) -> str:
 
 def table(result: dict[str, Any]) -> str:
     """A Markdown table of mismatching elements, with the largest relative difference."""
-    lines = [
-        "| optimizer | leaves: element-wise / reducing / passed | deltas kept as | bytes a delta | "
-        f"elements | {name_of(SAVING_MESH)} | {name_of(OTHER_MESH)} | 4 devices, 2x2 | 1 device |",
-        "|---|---|---|---|---|---|---|---|---|",
+    head = [
+        *("optimizer", "leaves: element-wise / reducing / passed", "deltas kept as"),
+        *("bytes a delta", "elements", name_of(SAVING_MESH), name_of(OTHER_MESH)),
+        *("4 devices, 2x2", "1 device"),
     ]
+    rows = []
     for row in result["cases"]:
         classes, kinds = row["classes"], row["kinds"]
         kept = [f"{kinds[kind]} {kind}" for kind in ("replayed", "bits") if kinds[kind]]
@@ -381,8 +382,8 @@ def table(result: dict[str, Any]) -> str:
             f"{row['elements']:,}",
             *map(cell, found),
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append(cells)
+    return command.table(head, rows)
 
 
 def refusals(result: dict[str, Any]) -> list[str]:
@@ -414,10 +415,10 @@ def rounding_line(result: dict[str, Any]) -> str:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main() -> int:
+    """Reads the command line, and prints a table."""
+    parser = command.parser(__doc__, json=False)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of Markdown")
     parser.add_argument("--restore-from", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--mesh", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -428,16 +429,12 @@ def main() -> None:
     if arguments.restore_from:
         found = restore_all(arguments.restore_from, arguments.steps, shape)
         print(json.dumps([asdict(each) for each in found]))
-        return
+        return 0
     with tempfile.TemporaryDirectory() as root:
         result = run(arguments.steps, Path(root))
-    if arguments.json:
-        print(json.dumps(result, indent=1))
-    else:
-        head = {key: value for key, value in result.items() if key != "cases"}
-        print(json.dumps(head), table(result), *refusals(result), sep="\n\n")
-        print("", rounding_line(result), sep="\n")
+    told = [table(result), *refusals(result), rounding_line(result)]
+    return command.finish(result, text="" if arguments.json else "\n\n".join(told))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -14,7 +14,6 @@ that says so.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import json
 import os
@@ -30,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import environment
-from tests.campaigns import shim
+from tests.campaigns import command, shim
 
 ROOT = Path(__file__).parents[2]
 SIZES = ("small", "full")
@@ -552,10 +551,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 0 if all that was promised was found.
     """
     names = [campaign.name for campaign in CAMPAIGNS]
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--size", choices=SIZES, default="small")
+    parser = command.parser(__doc__, size="small", seed=0)
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
-    parser.add_argument("--seed", type=int, default=0, help="of random numbers (default 0)")
     parser.add_argument("--directory", type=Path, help="for what is found; a new one by default")
     parser.add_argument("--table", action="store_true", help="run nothing")
     parser.add_argument("--list", action="store_true", help="print the names of the campaigns")

@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import ctypes
 import gc
-import json
 import os
 import sys
 import tempfile
@@ -32,9 +31,8 @@ import adacheck_jax as adacheck
 from adacheck_jax.device.loops import xla_call
 from adacheck_jax.publish import Follower, Publisher
 from adacheck_jax.tools import listing, verification
-from benchmarks.common import environment
 from tests import support
-from tests.campaigns import children
+from tests.campaigns import children, command
 
 DELTAS = 50
 """Deltas behind the base of the lineages that are restored."""
@@ -149,7 +147,7 @@ def _manager(root: Path, handler: Any = None, **options: Any) -> Iterator[ocp.Ch
 
 def _run() -> support.Run:
     """A training run, with all compiled that is compiled in the background."""
-    run = support.dict_run(support.mesh_of((1,)))
+    run = support.dict_run(support.mesh_of((1, 1)))
     xla_call.wait()
     return run
 
@@ -320,17 +318,19 @@ VERBS = {
 
 def table(found: list[Growth]) -> str:
     """Markdown: a row a verb."""
-    head = "| verb | calls | objects | a call | MB | KB a call | files | threads |"
-    lines = [head, "|---" * 8 + "|"]
+    head = ["verb", "calls", "objects", "a call", "MB", "KB a call", "files", "threads"]
+    rows = []
     for each in found:
         before, after = each.before, each.after
         sizes = [round(x.memory_kb / 1024) for x in (before, after)]
-        lines.append(
-            f"| {each.verb} | {each.calls:,} | {before.objects:,} → {after.objects:,} | "
-            f"{each.objects:.2f} | {sizes[0]:,} → {sizes[1]:,} | {each.memory_kb:.2f} | "
-            f"{before.files} → {after.files} | {before.threads} → {after.threads} |"
+        rows.append(
+            [
+                *(each.verb, f"{each.calls:,}", f"{before.objects:,} → {after.objects:,}"),
+                *(f"{each.objects:.2f}", f"{sizes[0]:,} → {sizes[1]:,}", f"{each.memory_kb:.2f}"),
+                *(f"{before.files} → {after.files}", f"{before.threads} → {after.threads}"),
+            ]
         )
-    return "\n".join(lines)
+    return command.table(head, rows)
 
 
 def campaign(names: list[str], size: str) -> Iterator[Growth]:
@@ -352,8 +352,7 @@ def campaign(names: list[str], size: str) -> Iterator[Growth]:
 
 def main() -> int:
     """Reads the command line; prints the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--size", choices=("small", "full"), default="full")
+    parser = command.parser(__doc__, size="full")
     parser.add_argument("--only", nargs="+", choices=VERBS, default=[*VERBS], metavar="VERB")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -367,8 +366,8 @@ def main() -> int:
     for each in campaign(options.only, options.size):
         every.append(each)
         print(f"{each.verb}: {each.objects:.2f} objects a call", file=sys.stderr, flush=True)
-    print(table(every), json.dumps({"size": options.size, **environment()}), sep="\n\n")
-    return int(not all(each.is_flat for each in every if "stock" not in each.verb))
+    growing = [each.verb for each in every if not each.is_flat and "stock" not in each.verb]
+    return command.finish({}, growing, table(every))
 
 
 if __name__ == "__main__":

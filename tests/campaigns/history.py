@@ -9,11 +9,11 @@ the step; pairs without a fault have to be found equal.
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import random
 import shutil
+import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from adacheck_jax.format.byte_loops import fingerprint_of
 from adacheck_jax.tools.history import bisect as bisects
 from adacheck_jax.tools.history import compare as compares
 from adacheck_jax.tools.history.walk import State, Walk
-from benchmarks.common import environment
+from tests.campaigns import command
 
 SAVED_EVERY, MAX_DELTAS, LEAVES = 10, 100, 8
 GOES_ON = 40
@@ -231,34 +231,29 @@ def campaign(steps: int, mb: float, faults: int, clean: int, seed: int) -> list[
     return verdicts
 
 
-def main() -> None:
+def main() -> int:
     """Run the campaign, and print its table."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser = command.parser(__doc__, seed=0)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--mb", type=float, default=10)
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--clean", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    print(environment())
     found = campaign(options.steps, options.mb, options.faults, options.clean, options.seed)
     groups = (("faults", found[: options.faults]), ("clean pairs", found[options.faults :]))
-    print("| pairs | number | right | faded | most restores | compare, s | bisect, s |")
-    print("|---|---|---|---|---|---|---|")
+    rows = []
     for name, verdicts in groups:
         if verdicts:
             restores = max(max(v.restored_counts) for v in verdicts)
-            longest = [max(v.seconds[i] for v in verdicts) for i in (0, 1)]
+            longest = [f"{max(v.seconds[i] for v in verdicts):.1f}" for i in (0, 1)]
             right, faded = (
                 sum(each) for each in zip(*((v.is_right, v.faded) for v in verdicts), strict=True)
             )
-            print(
-                f"| {name} | {len(verdicts)} | {right} | {faded} | {restores} | {longest[0]:.1f} | "
-                f"{longest[1]:.1f} |"
-            )
-    if not all(each.is_right for each in found):
-        raise SystemExit(1)
+            rows.append([name, len(verdicts), right, faded, restores, *longest])
+    head = ["pairs", "number", "right", "faded", "most restores", "compare, s", "bisect, s"]
+    wrong = [each for each in found if not each.is_right]
+    return command.finish({}, wrong, command.table(head, rows))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

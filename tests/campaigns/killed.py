@@ -11,7 +11,6 @@ two and four processes.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
@@ -26,6 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.common import environment, free_port
+from tests.campaigns import command
 from tests.campaigns.children import PREFIX
 
 ROOT = Path(__file__).parents[2]
@@ -188,10 +188,7 @@ def _kind_of(error: str, victim: int) -> str:
 def table(found: dict[Cell, list[Seen]]) -> str:
     """A Markdown table: a row for each phase, victim and setting, a column for each count."""
     counts = sorted({cell.processes for cell in found})
-    lines = [
-        "| killed | when | setting | " + " | ".join(f"{n} processes" for n in counts) + " |",
-        "|---" * (3 + len(counts)) + "|",
-    ]
+    lines = []
     rows = dict.fromkeys((cell.phase, bool(cell.victim), cell.setting) for cell in found)
     for phase, is_other, setting in rows:
         columns = []
@@ -204,8 +201,8 @@ def table(found: dict[Cell, list[Seen]]) -> str:
             ]
             columns.append(_shown(itertools.chain(*each)))
         who = "another" if is_other else "process 0"
-        lines.append(f"| {who} | {PHASES[phase]} | {setting} | {' | '.join(columns)} |")
-    return "\n".join(lines)
+        lines.append([who, PHASES[phase], setting, *columns])
+    return command.table(["killed", "when", "setting", *(f"{n} processes" for n in counts)], lines)
 
 
 def _shown(seen: Iterable[Seen]) -> str:
@@ -219,10 +216,9 @@ def _shown(seen: Iterable[Seen]) -> str:
     return "; ".join(shown)
 
 
-def main() -> None:
+def main() -> int:
     """Runs the campaign, and prints its table."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--size", choices=("small", "full"), default="small")
+    parser = command.parser(__doc__, size="small")
     parser.add_argument("--jobs", type=int, default=2, help="cells at a time")
     parser.add_argument("--output", type=Path, help="file of raw results, as JSON")
     arguments = parser.parse_args()
@@ -244,9 +240,9 @@ def main() -> None:
         rows = [{**asdict(cell), "seen": [*map(asdict, seen)]} for cell, seen in found.items()]
         result = {"environment": environment(), "cells": rows, "exact": exact}
         arguments.output.write_text(json.dumps(result, indent=1))
-    print(table(found))
-    print(f"the step before, exact of {len(found)}, by number of processes: {exact}")
+    told = f"the step before, exact of {len(found)}, by number of processes: {exact}"
+    return command.finish({}, text=f"{table(found)}\n\n{told}")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

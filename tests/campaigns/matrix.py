@@ -32,7 +32,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.campaigns import children
+from tests.campaigns import children, command
 
 DEVICES = 8
 GROUP = 15
@@ -145,8 +145,7 @@ def replayed_elsewhere(
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Two Markdown tables: rows by class, and elements that differ by where they were replayed."""
     counts = collections.Counter(row["class"] for row in rows)
-    lines = [f"| {' | '.join(CLASSES)} |", f"|{'---|' * len(CLASSES)}"]
-    lines.append(f"| {' | '.join(str(counts[each]) for each in CLASSES)} |")
+    classes = command.table(CLASSES, [[counts[each] for each in CLASSES]])
     places: dict[str, list[tuple[int, int]]] = collections.defaultdict(list)
     failures: collections.Counter[str] = collections.Counter()
     for row in rows:
@@ -156,19 +155,19 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
                 failures[place] += 1
                 continue
             places[place].append((sum(leaves.values()), row["elements"]))
-    lines += ["", "| replayed on | rows | rows that differ | elements | that differ | raised |"]
-    lines.append("|---|---|---|---|---|---|")
+    lines = []
     for place, each in sorted(places.items()):
         differ = sum(count > 0 for count, _ in each)
-        totals = f"{sum(n for _, n in each):,} | {sum(count for count, _ in each):,}"
-        lines.append(f"| {place} | {len(each)} | {differ} | {totals} | {failures[place]} |")
+        totals = [f"{sum(n for _, n in each):,}", f"{sum(count for count, _ in each):,}"]
+        lines.append([place, len(each), differ, *totals, failures[place]])
+    head = ["replayed on", "rows", "rows that differ", "elements", "that differ", "raised"]
     whys = collections.Counter(
         (row["class"], row["why"].split(",")[-1].split(":")[0][:80])
         for row in rows
         if row["class"] in ("left out", "not trainable")
     )
-    lines += ["", *(f"* {count} {kind}: {why}" for (kind, why), count in whys.most_common(12))]
-    return "\n".join(lines)
+    left_out = "\n".join(f"* {count} {kind}: {why}" for (kind, why), count in whys.most_common(12))
+    return "\n\n".join([classes, command.table(head, lines), left_out])
 
 
 def add_elsewhere(rows: list[dict[str, Any]], arguments: argparse.Namespace, folder: Path) -> None:
@@ -192,9 +191,9 @@ def add_elsewhere(rows: list[dict[str, Any]], arguments: argparse.Namespace, fol
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Reads the command line, and prints a line for each and a table."""
+    parser = command.parser(__doc__, seed=0)
     parser.add_argument("--rows", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=0, help="of the first row")
     parser.add_argument("--only", type=int, help="one row alone, by its seed")
     parser.add_argument("--pin", action=argparse.BooleanOptionalAction, help="of the Recorder")
     parser.add_argument("--isa", type=lambda text: text.split(","), default=[])

@@ -13,7 +13,6 @@ survivors are a list to read, and not a number to bring to zero.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import json
 import os
@@ -27,6 +26,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from tests.campaigns import command
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "adacheck_jax"
@@ -311,18 +312,11 @@ def campaign(
 
 def main() -> None:
     """Reads the command line, plants faults, and prints the survivors."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.campaigns.mutations",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--count", type=int, default=40, help="faults to plant (default 40)")
-    parser.add_argument("--seed", type=int, default=0, help="of the choice of faults")
+    parser = command.parser(__doc__, count=40, seed=0, json=False)
+    parser.add_argument("--minutes", type=float, default=10, help="limit of each fault")
     parser.add_argument("--only", nargs="*", default=(), metavar="ROOM", help="rooms to plant in")
     parser.add_argument("--workers", type=int, default=2, help="processes of pytest (default 2)")
-    parser.add_argument("--minutes", type=float, default=10, help="limit of each fault")
     parser.add_argument("--list", action="store_true", help="print the faults, and plant none")
-    parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args()
     every = places(ROOT, arguments.only)
     faults = chosen(every, ROOT, arguments.count, arguments.seed)

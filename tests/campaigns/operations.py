@@ -22,14 +22,14 @@ import argparse
 import contextlib
 import ctypes
 import errno
-import json
+import math
 import os
 import shutil
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,7 @@ from adacheck_jax.format import manifest as manifests
 from adacheck_jax.store import volumes
 from adacheck_jax.store.packs import writer
 from adacheck_jax.store.steps import manifest_file
-from benchmarks.common import environment
-from tests.campaigns import shim
+from tests.campaigns import command, shim
 from tests.campaigns.crashes import KEPT_STEPS, Run, compile_once, digest
 
 multihost._DEFAULT_BARRIER_TIMEOUT = 5
@@ -394,31 +393,45 @@ def progress(name: str, count: int, of: int | None = None) -> None:
         print(f"{name}: {count}" + (f" of {of}" if of else ""), file=sys.stderr, flush=True)
 
 
-def main() -> None:
-    """Reads the command line, and prints what was found."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("modes", nargs="+", choices=["stopped", *FAILURES, "log"])
-    parser.add_argument("--save", choices=list(SAVES), default="delta", help="what is saved")
-    parser.add_argument("--directory", type=Path, required=True, help="to work in; empty")
-    parser.add_argument("--delta", default="auto", help="as AdaCheckHandler takes it")
+def add_options(parser: argparse.ArgumentParser, modes: list[str]) -> None:
+    """Options of a campaign that stops or fails operations."""
+    parser.add_argument("modes", nargs="+", choices=modes)
+    parser.add_argument("--directory", type=Path, required=True, help="empty directory to work in")
     parser.add_argument("--stride", type=int, default=1, help="try every so many operations")
-    parser.add_argument("--minutes", type=float, default=1e6, help="try no more after so many")
+
+
+def by_mode(
+    modes: list[str], exam: Exam, result_of: Callable[[str], dict[str, Any]]
+) -> dict[str, Any]:
+    """Results of each mode, with its problems."""
+    results = {}
+    for mode in modes:
+        before = len(exam.problems)
+        result = result_of(mode)
+        results[mode] = {**result, "problems": exam.problems[before:]}
+    return {"modes": results}
+
+
+def main() -> int:
+    """Reads the command line, and prints what was found."""
+    parser = command.parser(__doc__, minutes=math.inf)
+    add_options(parser, ["stopped", *FAILURES, "log"])
+    parser.add_argument("--save", choices=list(SAVES), default="delta", help="what is saved")
+    parser.add_argument("--delta", default="auto", help="as AdaCheckHandler takes it")
     args = parser.parse_args()
     stop_s = time.monotonic() + args.minutes * 60
     disk = Disk() if shim.VARIABLE in os.environ else Interpreter()
     exam = Exam(args.directory, args.delta, disk, stop_s)
-    step, results = SAVES[args.save], {}
-    for mode in args.modes:
-        before = len(exam.problems)
+    step = SAVES[args.save]
+
+    def result_of(mode: str) -> dict[str, Any]:
         if mode == "stopped":
-            result = exam.stopped(step, args.stride)
-        elif mode == "log":
-            result = exam.log(step)
-        else:
-            result = exam.failed(mode, step, args.stride)
-        results[mode] = {**result, "problems": exam.problems[before:]}
-    print(json.dumps({**environment(), "modes": results, "half_deleted": exam.half_deleted}))
+            return exam.stopped(step, args.stride)
+        return exam.log(step) if mode == "log" else exam.failed(mode, step, args.stride)
+
+    found = by_mode(args.modes, exam, result_of)
+    return command.finish({**found, "half_deleted": exam.half_deleted}, exam.problems)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -14,16 +14,14 @@ them none: no such change is a fault.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
-import itertools
 import logging
 import os
 import random
 import re
+import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +40,7 @@ import adacheck_jax as adacheck
 from adacheck_jax.device import transfer
 from adacheck_jax.state import exported_update
 from tests import support
+from tests.campaigns import command
 from tests.save.test_checks import kinds
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -385,26 +384,25 @@ def run(plan: Plan, root: Path) -> Outcome:
         return it.verify()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=5)
-    parser.add_argument("--seed", type=int, default=0, help="of the first run")
+def main() -> int:
+    """Reads the command line, and prints what was found."""
+    parser = command.parser(__doc__, seed=0, minutes=5.0)
     parser.add_argument("--only", type=int, help="seed of the only run")
     arguments = parser.parse_args()
-    end_s, saved, wrong = time.monotonic() + 60 * arguments.minutes, 0, 0
-    only = arguments.only
-    for seed in itertools.count(arguments.seed) if only is None else [only]:
-        plan = Plan.drawn(seed)
+    first, count = arguments.seed, sys.maxsize
+    if arguments.only is not None:
+        first, count = arguments.only, 1
+    runs, saved, problems = 0, 0, []
+    for number in command.trials(count, arguments.minutes):
+        plan = Plan.drawn(first + number)
         with tempfile.TemporaryDirectory() as root:
             outcome = run(plan, Path(root))
-        saved, wrong = saved + outcome.saved, wrong + bool(outcome.problems)
+        runs, saved = runs + 1, saved + outcome.saved
+        problems += outcome.problems
+        seed = first + number
         print(seed, plan.options, plan.optimizer, outcome.kinds, *outcome.problems, flush=True)
-        if time.monotonic() > end_s:
-            print(
-                f"{seed + 1 - arguments.seed} runs, {saved} steps saved and restored, {wrong} wrong"
-            )
-            break
+    return command.finish({"runs": runs, "saved and restored": saved}, problems)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -11,9 +11,9 @@ writes until there is a base, and all followers have to reach the newest version
 
 from __future__ import annotations
 
-import argparse
 import collections
 import json
+import math
 import os
 import random
 import signal
@@ -31,7 +31,7 @@ from adacheck_jax.errors import AdaCheckError, StorageError
 from adacheck_jax.format import byte_loops
 from adacheck_jax.publish.follower import Follower
 from adacheck_jax.publish.publisher import Publisher
-from benchmarks.common import environment
+from tests.campaigns import command
 
 LINES = 1024
 """A version's number is a count, times this, plus the number of its publisher modulo this."""
@@ -234,26 +234,22 @@ class Trials:
         return -1 if version is None else version
 
 
-def campaign(directory: Path, count: int, seed: int, most_s: float = 1e9) -> dict[str, Any]:
+def campaign(directory: Path, count: int, seed: int, minutes: float = math.inf) -> dict[str, Any]:
     """Does some faults to a root, one after another.
 
     Args:
         directory: to work in.
         count: number of trials.
         seed: seed of all choices.
-        most_s: seconds after which no trial begins.
+        minutes: minutes after which no trial begins.
     """
     byte_loops.fingerprint_of(weights_of(0)["a"])
     byte_loops.wait_until_compiled()  # for all children
     orders, report = directory / "orders", directory / "report"
     observer = _forked(lambda: observe(directory / "root", orders, report))
     trials, start_s = Trials(directory, seed), time.monotonic()
-    for number in range(count):
-        if time.monotonic() - start_s > most_s:
-            break
+    for number in command.trials(count, minutes):
         trials.trial(FAULTS[number % len(FAULTS)])
-        if sys.stderr.isatty():
-            print(f"\r{number + 1} of {count}", end="", file=sys.stderr)
         if os.waitpid(observer, os.WNOHANG)[0]:
             raise AssertionError("the process that follows ended")
     goal = trials.healed()
@@ -277,15 +273,11 @@ def campaign(directory: Path, count: int, seed: int, most_s: float = 1e9) -> dic
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--count", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=1e9, help="no trial begins after these")
-    options = parser.parse_args()
+    """Reads the command line, and prints what was found."""
+    options = command.parser(__doc__, count=1000, seed=0, minutes=math.inf).parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        found = campaign(Path(directory), options.count, options.seed, options.seconds)
-    print(json.dumps({**found, **environment()}, indent=2))
-    return 1 if found["wrong"] or found["stuck"] else 0
+        found = campaign(Path(directory), options.count, options.seed, options.minutes)
+    return command.finish(found, [*found["wrong"], *["stuck"] * found["stuck"]])
 
 
 if __name__ == "__main__":

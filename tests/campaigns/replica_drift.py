@@ -13,7 +13,6 @@ With several processes the module is started once for each, as ``tests.one_proce
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import logging
@@ -44,6 +43,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import adacheck_jax as adacheck
+from tests.campaigns import command
 from tests.support import SHADOWS
 
 STEPS = 10
@@ -391,9 +391,8 @@ def main() -> None:
         plan = draw(int(own.mode), own.devices * own.processes)
         Path(f"{own.out}-{own.process}.json").write_text(json.dumps(run(plan, Path(own.root))))
         return
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command.parser(__doc__, seed=0)
     parser.add_argument("--runs", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=1)
     options = parser.parse_args()
     _log.propagate = False

@@ -6,9 +6,7 @@ python -m tests.campaigns.retention --examples 100 --store gcs
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import os
 import sys
 import traceback
@@ -20,6 +18,7 @@ from hypothesis import HealthCheck, Phase
 from hypothesis.stateful import run_state_machine_as_test
 
 from tests import object_stores
+from tests.campaigns import command
 from tests.faults import test_retention_machine as machines
 
 RULES = 12
@@ -57,13 +56,10 @@ def run(machine: type[machines.Retention], examples: int, seed: int) -> tuple[in
     return count, ""
 
 
-def main() -> None:
+def main() -> int:
     """Reads the command line, and prints what was found."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command.parser(__doc__, seed=0, json=False, store=None)
     parser.add_argument("--examples", type=int, default=100, help="of each machine")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--store", choices=("gcs", "s3"), help="the machine of this store alone")
     options = parser.parse_args()
     with contextlib.ExitStack() as stack:
         chosen: list[type[machines.Retention]] = [
@@ -77,12 +73,9 @@ def main() -> None:
         found = [run(machine, options.examples, options.seed) for machine in chosen]
     failures = [failure for _, failure in found if failure]
     result = {"examples": sum(count for count, _ in found), "rules": RULES, "failures": failures}
-    if options.json:
-        print(json.dumps(result))
-    else:
-        print(f"{result['examples']} examples", *failures, sep="\n")
-    sys.exit(bool(failures))
+    text = "" if options.json else f"{result['examples']} examples"
+    return command.finish(result, failures, text)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -11,11 +11,11 @@ said to be in the file has to be found by the next one.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import contextlib
 import json
 import logging
+import math
 import os
 import random
 import re
@@ -38,8 +38,8 @@ from etils import epath
 import adacheck_jax as adacheck
 from adacheck_jax.proof.journal import Journal
 from adacheck_jax.update.elements import host_fold
-from benchmarks.common import environment
-from tests.campaigns.crashes import Child, compile_once, digest, fork, show_table
+from tests.campaigns import command
+from tests.campaigns.crashes import Child, compile_once, digest, fork
 
 CHUNK_ELEMENTS = 1 << 12
 PAUSE_S = 2e-4
@@ -307,8 +307,8 @@ class Killer:
             self._root, self._held = self._directory / f"root-{tally.runs}", 0
 
 
-def show(tally: Tally, total_s: float) -> None:
-    """Prints what was found."""
+def table(tally: Tally) -> str:
+    """What was found."""
     rows = [
         ("SIGKILLs", tally.kills),
         ("states recovered from memory", tally.recovered),
@@ -319,37 +319,24 @@ def show(tally: Tally, total_s: float) -> None:
         ("steps lost that the file held", len(tally.lost)),
         ("other failures", len(tally.failures)),
         (f"whole runs of {REFERENCE_STEPS} steps", tally.runs),
-        ("minutes", f"{total_s / 60:.1f}"),
     ]
-    show_table(rows, tally.problems())
+    return command.table(("what", "number"), rows)
 
 
-def main(arguments: list[str] | None = None) -> Tally:
+def main() -> int:
     """Reads the command line, kills, and prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--count", type=int, default=500, help="SIGKILLs (default 500)")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments (default 0)")
-    parser.add_argument("--minutes", type=float, default=1e6, help="stop after so many")
-    parser.add_argument("--directory", type=Path, help="to work in; kept if something fails")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    args = parser.parse_args(arguments)
+    options = {"seed": 0, "minutes": math.inf, "directory": None, "json": False}
+    args = command.parser(__doc__, count=500, **options).parse_args()
     directory = args.directory or Path(tempfile.mkdtemp(prefix="shadow-kills-", dir="/dev/shm"))
-    start_s = time.monotonic()
-    killer = Killer(directory, args.seed)
-    killer.prepare()
-    while killer.tally.kills < args.count and time.monotonic() - start_s < args.minutes * 60:
-        killer.kill_once()
-        if killer.tally.kills % 10 == 0:
-            seconds = time.monotonic() - start_s
-            print(f"{killer.tally.kills} kills, {seconds:.0f} s", file=sys.stderr, flush=True)
-    if args.json:
-        print(json.dumps({**environment(), "seed": args.seed, **vars(killer.tally)}, indent=1))
-    else:
-        show(killer.tally, time.monotonic() - start_s)
-    if not killer.tally.problems():
-        shutil.rmtree(directory, ignore_errors=True)
-    return killer.tally
+    killer, problems = Killer(directory, args.seed), []
+    with command.workplace(directory, problems):
+        killer.prepare()
+        for _ in command.trials(args.count, args.minutes):
+            killer.kill_once()
+        problems += killer.tally.problems()
+    text = "" if args.json else table(killer.tally)
+    return command.finish({"seed": args.seed, **vars(killer.tally)}, problems, text)
 
 
 if __name__ == "__main__":
-    sys.exit(bool(main().problems()))
+    sys.exit(main())

@@ -29,7 +29,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.campaigns import children
+from tests.campaigns import children, command
 from tests.campaigns.perturbations import KINDS, devices_of, draw
 from tests.support import SHADOWS
 
@@ -132,17 +132,17 @@ def table(found: Sequence[dict[str, Any]]) -> str:
     rows = [(kind, [each for each in found if kind in each.get("kinds", ())]) for kind in KINDS]
     rows += [(f"{n} devices", [each for each in found if each["devices"] == n]) for n in (1, 8)]
     rows = [*((name, some) for name, some in rows if some), ("all", list(found))]
-    lines = [f"| | {' | '.join(_COLUMNS)} |", f"|{'---|' * (len(_COLUMNS) + 1)}"]
+    lines = []
     for name, some in rows:
         sums = totals(some)
-        lines.append(f"| {name} | {' | '.join(str(sums[each]) for each in _COLUMNS)} |")
-    return "\n".join(lines)
+        lines.append([name, *(sums[each] for each in _COLUMNS)])
+    return command.table(["", *_COLUMNS], lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Reads the command line, and prints a line for each and a table."""
+    parser = command.parser(__doc__, seed=0)
     parser.add_argument("--runs", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0, help="of the first run")
     parser.add_argument("--only", type=int, help="one run alone, by its seed")
     parser.add_argument("--check", choices=("auto", "sample", "full"), help="of the handlers")
     parser.add_argument("--pin", action=argparse.BooleanOptionalAction, help="of the recorders")
@@ -174,8 +174,8 @@ def main() -> None:
         if arguments.only is not None:
             print(json.dumps(each, indent=1))
         if arguments.output:  # what there is so far
-            command = shlex.join(["python", "-m", "tests.campaigns.training", *sys.argv[1:]])
-            whole = {"command": command, "cores": os.cpu_count(), "runs": found}
+            line = shlex.join(["python", "-m", "tests.campaigns.training", *sys.argv[1:]])
+            whole = {"command": line, "cores": os.cpu_count(), "runs": found}
             arguments.output.write_text(json.dumps(whole))
     if arguments.only is None:
         print(f"\n{table(found)}")

@@ -112,6 +112,7 @@ def test_host_and_device_agree_on_every_data_type(dtype, engine):
     assert_engines_agree(arrays, dtype, engine)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", ["int4", "uint8", "bfloat16", "float32", "complex128"])
 def test_host_and_device_agree_on_every_shape(dtype, engine):
     assert_engines_agree([random_bits(shape, dtype) for shape in SHAPES], dtype, engine)

@@ -83,6 +83,7 @@ def lineage_of(root: Path, step: int) -> list[int]:
     return [each.manifest.step for each in lookup.resolve(item(root, step)).entries]
 
 
+@pytest.mark.covering(1, quick=1)
 @pytest.mark.parametrize("step", [2, 4, 6], ids=["first", "middle", "last"])
 def test_a_compacted_delta_is_a_stock_base_and_no_step_changes(tmp_path, step):
     run, saved = saved_run(tmp_path)
@@ -124,6 +125,7 @@ def test_differences_of_bits_are_compacted(tmp_path):
     assert "delta" not in stored
 
 
+@pytest.mark.covering(1, quick=1)
 @pytest.mark.parametrize("ago", [0, 2], ids=["its parent", "a step before"])
 def test_a_running_training_goes_on_from_the_new_base(tmp_path, ago):
     run = support.dict_run(mesh_of(MESH))
@@ -277,7 +279,8 @@ def test_v1_loads_a_compacted_step_with_and_without_this_library(tmp_path):
     assert_same_bits(found[path.name], saved[2])
 
 
-@pytest.mark.parametrize("golden", GOLDEN, ids=str)
+@pytest.mark.covering(1, quick=3)
+@pytest.mark.parametrize("golden", GOLDEN[::-1], ids=str)
 def test_steps_of_earlier_releases_are_compacted(tmp_path, golden):
     unpack(golden.directory, tmp_path)
     root = tmp_path / golden.name

@@ -268,6 +268,7 @@ def test_an_average_of_some_of_the_params_is_replayed(tmp_path):
     assert_derived_is_replayed(tmp_path, run, names=("ema",))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_deltas(tmp_path):
     """The first save after a restore comes before the train step was traced."""
     for _ in range(2):
@@ -454,6 +455,7 @@ def test_an_update_that_adds_up_elements_stores_the_tree(tmp_path):
     assert_restores(tmp_path, saved, run.state)
 
 
+@pytest.mark.slow
 def test_the_bytes_of_a_delta_do_not_grow(tmp_path):
     sizes = {}
     for name, derived in {"with": {"ema": average, "target": hard_copy}, "without": {}}.items():

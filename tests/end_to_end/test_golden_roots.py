@@ -57,6 +57,7 @@ def test_every_step_is_restored(root, golden, with_recorder):
                 assert passed["hyperparams.learning_rate"] == inner["learning_rate"]
 
 
+@pytest.mark.covering(1, quick=3)
 @of_each_root
 def test_every_step_verifies_and_is_shown(root, golden):
     run = CliRunner().invoke
@@ -87,6 +88,7 @@ def test_each_step_is_kept_as_it_was_made(root, golden):
     assert held == sorted({*golden.bits()} - {*golden.saved})
 
 
+@pytest.mark.covering(1, quick=3)
 @of_each_root
 def test_orbax_finds_the_handler_by_the_name_in_the_step(root, golden):
     """Every step names the handler; the name outlives the module that once had it."""

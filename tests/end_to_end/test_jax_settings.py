@@ -77,7 +77,7 @@ class Training:
         return {**on_mesh, "rest": rest}
 
 
-@pytest.mark.first(len(contexts.COVERING))
+@pytest.mark.first(1, slow=len(contexts.COVERING))
 @pytest.mark.parametrize("names", contexts.PAIRS, ids=" ".join)
 def test_a_run_goes_on_inside_contexts(tmp_path, names):
     assert contexts.unexpected(names, contexts.trial(names, tmp_path)) == {}
@@ -98,7 +98,7 @@ def test_elements_of_64_bits_are_refused_by_name_where_jax_makes_none(tmp_path):
             assert_same_bits(manager.restore(1, args=args), expected)
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1, slow=2)
 @pytest.mark.parametrize(
     ("name", "delta"), [*((name, "auto") for name in SETTINGS), ("jax_transfer_guard", "bits")]
 )

@@ -26,7 +26,7 @@ from benchmarks.redundancy import with_master_weights
 from tests import support
 from tests.end_to_end.test_multiprocess import launch, leaves
 
-LAYERS = 4
+LAYERS = 2
 
 
 def initial_params():
@@ -189,7 +189,7 @@ def saved_steps(tmp_path_factory):
     return there
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, quick=1)
 @pytest.mark.parametrize("devices", [1, 8], ids=["one device", "eight devices"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", TABLE)
@@ -301,6 +301,7 @@ def test_rules_drawn_at_random_come_back(tmp_path_factory, saved_steps, drawn, k
         assert_equal(other.restore(0, args=args), state)
 
 
+@pytest.mark.slow
 @pytest.mark.first(1)
 @pytest.mark.parametrize("name", ["all at once", "scan", "split by heads", "transpose"])
 def test_a_run_goes_on_as_if_it_had_been_trained_in_the_new_layout(tmp_path, name):
@@ -478,6 +479,7 @@ def linen_state(model, recorder):
     return {"params": params, "opt_state": recorder.init(params)}
 
 
+@pytest.mark.slow
 def test_a_transformer_of_linen_is_scanned_and_unrolled(tmp_path):
     recorder = adacheck.Recorder(optax.adamw(1e-3))
     inputs = jax.random.normal(jax.random.key(5), (2, 6, 16))
@@ -542,6 +544,7 @@ class Scan(nnx.Module):
         self.head = nnx.Linear(8, 2, rngs=rngs)
 
 
+@pytest.mark.slow
 def test_layers_of_nnx_are_scanned_and_unrolled(tmp_path):
     recorder = adacheck.Recorder(optax.adam(1e-2))
 

@@ -88,6 +88,7 @@ def sampled(count, mesh=None):
     return arrays, sites, layout, taker, programs
 
 
+@pytest.mark.covering(1, quick=1)
 @pytest.mark.parametrize("shape", [None, (4, 2)], ids=str)
 def test_leaves_of_a_kind_are_sampled_by_one_program_and_each_has_its_own_elements(shape):
     mesh = shape and mesh_of(shape)

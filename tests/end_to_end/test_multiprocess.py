@@ -68,6 +68,7 @@ def run_of_two(tmp_path_factory):
     return root
 
 
+@pytest.mark.slow
 def test_the_processes_share_the_writing(run_of_two):
     found = lookup.resolve(run_of_two / "run" / "3" / "default")
     (_, delta) = (entry.manifest for entry in found.entries[1:])

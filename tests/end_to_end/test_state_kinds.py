@@ -246,7 +246,7 @@ def unreplayed(root: Path) -> list[tuple[int, ...]]:
     return [delta_of(root, step).unreplayed for step in range(2, STEPS + 1)]
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1, slow=2)
 @pytest.mark.parametrize("name", ELEMENT_WISE)
 def test_an_element_wise_optimizer_in_a_fused_step_is_replayed(tmp_path, name):
     save_and_check(tmp_path, recorded_run(ELEMENT_WISE[name]()), "BRRRR")
@@ -423,6 +423,7 @@ def in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation
 class TestTypesOfParams:
     """Params that are not float32."""
 
+    @pytest.mark.slow
     @pytest.mark.first(1)
     @pytest.mark.parametrize(
         ("moments", "delta"), [("bfloat16", "auto"), ("float32", "auto"), ("float32", "bits")]
@@ -596,6 +597,7 @@ def test_leaves_of_each_kind_come_back_as_they_were(tmp_path, kind, delta, has_r
         assert_comes_back(tmp_path, kind, KINDS[kind], delta, has_recorder)
 
 
+@pytest.mark.covering(1, quick=1)
 @pytest.mark.parametrize("kind", ["64 bits", "uint4", "zero-size"])
 def test_leaves_of_rare_kinds_come_back_as_they_were(tmp_path, kind):
     with jax.enable_x64(True) if kind == "64 bits" else contextlib.nullcontext():
@@ -664,6 +666,8 @@ def swapped(seed: int) -> Any:
     return {dtype[1:]: np.arange(seed, seed + 6).astype(dtype).reshape(2, 3) for dtype in dtypes}
 
 
+@pytest.mark.slow
+@pytest.mark.first(1, slow=2)
 @IN_DELTAS
 def test_numbers_in_another_byte_order_are_stored_in_this_machines(tmp_path, delta, has_recorder):
     root, out = tmp_path / "root", tmp_path / "step.npz"

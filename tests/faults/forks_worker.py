@@ -90,7 +90,7 @@ class Training:
         # situation is there: before that Orbax makes a step's directory, and an end meanwhile
         # leaves a thread of Orbax's, with any handler, waiting for it for as long as it may.
         self.is_end = is_end
-        self.run = support.dict_run(support.mesh_of((1,)))
+        self.run = support.dict_run(support.mesh_of((1, 1)))
         self.handler = adacheck.AdaCheckHandler(
             self.run.recorder,
             max_deltas=adacheck.AdaptivePolicy(most_deltas=LINEAGE),

@@ -14,6 +14,8 @@ from adacheck_jax.format.one_process import OneProcess
 from tests.faults import forks_worker
 from tests.faults.forks_worker import DEEDS, SITUATIONS
 
+OTHERS = [each for each in SITUATIONS if each not in ("writing", "saving", "folding")]
+
 
 def ran(situation: str, tmp_path: Any) -> Any:
     """What a process tells that is in a situation; it forks, and this one may not."""
@@ -30,7 +32,8 @@ def ran(situation: str, tmp_path: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("situation", SITUATIONS)
+@pytest.mark.first(3)
+@pytest.mark.parametrize("situation", ["writing", "saving", "folding", *OTHERS])
 def test_no_child_hangs_or_harms_its_parent(tmp_path, situation):
     found = ran(situation, tmp_path)
     assert found["outcomes"] == dict.fromkeys(DEEDS, "ended with 0")
@@ -45,7 +48,8 @@ def test_no_child_hangs_or_harms_its_parent(tmp_path, situation):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("situation", [s for s in SITUATIONS if s != "folding"])
+@pytest.mark.first(2)
+@pytest.mark.parametrize("situation", ["writing", "saving", *OTHERS])
 def test_a_process_ends_whatever_its_threads_do(tmp_path, situation):
     ran(f"end-{situation}", tmp_path)
 

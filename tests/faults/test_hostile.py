@@ -93,7 +93,6 @@ def test_a_leaf_that_no_one_saved_is_refused_without_making_its_boxes(changes):
 @pytest.mark.parametrize(
     "text",
     [
-        b'{"format":3,"format":3}',
         b'{"format":' + b"9" * 5000 + b"}",
         b'{"format":1e400}',
         b'{"format":NaN}',
@@ -102,11 +101,18 @@ def test_a_leaf_that_no_one_saved_is_refused_without_making_its_boxes(changes):
         b"\xff\xfe[",
         b"[[],[],[]," * 2**19,
     ],
-    ids=["twice", "digits", "infinite", "nan", "lists", "objects", "utf-16", "many"],
+    ids=["digits", "infinite", "nan", "lists", "objects", "utf-16", "many"],
 )
 def test_json_that_no_one_writes_is_refused(text):
     with pytest.raises(FormatError):
         decode(text)
+
+
+def test_a_key_that_appears_twice_is_refused():
+    data = encode_body(body_of(A_DELTA))
+    decode(data)
+    with pytest.raises(FormatError, match="twice"):
+        decode(data.replace(b"{", b'{"kind":"base",', 1))
 
 
 def test_metadata_as_deep_as_json_can_read_is_read_or_refused():

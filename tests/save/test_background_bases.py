@@ -51,6 +51,7 @@ def bases_of(root):
     return [each.step for each in found if isinstance(each, BaseManifest)]
 
 
+@pytest.mark.covering(1, quick=1)
 @pytest.mark.parametrize("shape", [(1, 1), (4, 2)], ids=["one device", "eight devices"])
 def test_the_loop_writes_one_base_and_the_shadow_the_others(tmp_path, shape):
     run = support.dict_run(mesh_of(shape))

@@ -295,6 +295,7 @@ def test_a_check_does_not_keep_a_donated_state_from_being_overwritten(tmp_path, 
         assert_same_bits(manager.restore(3, args=target), saved[3])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("elements", "expected"), [(4096, "full"), (4128, "sample")])
 @pytest.mark.parametrize("mesh", [(1, 1), (4, 2)])
 def test_a_sample_that_takes_every_leaf_whole_is_a_full_check(tmp_path, elements, expected, mesh):

@@ -20,7 +20,7 @@ INTERVAL = 5
 
 @functools.cache
 def compiled_run():
-    return support.dict_run(mesh_of((1,)))
+    return support.dict_run(mesh_of((1, 1)))
 
 
 def new_run():

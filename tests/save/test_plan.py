@@ -230,7 +230,7 @@ def test_a_base_is_planned_where_the_options_say_so(case, is_planned):
 
 @pytest.fixture(scope="module")
 def structure():
-    run = support.dict_run(support.mesh_of((1,)))
+    run = support.dict_run(support.mesh_of((1, 1)))
     return Snapshots(recorders_of(run.recorder), None).take(run.state).structure
 
 

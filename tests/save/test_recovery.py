@@ -106,6 +106,7 @@ def wait_for_shadow(handler: adacheck.AdaCheckHandler) -> None:
     saver._shadow._thread.submit(int).result()
 
 
+@pytest.mark.covering(1, quick=1)
 @pytest.mark.parametrize("shape", [(1, 1), (4, 2)], ids=["one device", "eight devices"])
 def test_the_next_save_after_a_recovery_is_a_delta_of_the_newest_step(root, memory, shape):
     run = support.dict_run(mesh_of(shape))
@@ -531,6 +532,7 @@ def test_a_state_of_all_kinds_of_leaves_is_recovered(root, memory):
     assert found[1]["keys"].dtype == state["keys"].dtype
 
 
+@pytest.mark.covering(1, quick=1)
 @pytest.mark.parametrize("shape", [(1, 1), (4, 2)], ids=["one device", "eight devices"])
 def test_a_python_number_that_became_an_array_is_recovered_as_a_number(root, memory, shape):
     run = support.dict_run(mesh_of(shape))

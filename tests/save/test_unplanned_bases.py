@@ -19,7 +19,7 @@ from tests.support import manager_of, mesh_of
 
 @functools.cache
 def compiled_run():
-    return support.dict_run(mesh_of((1,)))
+    return support.dict_run(mesh_of((1, 1)))
 
 
 def new_run():

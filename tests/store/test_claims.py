@@ -25,7 +25,7 @@ class Writers:
     """Two managers of one root; what the first one writes waits where a test wants it."""
 
     def __init__(self, root, monkeypatch, method):
-        self.root, self.run = root, support.dict_run(mesh_of((1,)))
+        self.root, self.run = root, support.dict_run(mesh_of((1, 1)))
         self.managers = [manager_of(root, self.new_handler()) for _ in range(2)]
         self.reached, self.goes_on = threading.Event(), threading.Event()
         owner = share if method == "_write" else commit.Save
@@ -109,7 +109,7 @@ def test_the_later_of_two_writers_saves_the_step_and_the_other_is_told(
 
 
 def test_a_handler_saves_a_step_again_after_it_failed(tmp_path, monkeypatch):
-    run = support.dict_run(mesh_of((1,)))
+    run = support.dict_run(mesh_of((1, 1)))
     with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
         saved = support.save_steps(manager, run, 2)
         state, inner = run.advance(), share._write
@@ -160,7 +160,7 @@ def test_a_step_that_another_one_has_committed_is_not_committed_again(tmp_path):
 
 def test_a_directory_that_another_writer_has_removed_is_not_made_anew(tmp_path, monkeypatch):
     """Removed after the last look at the claim: the other one's mkdir would find a directory."""
-    run, removed = support.dict_run(mesh_of((1,))), []
+    run, removed = support.dict_run(mesh_of((1, 1))), []
 
     def remove(directory):
         shutil.rmtree(directory)

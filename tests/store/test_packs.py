@@ -372,6 +372,7 @@ def stored_bytes(directory):
 @pytest.mark.first(1)
 @pytest.mark.parametrize("mask", [0x01, 0x80])
 def test_no_damaged_byte_of_any_file_is_ever_returned(mask, pack):
+    assert read_all(pack) == WHOLE
     noticed = 0
     for path in data_files(pack):
         original = path.read_bytes()

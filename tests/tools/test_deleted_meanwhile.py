@@ -33,7 +33,7 @@ STEP = 3
 def saved(tmp_path_factory) -> Path:
     """A root with the steps base 1, deltas 2 and 3, base 4, and delta 5."""
     root = tmp_path_factory.mktemp("saved") / "root"
-    run = support.dict_run(support.mesh_of((1,)))
+    run = support.dict_run(support.mesh_of((1, 1)))
     handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=2)
     with support.manager_of(root, handler) as manager:
         support.save_steps(manager, run, 5)
@@ -94,7 +94,7 @@ def linked(saved: Path, root: Path) -> Path:
     return root
 
 
-QUICK = 4
+QUICK = 2
 """Deletions of a command that the quick tests try, evenly spread."""
 
 

@@ -142,6 +142,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.covering(1, quick=2)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f[1].replace("/", "."))
 def test_compare_names_step_leaf_and_element_of_one_flipped_bit(run, tmp_path, fault):
     step, path, index, _bit = fault

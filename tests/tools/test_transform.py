@@ -26,7 +26,7 @@ to = "model/{all...}"
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     root = tmp_path_factory.mktemp("root")
-    run = support.dict_run(support.mesh_of((1,)))
+    run = support.dict_run(support.mesh_of((1, 1)))
     with support.manager_of(root, adacheck.AdaCheckHandler(run.recorder)) as manager:
         support.save_steps(manager, run, 3)
         manager.wait_until_finished()

@@ -257,7 +257,7 @@ def _value_beside_a_gradient(step, grads, *rest):
     return jax.grad(loss, has_aux=True)(grads)[1]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, quick=2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", UPDATES)
 def test_inside_disable_jit_an_update_has_the_bits_of_a_compiled_one(name, way):

@@ -149,7 +149,7 @@ def leaves_of(params, state):
     return jax.tree.leaves(params), jax.tree.leaves(state.adacheck_inner)
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(1, slow=3)
 @pytest.mark.parametrize(
     ("mesh_shape", "axis_type"),
     [
@@ -212,7 +212,7 @@ def test_recorded_extra_arguments_are_replayed():
     assert_same_bits(leaves, host_copy(leaves_of(params, state)))
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1, slow=2)
 @pytest.mark.parametrize("name", ["adam", "adamw", "nadamw", "adabelief", "amsgrad", "radam"])
 def test_several_equal_leaves_on_one_device_replay_to_every_bit(name):
     """A program exported for several platforms divides by the bias correction in another way."""

@@ -73,7 +73,7 @@ def assert_same_samples(arrays, numbers=(0, 1, 5)):
 DTYPES = ("float32", "bfloat16", "int32", "bool", "complex64", "float8_e4m3fn", "int4")
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, quick=2)
 @pytest.mark.parametrize("has_loops", [True, False])
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("shape", MESHES, ids=str)

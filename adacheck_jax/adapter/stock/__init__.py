@@ -1,4 +1,4 @@
-"""Plain checkpoints of stock Orbax: written for others, and read to go on from.
+"""Checkpoints in the form of stock Orbax: bases, and plain ones that others write and read.
 
-Begin with :mod:`~adacheck_jax.adapter.stock.plain`. Neither module knows a step of this library.
+Begin with :mod:`~adacheck_jax.adapter.stock.base_checkpoint`.
 """

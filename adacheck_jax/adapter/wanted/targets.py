@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from adacheck_jax.adapter.wanted.stock_arguments import StockRestoreArgs
+from adacheck_jax.adapter.stock_arguments import StockRestoreArgs
 from adacheck_jax.device import transfer, trees
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError, MismatchError

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
-from adacheck_jax.adapter.descriptions import is_number
 from adacheck_jax.adapter.single_save import save_base
+from adacheck_jax.adapter.stock.base_checkpoint import StockCheckpoints
+from adacheck_jax.adapter.stock.descriptions import is_number
 from adacheck_jax.device import transfer, trees
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import MismatchError

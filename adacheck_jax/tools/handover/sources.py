@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
-from adacheck_jax.adapter.descriptions import check_described, damaged_descriptions
+from adacheck_jax.adapter.stock.base_checkpoint import StockCheckpoints
+from adacheck_jax.adapter.stock.descriptions import check_described, damaged_descriptions
 from adacheck_jax.device import transfer, trees
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import (

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
+from adacheck_jax.adapter.stock.base_checkpoint import StockCheckpoints
 from adacheck_jax.device import transfer, trees
 from adacheck_jax.errors import AdaCheckError, IntegrityError, StepDeletedError
 from adacheck_jax.format.manifest import BaseManifest, Leaf, Update

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 
 from adacheck_jax.adapter.arguments import RestoreArgs
-from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
 from adacheck_jax.adapter.restoring import StepRestorer
+from adacheck_jax.adapter.stock.base_checkpoint import StockCheckpoints
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.store.storage.location import located
 from adacheck_jax.tools.handover.recorded_step import find

@@ -48,7 +48,7 @@ class Batches:
 
 
 def test_a_negative_step_is_refused(tmp_path):
-    run = dict_run(mesh_of((1,)))
+    run = dict_run(mesh_of((1, 1)))
     handler = adacheck.AdaCheckHandler(run.recorder)
     with adacheck.v1.context(handler), checkpointer_of(tmp_path) as checkpointer:
         with pytest.raises(ValueError, match=r"found -3\. Nothing was saved"):
@@ -98,7 +98,7 @@ def test_a_run_resumes_with_a_delta(tmp_path):
 
 
 def test_other_checkpointables_go_on_beside_the_state(tmp_path):
-    run = dict_run(mesh_of((2,)))
+    run = dict_run(mesh_of((2, 2)))
     saved = {}
     handler = adacheck.AdaCheckHandler(run.recorder)
     with adacheck.v1.context(handler), checkpointer_of(tmp_path) as checkpointer:
@@ -123,7 +123,7 @@ def test_other_checkpointables_go_on_beside_the_state(tmp_path):
 
 
 def test_deleted_ancestors_are_kept_in_their_descendants(tmp_path):
-    run = dict_run(mesh_of((2,)))
+    run = dict_run(mesh_of((2, 2)))
     with (
         adacheck.v1.context(adacheck.AdaCheckHandler(run.recorder)),
         checkpointer_of(tmp_path, preservation_policy=policies.LatestN(2)) as checkpointer,
@@ -140,7 +140,7 @@ def test_without_hard_links_a_policy_keeps_the_ancestors(tmp_path, monkeypatch):
         raise PermissionError(errno.EPERM, "no links here")
 
     monkeypatch.setattr(os, "link", refuse)
-    run = dict_run(mesh_of((2,)))
+    run = dict_run(mesh_of((2, 2)))
     keep = adacheck.KeepLineage(policies.LatestN(1))
     with (
         adacheck.v1.context(
@@ -185,7 +185,7 @@ def test_metadata_of_a_delta_describes_the_state_and_loads_it(tmp_path):
 
 
 def test_arguments_stand_for_the_state_and_for_the_abstract_state(tmp_path):
-    run = dict_run(mesh_of((2,)))
+    run = dict_run(mesh_of((2, 2)))
     handler = adacheck.AdaCheckHandler(run.recorder)
     with adacheck.v1.context(handler), checkpointer_of(tmp_path) as checkpointer:
         for _ in range(3):
@@ -203,7 +203,7 @@ def test_arguments_stand_for_the_state_and_for_the_abstract_state(tmp_path):
 
 
 def test_a_state_is_recovered_from_memory(tmp_path):
-    run, root = dict_run(mesh_of((2,))), tmp_path / "root"
+    run, root = dict_run(mesh_of((2, 2))), tmp_path / "root"
     options = {"shadow": adacheck.Shadow(directory=tmp_path / "memory")}
     handler = adacheck.AdaCheckHandler(run.recorder, **options)
     with adacheck.v1.context(handler), checkpointer_of(root) as checkpointer:
@@ -250,7 +250,7 @@ def test_states_of_scalars_keys_and_empty_arrays(tmp_path):
 
 
 def test_stock_orbax_loads_a_base_and_says_what_loads_a_delta(tmp_path):
-    run = dict_run(mesh_of((2,)))
+    run = dict_run(mesh_of((2, 2)))
     handler = adacheck.AdaCheckHandler(run.recorder)
     with adacheck.v1.context(handler), checkpointer_of(tmp_path) as checkpointer:
         saved = save_steps(checkpointer, run, 2)
@@ -274,7 +274,7 @@ def test_stock_checkpoints_load_in_our_context(tmp_path):
 
 
 def test_errors_keep_their_types(tmp_path):
-    run = dict_run(mesh_of((2,)))
+    run = dict_run(mesh_of((2, 2)))
     handler = adacheck.AdaCheckHandler(run.recorder)
     with adacheck.v1.context(handler), checkpointer_of(tmp_path) as checkpointer:
         saved = save_steps(checkpointer, run, 2)
@@ -293,7 +293,7 @@ def test_errors_keep_their_types(tmp_path):
 
 
 def test_a_refused_save_leaves_nothing_that_hinders_the_next_one(tmp_path):
-    run = dict_run(mesh_of((2,)))
+    run = dict_run(mesh_of((2, 2)))
     with adacheck.v1.context(adacheck.AdaCheckHandler(run.recorder)):
         run.advance()
         expected = host_copy(run.state)
@@ -309,7 +309,7 @@ def test_a_refused_save_leaves_nothing_that_hinders_the_next_one(tmp_path):
 def test_after_a_failed_save_training_goes_on(tmp_path, monkeypatch):
     from adacheck_jax.adapter.training_run import TrainingRun
 
-    run = dict_run(mesh_of((2,)))
+    run = dict_run(mesh_of((2, 2)))
     commit = TrainingRun.commit
 
     def failing(self, directory, begun):
@@ -335,7 +335,7 @@ def test_after_a_failed_save_training_goes_on(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("way", ["checkpointer", "functions"])
 def test_steps_that_are_marked_and_not_renamed(tmp_path, way):
-    run = dict_run(mesh_of((2,)))
+    run = dict_run(mesh_of((2, 2)))
     parent = ocp.Context()
     parent.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE
     saved = {}
@@ -362,7 +362,7 @@ def test_steps_that_are_marked_and_not_renamed(tmp_path, way):
 
 
 def test_a_step_that_is_marked_is_not_committed_before_its_metadata(tmp_path, monkeypatch):
-    run = dict_run(mesh_of((2,)))
+    run = dict_run(mesh_of((2, 2)))
     parent = ocp.Context()
     parent.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE
     found, write = [], serialization.write
@@ -379,7 +379,7 @@ def test_a_step_that_is_marked_is_not_committed_before_its_metadata(tmp_path, mo
 
 
 def test_what_is_written_beside_a_step_never_changes(tmp_path):
-    run = dict_run(mesh_of((2,)))
+    run = dict_run(mesh_of((2, 2)))
     handler = adacheck.AdaCheckHandler(run.recorder)
     with adacheck.v1.context(handler), checkpointer_of(tmp_path) as checkpointer:
         save_steps(checkpointer, run, 2)

@@ -29,7 +29,7 @@ def context_with(recorder=None, **settings):
 
 @pytest.mark.parametrize("step", [1, 2])
 def test_partial_load(tmp_path, step):
-    run = dict_run(mesh_of((2,)))
+    run = dict_run(mesh_of((2, 2)))
     handler = adacheck.AdaCheckHandler(run.recorder)
     with adacheck.v1.context(handler), checkpointer_of(tmp_path) as checkpointer:
         saved = save_steps(checkpointer, run, 2)
@@ -103,7 +103,7 @@ def test_the_size_of_data_files(tmp_path):
     ],
 )
 def test_a_form_of_storage_that_is_not_written(tmp_path, option, value):
-    run = dict_run(mesh_of((2,)))
+    run = dict_run(mesh_of((2, 2)))
     refused = context_with(run.recorder, **{f"array__saving__{option}": value})
     named = pytest.raises(ValueError, match=rf"array\.saving\.{option}={value}")
     with refused, checkpointer_of(tmp_path) as checkpointer, named:

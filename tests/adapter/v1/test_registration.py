@@ -41,7 +41,7 @@ def test_a_context_takes_options_and_handlers_of_its_parent(tmp_path):
     parent = ocp.Context()
     parent.asynchronous.timeout_secs = 77
     parent.checkpointables.registry = ocp.handlers.local_registry().add(NoteHandler)
-    run = dict_run(mesh_of((2,)))
+    run = dict_run(mesh_of((2, 2)))
     with adacheck.v1.context(adacheck.AdaCheckHandler(run.recorder), parent=parent) as context:
         assert context.asynchronous.timeout_secs == 77
         with checkpointer_of(tmp_path) as checkpointer:
@@ -53,7 +53,7 @@ def test_a_context_takes_options_and_handlers_of_its_parent(tmp_path):
 
 
 def test_a_state_of_another_name(tmp_path):
-    run = dict_run(mesh_of((2,)))
+    run = dict_run(mesh_of((2, 2)))
     handler = adacheck.AdaCheckHandler(run.recorder)
     context = adacheck.v1.context(handler, checkpointable_name="train")
     with context, checkpointer_of(tmp_path) as checkpointer:
@@ -69,7 +69,7 @@ def test_a_state_of_another_name(tmp_path):
 
 
 def test_a_registry_of_ones_own(tmp_path):
-    run = dict_run(mesh_of((2,)))
+    run = dict_run(mesh_of((2, 2)))
     registry = ocp.handlers.local_registry(include_global_registry=False)
     handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=1)
     adacheck.v1.register(registry, handler)
@@ -83,7 +83,7 @@ def test_a_registry_of_ones_own(tmp_path):
 
 
 def test_two_runs_do_not_mix(tmp_path):
-    contexts, runs = [], [dict_run(mesh_of((2,))) for _ in range(2)]
+    contexts, runs = [], [dict_run(mesh_of((2, 2))) for _ in range(2)]
     for run in runs:
         contexts.append(adacheck.v1.context(adacheck.AdaCheckHandler(run.recorder)))
     for _ in range(2):

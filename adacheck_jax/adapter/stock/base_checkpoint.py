@@ -18,8 +18,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from adacheck_jax.adapter import descriptions
-from adacheck_jax.adapter.descriptions import (
+from adacheck_jax.adapter.stock import descriptions
+from adacheck_jax.adapter.stock.descriptions import (
     Entry,
     check_described,
     digest_of,
