@@ -25,6 +25,19 @@ import os
 import re
 from collections.abc import Iterator
 
+__all__ = [
+    "AdaCheckError",
+    "FormatError",
+    "IntegrityError",
+    "LineageError",
+    "MismatchError",
+    "RecorderError",
+    "ReplayError",
+    "ReplicaError",
+    "StepDeletedError",
+    "StorageError",
+]
+
 
 class AdaCheckError(Exception):
     """Base class of every error that this library raises on purpose."""

@@ -32,7 +32,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 
-import adacheck_jax as adacheck
+from adacheck_jax.publish import Publisher, follow
 from benchmarks.common import LanguageModel, environment, tokens_of, width_for, words
 
 SHARES = (0.01, 0.03, 0.10)
@@ -94,11 +94,11 @@ def size_of(run: str, versions: Iterator[dict[str, np.ndarray]], root: Path) -> 
     rows: list[tuple[float, ...]] = []
     before: dict[str, np.ndarray] = {}
     follower = None
-    with adacheck.Publisher(root, base_every=10**6) as publisher:
+    with Publisher(root, base_every=10**6) as publisher:
         for number, after in enumerate(versions):
             publisher.publish(after, version=number)
             report = publisher.wait()
-            follower = follower or adacheck.follow(root, after)
+            follower = follower or follow(root, after)
             found = follower.wait_for(number)
             assert all(np.asarray(found[k]).tobytes() == after[k].tobytes() for k in after)
             if before and report is not None:
@@ -188,10 +188,13 @@ def times(params_count: int, turns: int, root: Path) -> dict[str, float]:
         found = {name: master[n].astype(jnp.bfloat16) for n, name in enumerate(names)}
         return jax.block_until_ready(found)
 
-    follower = adacheck.follow(root / "published", params(), poll_s=0.002)
+    follower = follow(root / "published", params(), poll_s=0.002)
     abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, params())
     rows, rounds = [], range(turns + 1)
-    with adacheck.Publisher(root / "published") as publisher, ocp.StandardCheckpointer() as stock:
+    with (
+        Publisher(root / "published") as publisher,
+        ocp.StandardCheckpointer() as stock,
+    ):
         publisher.publish(params(), version=0, wait=True)
         follower.wait_for(0)
         for number in rounds:

@@ -33,6 +33,9 @@ WIDTH = (
     64  # every shard stays at least 16 wide: narrower ones XLA:CPU of jax 0.12 compiles otherwise
 )
 
+SHADOWS = {"auto": adacheck.Shadow(), "sample": None, "full": adacheck.Shadow(on_devices=True)}
+"""Settings of the shadow by what they have compared."""
+
 
 def mesh_of(shape: tuple[int, ...], axis_type: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
     names = ("data", "model")[: len(shape)]

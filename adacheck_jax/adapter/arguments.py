@@ -180,16 +180,3 @@ class RestoreInfo:
     def exact(self) -> bool:
         """True if every bit is known to be the one that was trained."""
         return self.verified and not self.rounded and not self.stale
-
-
-@dataclass(frozen=True, slots=True)
-class RecoveredStep:
-    """A step that a process which was killed has left in memory.
-
-    Attributes:
-        step: its number; it may be newer than the newest step in storage.
-        state: its state, bit-exact: every fingerprint was compared.
-    """
-
-    step: int
-    state: PyTree

@@ -14,7 +14,6 @@ from etils import epath
 from adacheck_jax.adapter import directories
 from adacheck_jax.adapter.arguments import (
     HANDLER_NAME,
-    RecoveredStep,
     RestoreArgs,
     RestoreInfo,
     SaveArgs,
@@ -30,8 +29,7 @@ from adacheck_jax.device import replicas
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError, storage_named
 from adacheck_jax.format.manifest import BaseManifest
-from adacheck_jax.save.exported_update import Check
-from adacheck_jax.save.planning.situation import Delta, Options
+from adacheck_jax.save.options import Delta, Options, Shadow
 from adacheck_jax.schedule.line import MaxDeltas
 from adacheck_jax.store.retention import KeepLineage
 from adacheck_jax.store.steps import deletion, marks, roots, stock
@@ -74,15 +72,6 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             recorders a dictionary by leaf-path prefix of the optimizer state.
         keep_lineage: the preservation policy given to the manager, where the file system has no
             hard links.
-        check: what of a delta's replay is compared with the state before the delta is saved.
-            ``"auto"``: everything, by a copy of the state in host memory that follows training
-            (the shadow), where it fits and the update is pinned and element-wise; else a sample.
-            ``"sample"``: small leaves whole, and of each large leaf a block at a position that
-            changes from save to save; what touches few elements of a large leaf may be missed.
-            ``"full"``: everything, by a second copy of the state that follows training on the same
-            devices. Leaves that replay does not reproduce are stored. Where a save had returned
-            before its step was computed, the state is gone when that is found: the save fails,
-            and the run becomes cautious: from then on saves are checked before they return.
         compression: lossless. ``"none"`` stores records and whole leaves as they are, and
             compresses the differences of a delta alone, which exist to be compressed; ``"fast"``
             compresses all with LZ4, ``"small"`` with zstd, which takes about three times as long
@@ -93,25 +82,18 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             step as one of them has it, named by :attr:`RestoreInfo.replica`; ``"raise"`` refuses it
             with a :class:`ReplicaError`, at the next save or wait where saves are asynchronous;
             ``"off"`` does not look. Each device reads what it holds once, as for any fingerprint.
-        shadow_bytes: the most host memory that the shadow may take in this process; it needs as
-            much as this process writes of a base, and a record. None for half of what is free,
-            shared by up to eight processes; 0 for no shadow.
-        shadow_directory: a directory of this machine in memory, such as ``"/dev/shm/myrun"``, in
-            which the shadow lies in a file: a process that is killed and started again here gets
-            its state back without reading storage (:meth:`recover`). It is made if it is not
-            there, and the file stays when training ends: remove the directory then. The file holds
-            a whole state and two records. Without effect in jobs of several processes.
+        shadow: the copy of the state that follows training, with which all of a delta's replay is
+            compared before the delta is saved. None for no copy: then a sample is compared, small
+            leaves whole, and of each large leaf a block at a position that changes from save to
+            save; what touches few elements of a large leaf may be missed. Leaves that replay does
+            not reproduce are stored. Where a save had returned before its step was computed, the
+            state is gone when that is found: the save fails, and the run becomes cautious: from
+            then on saves are checked before they return.
         ephemeral: patterns of the paths of leaves, or of nodes above them, that are saved with
             bases alone, such as ``("*/residual",)`` for what error feedback keeps: a step in
             between is restored with the bits that they had at the last base, and
             :attr:`RestoreInfo.stale` says so. ``*`` stands for any text. No Recorder's update may
             take or return them.
-        background_bases: True to turn saved deltas into bases in the background, from the shadow,
-            so that the loop writes the first base alone. It does so with a policy as
-            ``max_deltas``, where files can be hard-linked and each process has memory for two
-            shadows. Give False to a manager that deletes in the background
-            (``enable_background_delete``): its deletion of a step fails if it meets the change of
-            the step's files.
         on_save: called with the :class:`SaveReport` of each save once its manifest is on the disk,
             in the background and in the process that commits it. Orbax gives the step its name
             after that, and waits for the callback: let it be short. An error in it is logged.
@@ -121,10 +103,9 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         last_save: report of the last save that this process committed; None before it.
 
     Raises:
-        ValueError: ``max_deltas`` is negative or none of these, ``shadow_bytes`` is negative, there
-            is a ``shadow_directory`` and no shadow, or one and ephemeral leaves, or it is no
-            directory of this machine, or ``delta``, ``check``, ``compression``, ``check_replicas``
-            or ``background_bases`` is none of these.
+        ValueError: ``max_deltas`` is negative or none of these, ``delta``, ``compression``,
+            ``check_replicas`` or ``shadow`` is none of these, or the shadow has a directory, and
+            there are ephemeral leaves, or nothing that it follows.
         RecorderError: there is no recorder in what was given as one.
     """
 
@@ -141,19 +122,15 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         params_path: str | Mapping[str, str] | None = None,
         keep_lineage: KeepLineage | None = None,
         delta: Delta = "auto",
-        check: Check = "auto",
         compression: Compression = "none",
         check_replicas: replicas.Mode = "warn",
-        shadow_bytes: int | None = None,
-        shadow_directory: AnyPath | str | None = None,
-        background_bases: bool = True,
+        shadow: Shadow | None = Shadow(),
         ephemeral: Sequence[str] = (),
         on_save: OnSave | None = None,
     ) -> None:
         options = Options(
-            *(max_deltas, params_path, keep_lineage, delta, check),
-            *(compression, check_replicas, shadow_bytes, shadow_directory, background_bases),
-            ephemeral,
+            *(max_deltas, params_path, keep_lineage, delta),
+            *(compression, check_replicas, shadow, ephemeral),
         )
         self._run = TrainingRun(recorder, options, on_save=on_save)
         self._lock = threading.Lock()  # a manager's saves and restores may be on several threads
@@ -238,14 +215,14 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
 
     def recover(
         self, root: AnyPath | str, abstract_state: PyTree, *, item: str | None = None
-    ) -> RecoveredStep | None:
+    ) -> tuple[int, PyTree] | None:
         """The state that a process which was killed on this machine has left in memory.
 
         For the beginning of a run, before its newest step is read from storage::
 
-            found = handler.recover(root, abstract_state)
-            if found is not None:
-                state, first = found.state, found.step + 1
+            if (recovered := handler.recover(root, abstract_state)) is not None:
+                newest, state = recovered
+                first = newest + 1
             elif (newest := manager.latest_step()) is not None:
                 state = manager.restore(newest, args=adacheck.RestoreArgs(abstract_state))
                 first = newest + 1
@@ -261,12 +238,12 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
             item: name of the item, where the directory has the states of several.
 
         Returns:
-            The step, each leaf compared with the fingerprint that was taken of it on the devices;
-            None if there is none that is whole and as new as storage: the log says why. Then what
-            storage has is as it was.
+            The number of the step and its state, each leaf compared with the fingerprint that was
+            taken of it on the devices; None if there is none that is whole and as new as storage:
+            the log says why. Then what storage has is as it was.
 
         Raises:
-            ValueError: the handler has no ``shadow_directory``, or it has states of several items
+            ValueError: the handler's shadow has no directory, or it has states of several items
                 and none is named.
             RecorderError: the recorder cannot be tied to the state.
         """

@@ -16,7 +16,7 @@ from etils import epath
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 from adacheck_jax.adapter import descriptions, directories, inputs, processes
-from adacheck_jax.adapter.arguments import RecoveredStep, RestoreArgs, RestoreInfo, SaveArgs
+from adacheck_jax.adapter.arguments import RestoreArgs, RestoreInfo, SaveArgs
 from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
 from adacheck_jax.adapter.descriptions import Entry, stored_dtype
 from adacheck_jax.adapter.observe.announce import Announcer
@@ -29,7 +29,7 @@ from adacheck_jax.format.manifest import DeltaManifest
 from adacheck_jax.format.one_process import OneProcess
 from adacheck_jax.save.attempt import SHARES, Exchange
 from adacheck_jax.save.commit import Save
-from adacheck_jax.save.planning.situation import Options
+from adacheck_jax.save.options import Options
 from adacheck_jax.save.recovery import journal
 from adacheck_jax.save.recovery.journal import FilePlace
 from adacheck_jax.save.recovery.recovered import Newest
@@ -95,7 +95,7 @@ class TrainingRun:
         last_save: report of the last save that this process committed; None before it.
 
     Raises:
-        ValueError: there is a ``shadow_directory`` and no recorder.
+        ValueError: the shadow has a directory, and there is no recorder.
         RecorderError: there is no recorder in what was given as one.
     """
 
@@ -110,8 +110,8 @@ class TrainingRun:
         self._recorders = recorders_of(recorder)
         if options.shadow_directory is not None and not self._recorders:
             raise ValueError(
-                "expected a recorder with a shadow_directory, found none: without one there is no "
-                "shadow to lie in it. Give it: AdaCheckHandler(recorder, ...)."
+                "expected a recorder with Shadow(directory=...), found none: without one there is "
+                "no shadow to lie in it. Give it: AdaCheckHandler(recorder, ...)."
             )
         self.restored: RestoreInfo | None = None
         self.last_save: SaveReport | None = None
@@ -310,7 +310,7 @@ class TrainingRun:
     @jax_settings.own()
     def recover(
         self, root: AnyPath | str, abstract_state: PyTree, item: str | None = None
-    ) -> RecoveredStep | None:
+    ) -> tuple[int, PyTree] | None:
         """The state that a killed process left in memory; see :meth:`AdaCheckHandler.recover`.
 
         Args:
@@ -319,13 +319,14 @@ class TrainingRun:
             item: name of the item; None for the only one.
 
         Returns:
-            The step; None if there is none.
+            The number of the step, and its state; None if there is none.
         """
         self._process.enter()
         if self._options.shadow_directory is None:
             raise ValueError(
-                "expected a handler with a shadow_directory, found one without: nothing outlives "
-                'its process. Make it with AdaCheckHandler(..., shadow_directory="/dev/shm/...").'
+                "expected a handler whose shadow has a directory, found one without: nothing "
+                "outlives its process. Make it with AdaCheckHandler(..., "
+                'shadow=Shadow(directory="/dev/shm/...")).'
             )
         try:
             place = self._file_place(located(str(root)), item)
@@ -338,7 +339,7 @@ class TrainingRun:
             )
             return None
         self.restored = RestoreInfo(step, 0, (), 0.0)
-        return RecoveredStep(step, state)
+        return step, state
 
     def _file_place(self, root: AnyPath, item: str | None) -> FilePlace:
         """The place of the file that has the states of a line.

@@ -238,7 +238,8 @@ def import_(
 
     TARGET takes no argument and returns the abstract state, built with the Recorder, or a tuple of
     it and the Recorder. The state of the optimizer goes where the Recorder keeps it. In a program
-    adacheck.import_checkpoint does the same, onto your mesh. Exit code 1 if leaves do not fit.
+    adacheck.tools.import_checkpoint does the same, onto your mesh. Exit code 1 if leaves do not
+    fit.
 
     With --json: the fields of adacheck_jax.tools.handover.importing.ImportReport.
     """

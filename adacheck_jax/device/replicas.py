@@ -314,7 +314,7 @@ class Check:
         if self.mode == "raise":
             raise ReplicaError(
                 f"{message}. The step is not saved: go on from the last one that is, which has the "
-                "same bits on every replica; adacheck.replica_report(state) looks again."
+                "same bits on every replica; adacheck.tools.replica_report(state) looks again."
             )
         verdict = self._verdict(sums)
         if verdict is None:

@@ -52,12 +52,7 @@ def factor(positions: Any, axis: int, level: int) -> Any:
 
 
 def weights(positions: Any, axis: int) -> Any:
-    """Weights of positions along an axis.
-
-    Args:
-        positions: uint64 array, of numpy or of JAX.
-        axis: index of the axis.
-    """
+    """Weights of positions along an axis."""
     run = np.uint64(RUN)
     return factor(positions % run, axis, 0) * factor(positions // run, axis, 1)
 
@@ -86,9 +81,11 @@ def multilinear(words: np.ndarray, starts: Sequence[int]) -> int:
     """Partial sum modulo 2**64 of a block of words.
 
     Args:
-        words: uint8, uint16 or uint32, contiguous, with one axis at least.
-        starts: position of the first word along each axis.
+        words: uint8, uint16 or uint32, contiguous.
+        starts: position of the first word along each axis; what follows them is not looked at.
     """
+    if words.ndim == 0 or words.size == 0:
+        return int(words.sum())
     # Rows of the last axes, so many that a row fills a block if it can.
     axis = words.ndim - 1
     while axis > 0 and math.prod(words.shape[axis - 1 :]) <= _BLOCK_WORDS:

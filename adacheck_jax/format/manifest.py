@@ -356,50 +356,33 @@ class Delta:
         return bool(self.updates)
 
 
-@dataclass(frozen=True, slots=True)
-class DeltaManifest:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaManifest(Delta):
     """The delta of a saved step, and the deltas of the deferred steps before it.
 
     Attributes:
-        step, counts, updates, stored, unreplayed, packs, fingerprints, checked, stale, replica:
-            the fields of the step's own :class:`Delta`.
         parent: the saved step that this one builds on.
         depth: number of deltas since the base that began its line, its own included. A step of
             the line may have become a base since, so a lineage may be shorter.
-        recorded: deltas of the deferred steps between the parent and this one, oldest first. Their
-            sections lie one after another in the packs.
         problem: reason why no further update is replayed, of a release before 0.2, which did not
             check every delta.
         custom_metadata: the caller's own JSON, kept for ``metadata()``.
         directory_step: number in the name of the step's directory, None if it had none. ``step``,
             the caller's number, may differ.
+        recorded: deltas of the deferred steps between the parent and this one, oldest first. Their
+            sections lie one after another in the packs.
         caution: findings of the checks so far.
         checksum: checksum of this manifest; empty until it is encoded.
     """
 
-    step: int
-    counts: tuple[int, ...]
-    updates: tuple[int, ...]
     parent: Link
     depth: int
-    stored: tuple[int, ...]
-    unreplayed: tuple[int, ...]
-    packs: tuple[Pack, ...]
-    fingerprints: tuple[int, ...]
-    checked: str
     problem: str = ""
     custom_metadata: Any = None
     directory_step: int | None = None
     recorded: tuple[Delta, ...] = ()
     caution: Caution = NO_CAUTION
-    stale: tuple[tuple[int, int], ...] = ()
-    replica: str = ""
     checksum: str = ""
-
-    @property
-    def has_update(self) -> bool:
-        """True if the saved step's own delta replays an update."""
-        return bool(self.updates)
 
     @property
     def saved_checksum(self) -> str:
@@ -409,19 +392,8 @@ class DeltaManifest:
     @property
     def deltas(self) -> tuple[Delta, ...]:
         """Deltas since the parent, oldest first."""
-        own = Delta(
-            self.step,
-            self.counts,
-            self.updates,
-            self.stored,
-            self.unreplayed,
-            self.packs,
-            self.fingerprints,
-            self.checked,
-            self.stale,
-            self.replica,
-        )
-        return (*self.recorded, own)
+        names = [field.name for field in dataclasses.fields(Delta)]
+        return (*self.recorded, Delta(**{name: getattr(self, name) for name in names}))
 
 
 Manifest = BaseManifest | DeltaManifest

@@ -14,10 +14,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from adacheck_jax.errors import FormatError, IntegrityError
-from adacheck_jax.format.manifest import Delta, DeltaManifest, Manifest
-from adacheck_jax.format.manifest_body.base import base_manifest
-from adacheck_jax.format.manifest_body.delta import delta_manifest
+from adacheck_jax.format.manifest import BaseManifest, Delta, DeltaManifest, Manifest
 from adacheck_jax.format.manifest_body.fields import shown
+from adacheck_jax.format.manifest_body.records import LEFT_OUT, record
 from adacheck_jax.format.manifest_body.versions import FORMAT_VERSION, OLDEST_VERSION, upgraded
 
 MAX_MANIFEST_BYTES = 256 * 2**20
@@ -26,13 +25,11 @@ MAX_CONTAINERS = 2**22
 MAX_VALUES = 2**25
 """Members of all lists and objects, about."""
 
+_KINDS: dict[str, type[Manifest]] = {"base": BaseManifest, "delta": DeltaManifest}
+
 
 def sealed(manifest: Manifest, *, where: str) -> tuple[bytes, Manifest]:
     """Bytes of a manifest's file, read back: no writer takes them from anywhere else.
-
-    Args:
-        manifest: the manifest.
-        where: the file's path, for error messages.
 
     Returns:
         The bytes, and the manifest as a reader has it, with its checksum.
@@ -75,11 +72,7 @@ def _fields(described: Manifest | Delta) -> dict[str, Any]:
         bare["recorded"] = ()
     body = dataclasses.asdict(dataclasses.replace(described, **bare))
     body["fingerprints"] = [f"{value:016x}" for value in described.fingerprints]
-    if body.get("replaces", "") is None:  # of a base that was saved as one nothing is said
-        del body["replaces"]
-    if not body["replica"]:  # nor of replicas that were equal
-        del body["replica"]
-    return body
+    return {name: value for name, value in body.items() if value or name not in LEFT_OUT}
 
 
 def checksum_of(body: Mapping[str, Any]) -> str:
@@ -93,10 +86,6 @@ def _json_bytes(body: Mapping[str, Any]) -> bytes:
 
 def decode(data: bytes, *, where: str) -> Manifest:
     """Checks and decodes the bytes of a manifest file.
-
-    Args:
-        data: the file's bytes.
-        where: the file's path, for error messages.
 
     Raises:
         FormatError: the bytes are no manifest, or have an unknown format version.
@@ -132,7 +121,8 @@ def decode(data: bytes, *, where: str) -> Manifest:
             "the file was changed after it was written. Restore another step."
         )
     try:
-        return _from_body(upgraded(body, version), expected)
+        body = upgraded({**body, "checksum": expected}, version)
+        return record(_KINDS[body["kind"]], body)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise FormatError(
             f"{where}: a field of the manifest is missing or has the wrong type ({error!r}). "
@@ -172,11 +162,3 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):  # two readers could take different values
         raise ValueError("a key appears twice in an object")
     return found
-
-
-def _from_body(body: dict[str, Any], checksum: str) -> Manifest:
-    if body["kind"] == "base":
-        return base_manifest(body, checksum)
-    if body["kind"] == "delta":
-        return delta_manifest(body, checksum)
-    raise ValueError(f"kind {shown(body['kind'])}")

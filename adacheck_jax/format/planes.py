@@ -11,7 +11,7 @@ and signs are noise, and are stored as they are (ZipNN: Hershcovitch et al., 202
 *Bit-pattern differences*: a leaf as the integer difference from the parent step, whatever changed
 it. ``XOR`` is zero where bits agree. ``SUBTRACT`` is the difference
 modulo the word's size, folded so that small steps down look like small steps up (zigzag, as in
-Protocol ReusedMemory' sint encoding): floating-point numbers that move by an ulp or two then leave
+Protocol Buffers' sint encoding): floating-point numbers that move by an ulp or two then leave
 everything but the lowest bits zero.
 """
 
@@ -21,11 +21,12 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from adacheck_jax.format import byte_loops
 from adacheck_jax.format.manifest import Encoding
 
 SMALL_BYTES = 1024
 """Leaves of up to so many bytes are stored as they are."""
+_BLOCK_WORDS = 1 << 14
+"""Words that are split at a time: they stay in a core's cache."""
 _SAMPLE_RUNS, _RUN_WORDS = 8, 2048
 _WORTHWHILE = 0.95
 """Largest expected part of their bytes at which planes are compressed."""
@@ -59,11 +60,12 @@ def choose_difference(pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> Encodin
     Returns:
         ``SAME`` if no bit changed in any block, else the encoding with the smallest estimate.
     """
-    changed = [(a, b) for new, old in pairs if not _equal(a := words_of(new), b := words_of(old))]
+    words = [(words_of(new), words_of(old)) for new, old in pairs]
+    changed = [(new, old) for new, old in words if not np.array_equal(new, old)]
     if not changed:
         return Encoding.SAME
     new, old = max(changed, key=lambda pair: pair[0].size)
-    if sum(a.nbytes for a, _ in changed) <= SMALL_BYTES:
+    if sum(each.nbytes for each, _ in changed) <= SMALL_BYTES:
         return Encoding.RAW
     new, old = _sample(new), _sample(old)
     bits = {each: sum(_entropies(_planes(each, new, old))) for each in _DIFFERENCES}
@@ -95,45 +97,59 @@ def encode(
     """Turns elements into planes.
 
     Args:
-        encoding: any but ``RAW`` and ``SAME``.
+        encoding: any but ``RAW``, ``CODED`` and ``SAME``.
         new: the elements.
         old: elements of the parent step, for a difference; else None.
         low: memory for the first planes, uint8 of shape (planes, words).
         high: memory for the other planes.
     """
-    before = None if old is None else words_of(old)
-    byte_loops.split(words_of(new), before, _WAYS[encoding], low, high)
+    words = words_of(new)
+    before = words if old is None else words_of(old)
+    width, signed = words.itemsize, np.dtype(f"i{words.itemsize}")
+    for first in range(0, words.size, _BLOCK_WORDS):
+        block = slice(first, first + _BLOCK_WORDS)
+        stored = words[block]
+        if encoding is Encoding.XOR:
+            stored = stored ^ before[block]
+        elif encoding is Encoding.SUBTRACT:
+            step = stored - before[block]
+            stored = (step << 1) ^ (step.view(signed) >> (8 * width - 1)).view(words.dtype)
+        else:
+            stored = (stored << 1) | (stored >> (8 * width - 1))
+        table = stored.view(np.uint8).reshape(-1, width)
+        for plane, into in enumerate((*low, *high)):
+            into[block] = table[:, plane]
 
 
 def decode(encoding: Encoding, block: np.ndarray, low: np.ndarray, high: np.ndarray) -> None:
     """Turns old elements into new ones, in place.
 
     Args:
-        encoding: any but ``RAW`` and ``SAME``.
+        encoding: any but ``RAW``, ``CODED`` and ``SAME``.
         block: contiguous, writable elements; a difference needs the old ones in it.
         low: the first planes, as :func:`encode` gave them.
         high: the other planes.
     """
     words = block.reshape(-1).view(np.dtype(f"u{word_bytes(block.dtype)}"))
-    byte_loops.join(words, _WAYS[encoding], low, high)
-
-
-_WAYS = {
-    Encoding.EXPONENTS: byte_loops.ROTATE,
-    Encoding.PLANES: byte_loops.ROTATE,
-    Encoding.XOR: byte_loops.XOR,
-    Encoding.SUBTRACT: byte_loops.SUBTRACT,
-}
+    width = words.itemsize
+    table = np.empty((_BLOCK_WORDS, width), np.uint8)
+    for first in range(0, words.size, _BLOCK_WORDS):
+        into = words[first : first + _BLOCK_WORDS]
+        for plane, source in enumerate((*low, *high)):
+            table[: into.size, plane] = source[first : first + into.size]
+        stored = table[: into.size].reshape(-1).view(words.dtype)
+        if encoding is Encoding.XOR:
+            into ^= stored
+        elif encoding is Encoding.SUBTRACT:
+            into += (stored >> 1) ^ -(stored & 1)
+        else:
+            into[:] = (stored >> 1) | (stored << (8 * width - 1))
 
 
 def _planes(encoding: Encoding, new: np.ndarray, old: np.ndarray | None = None) -> np.ndarray:
     planes = np.empty((new.itemsize, new.size), np.uint8)
     encode(encoding, new, old, planes, planes[:0])
     return planes
-
-
-def _equal(a: np.ndarray, b: np.ndarray) -> bool:
-    return bool(np.array_equal(a, b))
 
 
 def _sample(words: np.ndarray) -> np.ndarray:

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 from adacheck_jax.errors import FormatError, IntegrityError
 from adacheck_jax.format.manifest import ITEMSIZES_BYTES
-from adacheck_jax.format.manifest_body.base import MAX_AXES, MAX_STATE_BYTES
 from adacheck_jax.format.manifest_body.fields import (
     digits,
     natural,
@@ -24,6 +23,7 @@ from adacheck_jax.format.manifest_body.fields import (
     text,
     tuple_of,
 )
+from adacheck_jax.format.manifest_body.records import MAX_AXES, MAX_STATE_BYTES
 from adacheck_jax.format.manifest_json import checksum_of, checksummed, parsed
 
 FORMAT_VERSION = 2

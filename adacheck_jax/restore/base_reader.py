@@ -17,10 +17,10 @@ import numpy as np
 
 from adacheck_jax.device import transfer
 from adacheck_jax.device.sharding import holders_of
-from adacheck_jax.format.boxes import Box
+from adacheck_jax.format.boxes import Box, Cuts
 from adacheck_jax.restore import shared_reads, shares
 from adacheck_jax.restore.shared_reads import OwnShare, ReadOnce, SharedReads, put_together
-from adacheck_jax.restore.shares import Exchange, SharedBox
+from adacheck_jax.restore.shares import Exchange, SharedPart
 from adacheck_jax.store import aligned_read, volume_reader
 from adacheck_jax.store.storage.location import AnyPath
 
@@ -66,19 +66,6 @@ class ReadRequest:
                 sizes[process] = sizes.get(process, 0) + box.size
         return max(sizes.values()) * self.itemsize_bytes
 
-    def shared(self, position: int, chunk_shape: Sequence[int]) -> list[SharedBox]:
-        """Its boxes of whole chunks that several processes need.
-
-        Args:
-            position: its position among the requests.
-            chunk_shape: shape of its chunks.
-        """
-        chunks = zip(self.shape, chunk_shape, strict=True)
-        cuts = tuple((*range(0, length, step or 1), length) for length, step in chunks)
-        return shared_reads.shared_boxes(
-            position, self.shape, self.sharding, self.itemsize_bytes, cuts
-        )
-
 
 def read(
     directory: AnyPath, requests: Sequence[ReadRequest], read_once: ReadOnce = None
@@ -102,69 +89,140 @@ def read(
         AdaCheckError: another process could not read its share.
     """
     asked = _asked(directory, requests, read_once)
-    if jax.process_index() in asked:
-        stores, batches, plans, together = _opened_together(directory, requests, asked, read_once)
-    else:
-        stores, together = volume_reader.opened(directory, [each.name for each in requests]), None
-        batches = list(_batches([each.nbytes for each in requests]))
-        plans: list[tuple[Exchange, ...]] = [()] * len(batches)
-    result: list[Any] = []
-    reading = [
-        _begin(stores, requests, *each)
-        for each in zip(batches[:_READ_AHEAD], plans[:_READ_AHEAD], strict=True)
-    ]
-    for number, batch in enumerate(batches):
-        if number + _READ_AHEAD < len(batches):
-            ahead = number + _READ_AHEAD
-            reading.append(_begin(stores, requests, batches[ahead], plans[ahead]))
-        result += _placed([*batch], requests, reading.pop(0), together)
-    return result
-
-
-def _opened_together(
-    directory: AnyPath,
-    requests: Sequence[ReadRequest],
-    asked: tuple[int, ...],
-    read_once: ReadOnce,
-) -> tuple[list[Any], list[range], list[tuple[Exchange, ...]], SharedReads | None]:
-    """Open arrays, plan who reads what of each batch, and learn that all processes did.
-
-    Chunks are known once the arrays are open, so only then, alike in all processes, is it clear
-    whether anything is read together.
-    """
-    stores, batches, plans, failure, is_shared = [], [], [], None, True
+    arrays, failure = _Arrays(directory, requests), None
     try:
-        stores = volume_reader.opened(directory, [each.name for each in requests])
-        chunks = [each.chunk_layout.read_chunk.shape or () for each in stores]
-        shared = [each.shared(i, chunks[i]) for i, each in enumerate(requests)]
-        every = [*itertools.chain.from_iterable(shared)]
-        is_shared = bool(shared_reads.members(every, read_once, directory))
-        if not is_shared:
-            shared = [[] for _ in requests]
-        # A process holds all of what is shared of an array, also if it needs a part.
-        sizes = [
-            max(each.nbytes, sum(box.nbytes for box in boxes))
-            for each, boxes in zip(requests, shared, strict=True)
-        ]
-        batches = list(_batches(sizes))
-        plans = [shares.plan([box for i in batch for box in shared[i]]) for batch in batches]
+        arrays.open(asked, read_once)
     except Exception as error:
+        if not asked:
+            raise
         failure = error
-    together = SharedReads(asked, directory, plans)
-    together.agree(failure)
-    return stores, batches, plans, together if is_shared else None
+    together = SharedReads(asked, directory, arrays.plans) if asked else None
+    if together is not None:
+        together.agree(failure)
+    result: list[Any] = []
+    numbers = range(len(arrays.batches))
+    reading = [arrays.begin(number) for number in numbers[:_READ_AHEAD]]
+    for number in numbers:
+        if number + _READ_AHEAD in numbers:
+            reading.append(arrays.begin(number + _READ_AHEAD))
+        result += arrays.placed(number, *reading.pop(0), together)
+    return result
 
 
 def _asked(
     directory: AnyPath, requests: Sequence[ReadRequest], read_once: ReadOnce
 ) -> tuple[int, ...]:
-    """Processes that may read together, ascending; none if each reads for itself in any case."""
+    """Processes that may read together with this one, ascending; none if it reads for itself."""
     if not shared_reads.may_share(read_once, directory):
         return ()
     shardings = {each.sharding for each in requests if each.sharding is not None}
     spread = [each for each in shardings if not each.is_fully_addressable]
     found = {device.process_index for each in spread for device in each.device_set}
-    return tuple(sorted(found)) if len(found) > 1 else ()
+    return tuple(sorted(found)) if len(found) > 1 and jax.process_index() in found else ()
+
+
+_Parts = dict[int, list[tuple[Box, np.ndarray]]]
+"""Boxes with their elements, by position of the array."""
+
+
+class _Arrays:
+    """The arrays of one read, in batches.
+
+    Args:
+        directory: the base's directory.
+        requests: the arrays to read.
+
+    Attributes:
+        batches: positions of the arrays of each batch.
+        plans: exchanges of each batch.
+    """
+
+    def __init__(self, directory: AnyPath, requests: Sequence[ReadRequest]) -> None:
+        self._directory, self._requests = directory, requests
+        self._stores: list[Any] = []
+        self._shared: dict[int, list[SharedPart]] = {}
+        self.batches: list[range] = []
+        self.plans: list[tuple[Exchange, ...]] = []
+
+    def open(self, asked: Sequence[int], read_once: ReadOnce) -> None:
+        """Open the arrays, and plan who reads what of each batch.
+
+        Chunks are known once the arrays are open, so only then, alike in all processes, is it
+        clear whether anything is read together.
+        """
+        names = [each.name for each in self._requests]
+        self._stores = volume_reader.opened(self._directory, names)
+        sizes_bytes = [each.nbytes for each in self._requests]
+        if asked:
+            self._shared = self._parts_to_share(read_once)
+            for i, parts in self._shared.items():  # held whole, also where a piece is needed
+                sizes_bytes[i] = max(sizes_bytes[i], sum(part.nbytes for part in parts))
+        self.batches = [*_batches(sizes_bytes)]
+        self.plans = [
+            shares.plan(part for i in batch for part in self._shared.get(i, ()))
+            for batch in self.batches
+        ]
+
+    def _parts_to_share(self, read_once: ReadOnce) -> dict[int, list[SharedPart]]:
+        found = {
+            i: shared_reads.shared_parts(
+                i, each.shape, each.sharding, each.itemsize_bytes, self._cuts(i)
+            )
+            for i, each in enumerate(self._requests)
+        }
+        every = [*itertools.chain.from_iterable(found.values())]
+        return found if shared_reads.members(every, read_once, self._directory) else {}
+
+    def _cuts(self, position: int) -> Cuts:
+        """Cut points between the chunks of an array."""
+        chunk_shape = self._stores[position].chunk_layout.read_chunk.shape or ()
+        chunks = zip(self._requests[position].shape, chunk_shape, strict=True)
+        return tuple((*range(0, length, step or 1), length) for length, step in chunks)
+
+    def begin(self, number: int) -> tuple[_Parts, OwnShare]:
+        """Begin to read a batch: what this process needs alone, and its share of the rest."""
+        batch, stores = self.batches[number], self._stores
+        parts: _Parts = {i: [] for i in batch}
+
+        def read(wanted: Sequence[tuple[int, Box, np.ndarray]]) -> list[Any]:
+            futures = [
+                aligned_read.begin_into(stores[i][(*box.slices, ...)], memory)
+                for i, box, memory in wanted
+            ]
+            for i in batch:
+                boxes = self._requests[i].boxes
+                # The box around them might reach into chunks that another process reads.
+                shared = self._shared.get(i)
+                boxes = shares.own_boxes(boxes, self._cuts(i), shared) if shared else _merged(boxes)
+                for box in boxes:
+                    data, future = aligned_read.begin(stores[i][(*box.slices, ...)])
+                    parts[i].append((box, data))
+                    futures.append(future)
+            return futures
+
+        dtypes = {i: stores[i].dtype.numpy_dtype for i in batch}
+        return parts, shared_reads.begin(self.plans[number], dtypes, read)
+
+    def placed(
+        self, number: int, parts: _Parts, share: OwnShare, together: SharedReads | None
+    ) -> list[Any]:
+        """Arrays of a batch, once all of it is read; collective if processes read together."""
+        if together is not None and self._shared:
+            for (i, box), data in together.finish(share).items():
+                parts[i].append((box, data))
+        elif failure := share.wait():
+            raise failure
+        batch = self.batches[number]
+        result = {i: parts[i][0][1] for i in batch if self._requests[i].sharding is None}
+        on_devices = [i for i in batch if i not in result]
+        targets = [
+            jax.ShapeDtypeStruct(each.shape, share.dtypes[i], sharding=each.sharding)
+            for i in on_devices
+            for each in (self._requests[i],)
+        ]
+        placed = transfer.place_all(targets, lambda n, box: put_together(box, parts[on_devices[n]]))
+        result |= dict(zip(on_devices, placed, strict=True))
+        return [result[i] for i in batch]
 
 
 def _batches(sizes_bytes: Sequence[int]) -> Iterator[range]:
@@ -178,52 +236,6 @@ def _batches(sizes_bytes: Sequence[int]) -> Iterator[range]:
         yield range(start, len(sizes_bytes))
 
 
-Reads = list[tuple[Box, np.ndarray, Any]]
-"""Boxes of an array, memory for their elements, and futures that are done once they are read."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Reading:
-    """A batch that is being read.
-
-    Attributes:
-        reads: boxes that this process reads for itself, by position of the array.
-        share: its share of the boxes that are read together.
-    """
-
-    reads: dict[int, Reads]
-    share: OwnShare
-
-
-def _begin(
-    stores: Sequence[Any],
-    requests: Sequence[ReadRequest],
-    batch: range,
-    exchanges: tuple[Exchange, ...],
-) -> _Reading:
-    def read_into(position: int, box: Box, memory: np.ndarray) -> Any:
-        return aligned_read.begin_into(stores[position][(*box.slices, ...)], memory)
-
-    dtypes = {i: stores[i].dtype.numpy_dtype for i in batch}
-    share = shared_reads.begin(exchanges, dtypes, read_into)
-    given = shared_reads.wholes(share.exchanges)
-    reads: dict[int, Reads] = {i: [] for i in batch}
-    try:
-        for i in batch:
-            own = [
-                part
-                for box in requests[i].boxes
-                for part in shared_reads.without(box, given.get(i, ()))
-            ]
-            # The box around them might reach into chunks that another process reads.
-            for box in own if i in given else _merged(own):
-                reads[i].append((box, *aligned_read.begin(stores[i][(*box.slices, ...)])))
-    except Exception as error:  # raised once the other processes were told
-        share.failure = share.failure or error
-    share.futures += [future for each in reads.values() for _, _, future in each]
-    return _Reading(reads, share)
-
-
 def _merged(boxes: list[Box]) -> list[Box]:
     """The box around some boxes, if they nearly fill it: then each chunk is read once."""
     if len(boxes) < 2:
@@ -232,29 +244,3 @@ def _merged(boxes: list[Box]) -> list[Box]:
     stop = tuple(map(max, zip(*(box.stop for box in boxes), strict=True)))
     around = Box(start, stop)
     return [around] if around.size <= _MAX_EXCESS * sum(box.size for box in boxes) else boxes
-
-
-def _placed(
-    batch: Sequence[int],
-    requests: Sequence[ReadRequest],
-    reading: _Reading,
-    together: SharedReads | None,
-) -> list[Any]:
-    """Arrays of a batch, once all of it is read; collective if processes read together."""
-    parts = {i: [(box, data) for box, data, _ in reads] for i, reads in reading.reads.items()}
-    dtypes = reading.share.dtypes
-    if together is not None:
-        for (i, box), data in together.finish(reading.share).items():
-            parts[i].append((box, data))
-    elif failure := reading.share.wait():
-        raise failure
-
-    result = {i: reading.reads[i][0][1] for i in batch if requests[i].sharding is None}
-    on_devices = [i for i in batch if i not in result]
-    targets = [
-        jax.ShapeDtypeStruct(requests[i].shape, dtypes[i], sharding=requests[i].sharding)
-        for i in on_devices
-    ]
-    placed = transfer.place_all(targets, lambda n, box: put_together(box, parts[on_devices[n]]))
-    result |= dict(zip(on_devices, placed, strict=True))
-    return [result[i] for i in batch]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -12,7 +11,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from adacheck_jax.device import transfer
 from adacheck_jax.errors import FormatError, unreadable
 from adacheck_jax.format.manifest import Leaf, Update
 from adacheck_jax.restore import progress
@@ -65,9 +63,7 @@ class CompiledUpdates:
         """
         update = lineage.base.update
         if update is not None and update.programs and lineage.replayed_count:
-            future = self._loaded[lineage.base.checksum] = Future()
-            load = functools.partial(_load, lineage, update, self._recorders, self._params_path)
-            update_program.in_background(load, future)
+            self._loading(lineage, update)
 
     def begin_compiling(self, lineage: Lineage, placements: Mapping[str, Any]) -> None:
         """Compile on a new thread, while the base is read.
@@ -82,29 +78,7 @@ class CompiledUpdates:
         if any(specs[i].key_type for i in (*update.inner, *update.extra)):
             return  # the sharding of a key's data is known once the key is read
         leaves = [abstract_leaf(spec, placements[spec.path]) for spec in specs]
-        shardings = replay_shardings(leaves, update)
-        future = self._compiled[_key(lineage, shardings)] = Future()
-        x64 = transfer.x64_enabled()
-
-        lists = update.params, update.inner, update.record, update.extra
-        abstract = [[abstract_leaf(specs[i], shardings[i]) for i in each] for each in lists]
-        compiles_alike = _compiles_alike(update, abstract, x64)
-
-        def compile_it() -> Any:
-            # First: it compares the stored program with its digest also if one is kept.
-            loaded = self._loaded[lineage.base.checksum].result()
-            kept = _kept.get(compiles_alike) if loaded.is_stored else None
-            if kept is not None:
-                return kept
-            jitted = self._jitted(lineage, update, shardings)
-            every = [shardings[i] for each in lists for i in each]
-            switches = update_program.switches(len(update.counts), shardings=every)
-            compiled = jitted.lower(*abstract, switches).compile()
-            if loaded.is_stored:
-                _kept.put(compiles_alike, compiled)
-            return compiled
-
-        update_program.in_background(compile_it, future)
+        self._compiling(lineage, update, replay_shardings(leaves, update))
 
     def get(self, lineage: Lineage, update: Update, shardings: Shardings) -> UpdateFunction:
         """The program for leaves on these shardings; waits until it is compiled.
@@ -118,42 +92,29 @@ class CompiledUpdates:
             FormatError: there is no update that can be read here.
             IntegrityError: the stored program is not the one that was written.
         """
-        key, begin_s = _key(lineage, shardings), self._clock()
-        if key not in self._compiled:
-            made = Future[UpdateFunction]()
-            made.set_result(self._shared(lineage, update, shardings))
-            self._compiled[key] = made  # not before: a program that cannot be loaded is never done
-        program = progress.compiled(lineage.end.step, self._compiled[key])
+        begin_s = self._clock()
+        program = progress.compiled(lineage.end.step, self._compiling(lineage, update, shardings))
         self.waited_s += self._clock() - begin_s
         return program
 
-    def _shared(self, lineage: Lineage, update: Update, shardings: Shardings) -> UpdateFunction:
-        """The jitted update; of bases with the same program that of the first, compiled once."""
-        # First: it compares the stored program with its digest also if one is kept.
-        jitted = self._jitted(lineage, update, shardings)
-        if self._recorders:  # it may be their update, and not the stored program
-            return jitted
-        specs = lineage.base.leaves
-        lists = update.params, update.inner, update.record, update.extra
-        abstract = [[abstract_leaf(specs[i], shardings[i]) for i in each] for each in lists]
-        key = "jitted", _compiles_alike(update, abstract, transfer.x64_enabled())
-        kept = _kept.get(key)
-        if kept is None:
-            _kept.put(key, kept := jitted)
-        return kept
+    def _loading(self, lineage: Lineage, update: Update) -> Future[_Loaded]:
+        checksum = lineage.base.checksum
+        if checksum not in self._loaded:
+            self._loaded[checksum] = update_program.in_background(
+                lambda: _load(lineage, update, self._recorders, self._params_path)
+            )
+        return self._loaded[checksum]
 
-    def _jitted(self, lineage: Lineage, update: Update, shardings: Shardings) -> Any:
-        loaded = self._loaded.get(lineage.base.checksum)
-        if loaded is None:
-            function = _load(lineage, update, self._recorders, self._params_path).function
-        else:
-            function = loaded.result().function
-        state = [[shardings[i] for i in each] for each in (update.params, update.inner)]
-        return update_program.jit_update(function, *state)
-
-
-def _key(lineage: Lineage, shardings: Shardings) -> Hashable:
-    return lineage.base.checksum, *shardings.values()
+    def _compiling(
+        self, lineage: Lineage, update: Update, shardings: Shardings
+    ) -> Future[UpdateFunction]:
+        key = lineage.base.checksum, *shardings.values()
+        if key not in self._compiled:
+            loading, specs = self._loading(lineage, update), lineage.base.leaves
+            self._compiled[key] = update_program.in_background(
+                lambda: _compiled(loading.result(), update, specs, shardings)
+            )
+        return self._compiled[key]
 
 
 def abstract_leaf(spec: Leaf, sharding: Any) -> jax.ShapeDtypeStruct:
@@ -180,15 +141,31 @@ _kept: Kept[UpdateFunction] = Kept(4)
 """Compiled programs of earlier restores."""
 
 
-def _compiles_alike(
-    update: Update, leaves: Sequence[Sequence[jax.ShapeDtypeStruct]], x64: bool
-) -> Hashable:
-    """Everything that a compiled program depends on."""
-    described = tuple((x.shape, x.dtype, x.sharding) for each in leaves for x in each)
-    sizes = tuple(map(len, leaves))
-    digest = update.programs.get(update_program.platform())
-    settings = tuple(update_program.environment().values())
-    return digest, sizes, described, len(update.counts), x64, settings
+def _compiled(
+    loaded: _Loaded, update: Update, specs: Sequence[Leaf], shardings: Shardings
+) -> UpdateFunction:
+    """An update compiled for some shardings; a stored one may be kept from an earlier restore.
+
+    It was loaded first, so that a stored program is compared with its digest also if it is kept.
+    """
+    lists = update.params, update.inner, update.record, update.extra
+    abstract = [[abstract_leaf(specs[i], shardings[i]) for i in each] for each in lists]
+    key = (
+        update.programs.get(update_program.platform()),
+        tuple(tuple((x.shape, x.dtype, x.sharding) for x in each) for each in abstract),
+        len(update.counts),
+        *update_program.environment().values(),
+    )
+    kept = _kept.get(key) if loaded.is_stored else None
+    if kept is not None:
+        return kept
+    state = [[shardings[i] for i in each] for each in lists[:2]]
+    switches = update_program.switches(len(update.counts), shardings=shardings.values())
+    jitted = update_program.jit_update(loaded.function, *state)
+    compiled = jitted.lower(*abstract, switches).compile()
+    if loaded.is_stored:
+        _kept.put(key, compiled)
+    return compiled
 
 
 def _load(

@@ -18,7 +18,7 @@ from adacheck_jax.restore import check
 from adacheck_jax.restore.compiled_update import CompiledUpdates, Shardings
 from adacheck_jax.restore.deltas.delta_reader import DeltaReader, readers_of
 from adacheck_jax.restore.deltas.patches import Patches
-from adacheck_jax.restore.deltas.records import Consumed, read_ahead
+from adacheck_jax.restore.deltas.records import Consumed, Records
 from adacheck_jax.restore.progress import Progress
 from adacheck_jax.restore.shared_reads import ReadOnce
 from adacheck_jax.restore.working_set import WorkingSet, is_abstract, replay_shardings
@@ -151,8 +151,8 @@ def apply_deltas(
         program = programs.get(lineage, update, shardings)
         replay = _Replay(update, program, working, patches, shardings, Progress(lineage.end.step))
         where = lineage.base_directory
-        records = read_ahead(specs, update, readers, shardings, read_once, where, checked=checked)
-        replay.run(readers, records)
+        records = Records(specs, update, readers, shardings, read_once, where, checked=checked)
+        replay.run(readers, records.read_ahead())
     else:
         for reader in readers:
             patches.add(reader)

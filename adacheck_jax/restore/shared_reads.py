@@ -2,13 +2,16 @@
 
 The bytes are exchanged as they are stored, so that every bit pattern of every type survives. What
 stops one process from reading is told to all, and all of them raise: none waits for another.
+
+A share may be read on any thread; :class:`SharedReads` is collective, and used by one thread alone.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -18,8 +21,7 @@ from adacheck_jax.device import exchange
 from adacheck_jax.device.sharding import holders_of
 from adacheck_jax.errors import IntegrityError, MismatchError, StorageError, unreadable
 from adacheck_jax.format.boxes import Box, Cuts
-from adacheck_jax.restore import shares
-from adacheck_jax.restore.shares import Exchange, SharedBox
+from adacheck_jax.restore.shares import Exchange, Piece, SharedPart, users_of
 from adacheck_jax.store import aligned_read
 from adacheck_jax.store.storage.location import AnyPath, at
 
@@ -30,15 +32,18 @@ ReadOnce = bool | None
 WORTHWHILE_BYTES = 256 << 20
 """Bytes that a process reads in vain, on average, from which on the others are asked."""
 
+Blocks = dict[tuple[int, Box], np.ndarray]
+"""Elements of boxes, by position of the array and box."""
 
-def shared_boxes(
+
+def shared_parts(
     array: int,
     shape: tuple[int, ...],
     sharding: jax.sharding.Sharding | None,
     itemsize_bytes: int,
     cuts: Cuts,
-) -> list[SharedBox]:
-    """The boxes of whole stored parts of an array that devices of several processes need.
+) -> list[SharedPart]:
+    """The stored parts of an array that devices of several processes need.
 
     Args:
         array: position of the array among those that are read together.
@@ -47,54 +52,17 @@ def shared_boxes(
         itemsize_bytes: bytes of an element.
         cuts: cut points at which the array is stored in parts.
     """
-    if sharding is None or sharding.is_fully_addressable:
+    if sharding is None or sharding.is_fully_addressable or not math.prod(shape):
         return []
     needed = {
         box: {each.process for each in devices}
         for box, devices in holders_of(sharding, shape).items()
     }
     return [
-        SharedBox(array, box, holders, itemsize_bytes, cuts)
-        for box, holders in shares.zones(needed, shape, cuts)
-        if len(holders) > 1 and box.size
+        SharedPart(array, box, users, box.size * itemsize_bytes)
+        for box, users in users_of(needed, shape, cuts).items()
+        if len(users) > 1
     ]
-
-
-def wholes(exchanges: Sequence[Exchange]) -> dict[int, list[Box]]:
-    """The shared boxes of some exchanges, by position of the array."""
-    found: dict[int, dict[Box, None]] = {}
-    for each in exchanges:
-        for piece in each.pieces:
-            found.setdefault(piece.array, {})[piece.whole] = None
-    return {array: [*boxes] for array, boxes in found.items()}
-
-
-def without(box: Box, shared: Sequence[Box]) -> list[Box]:
-    """The parts of a box that lie in none of some other boxes, which do not overlap."""
-    left = [box]
-    for each in shared:
-        left = [part for one in left for part in _difference(one, each)]
-    return left
-
-
-def _difference(box: Box, other: Box) -> list[Box]:
-    common = box.intersect(other)
-    if common is None:
-        return [box]
-    found = []
-    for axis in range(len(box.start)):
-        for start, stop in (
-            (box.start[axis], common.start[axis]),
-            (common.stop[axis], box.stop[axis]),
-        ):
-            if start < stop:
-                found.append(
-                    Box(
-                        (*common.start[:axis], start, *box.start[axis + 1 :]),
-                        (*common.stop[:axis], stop, *box.stop[axis + 1 :]),
-                    )
-                )
-    return found
 
 
 def put_together(box: Box, parts: Sequence[tuple[Box, np.ndarray]]) -> np.ndarray:
@@ -118,12 +86,12 @@ def put_together(box: Box, parts: Sequence[tuple[Box, np.ndarray]]) -> np.ndarra
 
 
 def members(
-    shared: Sequence[SharedBox], choice: ReadOnce, where: AnyPath, *, times: int = 1
+    shared: Sequence[SharedPart], choice: ReadOnce, where: AnyPath, *, times: int = 1
 ) -> tuple[int, ...]:
     """The processes that read together, ascending; none if each reads for itself.
 
     Args:
-        shared: all shared boxes of a restore, of all processes.
+        shared: all shared parts of a restore, of all processes.
         choice: the caller's wish.
         where: directory that is read from.
         times: number of times that they are read.
@@ -158,22 +126,25 @@ class SharedReads:
         text = repr([*batches]).encode()
         self._digest = np.frombuffer(hashlib.sha256(text).digest(), np.uint8)
 
-    def finish(self, batch: OwnShare) -> dict[tuple[int, Box], np.ndarray]:
+    def finish(self, share: OwnShare) -> Blocks:
         """Exchange what each process read of one batch. Collective; in the order of the batches.
 
         Args:
-            batch: this process's share, from :func:`begin`.
+            share: this process's share, from :func:`begin`.
 
         Returns:
-            Elements of each shared box that this process needs, by position of the array and box.
+            Elements of each shared part that this process needs.
 
         Raises:
             AdaCheckError: as from :meth:`agree`; or what stopped this process from reading.
         """
-        self.agree(batch.wait())
-        found: dict[tuple[int, Box], np.ndarray] = {}
-        for each, row in zip(batch.exchanges, batch.rows, strict=True):
-            found |= _assembled(each, exchange.gather(row, each.holders), batch.dtypes)
+        self.agree(share.wait())
+        found: Blocks = {}
+        for each, row in zip(share.exchanges, share.rows, strict=True):
+            rows = exchange.gather(row, each.holders)
+            for piece in each.pieces:
+                elements = _elements(rows[piece.reader], piece, share.dtypes)
+                found[piece.part.array, piece.part.box] = elements
         return found
 
     def agree(self, failure: Exception | None) -> None:
@@ -221,16 +192,16 @@ class OwnShare:
 
     Attributes:
         exchanges: the exchanges that this process takes part in.
-        rows: its row of each.
         dtypes: type of the stored elements of each array.
-        futures: futures that are done once the rows are read.
+        rows: its row of each exchange.
+        futures: futures that are done once all is read.
         failure: error that stopped a read from beginning; None for none.
     """
 
     exchanges: list[Exchange]
-    rows: list[np.ndarray]
     dtypes: Mapping[int, np.dtype]
-    futures: list[Any]
+    rows: list[np.ndarray] = field(default_factory=list)
+    futures: Sequence[Any] = ()
     failure: Exception | None = None
 
     def wait(self) -> Exception | None:
@@ -246,47 +217,38 @@ class OwnShare:
 def begin(
     exchanges: Sequence[Exchange],
     dtypes: Mapping[int, np.dtype],
-    read: Callable[[int, Box, np.ndarray], Any],
+    read: Callable[[Sequence[tuple[int, Box, np.ndarray]]], Sequence[Any]],
 ) -> OwnShare:
-    """Begin to read this process's share of a batch; also on background threads.
+    """Begin to read what a process reads of a batch; also on background threads.
+
+    An error is kept, and raised once the other processes were told.
 
     Args:
         exchanges: the batch's exchanges.
         dtypes: type of the stored elements of each array, by position.
-        read: function that begins to read a box of an array into given memory; returns a future,
-            or None if it is done.
+        read: function that begins to read boxes of arrays into memory, and whatever else the
+            process reads by itself; returns futures of what is not done yet.
     """
     process = jax.process_index()
-    share = OwnShare([e for e in exchanges if process in e.holders], [], dtypes, [])
-    for each in share.exchanges:
-        row = aligned_read.empty(exchange.padded_length(each.row_bytes))
-        share.rows.append(row)
-        for piece in each.pieces:
-            if each.holders[piece.reader] != process or share.failure is not None:
-                continue
-            part = row[piece.start : piece.start + piece.nbytes]
-            part = part.view(dtypes[piece.array]).reshape(piece.box.shape)
-            try:
-                future = read(piece.array, piece.box, part)
-            except Exception as error:
-                share.failure = error
-            else:
-                share.futures += [] if future is None else [future]
+    share = OwnShare([each for each in exchanges if process in each.holders], dtypes)
+    wanted: list[tuple[int, Box, np.ndarray]] = []
+    try:
+        for each in share.exchanges:
+            row = aligned_read.empty(exchange.padded_length(each.row_bytes))
+            share.rows.append(row)
+            wanted += [
+                (piece.part.array, piece.part.box, _elements(row, piece, dtypes))
+                for piece in each.pieces
+                if each.holders[piece.reader] == process
+            ]
+        share.futures = read(wanted)
+    except Exception as error:
+        share.failure = error
     return share
 
 
-def _assembled(
-    each: Exchange, rows: np.ndarray, dtypes: Mapping[int, np.dtype]
-) -> dict[tuple[int, Box], np.ndarray]:
-    """Blocks of the shared boxes, from the rows of all processes."""
-    found: dict[tuple[int, Box], np.ndarray] = {}
-    for piece in each.pieces:
-        dtype = dtypes[piece.array]
-        key = piece.array, piece.whole
-        if key not in found:
-            memory = aligned_read.empty(piece.whole.size * dtype.itemsize)
-            found[key] = memory.view(dtype).reshape(piece.whole.shape)
-        part = rows[piece.reader, piece.start : piece.start + piece.nbytes]
-        inside = piece.box.relative_to(piece.whole.start).slices
-        found[key][(*inside, ...)] = part.view(dtype).reshape(piece.box.shape)
-    return found
+def _elements(row: np.ndarray, piece: Piece, dtypes: Mapping[int, np.dtype]) -> np.ndarray:
+    """The elements of a piece in the row of its reader."""
+    part = piece.part
+    data = row[piece.start : piece.start + part.nbytes]
+    return data.view(dtypes[part.array]).reshape(part.box.shape)

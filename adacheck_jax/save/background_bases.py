@@ -32,7 +32,7 @@ from adacheck_jax.save.checks.shadow import Shadow
 from adacheck_jax.save.planning.situation import BackgroundFacts
 from adacheck_jax.store.compaction import in_place
 from adacheck_jax.store.compaction.in_place import Prepared
-from adacheck_jax.store.compaction.team import ALONE, BEGIN, WRITTEN, Team
+from adacheck_jax.store.compaction.new_base import ALONE, BEGIN, WRITTEN, Team
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import AnyPath
 

@@ -16,7 +16,7 @@ from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.save.snapshot import Structure
 from adacheck_jax.update import exactness, exported_program
 from adacheck_jax.update import program as update_program
-from adacheck_jax.update.elements.pieces import Pieces, UnevenError, row_of
+from adacheck_jax.update.elements.pieces import Pieces, UnevenError
 from adacheck_jax.update.exactness import Level
 from adacheck_jax.update.recorder import Recorder
 
@@ -213,15 +213,10 @@ def _pieces(
     switches = update_program.switches(len(structure.bindings))
     try:
         sizes = structure.sites.sizes
-        pieces = Pieces(function, specs, structure.arguments, switches, sizes, passed)
-        # It may look at the shapes of what it takes.
-        rows = [[jax.ShapeDtypeStruct(row_of(x.shape), x.dtype) for x in each] for each in specs]
-        operations = exactness.operations_of(function, [*rows, switches])
+        return Pieces(function, specs, structure.arguments, switches, sizes, passed)
     except (UnevenError, TypeError, ValueError) as error:
         _log.info("The update cannot be computed on samples: %s", error)
         return None
-    same = operations == exactness.operations_of(function, [*specs, switches])
-    return pieces if same else None
 
 
 def _not_exact(paths: list[str], primitives: Sequence[str]) -> str:
@@ -240,7 +235,8 @@ def _not_sampled(paths: list[str]) -> str:
     return (
         f"{_few(paths)} depend on more than the elements of their own places (noise, a transposed "
         "leaf, other cuts over processes), so a sample cannot tell whether replay is exact. "
-        'AdaCheckHandler(check="full") compares all of them, for a copy of the state on the devices'
+        "AdaCheckHandler(shadow=Shadow(on_devices=True)) compares all of them, for a copy of the "
+        "state on the devices"
     )
 
 

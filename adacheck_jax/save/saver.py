@@ -16,7 +16,8 @@ from typing import Any
 
 import jax
 
-from adacheck_jax.device import replicas, transfer, xla_call
+from adacheck_jax.device import replicas, transfer
+from adacheck_jax.device.loops import xla_call
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.save import staged
 from adacheck_jax.save.attempt import Attempt, Exchange
@@ -24,12 +25,13 @@ from adacheck_jax.save.background_bases import BackgroundBases
 from adacheck_jax.save.checks.replica import Begun
 from adacheck_jax.save.checks.shadow import Shadow
 from adacheck_jax.save.commit import Save
+from adacheck_jax.save.options import Options
 from adacheck_jax.save.planning.decision import shown
 from adacheck_jax.save.planning.notices import Notices
 from adacheck_jax.save.planning.parents import Parent, Tip
 from adacheck_jax.save.planning.plan import SavePlan
 from adacheck_jax.save.planning.planner import Course, Planner
-from adacheck_jax.save.planning.situation import BackgroundFacts, Counts, Options
+from adacheck_jax.save.planning.situation import BackgroundFacts, Counts
 from adacheck_jax.save.planning.sizes import sizes_of
 from adacheck_jax.save.recovery import recovered
 from adacheck_jax.save.recovery.journal import FilePlace
@@ -68,7 +70,8 @@ class Saver:
         self._options, self._clock = options, clock
         self._has_recorder = bool(recorders)
         self._schedule, self._watch = LineSchedule(options.max_deltas), Stopwatch(clock)
-        self._shadow = Shadow(options.shadow_bytes if options.check == "auto" else 0, place)
+        host = options.host_shadow
+        self._shadow = Shadow(0 if host is None else host.bytes, place)
         self._bases, self._taken = BackgroundBases(self._shadow), None
         self._planner = Planner(recorders, options, self._schedule, self._bases, self._shadow)
         self._notices = Notices()
@@ -278,10 +281,8 @@ class Saver:
 
     def _copied(self, snapshot: Snapshot, course: Course) -> tuple[Course, HostCopies]:
         """The course that holds once its replay was compared, and the copies that it needs."""
-        copies = self._stager.copies(snapshot, course.plan)
-        corrected = self._planner.corrected(snapshot, course)  # devices replay and copy meanwhile
-        if corrected is course:
-            return course, copies
+        # The devices fingerprint the whole state behind the replay of a sample, which is awaited.
+        corrected = self._planner.corrected(snapshot, course)
         return corrected, self._stager.copies(snapshot, corrected.plan)
 
     def _make_base(

@@ -18,9 +18,9 @@ from adacheck_jax.device import (
     sharding,
     transfer,
     trees,
-    xla_call,
 )
 from adacheck_jax.device.lead import DeviceGrid, Lead, Ranks, grid_of, sole
+from adacheck_jax.device.loops import xla_call
 from adacheck_jax.device.shard_sums import Summing
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import MismatchError, RecorderError

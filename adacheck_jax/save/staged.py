@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,6 +24,9 @@ from adacheck_jax.store.delta_writer import DeltaWriter
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.update.recorder_state import count_of
 
+_COPIED_BYTES = 1 << 18
+"""Largest leaf that is copied where it could be viewed."""
+
 NOTHING: Mapping[int, Blocks] = {}
 """Copies of no leaf."""
 
@@ -38,7 +41,7 @@ class HostCopies:
         kept: those of them that the next save will compare with.
         fingerprints: the fingerprints, perhaps still being computed.
         counters: the update counters, by leaf index, of a speculative plan.
-        waiting: transfers that read the state until they are done.
+        waiting: what reads the state until it returns.
     """
 
     staged: Joined
@@ -46,20 +49,21 @@ class HostCopies:
     kept: Mapping[int, Blocks]
     fingerprints: fingerprint.Contributions
     counters: Mapping[int, Any]
-    waiting: list[Staged | fingerprint.Contributions]
+    waiting: list[Callable[[], Any]]
 
     def wait(self) -> None:
         """Waits until the state may be donated."""
         while self.waiting:
-            self.waiting[-1].wait()
+            self.waiting[-1]()
             self.waiting.pop()
 
 
 def take_copies(snapshot: Snapshot, plan: SavePlan, *, every_replica: bool) -> HostCopies:
     """Takes all that a save needs of a state; it may be donated after :meth:`HostCopies.wait`.
 
-    Of a speculative plan nothing waits for the running step: what is still being computed, or lies
-    on an accelerator, is copied there first.
+    What lies on an accelerator, or is still being computed, is copied there first, and nothing
+    waits for that. So are small leaves of a delta that is computed, since one program for all is
+    quicker than a look at each; large ones are viewed where the host can.
 
     Args:
         snapshot: the state.
@@ -70,13 +74,17 @@ def take_copies(snapshot: Snapshot, plan: SavePlan, *, every_replica: bool) -> H
     summing = structure.summing(snapshot.arrays)
     counters = structure.counts if plan.is_speculative else ()
     # One program makes the copies of all processes; on CPU devices each would make its own.
-    owned = plan.is_speculative and (
-        jax.process_count() == 1 or any(map(transfer.on_accelerator, snapshot.arrays))
+    on_accelerator = any(map(transfer.on_accelerator, snapshot.arrays))
+    owned = (plan.is_speculative or not plan.is_base) and (
+        jax.process_count() == 1 or on_accelerator
     )
+    viewed = list[int]()
     if owned:
         copied = {*plan.stored, *plan.kept, *plan.spare, *counters}
         copied |= {i for i in arrays if i not in summing.placed}
-        arrays |= transfer.copies({i: arrays[i] for i in copied})
+        if not plan.is_speculative and not on_accelerator:
+            viewed = [i for i in copied if structure.leaves[i].nbytes > _COPIED_BYTES]
+        arrays |= transfer.copies({i: arrays[i] for i in copied.difference(viewed)})
     kept = frozenset(plan.kept)
     groups = [plan.kept, tuple(i for i in plan.stored if i not in kept)]
     staged = [Staged({i: arrays[i] for i in each}, structure.picks) for each in groups]
@@ -94,7 +102,11 @@ def take_copies(snapshot: Snapshot, plan: SavePlan, *, every_replica: bool) -> H
         summing=summing,
     )
     values = {i: arrays[i] if owned else np.array(arrays[i]) for i in counters}
-    waiting = [] if owned else [*staged, fingerprints]
+    waiting: list[Callable[[], Any]] = [*(each.wait for each in staged), fingerprints.wait]
+    if owned:
+        waiting = [lambda: [joined[i] for i in viewed if i in joined]]
+        if not joined.keys() >= {*viewed}:
+            waiting.append(fingerprints.wait)
     spare = Staged({i: arrays[i] for i in plan.spare}, structure.picks)
     return HostCopies(joined, spare, staged[0], fingerprints, values, waiting)
 

@@ -18,10 +18,10 @@ from adacheck_jax.save.checks.interface import State, Witness
 from adacheck_jax.save.checks.replica import Begun, Followed
 from adacheck_jax.save.checks.shadow import Shadow
 from adacheck_jax.save.commit import Save
+from adacheck_jax.save.options import Options
 from adacheck_jax.save.planning.parents import Tip
 from adacheck_jax.save.planning.plan import SavePlan
 from adacheck_jax.save.planning.planner import Course, Planner
-from adacheck_jax.save.planning.situation import Options
 from adacheck_jax.save.snapshot import Snapshot, Structure
 from adacheck_jax.save.staged import HostCopies, StagedStep
 from adacheck_jax.save.staged_save import Destination

@@ -3,3 +3,35 @@
 A library: it prints nothing, :mod:`~adacheck_jax.cli` does. Knows every room but that one and the
 room of saves. Begin with :mod:`~adacheck_jax.tools.inspection`.
 """
+
+from typing import TYPE_CHECKING
+
+from adacheck_jax import lazy
+
+if TYPE_CHECKING:  # for type checkers and editors; must name what follows
+    from adacheck_jax.device.replicas import Divergence, ReplicaReport, replica_report
+    from adacheck_jax.tools.handover.importing import import_checkpoint
+    from adacheck_jax.tools.history.what_if import replay
+    from adacheck_jax.tools.plan import RedundancyReport, redundancy_report
+    from adacheck_jax.tools.restorable import RestorableStep
+
+__all__ = [
+    "Divergence",
+    "RedundancyReport",
+    "ReplicaReport",
+    "RestorableStep",
+    "import_checkpoint",
+    "redundancy_report",
+    "replay",
+    "replica_report",
+]
+__getattr__, __dir__ = lazy.names_of(
+    __name__,
+    {
+        ".device.replicas": "Divergence ReplicaReport replica_report",
+        "handover.importing": "import_checkpoint",
+        "history.what_if": "replay",
+        "plan": "RedundancyReport redundancy_report",
+        "restorable": "RestorableStep",
+    },
+)

@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from adacheck_jax.update.derived import COUNT, DerivedTree
 from adacheck_jax.update.recorder import Recorder
 from adacheck_jax.update.recording.signatures import UpdateSignature
 
+_Result = TypeVar("_Result")
 _TREES = ("params", "inner", "record", "extra")
 
 Leaves = Sequence[Any]
@@ -149,14 +150,13 @@ def switches(
     return jax.device_put(value)
 
 
-def in_background(work: Callable[[], Any], future: Future[Any]) -> None:
+def in_background(work: Callable[[], _Result]) -> Future[_Result]:
     """Load or compile a program on a new thread, with this library's own settings.
 
     Args:
         work: function that returns the program.
-        future: receives the program, or the error.
     """
-    x64 = transfer.x64_enabled()
+    x64, future = transfer.x64_enabled(), Future[_Result]()
 
     def run() -> None:
         try:
@@ -168,6 +168,7 @@ def in_background(work: Callable[[], Any], future: Future[Any]) -> None:
 
     # Not a daemon: a process must not end while XLA compiles.
     threading.Thread(target=run, name="adacheck_compile").start()
+    return future
 
 
 def environment() -> dict[str, str]:

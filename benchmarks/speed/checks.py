@@ -42,10 +42,12 @@ def run(root: str, params: int, leaves: int, rounds: int, saves: int) -> Any:
     found = {}
     for kind in ("computed", "computing"):
         ways = {
-            UNCHECKED: functools.partial(managed, _Unchecked, f"none {kind}", check="sample"),
-            SAMPLE: functools.partial(managed, Managed, f"sample {kind}", check="sample"),
+            UNCHECKED: functools.partial(managed, _Unchecked, f"none {kind}", shadow=None),
+            SAMPLE: functools.partial(managed, Managed, f"sample {kind}", shadow=None),
             SHADOW: functools.partial(managed, Managed, f"shadow {kind}"),
-            FULL: functools.partial(managed, Managed, f"full {kind}", check="full"),
+            FULL: functools.partial(
+                managed, Managed, f"full {kind}", shadow=adacheck.Shadow(on_devices=True)
+            ),
         }
         costs = measure.side_by_side(
             ways,

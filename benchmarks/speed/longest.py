@@ -53,7 +53,9 @@ def run(root: str, way: str, params: int, batch: int, warm: int, steps: int, del
     handler: Any = ocp.StandardCheckpointHandler()
     if way in (BACKGROUND, IN_THE_LOOP):
         handler = adacheck.AdaCheckHandler(
-            recorder, max_deltas=deltas, background_bases=way == BACKGROUND
+            recorder,
+            max_deltas=deltas,
+            shadow=adacheck.Shadow(background_bases=way == BACKGROUND),
         )
 
     def args_of(state: Any) -> Any:

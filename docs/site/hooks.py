@@ -7,6 +7,7 @@
 * The picture of the house in BUILD.md, which a code host draws, is drawn here.
 * ``<!-- api: NAME ... -->`` becomes the reference of these public names; ``NAME()`` is one whose
   methods are not for users.
+* ``<!-- commands -->`` becomes the help of every command.
 """
 
 from __future__ import annotations
@@ -19,9 +20,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import typer
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from typer.testing import CliRunner
+
+from adacheck_jax.cli.main import app
 
 ROOT = Path(__file__).parents[2]
 CONTENTS = "docs/README.md"
@@ -37,6 +42,16 @@ BESIDE_DOCS = {
 
 HOUSE = "house.svg"
 """The picture of the house, beside the page that shows it."""
+
+PUBLIC = {
+    "": "__init__.py",
+    "errors.": "errors.py",
+    "v1.": "v1.py",
+    **{f"{room}.": f"{room}/__init__.py" for room in ("layout", "publish", "tools", "update")},
+}
+"""Files that give public names, by what stands before these names."""
+WIDTH = 90
+"""Columns of the help of a command."""
 
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 FENCED = re.compile(r"^( *)```.*?^\1```$", re.MULTILINE | re.DOTALL)
@@ -95,13 +110,28 @@ def examples() -> Iterator[tuple[str, str]]:
 def identifiers() -> dict[str, str]:
     """Full names of the public names, by which the reference is made of the source alone."""
     found: dict[str, str] = {}
-    for prefix, file in (("", "__init__.py"), ("layout.", "layout/__init__.py"), ("v1.", "v1.py")):
+    for prefix, file in PUBLIC.items():
         for node in ast.walk(ast.parse((ROOT / "adacheck_jax" / file).read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module and "adacheck_jax" in node.module:
-                names = [each.name for each in node.names]
-                if node.module != "adacheck_jax":
-                    found |= {prefix + name: f"{node.module}.{name}" for name in names}
+            if isinstance(node, ast.ClassDef):
+                found[prefix + node.name] = f"adacheck_jax.{prefix}{node.name}"
+            elif isinstance(node, ast.ImportFrom) and "adacheck_jax." in (node.module or ""):
+                found |= {prefix + each.name: f"{node.module}.{each.name}" for each in node.names}
     return found
+
+
+def commands() -> str:
+    """The help of all commands, in the order in which ``adacheck --help`` lists them."""
+    sections = []
+    for name in typer.main.get_command(app).commands:
+        shown = CliRunner().invoke(
+            app,
+            [name, "--help"],
+            prog_name="adacheck",
+            terminal_width=WIDTH,
+            max_content_width=WIDTH,
+        )
+        sections.append(f"### adacheck {name}\n\n```text\n{shown.output.strip()}\n```\n")
+    return "\n".join(sections)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -152,10 +182,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Leads links to pages, and puts the reference of public names into their places."""
+    """Leads links to pages, and puts names and commands into their places."""
     if page.file.generated_by is None:
         markdown = relinked(markdown, f"docs/{page.file.src_uri}")
     markdown = indented(markdown)
+    if "<!-- commands -->" in markdown:
+        markdown = markdown.replace("<!-- commands -->", commands())
     names = identifiers()
 
     def reference(name: str) -> str:

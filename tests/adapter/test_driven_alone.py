@@ -9,6 +9,7 @@ import pytest
 from etils import epath
 
 import adacheck_jax as adacheck
+from adacheck_jax.errors import FormatError, LineageError
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest
 from adacheck_jax.store.steps import marks, roots
 from adacheck_jax.tools import audit
@@ -42,7 +43,7 @@ def test_finalize_commits(tmp_path, save, makes_directory):
     handler = adacheck.AdaCheckHandler()
     state = small_state()
     save(handler, directory, state)
-    with pytest.raises((adacheck.LineageError, adacheck.FormatError)):
+    with pytest.raises((LineageError, FormatError)):
         adacheck.AdaCheckHandler().restore(directory)
     handler.finalize(directory)
     for each in (handler, adacheck.AdaCheckHandler()):
@@ -88,7 +89,7 @@ def test_in_an_object_store(gcs, name):
     handler = adacheck.AdaCheckHandler()
     state = small_state()
     saved_sync(handler, root / name, state)
-    with pytest.raises(adacheck.LineageError, match="call its finalize"):
+    with pytest.raises(LineageError, match="call its finalize"):
         handler.restore(root / name)
     handler.finalize(root / name)
     assert_same_bits(adacheck.AdaCheckHandler().restore(root / name), host_copy(state))

@@ -8,6 +8,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import adacheck_jax as adacheck
+from adacheck_jax.errors import MismatchError
 from tests.support import abstract, assert_same_bits, dict_run, host_copy, manager_of, mesh_of
 
 STATE = {"a": jnp.arange(5.0), "b": np.ones(3), "n": 3}
@@ -43,7 +44,7 @@ def test_a_refused_save_leaves_nothing_behind(tmp_path):
     async def cell():
         with ocp.Checkpointer(adacheck.AdaCheckHandler()) as checkpointer:
             args = adacheck.SaveArgs(STATE, custom_metadata={"a": jnp.ones(3)})
-            with pytest.raises(adacheck.MismatchError, match="custom_metadata: expected JSON"):
+            with pytest.raises(MismatchError, match="custom_metadata: expected JSON"):
                 checkpointer.save(tmp_path / "1", args=args)
 
     asyncio.run(cell())

@@ -7,6 +7,7 @@ import pytest
 from optax import contrib
 
 import adacheck_jax as adacheck
+from adacheck_jax.errors import IntegrityError, RecorderError
 from adacheck_jax.tools import verification
 from tests.support import manager_of
 
@@ -23,7 +24,7 @@ def test_gradients_of_single_examples_tell_where_the_recorder_goes(tmp_path, is_
     _, opt_state = tx.update(grads, tx.init(params), params)
     with manager_of(tmp_path, adacheck.AdaCheckHandler(recorder)) as manager:
         args = adacheck.SaveArgs({"params": params, "opt_state": opt_state})
-        with pytest.raises(adacheck.RecorderError, match="Put the Recorder after the aggregation"):
+        with pytest.raises(RecorderError, match="Put the Recorder after the aggregation"):
             manager.save(1, args=args)
 
 
@@ -37,6 +38,6 @@ def test_gradients_of_single_examples_tell_where_the_recorder_goes(tmp_path, is_
     ],
 )
 def test_a_row_of_damage_ends_with_a_whole_sentence(said, shown):
-    message = verification.damage_of(adacheck.IntegrityError(said), "/a").message
+    message = verification.damage_of(IntegrityError(said), "/a").message
     assert message.startswith(shown)
     assert not message.endswith((";", ","))

@@ -14,6 +14,7 @@ from jax import monitoring
 from jax._src import monitoring as listeners  # there is no public way to take one listener away
 
 import adacheck_jax as adacheck
+from adacheck_jax.errors import StorageError
 from adacheck_jax.restore import progress
 from adacheck_jax.save import commit
 from adacheck_jax.store.steps import sizes
@@ -95,7 +96,7 @@ def test_a_save_that_fails_is_not_reported(tmp_path, run, monkeypatch):
         save_steps(manager, run, 1)
         with monkeypatch.context() as patch:
             patch.setattr(commit, "_delta_manifest", full)
-            with pytest.raises(adacheck.StorageError):
+            with pytest.raises(StorageError):
                 save_steps(manager, run, 1)
         assert [x.step for x in told] == [1]
         assert handler.last_save == told[-1]

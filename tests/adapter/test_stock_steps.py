@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import adacheck_jax as adacheck
 from adacheck_jax import v1 as adacheck_v1
 from adacheck_jax.cli import main
+from adacheck_jax.errors import IntegrityError
 from adacheck_jax.store.steps import roots
 from tests import support
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
@@ -91,7 +92,7 @@ def test_parts_and_casts_of_a_stock_step(tmp_path):
         wide = {**target, "step": jax.ShapeDtypeStruct((2,), jnp.int32)}
         with pytest.raises(ValueError, match=r"not compatible|mismatch|shape"):
             manager.restore(1, args=adacheck.RestoreArgs(wide))
-        with pytest.raises(adacheck.IntegrityError, match="stock Orbax saved"):
+        with pytest.raises(IntegrityError, match="stock Orbax saved"):
             manager.restore(1, args=adacheck.RestoreArgs(target, exact=True))
 
 
@@ -138,7 +139,7 @@ def test_the_newest_restorable_step_is_one_that_verifies(mixed_root, caplog):
 
 def test_stock_steps_alone_are_no_reason_to_begin_anew(tmp_path):
     save_stock(tmp_path, 7, {"a": jnp.arange(3.0)})
-    with pytest.raises(adacheck.IntegrityError, match=r"7.*which nothing can verify"):
+    with pytest.raises(IntegrityError, match=r"7.*which nothing can verify"):
         adacheck.latest_restorable(tmp_path)
 
 

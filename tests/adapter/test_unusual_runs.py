@@ -14,6 +14,7 @@ import pytest
 from etils import epath
 
 import adacheck_jax as adacheck
+from adacheck_jax.errors import MismatchError
 from adacheck_jax.format import manifest
 from adacheck_jax.store.steps import lookup, manifest_file, roots
 from tests import support
@@ -199,7 +200,7 @@ def test_custom_metadata_of_any_json(tmp_path, metadata):
 def test_custom_metadata_that_is_no_json_is_refused(tmp_path):
     with (
         manager_of(tmp_path, adacheck.AdaCheckHandler()) as manager,
-        pytest.raises(adacheck.MismatchError, match="custom_metadata"),
+        pytest.raises(MismatchError, match="custom_metadata"),
     ):
         manager.save(1, args=adacheck.SaveArgs({"x": jnp.ones(2)}, custom_metadata={"x": object()}))
 

@@ -152,7 +152,7 @@ class Run:
             max_deltas=MAX_RECORDING_DELTAS if self.records else self.max_deltas,
             delta=self._delta,
             keep_lineage=keep,
-            background_bases=not isinstance(self.max_deltas, int),
+            shadow=adacheck.Shadow(background_bases=not isinstance(self.max_deltas, int)),
         )
         kept = {"preservation_policy": keep} if keep else {"max_to_keep": self.kept_steps}
         return ocp.CheckpointManager(

@@ -29,7 +29,8 @@ from orbax.checkpoint import checkpoint_utils
 from orbax.checkpoint.checkpoint_managers import LatestN
 
 import adacheck_jax as adacheck
-from adacheck_jax.device import xla_call
+from adacheck_jax.device.loops import xla_call
+from adacheck_jax.publish import Publisher, follow
 from adacheck_jax.tools import listing, verification
 from benchmarks.common import environment
 from tests import support
@@ -201,7 +202,9 @@ def _stock_saves(directory: Path, calls: int) -> Growth:
 def _steps(root: Path, deltas: int) -> support.Run:
     """Saves a base and deltas; returns the run."""
     run = _run()
-    handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=deltas, background_bases=False)
+    handler = adacheck.AdaCheckHandler(
+        run.recorder, max_deltas=deltas, shadow=adacheck.Shadow(background_bases=False)
+    )
     with _manager(root, handler) as manager:
         for step in range(deltas + 1):
             run.advance()
@@ -250,7 +253,7 @@ def _stock_restores(directory: Path, calls: int) -> Growth:
 
 def _publishes(directory: Path, calls: int) -> Growth:
     run = _run()
-    with adacheck.Publisher(directory, params_path="params", keep_versions=20) as publisher:
+    with Publisher(directory, params_path="params", keep_versions=20) as publisher:
 
         def publish() -> None:
             publisher.publish(run.advance(), version=run.count)
@@ -261,15 +264,15 @@ def _publishes(directory: Path, calls: int) -> Growth:
 def _follows(directory: Path, calls: int) -> Growth:
     run = _run()
     params = support.abstract(run.state["params"])
-    with adacheck.Publisher(directory, params_path="params", keep_versions=20) as publisher:
+    with Publisher(directory, params_path="params", keep_versions=20) as publisher:
         publisher.publish(run.advance(), version=run.count, wait=True)
-        follower = adacheck.follow(directory, params)
+        follower = follow(directory, params)
 
-        def follow() -> None:
+        def publish_and_wait() -> None:
             publisher.publish(run.advance(), version=run.count, wait=True)
             follower.wait_for(run.count)
 
-        return measure("publish and follow", follow, calls)
+        return measure("publish and follow", publish_and_wait, calls)
 
 
 def _listings(directory: Path, calls: int) -> Growth:

@@ -108,7 +108,9 @@ def flipped(array: jax.Array, fault: Fault) -> jax.Array:
 
 def train(root: Path, state: Any, first: int, steps: int, fault: Fault | None = None) -> None:
     """Record the steps of a run from one on; the last one is saved."""
-    handler = adacheck.AdaCheckHandler(RECORDER, max_deltas=MAX_DELTAS, check="full")
+    handler = adacheck.AdaCheckHandler(
+        RECORDER, max_deltas=MAX_DELTAS, shadow=adacheck.Shadow(on_devices=True)
+    )
     with ocp.CheckpointManager(root, item_handlers=handler) as manager:
         for step in range(first, steps):
             gradients = _gradients(state["params"], jnp.float32(step))

@@ -46,8 +46,8 @@ from tests.save.test_checks import kinds
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "auto": {},
-    "sample": {"check": "sample"},
-    "full": {"check": "full"},
+    "sample": {"shadow": None},
+    "full": {"shadow": adacheck.Shadow(on_devices=True)},
     "bits": {"delta": "bits"},
     "short": {"max_deltas": 2},
     "large": {},  # no second copy is kept, as of a state that takes gigabytes

@@ -44,6 +44,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import adacheck_jax as adacheck
+from tests.support import SHADOWS
 
 STEPS = 10
 SHAPES = {"a": (16, 8), "b": (8,), "c": (4, 16), "e": (96, 64)}
@@ -129,10 +130,11 @@ def draw(seed: int, devices: int) -> Plan:
         place = rng.randrange(mesh[0] * mesh[1] if kind in ("flip", "device") else mesh[0])
         step, is_late = rng.randint(0, STEPS - 3), rng.random() < 0.5
         faults.append(Fault(kind, step, tuple(names), place, is_late))
-    options: dict[str, Any] = {"check": rng.choice(["auto", "auto", "sample", "full"])}
+    shadow = SHADOWS[rng.choice(["auto", "auto", "sample", "full"])]
+    options: dict[str, Any] = {"shadow": shadow}
     if rng.random() < 0.2:
         options = {"delta": "bits"}
-    if options.get("check") == "sample":  # which may miss one element of a large leaf
+    if options == {"shadow": None}:  # which may miss one element of a large leaf
         faults = [replace(f, leaves=f.leaves if f.kind != "flip" else SMALL) for f in faults]
     options["max_deltas"] = rng.choice(["auto", 3])
     recorded = frozenset(s for s in range(STEPS) if rng.random() < 0.3)

@@ -59,7 +59,7 @@ class Run:
         recorder = adacheck.Recorder(optax.adamw(1e-2), dtype=jnp.bfloat16)
         self._chain = optax.chain(optax.clip_by_global_norm(1.0), recorder)
         self.handler = adacheck.AdaCheckHandler(
-            recorder, max_deltas=MAX_DELTAS, shadow_directory=memory
+            recorder, max_deltas=MAX_DELTAS, shadow=adacheck.Shadow(directory=memory)
         )
         self.new_state = jax.jit(self._initial)
         self.advance = jax.jit(self._train_step, donate_argnums=0)
@@ -126,7 +126,7 @@ def train(directory: Path, root: Path, seed: int, tell: Callable[[str], None]) -
         found = run.handler.recover(root, jax.eval_shape(run.new_state))
         step = 0
         if found is not None:
-            state, step = found.state, found.step
+            step, state = found
             tell(f"recovered {step} {chunks[0]}")
         else:
             (reason,) = [each for each in reasons if "not recovered" in each]

@@ -31,6 +31,7 @@ from typing import Any
 
 from tests.campaigns import children
 from tests.campaigns.perturbations import KINDS, devices_of, draw
+from tests.support import SHADOWS
 
 GROUP = 20
 LIMIT_S = 600.0
@@ -154,7 +155,7 @@ def main() -> None:
         files = [json.loads(path.read_text()) for path in arguments.table]
         print(table([each for file in files for each in file["runs"]]))
         return
-    options = {} if arguments.check is None else {"check": arguments.check}
+    options = {} if arguments.check is None else {"shadow": SHADOWS[arguments.check]}
     recording = {} if arguments.pin is None else {"pin": arguments.pin}
     if arguments.child:
         wanted = [int(each) for each in arguments.child.split(",")]

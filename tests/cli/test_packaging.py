@@ -54,7 +54,7 @@ def test_help_and_version_import_nothing_large(options):
 
 def test_the_package_imports_its_parts_when_they_are_used():
     lazy = f"{COMMAND}; import adacheck_jax; adacheck_jax"
-    assert not large_packages_after(f"{lazy}.FormatError")
+    assert not large_packages_after(f"{lazy}.errors.FormatError, adacheck_jax.tools.__all__")
     assert "jax" in large_packages_after(f"{lazy}.Recorder")
 
 
@@ -64,17 +64,32 @@ def test_importing_the_package_makes_the_handler_known_and_compiles_nothing():
     assert "numba" not in found
 
 
-@pytest.mark.parametrize("name", adacheck_jax.__all__)
-def test_a_public_name_is_there(name):
-    found = getattr(adacheck_jax, name)
-    assert found.__name__ == name
-    assert found.__module__.startswith("adacheck_jax.")
-    assert name in dir(adacheck_jax)
+@pytest.mark.parametrize("module", [None, "errors", "layout", "publish", "tools", "update"])
+def test_public_names_are_there(module):
+    package = getattr(adacheck_jax, module) if module else adacheck_jax
+    for name in package.__all__:
+        found = getattr(package, name)
+        assert found.__name__ == name
+        assert found.__module__.startswith("adacheck_jax.")
+        assert name in dir(package)
 
 
-def test_another_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="'adacheck_jax' has no attribute 'Recorders'"):
-        adacheck_jax.Recorders  # noqa: B018
+def test_the_public_names_can_be_remembered():
+    assert len(adacheck_jax.__all__) <= 16
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("Recorders", "'adacheck_jax' has no attribute 'Recorders'$"),
+        ("ReplayError", "no attribute 'ReplayError': it is adacheck_jax.errors.ReplayError$"),
+        ("Publisher", "no attribute 'Publisher': it is adacheck_jax.publish.Publisher$"),
+    ],
+)
+def test_another_name_is_an_attribute_error(name, told):
+    with pytest.raises(AttributeError, match=told):
+        getattr(adacheck_jax, name)
+    assert not hasattr(adacheck_jax, name)
 
 
 @pytest.mark.first(1)

@@ -18,6 +18,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 import adacheck_jax as adacheck
+from adacheck_jax.errors import ReplicaError
+from adacheck_jax.tools import replica_report
 from tests import support
 
 mode, root, out, devices = own.mode, own.root, own.out, own.devices
@@ -60,17 +62,17 @@ messages: list[str] = []
 logging.getLogger("adacheck_jax.device.replicas").addHandler(Messages())
 here = jax.make_mesh((devices,), ("here",), devices=jax.local_devices())
 alone = jax.device_put(jax.numpy.arange(3), NamedSharding(here, PartitionSpec()))
-good = adacheck.replica_report(state_of(0) | {"alone": alone, "uncommitted": jax.numpy.ones(3)})
+good = replica_report(state_of(0) | {"alone": alone, "uncommitted": jax.numpy.ones(3)})
 assert good.divergences == ()
 assert good.replica_count == 8 + 8 + 8 + 4
-found = adacheck.replica_report(state_of(0, bad)).divergences
+found = replica_report(state_of(0, bad)).divergences
 handler = adacheck.AdaCheckHandler(check_replicas="raise" if mode == "raise" else "warn")
 with support.manager_of(root, handler) as manager:
     for step in (1, 2):
         manager.save(step, args=adacheck.SaveArgs(state_of(step, bad if step == 2 else None)))
         try:
             manager.wait_until_finished()
-        except adacheck.ReplicaError as error:
+        except ReplicaError as error:
             messages.append(str(error))
     steps = list(manager.all_steps(read=True))
 summary = {

@@ -17,9 +17,11 @@ import adacheck_jax as adacheck
 from adacheck_jax.device import fingerprint, replicas
 from adacheck_jax.device.lead import DeviceGrid, Lead, grid_of, nearest
 from adacheck_jax.device.sharding import Holder, holders_of
+from adacheck_jax.errors import ReplicaError
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.store.steps import lookup
+from adacheck_jax.tools import replica_report
 from tests import support
 from tests.end_to_end.test_multiprocess import launch
 from tests.strategies import DTYPES, any_bits
@@ -75,7 +77,7 @@ def test_one_bit_is_found_whichever_replica_has_it(engine, mesh_shape, spec, axi
     boxes = [box_on(array, device) for device in range(8)]
     for device in range(8):
         bad = with_flipped_bit(array, {device}, byte=device, bit=device)
-        report = adacheck.replica_report({"x": {"good": array, "bad": bad}})
+        report = replica_report({"x": {"good": array, "bad": bad}})
         (found,) = report.divergences
         assert (found.path, found.box) == ("x/bad", boxes[device])
         count = boxes.count(boxes[device])
@@ -102,8 +104,8 @@ def test_one_bit_is_found_in_every_data_type(engine, dtype):
         array = jax.device_put(bits, NamedSharding(mesh_of((2, 4)), P("a")))
         assert array.dtype == dtype
         bad = with_flipped_bit(array, {6}, byte=3)
-        assert adacheck.replica_report([array]).divergences == ()
-        (found,) = adacheck.replica_report([bad]).divergences
+        assert replica_report([array]).divergences == ()
+        (found,) = replica_report([bad]).divergences
     assert (found.path, found.devices, found.box.start) == ("0", ("cpu:6",), (4, 0))
 
 
@@ -116,8 +118,8 @@ def test_values_are_compared_as_bits(engine, pair):
         buffers = [jax.device_put(v, d) for v, d in zip(values, jax.devices(), strict=True)]
         return jax.make_array_from_single_device_arrays((), sharding, buffers)
 
-    assert adacheck.replica_report(array_of(values[1:] * 8)).divergences == ()
-    (found,) = adacheck.replica_report({"s": array_of([values[0]] * 7 + [values[1]])}).divergences
+    assert replica_report(array_of(values[1:] * 8)).divergences == ()
+    (found,) = replica_report({"s": array_of([values[0]] * 7 + [values[1]])}).divergences
     assert found.devices == ("cpu:7",)
 
 
@@ -160,7 +162,7 @@ def random_state(seed):
 def test_two_hundred_random_shardings_raise_no_alarm(seed):
     state = random_state(seed)
     shards = sum(len(x.sharding.device_set) for x in state.values())
-    report = adacheck.replica_report(state)
+    report = replica_report(state)
     assert report.divergences == ()
     assert 0 < report.replica_count <= shards
     assert "all equal" in str(report)
@@ -170,7 +172,7 @@ def test_two_hundred_random_shardings_raise_no_alarm(seed):
 @pytest.mark.parametrize("seed", range(4))
 def test_random_shardings_raise_no_alarm_by_the_device_engine(seed, monkeypatch):
     monkeypatch.setattr(fingerprint, "hashes_on_device", lambda x: isinstance(x, jax.Array))
-    report = adacheck.replica_report(random_state(seed))
+    report = replica_report(random_state(seed))
     assert report.divergences == ()
     assert report.replica_count
 
@@ -189,22 +191,22 @@ def test_any_leaf_may_be_in_a_state(engine):
         "empty": jax.device_put(jnp.zeros((0, 3)), whole),
         "single": jnp.ones(3),
     }
-    report = adacheck.replica_report(state)
+    report = replica_report(state)
     assert report == replicas.ReplicaReport(7, 2, 16, ())
-    assert adacheck.replica_report({}) == replicas.ReplicaReport(0, 0, 0, ())
+    assert replica_report({}) == replicas.ReplicaReport(0, 0, 0, ())
 
 
 def test_a_key_that_differs_is_found(engine):
     whole = NamedSharding(mesh_of((8,)), P())
     data = with_flipped_bit(jax.device_put(jax.random.key_data(jax.random.key(1)), whole), {2})
     key = jax.random.wrap_key_data(data)
-    (found,) = adacheck.replica_report({"rng": key}).divergences
+    (found,) = replica_report({"rng": key}).divergences
     assert (found.path, found.devices, found.box) == ("rng", ("cpu:2",), Box((0,), (2,)))
 
 
 def test_the_report_leaves_the_state_as_it_was():
     array = jax.device_put(jnp.arange(8.0), NamedSharding(mesh_of((8,)), P()))
-    adacheck.replica_report(array)
+    replica_report(array)
     donate = jax.jit(lambda x: x + 1, donate_argnums=0)
     assert donate(array)[0] == 1
 
@@ -315,7 +317,7 @@ def test_a_manager_refuses_a_step_whose_replicas_differ(tmp_path, caplog, asynch
             manager.save(run.count, args=adacheck.SaveArgs(broken(run.state)))
             manager.wait_until_finished()
 
-        with pytest.raises(adacheck.ReplicaError, match=r"params/in/bias.*cpu:5.*not saved"):
+        with pytest.raises(ReplicaError, match=r"params/in/bias.*cpu:5.*not saved"):
             save_a_broken_one()
         good |= support.save_steps(manager, run, 2)
         manager.reload()
@@ -494,7 +496,7 @@ def test_a_step_that_several_processes_wrote_of_several_replicas_is_refused():
     halves = ((0, 4, 8),)
     assert judged("aaab", owners=(0, 1), cuts=halves).replica == "gpu:0"  # of 2, the same bits
     assert judged("aabb", owners=(1,)).replica == "gpu:2"
-    with pytest.raises(adacheck.ReplicaError, match=r"parts of several replicas.*a base"):
+    with pytest.raises(ReplicaError, match=r"parts of several replicas.*a base"):
         judged("aabb", owners=(0, 1), cuts=halves)
 
 
@@ -513,7 +515,9 @@ def apart(mesh, recorder):
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(
-    "options", [{}, {"check": "sample"}, {"check": "full"}, {"delta": "bits"}], ids=str
+    "options",
+    [{}, {"shadow": None}, {"shadow": adacheck.Shadow(on_devices=True)}, {"delta": "bits"}],
+    ids=str,
 )
 @pytest.mark.parametrize("count", [2, 4])
 def test_every_step_of_replicas_that_drift_apart_is_one_of_them(tmp_path, options, count):
@@ -584,13 +588,13 @@ def find_record(opt_state):
 )
 def test_a_bit_that_another_device_looks_at_is_not_lost_in_silence(tmp_path, mode, path_of):
     run = support.dict_run(support.mesh_of((4, 2)))
-    handler = adacheck.AdaCheckHandler(run.recorder, check="sample", check_replicas=mode)
+    handler = adacheck.AdaCheckHandler(run.recorder, shadow=None, check_replicas=mode)
     with support.manager_of(tmp_path, handler) as manager:
         saved = support.save_steps(manager, run, 2)
         run.advance()
         state = jax.block_until_ready(broken(run.state, path_of, device=0))
         if mode == "warn":  # the device that takes this element has another replica
-            with pytest.raises(adacheck.ReplicaError, match=r"those of \S+in/bias differ"):
+            with pytest.raises(ReplicaError, match=r"those of \S+in/bias differ"):
                 save_and_wait(manager, 3, state)
         else:
             saved[3] = support.host_copy(state)

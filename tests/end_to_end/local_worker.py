@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 import adacheck_jax as adacheck
+from adacheck_jax.errors import MismatchError
 from tests import support
 
 mode, root, out, devices = own.mode, own.root, own.out, own.devices
@@ -45,7 +46,7 @@ with support.manager_of(root, adacheck.AdaCheckHandler(max_deltas=0)) as manager
         manager.save(step, args=adacheck.SaveArgs(saved))
         try:
             manager.wait_until_finished()
-        except adacheck.MismatchError as error:
+        except MismatchError as error:
             message = str(error)
     steps = list(manager.all_steps(read=True))
     restored = manager.restore(steps[-1], args=adacheck.RestoreArgs(state))

@@ -92,13 +92,13 @@ if "://" in own.root:  # an object store
     keep = adacheck.KeepLineage(LatestN(10))
     in_place = ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE)
     options = {"preservation_policy": keep, "atomicity_options": in_place}
+makes_bases = mode != "schedule" and not (mode == "bases-refused" and own.process == 1)
 handler = adacheck.AdaCheckHandler(
     run.recorder,
     delta="bits" if mode == "bits" else "auto",
     keep_lineage=keep,
     max_deltas=max_deltas,
-    check="sample" if mode.endswith("-sample") else "auto",
-    background_bases=mode != "schedule" and not (mode == "bases-refused" and own.process == 1),
+    shadow=None if mode.endswith("-sample") else adacheck.Shadow(background_bases=makes_bases),
 )
 if mode == "projected":
     train_step = run.train_step

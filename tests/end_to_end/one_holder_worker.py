@@ -18,6 +18,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import adacheck_jax as adacheck
+from adacheck_jax.errors import MismatchError
 from tests import support
 
 STEPS = 3
@@ -106,5 +107,5 @@ with support.manager_of(own.root, handler) as manager:
                 restored = assert_restores(read_once, step)
         kernel = restored["run"]["params"]["in"]["kernel"]
         for name in ("whole", "cut"):
-            with pytest.raises(adacheck.MismatchError, match=f"leaf {name}: it lies on devices of"):
+            with pytest.raises(MismatchError, match=f"leaf {name}: it lies on devices of"):
                 save({"kernel": kernel, name: restored["others"][name]})

@@ -20,8 +20,9 @@ import pytest
 from etils import epath
 
 import adacheck_jax as adacheck
+from adacheck_jax.errors import StorageError
 from adacheck_jax.save import commit
-from adacheck_jax.save.planning.situation import Options
+from adacheck_jax.save.options import Options
 from adacheck_jax.save.saver import Saver
 from adacheck_jax.save.staged_save import Destination
 from adacheck_jax.store import base_writer, delta_writer, volumes
@@ -130,7 +131,7 @@ def test_an_item_that_fails_takes_the_step_and_no_other(
         with monkeypatch.context() as patch:
             fail_item(patch, failing)
             pair.save(manager, 3, **note)
-            kind = OSError if failing == "json" else adacheck.StorageError
+            kind = OSError if failing == "json" else StorageError
             with pytest.raises(kind, match="No space left"):
                 manager.wait_until_finished()
         assert 3 not in manager.all_steps()
@@ -174,7 +175,7 @@ def test_a_step_is_saved_again_while_its_first_attempt_is_being_written(
         with monkeypatch.context() as patch:
             fail_item(patch, "disc")
             pair.save(manager, 3)
-            with pytest.raises(adacheck.StorageError, match="No space left"):
+            with pytest.raises(StorageError, match="No space left"):
                 manager.wait_until_finished()
         until(lambda: overlaps)
         pair.save(manager, 3)

@@ -343,7 +343,7 @@ def test_what_is_computed_otherwise_is_stored_and_nothing_is_lost(
     if not waits:
         monkeypatch.setattr(staged, "are_ready", lambda _: False)
     run = dict_program(mesh_of((4, 2)), {"ema": average}).run()
-    handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=9, check=check)
+    handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=9, shadow=support.SHADOWS[check])
     saved = {}
     with manager_of(tmp_path, handler) as manager:
         for _ in range(9):

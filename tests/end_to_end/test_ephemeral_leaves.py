@@ -230,5 +230,7 @@ def test_leaves_that_cannot_be_ephemeral_are_refused(tmp_path, patterns, message
 def test_patterns_are_checked():
     with pytest.raises(ValueError, match="sequence of patterns"):
         adacheck.AdaCheckHandler(ephemeral="*/residual")
-    with pytest.raises(ValueError, match="shadow_directory"):
-        adacheck.AdaCheckHandler(ephemeral=["*/residual"], shadow_directory="/dev/shm/x")
+    with pytest.raises(ValueError, match=r"Shadow\(directory=...\)"):
+        adacheck.AdaCheckHandler(
+            ephemeral=["*/residual"], shadow=adacheck.Shadow(directory="/dev/shm/x")
+        )

@@ -10,6 +10,7 @@ import pytest
 
 import adacheck_jax as adacheck
 from adacheck_jax.errors import MismatchError
+from adacheck_jax.tools import replica_report
 from tests.campaigns import contexts
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, place
 
@@ -131,4 +132,4 @@ def test_saves_and_restores_work_under(tmp_path, name, delta):
                     args = adacheck.RestoreArgs(wanted, step=step if step == 4 else None)
                     assert_same_bits(manager.restore(at, args=args), expected)
                 assert handler.restored.replayed_count == (0 if delta == "bits" else 4)
-                assert not adacheck.replica_report(state).divergences
+                assert not replica_report(state).divergences

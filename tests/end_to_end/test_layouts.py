@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import adacheck_jax as adacheck
 from adacheck_jax import layout
 from adacheck_jax.device import trees
-from adacheck_jax.errors import IntegrityError, MismatchError
+from adacheck_jax.errors import FormatError, IntegrityError, MismatchError
 from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.store.steps import lookup
 from benchmarks.redundancy import with_master_weights
@@ -431,7 +431,7 @@ def test_damage_is_found_before_a_transformation(tmp_path):
         path.write_bytes(support.with_flipped_data(path.read_bytes()))
     with support.manager_of(tmp_path, adacheck.AdaCheckHandler()) as again:
         args = adacheck.RestoreArgs(transform=layout.scan_layers("block_{i}", "blocks"))
-        with pytest.raises((IntegrityError, adacheck.FormatError)):
+        with pytest.raises((IntegrityError, FormatError)):
             again.restore(3, args=args)
 
 

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import adacheck_jax as adacheck
+from adacheck_jax.errors import IntegrityError
 from adacheck_jax.format import manifest
 from adacheck_jax.store import links, volumes
 from adacheck_jax.store.steps import manifest_file, sizes
@@ -268,7 +269,7 @@ def test_a_damaged_base_is_not_relied_on(tmp_path):
     assert base_of(tmp_path, 2).kept != ()
     for step in (1, 2):
         support.assert_same_bits(restored(tmp_path, step, state), support.host_copy(state))
-    with pytest.raises(adacheck.IntegrityError):
+    with pytest.raises(IntegrityError):
         restored(tmp_path, 0, state)
 
 

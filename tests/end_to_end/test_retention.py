@@ -12,6 +12,7 @@ import pytest
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSteps, LatestN
 
 import adacheck_jax as adacheck
+from adacheck_jax.errors import LineageError
 from adacheck_jax.format import manifest
 from adacheck_jax.store.steps import manifest_file, roots
 from tests import support
@@ -183,7 +184,7 @@ class TestReferences:
         shutil.rmtree(tmp_path / "2")
         with (
             ocp.CheckpointManager(tmp_path) as manager,
-            pytest.raises(adacheck.LineageError, match=r"step 3 builds on step 2.*1, 4, 5"),
+            pytest.raises(LineageError, match=r"step 3 builds on step 2.*1, 4, 5"),
         ):
             manager.restore(3)
 
@@ -201,6 +202,6 @@ class TestReferences:
         shutil.copytree(tmp_path / "other" / "2", tmp_path / "2")
         with (
             ocp.CheckpointManager(tmp_path) as manager,
-            pytest.raises(adacheck.LineageError, match="replaced"),
+            pytest.raises(LineageError, match="replaced"),
         ):
             manager.restore(3)

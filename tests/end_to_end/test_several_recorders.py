@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import adacheck_jax as adacheck
-from adacheck_jax import RecorderError
+from adacheck_jax.errors import RecorderError
 from adacheck_jax.store.steps import roots
 from adacheck_jax.tools import inspection
 from tests.support import (

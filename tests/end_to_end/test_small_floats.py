@@ -51,7 +51,9 @@ def run_of(record_dtype, params_dtype):
 )
 def test_every_step_is_replayed_and_restored(tmp_path, record_dtype, params_dtype):
     run = run_of(record_dtype, params_dtype)
-    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder, check="full")) as manager:
+    with manager_of(
+        tmp_path, adacheck.AdaCheckHandler(run.recorder, shadow=adacheck.Shadow(on_devices=True))
+    ) as manager:
         saved = save_steps(manager, run, 4)
     state = run.state
     assert state["opt_state"][1].adacheck_record["scale"].dtype == (record_dtype or params_dtype)

@@ -28,6 +28,7 @@ from etils import epath
 import adacheck_jax as adacheck
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.manifest import BaseManifest
+from adacheck_jax.publish import Publisher, follow
 from adacheck_jax.publish.writing import Writer
 from adacheck_jax.save.background_bases import BackgroundBases
 from adacheck_jax.save.commit import Save
@@ -93,10 +94,10 @@ class Training:
         self.handler = adacheck.AdaCheckHandler(
             self.run.recorder,
             max_deltas=adacheck.AdaptivePolicy(most_deltas=LINEAGE),
-            shadow_directory=memory,
+            shadow=adacheck.Shadow(directory=memory),
         )
         self.manager = support.manager_of(root / "steps", self.handler)
-        self.publisher = adacheck.Publisher(root / "weights", params_path="params")
+        self.publisher = Publisher(root / "weights", params_path="params")
         self.saved: dict[int, list[Any]] = {}
         self.held: Held | None = None
 
@@ -156,17 +157,19 @@ class Training:
             for step, expected in self.saved.items():
                 support.assert_same_bits(manager.restore(step, args=args), expected)
         params = support.abstract(self.run.state["params"])
-        follower = adacheck.follow(self.root / "weights", params)
+        follower = follow(self.root / "weights", params)
         support.assert_same_bits(follower.latest(), support.host_copy(self.run.state["params"]))
-        again = adacheck.AdaCheckHandler(self.run.recorder, shadow_directory=self.memory)
+        again = adacheck.AdaCheckHandler(
+            self.run.recorder, shadow=adacheck.Shadow(directory=self.memory)
+        )
         recovered = again.recover(self.root / "steps", args.abstract_state)
         if recovered is not None:
-            support.assert_same_bits(recovered.state, self.saved[recovered.step])
+            support.assert_same_bits(recovered[1], self.saved[recovered[0]])
         return {
             "steps": len(self.saved),
             "compacted": [each.step for each in bases if each.replaces is not None],
             "locked": is_locked,
-            "recovered": recovered is not None and recovered.step == self.run.count,
+            "recovered": recovered is not None and recovered[0] == self.run.count,
         }
 
     def has_shadow(self) -> bool:

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import adacheck_jax as adacheck
+from adacheck_jax.errors import StorageError
 from adacheck_jax.format import manifest
 from adacheck_jax.store.steps import lookup, manifest_file
 from tests import support
@@ -73,7 +74,7 @@ def recover(manager, run, root):
     saved = {}
     for _ in range(2):
         for error in attempt(manager, run):
-            assert isinstance(error, (OSError, adacheck.StorageError))
+            assert isinstance(error, (OSError, StorageError))
         assert (root / str(run.count)).exists()
         saved[run.count] = host_copy(run.state)
     return saved
@@ -131,7 +132,7 @@ def test_a_full_disk(small_disk):
                 os.posix_fallocate(file.fileno(), 0, size)
             errors = attempt(manager, run)
             ballast.unlink()
-            assert [type(error) for error in errors] == [adacheck.StorageError]
+            assert [type(error) for error in errors] == [StorageError]
             assert "No space left" in str(errors[0])
             if (root / str(run.count)).exists():  # all of it but Orbax's note of the time
                 saved[run.count] = host_copy(run.state)
@@ -148,7 +149,7 @@ def test_a_read_only_disk_is_told_at_once_and_training_goes_on(small_disk):
         subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
         errors = attempt(manager, run)
         subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
-        assert [type(error) for error in errors] == [adacheck.StorageError]
+        assert [type(error) for error in errors] == [StorageError]
         assert "is not writable" in str(errors[0])
         saved |= save_steps(manager, run, 2)
         assert not is_base(root, 5)
@@ -201,7 +202,7 @@ def test_an_error_of_the_disk_is_raised_once(tmp_path, monkeypatch, number):
 
             patch.setattr("adacheck_jax.store.storage.posix.os.fsync", broken)
             errors = attempt(manager, run)
-        assert [type(error) for error in errors] == [adacheck.StorageError]
+        assert [type(error) for error in errors] == [StorageError]
         assert errors[0].__cause__.errno == number
         assert str(tmp_path / "3" / "default") in str(errors[0])
         saved |= save_steps(manager, run, 2)

@@ -15,6 +15,14 @@ import pytest
 from etils import epath
 
 import adacheck_jax as adacheck
+from adacheck_jax.errors import (
+    FormatError,
+    IntegrityError,
+    LineageError,
+    MismatchError,
+    RecorderError,
+    StorageError,
+)
 from adacheck_jax.format import manifest
 from adacheck_jax.store.steps import folders, manifest_file
 from adacheck_jax.store.storage.location import located
@@ -59,7 +67,7 @@ class TestAbstractState:
         target["params"]["extra"] = jax.ShapeDtypeStruct((2,), jnp.float32)
         target["params"]["in"]["bias"] = jax.ShapeDtypeStruct((5,), jnp.float32)
         target["step"] = jax.ShapeDtypeStruct((), jnp.float32)
-        with pytest.raises(adacheck.MismatchError) as caught:
+        with pytest.raises(MismatchError) as caught:
             restore(root, step, target)
         message = str(caught.value)
         assert "missing (1): params/scale" in message
@@ -74,7 +82,7 @@ class TestAbstractState:
             manager.save(1, args=adacheck.SaveArgs(state))
             manager.wait_until_finished()
         target = {"key": jax.ShapeDtypeStruct((2,), jnp.uint32), "x": state["x"]}
-        with pytest.raises(adacheck.MismatchError, match=r"key: expected key<fry>"):
+        with pytest.raises(MismatchError, match=r"key: expected key<fry>"):
             restore(tmp_path, 1, target)
 
     def test_devices_that_do_not_exist_ask_for_a_sharding(self, saved_run, monkeypatch):
@@ -86,7 +94,7 @@ class TestAbstractState:
         from orbax.checkpoint.metadata import NamedShardingMetadata
 
         monkeypatch.setattr(NamedShardingMetadata, "to_jax_sharding", fail)
-        with pytest.raises(adacheck.MismatchError, match="fallback_sharding"):
+        with pytest.raises(MismatchError, match="fallback_sharding"):
             restore(root, 3)
         whole = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         restored = restore(root, 3, fallback_sharding=whole)
@@ -106,12 +114,16 @@ class TestDamage:
     @pytest.mark.parametrize(
         ("step", "file", "error"),
         [
-            (1, manifest_file.FILE, adacheck.FormatError),
-            (3, manifest_file.FILE, adacheck.FormatError),
-            (3, f"{folders.LINEAGE}/1/{manifest_file.update_file('cpu')}", adacheck.FormatError),
-            (3, f"{folders.LINEAGE}/2.{manifest_file.NAME}", adacheck.FormatError),
-            (3, f"{folders.LINEAGE}/2.delta.0.manifest.ocdbt", adacheck.FormatError),
-            (3, "adacheck/delta.0.manifest.ocdbt", adacheck.FormatError),
+            (1, manifest_file.FILE, FormatError),
+            (3, manifest_file.FILE, FormatError),
+            (
+                3,
+                f"{folders.LINEAGE}/1/{manifest_file.update_file('cpu')}",
+                FormatError,
+            ),
+            (3, f"{folders.LINEAGE}/2.{manifest_file.NAME}", FormatError),
+            (3, f"{folders.LINEAGE}/2.delta.0.manifest.ocdbt", FormatError),
+            (3, "adacheck/delta.0.manifest.ocdbt", FormatError),
         ],
     )
     @pytest.mark.parametrize("damage", ["missing", "truncated", "emptied"])
@@ -122,7 +134,7 @@ class TestDamage:
         path.unlink()
         if damage != "missing":
             path.write_bytes(data[: len(data) // 2] if damage == "truncated" else b"")
-        with pytest.raises((error, adacheck.IntegrityError, adacheck.LineageError)) as caught:
+        with pytest.raises((error, IntegrityError, LineageError)) as caught:
             restore(root, step, abstract(run.state))
         assert str(path.parent) in str(caught.value)
 
@@ -133,7 +145,7 @@ class TestDamage:
         data = support.with_flipped_data(path.read_bytes())
         path.unlink()
         path.write_bytes(data)
-        with pytest.raises(adacheck.IntegrityError, match="adacheck_record"):
+        with pytest.raises(IntegrityError, match="adacheck_record"):
             restore(root, 3, abstract(run.state))
 
     # Orbax abandons its readers when one of them fails; they complain to their closed event loop.
@@ -180,7 +192,7 @@ class TestDamage:
         shutil.copytree(target / manifest_file.DIRECTORY, forged / manifest_file.DIRECTORY)
         shutil.rmtree(target)
         forged.rename(target)
-        with pytest.raises(adacheck.IntegrityError, match="_METADATA: expected the file that was"):
+        with pytest.raises(IntegrityError, match="_METADATA: expected the file that was"):
             restore(root, 1, abstract(run.state))
         with manager_of(root.parent / "again", adacheck.AdaCheckHandler(run.recorder)) as manager:
             manager.save(1, args=adacheck.SaveArgs(state))
@@ -189,7 +201,7 @@ class TestDamage:
         shutil.rmtree(target)
         again.rename(target)
         forget_descriptions(target)
-        with pytest.raises(adacheck.IntegrityError, match=r"1 of .* leaves.*params/in/kernel"):
+        with pytest.raises(IntegrityError, match=r"1 of .* leaves.*params/in/kernel"):
             restore(root, 1, abstract(run.state))
 
     @pytest.mark.parametrize("asks", [False, True])
@@ -200,10 +212,10 @@ class TestDamage:
             manager.save(1, args=adacheck.SaveArgs(state))
         item = tmp_path / "1" / "default"
         shutil.rmtree(item / "array_metadatas")
-        with pytest.raises(adacheck.IntegrityError, match=r"array_metadatas.*found none"):
+        with pytest.raises(IntegrityError, match=r"array_metadatas.*found none"):
             restore(tmp_path, 1, abstract(state) if asks else None)
         forget_descriptions(item)
-        with pytest.raises(adacheck.IntegrityError, match=r"key: expected key<fry>"):
+        with pytest.raises(IntegrityError, match=r"key: expected key<fry>"):
             restore(tmp_path, 1, abstract(state) if asks else None)
 
     def test_an_unknown_format_version_names_the_remedy(self, copy):
@@ -213,13 +225,13 @@ class TestDamage:
         body["format"] = 99
         path.unlink()
         path.write_text(json.dumps(body))
-        with pytest.raises(adacheck.FormatError, match="expected format version 6 to 8, found 99"):
+        with pytest.raises(FormatError, match="expected format version 6 to 8, found 99"):
             restore(root, 3, abstract(run.state))
 
     def test_other_steps_stay_restorable(self, copy, saved_run):
         root, run = copy
         (root / "2" / "default" / manifest_file.FILE).unlink()
-        with pytest.raises(adacheck.FormatError):
+        with pytest.raises(FormatError):
             restore(root, 2, abstract(run.state))
         assert_same_bits(restore(root, 3, abstract(run.state)), saved_run[2][3])
 
@@ -238,7 +250,7 @@ class TestUpdateProgram:
     @pytest.mark.usefixtures("unreadable")
     def test_without_a_recorder_the_error_says_which_jax_wrote_it(self, saved_run):
         root, run, _ = saved_run
-        with pytest.raises(adacheck.FormatError, match=f"exported by jax {jax.__version__}"):
+        with pytest.raises(FormatError, match=f"exported by jax {jax.__version__}"):
             restore(root, 3, abstract(run.state))
 
     @pytest.mark.usefixtures("unreadable")
@@ -262,7 +274,7 @@ class TestRecorder:
         recorder = adacheck.Recorder(optax.adam(1e-3))
         params = support.initial_params()
         state = {"params": params, "opt_state": optax.adam(1e-3).init(params)}
-        with pytest.raises(adacheck.RecorderError, match="holds no Recorder's state"):
+        with pytest.raises(RecorderError, match="holds no Recorder's state"):
             self.save(tmp_path, recorder, state)
 
     def test_twice_in_the_state(self, tmp_path):
@@ -272,23 +284,23 @@ class TestRecorder:
         params = support.initial_params()
         state = {"params": params, "opt_state": chain.init(params)}
         with pytest.raises(
-            adacheck.RecorderError,
+            RecorderError,
             match=r"recorded at 'opt_state/1'.*the recorders of all optimizers",
         ):
             self.save(tmp_path, recorder, state)
         both = {"opt_state/0": recorder, "opt_state/1": chain_of_two[1]}
-        with pytest.raises(adacheck.RecorderError, match="both update params/in/bias"):
+        with pytest.raises(RecorderError, match="both update params/in/bias"):
             self.save(tmp_path, both, state)
 
     def test_another_object_than_the_optimizer_was_built_with(self, tmp_path):
         run = support.dict_run(mesh_of((4, 2)))
-        with pytest.raises(adacheck.RecorderError, match="same Recorder object"):
+        with pytest.raises(RecorderError, match="same Recorder object"):
             self.save(tmp_path, adacheck.Recorder(optax.adamw(1e-2)), run.state)
 
     def test_ambiguous_params_ask_for_a_path(self, tmp_path):
         run = support.dict_run(mesh_of((4, 2)))
         state = {**run.advance(), "ema": jax.tree.map(jnp.copy, run.state["params"])}
-        with pytest.raises(adacheck.RecorderError, match=r"'ema', 'params'.*params_path="):
+        with pytest.raises(RecorderError, match=r"'ema', 'params'.*params_path="):
             self.save(tmp_path, run.recorder, state)
         self.save(tmp_path, run.recorder, state, params_path="params")
         assert_same_bits(restore(tmp_path, 1, abstract(state)), host_copy(state))
@@ -298,7 +310,7 @@ class TestRecorder:
         handler = adacheck.AdaCheckHandler(run.recorder)
         with manager_of(tmp_path, handler) as manager:
             saved = save_steps(manager, run, 2)
-            with pytest.raises(adacheck.RecorderError):
+            with pytest.raises(RecorderError):
                 manager.save(3, args=adacheck.SaveArgs({"params": run.state["params"]}))
             saved |= save_steps(manager, run, 1)
         assert_same_bits(restore(tmp_path, 3, abstract(run.state)), saved[3])
@@ -317,12 +329,12 @@ class TestPlaces:
         (tmp_path / "file").write_text("in the way")
         args = adacheck.SaveArgs({"x": jnp.ones(3)})
         handler = adacheck.AdaCheckHandler()
-        with pytest.raises(adacheck.StorageError, match="is a file"):
+        with pytest.raises(StorageError, match="is a file"):
             handler.save(epath.Path(tmp_path / "file" / "1"), args)
 
     @pytest.mark.parametrize("url", ["hdfs://host/run/1", "file:///run/1", "gs://", "s3:///run"])
     def test_a_url_of_no_known_kind(self, url):
-        with pytest.raises(adacheck.StorageError, match="gs://BUCKET/"):
+        with pytest.raises(StorageError, match="gs://BUCKET/"):
             located(url)
 
     def test_a_stock_step_holds_no_earlier_steps(self, tmp_path):
@@ -331,7 +343,7 @@ class TestPlaces:
             manager.wait_until_finished()
         with (
             manager_of(tmp_path, adacheck.AdaCheckHandler()) as manager,
-            pytest.raises(adacheck.FormatError, match="StandardCheckpointer"),
+            pytest.raises(FormatError, match="StandardCheckpointer"),
         ):
             manager.restore(1, args=adacheck.RestoreArgs(step=0))
 
@@ -346,10 +358,28 @@ class TestPlaces:
         with pytest.raises(ValueError, match="max_deltas to be an int >= 0"):
             adacheck.AdaCheckHandler(max_deltas=-1)
 
-    @pytest.mark.parametrize("option", ["delta", "check", "compression", "check_replicas"])
+    @pytest.mark.parametrize("option", ["delta", "compression", "check_replicas"])
     def test_an_option_that_does_not_exist(self, option):
         with pytest.raises(ValueError, match=rf"{option} to be one of .*'\), found 'zip'"):
             adacheck.AdaCheckHandler(**{option: "zip"})
+
+    @pytest.mark.parametrize(
+        ("settings", "told"),
+        [
+            ({"bytes": 0}, "None or an int > 0, found 0.*Write shadow=None"),
+            ({"on_devices": "yes"}, "on_devices=.*True or False, found 'yes'"),
+            ({"background_bases": None}, "background_bases=.*True or False, found None"),
+            ({"on_devices": True, "bytes": 10}, "neither bytes nor a directory"),
+        ],
+        ids=str,
+    )
+    def test_settings_of_a_shadow_that_do_not_exist(self, settings, told):
+        with pytest.raises(ValueError, match=told):
+            adacheck.Shadow(**settings)
+
+    def test_a_shadow_that_is_none(self):
+        with pytest.raises(ValueError, match="shadow to be a Shadow or None, found False"):
+            adacheck.AdaCheckHandler(shadow=False)
 
 
 def test_a_failed_save_is_raised_once_and_the_next_one_is_a_base(tmp_path, monkeypatch):
@@ -364,7 +394,7 @@ def test_a_failed_save_is_raised_once_and_the_next_one_is_a_base(tmp_path, monke
 
             patch.setattr("adacheck_jax.store.packs.writer.write_pack", full)
             manager.save(3, args=adacheck.SaveArgs(run.advance()))
-            with pytest.raises(adacheck.StorageError, match=r"/3/default: .*No space left"):
+            with pytest.raises(StorageError, match=r"/3/default: .*No space left"):
                 manager.wait_until_finished()
         manager.reload()
         saved |= save_steps(manager, run, 2)

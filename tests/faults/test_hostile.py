@@ -20,7 +20,7 @@ import pytest
 import tensorstore as ts
 
 import adacheck_jax as adacheck
-from adacheck_jax import FormatError, IntegrityError
+from adacheck_jax.errors import FormatError, IntegrityError, LineageError
 from adacheck_jax.format import manifest as manifests
 from adacheck_jax.format import manifest_json
 from adacheck_jax.format.manifest import Update
@@ -233,7 +233,7 @@ def test_a_reference_leads_to_siblings_only(reference, tmp_path):
     manifest_file.write(tmp_path / "10", A_BASE)
     link = manifests.Link(10, reference, manifest_file.read(tmp_path / "10").checksum)
     manifest_file.write(tmp_path / "11", dataclasses.replace(A_DELTA, parent=link))
-    with pytest.raises(adacheck.LineageError):
+    with pytest.raises(LineageError):
         lookup.resolve(tmp_path / "11")
 
 

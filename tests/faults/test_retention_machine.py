@@ -40,6 +40,7 @@ from orbax.checkpoint.checkpoint_managers import (
 )
 
 import adacheck_jax as adacheck
+from adacheck_jax.errors import LineageError
 from adacheck_jax.format.manifest import DeltaManifest, Link
 from adacheck_jax.save import exported_update
 from adacheck_jax.store import links
@@ -213,7 +214,7 @@ class Retention(RuleBasedStateMachine):
                 "delta": st.sampled_from(["auto", "bits"]),
                 "max_deltas": st.integers(0, 3),
                 # Compiled anew for every handler, which takes longest of all.
-                "check": st.sampled_from(["sample", "full"]),
+                "shadow": st.sampled_from([None, adacheck.Shadow(on_devices=True)]),
             }
         ),
     )
@@ -411,7 +412,7 @@ class Retention(RuleBasedStateMachine):
                 found = checkpointer.restore(path, args=target)
                 support.assert_same_bits(found, self.moved[step].bits)
             else:
-                with pytest.raises(adacheck.LineageError, match=rf"builds on step {lost}\b"):
+                with pytest.raises(LineageError, match=rf"builds on step {lost}\b"):
                     checkpointer.restore(path, args=target)
 
     @rule()
@@ -480,7 +481,7 @@ class Retention(RuleBasedStateMachine):
         if lost is None:
             self.restored(step, mesh)
             return
-        with pytest.raises(adacheck.LineageError, match=rf"builds on step {lost}\b") as caught:
+        with pytest.raises(LineageError, match=rf"builds on step {lost}\b") as caught:
             self.restored(step, mesh)
         good = [s for s in sorted(self.disk) if self.missing(s, self.disk) is None]
         hint = ", ".join(map(str, good[-10:])) or "none"
@@ -752,7 +753,7 @@ def test_a_step_that_is_deleted_while_it_is_linked_is_missed(tmp_path, monkeypat
     with monkeypatch.context() as patched:
         patched.setattr(links, "link_ancestors", late)
         manager.save(3, args=adacheck.SaveArgs(states[3]))
-        with pytest.raises(adacheck.LineageError, match=r"step 2.* was deleted while"):
+        with pytest.raises(LineageError, match=r"step 2.* was deleted while"):
             manager.wait_until_finished()
     manager.close()
     shutil.rmtree(tmp_path / "2", ignore_errors=True)

@@ -461,3 +461,16 @@ def test_elements_that_do_not_follow_from_the_old_ones_are_stored_in_their_own_b
 def test_the_choice_of_storing_by_itself_is_never_a_difference(seed, shape, dtype):
     block = any_bits(np.random.default_rng(seed), shape, dtype)
     assert codecs.choose_whole([block]) in (Encoding.RAW, *WHOLE)
+
+
+@EACH
+@pytest.mark.parametrize("size", [16_383, 16_384, 16_385, 40_000])
+@pytest.mark.parametrize("low_count", [0, 1, 4])
+def test_many_words_are_split_block_by_block(encoding, size, low_count):
+    rng = np.random.default_rng(size)
+    old, new = (rng.integers(0, 2**32, size, np.uint32) for _ in range(2))
+    low, high = np.empty((low_count, size), np.uint8), np.empty((4 - low_count, size), np.uint8)
+    codecs.encode(encoding, new, old, low, high)
+    assert np.array_equal(np.concatenate([low, high]), support.planes_of(encoding, new, old))
+    codecs.decode(encoding, old, low, high)
+    assert np.array_equal(old, new)

@@ -15,9 +15,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-import adacheck_jax as adacheck
 from adacheck_jax.errors import LineageError, MismatchError, StorageError
-from adacheck_jax.publish import records
+from adacheck_jax.publish import Publisher, follow, records
 from adacheck_jax.publish.reading import Reader
 from adacheck_jax.publish.records import Leaves, Stored
 from adacheck_jax.publish.root import BASES, VERSIONS, Root
@@ -40,7 +39,7 @@ def root(request, tmp_path):
 def published(root: Any, versions: int, training: Training | None = None, **options: Any) -> Any:
     """Publishes some versions; gives the bits of each."""
     training, found = training or Training(), {}
-    with adacheck.Publisher(root, **options) as publisher:
+    with Publisher(root, **options) as publisher:
         first = 0 if publisher.version is None else publisher.version + 1
         for version in range(first, first + versions):
             params = training.params()
@@ -51,11 +50,11 @@ def published(root: Any, versions: int, training: Training | None = None, **opti
 
 
 def test_followers_have_the_bits_of_every_version_on_every_storage(root):
-    training, follower = Training(), adacheck.follow(root, abstract(), poll_s=0.01)
+    training, follower = Training(), follow(root, abstract(), poll_s=0.01)
     assert not follower.update()
     with pytest.raises(LineageError, match="none"):
         follower.latest()
-    with adacheck.Publisher(root, base_every=3, keep_versions=2) as publisher:
+    with Publisher(root, base_every=3, keep_versions=2) as publisher:
         for version in range(0, 80, 10):
             params = training.params()
             assert publisher.publish(params, version=version) == version
@@ -64,7 +63,7 @@ def test_followers_have_the_bits_of_every_version_on_every_storage(root):
             training.step()
     assert follower.bases_read == 1
     assert not follower.update()
-    late = adacheck.follow(root, abstract())
+    late = follow(root, abstract())
     assert bits(late.latest()) == bits(follower.params)
     # Bases at sequence numbers 0, 3 and 6; when that of 6 was there, two versions began at 5.
     assert Root(root).numbers(BASES) == [3, 6]
@@ -75,8 +74,8 @@ def test_followers_have_the_bits_of_every_version_on_every_storage(root):
 @pytest.mark.parametrize("dtype", [None, jnp.float32])
 def test_sharded_params_are_followed_on_other_meshes_and_types(mesh, dtype, tmp_path):
     training = Training()
-    follower = adacheck.follow(tmp_path, abstract(mesh_of((2, 4)), dtype))
-    with adacheck.Publisher(tmp_path, params_path="params") as publisher:
+    follower = follow(tmp_path, abstract(mesh_of((2, 4)), dtype))
+    with Publisher(tmp_path, params_path="params") as publisher:
         for version in range(3):
             params = training.params(mesh_of(mesh))
             publisher.publish({"params": params, "step": version}, version=version, wait=True)
@@ -92,9 +91,9 @@ def test_sharded_params_are_followed_on_other_meshes_and_types(mesh, dtype, tmp_
 
 def test_params_may_be_donated_at_once_on_both_sides(tmp_path):
     scaled = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2, tree), donate_argnums=0)
-    follower = adacheck.follow(tmp_path, abstract())
+    follower = follow(tmp_path, abstract())
     training = Training()
-    with adacheck.Publisher(tmp_path) as publisher:
+    with Publisher(tmp_path) as publisher:
         for version in range(4):
             params, expected = training.params(), bits(training.params())
             publisher.publish(params, version=version)
@@ -121,8 +120,8 @@ def aligned(leaves: Leaves) -> Weights:
 def test_params_that_were_given_stay_as_they_were(tmp_path, monkeypatch):
     monkeypatch.setattr(Weights, "empty", aligned)
     wide = {"w": np.zeros((64, 1024), np.float32)}
-    follower, given = adacheck.follow(tmp_path, wide), []
-    with adacheck.Publisher(tmp_path) as publisher:
+    follower, given = follow(tmp_path, wide), []
+    with Publisher(tmp_path) as publisher:
         for version in range(4):
             wide["w"][version] += 1
             publisher.publish(wide, version=version, wait=True)
@@ -133,8 +132,8 @@ def test_params_that_were_given_stay_as_they_were(tmp_path, monkeypatch):
 
 def test_numpy_params_that_change_in_place_are_those_of_the_moment(tmp_path):
     params = {"w": np.zeros(1000, np.float32)}
-    follower = adacheck.follow(tmp_path, params)
-    with adacheck.Publisher(tmp_path) as publisher:
+    follower = follow(tmp_path, params)
+    with Publisher(tmp_path) as publisher:
         for version in range(5):
             publisher.publish(params, version=version)
             params["w"] += 1
@@ -151,7 +150,7 @@ def test_pairs_of_versions_and_params_come_in_order(tmp_path):
     thread = threading.Thread(target=publish)
     thread.start()
     seen = {}
-    for version, params in adacheck.follow(tmp_path, abstract(), poll_s=0.01):
+    for version, params in follow(tmp_path, abstract(), poll_s=0.01):
         seen[version] = bits(params)
         if version == 11:
             break
@@ -161,8 +160,8 @@ def test_pairs_of_versions_and_params_come_in_order(tmp_path):
 
 
 def test_changes_lead_whoever_has_a_copy_to_the_next_version(tmp_path):
-    training, follower = Training(), adacheck.follow(tmp_path, abstract())
-    with adacheck.Publisher(tmp_path) as publisher:
+    training, follower = Training(), follow(tmp_path, abstract())
+    with Publisher(tmp_path) as publisher:
         publisher.publish(training.params(), version=0, wait=True)
         before = {"embedding": np.array(follower.latest()["embedding"])}
         with pytest.raises(LineageError, match="base"):
@@ -178,7 +177,7 @@ def test_changes_lead_whoever_has_a_copy_to_the_next_version(tmp_path):
 
 
 def test_a_follower_that_fell_behind_begins_at_a_base_and_says_so(tmp_path, caplog):
-    follower = adacheck.follow(tmp_path, abstract())
+    follower = follow(tmp_path, abstract())
     training = Training()
     published(tmp_path, 1, training)
     follower.latest()
@@ -189,7 +188,7 @@ def test_a_follower_that_fell_behind_begins_at_a_base_and_says_so(tmp_path, capl
 
 
 def test_a_restarted_publisher_goes_on_with_deltas(tmp_path):
-    training, follower = Training(), adacheck.follow(tmp_path, abstract())
+    training, follower = Training(), follow(tmp_path, abstract())
     published(tmp_path, 3, training)
     follower.latest()
     (tmp_path / "deltas" / f"{7:012}-{0:012}").write_bytes(b"never committed")
@@ -204,7 +203,7 @@ def test_a_restarted_publisher_goes_on_with_deltas(tmp_path):
 
 def test_a_version_is_published_once_and_numbers_only_go_up(tmp_path):
     published(tmp_path, 3)
-    with adacheck.Publisher(tmp_path) as publisher:
+    with Publisher(tmp_path) as publisher:
         assert publisher.version == 2
         for version in (2, 0, -1, True, "3"):
             with pytest.raises(MismatchError, match="above 2"):
@@ -216,16 +215,16 @@ def test_a_version_is_published_once_and_numbers_only_go_up(tmp_path):
 
 def test_of_two_publishers_the_later_one_has_the_root(root):
     training = Training()
-    first = adacheck.Publisher(root)
+    first = Publisher(root)
     first.publish(training.params(), version=0, wait=True)
-    second = adacheck.Publisher(root)
+    second = Publisher(root)
     training.step()
     first.publish(Training(7).params(), version=100)
     with pytest.raises(StorageError, match="taken it over"):
         first.wait()
     with pytest.raises(StorageError, match="taken it over"):
         first.publish(training.params(), version=101)
-    follower = adacheck.follow(root, abstract())
+    follower = follow(root, abstract())
     follower.latest()
     assert follower.version == 0, "what the first wrote does not count"
     second.publish(training.params(), version=1, wait=True)
@@ -236,12 +235,12 @@ def test_of_two_publishers_the_later_one_has_the_root(root):
 
 
 def test_a_publisher_whose_files_a_newer_one_clears_is_told_who_has_the_root(tmp_path, monkeypatch):
-    first = adacheck.Publisher(tmp_path, base_every=1)
+    first = Publisher(tmp_path, base_every=1)
     write, others = Root.write, []
 
     def cleared(self: Root, folder: str, record: Any) -> str:
         if folder == BASES and not others:
-            others.append(adacheck.Publisher(tmp_path))
+            others.append(Publisher(tmp_path))
             raise FileNotFoundError(2, "No such file or directory")
         return write(self, folder, record)
 
@@ -256,15 +255,15 @@ def test_a_publisher_whose_files_a_newer_one_clears_is_told_who_has_the_root(tmp
 def test_other_leaves_begin_with_a_base_and_followers_of_the_old_are_told(tmp_path):
     training = Training()
     published(tmp_path, 1, training)
-    follower = adacheck.follow(tmp_path, abstract())
+    follower = follow(tmp_path, abstract())
     follower.latest()
-    with adacheck.Publisher(tmp_path) as publisher:
+    with Publisher(tmp_path) as publisher:
         publisher.publish({**training.params(), "more": jnp.ones(3)}, version=1, wait=True)
     with pytest.raises(MismatchError, match="more"):
         follower.latest()
     assert follower.version == 0
     wanted = {**abstract(), "more": jax.ShapeDtypeStruct((3,), jnp.float32)}
-    assert (np.asarray(adacheck.follow(tmp_path, wanted).latest()["more"]) == 1).all()
+    assert (np.asarray(follow(tmp_path, wanted).latest()["more"]) == 1).all()
 
 
 @pytest.mark.parametrize("where", ["deltas", "versions", "parts", "bases"])
@@ -272,7 +271,7 @@ def test_other_leaves_begin_with_a_base_and_followers_of_the_old_are_told(tmp_pa
 def test_damage_is_not_served_and_a_later_base_heals(where, how, tmp_path):
     training = Training()
     known = published(tmp_path, 3, training, base_every=2)  # bases at 0 and 2
-    running = adacheck.follow(tmp_path, abstract())
+    running = follow(tmp_path, abstract())
     running.latest()
     known |= published(tmp_path, 1, training, base_every=50)
     sequence = 3 if where in ("deltas", "versions") else 2
@@ -284,7 +283,7 @@ def test_damage_is_not_served_and_a_later_base_heals(where, how, tmp_path):
             path.unlink()
         else:
             path.write_bytes(data if how == "flip" else data[: len(data) // 2])
-    late = adacheck.follow(tmp_path, abstract())
+    late = follow(tmp_path, abstract())
     for follower in (running, late):
         follower.update()
         assert bits(follower.params) == known[follower.version]
@@ -304,7 +303,7 @@ def test_damage_is_not_served_and_a_later_base_heals(where, how, tmp_path):
 def test_weights_that_do_not_have_their_fingerprints_are_not_served(tmp_path, monkeypatch):
     training = Training()
     known = published(tmp_path, 2, training)
-    follower = adacheck.follow(tmp_path, abstract())
+    follower = follow(tmp_path, abstract())
     follower.latest()
     known |= published(tmp_path, 1, training)
     apply = Weights.apply
@@ -323,7 +322,7 @@ def test_weights_that_do_not_have_their_fingerprints_are_not_served(tmp_path, mo
 
 
 def test_what_vanishes_under_a_follower_makes_it_begin_at_a_base(tmp_path, monkeypatch):
-    training, follower = Training(), adacheck.follow(tmp_path, abstract())
+    training, follower = Training(), follow(tmp_path, abstract())
     published(tmp_path, 1, training)
     follower.latest()
     published(tmp_path, 2, training)
@@ -340,9 +339,9 @@ def test_what_vanishes_under_a_follower_makes_it_begin_at_a_base(tmp_path, monke
 
 
 def test_a_storage_that_fails_for_a_while_costs_a_version_and_no_more(tmp_path, monkeypatch):
-    training, follower = Training(), adacheck.follow(tmp_path, abstract())
+    training, follower = Training(), follow(tmp_path, abstract())
     write = Root.write_delta
-    with adacheck.Publisher(tmp_path) as publisher:
+    with Publisher(tmp_path) as publisher:
         publisher.publish(training.params(), version=0, wait=True)
 
         def full(*_: Any) -> Any:
@@ -361,7 +360,7 @@ def test_a_storage_that_fails_for_a_while_costs_a_version_and_no_more(tmp_path, 
 
 def test_an_unreadable_root_is_waited_for(tmp_path, monkeypatch):
     expected = published(tmp_path, 1)
-    follower, listed = adacheck.follow(tmp_path, abstract(), poll_s=0.01), []
+    follower, listed = follow(tmp_path, abstract(), poll_s=0.01), []
     listing = Posix.list
 
     def failing(self: Posix, prefix: str, *, deep: bool = True) -> Any:
@@ -385,21 +384,24 @@ def test_an_unreadable_root_is_waited_for(tmp_path, monkeypatch):
     ],
 )
 def test_what_cannot_be_published_is_named(params, match, tmp_path):
-    with adacheck.Publisher(tmp_path) as publisher, pytest.raises(MismatchError, match=match):
+    with (
+        Publisher(tmp_path) as publisher,
+        pytest.raises(MismatchError, match=match),
+    ):
         publisher.publish(params, version=0)
 
 
 def test_arguments_without_a_meaning_are_refused(tmp_path):
     for options in ({"base_every": 0}, {"keep_versions": 0}):
         with pytest.raises(MismatchError, match="positive"):
-            adacheck.Publisher(tmp_path, **options)
-    publisher = adacheck.Publisher(tmp_path, params_path="weights")
+            Publisher(tmp_path, **options)
+    publisher = Publisher(tmp_path, params_path="weights")
     with publisher, pytest.raises(MismatchError, match="weights/"):
         publisher.publish({"params": {"a": jnp.ones(2)}}, version=0)
     with pytest.raises(MismatchError, match="abstract array"):
-        adacheck.follow(tmp_path, {"a": 3})
+        follow(tmp_path, {"a": 3})
     with pytest.raises(StorageError, match="URL"):
-        adacheck.follow("ftp://somewhere/else", {})
+        follow("ftp://somewhere/else", {})
 
 
 def files_of(root: Any) -> list[str]:
@@ -408,7 +410,7 @@ def files_of(root: Any) -> list[str]:
 
 def test_the_root_of_a_checkpoint_manager_is_refused_on_both_sides(tmp_path):
     root = tmp_path / "checkpoints"
-    follower = adacheck.follow(root, abstract(), poll_s=0.01)
+    follower = follow(root, abstract(), poll_s=0.01)
     assert not follower.update(), "nothing is there yet"
     with ocp.CheckpointManager(root) as manager:
         for step in range(5):
@@ -416,7 +418,7 @@ def test_the_root_of_a_checkpoint_manager_is_refused_on_both_sides(tmp_path):
     before = files_of(root)
     match = r"the root of a checkpoint manager \(0, 1, 2 and 2 more\)"
     with pytest.raises(MismatchError, match=match):
-        adacheck.Publisher(root)
+        Publisher(root)
     for asked in (follower.latest, lambda: follower.wait_for(0)):
         with pytest.raises(MismatchError, match=match):
             asked()
@@ -428,9 +430,9 @@ def test_a_directory_of_other_content_is_refused_on_every_storage(root):
     (at(root) / "notes.txt").write(b"2")
     before = files_of(root)
     with pytest.raises(MismatchError, match=r"other content \(logs, notes.txt\)"):
-        adacheck.Publisher(root)
+        Publisher(root)
     with pytest.raises(MismatchError, match=r"other content \(logs, notes.txt\)"):
-        adacheck.follow(root, abstract()).update()
+        follow(root, abstract()).update()
     assert files_of(root) == before
 
 
@@ -439,14 +441,14 @@ def test_what_lies_beside_published_weights_does_no_harm(tmp_path):
     published(tmp_path, 1)
     (tmp_path / "notes.txt").write_text("by hand")
     expected = published(tmp_path, 2)
-    assert bits(adacheck.follow(tmp_path, abstract()).latest()) == expected[2]
+    assert bits(follow(tmp_path, abstract()).latest()) == expected[2]
 
 
 @pytest.mark.parametrize("how", ["cut", "gone"])
 def test_versions_never_go_down_where_records_were_lost(how, tmp_path):
     training = Training()
     known = published(tmp_path, 5, training)
-    follower = adacheck.follow(tmp_path, abstract())
+    follower = follow(tmp_path, abstract())
     follower.latest()
     for sequence in (3, 4):
         path = tmp_path / "versions" / f"{sequence:012}"
@@ -468,9 +470,9 @@ def test_versions_never_go_down_where_records_were_lost(how, tmp_path):
 def test_programs_of_several_processes_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(MismatchError, match="one process, found 2"):
-        adacheck.Publisher(tmp_path)
+        Publisher(tmp_path)
     with pytest.raises(MismatchError, match="one process, found 2"):
-        adacheck.follow(tmp_path, abstract())
+        follow(tmp_path, abstract())
 
 
 def test_a_delta_larger_than_its_leaves_can_have_is_not_read(tmp_path, monkeypatch):
@@ -481,7 +483,7 @@ def test_a_delta_larger_than_its_leaves_can_have_is_not_read(tmp_path, monkeypat
     record = dataclasses.replace(known[1].record, delta=Stored(2**50, "0" * 32))
     (tmp_path / "versions" / f"{1:012}").write_bytes(records.encode(record)[0])
     monkeypatch.setattr(Root, "delta", lambda *_: pytest.fail("it was read"))
-    follower = adacheck.follow(tmp_path, abstract())
+    follower = follow(tmp_path, abstract())
     follower.latest()
     assert follower.version == 0
     assert "found one of 1125899906842624 bytes" in follower.problem
@@ -492,7 +494,7 @@ def test_a_record_of_another_place_is_refused(tmp_path):
     (tmp_path / "versions" / f"{5:012}").write_bytes(
         (tmp_path / "versions" / f"{1:012}").read_bytes()
     )
-    follower = adacheck.follow(tmp_path, abstract())
+    follower = follow(tmp_path, abstract())
     follower.latest()
     assert follower.version == 1
     assert "expected the record of 5, found that of 1" in follower.problem
@@ -503,13 +505,13 @@ def test_a_root_that_is_read_through_a_link_is_refused(tmp_path):
     part = next((tmp_path / "real/parts").rglob(f"*/{0:012}"))
     moved = part.rename(tmp_path / "elsewhere")
     part.symlink_to(moved)
-    follower = adacheck.follow(at(tmp_path / "real"), abstract())
+    follower = follow(at(tmp_path / "real"), abstract())
     with pytest.raises(LineageError):
         follower.latest()
     assert "link" in follower.problem
     part.unlink()
     moved.rename(part)
-    assert bits(adacheck.follow(tmp_path / "real", abstract()).latest()) == expected[0]
+    assert bits(follow(tmp_path / "real", abstract()).latest()) == expected[0]
 
 
 @pytest.mark.parametrize("first", [0, 7])
@@ -517,10 +519,10 @@ def test_a_root_that_was_deleted_and_begun_anew_is_followed(first, tmp_path):
     """Its records have lower numbers than the one that the follower has."""
     root, training = tmp_path / "weights", Training()
     known = published(root, 6, training)
-    follower = adacheck.follow(root, abstract(), poll_s=0.01)
+    follower = follow(root, abstract(), poll_s=0.01)
     follower.latest()
     shutil.rmtree(root)
-    with adacheck.Publisher(root) as publisher:
+    with Publisher(root) as publisher:
         for version in range(first, first + 3):
             training.step()
             known[version] = bits(training.params())
@@ -538,7 +540,7 @@ def test_a_root_that_was_deleted_and_begun_anew_is_followed(first, tmp_path):
 
 def test_a_publisher_whose_root_was_deleted_is_told_so(tmp_path):
     root, training = tmp_path / "weights", Training()
-    publisher = adacheck.Publisher(root)
+    publisher = Publisher(root)
     publisher.publish(training.params(), version=0, wait=True)
     shutil.rmtree(root)
     with pytest.raises(StorageError, match="the root was deleted"):

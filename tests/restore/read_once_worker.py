@@ -28,6 +28,7 @@ import tensorstore as ts  # noqa: E402
 from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
 import adacheck_jax as adacheck  # noqa: E402
+from adacheck_jax.errors import IntegrityError  # noqa: E402
 from adacheck_jax.store import aligned_read  # noqa: E402
 from tests.restore.read_once_state import saved_run  # noqa: E402
 
@@ -84,7 +85,7 @@ for name, axes in LAYOUTS.items():
             if mode == "damaged" and way:
                 try:
                     manager.restore(2, args=args)
-                except adacheck.IntegrityError as error:
+                except IntegrityError as error:
                     print(json.dumps(str(error)))
                     sys.exit()
                 raise AssertionError("expected every process to raise")

@@ -16,6 +16,7 @@ import pytest
 from etils import epath
 
 import adacheck_jax as adacheck
+from adacheck_jax.errors import FormatError, IntegrityError, LineageError, StepDeletedError
 from adacheck_jax.store.steps import deletion, folders, manifest_file
 from adacheck_jax.store.storage.location import located
 from tests import support
@@ -136,7 +137,7 @@ def test_a_deletion_at_any_call_is_told(layout, doomed, order, stride, tmp_path,
         try:
             with deleted:
                 state, step = restore(copy, run)
-        except adacheck.StepDeletedError:
+        except StepDeletedError:
             told += 1
         else:
             assert step == STEPS
@@ -165,7 +166,7 @@ def test_a_step_that_was_deleted_before(linked, tmp_path):
     root = copied(root, tmp_path, "copy")
     for step in (1, 2, 3):
         shutil.rmtree(root / str(step))
-    with pytest.raises(adacheck.StepDeletedError, match="/3/default: expected a step to read"):
+    with pytest.raises(StepDeletedError, match="/3/default: expected a step to read"):
         restore(root, run, 3)
     with pytest.raises(FileNotFoundError, match=r"manager\.reload"):
         adacheck.AdaCheckHandler().metadata(root / "3" / "default")
@@ -174,7 +175,7 @@ def test_a_step_that_was_deleted_before(linked, tmp_path):
     support.assert_same_bits(state, saved[STEPS])
     shutil.rmtree(root / "4")
     shutil.rmtree(root / "5")
-    with pytest.raises(adacheck.StepDeletedError, match="/5/default"):
+    with pytest.raises(StepDeletedError, match="/5/default"):
         restore(root, run, fallback=True)
 
 
@@ -183,17 +184,17 @@ def test_damage_stays_damage(linked, tmp_path):
     root = copied(root, tmp_path, "copy")
     item = root / str(STEPS) / "default"
     (item / manifest_file.FILE).unlink()
-    with pytest.raises(adacheck.FormatError):
+    with pytest.raises(FormatError):
         restore(root, run)
     assert not deletion.is_deleted(item)
     shutil.rmtree(item)  # the step is there
-    with pytest.raises(adacheck.FormatError):
+    with pytest.raises(FormatError):
         restore(root, run)
     shutil.rmtree(root / "3/default" / folders.LINEAGE)
     shutil.rmtree(root / "2")
-    with pytest.raises(adacheck.LineageError, match="found nothing there") as error:
+    with pytest.raises(LineageError, match="found nothing there") as error:
         restore(root, run, 3)
-    assert not isinstance(error.value, adacheck.StepDeletedError)
+    assert not isinstance(error.value, StepDeletedError)
 
 
 def test_wrong_bits_are_told_without_waiting(linked, tmp_path, monkeypatch):
@@ -202,7 +203,7 @@ def test_wrong_bits_are_told_without_waiting(linked, tmp_path, monkeypatch):
     path = max(support.pack_files(root / "5/default"), key=lambda each: each.stat().st_size)
     path.write_bytes(support.with_flipped_data(path.read_bytes()))
     monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("waited"))
-    with pytest.raises(adacheck.IntegrityError):
+    with pytest.raises(IntegrityError):
         restore(root, run)
 
 
@@ -216,7 +217,7 @@ def test_a_parent_that_goes_alone_is_no_damage(referring, order, stride, tmp_pat
         try:
             with deleted:
                 state, _ = restore(copy, run)
-        except adacheck.LineageError:  # a StepDeletedError, if it went while it was read
+        except LineageError:  # a StepDeletedError, if it went while it was read
             continue
         support.assert_same_bits(state, saved[STEPS])
 
@@ -226,7 +227,7 @@ def test_in_an_object_store(gcs):
     keep = adacheck.KeepLineage(ocp.checkpoint_managers.LatestN(9))
     run, saved = saved_run(root, preservation_policy=keep)
     located(str(root / "5")).delete()
-    with pytest.raises(adacheck.StepDeletedError):
+    with pytest.raises(StepDeletedError):
         restore(root, run)
     state, step = restore(root, run, fallback=True)
     assert step == 4
@@ -266,4 +267,4 @@ def test_a_reader_beside_retention(tmp_path, steps):
     assert states
     for step, bits in states:
         assert [each.tobytes() for each in bits] == [each.tobytes() for each in saved[step]]
-    assert [each for each in errors if not isinstance(each, adacheck.StepDeletedError)] == []
+    assert [each for each in errors if not isinstance(each, StepDeletedError)] == []

@@ -12,9 +12,10 @@ import shutil
 import pytest
 
 import adacheck_jax as adacheck
+from adacheck_jax.errors import FormatError, IntegrityError, MismatchError, StorageError
 from adacheck_jax.restore import replay
 from adacheck_jax.store.steps import folders, lookup, manifest_file
-from adacheck_jax.tools import audit
+from adacheck_jax.tools import RestorableStep, audit
 from tests import support
 
 STEPS = 6
@@ -52,7 +53,7 @@ def restore(root, run, number, **options):
 def test_a_bad_step_is_an_error_unless_an_older_one_is_asked_for(saved):
     root, run, states = saved
     (item(root, 6) / manifest_file.FILE).unlink()
-    with pytest.raises(adacheck.FormatError):
+    with pytest.raises(FormatError):
         restore(root, run, 6)
     state, info = restore(root, run, 6, fallback=True)
     assert info.step == 5
@@ -87,7 +88,7 @@ def test_every_step_of_a_damaged_lineage_is_skipped_and_told(saved, caplog):
 def test_no_newer_step_and_no_other_item_is_taken(saved):
     root, run, _ = saved
     damage_base(root, 1)
-    with pytest.raises(adacheck.IntegrityError, match="/3/"):
+    with pytest.raises(IntegrityError, match="/3/"):
         restore(root, run, 3, fallback=True)
 
 
@@ -96,7 +97,7 @@ def test_what_the_caller_got_wrong_is_no_reason_to_fall_back(saved):
     wrong = {"other": support.abstract(run.state)["step"]}
     args = adacheck.RestoreArgs(wrong, fallback=True)
     with support.manager_of(root, adacheck.AdaCheckHandler(run.recorder)) as manager:  # noqa: SIM117
-        with pytest.raises(adacheck.MismatchError):
+        with pytest.raises(MismatchError):
             manager.restore(6, args=args)
 
 
@@ -149,7 +150,7 @@ class TestInsideALineage:
             support.pack_index(item(root, 6)).unlink()
         else:
             (item(root, 6) / manifest_file.FILE).unlink()
-        with pytest.raises((adacheck.IntegrityError, adacheck.FormatError)):
+        with pytest.raises((IntegrityError, FormatError)):
             restore(root, run, 6)
         with caplog.at_level(logging.WARNING, logger="adacheck_jax"):
             state, info = restore(root, run, 6, fallback=True)
@@ -168,7 +169,7 @@ class TestInsideALineage:
     def test_the_newest_one_that_replay_reproduces(self, alone, caplog):
         root, run, states = alone
         support.other_record(lookup.resolve(item(root, 6)).to(4))
-        with pytest.raises(adacheck.IntegrityError, match="do not have the bits"):
+        with pytest.raises(IntegrityError, match="do not have the bits"):
             restore(root, run, 6)
         with caplog.at_level(logging.WARNING, logger="adacheck_jax"):
             state, info = restore(root, run, 6, fallback=True)
@@ -194,9 +195,9 @@ class TestInsideALineage:
         places = (item(root, 6) / folders.LINEAGE / "1").rglob("*")
         path = max(places, key=lambda p: p.is_file() and p.stat().st_size)
         path.write_bytes(support.with_flipped_data(path.read_bytes()))
-        with pytest.raises(adacheck.IntegrityError, match="/6/"):
+        with pytest.raises(IntegrityError, match="/6/"):
             restore(root, run, 6, fallback=True)
-        with pytest.raises(adacheck.IntegrityError, match="/6/"):
+        with pytest.raises(IntegrityError, match="/6/"):
             adacheck.latest_restorable(root)
 
     @pytest.mark.slow
@@ -236,9 +237,9 @@ class TestInsideALineage:
 
 
 def test_a_restorable_step_is_a_number_that_is_copied_whole():
-    found = pickle.loads(pickle.dumps(adacheck.RestorableStep(6, 5)))
+    found = pickle.loads(pickle.dumps(RestorableStep(6, 5)))
     assert (found, found.saved, found.step, f"{found:03d}") == (5, 6, 5, "005")
-    own = copy.deepcopy(adacheck.RestorableStep(6))
+    own = copy.deepcopy(RestorableStep(6))
     assert (own, own.saved, own.step) == (6, 6, None)
 
 
@@ -294,7 +295,7 @@ class TestLatestRestorable:
         root, _, _ = saved
         for step in range(1, STEPS + 1):
             (item(root, step) / manifest_file.FILE).write_bytes(b"{}")
-        with pytest.raises(adacheck.FormatError, match="/6/"):
+        with pytest.raises(FormatError, match="/6/"):
             adacheck.latest_restorable(root)
 
     @pytest.mark.slow
@@ -322,9 +323,9 @@ def test_a_step_that_cannot_be_read_now_is_no_reason_to_fall_back(saved, monkeyp
     root, run, states = saved
     with monkeypatch.context() as patch:
         refusing(patch, f"/6/default/{manifest_file.FILE}", errno.EACCES)
-        with pytest.raises(adacheck.StorageError, match=r"/6/.*Permission denied.*try again"):
+        with pytest.raises(StorageError, match=r"/6/.*Permission denied.*try again"):
             restore(root, run, 6, fallback=True)
-        with pytest.raises(adacheck.StorageError, match=r"/6/.*Permission denied"):
+        with pytest.raises(StorageError, match=r"/6/.*Permission denied"):
             adacheck.latest_restorable(root)
     support.assert_same_bits(restore(root, run, 6)[0], states[6])
 

@@ -39,7 +39,9 @@ class Step:
     def write(self, directory):
         """Writes each process's pack from its own encodings, as each process does."""
         packs = tuple(self._pack(directory, process) for process in range(len(self.encodings)))
-        self.manifest = DeltaManifest(1, (), (), LINK, 1, self.stored, (), packs, (), "stored")
+        self.manifest = DeltaManifest(
+            1, (), (), self.stored, (), packs, (), "stored", parent=LINK, depth=1
+        )
         return self.reader(directory)
 
     def _pack(self, directory, process):

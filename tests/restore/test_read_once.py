@@ -15,7 +15,7 @@ import adacheck_jax as adacheck
 from adacheck_jax.device import exchange
 from adacheck_jax.format.boxes import Box, grid
 from adacheck_jax.restore import shared_reads, shares
-from adacheck_jax.restore.shares import SharedBox
+from adacheck_jax.restore.shares import SharedPart
 from adacheck_jax.store.steps import roots
 from adacheck_jax.store.storage.kvstore import KvStore
 from adacheck_jax.store.storage.location import Location
@@ -27,102 +27,77 @@ WORKER = "tests.restore.read_once_worker"
 
 
 @st.composite
-def shared_boxes(draw):
-    """Shared boxes of a few arrays, with any cut points and any holders."""
+def shared_parts(draw):
+    """Shared parts of a few arrays, with any cut points and any holders."""
     found = []
     for array in range(draw(st.integers(1, 4))):
         shape = tuple(draw(st.lists(st.integers(1, 40), max_size=3)))
-        cuts = tuple(
-            tuple(sorted({0, length, *draw(st.sets(st.integers(0, length), max_size=6))}))
-            for length in shape
-        )
-        lines = tuple(
-            tuple(sorted({0, length, *draw(st.sets(st.integers(0, length), max_size=1))}))
-            for length in shape
-        )
-        for box in grid(lines):
+        itemsize = draw(st.sampled_from([1, 2, 4, 8]))
+        for box in grid(tuple(lines(draw, length, 3) for length in shape)):
             holders = draw(st.sets(st.integers(0, 5), min_size=2, max_size=4))
-            itemsize = draw(st.sampled_from([1, 2, 4, 8]))
-            found.append(SharedBox(array, box, tuple(sorted(holders)), itemsize, cuts))
+            found.append(SharedPart(array, box, tuple(sorted(holders)), box.size * itemsize))
     return found
-
-
-@given(shared_boxes())
-def test_every_element_is_read_once_by_a_holder(boxes):
-    exchanges = shares.plan(boxes)
-    assert [each.holders for each in exchanges] == sorted({box.holders for box in boxes})
-    pieces = {}
-    for each in exchanges:
-        rows = {}
-        for piece in each.pieces:
-            pieces.setdefault((piece.array, piece.whole), []).append(piece.box)
-            assert 0 <= piece.reader < len(each.holders)
-            assert piece.start % 64 == 0
-            assert piece.start + piece.nbytes <= each.row_bytes
-            rows.setdefault(piece.reader, []).append((piece.start, piece.start + piece.nbytes))
-        for spans in rows.values():
-            assert all(a[1] <= b[0] for a, b in itertools.pairwise(sorted(spans)))
-    assert pieces.keys() == {(box.array, box.box) for box in boxes}
-    for box in boxes:
-        parts = pieces[box.array, box.box]
-        counts = np.zeros(box.box.shape, int)
-        for part in parts:
-            counts[part.relative_to(box.box.start).slices] += 1
-        assert (counts == 1).all()
-        for part in parts:  # no stored part is cut in two
-            for axis, points in enumerate(box.cuts):
-                for end in (part.start[axis], part.stop[axis]):
-                    assert end in (*points, box.box.start[axis], box.box.stop[axis])
-
-
-@given(shared_boxes())
-def test_the_bytes_are_shared_out_evenly(boxes):
-    for each in shares.plan(boxes):
-        of_these = [box for box in boxes if box.holders == each.holders]
-        loads = [0] * len(each.holders)
-        for piece in each.pieces:
-            loads[piece.reader] += piece.nbytes
-        unit = max(
-            slab.size * box.itemsize_bytes
-            for box in of_these
-            for slab in shares._slabs(box.box, box.cuts)
-        )
-        assert max(loads) <= sum(loads) / len(loads) + unit
 
 
 def lines(draw, length, most):
     return tuple(sorted({0, length, *draw(st.sets(st.integers(0, length), max_size=most))}))
 
 
+@given(shared_parts())
+def test_every_part_is_read_once_by_a_holder(parts):
+    exchanges = shares.plan(parts)
+    assert [each.holders for each in exchanges] == sorted({part.holders for part in parts})
+    read = [piece.part for each in exchanges for piece in each.pieces]
+    assert len(read) == len(parts)
+    assert {*read} == {*parts}
+    for each in exchanges:
+        rows = {}
+        for piece in each.pieces:
+            stop = piece.start + piece.part.nbytes
+            assert piece.part.holders == each.holders
+            assert 0 <= piece.reader < len(each.holders)
+            assert piece.start % 64 == 0
+            assert stop <= each.row_bytes
+            rows.setdefault(piece.reader, []).append((piece.start, stop))
+        for spans in rows.values():
+            assert all(a[1] <= b[0] for a, b in itertools.pairwise(sorted(spans)))
+
+
+@given(shared_parts())
+def test_the_bytes_are_shared_out_evenly(parts):
+    for each in shares.plan(parts):
+        loads = [0] * len(each.holders)
+        for piece in each.pieces:
+            loads[piece.reader] += piece.part.nbytes
+        largest = max(piece.part.nbytes for piece in each.pieces)
+        assert max(loads) <= sum(loads) / len(loads) + largest
+
+
 @given(st.data())
 def test_a_stored_part_is_read_by_one_process(data):
-    """A process reads what its zones leave of its boxes, and no stored part that another reads."""
+    """A process reads its share, and of what nobody else needs what its boxes have."""
     shape = tuple(data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=3)))
     needed = {
         box: data.draw(st.sets(st.integers(0, 3), min_size=1, max_size=3))
         for box in grid(tuple(lines(data.draw, length, 3) for length in shape))
     }
     stored = tuple(lines(data.draw, length, 4) for length in shape)
-    zones = shares.zones(needed, shape, stored)
-    for part in grid(stored):
-        (around,) = [box for box, _ in zones if box.contains(part)]
-        assert sum(zone.size for zone, _ in zones) == Box.full(shape).size
-        users = {p for box, each in needed.items() if box.intersect(part) for p in each}
-        assert dict(zones)[around] == tuple(sorted(users))
+    users = shares.users_of(needed, shape, stored)
+    assert [*users] == grid(stored)
+    for part, found in users.items():
+        assert found == tuple(
+            sorted({p for b, e in needed.items() if b.intersect(part) for p in e})
+        )
+    shared = [SharedPart(0, box, each, box.size) for box, each in users.items() if len(each) > 1]
     whole = np.arange(np.prod(shape)).reshape(shape)
     for process in range(4):
-        shared = [box for box, each in zones if len(each) > 1 and process in each]
-        own = [
-            part
-            for box, p in needed.items()
-            if process in p
-            for part in shared_reads.without(box, shared)
-        ]
+        boxes = [box for box, each in needed.items() if process in each]
+        own = shares.own_boxes(boxes, stored, shared)
         for part in own:
-            readers = {p for box, each in zones if box.intersect(part) for p in each}
-            assert readers == {process}
-        parts = [(box, whole[box.slices]) for box in [*shared, *own]]
-        for box in [box for box, each in needed.items() if process in each]:
+            assert {p for b, e in users.items() if b.intersect(part) for p in e} == {process}
+        given = [part.box for part in shared if process in part.holders]
+        parts = [(box, whole[box.slices]) for box in [*given, *own]]
+        for box in boxes:
             assert (shared_reads.put_together(box, parts) == whole[box.slices]).all()
 
 
@@ -135,8 +110,8 @@ def test_rows_have_few_lengths(nbytes):
 
 def test_who_reads_together(tmp_path):
     remote = Location(KvStore("memory://root"), "run")
-    large = [SharedBox(0, Box((0,), (shared_reads.WORTHWHILE_BYTES,)), (0, 1), 2, ())]
-    few = [SharedBox(0, Box((0,), (8,)), (1, 2), 4, ())]
+    large = [SharedPart(0, Box((0,), (2,)), (0, 1), 2 * shared_reads.WORTHWHILE_BYTES)]
+    few = [SharedPart(0, Box((0,), (8,)), (1, 2), 32)]
     assert shared_reads.members(large, None, remote) == (0, 1)
     assert shared_reads.members(few, None, remote) == ()
     times = shared_reads.WORTHWHILE_BYTES

@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import adacheck_jax as adacheck
+from adacheck_jax.errors import FormatError, IntegrityError
 from adacheck_jax.restore import compiled_update
 from adacheck_jax.store.packs import reader
 from adacheck_jax.store.steps import lookup
@@ -69,7 +70,7 @@ def test_a_damaged_program_is_refused_where_a_compiled_one_is_kept(saved):
     data = bytearray(program.read_bytes())
     data[len(data) // 2] ^= 1
     program.write_bytes(data)
-    with pytest.raises(adacheck.IntegrityError, match="does not match its digest"):
+    with pytest.raises(IntegrityError, match="does not match its digest"):
         restore(root, run, 6)
 
 
@@ -80,7 +81,7 @@ def test_a_program_that_cannot_be_loaded_is_refused_each_time(saved):
     (root / "6" / "default" / "adacheck/lineage/1" / update_file(platform())).unlink()
     programs = compiled_update.CompiledUpdates()
     for _ in range(2):
-        with pytest.raises(adacheck.FormatError, match="expected the exported update"):
+        with pytest.raises(FormatError, match="expected the exported update"):
             programs.get(lineage, lineage.base.update, {})
 
 
@@ -98,7 +99,7 @@ def test_a_wrong_bit_of_a_kept_program_is_found(saved, monkeypatch):
         return call
 
     monkeypatch.setattr(compiled_update.CompiledUpdates, "get", wrong)
-    with pytest.raises(adacheck.IntegrityError, match="do not have the bits that were saved"):
+    with pytest.raises(IntegrityError, match="do not have the bits that were saved"):
         restore(root, run, 6)
 
 
@@ -208,5 +209,5 @@ def test_a_walk_refuses_the_damaged_program_of_a_later_base(tmp_path):
     program.write_bytes(program.read_bytes()[:-1] + b"?")
     with contextlib.closing(Walk(tmp_path)) as walk:
         walk.at(2)
-        with pytest.raises(adacheck.IntegrityError, match="does not match its digest"):
+        with pytest.raises(IntegrityError, match="does not match its digest"):
             walk.at(4)

@@ -158,7 +158,12 @@ def test_a_base_that_takes_long_lets_the_lineage_grow_to_twice_its_length(tmp_pa
 
 def test_no_base_is_made_in_the_background_where_that_is_refused(tmp_path):
     run = support.dict_run(mesh_of((1, 1)))
-    trained(tmp_path, run, adacheck.AdaCheckHandler(run.recorder, background_bases=False), 6)
+    trained(
+        tmp_path,
+        run,
+        adacheck.AdaCheckHandler(run.recorder, shadow=adacheck.Shadow(background_bases=False)),
+        6,
+    )
     assert kinds(tmp_path) == ["B", "R", "R", "R", "B", "R"]
 
 

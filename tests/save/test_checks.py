@@ -15,6 +15,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import adacheck_jax as adacheck
+from adacheck_jax.errors import ReplayError
 from adacheck_jax.format import manifest
 from adacheck_jax.save import exported_update
 from adacheck_jax.save.checks import second_copy
@@ -104,7 +105,7 @@ def test_an_update_that_is_not_the_recorders_costs_the_leaves_that_it_changes(
     tmp_path, caplog, train_step, check
 ):
     run = run_of(train_step)
-    handler = adacheck.AdaCheckHandler(run.recorder, check=check)
+    handler = adacheck.AdaCheckHandler(run.recorder, shadow=support.SHADOWS[check])
     with (
         caplog.at_level(logging.WARNING, logger="adacheck_jax"),
         manager_of(tmp_path, handler) as manager,
@@ -153,7 +154,7 @@ def test_params_changed_after_a_restore_are_caught(tmp_path):
 @CHECKS
 def test_a_correct_run_is_checked_at_every_delta(tmp_path, check, caplog):
     run = support.dict_run(mesh_of((4, 2)), dtype=jnp.bfloat16)
-    handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=2, check=check)
+    handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=2, shadow=support.SHADOWS[check])
     with caplog.at_level(logging.WARNING), manager_of(tmp_path, handler) as manager:
         saved = save_steps(manager, run, 6)
     assert kinds(tmp_path) == ["B", "R", "R", "B", "R", "R"]
@@ -193,7 +194,7 @@ def test_a_check_compiles_nothing_that_the_one_before_it_did(is_whole, tmp_path)
 @CHECKS
 def test_a_leaf_changed_by_hand_is_stored_and_replayed_again_afterwards(tmp_path, check):
     run = support.dict_run(mesh_of((2, 2)))
-    handler = adacheck.AdaCheckHandler(run.recorder, check=check)
+    handler = adacheck.AdaCheckHandler(run.recorder, shadow=support.SHADOWS[check])
     with manager_of(tmp_path, handler) as manager:
         saved = save_steps(manager, run, 3)
         run.state["params"]["scale"] = run.state["params"]["scale"] + 1
@@ -212,7 +213,7 @@ def test_a_leaf_changed_by_hand_is_stored_and_replayed_again_afterwards(tmp_path
 def test_single_elements_changed_by_hand(tmp_path, check):
     """Of a large leaf a sample may miss them; of a small one, and in full, nothing does."""
     run = support.dict_run(mesh_of((2, 2)))
-    handler = adacheck.AdaCheckHandler(run.recorder, check=check)
+    handler = adacheck.AdaCheckHandler(run.recorder, shadow=support.SHADOWS[check])
     with manager_of(tmp_path, handler) as manager:
         saved = save_steps(manager, run, 2)
         run.advance()
@@ -254,7 +255,7 @@ def test_a_leaf_that_is_wrong_in_a_few_elements_is_distrusted(tmp_path):
 def test_a_state_put_in_place_of_another_while_the_counter_goes_on(tmp_path, what, check):
     """Most of the bytes are wrong then, and the step is a base."""
     run = support.dict_run(mesh_of((2, 2)))
-    handler = adacheck.AdaCheckHandler(run.recorder, check=check)
+    handler = adacheck.AdaCheckHandler(run.recorder, shadow=support.SHADOWS[check])
     with manager_of(tmp_path, handler) as manager:
         saved = save_steps(manager, run, 2)
         old = jax.tree.map(jnp.copy, run.state)
@@ -278,7 +279,9 @@ def test_a_state_put_in_place_of_another_while_the_counter_goes_on(tmp_path, wha
 def test_a_check_does_not_keep_a_donated_state_from_being_overwritten(tmp_path, check):
     run = support.dict_run(mesh_of((4, 2)))
     scramble = jax.jit(lambda s: jax.tree.map(lambda x: x * 0 - 1, s), donate_argnums=0)
-    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder, check=check)) as manager:
+    with manager_of(
+        tmp_path, adacheck.AdaCheckHandler(run.recorder, shadow=support.SHADOWS[check])
+    ) as manager:
         saved = {}
         for _ in range(3):
             state = run.advance()
@@ -300,7 +303,7 @@ def test_a_sample_that_takes_every_leaf_whole_is_a_full_check(tmp_path, elements
     state = {"params": params, "opt_state": chain.init(params), "step": jnp.int32(0)}
     state = support.place(state, mesh_of(mesh))
     step = jax.jit(lambda state: plain(state, state["params"], chain))
-    with manager_of(tmp_path, adacheck.AdaCheckHandler(recorder, check="sample")) as manager:
+    with manager_of(tmp_path, adacheck.AdaCheckHandler(recorder, shadow=None)) as manager:
         for number in range(3):
             state = step(state)
             manager.save(number, args=adacheck.SaveArgs(state))
@@ -312,7 +315,7 @@ def test_a_weight_decay_mask_by_rank_is_checked_by_sample(tmp_path):
     """A piece has as many axes as its leaf, so that an update may look at them."""
     mask = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)  # noqa: E731
     run = support.dict_run(mesh_of((2, 2)), optax.adamw(1e-2, weight_decay=0.1, mask=mask))
-    handler = adacheck.AdaCheckHandler(run.recorder, shadow_bytes=0)
+    handler = adacheck.AdaCheckHandler(run.recorder, shadow=None)
     with manager_of(tmp_path, handler) as manager:
         save_steps(manager, run, 3)
     assert [each.checked for each in deltas_of(tmp_path).values()] == ["sample"] * 2
@@ -368,7 +371,7 @@ def test_what_nothing_can_check_is_stored_and_said(tmp_path, caplog, monkeypatch
     expected = {"params/in/kernel"} if kind == "R" else set()
     assert [names(tmp_path, each.unreplayed) for each in found] == [expected] * 2
     (said,) = {record.getMessage() for record in caplog.records}
-    assert 'AdaCheckHandler(check="full")' in said
+    assert "AdaCheckHandler(shadow=Shadow(on_devices=True))" in said
     assert_all_restorable(tmp_path, saved, run.state, mesh_of((2, 2)))
 
 
@@ -452,7 +455,7 @@ def test_caution_is_remembered_after_a_restart(tmp_path):
 def test_a_hyper_parameter_set_by_hand_costs_itself(tmp_path, caplog, when, check):
     """Set before the update it is what the update consumed; set after it, it is not."""
     run = support.dict_run(mesh_of((2, 2)), optax.inject_hyperparams(optax.adamw)(1e-2))
-    handler = adacheck.AdaCheckHandler(run.recorder, check=check)
+    handler = adacheck.AdaCheckHandler(run.recorder, shadow=support.SHADOWS[check])
     with (
         caplog.at_level(logging.WARNING, logger="adacheck_jax"),
         manager_of(tmp_path, handler) as manager,
@@ -578,7 +581,7 @@ class TestRecordedSteps:
     @CHECKS
     def test_each_is_checked(self, tmp_path, check):
         run = support.dict_run(mesh_of((1, 1)))
-        handler = adacheck.AdaCheckHandler(run.recorder, check=check)
+        handler = adacheck.AdaCheckHandler(run.recorder, shadow=support.SHADOWS[check])
         with manager_of(tmp_path, handler) as manager:
             saved = save_steps(manager, run, 1)
             for _ in range(4):
@@ -602,7 +605,7 @@ class TestRecordedSteps:
 
         monkeypatch.setattr(second_copy.Following, "_advance", slowly)
         run = support.dict_run(mesh_of((1, 1)))
-        handler = adacheck.AdaCheckHandler(run.recorder, check="full")
+        handler = adacheck.AdaCheckHandler(run.recorder, shadow=adacheck.Shadow(on_devices=True))
         with manager_of(tmp_path, handler) as manager:
             saved = save_steps(manager, run, 1)
             for _ in range(4):
@@ -619,7 +622,7 @@ class TestRecordedSteps:
     def test_one_that_replay_gets_wrong_is_lost_once_and_said(self, tmp_path, check):
         """It is found in the background; from then on each step is checked before it is kept."""
         run, told = support.dict_run(mesh_of((1, 1))), []
-        handler = adacheck.AdaCheckHandler(run.recorder, check=check)
+        handler = adacheck.AdaCheckHandler(run.recorder, shadow=support.SHADOWS[check])
         with manager_of(tmp_path, handler) as manager:
             saved = save_steps(manager, run, 1)
             for _ in range(9):
@@ -630,7 +633,7 @@ class TestRecordedSteps:
                 saved[run.count] = host_copy(run.state)
                 try:
                     is_kept = handler.record_step(run.state, run.count)
-                except adacheck.ReplayError as error:
+                except ReplayError as error:
                     told.append(str(error))
                     is_kept = False
                 if not is_kept or run.count == 10:
@@ -665,7 +668,7 @@ class TestWithoutWaiting:
             run.advance(is_slow="changed")
             test_waiting.save(manager, 4, run)
             assert run.is_computing
-            with pytest.raises(adacheck.ReplayError, match=r"step 4: .*params/b.*not saved"):
+            with pytest.raises(ReplayError, match=r"step 4: .*params/b.*not saved"):
                 manager.wait_until_finished()
             manager.reload()
             for step in (5, 6, 7, 8):
@@ -710,7 +713,7 @@ class TestWithoutWaiting:
             for _ in range(2):
                 run.advance()
             jax.block_until_ready(run.state)
-            with pytest.raises(adacheck.ReplayError, match=r"not saved: 5, and neither is this"):
+            with pytest.raises(ReplayError, match=r"not saved: 5, and neither is this"):
                 test_waiting.save(manager, 7, run)
             test_waiting.save(manager, 8, run)
             saved[8] = test_waiting.bits_of(run.state)
@@ -803,7 +806,7 @@ class TestSeveralRecorders:
             return state
 
         saved = {}
-        handler = adacheck.AdaCheckHandler(recorders, check=check)
+        handler = adacheck.AdaCheckHandler(recorders, shadow=support.SHADOWS[check])
         with manager_of(tmp_path, handler) as manager:
             for number, which in enumerate(["ab", "ab", "a", "b", "", "ab", "b"]):
                 state = jax.block_until_ready(step(state, tuple(which)))

@@ -9,12 +9,13 @@ import pytest
 
 import adacheck_jax as adacheck
 from adacheck_jax.device import transfer
+from adacheck_jax.errors import FormatError
 from adacheck_jax.save import commit
 from adacheck_jax.update.recorder_state import LAST_COUNT
 from tests import support
 from tests.save.test_checks import assert_all_restorable, kinds
 
-OPTIONS = {"auto": {}, "sample": {"check": "sample"}, "full": {"check": "full"}}
+OPTIONS = {name: {"shadow": shadow} for name, shadow in support.SHADOWS.items()}
 OPTIONS["bits"] = {"delta": "bits"}
 
 
@@ -143,7 +144,7 @@ def test_what_no_reader_could_read_is_not_committed(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(commit, "_pairs", lambda values: ((-1, 0),))
         run.save()
-        with pytest.raises(adacheck.FormatError, match="expected a manifest that can be read back"):
+        with pytest.raises(FormatError, match="expected a manifest that can be read back"):
             run.manager.wait_until_finished()
     del run.saved[run.number]
     assert not (tmp_path / str(run.number)).exists()

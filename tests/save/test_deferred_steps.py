@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import adacheck_jax as adacheck
 from adacheck_jax.cli.main import app
-from adacheck_jax.errors import IntegrityError, LineageError
+from adacheck_jax.errors import IntegrityError, LineageError, StorageError
 from adacheck_jax.format import manifest
 from adacheck_jax.restore.deltas import delta_reader
 from adacheck_jax.save import share
@@ -643,7 +643,7 @@ def test_a_save_that_fails_takes_the_recorded_steps_with_it_and_the_next_is_a_ba
             manager.save(5, args=adacheck.SaveArgs(run.advance()))
             assert handler.record_step(run.advance(), 6)  # the failure is not known yet
             recorded.set()
-            with pytest.raises(adacheck.StorageError):
+            with pytest.raises(StorageError):
                 manager.wait_until_finished()
         states[7] = support.host_copy(run.advance())
         manager.save(7, args=adacheck.SaveArgs(run.state))

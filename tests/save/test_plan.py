@@ -8,8 +8,8 @@ import pytest
 import adacheck_jax as adacheck
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest, Link, Update
 from adacheck_jax.save.exported_update import ExportedUpdate
+from adacheck_jax.save.options import Options
 from adacheck_jax.save.planning import decision, plan, situation
-from adacheck_jax.save.planning.situation import Options
 from adacheck_jax.save.snapshot import Snapshots
 from adacheck_jax.update import program as update_program
 from adacheck_jax.update.binding import recorders_of
@@ -24,8 +24,8 @@ NO_PROGRAM = BaseManifest(10, (5,), (), (), None, "first", (), (), 1, {})
 NO_COUNT = BaseManifest(10, (), (), (), UPDATE, "first", (), (), 1, {})
 NO_RECORDER = BaseManifest(10, (), (), (), None, "first", (), (), 1, {})
 LINK = Link(12, "../12", "0" * 64)
-THIRD_DELTA = DeltaManifest(13, (8,), (0,), LINK, 3, (), (), (), (), "sample")
-THIRD_WITHOUT_RECORDER = DeltaManifest(13, (), (), LINK, 3, (), (), (), (), "stored")
+THIRD_DELTA = DeltaManifest(13, (8,), (0,), (), (), (), (), "sample", parent=LINK, depth=3)
+THIRD_WITHOUT_RECORDER = DeltaManifest(13, (), (), (), (), (), (), "stored", parent=LINK, depth=3)
 
 FROM_BASE = {"parent": BASE, "step": 11, "counts": (6,)}
 FROM_THIRD = {"parent": THIRD_DELTA, "step": 14, "counts": (9,)}

@@ -52,7 +52,7 @@ def test_the_measured_costs_say_how_many_deltas_follow_a_base(tmp_path, monkeypa
     fake(monkeypatch, FIVE)
     run = run_of()
     handler = adacheck.AdaCheckHandler(
-        run.recorder, max_deltas=adacheck.AdaptivePolicy(**RARELY), shadow_bytes=0
+        run.recorder, max_deltas=adacheck.AdaptivePolicy(**RARELY), shadow=None
     )
     with (
         support.manager_of(tmp_path, handler) as manager,
@@ -68,7 +68,7 @@ def test_the_measured_costs_say_how_many_deltas_follow_a_base(tmp_path, monkeypa
 @pytest.mark.usefixtures("two_at_first")
 def test_what_is_really_measured_is_enough_to_choose_by(tmp_path, caplog):
     run = run_of()
-    handler = adacheck.AdaCheckHandler(run.recorder, shadow_bytes=0)  # the loop writes bases
+    handler = adacheck.AdaCheckHandler(run.recorder, shadow=None)  # the loop writes bases
     with (
         support.manager_of(tmp_path, handler) as manager,
         caplog.at_level(logging.INFO, "adacheck_jax"),
@@ -83,7 +83,7 @@ def test_one_object_says_when_a_save_is_due_and_when_a_base(tmp_path, monkeypatc
     fake(monkeypatch, FIVE | {"delta_blocking_s": 3.0, "defer_blocking_s": 0.0})
     run, policy = run_of(), adacheck.AdaptivePolicy(**RARELY)
     handler, states, saved = (
-        adacheck.AdaCheckHandler(run.recorder, max_deltas=policy, shadow_bytes=0),
+        adacheck.AdaCheckHandler(run.recorder, max_deltas=policy, shadow=None),
         {},
         [],
     )

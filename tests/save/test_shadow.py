@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import adacheck_jax as adacheck
+from adacheck_jax.errors import ReplayError
 from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.save.checks import shadow
 from adacheck_jax.store.steps import roots
@@ -92,7 +93,7 @@ def test_one_element_changed_by_hand_is_refused_and_the_leaf_is_stored_from_then
             try:
                 manager.wait_until_finished()
                 saved[step] = expected
-            except adacheck.ReplayError as error:
+            except ReplayError as error:
                 lost.append(str(error))
     assert len(lost) <= 1
     assert all("params/in/kernel" in each for each in lost)
@@ -104,15 +105,15 @@ def test_one_element_changed_by_hand_is_refused_and_the_leaf_is_stored_from_then
     assert_all_restorable(tmp_path, saved, run.state)
 
 
-@pytest.mark.parametrize("options", [{"shadow_bytes": 1000}, {"check": "sample"}], ids=str)
-def test_without_room_for_it_a_sample_is_compared(tmp_path, options, caplog):
+@pytest.mark.parametrize("shadow", [adacheck.Shadow(bytes=1000), None])
+def test_without_room_for_it_a_sample_is_compared(tmp_path, shadow, caplog):
     run = support.dict_run(mesh_of((1, 1)))
-    handler = adacheck.AdaCheckHandler(run.recorder, **options)
+    handler = adacheck.AdaCheckHandler(run.recorder, shadow=shadow)
     with caplog.at_level(logging.INFO), manager_of(tmp_path, handler) as manager:
         save_steps(manager, run, 3)
     assert checked(tmp_path) == ["sample"] * 2
-    told = [r for r in caplog.records if "shadow_bytes" in r.getMessage()]
-    assert len(told) == ("shadow_bytes" in options)
+    told = [r for r in caplog.records if "Shadow(bytes=" in r.getMessage()]
+    assert len(told) == (shadow is not None)
 
 
 def test_a_shadow_that_fails_costs_no_step(tmp_path, monkeypatch, caplog):
@@ -158,7 +159,7 @@ def test_after_recorded_steps_that_are_wrong_deltas_are_proved_in_full_again(tmp
         is_found_later = handler.record_step(run.state, 4)  # else it was found at once
         run.advance()
         if is_found_later:
-            with pytest.raises(adacheck.ReplayError, match="params/in/kernel"):
+            with pytest.raises(ReplayError, match="params/in/kernel"):
                 manager.save(5, args=adacheck.SaveArgs(run.state))
         saved[5] = host_copy(run.state)
         manager.save(5, args=adacheck.SaveArgs(run.state))

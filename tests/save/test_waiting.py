@@ -8,6 +8,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import adacheck_jax as adacheck
+from adacheck_jax.errors import ReplayError
 from adacheck_jax.format import manifest
 from adacheck_jax.store.steps import manifest_file
 
@@ -177,7 +178,7 @@ def test_an_optimizer_that_was_reset_while_it_computes_is_refused(tmp_path):
         run.advance(is_slow=True)
         save(manager, 4, run)
         assert run.is_computing
-        with pytest.raises(adacheck.ReplayError, match="does not give the state that was trained"):
+        with pytest.raises(ReplayError, match="does not give the state that was trained"):
             manager.wait_until_finished()
         run.advance()
         save(manager, 5, run)

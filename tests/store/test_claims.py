@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 import adacheck_jax as adacheck
+from adacheck_jax.errors import StorageError
 from adacheck_jax.save import commit, share
 from adacheck_jax.store import claims, links
 from adacheck_jax.store.steps import roots
@@ -98,7 +99,7 @@ def test_the_later_of_two_writers_saves_the_step_and_the_other_is_told(
     writers.goes_on.set()
     told, none = writers.errors()
     assert none is None
-    assert isinstance(told, adacheck.StorageError)
+    assert isinstance(told, StorageError)
     assert "expected one writer, found that another handler or process" in str(told)
     assert "a root of its own" in str(told)
     assert not left_in(tmp_path)
@@ -118,7 +119,7 @@ def test_a_handler_saves_a_step_again_after_it_failed(tmp_path, monkeypatch):
 
         monkeypatch.setattr(share, "_write", full)
         manager.save(3, args=adacheck.SaveArgs(state))
-        with pytest.raises(adacheck.StorageError, match="No space left"):
+        with pytest.raises(StorageError, match="No space left"):
             manager.wait_until_finished()
         monkeypatch.setattr(share, "_write", inner)
         manager.save(3, args=adacheck.SaveArgs(state), force=True)
@@ -137,7 +138,7 @@ def test_a_claim_of_another_handler_is_respected(tmp_path):
     directory.mkdir()
     with claims.writing(directory, 0, claims.new_token()):
         pass
-    refused = pytest.raises(adacheck.StorageError, match=r"/3: expected one writer")
+    refused = pytest.raises(StorageError, match=r"/3: expected one writer")
     with refused, claims.writing(directory, 0, claims.new_token()):
         raise AssertionError("nothing may be written here")
     with claims.writing(directory, 1, claims.new_token()):
@@ -152,7 +153,7 @@ def test_a_step_that_another_one_has_committed_is_not_committed_again(tmp_path):
     with claims.writing(directory, 0, token):
         pass
     (tmp_path / "3").mkdir()
-    refused = pytest.raises(adacheck.StorageError, match=r"/3: expected one writer")
+    refused = pytest.raises(StorageError, match=r"/3: expected one writer")
     with refused, claims.committing(directory, 0, token):
         raise AssertionError("nothing may be written here")
 
@@ -168,7 +169,7 @@ def test_a_directory_that_another_writer_has_removed_is_not_made_anew(tmp_path, 
     monkeypatch.setattr(claims, "remove", remove)
     with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
         manager.save(1, args=adacheck.SaveArgs(run.advance()))
-        with pytest.raises(adacheck.StorageError, match=r"/1/default: expected one writer"):
+        with pytest.raises(StorageError, match=r"/1/default: expected one writer"):
             manager.wait_until_finished()
         assert [directory.exists() for directory in removed] == [False]
 

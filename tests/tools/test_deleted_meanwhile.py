@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import adacheck_jax as adacheck
+from adacheck_jax.errors import StepDeletedError
 from adacheck_jax.store.steps import deletion
 from adacheck_jax.store.steps.roots import steps_of
 from adacheck_jax.store.storage.posix import Posix
@@ -144,7 +145,7 @@ def test_the_only_step_to_verify_is_an_error(tmp_path, monkeypatch, saved):
     monkeypatch.setattr(
         verification.volume_reader, "fingerprint_of_array", deleting(reading, root / "1")
     )
-    with pytest.raises(adacheck.StepDeletedError, match=r"root/1/default: .* deleted meanwhile"):
+    with pytest.raises(StepDeletedError, match=r"root/1/default: .* deleted meanwhile"):
         audit.verify_root(root, 1, read_data=True)
 
 

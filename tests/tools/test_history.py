@@ -167,7 +167,7 @@ def test_equal_runs_are_equal(run, tmp_path):
 
 def test_replay_with_the_same_update_gives_the_run_and_with_another_what_it_would_be(run):
     root, states = run
-    same = dict(adacheck.replay(root, 4, initial(), with_=applied))
+    same = dict(adacheck.tools.replay(root, 4, initial(), with_=applied))
     assert [*same] == list(range(4, STEPS))
     for step, state in same.items():
         jax.tree.map(np.testing.assert_array_equal, state["params"], states[step]["params"])
@@ -177,14 +177,14 @@ def test_replay_with_the_same_update_gives_the_run_and_with_another_what_it_woul
         return {**state, "params": params}
 
     expected = np.float32(states[4]["params"]["b"])
-    for step, state in adacheck.replay(root, 4, initial(), with_=slower, to_step=7):
+    for step, state in adacheck.tools.replay(root, 4, initial(), with_=slower, to_step=7):
         if step > 4:
             gradient = jax.tree.leaves(states[step]["opt"].adacheck_record)[1]
             expected = expected - np.float32(1e-3) * gradient
         np.testing.assert_allclose(state["params"]["b"], expected, rtol=1e-6)
     assert step == 7
     with pytest.raises(InputError, match="one Recorder's state"):
-        next(adacheck.replay(root, 4, {"params": initial()["params"]}, with_=slower))
+        next(adacheck.tools.replay(root, 4, {"params": initial()["params"]}, with_=slower))
 
 
 def invoked(*words: Any) -> Any:

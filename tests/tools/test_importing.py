@@ -23,6 +23,7 @@ from adacheck_jax.device import trees
 from adacheck_jax.errors import IntegrityError, MismatchError
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest
 from adacheck_jax.store.steps import roots
+from adacheck_jax.tools import import_checkpoint
 from adacheck_jax.tools.handover import export as exports
 from adacheck_jax.tools.handover.formats import Format
 from adacheck_jax.tools.steps import InputError
@@ -75,7 +76,7 @@ WAYS = {"manager": "manager/3", "item": "manager/3/default", "bare": "bare", "v1
 def test_a_checkpoint_fills_a_state_with_a_recorder(plain_run, way):
     root, state = plain_run
     _, wanted = target()
-    found = adacheck.import_checkpoint(root / WAYS[way], support.abstract(wanted))
+    found = import_checkpoint(root / WAYS[way], support.abstract(wanted))
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     assert_same_bits(found.params, host_copy(state.params))
     node = found.opt_state[1]
@@ -97,11 +98,13 @@ def _places(leaf: jax.Array) -> set[int]:
 def test_the_run_goes_on_and_every_step_is_saved(plain_run, tmp_path):
     root, _ = plain_run
     recorder, wanted = target()
-    state = adacheck.import_checkpoint(root / "manager/3", support.abstract(wanted))
+    state = import_checkpoint(root / "manager/3", support.abstract(wanted))
     saved = {3: host_copy(state)}
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     go_on = jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
-    with manager_of(tmp_path, adacheck.AdaCheckHandler(recorder, check="full")) as manager:
+    with manager_of(
+        tmp_path, adacheck.AdaCheckHandler(recorder, shadow=adacheck.Shadow(on_devices=True))
+    ) as manager:
         manager.save(3, args=adacheck.SaveArgs(state))
         for step in (3, 4, 5):
             state = go_on(state, support.batch(step))
@@ -129,7 +132,7 @@ def test_leaves_that_do_not_fit_are_named(plain_run):
     ):
         wanted = state_of(chained(adacheck.Recorder(inner)))
         with pytest.raises(MismatchError) as error:
-            adacheck.import_checkpoint(root / "bare", wanted)
+            import_checkpoint(root / "bare", wanted)
         assert told in str(error.value), str(error.value)
         assert "Nothing was read." in str(error.value)
 
@@ -140,7 +143,7 @@ def test_a_state_that_had_a_recorder_already_is_taken_as_it_is(plain_run, tmp_pa
     state = train_step(state, support.batch(0))
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "x", state)
-    found = adacheck.import_checkpoint(tmp_path / "x", support.abstract(state))
+    found = import_checkpoint(tmp_path / "x", support.abstract(state))
     assert_same_bits(found, host_copy(state))
 
 
@@ -160,7 +163,7 @@ def test_numbers_keys_and_arrays_of_the_host_are_imported(tmp_path):
         checkpointer.save(tmp_path / "x", plain)
     wanted = {**plain, "opt": recorder.init(params), "number": jnp.int32(0)}
     wanted |= {"key": jax.random.key(0), "empty": jnp.zeros((0, 2))}
-    found = adacheck.import_checkpoint(tmp_path / "x", wanted)
+    found = import_checkpoint(tmp_path / "x", wanted)
     assert (int(found["number"]), found["rate"], found["nothing"]) == (7, 0.25, None)
     assert isinstance(found["number"], jax.Array)
     assert isinstance(found["host"], np.ndarray)
@@ -169,10 +172,10 @@ def test_numbers_keys_and_arrays_of_the_host_are_imported(tmp_path):
     assert found["empty"].shape == (0, 2)
     assert_same_bits(found["opt"].adacheck_inner, host_copy(plain["opt"]))
     with pytest.raises(MismatchError, match=r"host: expected float64\[4\], found float64\[3\]"):
-        adacheck.import_checkpoint(tmp_path / "x", {**wanted, "host": np.zeros(4)})
+        import_checkpoint(tmp_path / "x", {**wanted, "host": np.zeros(4)})
     shape = jax.ShapeDtypeStruct((3,), np.float64)
     with pytest.raises(MismatchError, match="Set jax_enable_x64"):
-        adacheck.import_checkpoint(tmp_path / "x", {**wanted, "host": shape})
+        import_checkpoint(tmp_path / "x", {**wanted, "host": shape})
 
 
 @pytest.mark.parametrize("size", [10**9, 40_000], ids=["file", "shards"])
@@ -184,14 +187,14 @@ def test_params_are_imported_from_safetensors(tmp_path, size):
     exports.export(tmp_path / "run", 2, str(tmp_path / "x"), form, shard_bytes=size)
     assert (tmp_path / "x/model.safetensors").exists() is (size == 10**9)
     params = {"params": trained.state["params"]}
-    found = adacheck.import_checkpoint(tmp_path / "x", support.abstract(params, mesh_of((8, 1))))
+    found = import_checkpoint(tmp_path / "x", support.abstract(params, mesh_of((8, 1))))
     assert_same_bits(found, host_copy(params))
     kernel = found["params"]["in"]["kernel"]
     assert kernel.sharding.is_equivalent_to(support.shardings_of(kernel, mesh_of((8, 1))), 2)
     params["params"]["other"] = jnp.ones(2)
     params["params"]["scale"] = jnp.ones(3)
     with pytest.raises(MismatchError) as error:
-        adacheck.import_checkpoint(str(tmp_path / "x"), params)
+        import_checkpoint(str(tmp_path / "x"), params)
     assert "missing (1): params/other" in str(error.value)
     assert "params/scale: expected float32[3], found float32[]" in str(error.value)
 
@@ -202,7 +205,7 @@ def test_small_floats_are_imported_from_safetensors(tmp_path):
         manager.save(1, args=adacheck.SaveArgs(state))
     exports.export(tmp_path / "run", 1, str(tmp_path / "x"), Format.SAFETENSORS)
     for path in (tmp_path / "x", tmp_path / "x/model.safetensors"):
-        assert_same_bits(adacheck.import_checkpoint(path, state), host_copy(state))
+        assert_same_bits(import_checkpoint(path, state), host_copy(state))
 
 
 def test_wrong_sources_are_refused(plain_run, tmp_path):
@@ -225,7 +228,7 @@ def test_wrong_sources_are_refused(plain_run, tmp_path):
         (tmp_path / "broken", IntegrityError, "stock Orbax cannot read this checkpoint"),
     ):
         with pytest.raises(kind, match=told):
-            adacheck.import_checkpoint(path, trees.flatten(state)[0])
+            import_checkpoint(path, trees.flatten(state)[0])
 
 
 TARGET = """
@@ -359,7 +362,7 @@ def test_an_imported_run_goes_on_as_the_run_itself(tmp_path, name, form):
     plain = jax.tree.unflatten(jax.tree.structure(plain), [own[path] for path in paths])
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "plain", plain)
-    found = adacheck.import_checkpoint(tmp_path / "plain", initial)
+    found = import_checkpoint(tmp_path / "plain", initial)
     states = {}
     with manager_of(tmp_path / "run", adacheck.AdaCheckHandler(recorders)) as manager:
         manager.save(2, args=adacheck.SaveArgs(found))

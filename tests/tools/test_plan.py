@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import adacheck_jax as adacheck
 from adacheck_jax.device import ownership
 from adacheck_jax.device.sharding import layout_on_mesh
+from adacheck_jax.errors import FormatError, RecorderError
 from adacheck_jax.format import manifest
 from adacheck_jax.format.boxes import grid
 from adacheck_jax.store.steps import manifest_file
@@ -305,13 +306,13 @@ def test_a_thousand_leaves_on_4096_devices_take_seconds(spec):
     ],
 )
 def test_what_cannot_be_counted_is_named(state, message):
-    with pytest.raises(adacheck.FormatError, match=message):
+    with pytest.raises(FormatError, match=message):
         redundancy_report(state)
 
 
 def test_a_recorder_that_is_not_in_the_state_is_an_error():
     state, recorder = momentum_state()
-    with pytest.raises(adacheck.RecorderError, match="holds no Recorder's state"):
+    with pytest.raises(RecorderError, match="holds no Recorder's state"):
         redundancy_report(state["params"], recorder)
 
 
@@ -319,7 +320,7 @@ def test_two_trees_that_may_be_the_params_have_to_be_told_apart():
     state, recorder = momentum_state()
     state["average"] = state["params"]
     for known in (recorder, None):
-        with pytest.raises(adacheck.RecorderError, match="Say which of them"):
+        with pytest.raises(RecorderError, match="Say which of them"):
             redundancy_report(state, known)
         report = redundancy_report(state, known, params_path="params")
         assert report.other_bytes == 28 * 4 + 4 + 4  # the average, the step and the count

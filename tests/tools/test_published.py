@@ -11,8 +11,8 @@ import orbax.checkpoint as ocp
 import pytest
 from typer.testing import CliRunner
 
-import adacheck_jax as adacheck
 from adacheck_jax.cli.main import app
+from adacheck_jax.publish import Publisher
 from adacheck_jax.tools.handover import safetensors_files
 
 
@@ -24,7 +24,7 @@ def run(*arguments: Any) -> Any:
 def root(tmp_path):
     """Versions 5 to 9; in each one element of the kernel changes; bases at 5 and 8."""
     kernel = np.zeros((10, 3), np.float32)
-    with adacheck.Publisher(tmp_path / "weights", base_every=3) as publisher:
+    with Publisher(tmp_path / "weights", base_every=3) as publisher:
         for version in range(5, 10):
             kernel[version, 1] = version
             params = {"layer": {"kernel": jnp.asarray(kernel, jnp.bfloat16)}, "bias": jnp.ones(2)}

@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 
 import adacheck_jax as adacheck
 from adacheck_jax.cli.main import app
+from adacheck_jax.errors import IntegrityError, StorageError
 from adacheck_jax.restore.deltas import delta_reader
 from adacheck_jax.store import links, zarr
 from adacheck_jax.store.packs import arrays
@@ -266,7 +267,7 @@ def test_what_cannot_be_read_now_is_never_removed(copy, monkeypatch, what):
     monkeypatch.setattr(repair.audit, "verify_root", lambda *_args, **_options: report)
 
     def refuse(*_args, **_options):
-        raise adacheck.StorageError("too many open files")
+        raise StorageError("too many open files")
 
     if what == "manifest":
         monkeypatch.setattr(repair.lookup, "resolve", refuse)
@@ -330,7 +331,7 @@ class TestDamage:
             file.write(data)
         assert not any(damaged(copy, STRUCTURE).values())
         assert all(damaged(copy).values())
-        with pytest.raises(adacheck.IntegrityError, match=str(item(copy, 3))):
+        with pytest.raises(IntegrityError, match=str(item(copy, 3))):
             verification.check(item(copy, 3), read_data=True)
         verification.check(item(copy, 3), read_data=False)
 
@@ -394,7 +395,7 @@ class TestDamage:
         assert damaged(copy, STRUCTURE)[3]
         verification.check(item(copy, 3), read_data=False)
         (place / manifest_file.update_file("cpu")).unlink()
-        with pytest.raises(adacheck.IntegrityError, match=r"update\.cpu\.stablehlo"):
+        with pytest.raises(IntegrityError, match=r"update\.cpu\.stablehlo"):
             verification.check(item(copy, 3), read_data=False)
 
     def test_a_lost_program_does_not_hinder_its_base(self, copy):

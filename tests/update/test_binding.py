@@ -7,8 +7,9 @@ import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 
-from adacheck_jax import Recorder, RecorderError
+from adacheck_jax import Recorder
 from adacheck_jax.device import trees
+from adacheck_jax.errors import RecorderError
 from adacheck_jax.update import binding as bindings
 from adacheck_jax.update import params_search
 

@@ -12,8 +12,9 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
-from adacheck_jax import Recorder, RecorderError
+from adacheck_jax import Recorder
 from adacheck_jax.device import trees
+from adacheck_jax.errors import RecorderError
 from adacheck_jax.update import binding as bindings
 from adacheck_jax.update import params_search
 from adacheck_jax.update import program as update_program

@@ -8,8 +8,10 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from adacheck_jax import Recorder, RecorderError, RecorderState
+from adacheck_jax import Recorder
 from adacheck_jax.device import trees
+from adacheck_jax.errors import RecorderError
+from adacheck_jax.update import RecorderState
 from adacheck_jax.update.recorder_state import find_nodes
 from tests.support import assert_same_bits, host_copy, mesh_of
 

@@ -9,8 +9,9 @@ import optax
 import pytest
 from flax import nnx
 
-from adacheck_jax import Recorder, RecorderError, separate_update
+from adacheck_jax import Recorder, separate_update
 from adacheck_jax.device import trees
+from adacheck_jax.errors import RecorderError
 from adacheck_jax.update import binding, params_search
 from adacheck_jax.update import program as update_program
 from tests.support import assert_same_bits, host_copy

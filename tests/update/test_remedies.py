@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import adacheck_jax as adacheck
+from adacheck_jax.errors import RecorderError
 from adacheck_jax.format.manifest import DeltaManifest
 from adacheck_jax.store.steps import roots
 from tests import support
@@ -49,7 +50,7 @@ def lookahead_run(recorder, tx):
 @pytest.mark.slow
 def test_a_recorder_inside_lookahead(tmp_path):
     wrapped = adacheck.Recorder(optax.lookahead(optax.adamw(1e-2), 3, 0.5))
-    with pytest.raises(adacheck.RecorderError, match=r"lookahead\(Recorder\(fast\), .*params/fast"):
+    with pytest.raises(RecorderError, match=r"lookahead\(Recorder\(fast\), .*params/fast"):
         lookahead_run(wrapped, wrapped).advance()
     recorder = adacheck.Recorder(optax.adamw(1e-2))
     run = lookahead_run(recorder, optax.lookahead(recorder, 3, 0.5))

@@ -11,8 +11,9 @@ import optax
 import pytest
 from jax.sharding import AxisType
 
-from adacheck_jax import FormatError, IntegrityError, Recorder
+from adacheck_jax import Recorder
 from adacheck_jax.device import trees
+from adacheck_jax.errors import FormatError, IntegrityError
 from adacheck_jax.format.manifest import Update
 from adacheck_jax.update import binding as bindings
 from adacheck_jax.update import exported_program, params_search

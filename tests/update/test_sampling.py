@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from adacheck_jax.device.loops import xla_call
 from adacheck_jax.update.elements.pieces import VectorLayout
 from adacheck_jax.update.elements.sample_sites import SAMPLE_ELEMENTS, WHOLE_ELEMENTS, Sites
 from adacheck_jax.update.elements.sampling import Taker, from_host
@@ -69,11 +70,23 @@ def assert_same_samples(arrays, numbers=(0, 1, 5)):
                 assert np.asarray(vector).tobytes() == host[dtype].tobytes()
 
 
+DTYPES = ("float32", "bfloat16", "int32", "bool", "complex64", "float8_e4m3fn", "int4")
+
+
 @pytest.mark.covering(1)
+@pytest.mark.parametrize("has_loops", [True, False])
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("shape", MESHES, ids=str)
-def test_devices_and_host_take_the_same_samples(shape, axis_type):
-    assert_same_samples(arrays_on(mesh_of(shape, axis_type)))
+def test_devices_and_host_take_the_same_samples(monkeypatch, shape, axis_type, has_loops):
+    if not has_loops:
+        monkeypatch.setattr(xla_call, "wait", lambda: False)
+    assert_same_samples(arrays_on(mesh_of(shape, axis_type), DTYPES))
+
+
+def test_64_bit_leaves_are_sampled():
+    with jax.enable_x64(True):
+        dtypes = ("float64", "int64", "complex128")
+        assert_same_samples(arrays_on(mesh_of((4, 2)), dtypes))
 
 
 def test_a_mesh_of_one_device_may_have_explicit_axes_of_any_name():

@@ -20,6 +20,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import adacheck_jax as adacheck
+from adacheck_jax.errors import IntegrityError, RecorderError
 from adacheck_jax.format import manifest
 from adacheck_jax.store.steps import roots
 from adacheck_jax.update.pinning.pinned_function import PinnedFunction
@@ -302,7 +303,7 @@ PARAMS = {"w": jnp.ones(8), "v": jnp.ones(4)}
 def test_inside_a_compiled_function_it_is_an_error():
     recorder = adacheck.Recorder(optax.adam(1e-2))
     update = adacheck.separate_update(recorder)
-    with pytest.raises(adacheck.RecorderError, match=r"inside a compiled function.*outside"):
+    with pytest.raises(RecorderError, match=r"inside a compiled function.*outside"):
         jax.jit(update)(PARAMS, recorder.init(PARAMS), PARAMS)
 
 
@@ -319,7 +320,7 @@ def test_inside_a_compiled_function_it_is_an_error():
 )
 def test_an_optimizer_that_does_not_end_in_its_recorder_is_an_error(wrap, message):
     tx = wrap(adacheck.Recorder(optax.adam(1e-2)))
-    with pytest.raises(adacheck.RecorderError, match=message):
+    with pytest.raises(RecorderError, match=message):
         adacheck.separate_update(tx)(PARAMS, tx.init(PARAMS), PARAMS)
 
 
@@ -415,6 +416,6 @@ def test_a_damaged_record_of_a_reducing_update_is_never_taken_for_rounding(tmp_p
     with (
         caplog.at_level(logging.WARNING),
         manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager,
-        pytest.raises(adacheck.IntegrityError),
+        pytest.raises(IntegrityError),
     ):
         manager.restore(3, args=adacheck.RestoreArgs(abstract(run.state)))

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import adacheck_jax as adacheck
-from adacheck_jax.errors import FormatError
+from adacheck_jax.errors import FormatError, IntegrityError
 from adacheck_jax.format.manifest import Update
 from adacheck_jax.store.steps import lookup, manifest_file
 from adacheck_jax.update import exported_program, untrusted
@@ -87,7 +87,7 @@ def test_bytes_that_do_not_match_their_digest_are_not_even_parsed(processes):
     update = Update(
         (), (), (), (), (0,), ((0, 0, 0, 0),), (), (), "", "", digests, jax.__version__, True
     )
-    with pytest.raises(adacheck.IntegrityError, match="digest"):
+    with pytest.raises(IntegrityError, match="digest"):
         exported_program.load(GOOD.read_bytes(), update, "update.stablehlo")
     assert not processes
 
@@ -116,6 +116,6 @@ def test_what_this_process_exported_is_trusted_and_what_another_one_did_is_not(t
     assert len(processes) == 1
     base = lookup.resolve(item).base_directory
     (base / manifest_file.update_file(update_program.platform())).write_bytes(b"damaged")
-    with pytest.raises(adacheck.IntegrityError):
+    with pytest.raises(IntegrityError):
         restored()
     assert len(processes) == 1

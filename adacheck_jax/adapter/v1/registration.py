@@ -11,11 +11,9 @@ from adacheck_jax.adapter.observe.reports import OnSave
 from adacheck_jax.adapter.training_run import TrainingRun
 from adacheck_jax.adapter.v1.handler import StateHandler, handler_class
 from adacheck_jax.device import replicas
-from adacheck_jax.save.exported_update import Check
-from adacheck_jax.save.planning.situation import Delta, Options
+from adacheck_jax.save.options import Delta, Options, Shadow
 from adacheck_jax.schedule.line import MaxDeltas
 from adacheck_jax.store.retention import KeepLineage
-from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.store.zarr import Compression
 from adacheck_jax.update.binding import RecorderArgument
 
@@ -30,12 +28,9 @@ class RunOptions(TypedDict, total=False):
     params_path: str | Mapping[str, str] | None
     keep_lineage: KeepLineage | None
     delta: Delta
-    check: Check
     compression: Compression
     check_replicas: replicas.Mode
-    shadow_bytes: int | None
-    background_bases: bool
-    shadow_directory: AnyPath | str | None
+    shadow: Shadow | None
     ephemeral: Sequence[str]
 
 

@@ -5,13 +5,10 @@ All functions raise TypeError or ValueError for what they refuse.
 
 from __future__ import annotations
 
-import itertools
 import re
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
-
-from adacheck_jax.format.manifest import Caution
 
 MAX_NUMBER = 2**63 - 1
 """The largest of 64 bits with a sign."""
@@ -47,6 +44,11 @@ def text(value: Any) -> str:
     return value
 
 
+def texts(value: Any) -> dict[str, str]:
+    """Texts by name."""
+    return {text(name): text(each) for name, each in value.items()}
+
+
 def digits(value: Any, count: int) -> str:
     """A text of so many hexadecimal digits."""
     if not isinstance(value, str) or not re.fullmatch(f"[0-9a-f]{{{count}}}", value):
@@ -66,8 +68,10 @@ def tuple_of(read: Callable[[Any], _T], items: Any) -> tuple[_T, ...]:
     return tuple(read(item) for item in items)
 
 
-def naturals(items: Any) -> tuple[int, ...]:
-    """Numbers, each as of :func:`natural`."""
+def numbers(count: int, items: Any) -> tuple[int, ...]:
+    """So many numbers."""
+    if not isinstance(items, list) or len(items) != count:
+        raise TypeError(f"expected {count} numbers, found {shown(items)}")
     return tuple_of(natural, items)
 
 
@@ -76,41 +80,7 @@ def optional(read: Callable[[Any], _T], value: Any) -> _T | None:
     return None if value is None else read(value)
 
 
-def ascending(body: Any) -> tuple[int, ...]:
-    """Numbers that ascend."""
-    values = naturals(body)
-    if list(values) != sorted(set(values)):
-        raise ValueError(f"numbers that do not ascend: {shown(values)}")
-    return values
-
-
-def pair(body: Any) -> tuple[int, int]:
-    """Two numbers."""
-    if not isinstance(body, list) or len(body) != 2:
-        raise TypeError(f"expected two numbers, found {shown(body)}")
-    return natural(body[0]), natural(body[1])
-
-
-def pairs(body: Any, first_end: int, second_end: int | None) -> tuple[tuple[int, int], ...]:
-    """Pairs of numbers, each below its end; None for no end."""
-    found = tuple_of(pair, body)
-    for first, second in found:
-        if first >= first_end or (second_end is not None and second >= second_end):
-            raise ValueError(f"a pair of leaves lies outside the state: {(first, second)}")
-    return found
-
-
-def stale(body: dict[str, Any], leaf_count: int) -> tuple[tuple[int, int], ...]:
-    """The stale leaves of a step, and the steps whose bits they have."""
-    found = pairs(body["stale"], leaf_count, natural(body["step"]))
-    if any(a[0] >= b[0] for a, b in itertools.pairwise(found)):
-        raise ValueError(f"stale leaves that do not ascend: {shown(found)}")
-    return found
-
-
-def caution(body: dict[str, Any], leaf_count: int) -> Caution:
-    """Findings of the checks of a run."""
-    distrusted = ascending(body["distrusted"])
-    if distrusted and distrusted[-1] >= leaf_count:
-        raise ValueError(f"leaves that are not there are distrusted: {shown(distrusted)}")
-    return Caution(text(body["reason"]), distrusted)
+def check_ascending(values: Sequence[int], what: str, end: int = MAX_NUMBER + 1) -> None:
+    """Refuses numbers that do not ascend, or reach an end."""
+    if list(values) != sorted(set(values)) or (values and values[-1] >= end):
+        raise ValueError(f"{what} that do not ascend, or are not there: {shown(values)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from adacheck_jax.format.manifest import Leaf, Update
 from adacheck_jax.restore import shared_reads, shares
 from adacheck_jax.restore.compiled_update import Shardings, abstract_leaf
 from adacheck_jax.restore.deltas.delta_reader import DeltaReader
-from adacheck_jax.restore.shared_reads import OwnShare, ReadOnce, SharedReads
+from adacheck_jax.restore.shared_reads import Blocks, OwnShare, ReadOnce, SharedReads
 from adacheck_jax.restore.shares import Exchange
 from adacheck_jax.store.storage.location import AnyPath
 
@@ -31,29 +31,8 @@ class Consumed(NamedTuple):
     extra: list[jax.Array]
 
 
-class _Begun(NamedTuple):
-    """The arrays of one update that a thread reads, in this process.
-
-    Attributes:
-        share: its share of what is read together.
-        blocks: boxes that it alone needs, by position of the array.
-    """
-
-    share: OwnShare
-    blocks: dict[tuple[int, Box], np.ndarray]
-
-
-def read_ahead(
-    specs: Sequence[Leaf],
-    update: Update,
-    readers: Sequence[DeltaReader],
-    shardings: Shardings,
-    read_once: ReadOnce,
-    where: AnyPath,
-    *,
-    checked: bool,
-) -> Iterator[Consumed]:
-    """Read the arrays that each update consumes, while earlier updates are replayed.
+class Records:
+    """Arrays that the updates of some deltas consume: begun on threads, finished on the caller's.
 
     Collective if processes read together: all take the same arrays from it.
 
@@ -66,128 +45,97 @@ def read_ahead(
         where: directory of the base, for messages.
         checked: as for :meth:`DeltaReader.read_many`; what processes exchange is always checked.
     """
-    updating = [reader for reader in readers if reader.has_update]
-    records = _Records(specs, update, shardings, updating, read_once, where, checked=checked)
-    with ThreadPoolExecutor(_READ_AHEAD, thread_name_prefix="adacheck_read_ahead") as pool:
-        pending = [pool.submit(records.begin, reader) for reader in updating[:_READ_AHEAD]]
-        for following in [*updating[_READ_AHEAD:], *[None] * len(pending)]:
-            yield records.finish(pending.pop(0).result())
-            if following is not None:
-                pending.append(pool.submit(records.begin, following))
-
-
-class _Records:
-    """Reads of the arrays that updates consume: begun on threads, finished on the caller's.
-
-    Args:
-        specs: the base's description of each leaf.
-        update: the update.
-        shardings: the shardings for replay, by leaf index.
-        readers: readers of the deltas that have an update.
-        read_once: as for :func:`read_ahead`.
-        where: directory of the base, for messages.
-        checked: as for :func:`read_ahead`.
-    """
 
     def __init__(
         self,
         specs: Sequence[Leaf],
         update: Update,
-        shardings: Shardings,
         readers: Sequence[DeltaReader],
+        shardings: Shardings,
         read_once: ReadOnce,
         where: AnyPath,
         *,
         checked: bool,
     ) -> None:
-        self._checked = checked
         self._update, self._x64 = update, transfer.x64_enabled()
-        self._leaves = [specs[i] for i in update.consumed]
+        self._readers = [reader for reader in readers if reader.has_update]
         self._wanted = [abstract_leaf(specs[i], shardings[i]) for i in update.consumed]
-        self._needed = [(n, box) for n, each in enumerate(self._wanted) for box in _boxes_of(each)]
-        self._dtypes = {n: np.dtype(leaf.dtype) for n, leaf in enumerate(self._leaves)}
-        pairs = zip(self._leaves, self._wanted, strict=True)
-        boxes = [
-            shared_reads.shared_boxes(n, leaf.shape, each.sharding, leaf.itemsize_bytes, leaf.cuts)
-            for n, (leaf, each) in enumerate(pairs)
+        leaves = [specs[i] for i in update.consumed]
+        self._dtypes = {n: np.dtype(leaf.dtype) for n, leaf in enumerate(leaves)}
+        parts = [
+            shared_reads.shared_parts(n, leaf.shape, shardings[i], leaf.itemsize_bytes, leaf.cuts)
+            for n, (i, leaf) in enumerate(zip(update.consumed, leaves, strict=True))
         ]
-        shared = [*itertools.chain.from_iterable(boxes)]
-        members = shared_reads.members(shared, read_once, where, times=len(readers))
+        shared = [*itertools.chain.from_iterable(parts)]
+        members = shared_reads.members(shared, read_once, where, times=len(self._readers))
         self._exchanges: tuple[Exchange, ...] = ()
         self._together: SharedReads | None = None
         if jax.process_index() in members:
             self._exchanges = shares.plan(shared)
-            self._together = SharedReads(members, where, [self._exchanges] * len(readers))
+            self._together = SharedReads(members, where, [self._exchanges] * len(self._readers))
             self._together.agree(None)
+        self._checked = checked or self._together is not None
+        self._own = [
+            (n, box)
+            for n, leaf in enumerate(leaves)
+            for box in shares.own_boxes(
+                transfer.boxes_here(leaf.shape, shardings[update.consumed[n]]),
+                leaf.cuts,
+                parts[n] if self._together is not None else (),
+            )
+        ]
 
-    def begin(self, reader: DeltaReader) -> Consumed | _Begun:
+    def read_ahead(self) -> Iterator[Consumed]:
+        """Read what each update consumes, while earlier updates are replayed."""
+        with ThreadPoolExecutor(_READ_AHEAD, thread_name_prefix="adacheck_read_ahead") as pool:
+            pending = [pool.submit(self._begin, each) for each in self._readers[:_READ_AHEAD]]
+            for following in [*self._readers[_READ_AHEAD:], *[None] * len(pending)]:
+                yield self._finish(pending.pop(0).result())
+                if following is not None:
+                    pending.append(pool.submit(self._begin, following))
+
+    def _begin(self, reader: DeltaReader) -> tuple[Blocks, OwnShare | None] | Consumed:
         """Read what one update consumes, or this process's share of it; on a thread."""
         with jax_settings.own(self._x64):
-            if self._together is not None:
-                return self._begin_share(reader)
-            data = self._read_all(reader, self._needed)
-            return self._placed(lambda n, box: data[n, box])
+            if self._together is None:
+                return self._placed(self._read(reader, self._own))
+            own: Blocks = {}
 
-    def finish(self, begun: Consumed | _Begun) -> Consumed:
+            def read(wanted: Sequence[tuple[int, Box, np.ndarray]]) -> Sequence[Any]:
+                data = self._read(reader, [*((n, box) for n, box, _ in wanted), *self._own])
+                for n, box, memory in wanted:
+                    memory[...] = data[n, box]
+                own.update({each: data[each] for each in self._own})
+                return ()
+
+            return own, shared_reads.begin(self._exchanges, self._dtypes, read)
+
+    def _finish(self, begun: Any) -> Consumed:
         """Arrays on their devices; collective if processes read together."""
-        if self._together is None or isinstance(begun, Consumed):
-            assert isinstance(begun, Consumed)
+        if self._together is None:
             return begun
-        parts: dict[int, list[tuple[Box, np.ndarray]]] = {}
-        for (n, box), data in (begun.blocks | self._together.finish(begun.share)).items():
-            parts.setdefault(n, []).append((box, data))
-        return self._placed(lambda n, box: shared_reads.put_together(box, parts[n]))
+        own, share = begun
+        return self._placed(own | self._together.finish(share))
 
-    def _begin_share(self, reader: DeltaReader) -> _Begun:
-        process, blocks = jax.process_index(), {}
-        boxes: dict[int, list[Box]] = {n: [] for n in range(len(self._leaves))}
-        given = shared_reads.wholes(self._exchanges)
-        for n, each in enumerate(self._wanted):
-            for box in _boxes_of(each):
-                boxes[n] += shared_reads.without(box, given.get(n, ()))
-        own = [(n, box) for n, each in boxes.items() for box in each]
-        for each in self._exchanges:
-            for piece in each.pieces:
-                if each.holders[piece.reader] == process:
-                    boxes[piece.array].append(piece.box)
-        data: dict[tuple[int, Box], np.ndarray] = {}
-
-        def read_into(n: int, box: Box, memory: np.ndarray) -> None:
-            memory[...] = data[n, box]
-
-        failure = None
-        try:
-            data = self._read_all(reader, [(n, box) for n, each in boxes.items() for box in each])
-            share = shared_reads.begin(self._exchanges, self._dtypes, read_into)
-            blocks = {each: data[each] for each in own}
-        except Exception as error:  # told to the others by finish()
-            failure = error
-            share = shared_reads.begin((), self._dtypes, read_into)
-        share.failure = share.failure or failure
-        return _Begun(share, blocks)
-
-    def _read_all(
-        self, reader: DeltaReader, needed: Sequence[tuple[int, Box]]
-    ) -> dict[tuple[int, Box], np.ndarray]:
+    def _read(self, reader: DeltaReader, wanted: Sequence[tuple[int, Box]]) -> Blocks:
         """Boxes of the arrays, by position and box; zeros for a recorder without an update."""
         consumed = self._update.consumed
-        own = self._update.consumed_by(reader.updates)
-        given = [each for each in needed if consumed[each[0]] in own]
-        checked = self._checked or self._together is not None
-        read = reader.read_many([(consumed[n], box) for n, box in given], checked=checked)
-        data = dict(zip(given, read, strict=True))
-        for n, box in needed:
-            if (n, box) not in data:
-                data[n, box] = np.zeros(box.shape, self._dtypes[n])
-        return data
+        of_updates = self._update.consumed_by(reader.updates)
+        stored = [each for each in wanted if consumed[each[0]] in of_updates]
+        read = reader.read_many([(consumed[n], box) for n, box in stored], checked=self._checked)
+        data = dict(zip(stored, read, strict=True))
+        return data | {
+            (n, box): np.zeros(box.shape, self._dtypes[n])
+            for n, box in wanted
+            if (n, box) not in data
+        }
 
-    def _placed(self, read: Callable[[int, Box], np.ndarray]) -> Consumed:
-        placed = transfer.place_all(self._wanted, read)
+    def _placed(self, blocks: Blocks) -> Consumed:
+        parts: dict[int, list[tuple[Box, np.ndarray]]] = {}
+        for (n, box), data in blocks.items():
+            parts.setdefault(n, []).append((box, data))
+        placed = transfer.place_all(
+            self._wanted, lambda n, box: shared_reads.put_together(box, parts[n])
+        )
         count = len(self._update.record)
         return Consumed(placed[:count], placed[count:])
-
-
-def _boxes_of(wanted: jax.ShapeDtypeStruct) -> list[Box]:
-    """Boxes of an array that this process's devices need."""
-    sharding: Any = wanted.sharding
-    return transfer.boxes_here(wanted.shape, sharding)

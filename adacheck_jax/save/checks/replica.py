@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
 
 import jax
 import numpy as np
@@ -114,8 +113,7 @@ class Replica:
         self._scalars = [i for i in self._compared if self._tellers.get(i) == process]
         self._arrays = [i for i in self._compared if structure.leaves[i].shape]
         self._fingerprints: dict[bool, tuple[list[int], Fingerprints]] = {}
-        self._compiled: Future[None] = Future()
-        update_program.in_background(self._compile, self._compiled)
+        self._compiled = update_program.in_background(self._compile)
 
     def fits(self, structure: Structure, update: ExportedUpdate) -> bool:
         """True if this is the copy of states of a structure."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,9 +29,8 @@ class Sampling:
         self._program = program
         self._compared = frozenset(compared(structure, program))
         self._taker: Taker | None = None
-        self._compiled: Future[Any] = Future()
         self._arithmetic = program.arithmetic
-        update_program.in_background(self._compile, self._compiled)
+        self._compiled = update_program.in_background(self._compile)
 
     @property
     def is_ready(self) -> bool:
@@ -56,7 +54,7 @@ class Sampling:
         """The program that takes samples; begins to compile it at the first call."""
         if self._taker is None:
             self._taker = Taker(self._sites, self._pieces.after, arrays)
-            update_program.in_background(self._taker.compile, Future())
+            update_program.in_background(self._taker.compile)
         return self._taker
 
     def witness(self, state: State) -> Witness:

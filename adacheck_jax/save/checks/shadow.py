@@ -184,7 +184,7 @@ class Shadow:
             _log.log(
                 level,
                 "Deltas are checked by sample%s: a copy of the state in host memory takes %d MiB, "
-                "and may take %d (shadow_bytes).",
+                "and may take %d: Shadow(bytes=...).",
                 *(recovers, size_bytes >> 20, most_bytes >> 20),
             )
             return None

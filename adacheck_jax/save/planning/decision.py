@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.save.exported_update import ExportedUpdate
-from adacheck_jax.save.planning.situation import Counts, Facts, Kind, Options, Situation
+from adacheck_jax.save.options import Options
+from adacheck_jax.save.planning.situation import Counts, Facts, Kind, Situation
 from adacheck_jax.save.snapshot import Structure
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.update import program as update_program

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.save.checks.interface import takes_whole
 from adacheck_jax.save.exported_update import ExportedUpdate
+from adacheck_jax.save.options import Options
 from adacheck_jax.save.planning.decision import (
     Decision,
     advanced,
@@ -26,7 +27,7 @@ from adacheck_jax.save.planning.decision import (
     replays,
     shown,
 )
-from adacheck_jax.save.planning.situation import Counts, Options, Situation
+from adacheck_jax.save.planning.situation import Counts, Situation
 from adacheck_jax.save.snapshot import Structure
 
 

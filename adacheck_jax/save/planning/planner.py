@@ -25,13 +25,14 @@ from adacheck_jax.save.checks import engines
 from adacheck_jax.save.checks.interface import Check, Checker, State, Witness, is_sparse
 from adacheck_jax.save.checks.shadow import Shadow
 from adacheck_jax.save.exported_update import ExportedUpdate, ExportedUpdates
+from adacheck_jax.save.options import Options
 from adacheck_jax.save.planning import parents, plan, sizes
 from adacheck_jax.save.planning.decision import Decision, replays, unplanned
 from adacheck_jax.save.planning.deferred import DeferredSteps
 from adacheck_jax.save.planning.notices import Distrust, tell_given_up
 from adacheck_jax.save.planning.parents import Parent, Parents, Tip
 from adacheck_jax.save.planning.plan import SavePlan
-from adacheck_jax.save.planning.situation import Counts, Options, Situation
+from adacheck_jax.save.planning.situation import Counts, Situation
 from adacheck_jax.save.snapshot import Snapshot, Snapshots, Structure
 from adacheck_jax.save.staged import StagedStep
 from adacheck_jax.schedule.line import LineSchedule
@@ -235,7 +236,8 @@ class Planner:
             directory: directory of the delta.
         """
         return (
-            self._options.background_bases
+            (shadow := self._options.host_shadow) is not None
+            and shadow.background_bases
             and not isinstance(self._options.max_deltas, int)
             and self._bases.own.are_possible
             and self.parents.has_links(directory)

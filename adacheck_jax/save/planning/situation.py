@@ -1,115 +1,20 @@
-"""All that a plan is made from: the caller's options, and facts about the state and its parent."""
+"""Facts that a plan is made from: about the state, its parent, and bases in the background."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-from adacheck_jax.device import replicas
-from adacheck_jax.save.exported_update import Check, ExportedUpdate
+from adacheck_jax.save.exported_update import ExportedUpdate
 from adacheck_jax.save.snapshot import Structure
-from adacheck_jax.schedule.adaptive import AdaptivePolicy
-from adacheck_jax.schedule.line import MaxDeltas
-from adacheck_jax.store.retention import KeepLineage
 from adacheck_jax.store.steps.lineage import Lineage
-from adacheck_jax.store.storage.location import AnyPath
-from adacheck_jax.store.zarr import Compression
 
 Counts = tuple[int, ...]
 """The update counter of each recorder in a state; none without a recorder."""
 
 Kind = Literal["base", "replay", "bits"]
 """A full state; what the updates since the parent consumed; differences from the parent's bits."""
-
-Delta = Literal["auto", "bits"]
-"""Deltas that may be written: replayed updates, and differences of bits where these are not exact;
-or differences alone."""
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """Choices of the caller; :class:`~adacheck_jax.AdaCheckHandler` says what each of them means.
-
-    Raises:
-        ValueError: an option has a value that it cannot have.
-    """
-
-    max_deltas: MaxDeltas = "auto"
-    params_path: str | Mapping[str, str] | None = None
-    keep_lineage: KeepLineage | None = None
-    delta: Delta = "auto"
-    check: Check = "auto"
-    compression: Compression = "none"
-    check_replicas: replicas.Mode = "warn"
-    shadow_bytes: int | None = None
-    shadow_directory: AnyPath | str | None = None
-    background_bases: bool = True
-    ephemeral: Sequence[str] = ()
-
-    def __post_init__(self) -> None:
-        most, is_policy = self.max_deltas, isinstance(self.max_deltas, AdaptivePolicy)
-        if not (is_policy or most == "auto" or (isinstance(most, int) and most >= 0)):
-            raise ValueError(
-                'expected max_deltas to be an int >= 0, "auto" or an AdaptivePolicy, found '
-                f"{most!r}"
-            )
-        shadow = self.shadow_bytes
-        if not (shadow is None or (isinstance(shadow, int) and shadow >= 0)):
-            raise ValueError(f"expected shadow_bytes to be None or an int >= 0, found {shadow!r}")
-        self._check_directory()
-        if not isinstance(self.background_bases, bool):
-            raise ValueError(
-                f"expected background_bases to be True or False, found {self.background_bases!r}"
-            )
-        if isinstance(self.ephemeral, str) or not all(isinstance(p, str) for p in self.ephemeral):
-            raise ValueError(
-                "expected ephemeral to be a sequence of patterns of leaf paths, found "
-                f"{self.ephemeral!r}. Write ephemeral=('*/residual',)."
-            )
-        if self.ephemeral and self.shadow_directory is not None:
-            raise ValueError(
-                "expected no ephemeral leaves with a shadow_directory, found "
-                f"{self.ephemeral!r}: what is recovered from memory has the bits of every leaf."
-            )
-        if not isinstance(self.keep_lineage, KeepLineage | None):
-            raise ValueError(
-                f"expected keep_lineage to be a KeepLineage, found {self.keep_lineage!r}. Write "
-                "keep = KeepLineage(policy), and give it to the manager too."
-            )
-        for name, known in (
-            ("delta", Delta),
-            ("check", Check),
-            ("compression", Compression),
-            ("check_replicas", replicas.Mode),
-        ):
-            if (choice := getattr(self, name)) not in get_args(known):
-                raise ValueError(
-                    f"expected {name} to be one of {get_args(known)}, found {choice!r}"
-                )
-
-    def _check_directory(self) -> None:
-        directory, shadow = self.shadow_directory, self.shadow_bytes
-        if directory is None:
-            return
-        is_path = isinstance(directory, str) or hasattr(directory, "__fspath__")
-        if not is_path or not str(directory) or "://" in str(directory):
-            raise ValueError(
-                "expected shadow_directory to be a directory of this machine, such as "
-                f'"/dev/shm/myrun", found {directory!r}'
-            )
-        if shadow == 0 or self.check != "auto" or self.delta != "auto" or not self.has_deltas:
-            raise ValueError(
-                'expected check="auto", delta="auto", and no shadow_bytes=0 or max_deltas=0 with a '
-                f"shadow_directory, found check={self.check!r}, delta={self.delta!r}, "
-                f"shadow_bytes={shadow} and max_deltas={self.max_deltas!r}: there is no shadow to "
-                "lie in it."
-            )
-
-    @property
-    def has_deltas(self) -> bool:
-        """True if not every save is a base."""
-        return self.max_deltas != 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ def import_checkpoint(source: str | os.PathLike[str], abstract_state: PyTree) ->
 
     The returned state is saved as usual, and the first save is a base::
 
-        state = adacheck.import_checkpoint("old_run/1200/default", abstract_state)
+        state = adacheck.tools.import_checkpoint("old_run/1200/default", abstract_state)
         manager.save(1200, args=adacheck.SaveArgs(state))
 
     Everything in the checkpoint has to have a place in the state, and the other way round; only the

@@ -11,28 +11,30 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, cast
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
-from adacheck_jax.device import sharding, transfer
+from adacheck_jax.device.loops import xla_call
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.update.elements.pieces import VectorLayout, Vectors
-from adacheck_jax.update.elements.sample_sites import Sites, Starts, boxes_held
+from adacheck_jax.update.elements.sample_programs import (
+    Group,
+    LoopGroup,
+    Part,
+    ProgramGroup,
+    SampledLeaf,
+    mesh_of,
+)
+from adacheck_jax.update.elements.sample_sites import Sites, Starts
 
 
-def _taken(flat: Any, start: Any, stride: int, count: int) -> Any:
+def _taken(flat: np.ndarray, start: int, stride: int, count: int) -> np.ndarray:
     """Elements of a flattened site, a stride apart."""
     if stride == 1:
         return flat
-    last = flat.shape[0] - 1
-    if isinstance(flat, np.ndarray):
-        return flat[np.minimum(start + np.arange(count) * stride, last)]
-    places = jnp.minimum(start + jnp.arange(count, dtype=jnp.int32) * stride, last)
-    return flat.at[places].get(mode="promise_in_bounds")
+    return flat[np.minimum(start + np.arange(count) * stride, flat.shape[0] - 1)]
 
 
 class Sample:
@@ -92,8 +94,9 @@ def _joined(taken: Mapping[int, np.ndarray], layout: VectorLayout) -> Vectors:
 class Taker:
     """Takes samples of states of one structure on their devices.
 
-    Small programs take a few leaves each, without communication; leaves that are alike share a
-    program. They are compiled in the background; :meth:`take` needs them.
+    The programs need no communication. On CPU devices one calls compiled loops
+    (:mod:`~adacheck_jax.device.loops.xla_call`). On others each takes a few leaves, and leaves
+    that are alike share one. They are compiled in the background; :meth:`take` needs them.
 
     Args:
         sites: places to sample.
@@ -102,36 +105,49 @@ class Taker:
     """
 
     def __init__(self, sites: Sites, layout: VectorLayout, arrays: Sequence[Any]) -> None:
-        self._sites = sites
-        on_mesh: dict[Mesh, list[int]] = {}
+        self._sites, self._layout = sites, layout
+        self._on_mesh: dict[Mesh, dict[int, SampledLeaf]] = {}
         self._elsewhere: list[int] = []
         for i in layout.leaves:
-            mesh = _mesh_of(arrays[i], sites.devices)
+            mesh = mesh_of(arrays[i], sites.devices)
             if mesh is None:
                 self._elsewhere.append(i)
             else:
-                on_mesh.setdefault(mesh, []).append(i)
-        self._groups = [_Group(mesh, group, sites, arrays) for mesh, group in on_mesh.items()]
+                self._on_mesh.setdefault(mesh, {})[i] = SampledLeaf.of(arrays[i], i, sites)
+        self._groups: Future[list[Group]] = Future()
         # Number of the part that has the elements of a leaf, and the first and last of them.
         self._places: dict[int, tuple[int, int, int]] = {}
-        chunks = [leaves for group in self._groups for leaves, _ in group.chunks]
-        for number, leaves in enumerate([*chunks, *([i] for i in self._elsewhere)]):
-            start = 0
-            for i in leaves:
-                self._places[i] = (number, start, start + layout.sizes[i])
-                start += layout.sizes[i]
         self._plans: dict[VectorLayout, dict[str, list[list[int]]]] = {}
 
     @property
     def is_ready(self) -> bool:
         """True if all programs are compiled."""
-        return all(each.compiled.done() for group in self._groups for each in group.programs)
+        return self._groups.done()
 
     def compile(self) -> None:
-        """Compile the programs; an error is raised when a program is used."""
-        for group in self._groups:
-            for each in group.programs:
-                each.compile()
+        """Compile the programs; an error is raised when one is used."""
+        try:
+            self._groups.set_result(self._compiled())
+        except BaseException as error:
+            self._groups.set_exception(error)
+
+    def _compiled(self) -> list[Group]:
+        groups: list[Group] = []
+        for mesh, leaves in self._on_mesh.items():
+            is_host = mesh.devices.flat[0].platform == "cpu" and xla_call.wait()
+            by_loops = {i: x for i, x in leaves.items() if is_host and x.fits_loops}
+            others = {i: x for i, x in leaves.items() if i not in by_loops}
+            if by_loops:
+                groups.append(LoopGroup(mesh, by_loops, self._sites))
+            if others:
+                groups.append(ProgramGroup(mesh, others, self._sites))
+        parts = [leaves for group in groups for leaves in group.parts]
+        for number, leaves in enumerate([*parts, *([i] for i in self._elsewhere)]):
+            start = 0
+            for i in leaves:
+                self._places[i] = (number, start, start + self._layout.sizes[i])
+                start += self._layout.sizes[i]
+        return groups
 
     def take(self, arrays: Sequence[Any], first: Starts, second: Starts) -> tuple[Sample, Sample]:
         """Start to take two samples; the arrays may be donated at once.
@@ -141,21 +157,23 @@ class Taker:
             first: first elements of one sample.
             second: first elements of the other sample.
         """
-        pairs = [pair for group in self._groups for pair in group.dispatch(arrays, first, second)]
+        groups = self._groups.result()
+        pairs = [pair for group in groups for pair in group.dispatch(arrays, first, second)]
         return (
             self._sample(arrays, first, [each for each, _ in pairs]),
             self._sample(arrays, second, [each for _, each in pairs]),
         )
 
-    def _sample(self, arrays: Sequence[Any], starts: Starts, taken: Sequence[_Part]) -> Sample:
+    def _sample(self, arrays: Sequence[Any], starts: Starts, taken: Sequence[Part]) -> Sample:
         others = [_on_host(arrays[i], i, self._sites, starts) for i in self._elsewhere]
 
         def rows(layout: VectorLayout) -> Vectors:
             parts = [*(part() for part in taken), *others]
-            return {
-                dtype: np.concatenate([parts[n][:, a:b] for n, a, b in runs], axis=1)
-                for dtype, runs in self._plan(layout).items()
-            }
+            joined: Vectors = {}
+            for dtype, runs in self._plan(layout).items():
+                pieces = [parts[n][:, a:b] for n, a, b in runs]
+                joined[dtype] = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=1)
+            return joined
 
         return Sample(starts, rows)
 
@@ -171,193 +189,3 @@ class Taker:
                     runs.append([number, start, stop])
             self._plans[layout] = plan
         return self._plans[layout]
-
-
-def _mesh_of(array: Any, devices: Sequence[int]) -> Mesh | None:
-    """The mesh of an array that lies on all devices that sample, else None."""
-    if not sharding.in_device_memory(array):
-        return None
-    if {device.id for device in array.sharding.addressable_devices} != set(devices):
-        return None
-    if isinstance(array.sharding, NamedSharding):
-        return cast(Mesh, array.sharding.mesh)
-    if len(array.sharding.device_set) == 1:
-        return Mesh(np.array([*array.sharding.device_set]), ("d",))
-    return None
-
-
-_AT_ONCE = 32
-"""Leaves that one program samples. XLA takes many seconds for one of a thousand leaves."""
-_RANK = 32
-"""Largest number of axes of an array."""
-
-_Part = Callable[[], np.ndarray]
-"""Waits for elements of some leaves of one data type, a row a device."""
-
-
-class _Group:
-    """Arrays on one mesh.
-
-    Attributes:
-        chunks: leaves of one data type that are sampled together, and their program; together all
-            leaves.
-        programs: the programs, each once.
-    """
-
-    def __init__(
-        self, mesh: Mesh, leaves: Sequence[int], sites: Sites, arrays: Sequence[Any]
-    ) -> None:
-        self._mesh, self._devices = mesh, sites.devices
-        self._position = {device.id: n for n, device in enumerate(mesh.devices.flat)}
-        self.chunks: list[tuple[tuple[int, ...], _Program]] = []
-        shared: dict[Any, _Program] = {}
-        for chunk in _chunks({i: _kind_of(arrays[i]) for i in leaves}):
-            alike = tuple(_kind_of(arrays[i]) for i in chunk)
-            if alike not in shared:
-                shared[alike] = _Program(mesh, chunk, sites, arrays)
-            self.chunks.append((chunk, shared[alike]))
-        self.programs = [*shared.values()]
-        self._placed_offsets: list[jax.Array] | None = None
-
-    def dispatch(
-        self, arrays: Sequence[Any], first: Starts, second: Starts
-    ) -> list[tuple[_Part, _Part]]:
-        """Start the programs.
-
-        Returns:
-            For each chunk its part of each sample.
-        """
-        with jax.enable_x64(True), jax.set_mesh(self._mesh):
-            starts = self._placed(first), self._placed(second)
-            if self._placed_offsets is None:
-                self._placed_offsets = [self._placed(each.offsets) for each in self.programs]
-            offsets = dict(zip(self.programs, self._placed_offsets, strict=True))
-            outputs = [
-                program.compiled.result()([arrays[i] for i in chunk], *starts, offsets[program])
-                for chunk, program in self.chunks
-            ]
-        return [(self._part(one), self._part(other)) for one, other in outputs]
-
-    def _placed(self, rows: np.ndarray) -> jax.Array:
-        """A table with each device's row on that device."""
-        table = np.zeros((self._mesh.size, *rows.shape[1:]), rows.dtype)
-        for row, device in zip(rows, self._devices, strict=True):
-            table[self._position[device]] = row
-        sharding = _by_rows(self._mesh)
-        return jax.make_array_from_callback(table.shape, sharding, lambda at: table[at])
-
-    def _part(self, output: jax.Array) -> _Part:
-        """The rows of one output, on their way to the host."""
-        shards = {shard.device.id: shard.data for shard in output.addressable_shards}
-        rows = [shards[device] for device in self._devices]
-        for row in rows:
-            if transfer.on_accelerator(row):
-                row.copy_to_host_async()
-        if len(rows) == 1:
-            return functools.partial(np.asarray, rows[0])
-        return lambda: np.concatenate([np.asarray(row) for row in rows])
-
-
-def _by_rows(mesh: Mesh) -> NamedSharding:
-    return NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-
-
-def _kind_of(array: Any) -> tuple[str, Any, Any]:
-    """Data type, shape and sharding of an array: the same for arrays that are sampled alike."""
-    return str(array.dtype), array.shape, array.sharding
-
-
-def _chunks(kinds: Mapping[int, tuple[str, Any, Any]]) -> list[tuple[int, ...]]:
-    """Leaves in chunks of one data type; of each kind as many chunks as it fills, then the rest."""
-    alike: dict[Any, list[int]] = {}
-    for i, kind in kinds.items():
-        alike.setdefault(kind, []).append(i)
-    chunks: list[tuple[int, ...]] = []
-    rest: dict[str, list[int]] = {}
-    for (dtype, *_), leaves in alike.items():
-        filled = len(leaves) - len(leaves) % _AT_ONCE
-        chunks += [tuple(leaves[n : n + _AT_ONCE]) for n in range(0, filled, _AT_ONCE)]
-        rest.setdefault(dtype, []).extend(leaves[filled:])
-    for leaves in rest.values():
-        chunks += [tuple(leaves[n : n + _AT_ONCE]) for n in range(0, len(leaves), _AT_ONCE)]
-    return chunks
-
-
-class _Program:
-    """The program that samples one chunk, and all that are alike.
-
-    Args:
-        mesh: mesh of the leaves.
-        leaves: leaves of the chunk.
-        sites: places to sample.
-        arrays: plain arrays of a state, one a leaf; only their shapes and shardings are kept.
-
-    Attributes:
-        offsets: first element of the site of each leaf in the shard of each device.
-        compiled: the compiled program, once it is there.
-    """
-
-    def __init__(
-        self, mesh: Mesh, leaves: Sequence[int], sites: Sites, arrays: Sequence[Any]
-    ) -> None:
-        self._mesh, self._shape_count = mesh, len(sites.shapes)
-        self._own = [sites.of(i) for i in leaves]
-        self._columns = [sites.position(i) for i in leaves]
-        self._specs = [
-            jax.ShapeDtypeStruct(arrays[i].shape, arrays[i].dtype, sharding=arrays[i].sharding)
-            for i in leaves
-        ]
-        self.compiled: Future[Any] = Future()
-        self.offsets = np.zeros((len(sites.devices), len(leaves), _RANK), np.int32)
-        for n, i in enumerate(leaves):
-            boxes = {device.id: box for device, box in boxes_held(arrays[i]).items()}
-            for row, device in enumerate(sites.devices):
-                start = self._own[n].sites[device].relative_to(boxes[device].start).start
-                self.offsets[row, n, : len(start)] = start
-
-    def compile(self) -> None:
-        """Compile the program; an error is raised when the program is used."""
-        program, rows = jax.jit(self._taken), PartitionSpec(self._mesh.axis_names)
-        shardings = [spec.sharding for spec in self._specs]
-        if all(isinstance(sharding, NamedSharding) for sharding in shardings):
-            specs = [cast(NamedSharding, sharding).spec for sharding in shardings]
-            mapped = jax.shard_map(
-                self._taken,
-                mesh=self._mesh,
-                in_specs=(specs, rows, rows, rows),
-                out_specs=rows,
-                check_vma=False,
-            )
-            program = jax.jit(mapped)
-        shapes = [(self._shape_count,), (self._shape_count,), self.offsets.shape[1:]]
-        try:
-            with jax.enable_x64(True), jax.set_mesh(self._mesh):
-                sharding = _by_rows(self._mesh)
-                tables = [
-                    jax.ShapeDtypeStruct((self._mesh.size, *shape), np.int32, sharding=sharding)
-                    for shape in shapes
-                ]
-                self.compiled.set_result(program.lower(self._specs, *tables).compile())
-        except BaseException as error:
-            self.compiled.set_exception(error)
-
-    def _taken(
-        self, shards: Sequence[jax.Array], first: jax.Array, second: jax.Array, offsets: jax.Array
-    ) -> list[jax.Array]:
-        """The two samples of the shards of one device."""
-        blocks = [self._block(n, shard, offsets[0, n]) for n, shard in enumerate(shards)]
-        pairs = list(zip(blocks, self._own, self._columns, strict=True))
-        return [
-            jnp.concatenate(
-                [_taken(x, starts[0, column], own.stride, own.count) for x, own, column in pairs]
-            )[None]
-            for starts in (first, second)
-        ]
-
-    def _block(self, number: int, shard: jax.Array, offset: jax.Array) -> jax.Array:
-        """The elements of a leaf's site, row by row."""
-        shape = next(iter(self._own[number].sites.values())).shape
-        if shape != shard.shape:
-            start = [offset[axis] for axis in range(shard.ndim)]
-            shard = jax.lax.dynamic_slice(shard, start, shape)
-        return shard.reshape(-1)

@@ -16,6 +16,7 @@ from orbax.checkpoint import v1 as ocp
 from orbax.checkpoint.experimental.v1._src.metadata import serialization  # no public name
 
 from adacheck_jax import v1 as adacheck
+from adacheck_jax.errors import LineageError, MismatchError
 from adacheck_jax.store.steps import lookup, marks
 from tests import support
 from tests.adapter.v1.common import assert_same_leaves, checkpointer_of, kinds_of, save_steps
@@ -196,7 +197,7 @@ def test_arguments_stand_for_the_state_and_for_the_abstract_state(tmp_path):
 
 def test_a_state_is_recovered_from_memory(tmp_path):
     run, root = dict_run(mesh_of((2,))), tmp_path / "root"
-    options = {"shadow_directory": tmp_path / "memory"}
+    options = {"shadow": adacheck.Shadow(directory=tmp_path / "memory")}
     context = adacheck.context(run.recorder, **options)
     with context, checkpointer_of(root) as checkpointer:
         for _ in range(3):
@@ -206,10 +207,10 @@ def test_a_state_is_recovered_from_memory(tmp_path):
     context = adacheck.context(run.recorder, **options)
     found = adacheck.run_of(context).recover(root, abstract(run.state))
     assert found is not None
-    assert found.step == 3
-    assert_same_bits(found.state, host_copy(run.state))
+    assert found[0] == 3
+    assert_same_bits(found[1], host_copy(run.state))
     with context, checkpointer_of(root) as checkpointer:
-        run.state = found.state
+        run.state = found[1]
         run.advance()
         checkpointer.save(run.count, run.state)
     assert kinds_of(root) == "BDDD"
@@ -267,9 +268,9 @@ def test_errors_keep_their_types(tmp_path):
     run = dict_run(mesh_of((2,)))
     with adacheck.context(run.recorder), checkpointer_of(tmp_path) as checkpointer:
         saved = save_steps(checkpointer, run, 2)
-        with pytest.raises(adacheck.MismatchError, match="does not fit what was saved"):
+        with pytest.raises(MismatchError, match="does not fit what was saved"):
             checkpointer.load(2, {"params": jnp.zeros(3)})
-        with pytest.raises(adacheck.MismatchError, match="Unsupported type"):
+        with pytest.raises(MismatchError, match="Unsupported type"):
             checkpointer.save(3, {"name": "text"})
         with pytest.raises(ValueError, match="expected a step number"):
             checkpointer.save_checkpointables(3, {"state": adacheck.SaveArgs(run.state, step=-1)})
@@ -288,7 +289,7 @@ def test_a_refused_save_leaves_nothing_that_hinders_the_next_one(tmp_path):
         expected = host_copy(run.state)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "coroutine '_create_paths' was never awaited")
-            with pytest.raises(adacheck.MismatchError):
+            with pytest.raises(MismatchError):
                 ocp.save_checkpointables(tmp_path / "1", {"state": jnp.zeros(3)})
             gc.collect()  # Orbax made it for a handler that then refused
         ocp.save(tmp_path / "1", run.state)
@@ -345,7 +346,7 @@ def test_steps_that_are_marked_and_not_renamed(tmp_path, way):
     assert kinds_of(tmp_path) == "BDD"
     mark = tmp_path / "2/commit_success.txt"
     mark.unlink()
-    with pytest.raises(adacheck.LineageError, match="committed"):
+    with pytest.raises(LineageError, match="committed"):
         lookup.resolve(tmp_path / "2/state")
 
 

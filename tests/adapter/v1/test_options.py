@@ -14,6 +14,7 @@ from orbax.checkpoint import v1 as ocp
 import adacheck_jax
 from adacheck_jax import v1 as adacheck
 from adacheck_jax.adapter.v1 import options
+from adacheck_jax.errors import MismatchError
 from tests.adapter.v1.common import checkpointer_of, kinds_of, save_steps
 from tests.support import abstract, assert_same_bits, dict_run, mesh_of
 
@@ -40,7 +41,7 @@ def test_partial_load(tmp_path, step):
     assert found.keys() == {"params"}
     assert_same_bits(found["params"], jax.tree.leaves(params))
     with adacheck.context(), checkpointer_of(tmp_path) as checkpointer:
-        with pytest.raises(adacheck.MismatchError, match="partial_restore=True"):
+        with pytest.raises(MismatchError, match="partial_restore=True"):
             checkpointer.load(step, target)
         found = checkpointer.load(step, {**abstract(run.state), "opt_state": ...})
     assert found["opt_state"] is ...
@@ -132,7 +133,7 @@ def test_settings_of_the_pytree_handler_are_refused_by_name(option):
 def test_leaf_arguments_without_a_meaning_are_refused_by_name(tmp_path):
     state = {"a": jnp.arange(4.0)}
     args = adacheck_jax.SaveArgs(state, save_args={"a": ocp_v0.SaveArgs(shard_axes=(0,))})
-    refused = pytest.raises(adacheck_jax.MismatchError, match=r"leaf a: SaveArgs\(shard_axes")
+    refused = pytest.raises(MismatchError, match=r"leaf a: SaveArgs\(shard_axes")
     with ocp_v0.Checkpointer(adacheck_jax.AdaCheckHandler()) as checkpointer, refused:
         checkpointer.save(tmp_path / "1", args=args)
 

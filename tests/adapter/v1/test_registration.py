@@ -8,6 +8,7 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 from adacheck_jax import v1 as adacheck
+from adacheck_jax.errors import RecorderError
 from tests.adapter.v1.common import checkpointer_of, kinds_of, save_steps
 from tests.support import abstract, assert_same_bits, dict_run, mesh_of
 
@@ -105,7 +106,7 @@ def test_wrong_options_are_refused():
         adacheck.context(max_deltas=-1)
     with pytest.raises(TypeError, match="max_delta"):
         adacheck.context(max_delta=1)
-    with pytest.raises(adacheck.RecorderError):
+    with pytest.raises(RecorderError):
         adacheck.context(optax.sgd(0.1))
     with pytest.raises(ValueError, match="found PyTreeHandler"):
         adacheck.run_of(ocp.Context())

@@ -1,0 +1,229 @@
+"""Records of a manifest, read from JSON: by the types of their fields, and then by what must fit.
+
+The types that :mod:`~adacheck_jax.format.manifest` declares say how each field is read.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from adacheck_jax.format.manifest import (
+    CHECKS,
+    DESCRIPTIONS,
+    ITEMSIZES_BYTES,
+    BaseManifest,
+    Delta,
+    DeltaManifest,
+    Encoding,
+    Leaf,
+    Pack,
+    Update,
+)
+from adacheck_jax.format.manifest_body import fields
+from adacheck_jax.format.manifest_body.fields import check_ascending, shown
+
+MAX_BOXES = 2**23
+"""Boxes of all leaves of a base."""
+MAX_AXES = 32
+"""Axes of a leaf: more than tensorstore takes."""
+MAX_STATE_BYTES = 2**60
+"""Bytes of all leaves of a base, so that sums of offsets fit into 64 bits."""
+LEFT_OUT = ("replaces", "replica")
+"""Fields of which JSON says nothing where they are empty."""
+
+_T = TypeVar("_T")
+
+
+def record(kind: type[_T], body: Any) -> _T:
+    """A record of a class that :mod:`~adacheck_jax.format.manifest` declares.
+
+    Raises:
+        LookupError, TypeError, ValueError, AttributeError: a field is missing or wrong.
+    """
+    given = _readers(kind).items()
+    values = {
+        name: read(body[name]) for name, read in given if name in body or name not in LEFT_OUT
+    }
+    found = kind(**values)
+    if kind in _CHECKS:
+        _CHECKS[kind](found)
+    return found
+
+
+@functools.cache
+def _readers(kind: Any) -> dict[str, Callable[[Any], Any]]:
+    readers = {name: _reader_of(each) for name, each in typing.get_type_hints(kind).items()}
+    if "fingerprints" in readers:
+        readers["fingerprints"] = functools.partial(fields.tuple_of, fields.fingerprint)
+    return readers
+
+
+def _reader_of(kind: Any) -> Callable[[Any], Any]:
+    """The function that reads values of one type."""
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if kind in _PLAIN:
+        return _PLAIN[kind]
+    if origin is Mapping:
+        return fields.texts
+    if origin is types.UnionType:
+        return functools.partial(fields.optional, _reader_of(inner[0]))
+    if origin is tuple and inner[-1] is Ellipsis:
+        return functools.partial(fields.tuple_of, _reader_of(inner[0]))
+    if origin is tuple:
+        return functools.partial(fields.numbers, len(inner))
+    return functools.partial(record, kind)
+
+
+_PLAIN: dict[Any, Callable[[Any], Any]] = {
+    int: fields.natural,
+    str: fields.text,
+    bool: fields.truth,
+    Any: lambda value: value,
+}
+
+
+def _check_base(base: BaseManifest) -> None:
+    leaves, count = base.leaves, len(base.leaves)
+    if count != len(base.fingerprints):
+        raise ValueError(f"{count} leaves but {len(base.fingerprints)} fingerprints")
+    if any(leaf.owners and max(leaf.owners) >= base.process_count for leaf in leaves):
+        raise ValueError("a box is owned by a process that does not exist")
+    if len({leaf.path for leaf in leaves}) != count:
+        raise ValueError("two leaves have the same path")
+    if sum(len(leaf.owners) for leaf in leaves) > MAX_BOXES:
+        raise ValueError(f"more than {MAX_BOXES} boxes")
+    if sum(leaf.nbytes for leaf in leaves) > MAX_STATE_BYTES:
+        raise ValueError(f"more than {MAX_STATE_BYTES} bytes of leaves")
+    if base.update is not None:
+        _check_update(base.update, count)
+    _check_pairs(base.aliases, count, count)
+    _check_pairs(base.kept, count, None)
+    if not DESCRIPTIONS.issuperset(base.described):  # their paths are opened
+        raise ValueError(f"expected {sorted(DESCRIPTIONS)}, found {shown([*base.described])}")
+    _check_state(base, count)
+
+
+def _check_leaf(leaf: Leaf) -> None:
+    if leaf.itemsize_bytes != ITEMSIZES_BYTES.get(leaf.dtype):
+        raise _refused(leaf, f"no elements of {shown(leaf.dtype)} have {leaf.itemsize_bytes} bytes")
+    if leaf.key_type is not None and not (
+        re.fullmatch("key<[^<>]{1,64}>", leaf.key_type) and leaf.dtype == "uint32" and leaf.shape
+    ):
+        raise _refused(
+            leaf,
+            f"no keys of type {shown(leaf.key_type)} consist of "
+            f"{leaf.dtype}{list(leaf.shape[:MAX_AXES])}",
+        )
+    if max(len(leaf.shape), len(leaf.cuts)) > MAX_AXES:
+        raise _refused(leaf, f"{len(leaf.shape)} axes")
+    # Bounded for empty arrays too.
+    if math.prod(filter(None, leaf.shape)) * leaf.itemsize_bytes > MAX_STATE_BYTES:
+        raise _refused(leaf, f"an array of shape {leaf.shape}")
+    lengths = tuple(points[-1] for points in leaf.cuts)
+    count = math.prod(max(1, len(points) - 1) for points in leaf.cuts)
+    ascending = all(points[0] == 0 and list(points) == sorted(set(points)) for points in leaf.cuts)
+    if lengths != leaf.shape or count != len(leaf.owners) or not ascending:
+        raise _refused(
+            leaf,
+            f"cuts {shown(leaf.cuts)} with {len(leaf.owners)} owners do not fit shape {leaf.shape}",
+        )
+
+
+def _refused(leaf: Leaf, why: str) -> ValueError:
+    return ValueError(f"leaf {shown(leaf.path)}: {why}")
+
+
+def _check_update(update: Update, leaf_count: int) -> None:
+    lists = (update.params, update.inner, update.record, update.extra)
+    totals = [sum(each[n] for each in update.parts) for n in range(4)]
+    if totals != [len(each) for each in lists] or len(update.parts) != len(update.counts):
+        raise ValueError(f"parts {shown(update.parts)} do not make up the update's leaves")
+    # An update may consume its counter too.
+    counts = set(update.counts).difference(update.extra)
+    indices = [*update.params, *update.inner, *update.consumed, *counts]
+    is_repeated = len({*indices}) != len(indices) or len({*update.counts}) != len(update.counts)
+    if is_repeated or max(indices) >= leaf_count:
+        raise ValueError("the update's leaf indices repeat or lie outside the state")
+    if not update.explained.issuperset(update.reducing + update.passed):
+        raise ValueError("a leaf is reducing or passed through, but not computed by the update")
+    for name in update.programs:
+        if not re.fullmatch("[a-z0-9]{1,16}", name):  # it becomes part of a file's name
+            raise ValueError(f"expected the name of a platform, found {shown(name)}")
+
+
+def _check_delta(delta: Delta) -> None:
+    check_ascending(delta.stored, "stored leaves")
+    check_ascending(delta.unreplayed, "leaves that are not replayed")
+    check_ascending(delta.updates, "updates", len(delta.counts))
+    if delta.checked not in CHECKS:
+        raise ValueError(f"expected one of {sorted(CHECKS)}, found {shown(delta.checked)}")
+    _check_stale(delta, len(delta.fingerprints))
+    if not {i for i, _ in delta.stale}.isdisjoint(delta.stored):
+        raise ValueError(f"a leaf is stored and stale: {shown(delta.stale)}")
+    for pack in delta.packs:
+        if len(pack.encodings) != len(delta.stored):
+            raise ValueError(
+                f"{len(pack.encodings)} encodings of {len(delta.stored)} stored leaves"
+            )
+
+
+def _check_delta_manifest(manifest: DeltaManifest) -> None:
+    _check_delta(manifest)
+    every = (*manifest.recorded, manifest)
+    shapes = {(len(each.packs), len(each.fingerprints)) for each in every}
+    if len(shapes) != 1:
+        raise ValueError(f"deltas with different numbers of packs or fingerprints: {shapes}")
+    check_ascending([each.step for each in every], "recorded steps")
+    if manifest.depth < len(every):
+        raise ValueError(
+            f"delta number {manifest.depth} of its lineage with {len(manifest.recorded)} before it"
+        )
+    _check_state(manifest, len(manifest.fingerprints))
+
+
+def _check_state(manifest: BaseManifest | DeltaManifest, leaf_count: int) -> None:
+    """Refuses stale or distrusted leaves that the state does not have."""
+    check_ascending(manifest.caution.distrusted, "distrusted leaves", leaf_count)
+    _check_stale(manifest, leaf_count)
+
+
+def _check_stale(step: BaseManifest | Delta, leaf_count: int) -> None:
+    _check_pairs(step.stale, leaf_count, step.step)
+    check_ascending([leaf for leaf, _ in step.stale], "stale leaves")
+
+
+def _check_pairs(pairs: Sequence[tuple[int, int]], first_end: int, second_end: int | None) -> None:
+    """Refuses pairs of numbers that reach their ends; None for no end."""
+    for first, second in pairs:
+        if first >= first_end or (second_end is not None and second >= second_end):
+            raise ValueError(f"a pair of leaves lies outside the state: {(first, second)}")
+
+
+def _check_pack(pack: Pack) -> None:
+    if not frozenset(Encoding).issuperset(pack.encodings):
+        raise ValueError(f"unknown encodings in {shown(pack.encodings)}")
+    for ranges in (pack.raw_zeros, pack.compressed_zeros):
+        borders = [border for each in ranges for border in each]
+        if any(a >= b for a, b in itertools.pairwise(borders)):  # adjoining ranges would be one
+            raise ValueError(f"ranges that do not ascend: {ranges[:4]}")
+    targets = [first for first, _ in pack.aliases]
+    if targets != sorted(set(targets)) or any(a <= b for a, b in pack.aliases):
+        raise ValueError(f"aliases that do not ascend, or of later extents: {pack.aliases[:4]}")
+    if not set(targets).isdisjoint(second for _, second in pack.aliases):
+        raise ValueError("an alias of an alias")
+
+
+_CHECKS: dict[Any, Callable[[Any], None]] = {
+    BaseManifest: _check_base,
+    Leaf: _check_leaf,
+    Delta: _check_delta,
+    DeltaManifest: _check_delta_manifest,
+    Pack: _check_pack,
+}
