@@ -15,7 +15,7 @@ from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.tools.steps import InputError
 
 if TYPE_CHECKING:  # which imports JAX
-    from adacheck_jax.tools.plan import Balance, RedundancyReport
+    from adacheck_jax.tools.plan import RedundancyReport
 
 _GROUP = "Without a checkpoint"
 
@@ -27,17 +27,22 @@ def _show_plan(report: RedundancyReport) -> None:
         f"{report.process_count:,} processes\n"
     )
     saves = (
-        ("all that each device holds", report.held_bytes, None),
-        ("stock Orbax", report.state_bytes, None),
-        ("base", report.base_bytes, report.base),
-        ("delta", report.delta_bytes, report.delta),
-        (f"mean of 1 base, {report.max_deltas} deltas", report.amortised_bytes, None),
+        ("all that each device holds", report.held_bytes),
+        ("stock Orbax", report.state_bytes),
+        ("base", report.base_bytes),
+        ("delta", report.delta_bytes),
+        (f"mean of 1 base, {report.max_deltas} deltas", report.amortised_bytes),
     )
     print_rows(
         ("a save", "bytes", "times less", "each process"),
         [
-            (name, decimal(round(size)), size and _ratio(report.held_bytes / size), _share(balance))
-            for name, size, balance in saves
+            (
+                name,
+                decimal(round(size)),
+                size and _ratio(report.held_bytes / size),
+                decimal(round(size / report.process_count)) if name in ("base", "delta") else None,
+            )
+            for name, size in saves
             if size is not None
         ],
         right=("bytes", "times less"),
@@ -60,13 +65,6 @@ def _show_plan(report: RedundancyReport) -> None:
 def _ratio(ratio: float | None) -> str:
     """A ratio with as many digits as a person wants to read."""
     return "?" if ratio is None else f"{ratio:,.0f}" if ratio >= 100 else f"{ratio:.1f}"
-
-
-def _share(balance: Balance | None) -> str | None:
-    if balance is None:
-        return None
-    least, most = decimal(balance.min_bytes), decimal(balance.max_bytes)
-    return least if least == most else f"{least} to {most}"
 
 
 def _in_words(report: RedundancyReport) -> str:
