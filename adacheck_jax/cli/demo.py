@@ -70,6 +70,7 @@ def _lines(task: str, root: Path, fatal_step: int | None = None) -> Iterator[Any
     command = [sys.executable, "-m", "adacheck_jax.cli.demo_child", task, str(root)]
     log = root.with_name(f"{task}.log")
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    killed = False
     with (
         log.open("w") as errors,
         subprocess.Popen(
@@ -82,15 +83,15 @@ def _lines(task: str, root: Path, fatal_step: int | None = None) -> Iterator[Any
                 yield value
                 if fatal_step is not None and value[0] >= fatal_step:
                     time.sleep(random.random() / 10)  # anywhere: computing, writing, committing
+                    child.kill()
+                    killed = True
                     break
-        finally:
-            if fatal_step is not None:
-                child.kill()
-    if child.returncode and fatal_step is None:
-        last = log.read_text().strip().rpartition("\n")[2]
-        raise AdaCheckError(
-            f"the child process {task} ended with {child.returncode}: {last} ({log})"
-        )
+        except BaseException:
+            child.kill()  # else leaving this block waits for its end
+            raise
+    if not killed and (child.returncode or fatal_step is not None):
+        said = log.read_text().strip().rpartition("\n")[2]
+        raise AdaCheckError(f"the child process ended with {child.returncode}: {said} (see {log})")
 
 
 def _show(result: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -10,7 +11,7 @@ from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest, Manifest
 from adacheck_jax.store.steps import roots, sizes, stock
 from adacheck_jax.store.steps.roots import Step
-from adacheck_jax.store.storage.interface import Entry
+from adacheck_jax.store.storage.interface import Entry, Stamp
 from adacheck_jax.store.storage.location import AnyPath, at
 from adacheck_jax.tools.orbax_notes import Note, note_of
 from adacheck_jax.tools.steps import existing, settled_steps, steps_under
@@ -192,39 +193,25 @@ def _dated(row: StepSummary, root: AnyPath) -> StepSummary:
 
 
 def _sizes(root: AnyPath, items: Iterable[str]) -> tuple[int | None, dict[str, dict[str, int]]]:
-    """Bytes of all files under a root, and those of each item, by its path relative to the root."""
+    """Bytes of all files under a root, and sizes of each item, by its path relative to the root."""
     if not at(root).on_file_system:
         return None, {}
-    own, every = {item: _Size() for item in items}, {}
+    every: dict[Stamp, int] = {}
+    files: dict[str, list[tuple[str, Entry]]] = {item: [] for item in items}
     for path, entry in at(root).described():
         every[entry.stamp] = entry.size_bytes
         step, _, rest = path.partition("/")
-        size = own.get(f"{step}/{rest.partition('/')[0]}") or own.get(step)
-        if size is not None:
-            size.add(path, entry)
-    found = {item: size.found() for item, size in own.items()}
-    return sum(every.values()), found
+        item = f"{step}/{rest.partition('/')[0]}"
+        files.get(item, files.get(step, [])).append((path, entry))
+    return sum(every.values()), {item: _sizes_of(found) for item, found in files.items()}
 
 
-class _Size:
-    """Sizes of the files of one item."""
-
-    def __init__(self) -> None:
-        self._new = 0
-        self._links: dict[tuple[object, ...], tuple[Entry, int]] = {}
-
-    def add(self, path: str, entry: Entry) -> None:
-        """Count one file."""
-        if not sizes.is_link(path):
-            self._new += entry.size_bytes
-        _, count = self._links.get(entry.stamp, (entry, 0))
-        self._links[entry.stamp] = (entry, count + 1)
-
-    def found(self) -> dict[str, int]:
-        """Bytes by the names of a row's attributes."""
-        files = self._links.values()
-        return {
-            "new_bytes": self._new,
-            "size_bytes": sum(entry.size_bytes for entry, _ in files),
-            "unique_bytes": sum(e.size_bytes for e, here in files if e.link_count <= here),
-        }
+def _sizes_of(files: Sequence[tuple[str, Entry]]) -> dict[str, int]:
+    """Sizes of an item's files, by the names of a row's attributes."""
+    links = Counter(entry.stamp for _, entry in files)
+    entries = {entry.stamp: entry for _, entry in files}.values()
+    return {
+        "new_bytes": sum(entry.size_bytes for path, entry in files if not sizes.is_link(path)),
+        "size_bytes": sum(entry.size_bytes for entry in entries),
+        "unique_bytes": sum(x.size_bytes for x in entries if x.link_count <= links[x.stamp]),
+    }
