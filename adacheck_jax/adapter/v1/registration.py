@@ -11,7 +11,7 @@ from adacheck_jax.adapter.observe.reports import OnSave
 from adacheck_jax.adapter.training_run import TrainingRun
 from adacheck_jax.adapter.v1.handler import StateHandler, handler_class
 from adacheck_jax.device import replicas
-from adacheck_jax.save.options import Delta, Options, Shadow
+from adacheck_jax.plan.options import Delta, Options, Shadow
 from adacheck_jax.schedule.line import MaxDeltas
 from adacheck_jax.store.retention import KeepLineage
 from adacheck_jax.store.zarr import Compression

@@ -1,6 +1,6 @@
 """Plans the saves of one training run: gathers facts, has them planned, and corrects plans.
 
-:mod:`~adacheck_jax.save.planning.plan` decides; what it needs is looked up here, on the disk, in
+:mod:`~adacheck_jax.plan.save_plan` decides; what it needs is looked up here, on the disk, in
 memory and among what checks have found so far. A plan of a replayed delta is compared with the
 state while that is still there, and made anew from what replay gets wrong.
 """
@@ -19,23 +19,24 @@ import jax
 from adacheck_jax.device import fingerprint, transfer
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError, ReplayError
+from adacheck_jax.plan import save_plan, sizes
+from adacheck_jax.plan.decision import Decision, replays, unplanned
+from adacheck_jax.plan.options import Options
+from adacheck_jax.plan.save_plan import SavePlan
+from adacheck_jax.plan.situation import Counts, Situation
+from adacheck_jax.proof import engines
+from adacheck_jax.proof.checker import Check, Checker, State, Witness, is_sparse
+from adacheck_jax.proof.shadow import ShadowThread
 from adacheck_jax.save import staged
 from adacheck_jax.save.background_bases import BackgroundBases
-from adacheck_jax.save.checks import engines
-from adacheck_jax.save.checks.interface import Check, Checker, State, Witness, is_sparse
-from adacheck_jax.save.checks.shadow import Shadow
-from adacheck_jax.save.exported_update import ExportedUpdate, ExportedUpdates
-from adacheck_jax.save.options import Options
-from adacheck_jax.save.planning import parents, plan, sizes
-from adacheck_jax.save.planning.decision import Decision, replays, unplanned
-from adacheck_jax.save.planning.deferred import DeferredSteps
-from adacheck_jax.save.planning.notices import Distrust, tell_given_up
-from adacheck_jax.save.planning.parents import Parent, Parents, Tip
-from adacheck_jax.save.planning.plan import SavePlan
-from adacheck_jax.save.planning.situation import Counts, Situation
-from adacheck_jax.save.snapshot import Snapshot, Snapshots, Structure
+from adacheck_jax.save.line import parents
+from adacheck_jax.save.line.deferred import DeferredSteps
+from adacheck_jax.save.line.notices import Distrust, tell_given_up
+from adacheck_jax.save.line.parents import Parent, Parents, Tip
 from adacheck_jax.save.staged import StagedStep
 from adacheck_jax.schedule.line import LineSchedule
+from adacheck_jax.state.exported_update import ExportedUpdate, ExportedUpdates
+from adacheck_jax.state.snapshot import Snapshot, Snapshots, Structure
 from adacheck_jax.store.steps import lineage as lineages
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import AnyPath
@@ -86,7 +87,7 @@ class Planner:
         options: Options,
         schedule: LineSchedule,
         bases: BackgroundBases,
-        shadow: Shadow,
+        shadow: ShadowThread,
     ) -> None:
         self._options, self._schedule = options, schedule
         self._bases, self._shadow = bases, shadow
@@ -132,7 +133,7 @@ class Planner:
         if not waits and step is not None and only is not None and only.save is not None:
             self.parents.look(only, directory)
             facts = self._situation(snapshot, directory, step, None, only, again, replayable)
-            if (planned := plan.speculate(facts, self._options)) is not None:
+            if (planned := save_plan.speculate(facts, self._options)) is not None:
                 return Course(facts, planned, only, self.deferred.tip_behind(only))
         counts = snapshot.counts()  # waits for the running step
         self._settle_deferred()
@@ -143,7 +144,7 @@ class Planner:
         parent = parent or self.parents.choose(directory, counts)
         facts = self._situation(snapshot, directory, step, counts, parent, again, replayable)
         tip = self.deferred.tip_behind(parent) if parent else None
-        course = Course(facts, plan.plan(facts, self._options), parent, tip)
+        course = Course(facts, save_plan.plan(facts, self._options), parent, tip)
         return self._compared(snapshot, course) if course.plan.is_replayed else course
 
     def plan_deferred(
@@ -161,7 +162,7 @@ class Planner:
             The plan; or the reason why the step has to be saved instead.
         """
         facts = self._situation(snapshot, parent.directory, step, None, parent, again, True)
-        planned = plan.plan_deferred(facts, self._options)
+        planned = save_plan.plan_deferred(facts, self._options)
         if isinstance(planned, str):
             return planned
         own_bytes = sizes.bytes_of(planned.structure, planned.stored)
@@ -278,8 +279,8 @@ class Planner:
                 "another program than a restore would; from now on its updates are compared in full"
             )
             return self._as_base(course, facts, unplanned(reason))
-        wrong = frozenset(findings) - plan.known_unreplayed(facts)
-        made = plan.with_wrong(planned, facts, wrong, self._options)
+        wrong = frozenset(findings) - save_plan.known_unreplayed(facts)
+        made = save_plan.with_wrong(planned, facts, wrong, self._options)
         wrong |= _changed(snapshot, course, made)
         if not wrong:
             return course
@@ -295,12 +296,12 @@ class Planner:
             reason = staged.told(structure, sorted(wrong))
             return self._as_base(course, facts, Decision("base", reason))
         check.renew(State(snapshot.arrays, planned.step, dict), wrong)
-        made = plan.with_wrong(planned, facts, wrong, self._options)
+        made = save_plan.with_wrong(planned, facts, wrong, self._options)
         made = dataclasses.replace(made, unhealed=tuple(sorted(unhealed)))
         return dataclasses.replace(course, situation=facts, plan=made)
 
     def _as_base(self, course: Course, facts: Situation, decision: Decision) -> Course:
-        made = plan.as_base(facts, decision, self._options)
+        made = save_plan.as_base(facts, decision, self._options)
         return dataclasses.replace(course, situation=facts, plan=made, check=None)
 
     def checker_of(self, structure: Structure, update: ExportedUpdate) -> Checker:

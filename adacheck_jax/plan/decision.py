@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from adacheck_jax.format.manifest import BaseManifest
-from adacheck_jax.save.exported_update import ExportedUpdate
-from adacheck_jax.save.options import Options
-from adacheck_jax.save.planning.situation import Counts, Facts, Kind, Situation
-from adacheck_jax.save.snapshot import Structure
+from adacheck_jax.plan.options import Options
+from adacheck_jax.plan.situation import Counts, Facts, Kind, Situation
+from adacheck_jax.state.exported_update import ExportedUpdate
+from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.update import program as update_program
 from adacheck_jax.update.recorder_state import next_count

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from adacheck_jax.device import replicas
-from adacheck_jax.save.exported_update import Check
 from adacheck_jax.schedule.adaptive import AdaptivePolicy
 from adacheck_jax.schedule.line import MaxDeltas
+from adacheck_jax.state.exported_update import Check
 from adacheck_jax.store.retention import KeepLineage
 from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.store.zarr import Compression

@@ -6,8 +6,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from adacheck_jax.save.exported_update import ExportedUpdate
-from adacheck_jax.save.snapshot import Structure
+from adacheck_jax.state.exported_update import ExportedUpdate
+from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.store.steps.lineage import Lineage
 
 Counts = tuple[int, ...]

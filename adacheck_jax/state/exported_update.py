@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,17 +14,18 @@ import jax.numpy as jnp
 
 from adacheck_jax.device.jax_settings import Arithmetic
 from adacheck_jax.format.manifest import Leaf
-from adacheck_jax.save.snapshot import Structure
+from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update import exactness, exported_program
 from adacheck_jax.update import program as update_program
 from adacheck_jax.update.elements.pieces import Pieces, UnevenError
+from adacheck_jax.update.elements.sample_sites import WHOLE_ELEMENTS
 from adacheck_jax.update.exactness import Level
 from adacheck_jax.update.recorder import Recorder
 
 Check = Literal["auto", "sample", "full"]
 """Elements of a delta's replay that are compared with the state before the delta is saved."""
 Engine = Literal["sample", "full", "identity"]
-"""Ways to compare a replay with its state: see :mod:`~adacheck_jax.save.checks`."""
+"""Ways to compare a replay with its state: see :mod:`~adacheck_jax.proof`."""
 
 _COPIED_BYTES = 64 * 2**20
 """Largest state of which a second copy is kept, unasked, where a sample could not tell."""
@@ -68,6 +70,16 @@ class ExportedUpdate:
     def digest(self) -> str:
         """Digest of this platform's program; empty where there is none."""
         return self.digests.get(update_program.platform(), "")
+
+    def compared(self, structure: Structure) -> list[int]:
+        """The leaves whose replay is relied on."""
+        explained = (*structure.arguments[0], *structure.arguments[1])
+        return [i for i in explained if i not in self.stored]
+
+    def is_sampled_whole(self, structure: Structure) -> bool:
+        """True if a sample takes every leaf whole whose replay is relied on."""
+        sizes = (math.prod(structure.leaves[i].shape) for i in self.compared(structure))
+        return max(sizes, default=0) <= WHOLE_ELEMENTS
 
     @property
     def stored(self) -> frozenset[int]:

@@ -13,10 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from adacheck_jax.errors import AdaCheckError
-from adacheck_jax.save.checks.interface import takes_whole
-from adacheck_jax.save.exported_update import ExportedUpdate
-from adacheck_jax.save.options import Options
-from adacheck_jax.save.planning.decision import (
+from adacheck_jax.plan.decision import (
     Decision,
     advanced,
     decide,
@@ -27,8 +24,10 @@ from adacheck_jax.save.planning.decision import (
     replays,
     shown,
 )
-from adacheck_jax.save.planning.situation import Counts, Situation
-from adacheck_jax.save.snapshot import Structure
+from adacheck_jax.plan.options import Options
+from adacheck_jax.plan.situation import Counts, Situation
+from adacheck_jax.state.exported_update import ExportedUpdate
+from adacheck_jax.state.snapshot import Structure
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +79,11 @@ class SavePlan:
         return self.decision.is_base
 
     @property
+    def updates(self) -> tuple[int, ...]:
+        """Positions of the recorders whose update a restore replays."""
+        return self.decision.updates if self.is_replayed else ()
+
+    @property
     def stale(self) -> tuple[int, ...]:
         """Ephemeral leaves that are not stored: a restore gives what an earlier step had."""
         return tuple(sorted(self.structure.ephemeral.difference(self.stored)))
@@ -102,7 +106,7 @@ class SavePlan:
         """
         if not self.decision.updates:
             return "stored"
-        is_whole = self.update.engine == "sample" and takes_whole(self.structure, self.update)
+        is_whole = self.update.engine == "sample" and self.update.is_sampled_whole(self.structure)
         return "full" if is_whole else self.update.engine
 
     def storing(self, wrong: Collection[int]) -> SavePlan:

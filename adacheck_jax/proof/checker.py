@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-
-from adacheck_jax.save.exported_update import Engine, ExportedUpdate
-from adacheck_jax.save.snapshot import Structure
+from adacheck_jax.state.exported_update import Engine, ExportedUpdate
+from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update.elements.sample_sites import WHOLE_ELEMENTS
 
 Findings = dict[int, float]
@@ -106,19 +105,4 @@ class Checker(Protocol):
 
 def is_sparse(structure: Structure, index: int, share: float) -> bool:
     """True if a later sample may miss an error that this one found."""
-    return share < DENSE and _size(structure, index) > WHOLE_ELEMENTS
-
-
-def takes_whole(structure: Structure, program: ExportedUpdate) -> bool:
-    """True if a sample takes every leaf whole whose replay is relied on."""
-    return all(_size(structure, i) <= WHOLE_ELEMENTS for i in compared(structure, program))
-
-
-def _size(structure: Structure, index: int) -> int:
-    return int(np.prod(structure.leaves[index].shape))
-
-
-def compared(structure: Structure, program: ExportedUpdate) -> list[int]:
-    """The leaves whose replay is relied on."""
-    explained = (*structure.arguments[0], *structure.arguments[1])
-    return [i for i in explained if i not in program.stored]
+    return share < DENSE and math.prod(structure.leaves[index].shape) > WHOLE_ELEMENTS

@@ -9,12 +9,12 @@ from typing import Any
 import jax
 
 from adacheck_jax.device.trees import PyTree
-from adacheck_jax.save.checks.shadow import Shadow
-from adacheck_jax.save.planning.planner import Planner
-from adacheck_jax.save.recovery import rebuilt
-from adacheck_jax.save.recovery.journal import Found
-from adacheck_jax.save.recovery.shadow_file import ShadowFileError
-from adacheck_jax.save.snapshot import Structure
+from adacheck_jax.proof import rebuilt
+from adacheck_jax.proof.journal import Found
+from adacheck_jax.proof.shadow import ShadowThread
+from adacheck_jax.proof.shadow_file import ShadowFileError
+from adacheck_jax.save.line.planner import Planner
+from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.store.steps.lineage import Lineage
 
 
@@ -51,7 +51,7 @@ class Recovered:
 
 
 def state_from(
-    shadow: Shadow, planner: Planner, abstract_state: PyTree, newest: Newest | None
+    shadow: ShadowThread, planner: Planner, abstract_state: PyTree, newest: Newest | None
 ) -> Recovered:
     """Takes the state in the shadow's file.
 
@@ -82,7 +82,7 @@ def state_from(
 
 
 def _found_like(
-    shadow: Shadow, planner: Planner, abstract_state: PyTree
+    shadow: ShadowThread, planner: Planner, abstract_state: PyTree
 ) -> tuple[Structure, Found]:
     """State in the shadow's file that is like an abstract one, and its structure."""
     refused = ShadowFileError()

@@ -14,9 +14,9 @@ import numpy as np
 from adacheck_jax.device import fingerprint, jax_settings, sharding, transfer
 from adacheck_jax.device.shard_sums import Summing
 from adacheck_jax.format.fingerprint import words_of
-from adacheck_jax.save.checks.interface import Check, Findings, State, Witness, compared
-from adacheck_jax.save.exported_update import Engine, ExportedUpdate
-from adacheck_jax.save.snapshot import Structure
+from adacheck_jax.proof.checker import Check, Findings, State, Witness
+from adacheck_jax.state.exported_update import Engine, ExportedUpdate
+from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update import program as update_program
 
 
@@ -27,7 +27,7 @@ class Following:
 
     def __init__(self, structure: Structure, program: ExportedUpdate) -> None:
         self._structure, self._program = structure, program
-        self._compared = frozenset(compared(structure, program))
+        self._compared = frozenset(program.compared(structure))
         # Each with the shardings that it was made for.
         self._fold: tuple[list[Any], Any] | None = None
         self._summing: tuple[dict[int, Any], Summing] | None = None

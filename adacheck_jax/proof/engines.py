@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from adacheck_jax.save.checks.identity import Identity
-from adacheck_jax.save.checks.interface import Checker
-from adacheck_jax.save.checks.sample import Sampling
-from adacheck_jax.save.checks.second_copy import Following
-from adacheck_jax.save.exported_update import ExportedUpdate
-from adacheck_jax.save.snapshot import Structure
+from adacheck_jax.proof.checker import Checker
+from adacheck_jax.proof.identity import Identity
+from adacheck_jax.proof.sample import Sampling
+from adacheck_jax.proof.second_copy import Following
+from adacheck_jax.state.exported_update import ExportedUpdate
+from adacheck_jax.state.snapshot import Structure
 
 
 def checker_of(structure: Structure, program: ExportedUpdate) -> Checker:

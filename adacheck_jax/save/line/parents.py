@@ -12,11 +12,11 @@ import jax
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.format.manifest import DeltaManifest
-from adacheck_jax.save.checks.interface import Witness
-from adacheck_jax.save.checks.replica import Position
+from adacheck_jax.plan.decision import advanced
+from adacheck_jax.plan.situation import Counts, Facts, SavedFacts
+from adacheck_jax.proof.checker import Witness
+from adacheck_jax.proof.shadow_state import Position
 from adacheck_jax.save.commit import Save
-from adacheck_jax.save.planning.decision import advanced
-from adacheck_jax.save.planning.situation import Counts, Facts, SavedFacts
 from adacheck_jax.save.staged import StagedStep
 from adacheck_jax.store import links
 from adacheck_jax.store.retention import KeepLineage

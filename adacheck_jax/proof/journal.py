@@ -26,15 +26,15 @@ import jax
 import numpy as np
 
 from adacheck_jax.format.boxes import Blocks, Box
-from adacheck_jax.save.exported_update import ExportedUpdate
-from adacheck_jax.save.recovery.shadow_file import (
+from adacheck_jax.proof.shadow_file import (
     SUFFIX,
     ShadowFile,
     ShadowFileError,
     files_in,
     peek,
 )
-from adacheck_jax.save.snapshot import Structure
+from adacheck_jax.state.exported_update import ExportedUpdate
+from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update import program as update_program
 from adacheck_jax.update.elements.host_fold import HostFold
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from adacheck_jax.save.snapshot import Structure
 from adacheck_jax.schedule.line import Sizes
+from adacheck_jax.state.snapshot import Structure
 
 _LEAST_BYTES = 256 * 2**20
 """Host memory that deferred steps may take in any case."""

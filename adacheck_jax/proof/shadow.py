@@ -16,18 +16,25 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from adacheck_jax.format.boxes import Blocks
-from adacheck_jax.save.checks.free_memory import free_bytes
-from adacheck_jax.save.checks.replica import Begun, Followed, Position, Replica, fold_of, size_of
-from adacheck_jax.save.exported_update import ExportedUpdate
-from adacheck_jax.save.recovery.journal import FilePlace, Found, Journal
-from adacheck_jax.save.recovery.shadow_file import ShadowFileError
-from adacheck_jax.save.snapshot import Structure
+from adacheck_jax.proof.free_memory import free_bytes
+from adacheck_jax.proof.journal import FilePlace, Found, Journal
+from adacheck_jax.proof.shadow_file import ShadowFileError
+from adacheck_jax.proof.shadow_state import (
+    Position,
+    ShadowStart,
+    ShadowState,
+    ShadowStep,
+    fold_of,
+    size_of,
+)
+from adacheck_jax.state.exported_update import ExportedUpdate
+from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update import program as update_program
 
 _log = logging.getLogger(__name__)
 
 
-class Shadow:
+class ShadowThread:
     """Follows a training run.
 
     Args:
@@ -39,7 +46,7 @@ class Shadow:
     def __init__(self, most_bytes: int | None, place: FilePlace | None = None) -> None:
         self._most_bytes, self._place = most_bytes, place
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adacheck_shadow")
-        self._replica: Replica | None = None
+        self._state: ShadowState | None = None
         self._refused: tuple[Structure, ExportedUpdate] | None = None
         self._told: Position | None = None
         self._follows_saves = False
@@ -48,7 +55,7 @@ class Shadow:
         self,
         structure: Structure,
         update: ExportedUpdate,
-        begun: Begun,
+        begun: ShadowStart,
         *,
         is_restored: bool = False,
     ) -> None:
@@ -63,35 +70,35 @@ class Shadow:
             begun: the step.
             is_restored: True for a restored step.
         """
-        replica = self._replica
-        if is_restored and self._follows_saves and replica is not None and not replica.is_lost:
+        copy = self._state
+        if is_restored and self._follows_saves and copy is not None and not copy.is_lost:
             return
         self._follows_saves = not is_restored
-        if replica is None or not replica.fits(structure, update):
-            replica = self._replica = self._made(structure, update)
+        if copy is None or not copy.fits(structure, update):
+            copy = self._state = self._made(structure, update)
         self._told = begun.own
-        if replica is not None:
-            replica.is_lost = False
-            self._thread.submit(replica.load, begun)
+        if copy is not None:
+            copy.is_lost = False
+            self._thread.submit(copy.load, begun)
 
-    def follow(self, step: Followed) -> Proof | None:
+    def follow(self, step: ShadowStep) -> Proof | None:
         """Folds a step, in the background; None where there is no shadow."""
-        replica = self._replica
-        if replica is None or replica.is_lost:
+        copy = self._state
+        if copy is None or copy.is_lost:
             return None
         self._told, self._follows_saves = step.own, True
-        return Proof(self, lambda: self._thread.submit(replica.follow, step))
+        return Proof(self, lambda: self._thread.submit(copy.follow, step))
 
     def is_beyond(self, position: Position | None) -> bool:
         """True if it was told to follow a step after another one, from which it cannot go back."""
-        replica = self._replica
-        return replica is not None and not replica.is_lost and self._told is not position
+        copy = self._state
+        return copy is not None and not copy.is_lost and self._told is not position
 
     @property
     def has_room_for_copy(self) -> bool:
         """True if there is a shadow, and room for it once more."""
-        replica = self._replica
-        return replica is not None and not replica.is_lost and replica.has_room_for_copy
+        copy = self._state
+        return copy is not None and not copy.is_lost and copy.has_room_for_copy
 
     def copied(
         self, position: Position, others: Mapping[int, Blocks]
@@ -105,15 +112,15 @@ class Shadow:
         Returns:
             Gives the blocks of every leaf that has elements; None if that step cannot be had.
         """
-        assert self._replica is not None
-        return self._thread.submit(self._replica.copied, position, others)
+        assert self._state is not None
+        return self._thread.submit(self._state.copied, position, others)
 
     def give_up(self, reason: str) -> None:
         """Follows no more, and says so."""
-        if self._replica is not None:
-            self._refused = (self._replica.structure, self._replica.update)
+        if self._state is not None:
+            self._refused = (self._state.structure, self._state.update)
             self.close()
-            self._replica = None
+            self._state = None
             _log.warning("Deltas are checked by sample from now on: %s", reason)
 
     def recover(self, structure: Structure, update: ExportedUpdate) -> Found:
@@ -137,13 +144,13 @@ class Shadow:
         journal = Journal(self._place, structure, update, found)
         journal.open()
         most_bytes = self._most(journal)
-        replica = Replica(structure, update, found, journal, most_bytes, is_there=True)
+        copy = ShadowState(structure, update, found, journal, most_bytes, is_there=True)
         try:
-            state = replica.resume()
+            state = copy.resume()
         except BaseException:
-            replica.close()
+            copy.close()
             raise
-        self._refused, self._replica = None, replica
+        self._refused, self._state = None, copy
         return state
 
     def stand_at(self, position: Position) -> None:
@@ -153,17 +160,17 @@ class Shadow:
             position: the step that it is.
         """
         self._told = position
-        if self._replica is not None:
-            self._replica.position = position
+        if self._state is not None:
+            self._state.position = position
 
     def close(self) -> None:
         """Lets go of the file, which stays; follows no more until the next base."""
-        replica = self._replica
-        if replica is not None and replica.journal is not None:
-            self._replica = None
-            self._thread.submit(replica.close).result()
+        copy = self._state
+        if copy is not None and copy.journal is not None:
+            self._state = None
+            self._thread.submit(copy.close).result()
 
-    def _made(self, structure: Structure, update: ExportedUpdate) -> Replica | None:
+    def _made(self, structure: Structure, update: ExportedUpdate) -> ShadowState | None:
         if self._most_bytes == 0 or self._refused == (structure, update):
             return None
         self.close()
@@ -189,7 +196,7 @@ class Shadow:
             )
             return None
         self._refused = None
-        return Replica(structure, update, found, journal, most_bytes)
+        return ShadowState(structure, update, found, journal, most_bytes)
 
     def _most(self, journal: Journal | None) -> int:
         """Host memory that may be taken; what the file has already is free to it."""
@@ -206,7 +213,9 @@ class Proof:
         follow: has the shadow follow the step, after those that it was told to follow before.
     """
 
-    def __init__(self, shadow: Shadow, follow: Callable[[], Future[dict[int, int] | None]]) -> None:
+    def __init__(
+        self, shadow: ShadowThread, follow: Callable[[], Future[dict[int, int] | None]]
+    ) -> None:
         self._shadow, self._follow = shadow, follow
         self._found: Future[dict[int, int] | None] | None = None
         self._lock = threading.Lock()

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from adacheck_jax.device import jax_settings
 from adacheck_jax.errors import AdaCheckError
-from adacheck_jax.save.planning.parents import Parent, Tip
+from adacheck_jax.save.line.parents import Parent, Tip
 from adacheck_jax.save.staged import StagedStep
 
 _DRAINING_COUNT = 2

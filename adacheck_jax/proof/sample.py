@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from adacheck_jax.device import jax_settings
-from adacheck_jax.save.checks.interface import Check, Findings, State, Witness, compared
-from adacheck_jax.save.exported_update import Engine, ExportedUpdate
-from adacheck_jax.save.snapshot import Structure
+from adacheck_jax.proof.checker import Check, Findings, State, Witness
+from adacheck_jax.state.exported_update import Engine, ExportedUpdate
+from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update import program as update_program
 from adacheck_jax.update.elements.pieces import Pieces
 from adacheck_jax.update.elements.sampling import Sample, Taker, from_host
@@ -27,7 +27,7 @@ class Sampling:
         assert structure.sites is not None
         self._structure, self._sites, self._pieces = structure, structure.sites, pieces
         self._program = program
-        self._compared = frozenset(compared(structure, program))
+        self._compared = frozenset(program.compared(structure))
         self._taker: Taker | None = None
         self._arithmetic = program.arithmetic
         self._compiled = update_program.in_background(self._compile)

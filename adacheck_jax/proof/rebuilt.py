@@ -11,7 +11,7 @@ import numpy as np
 
 from adacheck_jax.device import fingerprint, transfer
 from adacheck_jax.device.trees import PyTree
-from adacheck_jax.save.recovery.journal import Found
+from adacheck_jax.proof.journal import Found
 
 
 def examples_of(abstract_state: PyTree) -> Iterator[PyTree]:

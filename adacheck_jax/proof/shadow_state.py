@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -13,11 +14,10 @@ import numpy as np
 from adacheck_jax.format.boxes import Blocks, Box
 from adacheck_jax.format.byte_loops import Fingerprints, fingerprint_of
 from adacheck_jax.format.fingerprint import combine
-from adacheck_jax.save.exported_update import ExportedUpdate
-from adacheck_jax.save.planning.plan import SavePlan
-from adacheck_jax.save.recovery.journal import Found, Journal
-from adacheck_jax.save.recovery.shadow_file import ShadowFileError
-from adacheck_jax.save.snapshot import Structure
+from adacheck_jax.proof.journal import Found, Journal
+from adacheck_jax.proof.shadow_file import ShadowFileError
+from adacheck_jax.state.exported_update import ExportedUpdate
+from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update import program as update_program
 from adacheck_jax.update.elements.host_fold import HostFold, UnfitError
 from adacheck_jax.update.elements.pieces import Pieces
@@ -29,8 +29,37 @@ Position = object
 """A step of the run, told from all others by identity: a staged one, or a restored one."""
 
 
+class Change(Protocol):
+    """A step as it changes the state before it, once its update counters are known."""
+
+    @property
+    def step(self) -> int:
+        """Its number."""
+        ...
+
+    @property
+    def updates(self) -> tuple[int, ...]:
+        """Positions of the recorders whose update is replayed."""
+        ...
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """Leaves that are stored."""
+        ...
+
+    @property
+    def unreplayed(self) -> frozenset[int]:
+        """Leaves that the update computes and that are stored nevertheless."""
+        ...
+
+    @property
+    def unchanged(self) -> tuple[int, ...]:
+        """Leaves that must have the bits of the state before."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
-class Followed:
+class ShadowStep:
     """A step that the shadow is to follow.
 
     Attributes:
@@ -38,7 +67,7 @@ class Followed:
         own: the step.
         again: the same state, if it was followed already.
         blocks: this process's boxes of the leaves that are stored, perhaps on their way.
-        settled: gives the plan that holds; may wait, and raise.
+        settled: gives the change that it is; may wait, and raise.
         sums: gives this process's contribution to the fingerprint of each leaf; may wait.
     """
 
@@ -46,12 +75,12 @@ class Followed:
     own: Position
     again: Position | None
     blocks: Mapping[int, Blocks]
-    settled: Callable[[], SavePlan]
+    settled: Callable[[], Change]
     sums: Callable[[], Mapping[int, int]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Begun:
+class ShadowStart:
     """A step from which the shadow follows training.
 
     Attributes:
@@ -68,7 +97,7 @@ class Begun:
     sums: Callable[[], Mapping[int, int]]
 
 
-class Replica:
+class ShadowState:
     """The copy of one structure's states; all work on it is done by one thread, in order.
 
     Args:
@@ -146,7 +175,7 @@ class Replica:
         if self.journal is not None:
             self.journal.close()
 
-    def load(self, begun: Begun) -> None:
+    def load(self, begun: ShadowStart) -> None:
         """Takes the state of one step."""
         self.position, blocks = None, begun.blocks
         try:
@@ -168,13 +197,13 @@ class Replica:
             # What was given up before may have been followed until now.
             self.position, self.is_lost = begun.own, False
 
-    def follow(self, step: Followed) -> dict[int, int] | None:
+    def follow(self, step: ShadowStep) -> dict[int, int] | None:
         """Moves on to a step; gives contributions to the fingerprints of what is compared."""
-        plan = step.settled()
+        change = step.settled()
         position, self.position = self.position, None
         try:
             if position is step.before:
-                self._move(plan, step)
+                self._move(change, step)
             elif position is None or position is not step.again:
                 if not self.is_lost:
                     _log.warning(
@@ -185,7 +214,7 @@ class Replica:
                 self.is_lost = True
                 return None
             # What may not have changed is compared with the parent when shares are validated.
-            others = plan.unreplayed.union(plan.unchanged)
+            others = change.unreplayed.union(change.unchanged)
             found = {i: each for i, each in self._sums().items() if i not in others}
         except Exception as error:
             self._lose(error)
@@ -232,12 +261,12 @@ class Replica:
             *(type(error).__name__, error),
         )
 
-    def _move(self, plan: SavePlan, step: Followed) -> None:
+    def _move(self, change: Change, step: ShadowStep) -> None:
         blocks = step.blocks
-        updates = plan.decision.updates if plan.is_replayed else ()
+        updates = change.updates
         after = frozenset(self._compared)
         if updates:  # of several processes one alone may store what it found wrong
-            after = plan.unreplayed.union(after.intersection(plan.stored))
+            after = change.unreplayed.union(after.intersection(change.stored))
         own = after - self.update.stored
         if (journal := self.journal) is None:
             self._take(blocks, updates, after)
@@ -247,11 +276,11 @@ class Replica:
             journal.lift()
             journal.receive(self._taken, blocks)
             self._take(blocks, updates, after)
-            journal.begin(plan.step, (), sums)
+            journal.begin(change.step, (), sums)
         else:
             sums = step.sums()
             journal.receive(self._taken, blocks)
-            journal.begin(plan.step, updates, sums)
+            journal.begin(change.step, updates, sums)
             self._take(blocks, updates, after)
 
     def _take(

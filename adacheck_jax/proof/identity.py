@@ -9,9 +9,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from adacheck_jax.save.checks.interface import Check, Findings, State, Witness, compared
-from adacheck_jax.save.exported_update import Engine, ExportedUpdate
-from adacheck_jax.save.snapshot import Structure
+from adacheck_jax.proof.checker import Check, Findings, State, Witness
+from adacheck_jax.state.exported_update import Engine, ExportedUpdate
+from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update.recording.separate_call import SeparateCall, reference
 
 
@@ -39,7 +39,7 @@ class Identity:
         (binding,) = self.structure.bindings
         call: SeparateCall | None = binding.recorder.last_call
         witness = self.witness(state)
-        every = dict.fromkeys(compared(self.structure, self.program), 1.0)
+        every = dict.fromkeys(self.program.compared(self.structure), 1.0)
         if call is None or call.digest != self.program.digest:
             return _Identified(witness, every)
         own = (*self.structure.arguments[0], *self.structure.arguments[1])
