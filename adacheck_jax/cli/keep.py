@@ -24,7 +24,7 @@ from adacheck_jax.tools.steps import newest
 if TYPE_CHECKING:  # which import JAX
     from adacheck_jax.tools.audit import RootReport, StepReport
     from adacheck_jax.tools.compaction import CompactionReport
-    from adacheck_jax.tools.upkeep.repair import RepairReport
+    from adacheck_jax.tools.repair import RepairReport
 
 _GROUP = "Keep a root sound"
 
@@ -168,9 +168,9 @@ def repair(
     tried and failed too. A step that another one builds on stays, and what this machine cannot
     judge. Stop the training run first: exit code 2 if a save may be under way.
 
-    With --json: the fields of adacheck_jax.tools.upkeep.repair.RepairReport.
+    With --json: the fields of adacheck_jax.tools.repair.RepairReport.
     """
-    from adacheck_jax.tools.upkeep import repair as repairs
+    from adacheck_jax.tools import repair as repairs
 
     with progress_bar() as progress:
         return repairs.repair(

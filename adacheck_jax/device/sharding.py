@@ -8,12 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 
 from adacheck_jax.format.boxes import Box, Cuts, cuts_of, grid
-
-_Axes = tuple[tuple[int, ...], ...]
-"""Positions of the mesh axes that cut each axis of an array, the slowest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,71 +117,6 @@ def _device_memory(platform: str) -> str:
 def has_replicas(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> bool:
     """True if several devices hold the same box."""
     return any(len(each) > 1 for each in holders_of(sharding, shape).values())
-
-
-@functools.lru_cache(maxsize=4096)
-def layout_on_mesh(
-    sharding: jax.sharding.NamedSharding, shape: tuple[int, ...], devices_per_process: int
-) -> Layout:
-    """Layout of a sharding over a mesh that does not exist here, from its sizes alone.
-
-    Consecutive devices, in row-major order of the mesh, belong to one process, as
-    ``jax.make_mesh`` arranges them unless the network asks for another order.
-
-    Args:
-        sharding: a sharding over a ``jax.sharding.AbstractMesh``.
-        shape: global shape of the array.
-        devices_per_process: number of devices of a process; the last process may have fewer.
-
-    Returns:
-        The layout. Arrays that are cut by the same mesh axes share one ``replicas``.
-
-    Raises:
-        ValueError: JAX refuses the sharding for this shape, or it leaves a dimension to the
-            compiler, or the array is a sum that is yet to be reduced.
-        IndexError: it names more dimensions than there are.
-    """
-    shard_shape = sharding.shard_shape(shape)  # raises where JAX would refuse the real sharding
-    positions = {name: position for position, name in enumerate(sharding.mesh.axis_names)}
-    axes = tuple(
-        # An axis without elements is one empty box, however often it is cut.
-        _mesh_axes(entry, positions) if length else ()
-        for entry, length in zip(_entries(sharding.spec, len(shape)), shape, strict=True)
-    )
-    cuts = tuple(
-        (*range(0, length, step), length) if length else (0,)
-        for length, step in zip(shape, shard_shape, strict=True)
-    )
-    return Layout(cuts, _replicas(sharding.mesh.axis_sizes, axes, devices_per_process))
-
-
-def _entries(spec: jax.sharding.PartitionSpec, rank: int) -> tuple[Any, ...]:
-    if spec.unreduced:
-        raise ValueError("devices hold parts of sums, not of the array; reduce them before a save")
-    entries = spec.partitions  # a spec with reduced axes cannot be iterated
-    return (*entries, *(None,) * (rank - len(entries)))
-
-
-def _mesh_axes(entry: Any, positions: dict[str, int]) -> tuple[int, ...]:
-    if entry is jax.sharding.PartitionSpec.UNCONSTRAINED:
-        raise ValueError("PartitionSpec.UNCONSTRAINED leaves it to the compiler where data lies")
-    names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-    return tuple(positions[name] for name in names)
-
-
-@functools.lru_cache(maxsize=256)
-def _replicas(
-    mesh_shape: tuple[int, ...], axes: _Axes, devices_per_process: int
-) -> tuple[tuple[int, ...], ...]:
-    """Processes that hold each box, in grid order; independent of the lengths of the axes."""
-    coordinates = np.indices(mesh_shape).reshape(len(mesh_shape), -1)  # [mesh axis, device]
-    box = np.zeros(coordinates.shape[1], np.int64)  # position in grid order, for each device
-    for position in (position for each in axes for position in each):
-        box = box * mesh_shape[position] + coordinates[position]
-    process = np.arange(len(box)) // devices_per_process
-    holds = np.unique(np.stack([box, process]), axis=1)  # sorted by box, then by process
-    starts = np.flatnonzero(np.diff(holds[0], prepend=-1))
-    return tuple(tuple(part.tolist()) for part in np.split(holds[1], starts[1:]))
 
 
 def is_local(array: Any) -> bool:

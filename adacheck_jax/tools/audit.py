@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,9 +12,9 @@ from adacheck_jax.store.compaction import in_place
 from adacheck_jax.store.links import PROBE_PREFIX
 from adacheck_jax.store.steps import lineage as lineages
 from adacheck_jax.store.steps import lookup, roots
+from adacheck_jax.store.steps.folders import LINEAGE
 from adacheck_jax.store.steps.roots import TMP_SUFFIX, Step
 from adacheck_jax.store.storage.location import AnyPath, Location, at
-from adacheck_jax.tools.causes import Cause, causes_of
 from adacheck_jax.tools.listing import kind_of
 from adacheck_jax.tools.recompute import RECOMPUTED, Recomputation, Replayed
 from adacheck_jax.tools.steps import InputError, deleted, no_step, of_item, settled, steps_under
@@ -54,6 +55,23 @@ class StepReport:
     unchecked: tuple[int, ...] = ()
     replayed_count: int = 0
     stale: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """One cause of damage.
+
+    Attributes:
+        file: path of the damaged file, as the first of the steps has it.
+        steps: numbers of the damaged steps, ascending; those without a number are left out.
+        leaves: leaf paths that it concerns; none where no single leaf is damaged.
+        message: the expected and the found.
+    """
+
+    file: str
+    steps: tuple[int, ...]
+    leaves: tuple[str, ...]
+    message: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +161,7 @@ def verify_root(
         data_count=sum("data" in each.checked for each in reports),
         damaged_count=sum(bool(each.damage) for each in reports),
         not_looked_at=tuple(_not_looked_at(reports)),
-        causes=causes_of(str(root), ((each.step, d) for each in reports for d in each.damage)),
+        causes=_causes_of(str(root), ((each.step, d) for each in reports for d in each.damage)),
         deleted=tuple(sorted({step.step for step in gone})),
     )
 
@@ -318,3 +336,48 @@ def _directories(parent: Location) -> list[Location]:
         return [parent / name for name in sorted(parent.folders())]
     except OSError:
         return []
+
+
+_QUOTED = re.compile(r'"/[^"]*"|"[a-z0-9]+://[^"]*"')
+
+
+def _causes_of(root: str, found: Iterable[tuple[int | None, Damage]]) -> tuple[Cause, ...]:
+    """The causes of all damage, in the order in which they were found.
+
+    Files that steps share are verified once, so that a cause has the same words in each of them.
+    """
+    files: dict[object, str] = {}
+    steps: dict[object, dict[int, None]] = {}
+    leaves: dict[object, dict[str, None]] = {}
+    messages: dict[object, str] = {}
+    for step, each in found:
+        told = _without(each.message, each.leaf)
+        named = bool(_QUOTED.search(told))  # then the words tell the file
+        key = told if named else (told, _own_name(root, step, each.file))
+        files.setdefault(key, each.file)
+        messages.setdefault(key, told)
+        if step is not None:
+            steps.setdefault(key, {})[step] = None
+        if each.leaf is not None:
+            leaves.setdefault(key, {})[each.leaf] = None
+    return tuple(
+        Cause(file, (*steps.get(key, ()),), (*leaves.get(key, ()),), messages[key])
+        for key, file in files.items()
+    )
+
+
+def _without(message: str, leaf: str | None) -> str:
+    """A message that says nothing of a single leaf."""
+    if leaf is None:
+        return message
+    told = re.sub(rf" of {re.escape(leaf)} (are|is) ", r" \1 ", message)
+    return told.replace(f"{leaf}: ", "")
+
+
+def _own_name(root: str, step: int | None, file: str) -> str:
+    """Name of a file in the step that wrote it, the same whichever step links it."""
+    below = file.removeprefix(root).lstrip("/")
+    _, is_link, rest = below.partition(f"/{LINEAGE}/")
+    if is_link:
+        return rest
+    return f"{step}.{below.rpartition('/')[2]}"

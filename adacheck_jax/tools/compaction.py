@@ -6,7 +6,6 @@ after are as they were.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,19 +17,20 @@ from adacheck_jax.adapter.arguments import RestoreArgs
 from adacheck_jax.adapter.restoring import StepRestorer
 from adacheck_jax.adapter.stock.base_checkpoint import StockCheckpoints
 from adacheck_jax.device import transfer
-from adacheck_jax.errors import StepDeletedError
+from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.boxes import Blocks, Box
-from adacheck_jax.format.manifest import BaseManifest, Delta, DeltaManifest, Leaf, Manifest
+from adacheck_jax.format.manifest import BaseManifest, Leaf
 from adacheck_jax.store.compaction import in_place
 from adacheck_jax.store.steps import lookup, roots, stock
 from adacheck_jax.store.steps.folders import DELTA, LINEAGE
-from adacheck_jax.store.steps.lineage import Lineage, LineageStep
+from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.steps.manifest_file import DIRECTORY
 from adacheck_jax.store.steps.roots import Step
 from adacheck_jax.store.storage.location import AnyPath, at
 from adacheck_jax.tools import verification
+from adacheck_jax.tools.listing import recorded_with
 from adacheck_jax.tools.recompute import cannot_replay_here, wide_integers
-from adacheck_jax.tools.steps import InputError, selected, undeleted
+from adacheck_jax.tools.steps import InputError, resolved, selected, undeleted
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,71 +91,28 @@ def compact(
             "nothing can be renamed, so that no step changes at one moment. Nothing was changed; "
             "copy the root to a file system, or let the training save a base."
         )
-    step = _selected(root, number, item)
+    try:
+        step = selected(root, number, item)
+    except InputError as error:
+        if number is not None and (why := _why_not_saved(root, number)):
+            raise InputError(f"{root}: expected a saved step, found {why}.") from error
+        raise
     with undeleted(step.directory):
         return _compacted(root, step, dry_run)
 
 
 def _compacted(root: AnyPath, step: Step, dry_run: bool) -> CompactionReport:
     lineage = lookup.resolve(step.directory)
-    if isinstance(lineage.manifest, BaseManifest):
-        raise _is_base(step.directory, lineage.manifest.step)
-    report = _report(root, step, lineage, dry_run)
-    if dry_run:
-        verification.check(step.directory, read_data=False)
-        if problem := cannot_replay_here(lineage):
-            raise InputError(f"{step.directory}: it cannot be restored here: {problem}.")
-        return report
-    with wide_integers(leaf.dtype for leaf in lineage.base.leaves):
-        device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        args = RestoreArgs(require_exact=True, fallback_sharding=device)
-        found = StepRestorer(StockCheckpoints(), {}, None).restore(step.directory, args)
-        assert found.lineage is not None
-        in_place.compact(found.lineage, _blocks(found.lineage.base.leaves, found.leaves))
-    return report
-
-
-def _selected(root: AnyPath, number: int | None, item: str | None) -> Step:
-    """The step of that number; the newest for None."""
-    try:
-        return selected(root, number, item)
-    except InputError as error:
-        if number is not None and (why := _why_not_saved(root, number)):
-            raise InputError(why) from error
-        raise
-
-
-def _why_not_saved(root: AnyPath, number: int) -> str:
-    """The reason why a number is none of a step that can be compacted; empty if it is unknown."""
-    for step in roots.steps_of(root):
-        manifest = step.manifest
-        if isinstance(manifest, DeltaManifest) and number in (d.step for d in manifest.recorded):
-            return (
-                f"{root}: expected a saved step, found that step {number} was recorded and lies in "
-                f"step {step.step}, with which it was saved. Only saved steps can be compacted: "
-                f"give {step.step}."
-            )
-    if number in stock.steps_under(root):
-        return (
-            f"{root}: expected a step saved by AdaCheckHandler, found that stock Orbax saved step "
-            f"{number}: it is a full state already."
-        )
-    return ""
-
-
-def _is_base(directory: AnyPath, number: int) -> InputError:
-    left = ""
-    if in_place.leftovers(directory):
-        left = " What an interrupted compaction left there adacheck repair removes."
-    return InputError(
-        f"{directory}: expected a delta, found that step {number} is a base already: nothing is "
-        f"left to be done.{left}"
-    )
-
-
-def _report(root: AnyPath, step: Step, lineage: Lineage, dry_run: bool) -> CompactionReport:
     base = lineage.base
-    return CompactionReport(
+    if isinstance(lineage.manifest, BaseManifest):
+        left = ""
+        if in_place.leftovers(step.directory):
+            left = " What an interrupted compaction left there adacheck repair removes."
+        raise InputError(
+            f"{step.directory}: expected a delta, found that step {base.step} is a base already: "
+            f"nothing is left to be done.{left}"
+        )
+    report = CompactionReport(
         root=str(root),
         step=lineage.manifest.step,
         item=at(step.directory).below(at(root)),
@@ -167,6 +124,31 @@ def _report(root: AnyPath, step: Step, lineage: Lineage, dry_run: bool) -> Compa
         freed_bytes=_freed_bytes(step.directory),
         lost_steps=_lost(step.directory, lineage),
     )
+    if dry_run:
+        verification.check(step.directory, read_data=False)
+        if problem := cannot_replay_here(lineage):
+            raise InputError(f"{step.directory}: it cannot be restored here: {problem}.")
+        return report
+    with wide_integers(leaf.dtype for leaf in base.leaves):
+        device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        args = RestoreArgs(require_exact=True, fallback_sharding=device)
+        found = StepRestorer(StockCheckpoints(), {}, None).restore(step.directory, args)
+        assert found.lineage is not None
+        in_place.compact(found.lineage, _blocks(found.lineage.base.leaves, found.leaves))
+    return report
+
+
+def _why_not_saved(root: AnyPath, number: int) -> str:
+    """The reason why a number is none of a step that can be compacted; empty if it is unknown."""
+    for step in roots.steps_of(root):
+        if step.manifest is not None and number in recorded_with(step.manifest):
+            return (
+                f"that step {number} was recorded and lies in step {step.step}, with which it was "
+                f"saved. Only saved steps can be compacted: give {step.step}"
+            )
+    if number in stock.steps_under(root):
+        return f"that stock Orbax saved step {number}: it is a full state already"
+    return ""
 
 
 def _freed_bytes(directory: AnyPath) -> int:
@@ -181,31 +163,21 @@ def _lost(directory: AnyPath, lineage: Lineage) -> tuple[int, ...]:
     """Steps before the lineage's last one that no other directory holds."""
     # A number alone would be too little: after a restart a step may be saved anew.
     left = {(each.step, each.fingerprints) for each in (lineage.base, *lineage.deltas[:-1])}
-    for other in roots.siblings(directory):
-        if other.error is None and other.directory != directory and left:
-            for entry in _entries_of(other.directory):
-                if at(entry.holder).resolve() != at(directory).resolve():
-                    left -= {(each.step, each.fingerprints) for each in _steps_in(entry.manifest)}
+    others = (x for x in roots.siblings(directory) if x.directory != directory)
+    for _, other in resolved(others):
+        for entry in () if isinstance(other, AdaCheckError) else other.entries:
+            manifest = entry.manifest
+            if at(entry.holder).resolve() != at(directory).resolve():
+                held = [manifest] if isinstance(manifest, BaseManifest) else manifest.deltas
+                left -= {(each.step, each.fingerprints) for each in held}
     return tuple(sorted(step for step, _ in left))
-
-
-def _entries_of(directory: AnyPath) -> Sequence[LineageStep]:
-    """The saved steps that another step needs; none if it was deleted meanwhile."""
-    with contextlib.suppress(StepDeletedError), undeleted(directory):
-        return lookup.resolve(directory).entries
-    return ()
-
-
-def _steps_in(manifest: Manifest) -> Sequence[BaseManifest | Delta]:
-    return [manifest] if isinstance(manifest, BaseManifest) else manifest.deltas
 
 
 def _blocks(leaves: Sequence[Leaf], values: Sequence[Any]) -> dict[int, Blocks]:
     """Elements of restored leaves, each as one box; of an array on a CPU device not copied."""
     blocks = {}
     for index, (leaf, value) in enumerate(zip(leaves, values, strict=True)):
-        words = jax.random.key_data(value) if transfer.is_key(value) else value
         if leaf.nbytes:
-            elements = np.asarray(words).astype(np.dtype(leaf.dtype), copy=False)
+            elements = np.asarray(transfer.raw(value)).astype(np.dtype(leaf.dtype), copy=False)
             blocks[index] = {Box.full(leaf.shape): elements}
     return blocks

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
+from datetime import UTC, datetime
+from typing import Any
 
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest, Manifest
 from adacheck_jax.store.steps import roots, sizes, stock
 from adacheck_jax.store.steps.roots import Step
-from adacheck_jax.store.storage.interface import Entry
+from adacheck_jax.store.storage.interface import Entry, Stamp
 from adacheck_jax.store.storage.location import AnyPath, at
-from adacheck_jax.tools.orbax_notes import Note, note_of
 from adacheck_jax.tools.steps import existing, settled_steps, steps_under
 
 STOCK, FOREIGN = "stock", "foreign"
@@ -186,45 +188,82 @@ def _others(root: AnyPath, steps: Sequence[Step]) -> list[StepSummary]:
 
 
 def _dated(row: StepSummary, root: AnyPath) -> StepSummary:
-    note: Note = note_of(root / row.item.partition("/")[0])
+    note = note_of(root / row.item.partition("/")[0])
     when = None if note.saved_at is None else note.saved_at.isoformat(timespec="milliseconds")
     return replace(row, saved_at=when, metrics=note.metrics)
 
 
 def _sizes(root: AnyPath, items: Iterable[str]) -> tuple[int | None, dict[str, dict[str, int]]]:
-    """Bytes of all files under a root, and those of each item, by its path relative to the root."""
+    """Bytes of all files under a root, and sizes of each item, by its path relative to the root."""
     if not at(root).on_file_system:
         return None, {}
-    own, every = {item: _Size() for item in items}, {}
+    every: dict[Stamp, int] = {}
+    files: dict[str, list[tuple[str, Entry]]] = {item: [] for item in items}
     for path, entry in at(root).described():
         every[entry.stamp] = entry.size_bytes
         step, _, rest = path.partition("/")
-        size = own.get(f"{step}/{rest.partition('/')[0]}") or own.get(step)
-        if size is not None:
-            size.add(path, entry)
-    found = {item: size.found() for item, size in own.items()}
-    return sum(every.values()), found
+        item = f"{step}/{rest.partition('/')[0]}"
+        files.get(item, files.get(step, [])).append((path, entry))
+    return sum(every.values()), {item: _sizes_of(found) for item, found in files.items()}
 
 
-class _Size:
-    """Sizes of the files of one item."""
+def _sizes_of(files: Sequence[tuple[str, Entry]]) -> dict[str, int]:
+    """Sizes of an item's files, by the names of a row's attributes."""
+    links = Counter(entry.stamp for _, entry in files)
+    entries = {entry.stamp: entry for _, entry in files}.values()
+    return {
+        "new_bytes": sum(entry.size_bytes for path, entry in files if not sizes.is_link(path)),
+        "size_bytes": sum(entry.size_bytes for entry in entries),
+        "unique_bytes": sum(x.size_bytes for x in entries if x.link_count <= links[x.stamp]),
+    }
 
-    def __init__(self) -> None:
-        self._new = 0
-        self._links: dict[tuple[object, ...], tuple[Entry, int]] = {}
 
-    def add(self, path: str, entry: Entry) -> None:
-        """Count one file."""
-        if not sizes.is_link(path):
-            self._new += entry.size_bytes
-        _, count = self._links.get(entry.stamp, (entry, 0))
-        self._links[entry.stamp] = (entry, count + 1)
+_NOTE = "_CHECKPOINT_METADATA"
+_METRICS = "metrics/metrics"
 
-    def found(self) -> dict[str, int]:
-        """Bytes by the names of a row's attributes."""
-        files = self._links.values()
-        return {
-            "new_bytes": self._new,
-            "size_bytes": sum(entry.size_bytes for entry, _ in files),
-            "unique_bytes": sum(e.size_bytes for e, here in files if e.link_count <= here),
-        }
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Note that Orbax made of a step.
+
+    Attributes:
+        saved_at: time of the commit, or of the beginning where there is none; None if no note
+            tells.
+        metrics: numbers that the caller gave with the save, by name.
+    """
+
+    saved_at: datetime | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def note_of(step_directory: AnyPath) -> Note:
+    """Read the note of a step; a note that is missing or damaged tells nothing, and hurts nothing.
+
+    Args:
+        step_directory: the step's own directory, not one of its items.
+    """
+    found = _json(step_directory, _NOTE)
+    nanoseconds = found.get("commit_timestamp_nsecs") or found.get("init_timestamp_nsecs")
+    saved_at = None
+    if isinstance(nanoseconds, int) and 0 < nanoseconds < 1 << 62:
+        saved_at = datetime.fromtimestamp(nanoseconds / 1e9, UTC)
+    metrics = found.get("metrics") or _json(step_directory, _METRICS)
+    return Note(saved_at, _numbers(metrics))
+
+
+def _json(directory: AnyPath, name: str) -> dict[str, Any]:
+    try:
+        found = json.loads(at(directory / name).read())
+    except (OSError, ValueError):  # Orbax writes it for itself, and no step depends on it
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _numbers(found: Any) -> dict[str, float]:
+    if not isinstance(found, dict):
+        return {}
+    return {
+        name: float(value)
+        for name, value in found.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }

@@ -16,27 +16,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from adacheck_jax.device import ownership, sharding, transfer, trees
-from adacheck_jax.device.sharding import Layout
+from adacheck_jax.device import transfer, trees
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import FormatError
-from adacheck_jax.format.boxes import Box, Cuts, cuts_of
 from adacheck_jax.update.binding import RecorderArgument, bind_all, recorders_of
 from adacheck_jax.update.params_search import leaf_types, recorded_params
 from adacheck_jax.update.recorder_state import find_nodes
-
-
-@dataclass(frozen=True, slots=True)
-class Balance:
-    """Balance of the bytes of one save over the processes.
-
-    Attributes:
-        min_bytes: bytes of the process that writes least.
-        max_bytes: bytes of the process that writes most: the others wait for it.
-    """
-
-    min_bytes: int
-    max_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +46,6 @@ class RedundancyReport:
         record_bytes: bytes that the update consumes: gradients, and declared extra arguments.
         other_bytes: bytes of leaves that the update does not compute. ``delta_bytes`` is their sum
             with ``record_bytes``.
-        base: balance of a base over the processes, by :func:`ownership.share_out`.
-        delta: balance of a delta over the processes.
         max_deltas: number of deltas for each base.
         amortised_bytes: mean bytes of a save over one base and ``max_deltas`` deltas.
         held_to_delta: ``held_bytes`` divided by ``delta_bytes``; None if nothing is written.
@@ -80,8 +63,6 @@ class RedundancyReport:
     computed_bytes: int | None
     record_bytes: int | None
     other_bytes: int | None
-    base: Balance
-    delta: Balance | None
     max_deltas: int
     amortised_bytes: float | None
     held_to_delta: float | None
@@ -148,18 +129,16 @@ class _Placed:
     """One leaf on its devices.
 
     Attributes:
-        layout: boxes, and the processes that hold them.
-        itemsize_bytes: bytes of one element; for a typed PRNG key of all its words.
         leaf_bytes: bytes of the leaf, every element once.
-        held_count: number of devices that hold each element.
+        held_bytes: bytes of all that devices hold of it.
         device_count: number of devices that hold some element.
+        process_count: number of processes that these devices belong to.
     """
 
-    layout: Layout
-    itemsize_bytes: int
     leaf_bytes: int
-    held_count: int
-    device_count: int
+    held_bytes: int
+    device_count: int = 1
+    process_count: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,25 +175,24 @@ def _place(path: str, leaf: Any, itemsize_bytes: int, devices_per_process: int) 
     shape, where = tuple(np.shape(leaf)), _sharding_of(leaf)
     leaf_bytes = math.prod(shape) * itemsize_bytes
     if where is None:  # on one device, or on the host, from where the first process writes it
-        whole = Layout(cuts_of([Box.full(shape)], shape), ((0,),))
-        return _Placed(whole, itemsize_bytes, leaf_bytes, 1, 1)
+        return _Placed(leaf_bytes, leaf_bytes)
     try:
-        if _is_abstract(where):
-            layout = sharding.layout_on_mesh(where, shape, devices_per_process)
-        else:
-            layout = sharding.layout_of(where, shape)
-    except (ValueError, IndexError, NotImplementedError, FormatError) as error:
+        spec = getattr(where, "spec", None) or jax.P()
+        if jax.P.UNCONSTRAINED in spec.partitions:
+            raise ValueError("PartitionSpec.UNCONSTRAINED leaves it to the compiler where data is")
+        if spec.unreduced:
+            raise ValueError("devices hold parts of sums, not of the array")
+        # All shards of a JAX sharding are of one size.
+        held_bytes = where.num_devices * math.prod(where.shard_shape(shape)) * itemsize_bytes
+    except (ValueError, IndexError, NotImplementedError) as error:
         raise FormatError(
             f"leaf {path}: expected a sharding that fits its shape {shape}, found {where}: {error}"
         ) from error
-    # All shards of a JAX sharding are of one size, so every box is held equally often.
-    held_count = where.num_devices // len(layout.replicas)
-    return _Placed(layout, itemsize_bytes, leaf_bytes, held_count, where.num_devices)
-
-
-def _is_abstract(where: Any) -> bool:
-    named = isinstance(where, jax.sharding.NamedSharding)
-    return named and isinstance(where.mesh, jax.sharding.AbstractMesh)
+    if isinstance(getattr(where, "mesh", None), jax.sharding.AbstractMesh):
+        process_count = -(-where.num_devices // devices_per_process)
+    else:
+        process_count = len({device.process_index for device in where.device_set})
+    return _Placed(leaf_bytes, held_bytes, where.num_devices, process_count)
 
 
 def _sharding_of(leaf: Any) -> Any:
@@ -292,7 +270,6 @@ def _totals(placed: Sequence[_Placed], roles: _Roles | None, max_deltas: int) ->
     added, consumed = (roles.added, roles.consumed) if roles else (frozenset(), frozenset())
     computed = roles.computed if roles else frozenset()
     every = range(len(placed))
-    written = _written_bytes(placed, consumed)
 
     def total_bytes(indices: Sequence[int] | frozenset[int]) -> int:
         return sum(placed[i].leaf_bytes for i in indices)
@@ -300,14 +277,14 @@ def _totals(placed: Sequence[_Placed], roles: _Roles | None, max_deltas: int) ->
     train = [i for i in every if i not in added]
     stored = [i for i in every if i not in computed]
     state_bytes, base_bytes = total_bytes(train), total_bytes(every)
-    held_bytes = sum(placed[i].leaf_bytes * placed[i].held_count for i in train)
+    held_bytes = sum(placed[i].held_bytes for i in train)
     delta_bytes = total_bytes(stored) if roles else None
     amortised_bytes = None
     if delta_bytes is not None:
         amortised_bytes = (base_bytes + max_deltas * delta_bytes) / (1 + max_deltas)
     return RedundancyReport(
         device_count=max(each.device_count for each in placed),
-        process_count=written.shape[1],
+        process_count=max(each.process_count for each in placed),
         leaf_count=len(placed),
         held_bytes=held_bytes,
         state_bytes=state_bytes,
@@ -317,8 +294,6 @@ def _totals(placed: Sequence[_Placed], roles: _Roles | None, max_deltas: int) ->
         computed_bytes=total_bytes(computed) if roles else None,
         record_bytes=total_bytes(consumed) if roles else None,
         other_bytes=total_bytes(stored) - total_bytes(consumed) if roles else None,
-        base=_balance(written.sum(axis=0)),
-        delta=_balance(written[stored].sum(axis=0)) if roles else None,
         max_deltas=max_deltas,
         amortised_bytes=amortised_bytes,
         held_to_delta=_ratio(held_bytes, delta_bytes),
@@ -328,57 +303,3 @@ def _totals(placed: Sequence[_Placed], roles: _Roles | None, max_deltas: int) ->
 
 def _ratio(whole_bytes: float, part_bytes: float | None) -> float | None:
     return whole_bytes / part_bytes if part_bytes else None
-
-
-def _balance(process_bytes: np.ndarray) -> Balance:
-    """The balance of bytes over processes, from the bytes of each."""
-    least, most = int(process_bytes.min()), int(process_bytes.max())
-    return Balance(least, most)
-
-
-def _written_bytes(placed: Sequence[_Placed], first: frozenset[int]) -> np.ndarray:
-    """Bytes of each leaf that each process writes: (leaves, processes)."""
-    holders = {id(each.layout.replicas): each.layout.replicas for each in placed}
-    processes = sorted({p for replicas in holders.values() for held in replicas for p in held})
-    sole = {key: _sole_holders(replicas) for key, replicas in holders.items()}
-    written = np.zeros((len(placed), processes[-1] + 1), np.int64)
-    open_to_choice = []
-    for index, each in enumerate(placed):
-        owners = sole[id(each.layout.replicas)]
-        if owners is not None:
-            np.add.at(written[index], owners, _box_bytes(each.layout.cuts, each.itemsize_bytes))
-        # A leaf whose boxes each have one holder, with equal loads, changes no choice about other
-        # leaves, so the planner need not see its boxes: they may be millions.
-        if owners is None or np.ptp(written[index][processes]):
-            open_to_choice.append(index)
-    for index, share in _planned(placed, open_to_choice, first).items():
-        written[index] = 0
-        sizes_bytes = _box_bytes(share.cuts, placed[index].itemsize_bytes)
-        np.add.at(written[index], np.array(share.owners), sizes_bytes)
-    return written[:, processes]
-
-
-def _planned(
-    placed: Sequence[_Placed], indices: Sequence[int], first: frozenset[int]
-) -> dict[int, ownership.Share]:
-    """The shares of some leaves, by the planner of real saves."""
-    shares = ownership.share_out(
-        [placed[i].layout for i in indices],
-        [placed[i].itemsize_bytes for i in indices],
-        frozenset(position for position, i in enumerate(indices) if i in first),
-    )
-    return dict(zip(indices, shares, strict=True))
-
-
-def _sole_holders(replicas: Sequence[tuple[int, ...]]) -> np.ndarray | None:
-    """The process that holds each box; None if several processes hold some box."""
-    if any(len(held) > 1 for held in replicas):
-        return None
-    return np.array([held[0] for held in replicas])
-
-
-def _box_bytes(cuts: Cuts, itemsize_bytes: int) -> np.ndarray:
-    """Bytes of each box, in grid order."""
-    lengths = [np.diff(points) if len(points) > 1 else np.zeros(1, int) for points in cuts]
-    sizes = functools.reduce(np.multiply.outer, lengths, np.ones((), np.int64))
-    return np.ravel(sizes) * itemsize_bytes

@@ -8,7 +8,7 @@ damage, so such leaves are reported apart.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from adacheck_jax.restore import check, replay
 from adacheck_jax.restore.compiled_update import CompiledUpdates
 from adacheck_jax.restore.deltas import delta_reader
 from adacheck_jax.store.steps import identity, manifest_file
-from adacheck_jax.store.steps.lineage import Lineage
+from adacheck_jax.store.steps.lineage import Lineage, LineageStep
 from adacheck_jax.store.storage.location import at
 from adacheck_jax.tools.verification import Damage, damage_of, damaged_programs
 from adacheck_jax.update import exported_program
@@ -48,17 +48,55 @@ class Replayed:
     problem: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Compared:
-    """The comparison of one step with its fingerprints.
+class Reached:
+    """A state on one device, brought from step to step: what lies between is replayed once.
 
-    Attributes:
-        differing: indices of the leaves that do not have the bits that were saved.
-        error: the damage that kept the step from being computed, else None.
+    Args:
+        key_of: identity of a saved step, by which the way to another one is told.
     """
 
-    differing: tuple[int, ...] = ()
-    error: Damage | None = None
+    def __init__(self, key_of: Callable[[LineageStep], Hashable]) -> None:
+        self._key_of = key_of
+        self._stock, self._programs = StockCheckpoints(), CompiledUpdates()
+        self._keys: list[Hashable] = []
+        self._leaves: list[Any] = []
+
+    def keys(self, lineage: Lineage) -> list[Hashable]:
+        """Keys of the base and of each delta of a lineage."""
+        found: list[Hashable] = []
+        for entry in lineage.entries:
+            key, manifest = self._key_of(entry), entry.manifest
+            count = 1 if isinstance(manifest, BaseManifest) else len(manifest.deltas)
+            found += [(key, n) for n in range(count)]
+        return found[: len(found) - lineage.left_out]
+
+    def at(self, lineage: Lineage) -> list[Any]:
+        """The leaves at the end of a lineage, from where the state is, or from the base.
+
+        They are donated to the next call.
+
+        Raises:
+            AdaCheckError: the stored data is damaged or cannot be read.
+        """
+        wanted = self.keys(lineage)
+        keys, leaves = self._keys, self._leaves
+        self.release()  # what fails leaves nothing half done
+        if not keys or keys != wanted[: len(keys)]:
+            keys, leaves = wanted[:1], base_leaves(self._stock, lineage)
+        readers = delta_reader.readers_of(lineage)[len(keys) - 1 :]
+        if readers:
+            leaves = replay.apply_deltas(leaves, lineage, readers, self._programs)
+        self._keys, self._leaves = wanted, leaves
+        return leaves
+
+    def release(self) -> None:
+        """Let go of the state."""
+        self._keys, self._leaves = [], []
+
+    def close(self) -> None:
+        """Release the state, and Orbax's reader."""
+        self.release()
+        self._stock.close()
 
 
 class Recomputation:
@@ -68,78 +106,43 @@ class Recomputation:
     """
 
     def __init__(self) -> None:
-        self._stock = StockCheckpoints()
-        self._chain: tuple[str, ...] = ()
-        self._leaves: list[Any] = []
-        self._programs = CompiledUpdates()
-        self._compared: dict[tuple[str, ...], _Compared] = {}
+        self._reached = Reached(identity.of_step)
+        self._failed: dict[tuple[Hashable, ...], Damage] = {}
 
     def replay(self, lineage: Lineage) -> Replayed:
-        """Recompute one step.
+        """Recompute the steps of the last save of a lineage.
 
         Args:
-            lineage: the step's lineage.
+            lineage: the lineage of a saved step.
         """
         problem = cannot_replay_here(lineage)
         if problem is not None:
             return Replayed(problem=problem)
-        chain = _chain_of(lineage)
-        try:
-            on_device = touched(lineage.base)
-            with wide_integers(lineage.base.leaves[i].dtype for i in on_device):
-                result = self._advanced(lineage, chain)
-        except StorageError as error:  # the step may be whole, so this is no damage
-            self._chain, self._leaves = (), []
-            return Replayed(problem=" ".join(str(error).split()))
-        if result.error is not None:
-            return Replayed((result.error,))
-        where, specs = str(lineage.entries[-1].holder), lineage.base.leaves
-        bound = check.bound_to_mesh(lineage)
-        wrong = [i for i in result.differing if i not in bound]
-        rounded = tuple(specs[i].path for i in result.differing if i in bound)
-        damage = tuple(Damage(where, specs[i].path, RECOMPUTED) for i in wrong)
-        return Replayed(damage, rounded)
-
-    def _advanced(self, lineage: Lineage, chain: tuple[str, ...]) -> _Compared:
-        if self._chain != chain[: len(self._chain)]:  # another lineage, or files of other content
-            self._chain, self._leaves = (), []
-        for depth in range(1, len(chain) + 1):
-            known = self._compared.get(chain[:depth])
-            if (known is None or known.error is None) and depth > len(self._chain):
-                known = self._step(lineage, chain[:depth])
-                # What is deleted while it is read says nothing about other links to the files.
-                if known.error is None or _chain_of(lineage) == chain:
-                    self._compared[chain[:depth]] = known
-            if known is not None and known.error is not None:
-                return known  # no later step can be built
-        return self._compared[chain]
-
-    def _step(self, lineage: Lineage, chain: tuple[str, ...]) -> _Compared:
-        """Compute the next save of a lineage, and compare all its steps."""
-        first, entry = lineage.entries[0], lineage.entries[len(chain) - 1]
+        keys, specs = self._reached.keys(lineage), lineage.base.leaves
+        prefixes = (tuple(keys[:n]) for n in range(1, len(keys) + 1))
+        if failed := next((self._failed[x] for x in prefixes if x in self._failed), None):
+            return Replayed((failed,))
+        end = lineage.manifest
+        steps = [end.step] if isinstance(end, BaseManifest) else [x.step for x in end.deltas]
         differing: set[int] = set()
         try:
-            if len(chain) == 1:
-                self._leaves = base_leaves(self._stock, lineage)
-                differing |= check.differing(self._leaves, lineage.base.fingerprints)
-            else:
-                one = Lineage((first, entry))
-                for reader, delta in zip(delta_reader.readers_of(one), one.deltas, strict=True):
-                    leaves, self._leaves = self._leaves, []  # they are donated
-                    self._leaves = replay.apply_deltas(leaves, one, [reader], self._programs)
-                    differing |= check.differing(self._leaves, delta.fingerprints)
-        except StorageError:
-            raise
+            with wide_integers(specs[i].dtype for i in touched(lineage.base)):
+                for part in map(lineage.to, steps):
+                    leaves = self._reached.at(part)
+                    differing |= check.differing(leaves, part.end.fingerprints)
+        except StorageError as error:  # the step may be whole, so this is no damage
+            return Replayed(problem=" ".join(str(error).split()))
         except AdaCheckError as error:
-            self._chain, self._leaves = (), []
-            return _Compared(error=damage_of(error, entry.place))
-        self._chain = chain
-        return _Compared(tuple(sorted(differing)))
-
-
-def _chain_of(lineage: Lineage) -> tuple[str, ...]:
-    """Digests of the files of each saved step."""
-    return tuple(map(identity.of_step, lineage.entries))
+            found = damage_of(error, lineage.entries[-1].place)
+            # What is deleted while it is read says nothing about other links to the files.
+            if self._reached.keys(lineage) == keys:
+                self._failed[tuple(keys)] = found
+            return Replayed((found,))
+        bound, where = check.bound_to_mesh(lineage), str(lineage.entries[-1].holder)
+        return Replayed(
+            tuple(Damage(where, specs[i].path, RECOMPUTED) for i in sorted(differing - bound)),
+            tuple(specs[i].path for i in sorted(differing & bound)),
+        )
 
 
 def base_leaves(stock: StockCheckpoints, lineage: Lineage) -> list[Any]:

@@ -94,8 +94,9 @@ def test_wrong_inputs_are_told_in_one_line_and_exit_with_2(root, words, expected
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_help_of_each_command_has_an_example_and_says_what_json_holds(name):
     shown = invoked(name, "--help").output
-    assert "Example" in shown or name == "demo"
-    assert "With --json: the fields of adacheck_jax." in " ".join(shown.split())
+    if name != "demo":
+        assert "Example" in shown
+        assert "With --json: the fields of adacheck_jax." in " ".join(shown.split())
     assert "\\b" not in shown
     assert all(len(line) <= 80 for line in shown.splitlines())
 
@@ -103,7 +104,7 @@ def test_the_help_of_each_command_has_an_example_and_says_what_json_holds(name):
 def test_the_list_of_commands_cuts_no_sentence():
     listed = " ".join(invoked("--help").output.split())
     assert "kind, sizes, and how it was checked. inspect" in listed
-    assert listed.endswith("compare every bit, in a minute or so.")
+    assert listed.endswith("compare every bit, in a minute or two.")
 
 
 ENDS = """

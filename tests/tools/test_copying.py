@@ -19,7 +19,7 @@ import adacheck_jax as adacheck
 from adacheck_jax.cli.main import app
 from adacheck_jax.store.steps import roots
 from adacheck_jax.store.storage.posix import Posix
-from adacheck_jax.tools.handover import copying, file_copies
+from adacheck_jax.tools.handover import copying
 from tests import support
 from tests.cli.test_packaging import COMMAND, large_packages_after
 from tests.end_to_end.test_compaction import check_steps, item, saved_run
@@ -187,7 +187,7 @@ def test_wrong_inputs_are_refused(saved, tmp_path):
 @pytest.mark.parametrize("number", [0, 1, 7, 30])
 def test_a_full_disk_leaves_whole_steps_and_nothing_else(saved, tmp_path, monkeypatch, number):
     root, _, _ = saved
-    count, copy_file = [0], file_copies._copy_file
+    count, copy_file = [0], copying._copy_file
 
     def full(source: Path, target: Path) -> None:
         count[0] += 1
@@ -196,7 +196,7 @@ def test_a_full_disk_leaves_whole_steps_and_nothing_else(saved, tmp_path, monkey
             raise OSError(errno.ENOSPC, "No space left on device", str(target))
         copy_file(source, target)
 
-    monkeypatch.setattr(file_copies, "_copy_file", full)
+    monkeypatch.setattr(copying, "_copy_file", full)
     done = run(root, tmp_path / "copy", "--json")
     found = results(json.loads(done.output))
     assert done.exit_code == 1
@@ -211,7 +211,7 @@ def test_a_full_disk_leaves_whole_steps_and_nothing_else(saved, tmp_path, monkey
 
 def test_other_bytes_in_a_copy_are_found(saved, tmp_path, monkeypatch):
     root, _, _ = saved
-    monkeypatch.setattr(file_copies, "_digest", lambda path: path.name.encode())
+    monkeypatch.setattr(copying, "_digest", lambda path: str(path).encode())
     report = copied(root / "1", tmp_path / "copy")
     assert results(report) == {"1": "refused"}
     assert "found others" in report["steps"][0]["why"]
@@ -222,15 +222,15 @@ def test_other_bytes_in_a_copy_are_found(saved, tmp_path, monkeypatch):
 def test_a_step_that_changes_meanwhile_is_not_copied(tmp_path, monkeypatch, is_gone):
     root = tmp_path / "run"
     saved_run(root, 3)
-    sync, done = file_copies._sync, [False]
+    copy_file, done = copying._copy_file, [False]
 
-    def change(folder: Any) -> None:
+    def change(source: Path, target: Path) -> None:
+        copy_file(source, target)
         if not done[0]:
             done[0] = True
             shutil.rmtree(root / "3") if is_gone else support.compact(root, 3)
-        sync(folder)
 
-    monkeypatch.setattr(file_copies, "_sync", change)
+    monkeypatch.setattr(copying, "_copy_file", change)
     report = copied(root / "3", tmp_path / "copy")
     assert results(report) == {"3": "deleted meanwhile" if is_gone else "refused"}
     assert is_gone or "meanwhile" in report["steps"][0]["why"]

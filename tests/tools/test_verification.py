@@ -29,9 +29,8 @@ from adacheck_jax.store.packs import arrays
 from adacheck_jax.store.steps import deletion, folders, lookup, manifest_file, marks
 from adacheck_jax.store.storage.kvstore import KvStore
 from adacheck_jax.store.storage.location import Location, at
-from adacheck_jax.tools import audit, inspection, listing, recompute, verification
+from adacheck_jax.tools import audit, inspection, listing, recompute, repair, verification
 from adacheck_jax.tools import steps as tools_steps
-from adacheck_jax.tools.upkeep import repair
 from tests import support
 from tests.support import (
     abstract,

@@ -1,24 +1,36 @@
 """Copies of a checkpoint root, or of some of its steps with all that they build on.
 
-Reads manifests, and no array: a copy has the bytes of its original, sound or not.
+Reads manifests, and no array: a copy has the bytes of its original, sound or not. Hard links stay
+hard links, and every file is read back. A step is copied under a name that Orbax takes for
+temporary, and renamed last.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
+import shutil
+import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from adacheck_jax.errors import AdaCheckError, StepDeletedError
-from adacheck_jax.store.steps import deletion, identity, lookup, manifest_file, marks, roots, stock
-from adacheck_jax.tools.handover.file_copies import Copied, FileCopies
-from adacheck_jax.tools.steps import InputError, deleted, steps_under, undeleted
+import xxhash
+
+from adacheck_jax.errors import AdaCheckError, IntegrityError, StepDeletedError
+from adacheck_jax.store.steps import deletion, identity, manifest_file, marks, roots, stock
+from adacheck_jax.store.storage.location import at
+from adacheck_jax.tools.steps import InputError, deleted, resolved, steps_under, undeleted
 
 COPIED, THERE, REFUSED, DELETED = "copied", "there", "refused", "deleted meanwhile"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 """Errors after which no other step can be copied either."""
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV, errno.ENOSYS}
+"""Errors of file systems without hard links, or with too many of one file."""
+
+_Inode = tuple[int, int]
+"""Device and inode: equal for hard links to one file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,25 +80,6 @@ class CopyReport:
     not_copied: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    """A step directory to copy.
-
-    Attributes:
-        name: its name under the root.
-        needs: names of the step directories that it builds on.
-        problem: reason why it is refused; empty if it is not.
-        is_added: as in :class:`CopiedStep`.
-        is_deleted: True if it was deleted meanwhile.
-    """
-
-    name: str
-    needs: frozenset[str]
-    problem: str
-    is_added: bool = False
-    is_deleted: bool = False
-
-
 def copy(sources: Sequence[str], target: str) -> CopyReport:
     """Copy a root, or some of its steps, into another root; hard links stay hard links.
 
@@ -102,85 +95,74 @@ def copy(sources: Sequence[str], target: str) -> CopyReport:
     """
     root, names = _asked(sources)
     destination = _destination(target, root)
-    planned = _plan(root, names)
+    planned, needs = _plan(root, names)
     is_new = not destination.exists()
     destination.mkdir(exist_ok=True)
-    copies, rows = FileCopies(), []
+    copier = _Copier(root, destination)
     for each in planned:  # of earlier calls, so that what they share is linked
-        if (destination / each.name).is_dir() and _is_same(root, destination, each.name):
-            copies.expect(root / each.name, destination / each.name)
-    lost: dict[str, str] = {}
+        copier.expect(each.name)
+    rows: dict[str, CopiedStep] = {}
     for each in planned:
-        row = _copied(each, root, destination, copies, lost)
-        if row.result in (REFUSED, DELETED):
-            lost[each.name] = row.why or row.result
-        rows.append(row)
+        lost = sorted(n for n in needs.get(each.name, ()) if rows[n].result not in (COPIED, THERE))
+        if lost and not each.result:
+            why = f"it builds on {lost[0]}, which was not copied"
+            rows[each.name] = replace(each, result=REFUSED, why=why)
+        else:
+            rows[each.name] = each if each.result else copier.copied(each)
     if is_new and not any(destination.iterdir()):
         destination.rmdir()
-    done = [row for row in rows if row.result == COPIED]
+    done = [row for row in rows.values() if row.result == COPIED]
+    others = (each.name for each in root.iterdir() if roots.TMP_SUFFIX not in each.name)
     return CopyReport(
         root=str(root),
         destination=str(destination),
-        steps=tuple(rows),
+        steps=tuple(rows.values()),
         written_bytes=sum(row.written_bytes for row in done),
         plain_bytes=sum(row.plain_bytes for row in done),
-        not_copied=() if names else _others(root, planned),
+        not_copied=() if names else tuple(sorted({*others} - rows.keys())),
     )
+
+
+def _local(text: str) -> Path:
+    if "://" in text:
+        raise InputError(
+            f"{text}: expected a local path, found a URL: in a bucket nothing is linked. Copy it "
+            "with the bucket's own tools."
+        )
+    return Path(os.path.abspath(text))
 
 
 def _asked(sources: Sequence[str]) -> tuple[Path, list[str]]:
     """The root that paths name, and the step directories; none of these for all."""
-    paths = []
-    for text in sources:
-        if "://" in text:
-            raise InputError(
-                f"{text}: expected a local path, found a URL: in a bucket nothing is linked. Copy "
-                "it with the bucket's own tools."
-            )
-        paths.append(Path(os.path.abspath(text)))
-    found = {path.parent if _is_step(path) else path for path in paths}
+    paths = [_local(text) for text in sources]
+    traces = (marks.STEP_METADATA, manifest_file.DIRECTORY, stock.TREE_METADATA)
+    found = {p.parent if any((p / each).exists() for each in traces) else p for p in paths}
     if len(found) > 1:
         shown = ", ".join(sorted(map(str, found)))
         raise InputError(f"expected steps of one root, found {shown}. Copy one after another.")
     root = found.pop()
     for path in paths:
         if not path.exists():
-            known = ", ".join(sorted(each.name for each in step_directories(path.parent)))
+            known = ", ".join(sorted(_step_names(path.parent)))
             raise InputError(
                 f"{path}: expected a checkpoint root or a step in one, found nothing there."
                 + (f" Steps there: {known}." if known else "")
             )
-    _check_root(root)
-    whole = any(path == root for path in paths)
-    return root, [] if whole else list(dict.fromkeys(path.name for path in paths))
-
-
-def _check_root(path: Path) -> None:
-    """Tell what is wrong with a root, which may be a step that was deleted meanwhile."""
     try:
-        steps_under(path)
+        steps_under(root)
     except InputError:
-        if roots.place_of_step(path).step is not None and deletion.is_deleted(path):
-            raise deleted(path) from None
+        if roots.place_of_step(root).step is not None and deletion.is_deleted(root):
+            raise deleted(root) from None  # it is a step
         raise
+    return root, [] if root in paths else list(dict.fromkeys(path.name for path in paths))
 
 
-def _is_step(path: Path) -> bool:
-    """True for the directory of a step, whoever saved it."""
-    own = (marks.STEP_METADATA, manifest_file.DIRECTORY, stock.TREE_METADATA)
-    return any((path / name).exists() for name in own)
-
-
-def step_directories(path: Path) -> set[Path]:
-    """Step directories under a path, of any kind; empty if it is no directory.
-
-    Args:
-        path: a directory that may be a root.
-    """
-    if not path.is_dir():
+def _step_names(root: Path) -> set[str]:
+    """Names of step directories, of any kind; none if a path is no directory."""
+    if not root.is_dir():
         return set()
-    found = {path / _name(path, each) for each in roots.items_of(path)}
-    return found | {path / _name(path, x) for xs in stock.steps_under(path).values() for x in xs}
+    others = (path for paths in stock.steps_under(root).values() for path in paths)
+    return {_name(root, each) for each in (*roots.items_of(root), *others)}
 
 
 def _name(root: Path, item: object) -> str:
@@ -189,15 +171,12 @@ def _name(root: Path, item: object) -> str:
 
 
 def _destination(target: str, root: Path) -> Path:
-    if "://" in target:
-        raise InputError(f"{target}: expected a local path, found a URL. Copy to a local path.")
-    path = Path(os.path.abspath(target))
+    path = _local(target)
     if path.exists() and not path.is_dir():
         raise InputError(f"{path}: expected a directory or nothing, found a file.")
     if not path.parent.is_dir():
         raise InputError(f"{path.parent}: expected a directory, found none. Make it first.")
-    place, top = path.parent.resolve() / path.name, root.resolve()
-    place = path.resolve() if path.exists() else place
+    place, top = path.resolve(), root.resolve()
     if place == top or top in place.parents or place in top.parents:
         raise InputError(
             f"{path}: expected a place apart from the checkpoint root {root}. Give another path."
@@ -205,99 +184,153 @@ def _destination(target: str, root: Path) -> Path:
     return path
 
 
-def _plan(root: Path, names: Sequence[str]) -> list[_Planned]:
-    """Step directories in the order of their numbers, and what these build on."""
-    every: dict[str, _Planned] = {}
-    numbers: dict[str, int] = {}
-    for step in steps_under(root):
+def _plan(root: Path, names: Sequence[str]) -> tuple[list[CopiedStep], dict[str, set[str]]]:
+    """Step directories in the order of their numbers, and the names that each builds on.
+
+    The result of one that can be copied is empty.
+    """
+    rows: dict[str, CopiedStep] = {}
+    needs: dict[str, set[str]] = {}
+    for step, lineage in resolved(steps_under(root)):
         name = _name(root, step.directory)
-        numbers[name] = max(step.step, numbers.get(name, -1))
-        needs, problem = frozenset[str](), "" if step.error is None else _first_line(step.error)
-        if step.error is None:
-            try:
-                with undeleted(step.directory):
-                    entries = lookup.resolve(step.directory).entries
-            except StepDeletedError:
-                every[name] = _Planned(name, frozenset(), "", is_deleted=True)
-                continue
-            needs = frozenset(_name(root, each.holder) for each in entries) - {name}
-        before = every.get(name, _Planned(name, frozenset(), ""))
-        every[name] = replace(before, needs=before.needs | needs, problem=before.problem or problem)
-    for number, places in stock.steps_under(root).items():
+        rows.setdefault(name, CopiedStep(name, ""))
+        if isinstance(lineage, StepDeletedError):
+            rows[name] = CopiedStep(name, DELETED)
+        elif isinstance(lineage, AdaCheckError):
+            rows[name] = CopiedStep(name, REFUSED, _one_line(lineage))
+        else:
+            holders = {_name(root, each.holder) for each in lineage.entries}
+            needs.setdefault(name, set()).update(holders - {name})
+    for places in stock.steps_under(root).values():
         name = _name(root, places[0])
-        numbers[name] = number
-        every[name] = _Planned(name, frozenset(), "stock Orbax saved it: copy it with cp -r")
-    chosen = _with_needs(every, names) if names else set(every)
-    missing = [name for name in names if name not in every]
-    none = _Planned("", frozenset(), "found no committed step there")
-    planned = [replace(none, name=n, is_deleted=deletion.is_deleted(root / n)) for n in missing]
-    for name in sorted(chosen - {*missing}, key=lambda each: (numbers[each], each)):
-        is_added = bool(names) and name not in names
-        planned.append(replace(every[name], is_added=is_added))
-    return planned
-
-
-def _with_needs(every: dict[str, _Planned], names: Iterable[str]) -> set[str]:
-    chosen: set[str] = set()
-    waiting = [*names]
+        rows[name] = CopiedStep(name, REFUSED, "stock Orbax saved it: copy it with cp -r")
+    for name in names:
+        if name not in rows:
+            is_deleted = deletion.is_deleted(root / name)
+            found = CopiedStep(name, REFUSED, "found no committed step there")
+            rows[name] = CopiedStep(name, DELETED) if is_deleted else found
+    chosen, waiting = set[str](), [*(names or rows)]
     while waiting:
-        name = waiting.pop()
-        if name not in chosen:
-            chosen.add(name)
-            waiting += every[name].needs if name in every else ()
-    return chosen
+        chosen.add(name := waiting.pop())
+        waiting += needs.get(name, set()) - chosen
+    ordered = sorted(chosen, key=lambda name: (roots.place_of_step(root / name).step or 0, name))
+    return [replace(rows[n], is_added=bool(names) and n not in names) for n in ordered], needs
 
 
-def _first_line(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _copied(
-    each: _Planned, root: Path, destination: Path, copies: FileCopies, lost: dict[str, str]
-) -> CopiedStep:
-    """Copy one step, if nothing speaks against it."""
+class _Copier:
+    """Copies step directories; files with several links by the inode of the original.
 
-    def row(result: str, why: str | None, found: Copied | None = None) -> CopiedStep:
-        found = found or Copied()
-        counts = (found.file_count, found.link_count, found.written_bytes, found.plain_bytes)
-        return CopiedStep(each.name, result, why, each.is_added, *counts)
+    Args:
+        root: the root to copy from.
+        destination: the root to copy to.
+    """
 
-    if each.is_deleted:
-        return row(DELETED, None)
-    if each.problem:
-        return row(REFUSED, each.problem)
-    if needed := sorted(each.needs & lost.keys()):
-        return row(REFUSED, f"it builds on {needed[0]}, which was not copied")
-    if full := next((why for why in lost.values() if why.startswith("no room")), None):
-        return row(REFUSED, full)
-    source, target = root / each.name, destination / each.name
-    if os.path.lexists(target):
-        if _is_same(root, destination, each.name):
-            return row(THERE, None)
-        return row(REFUSED, "the destination has another step of this name")
-    before = identity.of_directory(source)
-    try:
-        with undeleted(source):
-            found = copies.copy_directory(source, target)
-    except StepDeletedError:
-        return row(DELETED, None)
-    except AdaCheckError as error:
-        return row(REFUSED, _first_line(error))
-    except OSError as error:
-        start = "no room: " if error.errno in _FULL else ""
-        return row(REFUSED, f"{start}{error.strerror} ({error.filename or target})")
-    if identity.of_directory(source) != before or not _is_same(root, destination, each.name):
-        copies.discard(target)
+    def __init__(self, root: Path, destination: Path) -> None:
+        self._root, self._destination = root, destination
+        self._full = ""
+        self._copies: dict[_Inode, Path] = {}
+        """Copies that are in their places."""
+        self._likely: dict[_Inode, Path] = {}
+        """Files of copies of an earlier call, not yet compared with the original."""
+
+    def expect(self, name: str) -> None:
+        """Note the files of a step that was copied before."""
+        if self._is_there(name):
+            for path in _files(self._root / name):
+                status, other = path.stat(), self._destination / path.relative_to(self._root)
+                if status.st_nlink > 1 and other.is_file():
+                    self._likely.setdefault(_inode(status), other)
+
+    def copied(self, row: CopiedStep) -> CopiedStep:
+        """Copy one step, if nothing speaks against it."""
+        source, target = self._root / row.name, self._destination / row.name
+        if self._full:
+            return replace(row, result=REFUSED, why=self._full)
+        if os.path.lexists(target):
+            if self._is_there(row.name):
+                return replace(row, result=THERE)
+            why = "the destination has another step of this name"
+            return replace(row, result=REFUSED, why=why)
+        before = identity.of_directory(source)
+        try:
+            with undeleted(source):
+                done = self._copy(row, source, target)
+        except StepDeletedError:
+            return replace(row, result=DELETED)
+        except AdaCheckError as error:
+            return replace(row, result=REFUSED, why=_one_line(error))
+        except FileNotFoundError:
+            done = None
+        except OSError as error:
+            start = "no room: " if error.errno in _FULL else ""
+            why = f"{start}{error.strerror} ({error.filename or target})"
+            self._full = why if start else ""
+            return replace(row, result=REFUSED, why=why)
+        if done and identity.of_directory(source) == before and self._is_there(row.name):
+            return done
+        for key in [k for k, path in self._copies.items() if path.is_relative_to(target)]:
+            del self._copies[key]
+        shutil.rmtree(target, ignore_errors=done is None)
         if deletion.is_deleted(source):
-            return row(DELETED, None)
-        return row(REFUSED, "it was changed meanwhile (compacted?): copy it again")
-    return row(COPIED, None, found)
+            return replace(row, result=DELETED)
+        why = "it was changed meanwhile (compacted?): copy it again"
+        return replace(row, result=REFUSED, why=why)
 
+    def _is_there(self, name: str) -> bool:
+        """True if the copy's step has the manifests of the original."""
+        found = _manifests(self._root / name)
+        return bool(found) and found == _manifests(self._destination / name)
 
-def _is_same(root: Path, destination: Path, name: str) -> bool:
-    """True if the copy's step has the manifests of the original."""
-    found = _manifests(root / name)
-    return bool(found) and found == _manifests(destination / name)
+    def _copy(self, row: CopiedStep, source: Path, target: Path) -> CopiedStep:
+        """Copy a directory, or nothing."""
+        at(source).check_plain()
+        work = target.with_name(f"{target.name}{roots.TMP_SUFFIX}-{uuid.uuid4().hex}")
+        made: dict[_Inode, Path] = {}
+        count = links = written = plain = 0
+        try:
+            for folder, _, _ in os.walk(source):
+                (work / Path(folder).relative_to(source)).mkdir()
+            for path in _files(source):
+                status, copy_path = path.stat(), work / path.relative_to(source)
+                count, plain = count + 1, plain + status.st_size
+                other = self._copy_of(path, status, made)
+                if other is not None and _is_linked(other, copy_path):
+                    links += 1
+                    continue
+                _copy_file(path, copy_path)
+                written += status.st_size
+                if status.st_nlink > 1:
+                    made[_inode(status)] = copy_path
+            at(work).sync(deep=True)
+            if target.exists():
+                raise FileExistsError(errno.EEXIST, "expected nothing there, found", str(target))
+            work.rename(target)  # only a whole copy has the step's name
+            at(target.parent).sync()
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+        self._copies |= {key: target / each.relative_to(work) for key, each in made.items()}
+        return replace(
+            row,
+            result=COPIED,
+            file_count=count,
+            link_count=links,
+            written_bytes=written,
+            plain_bytes=plain,
+        )
+
+    def _copy_of(self, path: Path, status: os.stat_result, made: dict[_Inode, Path]) -> Path | None:
+        """A copy of a file that has several links."""
+        if status.st_nlink == 1:
+            return None
+        key = _inode(status)
+        likely = self._likely.pop(key, None)
+        if likely is not None and _digest(likely) == _digest(path):
+            self._copies.setdefault(key, likely)
+        return made.get(key) or self._copies.get(key)
 
 
 def _manifests(step: Path) -> dict[str, bytes]:
@@ -310,13 +343,46 @@ def _manifests(step: Path) -> dict[str, bytes]:
         return {}
 
 
-def _others(root: Path, planned: Iterable[_Planned]) -> tuple[str, ...]:
-    """Names under a root that are no steps, without what interrupted saves left."""
-    names = {each.name for each in planned}
-    return tuple(
-        sorted(
-            each.name
-            for each in root.iterdir()
-            if each.name not in names and roots.TMP_SUFFIX not in each.name
+def _inode(status: os.stat_result) -> _Inode:
+    return status.st_dev, status.st_ino
+
+
+def _files(folder: Path) -> Iterable[Path]:
+    """Files below a directory, in order."""
+    return sorted(Path(top) / name for top, _, names in os.walk(folder) for name in names)
+
+
+def _is_linked(source: Path, target: Path) -> bool:
+    """True if a hard link could be made."""
+    try:
+        target.hardlink_to(source)
+    except FileNotFoundError:  # somebody deleted the copy
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        return False
+    return True
+
+
+def _copy_file(source: Path, target: Path) -> None:
+    """Copy a file, make it durable, and read it back.
+
+    Raises:
+        IntegrityError: what is read back is not what was copied.
+    """
+    shutil.copy2(source, target)
+    with target.open("r+b") as written:
+        os.fsync(written.fileno())
+        if hasattr(os, "posix_fadvise"):  # so that the disk is read, not the page cache
+            os.posix_fadvise(written.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if _digest(target) != _digest(source):
+        raise IntegrityError(
+            f"{target}: expected the bytes of {source}, found others. Look after the disk, and "
+            "copy again."
         )
-    )
+
+
+def _digest(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).digest()

@@ -6,6 +6,7 @@ What was written is read back, and compared with the fingerprints taken when the
 from __future__ import annotations
 
 import contextlib
+import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +21,6 @@ from adacheck_jax.store.storage.location import AnyPath, at, located
 from adacheck_jax.tools.handover import (
     destination,
     formats,
-    npz_file,
     safetensors_files,
     sources,
 )
@@ -147,7 +147,7 @@ def _exported(
         if wanted is Format.ORBAX:
             _write_orbax(made, source, leaves, read_leaf)
         elif wanted is Format.NPZ:
-            npz_file.write(made, leaves, read_leaf)
+            _write_npz(made, leaves, read_leaf)
         else:
             # Hugging Face's loaders want to be told a framework, whose name says nothing of the
             # bytes.
@@ -186,11 +186,26 @@ def _write_orbax(
     plain.write(made, plain.tree_of(source.tree, by_path.keys(), value))
 
 
+def _write_npz(path: Path, leaves: Sequence[ExportedLeaf], read_leaf: ReadLeaf) -> None:
+    """Write leaves as ``numpy.savez`` does, which would take all of them at once."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+        for each in leaves:
+            with archive.open(f"{each.name}.npy", "w", force_zip64=True) as file:
+                np.lib.format.write_array(file, read_leaf(each.index), allow_pickle=False)
+
+
+def _read_npz(path: Path, leaves: Sequence[ExportedLeaf]) -> Iterator[tuple[int, np.ndarray]]:
+    """Read leaves back by numpy."""
+    with np.load(path, allow_pickle=False) as file:
+        for each in leaves:
+            yield each.index, file[each.name]
+
+
 def _read_back(
     made: Path, leaves: Sequence[ExportedLeaf], wanted: Format
 ) -> Iterator[tuple[int, np.ndarray]]:
     if wanted is Format.NPZ:
-        return npz_file.read(made, leaves)
+        return _read_npz(made, leaves)
     if wanted is Format.SAFETENSORS:
         return safetensors_files.read(made, leaves)
     found = plain.read(made)

@@ -11,7 +11,7 @@ from adacheck_jax.errors import StepDeletedError
 from adacheck_jax.store.storage.location import at
 from adacheck_jax.tools.history.differences import norm
 from adacheck_jax.tools.history.walk import State, Walk
-from adacheck_jax.tools.orbax_notes import note_of
+from adacheck_jax.tools.listing import note_of
 from adacheck_jax.update.recorder_state import PASSED_FIELD
 
 _RATE = "learning_rate"

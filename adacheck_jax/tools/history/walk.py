@@ -7,24 +7,20 @@ walk from step to step replays each update once.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
 
-from adacheck_jax.adapter.stock.base_checkpoint import StockCheckpoints
 from adacheck_jax.device import transfer, trees
 from adacheck_jax.errors import AdaCheckError, IntegrityError, StepDeletedError
-from adacheck_jax.format.manifest import BaseManifest, Leaf, Update
-from adacheck_jax.restore import check, replay
-from adacheck_jax.restore.compiled_update import CompiledUpdates
-from adacheck_jax.restore.deltas import delta_reader
+from adacheck_jax.format.manifest import Leaf, Update
+from adacheck_jax.restore import check
 from adacheck_jax.store.steps import roots
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import AnyPath, at
 from adacheck_jax.tools.handover import recorded_step
-from adacheck_jax.tools.recompute import base_leaves, cannot_replay_here, touched, wide_integers
+from adacheck_jax.tools.recompute import Reached, cannot_replay_here, touched, wide_integers
 from adacheck_jax.tools.steps import InputError, numbered, resolved, steps_under, undeleted
 
 Tree = dict[str, Any]
@@ -56,19 +52,6 @@ class State:
         return trees.nested(dict(zip(paths, self.arrays, strict=True)))
 
 
-@dataclass(slots=True)
-class _Reached:
-    """Place of a walk.
-
-    Attributes:
-        keys: the base, and each delta that was applied to it.
-        leaves: the leaves there.
-    """
-
-    keys: list[object] = field(default_factory=list)
-    leaves: list[Any] = field(default_factory=list)
-
-
 class Walk:
     """Restores recorded steps of one run, on the first device of this process.
 
@@ -93,8 +76,7 @@ class Walk:
         self.restored_count = 0
         self._item = item
         self._lineages: dict[int, Lineage] = {}
-        self._stock, self._programs = StockCheckpoints(), CompiledUpdates()
-        self._reached = _Reached()
+        self._reached = Reached(lambda entry: entry.manifest.checksum)
         self._find()
 
     def _find(self) -> None:
@@ -230,18 +212,16 @@ class Walk:
 
     def close(self) -> None:
         """Release the state, and Orbax's reader."""
-        self._reached = _Reached()
-        self._stock.close()
+        self._reached.close()
 
     def _restored(self, step: int, lineage: Lineage) -> State:
-        self._advance(lineage)
+        leaves, base = self._reached.at(lineage), lineage.base
         self.restored_count += 1
-        base, leaves = lineage.base, self._reached.leaves
         bound = check.bound_to_mesh(lineage)
         differing = check.differing(leaves, lineage.end.fingerprints)
         if wrong := sorted(differing - bound):
             shown = ", ".join(base.leaves[i].path for i in wrong[:5])
-            self._reached = _Reached()
+            self._reached.release()
             raise IntegrityError(
                 f"{self.root}: step {step}: expected the bits that were saved, found others in "
                 f"{len(wrong)} leaves: {shown}. Look for damage with adacheck verify --read-data."
@@ -254,31 +234,7 @@ class Walk:
             tuple(base.leaves[i].path for i in sorted(differing)),
         )
 
-    def _advance(self, lineage: Lineage) -> None:
-        """Bring the leaves to the end of a lineage: from where the walk is, or from the base."""
-        wanted = _keys(lineage)
-        reached, self._reached = self._reached, _Reached()  # what fails leaves nothing half done
-        if not reached.keys or reached.keys != wanted[: len(reached.keys)]:
-            reached = _Reached(wanted[:1], base_leaves(self._stock, lineage))
-        readers = delta_reader.readers_of(lineage)[len(reached.keys) - 1 :]
-        leaves = reached.leaves
-        if readers:
-            leaves = replay.apply_deltas(leaves, lineage, readers, self._programs)
-        self._reached = _Reached(wanted, leaves)
-
-
-def _keys(lineage: Lineage) -> list[object]:
-    keys: list[object] = []
-    for entry in lineage.entries:
-        manifest = entry.manifest
-        if isinstance(manifest, BaseManifest):
-            keys.append(manifest.checksum)
-        else:
-            keys += [(manifest.checksum, n) for n in range(len(manifest.deltas))]
-    return keys[: len(keys) - lineage.left_out]
-
 
 def _on_host(value: Any, leaf: Leaf) -> np.ndarray:
     """A copy: a later update may be computed in the memory of the array."""
-    words = jax.random.key_data(value) if transfer.is_key(value) else value
-    return np.array(words).astype(np.dtype(leaf.dtype), copy=False)
+    return np.array(transfer.raw(value)).astype(np.dtype(leaf.dtype), copy=False)

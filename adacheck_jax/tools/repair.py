@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+import uuid
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
@@ -17,20 +18,40 @@ from etils import epath
 from adacheck_jax.errors import AdaCheckError, StorageError, first_line
 from adacheck_jax.format.manifest_body import versions
 from adacheck_jax.store.compaction import in_place
+from adacheck_jax.store.steps import identity, lookup, manifest_file, roots
 from adacheck_jax.store.steps import lineage as lineages
-from adacheck_jax.store.steps import lookup, manifest_file, roots
+from adacheck_jax.store.steps.marks import COMMIT_MARK
+from adacheck_jax.store.steps.roots import TMP_SUFFIX
+from adacheck_jax.store.storage.interface import Stamp
 from adacheck_jax.store.storage.location import AnyPath, Location, at
 from adacheck_jax.tools import audit
 from adacheck_jax.tools.audit import Leftover, Progress, StepReport
 from adacheck_jax.tools.recompute import try_to_restore
 from adacheck_jax.tools.steps import InputError
-from adacheck_jax.tools.upkeep.removal import Removal, execute, is_plain, needed_by, planned
 from adacheck_jax.tools.verification import Verifier, unreadable_file, whole_part
 
 _YOUNG_S = 60.0
 """A temporary directory that changed within this time may belong to a running save."""
 _METRICS = "metrics"
 """Name of the item that Orbax's manager itself adds to a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """One directory to remove.
+
+    Attributes:
+        path: path relative to the root.
+        why: the reason why it goes.
+        freed_bytes: bytes of its files that have no hard link elsewhere; 0 where the storage does
+            not tell sizes.
+        identity: identity of the judged files; a directory with other files is not removed.
+    """
+
+    path: str
+    why: str
+    freed_bytes: int
+    identity: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +119,10 @@ def repair(
         _check_quiet(root, report.leftovers)
     removals, kept = _plan(root, report.steps, report.leftovers)
     if not dry_run:
-        removals, changed = _execute(root, removals)
-        kept += changed
+        done = [each for each in removals if _is_removed(root, each)]
+        changed = [each.path for each in removals if each not in done]
+        kept += [KeptDirectory(path, "it changed meanwhile") for path in changed]
+        removals = done
     gone = {each.path for each in removals}
     left = [step for step in report.steps if not _is_gone(step, gone)]
     halves = audit.half_compacted(root / step.item for step in left)
@@ -172,7 +195,7 @@ def _plan(
     for path, why in _alone(sound, lost).items():
         kept.append(KeptDirectory(path.below(root), why))
         del lost[path]
-    needed = needed_by(sound)
+    needed = _needed_by(sound)
     for path in [each for each in lost if each in needed]:
         kept.append(KeptDirectory(path.below(root), f"{needed[path]} builds on it"))
         del lost[path]
@@ -180,18 +203,18 @@ def _plan(
     for each in found:
         if not each.is_temporary:
             continue
-        if is_plain(root / each.path):
+        if _is_plain(root / each.path):
             chosen.append((root / each.path, each.why))
         else:
             kept.append(KeptDirectory(each.path, "it is a symbolic link, which is not followed"))
     chosen += _widened(root, lost)
-    return planned(root, chosen), kept
+    return _planned(root, chosen), kept
 
 
 def _judge(root: Location, step: StepReport) -> tuple[bool, str]:
     """The judgement of a damaged step: True if it is lost, and the reason."""
     directory = root / step.item
-    if not is_plain(directory):
+    if not _is_plain(directory):
         return False, "it lies behind a symbolic link, which is not followed"
     own = at(directory / manifest_file.FILE)
     for manifest in (own, *lookup.linked_manifests(directory)):
@@ -258,14 +281,60 @@ def _widened(root: Location, lost: dict[Location, str]) -> list[tuple[Location, 
     return list({path: (path, why) for path, why in reversed(chosen)}.values())[::-1]
 
 
-def _execute(
-    root: Location, removals: Sequence[Removal]
-) -> tuple[list[Removal], list[KeptDirectory]]:
-    """Remove the directories whose files are still the judged ones."""
-    done, kept = [], []
-    for each in removals:
-        if execute(root, each):
-            done.append(each)
-        else:
-            kept.append(KeptDirectory(each.path, "it changed meanwhile"))
-    return done, kept
+def _planned(root: Location, chosen: Iterable[tuple[Location, str]]) -> list[Removal]:
+    """Removals of some directories, each with the bytes that it frees after those before it."""
+    links: dict[Stamp, int] = {}
+    return [
+        Removal(path.below(root), why, _freed_bytes(path, links), identity.of_directory(path))
+        for path, why in chosen
+    ]
+
+
+def _is_removed(root: Location, removal: Removal) -> bool:
+    """Remove a directory; False if its files are not the judged ones any more, or it is gone."""
+    path = root / removal.path
+    if not _is_plain(path) or identity.of_directory(path) != removal.identity:
+        return False
+    if TMP_SUFFIX not in path.name:  # ended midway, no manager takes the rest for a step
+        name = f"{path.name}{TMP_SUFFIX}-{uuid.uuid4().hex}"
+        try:
+            is_renamed = path.rename(name)
+        except FileNotFoundError:
+            return False
+        if is_renamed:
+            path = path.with_name(name)
+        else:  # where nothing is renamed, a step counts by its mark
+            (path / COMMIT_MARK).delete()
+    while True:
+        with contextlib.suppress(FileNotFoundError):  # a manager may be deleting the same files
+            path.delete()
+            return True
+
+
+def _is_plain(path: Location) -> bool:
+    """True if no part of a path below the root, which is resolved, is a symbolic link."""
+    return path.resolve() == path
+
+
+def _needed_by(directories: Iterable[AnyPath]) -> dict[Location, str]:
+    """The directories that steps need, each with the name of such a step."""
+    found: dict[Location, str] = {}
+    for directory in directories:
+        with contextlib.suppress(AdaCheckError):
+            lineage = lookup.resolve(directory)
+            for entry in lineage.entries:
+                found.setdefault(at(entry.holder).resolve(), f"step {lineage.manifest.step}")
+    return found
+
+
+def _freed_bytes(path: Location, links: dict[Stamp, int]) -> int:
+    """Bytes of files whose last link is in a directory; ``links`` counts links removed so far."""
+    freed_bytes = 0
+    with contextlib.suppress(FileNotFoundError):
+        for each in path.list():
+            with contextlib.suppress(OSError):
+                entry = each.stat()
+                links[entry.stamp] = links.get(entry.stamp, 0) + 1
+                if links[entry.stamp] == entry.link_count:
+                    freed_bytes += entry.size_bytes
+    return freed_bytes
