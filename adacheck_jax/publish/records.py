@@ -15,7 +15,10 @@ from typing import Any, TypeVar
 
 from adacheck_jax.errors import FormatError, IntegrityError
 from adacheck_jax.format.manifest import ITEMSIZES_BYTES
-from adacheck_jax.format.manifest_body.fields import (
+from adacheck_jax.format.manifest_json import checksum_of, checksummed, parsed
+from adacheck_jax.format.manifest_records import (
+    MAX_AXES,
+    MAX_STATE_BYTES,
     digits,
     natural,
     optional,
@@ -23,8 +26,6 @@ from adacheck_jax.format.manifest_body.fields import (
     text,
     tuple_of,
 )
-from adacheck_jax.format.manifest_body.records import MAX_AXES, MAX_STATE_BYTES
-from adacheck_jax.format.manifest_json import checksum_of, checksummed, parsed
 
 FORMAT_VERSION = 2
 MAX_NUMBER = 10**12 - 1

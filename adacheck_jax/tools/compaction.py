@@ -22,7 +22,7 @@ from adacheck_jax.errors import StepDeletedError
 from adacheck_jax.format.boxes import Blocks, Box
 from adacheck_jax.format.manifest import BaseManifest, Delta, DeltaManifest, Leaf, Manifest
 from adacheck_jax.store.compaction import in_place
-from adacheck_jax.store.steps import lookup, roots, stock
+from adacheck_jax.store.steps import lookup, roots
 from adacheck_jax.store.steps.folders import DELTA, LINEAGE
 from adacheck_jax.store.steps.lineage import Lineage, LineageStep
 from adacheck_jax.store.steps.manifest_file import DIRECTORY
@@ -135,7 +135,7 @@ def _why_not_saved(root: AnyPath, number: int) -> str:
                 f"step {step.step}, with which it was saved. Only saved steps can be compacted: "
                 f"give {step.step}."
             )
-    if number in stock.steps_under(root):
+    if number in roots.stock_steps(root):
         return (
             f"{root}: expected a step saved by AdaCheckHandler, found that stock Orbax saved step "
             f"{number}: it is a full state already."

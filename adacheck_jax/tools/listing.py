@@ -8,7 +8,7 @@ from datetime import datetime
 
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest, Manifest
-from adacheck_jax.store.steps import roots, sizes, stock
+from adacheck_jax.store.steps import roots, sizes
 from adacheck_jax.store.steps.roots import Step
 from adacheck_jax.store.storage.interface import Entry
 from adacheck_jax.store.storage.location import AnyPath, at
@@ -170,7 +170,7 @@ def _checked(manifest: Manifest) -> str | None:
 def _others(root: AnyPath, steps: Sequence[Step]) -> list[StepSummary]:
     """Directories with a step's name in which none of our steps lies."""
     ours = {at(step.directory).below(at(root)).partition("/")[0] for step in steps}
-    known = stock.steps_under(root)
+    known = roots.stock_steps(root)
     rows = [
         StepSummary(number, at(path).below(at(root)), STOCK)
         for number, paths in known.items()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from adacheck_jax.errors import AdaCheckError, StepDeletedError
-from adacheck_jax.store.steps import deletion, identity, lookup, manifest_file, marks, roots, stock
+from adacheck_jax.store.steps import deletion, identity, lookup, manifest_file, marks, roots
 from adacheck_jax.tools.handover.file_copies import Copied, FileCopies
 from adacheck_jax.tools.steps import InputError, deleted, steps_under, undeleted
 
@@ -167,7 +167,7 @@ def _check_root(path: Path) -> None:
 
 def _is_step(path: Path) -> bool:
     """True for the directory of a step, whoever saved it."""
-    own = (marks.STEP_METADATA, manifest_file.DIRECTORY, stock.TREE_METADATA)
+    own = (marks.STEP_METADATA, manifest_file.DIRECTORY, roots.TREE_METADATA)
     return any((path / name).exists() for name in own)
 
 
@@ -180,7 +180,7 @@ def step_directories(path: Path) -> set[Path]:
     if not path.is_dir():
         return set()
     found = {path / _name(path, each) for each in roots.items_of(path)}
-    return found | {path / _name(path, x) for xs in stock.steps_under(path).values() for x in xs}
+    return found | {path / _name(path, x) for xs in roots.stock_steps(path).values() for x in xs}
 
 
 def _name(root: Path, item: object) -> str:
@@ -223,7 +223,7 @@ def _plan(root: Path, names: Sequence[str]) -> list[_Planned]:
             needs = frozenset(_name(root, each.holder) for each in entries) - {name}
         before = every.get(name, _Planned(name, frozenset(), ""))
         every[name] = replace(before, needs=before.needs | needs, problem=before.problem or problem)
-    for number, places in stock.steps_under(root).items():
+    for number, places in roots.stock_steps(root).items():
         name = _name(root, places[0])
         numbers[name] = number
         every[name] = _Planned(name, frozenset(), "stock Orbax saved it: copy it with cp -r")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from etils import epath
 
 from adacheck_jax.errors import AdaCheckError, StorageError, first_line
-from adacheck_jax.format.manifest_body import versions
+from adacheck_jax.format import manifest_json
 from adacheck_jax.store.compaction import in_place
 from adacheck_jax.store.steps import lineage as lineages
 from adacheck_jax.store.steps import lookup, manifest_file, roots
@@ -196,7 +196,7 @@ def _judge(root: Location, step: StepReport) -> tuple[bool, str]:
     own = at(directory / manifest_file.FILE)
     for manifest in (own, *lookup.linked_manifests(directory)):
         found = _format(manifest)
-        if found is not None and found != versions.FORMAT_VERSION:
+        if found is not None and found != manifest_json.FORMAT_VERSION:
             return False, f"its format version is {found}: another release may read it"
     problem = unreadable_file(directory)
     if problem is not None:
