@@ -229,9 +229,6 @@ def write(
 
     Returns:
         One report a delta, from :meth:`Packed.told`.
-
-    Raises:
-        OSError: from the file system.
     """
     sections = [each.raw for each in packed], [each.compressed for each in packed]
     contents = list(zip((arrays.RAW, arrays.COMPRESSED), sections, strict=True))

@@ -12,12 +12,10 @@ from adacheck_jax.format.manifest import BaseManifest, DeltaManifest
 from adacheck_jax.store.steps import manifest_file, marks, references
 from adacheck_jax.store.steps.folders import DELTA, LINEAGE
 from adacheck_jax.store.steps.lineage import Lineage, LineageStep
-from adacheck_jax.store.steps.roots import TMP_SUFFIX
+from adacheck_jax.store.steps.roots import PROBE_PREFIX, TMP_SUFFIX
 from adacheck_jax.store.storage.interface import Stamp
 from adacheck_jax.store.storage.location import AnyPath, Location, at
 
-PROBE_PREFIX = ".adacheck-"
-"""Beginning of the name of a directory that exists for a moment, to try a hard link in it."""
 OWN_TREE_METADATA = "tree_metadata"
 """File in our folder of a delta that is being compacted: what Orbax's tree metadata were before."""
 

@@ -2,6 +2,9 @@
 
 Fresh memory costs a page fault for every 4 KiB that is first touched, which takes longer than the
 copy into it.
+
+The training loop's thread takes buffers, and threads that write give them back. The lock guards
+the list of free ones; nothing else is called while it is held.
 """
 
 from __future__ import annotations

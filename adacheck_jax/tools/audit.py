@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.store.compaction import in_place
-from adacheck_jax.store.links import PROBE_PREFIX
 from adacheck_jax.store.steps import lineage as lineages
 from adacheck_jax.store.steps import lookup, roots
-from adacheck_jax.store.steps.roots import TMP_SUFFIX, Step
+from adacheck_jax.store.steps.roots import PROBE_PREFIX, TMP_SUFFIX, Step
 from adacheck_jax.store.storage.location import AnyPath, Location, at
 from adacheck_jax.tools.causes import Cause, causes_of
 from adacheck_jax.tools.recompute import RECOMPUTED, Recomputation

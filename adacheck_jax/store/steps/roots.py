@@ -16,10 +16,12 @@ from adacheck_jax.store.steps.marks import (
     is_item,
     is_told_by_names,
 )
-from adacheck_jax.store.storage.location import AnyPath, at
+from adacheck_jax.store.storage.location import AnyPath, Location, at
 
 TMP_SUFFIX = ".orbax-checkpoint-tmp"
 """Part of the names that Orbax gives to directories that are not committed."""
+PROBE_PREFIX = ".adacheck-"
+"""Beginning of the names of files and directories that exist for a while beside the steps."""
 TREE_METADATA = "_METADATA"
 """Name of the file by which Orbax tells a pytree from another checkpointable."""
 
@@ -145,6 +147,13 @@ def place_in_step(item_directory: AnyPath) -> Place:
 def place_of_step(directory: AnyPath) -> Place:
     """Place of a directory that is known to be a step's own."""
     return Place((directory.parent, None), _number_in(_committed(directory.name)))
+
+
+def beside(item_directory: AnyPath, what: str) -> Location:
+    """A path under a step's root, with a temporary name: it is told for no step, but a leftover."""
+    (root, item), final = place_of(item_directory).line, committed_path(item_directory)
+    name = final.name if item is None else f"{final.parent.name}.{final.name}"
+    return at(root) / f"{PROBE_PREFIX}{name}.{what}{TMP_SUFFIX}"
 
 
 def is_written_in_place(item_directory: AnyPath) -> bool:

@@ -60,7 +60,7 @@ def execute(root: Location, removal: Removal) -> bool:
     if TMP_SUFFIX not in path.name:  # ended midway, no manager takes the rest for a step
         name = f"{path.name}{TMP_SUFFIX}-{uuid.uuid4().hex}"
         try:
-            is_renamed = path.rename(name)
+            is_renamed = path.move(path.with_name(name))
         except FileNotFoundError:
             return False
         if is_renamed:
