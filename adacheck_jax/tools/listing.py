@@ -8,7 +8,7 @@ from datetime import datetime
 
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest, Manifest
-from adacheck_jax.store.steps import roots, sizes
+from adacheck_jax.store.steps import folders, roots
 from adacheck_jax.store.steps.roots import Step
 from adacheck_jax.store.storage.interface import Entry
 from adacheck_jax.store.storage.location import AnyPath, at
@@ -215,7 +215,7 @@ class _Size:
 
     def add(self, path: str, entry: Entry) -> None:
         """Count one file."""
-        if not sizes.is_link(path):
+        if not folders.is_link(path):
             self._new += entry.size_bytes
         _, count = self._links.get(entry.stamp, (entry, 0))
         self._links[entry.stamp] = (entry, count + 1)

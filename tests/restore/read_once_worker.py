@@ -29,7 +29,7 @@ from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
 import adacheck_jax as adacheck  # noqa: E402
 from adacheck_jax.errors import IntegrityError  # noqa: E402
-from adacheck_jax.store import aligned_read  # noqa: E402
+from adacheck_jax.store import host_memory  # noqa: E402
 from tests.restore.read_once_state import saved_run  # noqa: E402
 
 LAYOUTS = {"replicated": (), "cut": ("data",), "half cut": ("half",)}
@@ -74,7 +74,7 @@ def bits(leaf: Any) -> list[tuple[Any, bytes]]:
 
 _, state = saved_run()
 if mode == "damaged" and process == "0":
-    aligned_read.begin_into = lambda *_: (_ for _ in ()).throw(ValueError("a bad chunk"))
+    host_memory.begin_read_into = lambda *_: (_ for _ in ()).throw(ValueError("a bad chunk"))
 counts: dict[str, dict[str, int]] = {}
 for name, axes in LAYOUTS.items():
     found = {}

@@ -22,7 +22,7 @@ import orbax.checkpoint as ocp
 import adacheck_jax as adacheck
 from adacheck_jax.cli.demo import train_lm
 from adacheck_jax.device import trees
-from adacheck_jax.store.steps.sizes import new_bytes
+from adacheck_jax.store.steps.folders import new_bytes
 
 DEVICE_COUNT = 8
 MESH = "4x2"
