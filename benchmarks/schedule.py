@@ -20,8 +20,7 @@ import numpy as np
 
 from adacheck_jax.schedule.adaptive import AdaptivePolicy
 from adacheck_jax.schedule.best import LONGEST_LINEAGE, best_schedule
-from adacheck_jax.schedule.costs import Costs, Schedule
-from adacheck_jax.schedule.waste import restore_s, waste
+from adacheck_jax.schedule.waste import Costs, Schedule, restore_s, waste
 
 COSTS: Mapping[str, Costs] = {
     # docs/guide/cost.md: 99.5 MB in 301 arrays; the steps' length and the restart are assumed.

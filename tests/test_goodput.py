@@ -6,8 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from adacheck_jax.schedule.costs import Costs, Schedule
-from adacheck_jax.schedule.waste import waste
+from adacheck_jax.schedule.waste import Costs, Schedule, waste
 from benchmarks.goodput import __main__ as command
 from benchmarks.goodput.figures import DAY_S, cluster_of, figures_of, read
 from benchmarks.goodput.simulation import Trace, outcomes, replayed, sensitivities

@@ -36,7 +36,7 @@ from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.plan.options import Delta, Options, Shadow
 from adacheck_jax.schedule.line import MaxDeltas
 from adacheck_jax.store.retention import KeepLineage
-from adacheck_jax.store.steps import deletion, marks, roots, stock
+from adacheck_jax.store.steps import deletion, marks, roots
 from adacheck_jax.store.steps.roots import Line
 from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.store.zarr import Compression
@@ -323,7 +323,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         """
         path = absolute(directory)
         with deletion.told(path):
-            if stock.is_stock(path):
+            if roots.is_stock(path):
                 return self._run.stock.metadata(path)
             lineage = described_lineage(path)
             metadata = self._run.stock.metadata(lineage.base_directory)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from adacheck_jax.store.steps import lineage as lineages
-from adacheck_jax.store.steps import roots, stock
+from adacheck_jax.store.steps import roots
 from adacheck_jax.store.storage.location import AnyPath
 
 _log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class OtherSteps:
 
     def tell_passed_over(self, found: int) -> None:
         """Log which steps that stock Orbax saved lie between a bad step and the one restored."""
-        there = stock.steps_under(*self._line) if self.wanted is not None else {}
+        there = roots.stock_steps(*self._line) if self.wanted is not None else {}
         passed = sorted(step for step in there if found < step < (self.wanted or 0))
         if passed:
             told = "Passed over steps %s, which stock Orbax saved: nothing can verify them."

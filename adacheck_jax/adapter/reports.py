@@ -19,7 +19,7 @@ from adacheck_jax.adapter.arguments import RestoreInfo
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.manifest import DeltaManifest
 from adacheck_jax.save.commit import Save
-from adacheck_jax.store.steps import sizes
+from adacheck_jax.store.steps import folders
 from adacheck_jax.store.steps.lineage import shown_steps
 from adacheck_jax.store.storage.location import AnyPath
 
@@ -98,7 +98,7 @@ def report_of(save: Save, directory: AnyPath, begin_s: float, returned_s: float)
         reason=save.staged.plan.decision.reason,
         parent=None if delta is None else delta.parent.step,
         deferred=() if delta is None else tuple(each.step for each in delta.recorded),
-        new_bytes=sizes.new_bytes(directory),
+        new_bytes=folders.new_bytes(directory),
         checked=None if delta is None else delta.checked,
         blocking_s=returned_s - begin_s,
         check_s=save.check_s,

@@ -31,7 +31,7 @@ from adacheck_jax.format import manifest as manifests
 from adacheck_jax.restore import check, replay, working_set
 from adacheck_jax.restore.compiled_update import CompiledUpdates, abstract_leaf
 from adacheck_jax.schedule.stopwatch import Clock
-from adacheck_jax.store.steps import deletion, identity, lookup, roots, stock
+from adacheck_jax.store.steps import deletion, identity, lookup, roots
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import AnyPath, at
 from adacheck_jax.update.binding import Recorders
@@ -120,7 +120,7 @@ class StepRestorer:
         begin_s = self._clock()
         try:
             with deletion.told(path):
-                if args.step is None and stock.is_stock(path):
+                if args.step is None and roots.is_stock(path):
                     return _restored_stock(path, args)
                 return self._restore_found(path, args, begin_s)
         except (FormatError, IntegrityError, LineageError) as error:

@@ -43,7 +43,7 @@ from adacheck_jax.save.saver import Saver
 from adacheck_jax.save.staged_save import Destination
 from adacheck_jax.schedule.stopwatch import Clock
 from adacheck_jax.store.base_writer import Layout, Name, chunk_shape
-from adacheck_jax.store.steps import manifest_file, roots, stock
+from adacheck_jax.store.steps import manifest_file, roots
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.steps.marks import FINALIZED, IN_PLACE
 from adacheck_jax.store.steps.references import referred
@@ -375,7 +375,7 @@ def _newest(root: AnyPath, item: str | None) -> Newest | None:
     """The newest step of a line in storage, whoever saved it."""
     every = ((roots.place_of(path), path) for path in roots.items_of(root))
     ours = {place.step: path for place, path in every if place.line[1] == item}
-    numbers = [*(each for each in ours if each is not None), *stock.steps_under(root, item)]
+    numbers = [*(each for each in ours if each is not None), *roots.stock_steps(root, item)]
     if not numbers:
         return None
     number, lineage = max(numbers), None

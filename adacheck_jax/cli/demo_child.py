@@ -27,7 +27,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 import adacheck_jax as adacheck
-from adacheck_jax.store.steps.sizes import new_bytes
+from adacheck_jax.store.steps.folders import new_bytes
 
 STEPS, CONTEXT, EMBEDDED, WIDTH, LAYERS, BATCH = 40, 8, 32, 256, 12, 64
 MESHES = ("4x2", "2x4", "8x1", "1x1")

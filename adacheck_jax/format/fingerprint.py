@@ -22,7 +22,6 @@ hashing); the weights come from SplitMix64 (Steele, Lea, Flood, OOPSLA 2014).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -86,37 +85,21 @@ def multilinear(words: np.ndarray, starts: Sequence[int]) -> int:
     """
     if words.ndim == 0 or words.size == 0:
         return int(words.sum())
-    # Rows of the last axes, so many that a row fills a block if it can.
-    axis = words.ndim - 1
-    while axis > 0 and math.prod(words.shape[axis - 1 :]) <= _BLOCK_WORDS:
-        axis -= 1
-    width = math.prod(words.shape[axis:])
-    table = words.reshape(-1, width)
-    height = max(1, _BLOCK_WORDS // width)
-    total = np.zeros((), np.uint64)
-    for column in range(0, width, _BLOCK_WORDS):
-        columns = range(column, min(width, column + _BLOCK_WORDS))
-        of_columns = _weights_of(columns, words.shape, starts, range(axis, words.ndim))
-        for row in range(0, len(table), height):
-            rows = range(row, min(len(table), row + height))
-            block = table[row : rows.stop, column : columns.stop].astype(np.uint64)
-            of_rows = _weights_of(rows, words.shape, starts, range(axis))
-            total += of_rows @ (block @ of_columns)
-    return int(total)
-
-
-def _weights_of(
-    numbers: range, shape: Sequence[int], starts: Sequence[int], axes: range
-) -> np.ndarray:
-    """Products of the weights along some axes, for places numbered in row-major order."""
-    product = np.ones(len(numbers), np.uint64)
-    if not axes:
-        return product
-    lengths = [shape[axis] for axis in axes]
-    indices = np.unravel_index(np.arange(numbers.start, numbers.stop), lengths)
-    for axis, index in zip(axes, indices, strict=True):
-        product *= weights(index.astype(np.uint64) + np.uint64(starts[axis]), axis)
-    return product
+    *outer, last = (
+        weights(np.arange(start, start + length, dtype=np.uint64), axis)
+        for axis, (start, length) in enumerate(zip(starts, words.shape, strict=False))
+    )
+    rows = words.reshape(-1, last.size)
+    sums = np.zeros(len(rows), np.uint64)
+    width = min(last.size, _BLOCK_WORDS)
+    height = _BLOCK_WORDS // width
+    for row in range(0, len(rows), height):
+        for column in range(0, last.size, width):
+            block = rows[row : row + height, column : column + width].astype(np.uint64)
+            sums[row : row + height] += block @ last[column : column + width]
+    for of_axis in reversed(outer):
+        sums = sums.reshape(-1, of_axis.size) @ of_axis
+    return int(sums.item())
 
 
 def combine(sums: Sequence[int]) -> int:

@@ -9,6 +9,7 @@ the base says, so its size does not grow with the lineage. The JSON form is in
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -165,21 +166,16 @@ class Update:
 
     def computed_by(self, updates: Collection[int]) -> frozenset[int]:
         """Indices of the leaves that the updates of these recorders compute."""
-        return self._of(updates, (0, 1))
+        return self._of(updates, self.params, 0) | self._of(updates, self.inner, 1)
 
     def consumed_by(self, updates: Collection[int]) -> frozenset[int]:
         """Indices of the leaves that the updates of these recorders consume."""
-        return self._of(updates, (2, 3))
+        return self._of(updates, self.record, 2) | self._of(updates, self.extra, 3)
 
-    def _of(self, updates: Collection[int], which: Sequence[int]) -> frozenset[int]:
-        lists, found = (self.params, self.inner, self.record, self.extra), set[int]()
-        for n in which:
-            start = 0
-            for k, sizes in enumerate(self.parts):
-                if k in updates:
-                    found.update(lists[n][start : start + sizes[n]])
-                start += sizes[n]
-        return frozenset(found)
+    def _of(self, updates: Collection[int], leaves: Sequence[int], n: int) -> frozenset[int]:
+        ends = [*itertools.accumulate(sizes[n] for sizes in self.parts)]
+        own = [leaves[ends[k] - sizes[n] : ends[k]] for k, sizes in enumerate(self.parts)]
+        return frozenset(i for k in updates if k < len(own) for i in own[k])
 
 
 @dataclass(frozen=True, slots=True)

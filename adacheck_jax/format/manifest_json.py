@@ -1,4 +1,4 @@
-"""JSON form of manifests: bytes, checksum and limits of a file.
+"""JSON form of manifests: bytes, checksum, limits and versions of a file.
 
 A manifest is untrusted input: whoever writes a file can write a checksum that fits it. Manifests
 that :func:`decode` returns are bounded in size and consistent in themselves; statements about other
@@ -15,10 +15,11 @@ from typing import Any
 
 from adacheck_jax.errors import FormatError, IntegrityError
 from adacheck_jax.format.manifest import BaseManifest, Delta, DeltaManifest, Manifest
-from adacheck_jax.format.manifest_body.fields import shown
-from adacheck_jax.format.manifest_body.records import LEFT_OUT, record
-from adacheck_jax.format.manifest_body.versions import FORMAT_VERSION, OLDEST_VERSION, upgraded
+from adacheck_jax.format.manifest_records import LEFT_OUT, record, shown, truth
 
+FORMAT_VERSION = 8
+OLDEST_VERSION = 6
+"""The oldest format version that is read."""
 MAX_MANIFEST_BYTES = 256 * 2**20
 MAX_CONTAINERS = 2**22
 """Lists and objects in a manifest; in memory they take many times their bytes in a file."""
@@ -121,7 +122,9 @@ def decode(data: bytes, *, where: str) -> Manifest:
             "the file was changed after it was written. Restore another step."
         )
     try:
-        body = upgraded({**body, "checksum": expected}, version)
+        body = {**body, "checksum": expected}
+        for older in range(version, FORMAT_VERSION):
+            body = _UPGRADES[older](body)
         return record(_KINDS[body["kind"]], body)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise FormatError(
@@ -162,3 +165,44 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):  # two readers could take different values
         raise ValueError("a key appears twice in an object")
     return found
+
+
+def _upgraded_6(body: dict[str, Any]) -> dict[str, Any]:
+    """Body of a manifest of format version 6, as of version 7."""
+
+    def counted(own: dict[str, Any]) -> dict[str, Any]:
+        return {**own, "counts": [] if own["count"] is None else [own["count"]]}
+
+    def delta(own: dict[str, Any]) -> dict[str, Any]:
+        updates = [0] if truth(own["has_update"]) else []
+        return {
+            **counted(own),
+            "updates": updates,
+            "unreplayed": [],
+            "checked": "" if updates else "stored",
+        }
+
+    caution = {"reason": "", "distrusted": []}
+    if body["kind"] == "base":
+        update = body["update"]
+        if update is not None:
+            sizes = [len(update[each]) for each in ("params", "inner", "record", "extra")]
+            old = {"counts": [update["count"]], "parts": [sizes], "pinned": False}
+            update = {**update, **old}
+        return {**counted(body), "update": update, "environment": {}, "caution": caution}
+    recorded = [delta(each) for each in body["recorded"]]
+    return {**delta(body), "recorded": recorded, "caution": caution}
+
+
+def _upgraded_7(body: dict[str, Any]) -> dict[str, Any]:
+    """Body of a manifest of format version 7, as of version 8."""
+
+    def delta(own: dict[str, Any]) -> dict[str, Any]:
+        return {**own, "packs": [{**pack, "coded": []} for pack in own["packs"]], "stale": []}
+
+    if body["kind"] == "base":
+        return {**body, "stale": []}
+    return {**delta(body), "recorded": [delta(each) for each in body["recorded"]]}
+
+
+_UPGRADES = {6: _upgraded_6, 7: _upgraded_7}

@@ -12,11 +12,17 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from adacheck_jax.errors import FormatError, IntegrityError
+from adacheck_jax.format import manifest_records
 from adacheck_jax.format.manifest import ITEMSIZES_BYTES
-from adacheck_jax.format.manifest_body import records as manifest_records
-from adacheck_jax.format.manifest_body.fields import digits, natural, shown, text
-from adacheck_jax.format.manifest_body.records import MAX_AXES, MAX_STATE_BYTES
 from adacheck_jax.format.manifest_json import checksum_of, checksummed, parsed
+from adacheck_jax.format.manifest_records import (
+    MAX_AXES,
+    MAX_STATE_BYTES,
+    digits,
+    natural,
+    shown,
+    text,
+)
 
 FORMAT_VERSION = 2
 MAX_NUMBER = 10**12 - 1

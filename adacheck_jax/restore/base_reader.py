@@ -21,7 +21,7 @@ from adacheck_jax.format.boxes import Box, Cuts
 from adacheck_jax.restore import shared_reads, shares
 from adacheck_jax.restore.shared_reads import OwnShare, ReadOnce, SharedReads, put_together
 from adacheck_jax.restore.shares import Exchange, SharedPart
-from adacheck_jax.store import aligned_read, volume_reader
+from adacheck_jax.store import host_memory, volume_reader
 from adacheck_jax.store.storage.location import AnyPath
 
 _BATCH_BYTES = 64 << 20
@@ -186,7 +186,7 @@ class _Arrays:
 
         def read(wanted: Sequence[tuple[int, Box, np.ndarray]]) -> list[Any]:
             futures = [
-                aligned_read.begin_into(stores[i][(*box.slices, ...)], memory)
+                host_memory.begin_read_into(stores[i][(*box.slices, ...)], memory)
                 for i, box, memory in wanted
             ]
             for i in batch:
@@ -195,7 +195,7 @@ class _Arrays:
                 shared = self._shared.get(i)
                 boxes = shares.own_boxes(boxes, self._cuts(i), shared) if shared else _merged(boxes)
                 for box in boxes:
-                    data, future = aligned_read.begin(stores[i][(*box.slices, ...)])
+                    data, future = host_memory.begin_read(stores[i][(*box.slices, ...)])
                     parts[i].append((box, data))
                     futures.append(future)
             return futures

@@ -22,7 +22,7 @@ from adacheck_jax.device.sharding import holders_of
 from adacheck_jax.errors import IntegrityError, MismatchError, StorageError, unreadable
 from adacheck_jax.format.boxes import Box, Cuts
 from adacheck_jax.restore.shares import Exchange, Piece, SharedPart, users_of
-from adacheck_jax.store import aligned_read
+from adacheck_jax.store import host_memory
 from adacheck_jax.store.storage.location import AnyPath, at
 
 _DONE, _DAMAGED, _UNREADABLE = 0, 1, 2
@@ -76,7 +76,7 @@ def put_together(box: Box, parts: Sequence[tuple[Box, np.ndarray]]) -> np.ndarra
         if around.contains(box):
             return data[(*box.relative_to(around.start).slices, ...)]
     dtype = parts[0][1].dtype
-    memory = aligned_read.empty(box.size * dtype.itemsize).view(dtype).reshape(box.shape)
+    memory = host_memory.empty(box.size * dtype.itemsize).view(dtype).reshape(box.shape)
     for each, data in parts:
         common = box.intersect(each)
         if common is not None:
@@ -234,7 +234,7 @@ def begin(
     wanted: list[tuple[int, Box, np.ndarray]] = []
     try:
         for each in share.exchanges:
-            row = aligned_read.empty(exchange.padded_length(each.row_bytes))
+            row = host_memory.empty(exchange.padded_length(each.row_bytes))
             share.rows.append(row)
             wanted += [
                 (piece.part.array, piece.part.box, _elements(row, piece, dtypes))

@@ -31,7 +31,7 @@ from adacheck_jax.save.staged_save import StagedSave
 from adacheck_jax.schedule.stopwatch import Clock, Measurement
 from adacheck_jax.store import claims, delta_writer, equality, links
 from adacheck_jax.store.base_writer import BaseWriter, Layout
-from adacheck_jax.store.steps import ancestors, folders, manifest_file
+from adacheck_jax.store.steps import folders, manifest_file
 from adacheck_jax.store.storage.location import AnyPath, at
 
 
@@ -148,7 +148,7 @@ def _write(
             looked = None
             if process == 0 and staged.parent and not staged.links:
                 looked = thread.submit(
-                    ancestors.check, staged.parent, staged.parent_stamp, directory
+                    links.check_ancestors, staged.parent, staged.parent_stamp, directory
                 )
             written = _write_deltas(staged.steps, directory, process)
             if looked is not None:

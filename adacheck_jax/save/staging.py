@@ -27,7 +27,7 @@ from adacheck_jax.save.staged_save import Destination
 from adacheck_jax.state.snapshot import Snapshot, Structure
 from adacheck_jax.store.base_writer import BaseWriter, EarlierBase, Layout, seldom_changed
 from adacheck_jax.store.delta_writer import DeltaEncodings, DeltaWriter
-from adacheck_jax.store.reused_memory import ReusedMemory
+from adacheck_jax.store.host_memory import ReusedMemory
 from adacheck_jax.store.steps.lineage import Lineage
 
 _REUSED_BYTES = 1 << 30

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from adacheck_jax.schedule.best import LONGEST_LINEAGE, best_schedule
-from adacheck_jax.schedule.costs import Costs, Schedule
-from adacheck_jax.schedule.waste import restore_s, waste
+from adacheck_jax.schedule.waste import Costs, Schedule, restore_s, waste
 
 WINDOW = 31
 """Measurements of each cost that a running median is taken over."""

@@ -6,8 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from adacheck_jax.schedule.costs import Costs, Schedule
-from adacheck_jax.schedule.waste import restore_s, waste
+from adacheck_jax.schedule.waste import Costs, Schedule, restore_s, waste
 
 LONGEST_LINEAGE = 100_000
 """No lineage is planned to have more deltas."""

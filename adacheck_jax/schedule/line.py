@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from adacheck_jax.schedule.adaptive import LEAST_DELTAS, AdaptivePolicy, Position, RunningCosts
-from adacheck_jax.schedule.costs import Costs, Schedule
 from adacheck_jax.schedule.stopwatch import Measurement
-from adacheck_jax.schedule.waste import restore_s, waste
+from adacheck_jax.schedule.waste import Costs, Schedule, restore_s, waste
 
 MaxDeltas = int | Literal["auto"] | AdaptivePolicy
 """A number of deltas for each base; or a policy that chooses it, ``"auto"`` the default one."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 Measurement = tuple[str, float, int]
-"""A field of :class:`~adacheck_jax.schedule.costs.Costs`, its seconds, and the number of deltas
+"""A field of :class:`~adacheck_jax.schedule.waste.Costs`, its seconds, and the number of deltas
 that took them together: 1 but for the write of a save that holds several."""
 
 Clock = Callable[[], float]

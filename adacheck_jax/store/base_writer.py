@@ -98,12 +98,12 @@ class BaseWriter:
             The report for the other processes, as JSON: ``volumes``, the arrays to take from each
             volume; ``aliases``, pairs of leaves that share data; ``kept``, pairs of a leaf and the
             step that wrote its data.
-
-        Raises:
-            OSError: from the file system.
         """
-        drafts = {i: self._piece(i) for i, blocks in self.blocks.items() if blocks}
-        own = {i: piece for i, piece in drafts.items() if piece is not None}
+        own = {
+            i: piece
+            for i, blocks in self.blocks.items()
+            if blocks and (piece := self._piece(i)) is not None
+        }
         index = {piece.name: i for i, piece in own.items()}
         kept: dict[str, str] = {}
         still = self.still
@@ -198,12 +198,7 @@ def agreed(
 
 
 def chunk_shape(leaf: Leaf, wanted_bytes: int | None) -> tuple[int, ...]:
-    """Shape of a leaf's chunks in a base.
-
-    Args:
-        leaf: the leaf.
-        wanted_bytes: largest chunk that the caller wants, None for no wish.
-    """
+    """Shape of a leaf's chunks in a base: the caller may want smaller or larger ones."""
     max_bytes = wanted_bytes or boxes.MAX_CHUNK_BYTES
     return boxes.chunk_shape(leaf.cuts, leaf.itemsize_bytes, max_bytes)
 

@@ -7,6 +7,9 @@ leaves a claim in it; a writer that does not find its own claim afterwards has l
 An object store has no locks, but conditions. There the claim of the first process lies where the
 manifest will: the manifest is written only in the place of that very claim, and no process writes
 over a file of a delta.
+
+A lock is a file's, so that it holds between processes too; the thread that writes or commits a step
+holds that of the step, and takes no other meanwhile.
 """
 
 from __future__ import annotations
@@ -17,7 +20,6 @@ import uuid
 from collections.abc import Iterator
 
 from adacheck_jax.errors import StorageError
-from adacheck_jax.store.links import PROBE_PREFIX
 from adacheck_jax.store.steps import manifest_file, roots
 from adacheck_jax.store.steps.folders import BASE, DELTA, KEPT, LINEAGE, STILL
 from adacheck_jax.store.storage.interface import Stamp
@@ -171,7 +173,5 @@ def lost(directory: AnyPath) -> StorageError:
 @contextlib.contextmanager
 def _turn(directory: AnyPath, process: int) -> Iterator[None]:
     """Holds the lock of a step, where there are locks; elsewhere the claims alone decide."""
-    (root, item), final = roots.place_of(directory).line, roots.committed_path(directory)
-    name = final.name if item is None else f"{final.parent.name}.{final.name}"
-    with at(root / f"{PROBE_PREFIX}{name}.{process}{roots.TMP_SUFFIX}").lock():
+    with roots.beside(directory, f"{process}").lock():
         yield

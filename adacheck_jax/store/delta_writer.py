@@ -14,8 +14,8 @@ from adacheck_jax.format.codes import Code
 from adacheck_jax.format.manifest import Encoding, Leaf
 from adacheck_jax.format.pack_plan import Extent, WritePlan
 from adacheck_jax.store import equality
+from adacheck_jax.store.host_memory import ReusedMemory
 from adacheck_jax.store.packs import arrays, writer
-from adacheck_jax.store.reused_memory import ReusedMemory
 from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.store.zarr import Codec, Compression, codec_of
 
@@ -229,9 +229,6 @@ def write(
 
     Returns:
         One report a delta, from :meth:`Packed.told`.
-
-    Raises:
-        OSError: from the file system.
     """
     sections = [each.raw for each in packed], [each.compressed for each in packed]
     contents = list(zip((arrays.RAW, arrays.COMPRESSED), sections, strict=True))

@@ -160,8 +160,7 @@ def _kind(chunk: _Chunk) -> Any:
 
 def _batches(chunks: Sequence[Sequence[_Chunk]]) -> Iterator[list[Sequence[_Chunk]]]:
     """Groups of pieces' chunks, of bounded size, but with one piece at least."""
-    batch: list[Sequence[_Chunk]] = []
-    size_bytes = 0
+    batch, size_bytes = list[Sequence[_Chunk]](), 0
     for each in chunks:
         own_bytes = sum(chunk.data.nbytes for chunk in each if chunk.is_own)
         if batch and size_bytes + own_bytes > _TRANSACTION_BYTES:
@@ -246,7 +245,9 @@ def keep(
                 continue
             if max(stat.link_count for stat in stats) > _MAX_LINKS:
                 continue
-            _link(source, directory / name)
+            files = {each.below(at(source)): each.key for each in at(source).list()}
+            if not at(directory / name).adopt(files):
+                continue
             equal = [piece for piece in held if _holds(directory / name, piece)]
         except (OSError, ValueError):  # deleted meanwhile, or damaged: written again
             with contextlib.suppress(OSError):
@@ -271,17 +272,12 @@ def _names(directory: AnyPath) -> list[str]:
     return [key.removesuffix("/zarr.json") for key in keys if key.endswith("/zarr.json")]
 
 
-def _link(source: AnyPath, target: AnyPath) -> None:
-    folder = at(source)
-    if not at(target).adopt({each.below(folder): each.key for each in folder.list()}):
-        raise OSError(f"{source}: cannot be linked")
-
-
 def _holds(directory: AnyPath, piece: ArrayPiece) -> bool:
     """True if a volume holds exactly a piece's elements, cut into the same chunks."""
     database, context = zarr.database_in(directory), at(directory).context()
     (found,) = volume_reader.stored_metadata(database, [piece.name], context)
-    if any(found.get(key) != value for key, value in _comparable(piece.metadata).items()):
+    wanted = piece.metadata
+    if any(found.get(key) != wanted[key] for key in ("data_type", "shape", "chunk_grid")):
         return False
     spec = zarr.array_in(database, piece.name)
     store = ts.open(spec, open=True, read=True, context=context).result()
@@ -289,10 +285,6 @@ def _holds(directory: AnyPath, piece: ArrayPiece) -> bool:
         equality.same_bits(np.asarray(store[(*box.slices, ...)].read().result()), block)
         for box, block in piece.blocks.items()
     )
-
-
-def _comparable(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: metadata[key] for key in ("data_type", "shape", "chunk_grid")}
 
 
 def merge(item_directory: AnyPath, contents: Mapping[str, Sequence[str] | None]) -> None:

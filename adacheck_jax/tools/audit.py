@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.store.compaction import in_place
-from adacheck_jax.store.links import PROBE_PREFIX
 from adacheck_jax.store.steps import lineage as lineages
 from adacheck_jax.store.steps import lookup, roots
 from adacheck_jax.store.steps.folders import LINEAGE
-from adacheck_jax.store.steps.roots import TMP_SUFFIX, Step
+from adacheck_jax.store.steps.roots import PROBE_PREFIX, TMP_SUFFIX, Step
 from adacheck_jax.store.storage.location import AnyPath, Location, at
 from adacheck_jax.tools.listing import kind_of
 from adacheck_jax.tools.recompute import RECOMPUTED, Recomputation, Replayed

@@ -21,7 +21,7 @@ from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.boxes import Blocks, Box
 from adacheck_jax.format.manifest import BaseManifest, Leaf
 from adacheck_jax.store.compaction import in_place
-from adacheck_jax.store.steps import lookup, roots, stock
+from adacheck_jax.store.steps import lookup, roots
 from adacheck_jax.store.steps.folders import DELTA, LINEAGE
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.steps.manifest_file import DIRECTORY
@@ -146,7 +146,7 @@ def _why_not_saved(root: AnyPath, number: int) -> str:
                 f"that step {number} was recorded and lies in step {step.step}, with which it was "
                 f"saved. Only saved steps can be compacted: give {step.step}"
             )
-    if number in stock.steps_under(root):
+    if number in roots.stock_steps(root):
         return f"that stock Orbax saved step {number}: it is a full state already"
     return ""
 

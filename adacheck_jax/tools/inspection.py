@@ -10,7 +10,7 @@ from adacheck_jax.format.manifest import (
     Manifest,
     Update,
 )
-from adacheck_jax.store.steps import lookup, sizes
+from adacheck_jax.store.steps import folders, lookup
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.steps.roots import Step
 from adacheck_jax.store.storage.location import AnyPath
@@ -171,7 +171,7 @@ def _described(step: Step) -> StepDetails:
         replayed_count=lineage.replayed_count,
         checks=tuple(StepCheck(d.step, d.checked) for d in lineage.deltas),
         problem=lineage.problem or (None if base.update else "the base holds no update program"),
-        new_bytes=sizes.new_bytes(step.directory),
+        new_bytes=folders.new_bytes(step.directory),
         versions=dict(base.versions),
         groups=_totals(leaves),
         leaves=leaves,

@@ -11,7 +11,7 @@ from typing import Any
 
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest, Manifest
-from adacheck_jax.store.steps import roots, sizes, stock
+from adacheck_jax.store.steps import folders, roots
 from adacheck_jax.store.steps.roots import Step
 from adacheck_jax.store.storage.interface import Entry, Stamp
 from adacheck_jax.store.storage.location import AnyPath, at
@@ -172,7 +172,7 @@ def _checked(manifest: Manifest) -> str | None:
 def _others(root: AnyPath, steps: Sequence[Step]) -> list[StepSummary]:
     """Directories with a step's name in which none of our steps lies."""
     ours = {at(step.directory).below(at(root)).partition("/")[0] for step in steps}
-    known = stock.steps_under(root)
+    known = roots.stock_steps(root)
     rows = [
         StepSummary(number, at(path).below(at(root)), STOCK)
         for number, paths in known.items()
@@ -212,7 +212,7 @@ def _sizes_of(files: Sequence[tuple[str, Entry]]) -> dict[str, int]:
     links = Counter(entry.stamp for _, entry in files)
     entries = {entry.stamp: entry for _, entry in files}.values()
     return {
-        "new_bytes": sum(entry.size_bytes for path, entry in files if not sizes.is_link(path)),
+        "new_bytes": sum(entry.size_bytes for path, entry in files if not folders.is_link(path)),
         "size_bytes": sum(entry.size_bytes for entry in entries),
         "unique_bytes": sum(x.size_bytes for x in entries if x.link_count <= links[x.stamp]),
     }

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from etils import epath
 
 from adacheck_jax.errors import AdaCheckError, StorageError, first_line
-from adacheck_jax.format.manifest_body import versions
+from adacheck_jax.format import manifest_json
 from adacheck_jax.store.compaction import in_place
 from adacheck_jax.store.steps import identity, lookup, manifest_file, roots
 from adacheck_jax.store.steps import lineage as lineages
@@ -219,7 +219,7 @@ def _judge(root: Location, step: StepReport) -> tuple[bool, str]:
     own = at(directory / manifest_file.FILE)
     for manifest in (own, *lookup.linked_manifests(directory)):
         found = _format(manifest)
-        if found is not None and found != versions.FORMAT_VERSION:
+        if found is not None and found != manifest_json.FORMAT_VERSION:
             return False, f"its format version is {found}: another release may read it"
     problem = unreadable_file(directory)
     if problem is not None:
@@ -298,7 +298,7 @@ def _is_removed(root: Location, removal: Removal) -> bool:
     if TMP_SUFFIX not in path.name:  # ended midway, no manager takes the rest for a step
         name = f"{path.name}{TMP_SUFFIX}-{uuid.uuid4().hex}"
         try:
-            is_renamed = path.rename(name)
+            is_renamed = path.move(path.with_name(name))
         except FileNotFoundError:
             return False
         if is_renamed:

@@ -14,7 +14,7 @@ from adacheck_jax.errors import (
     unreadable,
 )
 from adacheck_jax.store.steps import lineage as lineages
-from adacheck_jax.store.steps import lookup, roots, stock
+from adacheck_jax.store.steps import lookup, roots
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import AnyPath, located
 from adacheck_jax.tools.steps import undeleted
@@ -77,7 +77,7 @@ def latest_restorable(
     """
     path = located(os.fspath(root))
     steps, verifier, first, inner = _steps_of(path, item), Verifier(), None, None
-    for number, paths in sorted((steps | stock.steps_under(path, item)).items(), reverse=True):
+    for number, paths in sorted((steps | roots.stock_steps(path, item)).items(), reverse=True):
         if inner is not None and inner > number:
             break
         try:
@@ -123,7 +123,7 @@ def _verify(number: int, paths: Sequence[AnyPath], read_data: bool, verifier: Ve
         StepDeletedError: it was deleted meanwhile.
     """
     for path in paths:
-        if stock.is_stock(path):
+        if roots.is_stock(path):
             raise IntegrityError(
                 f"{path}: expected a step with fingerprints, found one that stock Orbax saved, "
                 "which nothing can verify. To go on from it, restore it by its number."

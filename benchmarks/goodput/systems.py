@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 
 from adacheck_jax.schedule.best import best_schedule
-from adacheck_jax.schedule.costs import Costs, Schedule
+from adacheck_jax.schedule.waste import Costs, Schedule
 from benchmarks.goodput.figures import Cluster
 from benchmarks.goodput.tiers import Behaviour, Tier
 

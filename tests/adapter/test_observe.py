@@ -17,7 +17,7 @@ import adacheck_jax as adacheck
 from adacheck_jax.errors import StorageError
 from adacheck_jax.restore import progress
 from adacheck_jax.save import commit
-from adacheck_jax.store.steps import sizes
+from adacheck_jax.store.steps import folders
 from tests import support
 from tests.support import manager_of, mesh_of, save_steps
 
@@ -68,7 +68,7 @@ def test_each_save_is_reported_once_it_is_committed(tmp_path, run):
     assert threading.main_thread() not in threads
     for each in told:
         item = tmp_path / str(each.step) / "default"
-        assert 0 <= sizes.new_bytes(item) - each.new_bytes < 1000  # what Orbax marks it with
+        assert 0 <= folders.new_bytes(item) - each.new_bytes < 1000  # what Orbax marks it with
         assert each.reason
         assert 0 < each.blocking_s <= each.durable_s
         assert 0 <= each.check_s <= each.durable_s

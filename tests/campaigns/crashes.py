@@ -48,8 +48,8 @@ import adacheck_jax as adacheck
 from adacheck_jax.device import trees
 from adacheck_jax.format import manifest as manifests
 from adacheck_jax.schedule import line as lines
-from adacheck_jax.schedule.costs import Schedule
 from adacheck_jax.schedule.line import MaxDeltas
+from adacheck_jax.schedule.waste import Schedule
 from adacheck_jax.store.steps import manifest_file, roots
 from adacheck_jax.store.storage.location import located
 from benchmarks.common import free_port

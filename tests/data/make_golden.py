@@ -28,7 +28,7 @@ import optax
 
 import adacheck_jax as adacheck
 from adacheck_jax.device import trees
-from adacheck_jax.format.manifest_body.versions import FORMAT_VERSION
+from adacheck_jax.format.manifest_json import FORMAT_VERSION
 from adacheck_jax.update.recorder_state import PASSED_FIELD
 from tests import support
 

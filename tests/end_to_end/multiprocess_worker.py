@@ -35,8 +35,8 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import LatestN
 
 import adacheck_jax as adacheck
-from adacheck_jax.schedule.costs import Schedule
 from adacheck_jax.schedule.stopwatch import Stopwatch
+from adacheck_jax.schedule.waste import Schedule
 from tests import support
 
 mode = own.mode

@@ -17,7 +17,7 @@ from jax.sharding import AxisType
 import adacheck_jax as adacheck
 from adacheck_jax.save import staged
 from adacheck_jax.schedule import line
-from adacheck_jax.schedule.costs import Schedule
+from adacheck_jax.schedule.waste import Schedule
 from tests import support
 from tests.end_to_end.test_state_kinds import (
     assert_only_changes_are_stored,

@@ -17,7 +17,7 @@ from adacheck_jax.cli.main import app
 from adacheck_jax.errors import IntegrityError, RecorderError
 from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.schedule import line
-from adacheck_jax.schedule.costs import Schedule
+from adacheck_jax.schedule.waste import Schedule
 from adacheck_jax.store.steps import roots
 from tests import support
 from tests.end_to_end.test_multiprocess import launch

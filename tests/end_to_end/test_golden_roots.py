@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import adacheck_jax as adacheck
 from adacheck_jax.cli.main import app
 from adacheck_jax.format import manifest
-from adacheck_jax.format.manifest_body.versions import FORMAT_VERSION, OLDEST_VERSION
+from adacheck_jax.format.manifest_json import FORMAT_VERSION, OLDEST_VERSION
 from adacheck_jax.store.steps import roots
 from tests import support
 from tests.data.make_golden import GOLDEN, bits_of, initial_state, train_step, unpack

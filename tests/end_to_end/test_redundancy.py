@@ -20,7 +20,7 @@ import adacheck_jax as adacheck
 from adacheck_jax.errors import IntegrityError
 from adacheck_jax.format import manifest
 from adacheck_jax.store import links, volumes
-from adacheck_jax.store.steps import manifest_file, sizes
+from adacheck_jax.store.steps import folders, manifest_file
 from adacheck_jax.tools import inspection
 from tests import support
 from tests.end_to_end.test_multiprocess import launch
@@ -49,7 +49,7 @@ def restored(root, step, like):
 
 
 def new_bytes(root, step):
-    return sizes.new_bytes(root / str(step))
+    return folders.new_bytes(root / str(step))
 
 
 def base_of(root, step):

@@ -33,7 +33,7 @@ from adacheck_jax.publish.writing import Writer
 from adacheck_jax.save.background_bases import BackgroundBases
 from adacheck_jax.save.commit import Save
 from adacheck_jax.schedule import line
-from adacheck_jax.schedule.costs import Schedule
+from adacheck_jax.schedule.waste import Schedule
 from adacheck_jax.store.compaction import new_base
 from adacheck_jax.store.steps import roots
 from adacheck_jax.update.elements.host_fold import HostFold

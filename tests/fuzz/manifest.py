@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from adacheck_jax.format import codes, manifest, manifest_json, pack_plan
-from adacheck_jax.format.manifest_body.records import MAX_STATE_BYTES
+from adacheck_jax.format.manifest_records import MAX_STATE_BYTES
 from adacheck_jax.restore.deltas import delta_reader
 from adacheck_jax.store.steps import lookup, manifest_file
 from tests.fuzz import engine

@@ -30,7 +30,7 @@ from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
 import adacheck_jax as adacheck  # noqa: E402
 from adacheck_jax.errors import IntegrityError  # noqa: E402
-from adacheck_jax.store import aligned_read  # noqa: E402
+from adacheck_jax.store import host_memory  # noqa: E402
 from tests.restore.read_once_state import saved_run  # noqa: E402
 
 LAYOUTS = {"replicated": (), "cut": ("data",), "half cut": ("half",)}
@@ -95,7 +95,7 @@ for name, axes in LAYOUTS.items():
                 assert np.ascontiguousarray(part).tobytes() == data, key
 print(json.dumps(counts))
 if process == "0":
-    aligned_read.begin_into = lambda *_: (_ for _ in ()).throw(ValueError("a bad chunk"))
+    host_memory.begin_read_into = lambda *_: (_ for _ in ()).throw(ValueError("a bad chunk"))
 with ocp.CheckpointManager(root, item_handlers=adacheck.AdaCheckHandler()) as manager:
     try:
         manager.restore(2, args=adacheck.RestoreArgs(target_of(state, ()), read_once=True))

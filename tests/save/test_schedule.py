@@ -7,8 +7,8 @@ import pytest
 import adacheck_jax as adacheck
 from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.schedule import line
-from adacheck_jax.schedule.costs import Schedule
 from adacheck_jax.schedule.stopwatch import Stopwatch
+from adacheck_jax.schedule.waste import Schedule
 from adacheck_jax.store.steps import roots
 from tests import support
 from tests.end_to_end.test_multiprocess import launch

@@ -15,8 +15,7 @@ from adacheck_jax.schedule.adaptive import (
     RunningCosts,
 )
 from adacheck_jax.schedule.best import best_schedule
-from adacheck_jax.schedule.costs import Costs, Schedule
-from adacheck_jax.schedule.waste import restore_s
+from adacheck_jax.schedule.waste import Costs, Schedule, restore_s
 
 ESTIMATE = Costs(0.1, 0.03, 0.08, 0.05, 0.4, 10.0, 0.4, 0.3, 0.02, 0.001)
 

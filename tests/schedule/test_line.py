@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from adacheck_jax.schedule.adaptive import AdaptivePolicy, Position
 from adacheck_jax.schedule.best import best_schedule
-from adacheck_jax.schedule.costs import Costs, Schedule
 from adacheck_jax.schedule.line import BEGINNING, ENOUGH, SAVE_COSTS, LineSchedule, Sizes
-from adacheck_jax.schedule.waste import restore_s
+from adacheck_jax.schedule.waste import Costs, Schedule, restore_s
 
 SIZES = Sizes(base_bytes=300_000_000, delta_bytes=10_000_000, deferred_bytes=50_000_000)
 MEASURED = dict(zip(SAVE_COSTS, (0.1, 0.04, 0.08, 0.05, 0.4), strict=True))

@@ -11,8 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adacheck_jax.schedule.best import LONGEST_LINEAGE, best_schedule
-from adacheck_jax.schedule.costs import Costs, Schedule
-from adacheck_jax.schedule.waste import LARGEST, expm1, lineage_s, power_sum, restore_s, waste
+from adacheck_jax.schedule.waste import (
+    LARGEST,
+    Costs,
+    Schedule,
+    expm1,
+    lineage_s,
+    power_sum,
+    restore_s,
+    waste,
+)
 from benchmarks import schedule as simulation
 
 PLAIN = Costs(step_s=1.0, delta_blocking_s=0.1, base_blocking_s=0.5, replay_s=0.2, restart_s=20.0)

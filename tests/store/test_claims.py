@@ -15,7 +15,7 @@ import pytest
 import adacheck_jax as adacheck
 from adacheck_jax.errors import StorageError
 from adacheck_jax.save import commit, share
-from adacheck_jax.store import claims, links
+from adacheck_jax.store import claims
 from adacheck_jax.store.steps import roots
 from tests import support
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of
@@ -78,7 +78,7 @@ def wait_for_removal(path, before):
 
 def left_in(root):
     """Everything below a root that is ours, and only there while a step is written."""
-    marks = (links.PROBE_PREFIX, ".claim.")
+    marks = (roots.PROBE_PREFIX, ".claim.")
     return [path for path in root.rglob("*") if path.name.startswith(marks)]
 
 
@@ -177,7 +177,7 @@ def test_a_directory_that_another_writer_has_removed_is_not_made_anew(tmp_path, 
 def test_a_lock_that_a_killed_process_left_is_free(tmp_path):
     directory, token = tmp_path / f"3{roots.TMP_SUFFIX}", claims.new_token()
     directory.mkdir()
-    (tmp_path / f"{links.PROBE_PREFIX}3.0{roots.TMP_SUFFIX}").touch()
+    (tmp_path / f"{roots.PROBE_PREFIX}3.0{roots.TMP_SUFFIX}").touch()
     with claims.writing(directory, 0, token):
         pass
     with claims.committing(directory, 0, token):

@@ -26,7 +26,7 @@ from adacheck_jax.errors import storage_named
 from adacheck_jax.save.attempt import Report
 from adacheck_jax.store.steps import deletion, roots
 from adacheck_jax.store.steps.marks import COMMIT_MARK
-from adacheck_jax.store.steps.stock import TREE_METADATA, is_stock
+from adacheck_jax.store.steps.roots import TREE_METADATA, is_stock
 from adacheck_jax.store.storage.location import AnyPath, at
 
 _COMMIT = "commit"

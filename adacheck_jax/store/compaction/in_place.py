@@ -9,6 +9,9 @@ files are deleted. What a crash leaves is the delta or the base, whole, and file
 
 Nothing in the step's directory is made, all is moved there, so that a step which is being deleted
 does not come back.
+
+The lock of a compaction is a file's, one a step. The thread that compacts holds it until the base
+is in its place, writes and waits for other processes meanwhile, and takes no other lock.
 """
 
 from __future__ import annotations
@@ -23,11 +26,11 @@ from adacheck_jax.format.manifest import BaseManifest, DeltaManifest
 from adacheck_jax.format.one_process import OneProcess
 from adacheck_jax.store.compaction import new_base
 from adacheck_jax.store.compaction.new_base import ALONE, BEGIN, Team
-from adacheck_jax.store.links import OWN_TREE_METADATA, PROBE_PREFIX
+from adacheck_jax.store.links import OWN_TREE_METADATA
 from adacheck_jax.store.steps import lookup, manifest_file, marks, roots
 from adacheck_jax.store.steps.folders import BASE, DELTA, KEPT, LINEAGE
 from adacheck_jax.store.steps.lineage import Lineage
-from adacheck_jax.store.steps.stock import TREE_METADATA
+from adacheck_jax.store.steps.roots import TREE_METADATA
 from adacheck_jax.store.storage.interface import Stamp
 from adacheck_jax.store.storage.location import AnyPath, Location, at
 
@@ -132,7 +135,7 @@ def prepared(
     directory, delta = _checked(lineage)
     with _named(directory):
         _remove_abandoned(directory)
-    work, process = _beside(directory, _WORK), OneProcess("a base")
+    work, process = roots.beside(directory, _WORK), OneProcess("a base")
     process.enter()
     with _turn(directory):
         try:
@@ -183,7 +186,7 @@ def contribute(
                 f"{directory}: expected the step with manifest {wanted[:12]}, found "
                 f"{found.manifest.checksum[:12]}. Nothing was changed."
             )
-        work = _beside(directory, _WORK)
+        work = roots.beside(directory, _WORK)
         new_base.write(work, found, blocks, read_back=False, team=team, earlier_sums=earlier_sums)
 
 
@@ -278,7 +281,7 @@ def clear(item_directory: AnyPath) -> None:
         return
     with _turn(directory), _named(directory):
         _clear(directory)
-        _beside(directory, _WORK).delete()
+        roots.beside(directory, _WORK).delete()
 
 
 def leftovers(item_directory: AnyPath) -> list[Location]:
@@ -319,17 +322,10 @@ def _clear(directory: Location) -> None:
         each.delete()
 
 
-def _beside(directory: Location, what: str) -> Location:
-    """A path under a step's root, with a temporary name: it is told for no step, but a leftover."""
-    root, item = roots.place_of(directory).line
-    step = directory.name if item is None else f"{directory.parent.name}.{directory.name}"
-    return at(root) / f"{PROBE_PREFIX}{step}.{what}{roots.TMP_SUFFIX}"
-
-
 @contextlib.contextmanager
 def _turn(directory: Location) -> Iterator[None]:
     """Waits for another compaction of the same step."""
-    with _named(directory, "It is whole"), _beside(directory, _LOCK).lock():
+    with _named(directory, "It is whole"), roots.beside(directory, _LOCK).lock():
         yield
 
 
@@ -339,7 +335,7 @@ def _remove_abandoned(directory: Location) -> None:
     A base is as large as a state, and each kill may leave one. This holds one lock at a time.
     """
     root = at(roots.place_of(directory).line[0])
-    begin, end = PROBE_PREFIX, f".{_WORK}{roots.TMP_SUFFIX}"
+    begin, end = roots.PROBE_PREFIX, f".{_WORK}{roots.TMP_SUFFIX}"
     for name in root.folders():
         if name.startswith(begin) and name.endswith(end):
             lock = f"{name.removesuffix(end)}.{_LOCK}{roots.TMP_SUFFIX}"

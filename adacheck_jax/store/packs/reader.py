@@ -11,7 +11,7 @@ import numpy as np
 import tensorstore as ts
 
 from adacheck_jax.errors import FormatError, IntegrityError, first_line, unreadable
-from adacheck_jax.store import aligned_read, volume_reader, zarr
+from adacheck_jax.store import host_memory, volume_reader, zarr
 from adacheck_jax.store.packs.arrays import Kind, Ranges, Runs
 from adacheck_jax.store.storage.location import AnyPath, at
 
@@ -102,19 +102,19 @@ class PackArray:
     def _begin(self, start: int, stop: int) -> tuple[np.ndarray, list[Any]]:
         if start >= stop:
             return np.empty(0, np.uint8), []
-        data, future = aligned_read.begin(self._store[start:stop])
+        data, future = host_memory.begin_read(self._store[start:stop])
         return data, [future]
 
     def _begin_unchecked(self, start: int, stop: int) -> tuple[np.ndarray, list[Any]]:
         if start >= stop:
             return np.empty(0, np.uint8), []
-        data, futures = aligned_read.empty(stop - start), []
+        data, futures = host_memory.empty(stop - start), []
         for number in range(start // self._chunk_bytes, -(-stop // self._chunk_bytes)):
             first = number * self._chunk_bytes
             a, b = max(start, first), min(stop, first + self._chunk_bytes)
             skipped = number * _CHECKSUM_BYTES
             part = self._plain[a + skipped : b + skipped]
-            futures.append(aligned_read.begin_into(part, data[a - start : b - start]))
+            futures.append(host_memory.begin_read_into(part, data[a - start : b - start]))
         return data, futures
 
     @functools.cached_property

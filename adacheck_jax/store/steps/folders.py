@@ -1,9 +1,12 @@
-"""Names of the files and folders of a step, below its item directory."""
+"""Names of the files and folders of a step below its item directory, and their sizes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from adacheck_jax.store.steps import manifest_file
-from adacheck_jax.store.storage.location import AnyPath
+from adacheck_jax.store.storage.interface import Entry
+from adacheck_jax.store.storage.location import AnyPath, at
 
 DELTA = "delta"
 """Beginning of the names of a pack's files; a dot, the process and a dot follow."""
@@ -25,3 +28,30 @@ def pack_name(process: int) -> str:
 def pack_in(item_directory: AnyPath, process: int) -> AnyPath:
     """Beginning of the paths of the pack that a process writes; a dot follows."""
     return item_directory / manifest_file.DIRECTORY / pack_name(process)
+
+
+def new_bytes(directory: AnyPath) -> int | None:
+    """Bytes of the files under a step or item directory, without its links to earlier steps.
+
+    None in an object store: tensorstore tells a value's size only with the value.
+    """
+    if not at(directory).on_file_system:
+        return None
+    return sum(each.size_bytes for each in files(directory, links=False))
+
+
+def is_link(path: str) -> bool:
+    """True for a file under a step that is a link to one of an earlier step."""
+    return f"/{LINEAGE}/" in path or f"/{KEPT}/" in path
+
+
+def files(directory: AnyPath, *, links: bool = True) -> Iterator[Entry]:
+    """Descriptions of the files under a directory; files deleted meanwhile are left out.
+
+    Args:
+        directory: the directory.
+        links: False to leave out those that are links to files of earlier steps.
+    """
+    for path, entry in at(directory).described():
+        if links or not is_link(f"/{path}"):
+            yield entry

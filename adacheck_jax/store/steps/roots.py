@@ -9,11 +9,21 @@ from adacheck_jax.format.manifest import DeltaManifest, Manifest
 from adacheck_jax.store.steps import manifest_file
 from adacheck_jax.store.steps.folders import BASE, DELTA, KEPT, LINEAGE
 from adacheck_jax.store.steps.lookup import resolve
-from adacheck_jax.store.steps.marks import IN_PLACE, is_committed, is_item, is_told_by_names
-from adacheck_jax.store.storage.location import AnyPath, at
+from adacheck_jax.store.steps.marks import (
+    COMMIT_MARK,
+    IN_PLACE,
+    is_committed,
+    is_item,
+    is_told_by_names,
+)
+from adacheck_jax.store.storage.location import AnyPath, Location, at
 
 TMP_SUFFIX = ".orbax-checkpoint-tmp"
 """Part of the names that Orbax gives to directories that are not committed."""
+PROBE_PREFIX = ".adacheck-"
+"""Beginning of the names of files and directories that exist for a while beside the steps."""
+TREE_METADATA = "_METADATA"
+"""Name of the file by which Orbax tells a pytree from another checkpointable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +149,13 @@ def place_of_step(directory: AnyPath) -> Place:
     return Place((directory.parent, None), _number_in(_committed(directory.name)))
 
 
+def beside(item_directory: AnyPath, what: str) -> Location:
+    """A path under a step's root, with a temporary name: it is told for no step, but a leftover."""
+    (root, item), final = place_of(item_directory).line, committed_path(item_directory)
+    name = final.name if item is None else f"{final.parent.name}.{final.name}"
+    return at(root) / f"{PROBE_PREFIX}{name}.{what}{TMP_SUFFIX}"
+
+
 def is_written_in_place(item_directory: AnyPath) -> bool:
     """True if a directory that is being saved into keeps its name when it is committed."""
     return not any(TMP_SUFFIX in each.name for each in (item_directory, item_directory.parent))
@@ -185,3 +202,35 @@ def _delta_count(
         return resolve(directory, manifests.read_file).delta_count
     manifest_file.refuse_links(directory)
     return 0
+
+
+def is_stock(directory: AnyPath) -> bool:
+    """True for a pytree that Orbax's own handlers wrote, such as weights to begin with."""
+    return not _has_our_folder(directory) and at(directory / TREE_METADATA).exists
+
+
+def stock_steps(root: AnyPath, item: str | None = None) -> dict[int, list[AnyPath]]:
+    """Item directories of the steps under a root that stock Orbax saved, by step number.
+
+    A step that holds an item of ours is not among them: a data iterator beside it is no state.
+    """
+    found: dict[int, list[AnyPath]] = {}
+    root = root if at(root).on_file_system else at(root).listed()
+    for name in at(root).folders():
+        step = root / name
+        number = place_of_step(step).step
+        if number is None or TMP_SUFFIX in name:
+            continue
+        if not at(root).on_file_system and not at(step / COMMIT_MARK).exists:
+            continue
+        folders = [step / each for each in at(step).folders() if TMP_SUFFIX not in each]
+        if any(map(_has_our_folder, [step, *folders])):
+            continue
+        stock = [path for path in [step, *folders] if is_stock(path)]
+        if named := [path for path in stock if item in (None, path.name)]:
+            found[number] = named
+    return found
+
+
+def _has_our_folder(directory: AnyPath) -> bool:
+    return at(directory / manifest_file.DIRECTORY).exists

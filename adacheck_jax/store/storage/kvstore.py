@@ -219,22 +219,21 @@ class Listed(KvStore):
     def kind(self, key: str) -> Kind:
         if not self._tells_of(key, f"{key}/"):
             return super().kind(key)
-        first = bisect.bisect_left(self._keys, key)
-        if self._keys[first : first + 1] == [key]:
+        if [*self._between(key, f"{key}\0")]:
             return "value"
         return "folder" if next(self.list(key), None) is not None else ""
 
     def list(self, prefix: str, *, deep: bool = True) -> Iterator[str]:
         start = f"{prefix}/" if prefix else ""
         if not self._tells_of(start, start):
-            yield from self._viewed.list(prefix, deep=deep)
-            return
-        for number in range(bisect.bisect_left(self._keys, start), len(self._keys)):
-            key = self._keys[number]
-            if not key.startswith(start):
-                return
-            if deep or "/" not in key[len(start) :]:
-                yield key
+            return self._viewed.list(prefix, deep=deep)
+        found = self._between(*_below(start))
+        return (key for key in found if deep or "/" not in key[len(start) :])
+
+    def _between(self, first: str, end: str) -> list[str]:
+        """Listed keys from one up to an end; an empty end for all that follow."""
+        stop = bisect.bisect_left(self._keys, end) if end else len(self._keys)
+        return self._keys[bisect.bisect_left(self._keys, first) : stop]
 
     def _tells_of(self, key: str, start: str) -> bool:
         """True if all keys from one to the last that begins with a text lie in the range."""

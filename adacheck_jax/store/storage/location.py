@@ -194,10 +194,6 @@ class Location:
         start = (self / "").key
         return self.storage.adopt({f"{start}{name}": key for name, key in values.items()})
 
-    def rename(self, name: str) -> bool:
-        """Gives a folder another name; False if the storage cannot."""
-        return self.storage.rename(self.key, self.with_name(name).key)
-
     def move(self, target: Location) -> bool:
         """Gives a value or a folder another key; a reader finds it under one of the two.
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import xxhash
 
 from adacheck_jax.errors import AdaCheckError, IntegrityError, StepDeletedError
-from adacheck_jax.store.steps import deletion, identity, manifest_file, marks, roots, stock
+from adacheck_jax.store.steps import deletion, identity, manifest_file, marks, roots
 from adacheck_jax.store.storage.location import at
 from adacheck_jax.tools.steps import InputError, deleted, resolved, steps_under, undeleted
 
@@ -135,7 +135,7 @@ def _local(text: str) -> Path:
 def _asked(sources: Sequence[str]) -> tuple[Path, list[str]]:
     """The root that paths name, and the step directories; none of these for all."""
     paths = [_local(text) for text in sources]
-    traces = (marks.STEP_METADATA, manifest_file.DIRECTORY, stock.TREE_METADATA)
+    traces = (marks.STEP_METADATA, manifest_file.DIRECTORY, roots.TREE_METADATA)
     found = {p.parent if any((p / each).exists() for each in traces) else p for p in paths}
     if len(found) > 1:
         shown = ", ".join(sorted(map(str, found)))
@@ -161,7 +161,7 @@ def _step_names(root: Path) -> set[str]:
     """Names of step directories, of any kind; none if a path is no directory."""
     if not root.is_dir():
         return set()
-    others = (path for paths in stock.steps_under(root).values() for path in paths)
+    others = (path for paths in roots.stock_steps(root).values() for path in paths)
     return {_name(root, each) for each in (*roots.items_of(root), *others)}
 
 
@@ -201,7 +201,7 @@ def _plan(root: Path, names: Sequence[str]) -> tuple[list[CopiedStep], dict[str,
         else:
             holders = {_name(root, each.holder) for each in lineage.entries}
             needs.setdefault(name, set()).update(holders - {name})
-    for places in stock.steps_under(root).values():
+    for places in roots.stock_steps(root).values():
         name = _name(root, places[0])
         rows[name] = CopiedStep(name, REFUSED, "stock Orbax saved it: copy it with cp -r")
     for name in names:

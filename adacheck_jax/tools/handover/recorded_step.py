@@ -14,7 +14,7 @@ from adacheck_jax.errors import (
     AdaCheckError,
 )
 from adacheck_jax.layout.rules import Rule
-from adacheck_jax.store.steps import lookup, roots, stock
+from adacheck_jax.store.steps import lookup, roots
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.tools.recompute import wide_integers
@@ -82,7 +82,7 @@ def find(root: AnyPath, number: int, item: str | None = None) -> RecordedStep:
         found = _held(root, number, item)
         if found is not None:
             return found
-        if number in stock.steps_under(root):
+        if number in roots.stock_steps(root):
             raise InputError(
                 f"{root}: expected a step saved by AdaCheckHandler, found that stock Orbax saved "
                 f"step {number}: nothing can verify it. It is a plain checkpoint already; copy its "

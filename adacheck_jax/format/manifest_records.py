@@ -1,6 +1,8 @@
 """Records of a manifest, read from JSON: by the types of their fields, and then by what must fit.
 
-The types that :mod:`~adacheck_jax.format.manifest` declares say how each field is read.
+The types that :mod:`~adacheck_jax.format.manifest` declares say how each field is read. Whatever is
+returned is bounded in size and consistent in itself, since JSON is untrusted input. All functions
+raise LookupError, TypeError, ValueError or AttributeError for what they refuse.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import functools
 import itertools
 import math
 import re
+import reprlib
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -26,8 +29,6 @@ from adacheck_jax.format.manifest import (
     Pack,
     Update,
 )
-from adacheck_jax.format.manifest_body import fields
-from adacheck_jax.format.manifest_body.fields import check_ascending, shown
 
 MAX_BOXES = 2**23
 """Boxes of all leaves of a base."""
@@ -38,15 +39,84 @@ MAX_STATE_BYTES = 2**60
 LEFT_OUT = ("replaces", "replica")
 """Fields of which JSON says nothing where they are empty."""
 
+MAX_NUMBER = 2**63 - 1
+"""The largest of 64 bits with a sign."""
+
 _T = TypeVar("_T")
 
 
-def record(kind: type[_T], body: Any) -> _T:
-    """A record of a class that :mod:`~adacheck_jax.format.manifest` declares.
+def shown(value: Any) -> str:
+    """A value for a message, shortened to a line."""
+    return reprlib.repr(value)
 
-    Raises:
-        LookupError, TypeError, ValueError, AttributeError: a field is missing or wrong.
-    """
+
+def natural(value: Any, most: int = MAX_NUMBER) -> int:
+    """A number from 0 to a largest one."""
+    if type(value) is not int or not 0 <= value <= most:
+        raise TypeError(f"expected a number from 0 to {most}, found {shown(value)}")
+    return value
+
+
+def truth(value: Any) -> bool:
+    """True or false, and no number."""
+    if not isinstance(value, bool):
+        raise TypeError(f"expected true or false, found {shown(value)}")
+    return value
+
+
+def text(value: Any) -> str:
+    """A text that can be encoded: no lone surrogate."""
+    if not isinstance(value, str):
+        raise TypeError(f"expected a text, found {shown(value)}")
+    if not value.isascii():
+        value.encode()  # a ValueError for a lone surrogate
+    return value
+
+
+def texts(value: Any) -> dict[str, str]:
+    """Texts by name."""
+    return {text(name): text(each) for name, each in value.items()}
+
+
+def digits(value: Any, count: int) -> str:
+    """A text of so many hexadecimal digits."""
+    if not isinstance(value, str) or not re.fullmatch(f"[0-9a-f]{{{count}}}", value):
+        raise ValueError(f"expected {count} hexadecimal digits, found {shown(value)}")
+    return value
+
+
+def fingerprint(value: Any) -> int:
+    """A fingerprint, from its hexadecimal digits."""
+    return int(digits(value, 16), 16)
+
+
+def tuple_of(read: Callable[[Any], _T], items: Any) -> tuple[_T, ...]:
+    """The items of a list, each read by a function."""
+    if not isinstance(items, list):
+        raise TypeError(f"expected a list, found {type(items).__name__}")
+    return tuple(read(item) for item in items)
+
+
+def numbers(count: int, items: Any) -> tuple[int, ...]:
+    """So many numbers."""
+    if not isinstance(items, list) or len(items) != count:
+        raise TypeError(f"expected {count} numbers, found {shown(items)}")
+    return tuple_of(natural, items)
+
+
+def optional(read: Callable[[Any], _T], value: Any) -> _T | None:
+    """None, or a value read by a function."""
+    return None if value is None else read(value)
+
+
+def check_ascending(values: Sequence[int], what: str, end: int = MAX_NUMBER + 1) -> None:
+    """Refuses numbers that do not ascend, or reach an end."""
+    if list(values) != sorted(set(values)) or (values and values[-1] >= end):
+        raise ValueError(f"{what} that do not ascend, or are not there: {shown(values)}")
+
+
+def record(kind: type[_T], body: Any) -> _T:
+    """A record of a class that :mod:`~adacheck_jax.format.manifest` declares."""
     given = _readers(kind).items()
     values = {
         name: read(body[name]) for name, read in given if name in body or name not in LEFT_OUT
@@ -61,7 +131,7 @@ def record(kind: type[_T], body: Any) -> _T:
 def _readers(kind: Any) -> dict[str, Callable[[Any], Any]]:
     readers = {name: _reader_of(each) for name, each in typing.get_type_hints(kind).items()}
     if "fingerprints" in readers:
-        readers["fingerprints"] = functools.partial(fields.tuple_of, fields.fingerprint)
+        readers["fingerprints"] = functools.partial(tuple_of, fingerprint)
     return readers
 
 
@@ -71,20 +141,20 @@ def _reader_of(kind: Any) -> Callable[[Any], Any]:
     if kind in _PLAIN:
         return _PLAIN[kind]
     if origin is Mapping:
-        return fields.texts
+        return texts
     if origin is types.UnionType:
-        return functools.partial(fields.optional, _reader_of(inner[0]))
+        return functools.partial(optional, _reader_of(inner[0]))
     if origin is tuple and inner[-1] is Ellipsis:
-        return functools.partial(fields.tuple_of, _reader_of(inner[0]))
+        return functools.partial(tuple_of, _reader_of(inner[0]))
     if origin is tuple:
-        return functools.partial(fields.numbers, len(inner))
+        return functools.partial(numbers, len(inner))
     return functools.partial(record, kind)
 
 
 _PLAIN: dict[Any, Callable[[Any], Any]] = {
-    int: fields.natural,
-    str: fields.text,
-    bool: fields.truth,
+    int: natural,
+    str: text,
+    bool: truth,
     Any: lambda value: value,
 }
 
