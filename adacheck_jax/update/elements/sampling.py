@@ -103,19 +103,26 @@ class Taker:
 
     def __init__(self, sites: Sites, layout: VectorLayout, arrays: Sequence[Any]) -> None:
         self._sites = sites
-        on_mesh: dict[Mesh, list[int]] = {}
+        kinds: dict[Mesh, dict[int, _Kind]] = {}
         self._elsewhere: list[int] = []
         for i in layout.leaves:
             mesh = _mesh_of(arrays[i], sites.devices)
             if mesh is None:
                 self._elsewhere.append(i)
             else:
-                on_mesh.setdefault(mesh, []).append(i)
-        self._groups = [_Group(mesh, group, sites, arrays) for mesh, group in on_mesh.items()]
+                kinds.setdefault(mesh, {})[i] = _kind_of(arrays[i])
+        self._programs: dict[Any, _Program] = {}
+        self._chunks: list[tuple[tuple[int, ...], _Program]] = []
+        for mesh, of_leaves in kinds.items():
+            for chunk in _chunks(of_leaves):
+                key = (mesh, *(of_leaves[i] for i in chunk))
+                if key not in self._programs:
+                    self._programs[key] = _Program(mesh, chunk, sites, arrays)
+                self._chunks.append((chunk, self._programs[key]))
         # Number of the part that has the elements of a leaf, and the first and last of them.
         self._places: dict[int, tuple[int, int, int]] = {}
-        chunks = [leaves for group in self._groups for leaves, _ in group.chunks]
-        for number, leaves in enumerate([*chunks, *([i] for i in self._elsewhere)]):
+        parts = [*(chunk for chunk, _ in self._chunks), *([i] for i in self._elsewhere)]
+        for number, leaves in enumerate(parts):
             start = 0
             for i in leaves:
                 self._places[i] = (number, start, start + layout.sizes[i])
@@ -125,13 +132,12 @@ class Taker:
     @property
     def is_ready(self) -> bool:
         """True if all programs are compiled."""
-        return all(each.compiled.done() for group in self._groups for each in group.programs)
+        return all(each.compiled.done() for each in self._programs.values())
 
     def compile(self) -> None:
         """Compile the programs; an error is raised when a program is used."""
-        for group in self._groups:
-            for each in group.programs:
-                each.compile()
+        for each in self._programs.values():
+            each.compile()
 
     def take(self, arrays: Sequence[Any], first: Starts, second: Starts) -> tuple[Sample, Sample]:
         """Start to take two samples; the arrays may be donated at once.
@@ -141,7 +147,13 @@ class Taker:
             first: first elements of one sample.
             second: first elements of the other sample.
         """
-        pairs = [pair for group in self._groups for pair in group.dispatch(arrays, first, second)]
+        meshes = dict.fromkeys(program.mesh for program in self._programs.values())
+        devices = self._sites.devices
+        tables = {m: [_placed(each, m, devices) for each in (first, second)] for m in meshes}
+        pairs = [
+            program([arrays[i] for i in chunk], tables[program.mesh])
+            for chunk, program in self._chunks
+        ]
         return (
             self._sample(arrays, first, [each for each, _ in pairs]),
             self._sample(arrays, second, [each for _, each in pairs]),
@@ -195,79 +207,28 @@ _Part = Callable[[], np.ndarray]
 """Waits for elements of some leaves of one data type, a row a device."""
 
 
-class _Group:
-    """Arrays on one mesh.
+_Kind = tuple[str, Any, Any]
+"""Data type, shape and sharding of an array: the same for arrays that are sampled alike."""
 
-    Attributes:
-        chunks: leaves of one data type that are sampled together, and their program; together all
-            leaves.
-        programs: the programs, each once.
-    """
 
-    def __init__(
-        self, mesh: Mesh, leaves: Sequence[int], sites: Sites, arrays: Sequence[Any]
-    ) -> None:
-        self._mesh, self._devices = mesh, sites.devices
-        self._position = {device.id: n for n, device in enumerate(mesh.devices.flat)}
-        self.chunks: list[tuple[tuple[int, ...], _Program]] = []
-        shared: dict[Any, _Program] = {}
-        for chunk in _chunks({i: _kind_of(arrays[i]) for i in leaves}):
-            alike = tuple(_kind_of(arrays[i]) for i in chunk)
-            if alike not in shared:
-                shared[alike] = _Program(mesh, chunk, sites, arrays)
-            self.chunks.append((chunk, shared[alike]))
-        self.programs = [*shared.values()]
-        self._placed_offsets: list[jax.Array] | None = None
-
-    def dispatch(
-        self, arrays: Sequence[Any], first: Starts, second: Starts
-    ) -> list[tuple[_Part, _Part]]:
-        """Start the programs.
-
-        Returns:
-            For each chunk its part of each sample.
-        """
-        with jax.enable_x64(True), jax.set_mesh(self._mesh):
-            starts = self._placed(first), self._placed(second)
-            if self._placed_offsets is None:
-                self._placed_offsets = [self._placed(each.offsets) for each in self.programs]
-            offsets = dict(zip(self.programs, self._placed_offsets, strict=True))
-            outputs = [
-                program.compiled.result()([arrays[i] for i in chunk], *starts, offsets[program])
-                for chunk, program in self.chunks
-            ]
-        return [(self._part(one), self._part(other)) for one, other in outputs]
-
-    def _placed(self, rows: np.ndarray) -> jax.Array:
-        """A table with each device's row on that device."""
-        table = np.zeros((self._mesh.size, *rows.shape[1:]), rows.dtype)
-        for row, device in zip(rows, self._devices, strict=True):
-            table[self._position[device]] = row
-        sharding = _by_rows(self._mesh)
-        return jax.make_array_from_callback(table.shape, sharding, lambda at: table[at])
-
-    def _part(self, output: jax.Array) -> _Part:
-        """The rows of one output, on their way to the host."""
-        shards = {shard.device.id: shard.data for shard in output.addressable_shards}
-        rows = [shards[device] for device in self._devices]
-        for row in rows:
-            if transfer.on_accelerator(row):
-                row.copy_to_host_async()
-        if len(rows) == 1:
-            return functools.partial(np.asarray, rows[0])
-        return lambda: np.concatenate([np.asarray(row) for row in rows])
+def _placed(rows: np.ndarray, mesh: Mesh, devices: Sequence[int]) -> jax.Array:
+    """A table with each device's row on that device."""
+    table = np.zeros((mesh.size, *rows.shape[1:]), rows.dtype)
+    position = {device.id: n for n, device in enumerate(mesh.devices.flat)}
+    for row, device in zip(rows, devices, strict=True):
+        table[position[device]] = row
+    return jax.make_array_from_callback(table.shape, _by_rows(mesh), lambda at: table[at])
 
 
 def _by_rows(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(mesh.axis_names))
 
 
-def _kind_of(array: Any) -> tuple[str, Any, Any]:
-    """Data type, shape and sharding of an array: the same for arrays that are sampled alike."""
+def _kind_of(array: Any) -> _Kind:
     return str(array.dtype), array.shape, array.sharding
 
 
-def _chunks(kinds: Mapping[int, tuple[str, Any, Any]]) -> list[tuple[int, ...]]:
+def _chunks(kinds: Mapping[int, _Kind]) -> list[tuple[int, ...]]:
     """Leaves in chunks of one data type; of each kind as many chunks as it fills, then the rest."""
     alike: dict[Any, list[int]] = {}
     for i, kind in kinds.items():
@@ -286,21 +247,15 @@ def _chunks(kinds: Mapping[int, tuple[str, Any, Any]]) -> list[tuple[int, ...]]:
 class _Program:
     """The program that samples one chunk, and all that are alike.
 
-    Args:
-        mesh: mesh of the leaves.
-        leaves: leaves of the chunk.
-        sites: places to sample.
-        arrays: plain arrays of a state, one a leaf; only their shapes and shardings are kept.
-
     Attributes:
-        offsets: first element of the site of each leaf in the shard of each device.
+        mesh: mesh of the leaves.
         compiled: the compiled program, once it is there.
     """
 
     def __init__(
         self, mesh: Mesh, leaves: Sequence[int], sites: Sites, arrays: Sequence[Any]
     ) -> None:
-        self._mesh, self._shape_count = mesh, len(sites.shapes)
+        self.mesh, self._devices, self._shape_count = mesh, sites.devices, len(sites.shapes)
         self._own = [sites.of(i) for i in leaves]
         self._columns = [sites.position(i) for i in leaves]
         self._specs = [
@@ -308,33 +263,55 @@ class _Program:
             for i in leaves
         ]
         self.compiled: Future[Any] = Future()
-        self.offsets = np.zeros((len(sites.devices), len(leaves), _RANK), np.int32)
+        # First element of the site of each leaf in the shard of each device.
+        self._offsets = np.zeros((len(sites.devices), len(leaves), _RANK), np.int32)
         for n, i in enumerate(leaves):
             boxes = {device.id: box for device, box in boxes_held(arrays[i]).items()}
             for row, device in enumerate(sites.devices):
                 start = self._own[n].sites[device].relative_to(boxes[device].start).start
-                self.offsets[row, n, : len(start)] = start
+                self._offsets[row, n, : len(start)] = start
+
+    def __call__(self, arrays: Sequence[jax.Array], starts: Sequence[jax.Array]) -> list[_Part]:
+        """Start the program; returns the chunk's part of each of the two samples."""
+        with jax.enable_x64(True), jax.set_mesh(self.mesh):
+            outputs = self.compiled.result()(arrays, *starts, self._placed_offsets)
+        return [self._part(each) for each in outputs]
+
+    @functools.cached_property
+    def _placed_offsets(self) -> jax.Array:
+        return _placed(self._offsets, self.mesh, self._devices)
+
+    def _part(self, output: jax.Array) -> _Part:
+        """The rows of one output, on their way to the host."""
+        shards = {shard.device.id: shard.data for shard in output.addressable_shards}
+        rows = [shards[device] for device in self._devices]
+        for row in rows:
+            if transfer.on_accelerator(row):
+                row.copy_to_host_async()
+        if len(rows) == 1:
+            return functools.partial(np.asarray, rows[0])
+        return lambda: np.concatenate([np.asarray(row) for row in rows])
 
     def compile(self) -> None:
         """Compile the program; an error is raised when the program is used."""
-        program, rows = jax.jit(self._taken), PartitionSpec(self._mesh.axis_names)
+        program, rows = jax.jit(self._taken), PartitionSpec(self.mesh.axis_names)
         shardings = [spec.sharding for spec in self._specs]
         if all(isinstance(sharding, NamedSharding) for sharding in shardings):
             specs = [cast(NamedSharding, sharding).spec for sharding in shardings]
             mapped = jax.shard_map(
                 self._taken,
-                mesh=self._mesh,
+                mesh=self.mesh,
                 in_specs=(specs, rows, rows, rows),
                 out_specs=rows,
                 check_vma=False,
             )
             program = jax.jit(mapped)
-        shapes = [(self._shape_count,), (self._shape_count,), self.offsets.shape[1:]]
+        shapes = [(self._shape_count,), (self._shape_count,), self._offsets.shape[1:]]
         try:
-            with jax.enable_x64(True), jax.set_mesh(self._mesh):
-                sharding = _by_rows(self._mesh)
+            with jax.enable_x64(True), jax.set_mesh(self.mesh):
+                sharding = _by_rows(self.mesh)
                 tables = [
-                    jax.ShapeDtypeStruct((self._mesh.size, *shape), np.int32, sharding=sharding)
+                    jax.ShapeDtypeStruct((self.mesh.size, *shape), np.int32, sharding=sharding)
                     for shape in shapes
                 ]
                 self.compiled.set_result(program.lower(self._specs, *tables).compile())
