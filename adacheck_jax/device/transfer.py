@@ -23,6 +23,20 @@ def raw(leaf: Any) -> Any:
     return np.asarray(leaf)
 
 
+def keyed(data: Any, like: Any) -> Any:
+    """Elements as a leaf: typed PRNG keys of another one's kind if that has keys.
+
+    Args:
+        data: plain elements, from :func:`raw`.
+        like: the other leaf, also an abstract one.
+    """
+    if not is_key(like):
+        return data
+    impls: list[Any] = []
+    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), like)
+    return jax.random.wrap_key_data(data, impl=impls[0])
+
+
 def is_key(leaf: Any) -> bool:
     """True if a leaf is a typed PRNG key array."""
     dtype = getattr(leaf, "dtype", None)
@@ -314,8 +328,7 @@ def moved(array: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
     if is_here or not array.is_fully_replicated or not array.addressable_shards:
         return jax.device_put(array, sharding)
     if is_key(array):
-        data = moved(jax.random.key_data(array), sharding)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
+        return keyed(moved(raw(array), sharding), array)
     whole = np.asarray(array.addressable_data(0))
     wanted = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
     return place(wanted, lambda box: whole[box.slices])

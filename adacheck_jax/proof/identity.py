@@ -5,6 +5,7 @@ Then nothing is left to compare, if the program that it ran is the one that a re
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from adacheck_jax.proof.checker import Check, Findings, State, Witness
 from adacheck_jax.state.exported_update import Engine, ExportedUpdate
 from adacheck_jax.state.snapshot import Structure
-from adacheck_jax.update.recording.separate_call import SeparateCall, reference
+from adacheck_jax.update.recording.signatures import SeparateCall
 
 
 class Identity:
@@ -31,7 +32,7 @@ class Identity:
     def witness(self, state: State) -> Witness:
         """Takes a witness of a base, or of a restored state; waits for the state."""
         own = (*self.structure.arguments[0], *self.structure.arguments[1])
-        kept = {i: reference(state.arrays[i]) for i in own}
+        kept = {i: weakref.ref(state.arrays[i]) for i in own}
         return Witness(self.structure, self.program, kept)
 
     def begin(self, before: Witness, state: State) -> Check:

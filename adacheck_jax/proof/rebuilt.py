@@ -84,9 +84,4 @@ def _like(leaf: Any, value: np.ndarray) -> Any:
     """A leaf of some elements, as another one is."""
     if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return value.astype(leaf.dtype) if hasattr(leaf, "dtype") else type(leaf)(value)
-    data: Any = value
-    if transfer.is_key(leaf):
-        impls: list[Any] = []
-        jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), leaf)
-        data = jax.random.wrap_key_data(data, impl=impls[0])
-    return jax.device_put(data, leaf.sharding)
+    return jax.device_put(transfer.keyed(value, leaf), leaf.sharding)

@@ -104,8 +104,7 @@ class WorkingSet:
     ) -> None:
         self._leaves = list(leaves)
         self._shardings = shardings
-        self._targets: dict[int, Any] = {}
-        self._key_impls: dict[int, Any] = {}
+        self._targets: dict[int, tuple[Any, jax.sharding.Sharding | None]] = {}
 
     @property
     def leaves(self) -> list[Any]:
@@ -132,17 +131,15 @@ class WorkingSet:
         return [self._take(index, index in copied) for index in indices]
 
     def _take(self, index: int, is_copied: bool) -> jax.Array:
-        taken, where = self._leaves[index], self._shardings[index]
+        like, where = self._leaves[index], self._shardings[index]
         self._leaves[index] = None
-        if transfer.is_key(taken):
-            self._key_impls[index] = jax.random.key_impl(taken)
-        leaf = transfer.raw(taken)
-        if isinstance(leaf, jax.Array) and leaf.sharding == where:
+        leaf = transfer.raw(like)
+        target = getattr(leaf, "sharding", None)
+        if isinstance(like, jax.Array):
             # The type alone: a reference to the array would keep a donated one's memory.
-            self._targets[index] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
-            return jnp.copy(leaf) if is_copied else leaf
-        self._targets[index] = leaf
-        placed = _moved(leaf, where)
+            like = jax.ShapeDtypeStruct(like.shape, like.dtype)
+        self._targets[index] = like, target
+        placed = leaf if target == where else _moved(leaf, where)
         return jnp.copy(placed) if is_copied else placed
 
     def put_back(self, indices: Sequence[int], replayed: Sequence[jax.Array]) -> None:
@@ -153,14 +150,12 @@ class WorkingSet:
             replayed: an array for each, on the shardings for replay.
         """
         for index, array in zip(indices, replayed, strict=True):
-            target, leaf = self._targets[index], array
-            if isinstance(target, jax.Array):
-                leaf = _moved(array, target.sharding)
-            elif not isinstance(target, jax.ShapeDtypeStruct):
-                leaf = like_host(target, np.asarray(array))
-            if index in self._key_impls:
-                leaf = jax.random.wrap_key_data(leaf, impl=self._key_impls[index])
-            self._leaves[index] = leaf
+            like, target = self._targets[index]
+            if target is None:
+                self._leaves[index] = like_host(like, np.asarray(array))
+                continue
+            placed = array if target == self._shardings[index] else _moved(array, target)
+            self._leaves[index] = transfer.keyed(placed, like)
 
 
 def _moved(leaf: Any, where: jax.sharding.Sharding) -> jax.Array:

@@ -65,8 +65,7 @@ def update_function(
         extra = extra[:-1] if has_count else extra
         inner, old = inner[:own_count], iter(inner[own_count:])
         declared = extra[: len(extra) - sum(is_passed)]
-        left, passed = iter(inner), iter(extra[len(declared) :])
-        whole = [next(passed if each else left) for each in is_passed]
+        whole = joined(is_passed, inner, extra[len(declared) :])
         params_tree = jax.tree.unflatten(treedefs["params"], params)
         record_tree, extra_tree = recorder.sealed(
             zero,
@@ -78,7 +77,7 @@ def update_function(
         updates, inner_tree = recorder.apply(
             zero,
             record_tree,
-            jax.tree.unflatten(treedefs["inner"], map(_keyed, specs.values(), whole)),
+            jax.tree.unflatten(treedefs["inner"], map(transfer.keyed, whole, specs.values())),
             params_tree,
             extra_tree,
             is_replay=True,
@@ -92,6 +91,12 @@ def update_function(
         return jax.tree.leaves(applied), computed
 
     return run
+
+
+def joined(is_passed: Sequence[bool], computed: Leaves, passed: Leaves) -> list[Any]:
+    """All leaves of an optimizer state, of those that the update computes and passes through."""
+    left, given = iter(computed), iter(passed)
+    return [next(given if each else left) for each in is_passed]
 
 
 def joint_function(bindings: Sequence[Binding]) -> UpdateFunction:
@@ -192,14 +197,6 @@ def apply_updates(params: trees.PyTree, updates: trees.PyTree) -> trees.PyTree:
         updates,
         is_leaf=lambda x: x is None,
     )
-
-
-def _keyed(spec: jax.ShapeDtypeStruct, leaf: Any) -> Any:
-    if not transfer.is_key(spec):
-        return leaf
-    impls: list[Any] = []
-    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), spec)
-    return jax.random.wrap_key_data(leaf, impl=impls[0])
 
 
 def platform() -> str:

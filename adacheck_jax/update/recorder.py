@@ -36,8 +36,8 @@ from adacheck_jax.update.recorder_state import (
 from adacheck_jax.update.recording.extra_arguments import ExtraArguments
 from adacheck_jax.update.recording.one_object import OneObject
 from adacheck_jax.update.recording.record import check_types, empty_record, record_of, widened
-from adacheck_jax.update.recording.separate_call import SeparateCall
 from adacheck_jax.update.recording.signatures import (
+    SeparateCall,
     UpdateSignature,
     abstract,
     passed_leaves,

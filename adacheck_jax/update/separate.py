@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import operator
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -27,8 +28,7 @@ from adacheck_jax.update import program as update_program
 from adacheck_jax.update.pinning.fence import zero_of
 from adacheck_jax.update.recorder import TAKE_ARGUMENT, Probe, Recorder
 from adacheck_jax.update.recorder_state import InnerElsewhere, RecorderState, passed_key, picked
-from adacheck_jax.update.recording.separate_call import SeparateCall, reference
-from adacheck_jax.update.recording.signatures import UpdateSignature, abstract
+from adacheck_jax.update.recording.signatures import SeparateCall, UpdateSignature, abstract
 
 _log = logging.getLogger(__name__)
 
@@ -86,23 +86,20 @@ class SeparateUpdate:
         take, update, recorder, digest = self._compiled[key]
         rest, zero = take(grads, rest, params, extra_args)
         node = _node_of(rest)
-        leaves, treedef = jax.tree.flatten(inner)
-        computed = [leaf for leaf, each in zip(leaves, is_passed, strict=True) if not each]
-        taken = tuple(map(reference, [*jax.tree.leaves(params), *computed]))
+        computed, passed = _parted(inner, is_passed)
+        taken = tuple(map(weakref.ref, [*jax.tree.leaves(params), *computed]))
         old_params, old_inner = _unshared(jax.tree.leaves(params), computed)
-        record, extra = _consumed(node, inner, is_passed)
-        after = update(old_params, old_inner, record, extra, zero)
-        new_params = [*map(_keyed, jax.tree.leaves(params), after[0])]
-        new_computed = [*map(_keyed, computed, after[1])]
-        returned = tuple(map(reference, [*new_params, *new_computed]))
+        after = update(old_params, old_inner, *_consumed(node, passed), zero)
+        new_params = [*map(transfer.keyed, after[0], jax.tree.leaves(params))]
+        new_computed = [*map(transfer.keyed, after[1], computed)]
+        returned = tuple(map(weakref.ref, [*new_params, *new_computed]))
         recorder.last_call = SeparateCall(taken, returned, digest)
         recorder.arithmetic = arithmetic
-        new = iter(new_computed)
-        new_inner = treedef.unflatten(
-            leaf if each else next(new) for leaf, each in zip(leaves, is_passed, strict=True)
+        new_leaves = update_program.joined(is_passed, new_computed, passed)
+        node = node._replace(
+            adacheck_passed=picked(before.adacheck_passed, inner),
+            adacheck_inner=jax.tree.unflatten(jax.tree.structure(inner), new_leaves),
         )
-        passed = picked(before.adacheck_passed, inner)
-        node = node._replace(adacheck_passed=passed, adacheck_inner=new_inner)
         return jax.tree.unflatten(jax.tree.structure(params), new_params), _with(rest, node)
 
     def _compile(
@@ -140,13 +137,10 @@ class SeparateUpdate:
         named = zip(trees.flatten(inner)[0], is_passed, strict=True)
         paths = tuple(path for path, each in named if each)
         parts = (params, inner, node.adacheck_record, node.adacheck_extra)
-        shapes = [jax.tree.map(abstract, tree) for tree in parts]
-        signature = UpdateSignature(shapes[0], shapes[1], shapes[2], shapes[3], paths)
+        signature = UpdateSignature(*jax.tree.map(abstract, parts), passed=paths)
         function = update_program.update_function(recorder, signature)
-        computed = [
-            x for x, each in zip(jax.tree.leaves(inner), is_passed, strict=True) if not each
-        ]
-        lists = [jax.tree.leaves(params), computed, *_consumed(node, inner, is_passed)]
+        computed, passed = _parted(inner, is_passed)
+        lists = [jax.tree.leaves(params), computed, *_consumed(node, passed)]
         specs = [list(map(_raw_spec, each)) for each in lists]
         here = update_program.platform()
         programs = exported_program.export(function, specs, update_program.switches(1), (here,))
@@ -240,12 +234,16 @@ def _placed(inner: PyTree, is_passed: list[bool], params: PyTree) -> PyTree:
     return treedef.unflatten(put(leaf) if each else leaf for leaf, each in pairs)
 
 
-def _consumed(node: RecorderState, inner: PyTree, is_passed: list[bool]) -> list[list[Any]]:
+def _parted(inner: PyTree, is_passed: list[bool]) -> tuple[list[Any], list[Any]]:
+    """The leaves of the inner state that the update computes, and those that it passes through."""
+    pairs = [*zip(jax.tree.leaves(inner), is_passed, strict=True)]
+    return [leaf for leaf, each in pairs if not each], [leaf for leaf, each in pairs if each]
+
+
+def _consumed(node: RecorderState, passed: list[Any]) -> tuple[list[Any], list[Any]]:
     """The record; and the extra arguments with the passed-through leaves."""
-    pairs = zip(jax.tree.leaves(inner), is_passed, strict=True)
-    passed = [transfer.raw(leaf) for leaf, each in pairs if each]
     extra = jax.tree.leaves(node.adacheck_extra)
-    return [jax.tree.leaves(node.adacheck_record), [*extra, *passed]]
+    return jax.tree.leaves(node.adacheck_record), [*extra, *map(transfer.raw, passed)]
 
 
 def _same(a: PyTree, b: PyTree) -> bool:
@@ -276,10 +274,3 @@ def _unshared(*lists: list[Any]) -> list[list[Any]]:
         return leaf
 
     return [[own(leaf) for leaf in each] for each in lists]
-
-
-def _keyed(old: Any, new: Any) -> Any:
-    """The new leaf, as a typed key if the old leaf is one."""
-    if not transfer.is_key(old):
-        return new
-    return jax.random.wrap_key_data(new, impl=jax.random.key_impl(old))

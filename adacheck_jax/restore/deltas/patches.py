@@ -109,7 +109,4 @@ def _patched(leaf: Any, spec: Leaf, index: int, readers: Sequence[DeltaReader]) 
     if not isinstance(leaf, jax.Array):
         return like_host(leaf, patched(Box.full(spec.shape)))
     wanted = jax.ShapeDtypeStruct(spec.shape, plain.dtype, sharding=plain.sharding)
-    data = transfer.place(wanted, patched)
-    if transfer.is_key(leaf):
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-    return data
+    return transfer.keyed(transfer.place(wanted, patched), leaf)

@@ -42,6 +42,21 @@ class UpdateSignature:
     passed: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class SeparateCall:
+    """One update that ran as a program of its own, by weak references to its arrays.
+
+    Attributes:
+        taken: the params and inner state that it took, in the order of their leaves.
+        returned: the params and inner state that it returned, in the same order.
+        digest: digest of the exported program that ran.
+    """
+
+    taken: tuple[Any, ...]
+    returned: tuple[Any, ...]
+    digest: str
+
+
 def abstract(value: Any) -> jax.ShapeDtypeStruct:
     """Shape and data type of an array or scalar."""
     dtype = value.dtype if hasattr(value, "dtype") else jnp.result_type(value)
