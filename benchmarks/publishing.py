@@ -32,7 +32,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 
-from adacheck_jax.publish import Publisher, follow
+from adacheck_jax.publish import Follower, Publisher
 from benchmarks.common import LanguageModel, environment, tokens_of, width_for, words
 
 SHARES = (0.01, 0.03, 0.10)
@@ -98,7 +98,7 @@ def size_of(run: str, versions: Iterator[dict[str, np.ndarray]], root: Path) -> 
         for number, after in enumerate(versions):
             publisher.publish(after, version=number)
             report = publisher.wait()
-            follower = follower or follow(root, after)
+            follower = follower or Follower(root, after)
             found = follower.wait_for(number)
             assert all(np.asarray(found[k]).tobytes() == after[k].tobytes() for k in after)
             if before and report is not None:
@@ -188,7 +188,7 @@ def times(params_count: int, turns: int, root: Path) -> dict[str, float]:
         found = {name: master[n].astype(jnp.bfloat16) for n, name in enumerate(names)}
         return jax.block_until_ready(found)
 
-    follower = follow(root / "published", params(), poll_s=0.002)
+    follower = Follower(root / "published", params(), poll_s=0.002)
     abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, params())
     rows, rounds = [], range(turns + 1)
     with (

@@ -99,7 +99,7 @@ def main() -> None:
             manager.save(step, args=adacheck.SaveArgs(state))  # (4) save every step
             print(f"step {step}, loss {loss:.4f}")
         manager.wait_until_finished()
-        alone = adacheck.RestoreArgs(abstract_state(mesh_of(1)), exact=True)
+        alone = adacheck.RestoreArgs(abstract_state(mesh_of(1)), require_exact=True)
         assert bits(manager.restore(args.steps, args=alone)) == bits(state)
     print(f"step {args.steps} restored onto one device: every bit is the same")
 

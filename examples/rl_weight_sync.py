@@ -58,7 +58,7 @@ def fingerprint(params: Any) -> str:
 def roll_out(root: str, worker: int, steps: int, played: Queue[Any]) -> None:
     """Follows the weights, and plays a batch with those of every step."""
     # (3) The shapes, data types and shardings that this process wants: float32 on its device.
-    follower = adacheck.publish.follow(root, jax.eval_shape(initial), poll_s=0.01)
+    follower = adacheck.publish.Follower(root, jax.eval_shape(initial), poll_s=0.01)
     for step in range(steps):
         params = follower.wait_for(step, timeout_s=120)  # (4) verified on the device, then cast
         rng = np.random.default_rng((step, worker))

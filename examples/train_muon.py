@@ -79,7 +79,9 @@ def main() -> None:
             if step % 10 == 0:
                 print(f"step {step}, loss {float(loss):.4f}", flush=True)
         manager.wait_until_finished()
-        target = adacheck.RestoreArgs(abstract_state(train_lm.parse_mesh("1x1")), exact=True)
+        target = adacheck.RestoreArgs(
+            abstract_state(train_lm.parse_mesh("1x1")), require_exact=True
+        )
         restored = manager.restore(args.steps, args=target)
     pairs = zip(jax.tree.leaves(state), jax.tree.leaves(restored), strict=True)
     different = sum(int((np.asarray(a) != np.asarray(b)).sum()) for a, b in pairs)

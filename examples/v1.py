@@ -21,7 +21,7 @@ from flax import linen as nn
 from flax.training.train_state import TrainState
 from orbax.checkpoint import v1 as ocp
 
-from adacheck_jax import v1 as adacheck
+import adacheck_jax as adacheck
 
 WIDTH, BATCH = 64, 32
 
@@ -68,8 +68,9 @@ def main() -> None:
     parser.add_argument("--root", type=Path, required=True, help="checkpoint directory")
     parser.add_argument("--steps", type=int, default=20, help="steps in all (default 20)")
     args = parser.parse_args()
+    handler = adacheck.AdaCheckHandler(recorder)
     with (
-        adacheck.context(recorder),  # (2) a context in which the state's handler saves every step
+        adacheck.v1.context(handler),  # (2) a context in which the handler saves every step
         ocp.training.Checkpointer(
             args.root.absolute(),
             # By default Orbax leaves out the steps that end while another one is being written.

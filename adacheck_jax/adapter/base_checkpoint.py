@@ -23,6 +23,7 @@ from adacheck_jax.adapter.descriptions import (
     Entry,
     check_described,
     digest_of,
+    is_number,
     sharding_key,
     stored_dtype,
 )
@@ -65,10 +66,6 @@ class StockCheckpoints:
 
     def check_reachable(self, directory: AnyPath, state: PyTree) -> None:
         """Refuse a state of which Orbax would have to write or read leaves where it cannot.
-
-        Args:
-            directory: directory of the step.
-            state: the full state.
 
         Raises:
             MismatchError: the step lies on ``s3://``, and a leaf is a number or a PRNG key.
@@ -241,17 +238,27 @@ class StockCheckpoints:
             read = dict(zip(direct, base_reader.read(directory, arrays, read_once), strict=True))
         rest = {path: None if path in read else sharding for path, sharding in wanted.items()}
         if any(sharding is not None for sharding in rest.values()):
-            by_orbax = self._read_by_orbax(directory, rest, metadata_tree)
+            by_orbax = self.read_by_orbax(directory, rest, metadata_tree)
             read |= {path: leaf for path, leaf in by_orbax.items() if path not in read}
         return {
             path: None if read.get(path) is None else _as_saved(read[path], leaves[path].dtype)
             for path in wanted
         }
 
-    def _read_by_orbax(
+    def read_by_orbax(
         self, directory: AnyPath, wanted: Mapping[str, Any], metadata_tree: PyTree
     ) -> dict[str, Any]:
-        """Read the wanted leaves through Orbax, which knows every type; None for the others."""
+        """Read the wanted leaves through Orbax, which knows every type; None for the others.
+
+        Args:
+            directory: directory of a base, or of another checkpoint of stock Orbax.
+            wanted: as for :meth:`read`.
+            metadata_tree: the tree of :meth:`metadata`.
+
+        Raises:
+            IntegrityError: Orbax cannot read it.
+            StorageError: it cannot be read now, or not from ``s3://``.
+        """
         readable = {path: _readable(sharding) for path, sharding in wanted.items()}
         if not _is_reachable(directory):
             paths = [path for path, each in readable.items() if each is not None]
@@ -320,8 +327,7 @@ def _as_saved(leaf: Any, dtype: str) -> Any:
 
 def _is_plain(wanted: Any, leaf: Leaf, found: Any) -> bool:
     """True if an array is wanted as it is stored: not a Python scalar, nor a PRNG key."""
-    is_scalar = isinstance(found, ocp.metadata.ScalarMetadata)
-    return wanted is not None and not is_scalar and leaf.key_type is None
+    return wanted is not None and not is_number(found) and leaf.key_type is None
 
 
 def _readable(wanted: Any) -> Any:
@@ -331,7 +337,7 @@ def _readable(wanted: Any) -> Any:
 
 
 def _restore_args(wanted: Any, leaf: Any) -> ocp.RestoreArgs:
-    if isinstance(leaf, ocp.metadata.ScalarMetadata) or wanted is None:
+    if is_number(leaf) or wanted is None:
         return ocp.RestoreArgs()
     if wanted is np.ndarray:
         return ocp.RestoreArgs(restore_type=np.ndarray)
@@ -356,6 +362,6 @@ def _damage_named(directory: AnyPath) -> Iterator[None]:
         reason = first_line(error)
         state = "damaged" if at(directory).on_file_system else "damaged, or is being deleted"
         raise IntegrityError(
-            f"{directory}: the base cannot be read ({type(error).__name__}: {reason}). The step is "
-            f"{state}; restore another one."
+            f"{directory}: stock Orbax cannot read this checkpoint ({type(error).__name__}: "
+            f"{reason}). It is {state}; take another one."
         ) from error

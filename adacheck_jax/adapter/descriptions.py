@@ -1,5 +1,8 @@
 """Descriptions of a base's arrays: names, shapes, shardings and chunks, as Orbax keeps them."""
 
+# Threads: Orbax saves the items of a step at the same time, each on a thread of its own; what one
+# noted is kept by directory, in single operations of a dict.
+
 from __future__ import annotations
 
 import base64
@@ -118,6 +121,11 @@ class DescribedScalars(_Described, ocp.type_handlers.ScalarHandler):
         ]
 
 
+def is_number(metadata: Any) -> bool:
+    """True for Orbax's metadata of a Python number."""
+    return isinstance(metadata, ocp.metadata.ScalarMetadata)
+
+
 def sharding_key(name: str) -> str:
     """Key of an array's sharding in the file where Orbax keeps them."""
     return base64.urlsafe_b64encode(name.encode()).decode()
@@ -168,12 +176,7 @@ def stored_dtype(dtype: str) -> str:
 
 
 def damaged_descriptions(directory: AnyPath, base: BaseManifest) -> dict[str, AdaCheckError]:
-    """Errors of the files that describe a base's arrays, by file name; empty if all are whole.
-
-    Args:
-        directory: directory of the base.
-        base: manifest of the base.
-    """
+    """Errors of the files that describe a base's arrays, by file name; empty if all are whole."""
     found: dict[str, AdaCheckError] = {}
     for name, digest in sorted(base.described.items()):
         path = directory / name
@@ -199,18 +202,13 @@ def digest_of(path: AnyPath) -> str:
 
 
 def check_described(directory: AnyPath, expected: Leaf, found: Any) -> None:
-    """Compare an array's own description with the manifest's, and its chunks with its shape.
-
-    Args:
-        directory: directory of the base.
-        expected: the manifest's record of the leaf.
-        found: Orbax's metadata of the leaf.
+    """Compare Orbax's metadata of an array with the manifest's, and its chunks with its shape.
 
     Raises:
         IntegrityError: they differ, or a chunk is larger than the array.
     """
     shape, dtype = tuple(found.shape), str(found.dtype)
-    is_scalar = isinstance(found, ocp.metadata.ScalarMetadata)
+    is_scalar = is_number(found)
     chunk = getattr(getattr(found, "storage", None), "chunk_shape", None) or ()
     # A chunk is read whole: a false shape in a damaged file could ask for any amount of memory.
     is_large = any(length > max(1, whole) for length, whole in zip(chunk, shape, strict=False))

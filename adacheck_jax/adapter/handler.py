@@ -1,5 +1,9 @@
 """The checkpoint handler: Orbax's calls to save, commit, restore and describe steps."""
 
+# Threads: a manager calls save and restore on the caller's threads, and finalize on one of its own.
+# ``_lock`` is held for a change of ``_begun`` alone; nothing is called while it is held. Finalize
+# alone changes ``_marked``, and a manager runs one finalize at a time.
+
 from __future__ import annotations
 
 import asyncio
@@ -18,7 +22,7 @@ from adacheck_jax.adapter.arguments import (
     RestoreInfo,
     SaveArgs,
 )
-from adacheck_jax.adapter.observe.reports import OnSave, SaveReport
+from adacheck_jax.adapter.reports import OnSave, SaveReport
 from adacheck_jax.adapter.training_run import (
     Begun,
     TrainingRun,
@@ -136,6 +140,11 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
         self._lock = threading.Lock()  # a manager's saves and restores may be on several threads
         self._begun: dict[AnyPath, Begun] = {}
         self._marked = set[Line]()  # lines whose steps Orbax marks; a look costs a request
+
+    @property
+    def run(self) -> TrainingRun:
+        """Steps that the run has saved and restored, shared with the handler for Orbax v1."""
+        return self._run
 
     @property
     def restored(self) -> RestoreInfo | None:
@@ -283,7 +292,7 @@ class AdaCheckHandler(ocp.AsyncCheckpointHandler):
     def restore(self, directory: epath.Path, args: RestoreArgs | None = None) -> PyTree:
         """Restore a step, bit-exact and verified; one that stock Orbax saved, as Orbax reads it.
 
-        Sets ``self.restored``: the step's number, which ``fallback`` may make an older one, how
+        Sets ``self.restored``: the step's number, which ``skip_damaged`` may make an older one, how
         exact it is, and if it was verified.
 
         Args:

@@ -51,19 +51,17 @@ def step_number(
 
 
 def file_bytes(size: Any) -> int | None:
-    """A caller's size of data files, in bytes, as a Python integer; None stays None.
+    """A caller's size of data files, in bytes; None stays None.
 
     Raises:
         ValueError: it is not an integer, or negative, or needs more than 63 bits.
     """
-    if size is None:
-        return None
-    if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size <= _MAX_STEP:
-        raise ValueError(
-            "expected ocdbt_target_data_file_size, an integer from 0 to 2**63 - 1, found "
-            f"{size!r}. Nothing was saved; 0 sets no limit."
-        )
-    return size
+    if size is None or (type(size) is int and 0 <= size <= _MAX_STEP):
+        return size
+    raise ValueError(
+        f"expected ocdbt_target_data_file_size, an integer from 0 to 2**63 - 1, found {size!r}. "
+        "Nothing was saved; 0 sets no limit."
+    )
 
 
 def checked_state(state: PyTree, save_args: PyTree | None = None) -> PyTree:

@@ -12,6 +12,11 @@ another process's end, and its own question for live processes (``get_live_nodes
 of them ask it; hence the beats.
 """
 
+# Threads: every thread that saves may wait here; one daemon thread writes the beats. ``_lock``
+# guards what all exchanges share (``_attempts``, ``_barriers``, ``_seen``, the thread's start); no
+# call to the service is made while it is held. An Exchange belongs to one save: its caller's thread
+# begins it, and after that one thread at a time uses it.
+
 from __future__ import annotations
 
 import atexit

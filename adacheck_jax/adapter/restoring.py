@@ -9,13 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from adacheck_jax.adapter import descriptions, stock_restore
+from adacheck_jax.adapter import descriptions
 from adacheck_jax.adapter.arguments import RestoreArgs, RestoreInfo
 from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
-from adacheck_jax.adapter.observe.reports import RestoreTimes
 from adacheck_jax.adapter.other_steps import OtherSteps
+from adacheck_jax.adapter.reports import RestoreTimes
+from adacheck_jax.adapter.stock import restoring as stock_restoring
 from adacheck_jax.adapter.wanted.relayout import Relayout
-from adacheck_jax.adapter.wanted.targets import Target, Wishes
+from adacheck_jax.adapter.wanted.targets import Target
 from adacheck_jax.device import jax_settings
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import (
@@ -112,18 +113,9 @@ class StepRestorer:
 
     @jax_settings.own()
     def restore(self, path: AnyPath, args: RestoreArgs) -> Restored:
-        """Restore a step, or with ``fallback`` the newest older one that can be restored.
+        """Restore a step, or with ``skip_damaged`` the newest older one that can be restored.
 
-        Args:
-            path: absolute item directory.
-            args: arguments of the restore.
-
-        Raises:
-            MismatchError: the abstract state does not fit the saved state.
-            StepDeletedError: the step was deleted before or while it was read.
-            LineageError: a step that this one builds on is missing.
-            IntegrityError: stored bits are damaged, or restored bits differ from the saved ones.
-            FormatError: a file is missing or cannot be read.
+        Raises what :meth:`AdaCheckHandler.restore` raises.
         """
         begin_s = self._clock()
         try:
@@ -132,7 +124,7 @@ class StepRestorer:
                     return _restored_stock(path, args)
                 return self._restore_found(path, args, begin_s)
         except (FormatError, IntegrityError, LineageError) as error:
-            if not args.fallback:
+            if not args.skip_damaged:
                 raise
             return self._restore_other(path, args, error)
 
@@ -187,13 +179,7 @@ class StepRestorer:
     def _newest_within(
         self, path: AnyPath, args: RestoreArgs, bad: set[tuple[str, ...]]
     ) -> tuple[AnyPath, Lineage] | None:
-        """The newest exact step in a bad step's directory.
-
-        Args:
-            path: the bad step's item directory.
-            args: arguments of the restore.
-            bad: files of the steps that cannot be restored; those found here are added.
-        """
+        """The newest exact step in a bad step's directory; adds files of bad steps to ``bad``."""
         try:
             lineage = lookup.held(path)
             lineage = lineage if args.step is None else lineage.until(args.step)
@@ -203,7 +189,7 @@ class StepRestorer:
             return None
         try:
             base = self._read(path, lineage, args)
-            rounded = frozenset() if args.exact else base.rounded
+            rounded = frozenset() if args.require_exact else base.rounded
             found = replay.newest_exact(
                 base.leaves, lineage, base.programs, rounded=rounded, read_once=args.read_once
             )
@@ -217,14 +203,7 @@ class StepRestorer:
     def _restore(
         self, path: AnyPath, lineage: Lineage, args: RestoreArgs, begin_s: float | None = None
     ) -> Restored:
-        """Restore the last step of a lineage that a step's directory holds.
-
-        Args:
-            path: absolute item directory.
-            lineage: the lineage.
-            args: arguments of the restore.
-            begin_s: reading of the clock before the lineage was looked for; None for now.
-        """
+        """Restore the last step of a lineage, of which a look-up may have begun at ``begin_s``."""
         found_s, end = self._clock(), lineage.entries[-1]
         is_own = end.holder == path and not end.is_link
         if is_own and (misplaced := roots.misplaced(path, lineage.manifest)):
@@ -241,7 +220,7 @@ class StepRestorer:
         except IntegrityError:
             replay.check_stored(lineage)  # it says more, if a delta is damaged
             raise
-        info = _info(lineage, rounded, path, args.exact)
+        info = _info(lineage, rounded, path, args.require_exact)
         named = {spec.path: leaf for spec, leaf in zip(lineage.base.leaves, leaves, strict=True)}
         if base.moved:
             base.target.move(base.moved, named)
@@ -269,18 +248,9 @@ class StepRestorer:
         for error in damage.values():
             raise error
         saved_tree = self._stock.described(lineage.base_directory)
-        wishes = Wishes(
-            args.abstract_state,
-            args.partial_restore,
-            args.strict,
-            args.support_layout,
-            args.fallback_sharding,
-        )
-        relayout = None
-        if args.transform is not None:
-            relayout = Relayout(args.transform, wishes, lineage.base, path)
-            wishes = relayout.wishes
-        target = Target(wishes, lineage.base, saved_tree, path, shardings_damage)
+        relayout = None if args.rules is None else Relayout(args, lineage.base, path)
+        reading = args if relayout is None else relayout.reading
+        target = Target(reading, lineage.base, saved_tree, path, shardings_damage)
         placements = target.placements(lineage)
         bound = check.bound_to_mesh(lineage)
         there = target.saved_placements(lineage) if bound else {}
@@ -332,12 +302,12 @@ def _apart(lineage: Lineage, placements: Mapping[str, Any]) -> dict[str, Any]:
 
 def _restored_stock(path: AnyPath, args: RestoreArgs) -> Restored:
     """A step that stock Orbax saved, which no delta can build on."""
-    if args.transform is not None:
+    if args.rules is not None:
         raise MismatchError(
             f"{path}: expected a step of this library to transform, found one that stock Orbax "
             "saved. Restore it in its own layout, save it, and transform that step."
         )
-    state = stock_restore.restore(path, args)
+    state = stock_restoring.restore(path, args)
     return Restored(state, stock_info(path), path, None, [], is_own=False)
 
 
@@ -355,44 +325,42 @@ def _info(
     Raises:
         IntegrityError: the caller wants exact bits, and some leaves are rounded or stale.
     """
-    count = lineage.replayed_count
-    paths = tuple(lineage.base.leaves[i].path for i in rounded)
+    leaves, end, count = lineage.base.leaves, lineage.end, lineage.replayed_count
+    paths = tuple(leaves[i].path for i in rounded)
     tolerance = check.tolerance(lineage, rounded) if rounded else 0.0
-    stale = {lineage.base.leaves[i].path: step for i, step in lineage.end.stale}
-    end = lineage.end
-    info = RestoreInfo(end.step, count, paths, tolerance, stale=stale, replica=end.replica)
+    stale = {leaves[i].path: step for i, step in end.stale}
+    told: list[tuple[str, str, str]] = []
     if stale:
-        _tell_stale(info, path, wants_exact)
-    if not paths:
-        return info
-    shown = ", ".join(paths[:5]) + (", ..." if len(paths) > 5 else "")
-    message = (
-        f"{path}: {len(paths)} leaves of step {info.step} are within rounding of what was "
-        f"saved, not the exact bits ({shown}; each within about {info.tolerance:.0e} of its "
-        "leaf's largest value): they come out of sums, and the devices that they were "
-        "saved from do not exist here"
-    )
-    if wants_exact:
-        raise IntegrityError(
-            f"{message}. Nothing was returned; restore where as many devices exist as when it "
-            "was saved, restore a base step, or do not ask for exact=True."
+        told.append(
+            (
+                f"{path}: the ephemeral leaves of step {end.step} have the bits of step "
+                f"{min(stale.values())} or of one after it ({_few([*stale])}): they are saved with "
+                "bases alone",
+                "restore a base step, or do not ask for require_exact=True",
+                " All other leaves are as they were trained.",
+            )
         )
-    _log.warning("%s.", message)
-    return info
+    if paths:
+        told.append(
+            (
+                f"{path}: {len(paths)} leaves of step {end.step} are within rounding of what was "
+                f"saved, not the exact bits ({_few(paths)}; each within about {tolerance:.0e} of "
+                "its leaf's largest value): they come out of sums, and the devices that they were "
+                "saved from do not exist here",
+                "restore where as many devices exist as when it was saved, restore a base step, or "
+                "do not ask for require_exact=True",
+                "",
+            )
+        )
+    for message, remedy, rest in told:
+        if wants_exact:
+            raise IntegrityError(f"{message}. Nothing was returned; {remedy}.")
+        _log.warning("%s.%s", message, rest)
+    return RestoreInfo(end.step, count, paths, tolerance, stale=stale, replica=end.replica)
 
 
-def _tell_stale(info: RestoreInfo, path: AnyPath, wants_exact: bool) -> None:
-    """Warn about stale leaves, or refuse them."""
-    shown = ", ".join([*info.stale][:5]) + (", ..." if len(info.stale) > 5 else "")
-    message = (
-        f"{path}: the ephemeral leaves of step {info.step} have the bits of step "
-        f"{min(info.stale.values())} or of one after it ({shown}): they are saved with bases alone"
-    )
-    if wants_exact:
-        raise IntegrityError(
-            f"{message}. Nothing was returned; restore a base step, or do not ask for exact=True."
-        )
-    _log.warning("%s. All other leaves are as they were trained.", message)
+def _few(paths: Sequence[str]) -> str:
+    return ", ".join(paths[:5]) + (", ..." if len(paths) > 5 else "")
 
 
 def resolve(path: AnyPath) -> Lineage:

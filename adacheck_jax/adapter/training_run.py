@@ -1,5 +1,10 @@
 """One training run: what handlers of either Orbax API remember between the steps that they save."""
 
+# Threads: begin, record_step and restore run on the caller's threads, write on Orbax's event loop
+# and the threads of its futures, commit on a thread of the manager's. ``_lock`` guards ``_savers``;
+# while it is held a saver may be made and a root be listed, but no method of a saver is called that
+# takes the saver's own lock. ``restored`` and ``last_save`` are replaced whole.
+
 from __future__ import annotations
 
 import contextlib
@@ -19,8 +24,7 @@ from adacheck_jax.adapter import descriptions, directories, inputs, processes
 from adacheck_jax.adapter.arguments import RestoreArgs, RestoreInfo, SaveArgs
 from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
 from adacheck_jax.adapter.descriptions import Entry, stored_dtype
-from adacheck_jax.adapter.observe.announce import Announcer
-from adacheck_jax.adapter.observe.reports import OnSave, SaveReport, report_of
+from adacheck_jax.adapter.reports import Announcer, OnSave, SaveReport, report_of
 from adacheck_jax.adapter.restoring import StepRestorer, resolve, stock_info
 from adacheck_jax.device import jax_settings
 from adacheck_jax.device.trees import PyTree
@@ -82,21 +86,14 @@ class TrainingRun:
     """Saves and restores the steps of one training run.
 
     A save is three calls: :meth:`begin` on the caller's thread, :meth:`write` in every process, and
-    :meth:`commit` in one process, after the writes of all processes.
+    :meth:`commit` in one process, after the writes of all processes. :class:`AdaCheckHandler` says
+    what its arguments and methods are.
 
     Args:
-        recorder: the :class:`Recorder`, or several; see :class:`AdaCheckHandler`.
+        recorder: the :class:`Recorder`, or several.
         options: the caller's choices.
         clock: a monotonic clock, by which costs are measured.
         on_save: called with the report of each save that this process committed.
-
-    Attributes:
-        restored: what the last restore gave; None before it.
-        last_save: report of the last save that this process committed; None before it.
-
-    Raises:
-        ValueError: the shadow has a directory, and there is no recorder.
-        RecorderError: there is no recorder in what was given as one.
     """
 
     def __init__(
@@ -138,13 +135,6 @@ class TrainingRun:
 
         Returns:
             The save, and the state as it is to be stored with the arguments for Orbax.
-
-        Raises:
-            AdaCheckError: there are several processes, and no coordination service.
-            StorageError: the root cannot be written.
-            RecorderError: the recorder cannot be tied to the state.
-            MismatchError: a leaf of the state cannot be stored.
-            ValueError: ``args.step``, or the number in the directory's name, is not a step number.
         """
         self._process.enter()
         final, begin_s = roots.committed_path(directory), self._clock()
@@ -187,12 +177,7 @@ class TrainingRun:
         return Begun(found.line, save, begin_s), stored
 
     async def write(self, directory: AnyPath, begun: Begun, stored: SaveArgs) -> list[ocp.Future]:
-        """Start to write this process's share.
-
-        Args:
-            directory: absolute temporary directory of the item; it need not exist yet.
-            begun: the save.
-            stored: the state as it is to be stored, with the arguments for Orbax.
+        """Start to write this process's share of what :meth:`begin` returned.
 
         Returns:
             Futures that complete when this process's share is durable. They wait for the
@@ -227,15 +212,7 @@ class TrainingRun:
 
     @jax_settings.own()
     def commit(self, directory: AnyPath, begun: Begun) -> None:
-        """Commit a save, in one process, once every process has written its share.
-
-        Args:
-            directory: absolute temporary directory of the item.
-            begun: the save.
-
-        Raises:
-            StorageError: the disk is full, gone, or cannot be written.
-        """
+        """Commit a save, in one process, once every process has written its share."""
         with storage_named(begun.final), begun.save.committing(directory):
             described: Mapping[str, str] = {}
             if begun.save.is_base:
@@ -252,15 +229,7 @@ class TrainingRun:
 
     @jax_settings.own()
     def record_step(self, state: PyTree, step: int | None = None) -> bool:
-        """Take hold of a step that the next save writes; see :meth:`AdaCheckHandler.record_step`.
-
-        Args:
-            state: the whole train state.
-            step: its number; None is the one after the last step.
-
-        Returns:
-            True if it was recorded.
-        """
+        """Take hold of a step for the next save; see :meth:`AdaCheckHandler.record_step`."""
         self._process.enter()
         with self._lock:
             savers = [saver for saver in self._savers.values() if saver.has_steps]
@@ -275,15 +244,7 @@ class TrainingRun:
 
     @jax_settings.own()
     def restore(self, directory: AnyPath, args: RestoreArgs) -> PyTree:
-        """Restore a step, bit-exact and verified; see :meth:`AdaCheckHandler.restore`.
-
-        Args:
-            directory: absolute directory of the item.
-            args: arguments of the restore.
-
-        Returns:
-            The state.
-        """
+        """Restore a step, bit-exact and verified; see :meth:`AdaCheckHandler.restore`."""
         self._process.enter()
         restored = self._restorer.restore(directory, args)
         if restored.lineage is None:
@@ -311,16 +272,7 @@ class TrainingRun:
     def recover(
         self, root: AnyPath | str, abstract_state: PyTree, item: str | None = None
     ) -> tuple[int, PyTree] | None:
-        """The state that a killed process left in memory; see :meth:`AdaCheckHandler.recover`.
-
-        Args:
-            root: the directory or URL given to the checkpoint manager.
-            abstract_state: the whole state, abstract or of arrays.
-            item: name of the item; None for the only one.
-
-        Returns:
-            The number of the step, and its state; None if there is none.
-        """
+        """The state that a killed process left in memory; see :meth:`AdaCheckHandler.recover`."""
         self._process.enter()
         if self._options.shadow_directory is None:
             raise ValueError(
@@ -365,11 +317,7 @@ class TrainingRun:
         return found[0]
 
     def note_stock(self, directory: AnyPath) -> None:
-        """Note that a step was restored that stock Orbax saved: the next save is a base.
-
-        Args:
-            directory: absolute directory of the item.
-        """
+        """Note that a step was restored that stock Orbax saved: the next save is a base."""
         _log.warning("%s: stock Orbax saved this step: it was read, and not verified.", directory)
         self.restored = stock_info(directory)
         self._saver_of(roots.place_of(directory)).forget()

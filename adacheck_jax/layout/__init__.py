@@ -7,7 +7,6 @@ operations on whole leaves. Pure: no array is touched here, and none is known bu
 data type. Begin with :mod:`~adacheck_jax.layout.rules`; this module gives its names to users.
 """
 
-from adacheck_jax.layout.ready_made import scan_layers, unroll_layers
 from adacheck_jax.layout.rules import (
     Rule,
     average,
@@ -16,10 +15,12 @@ from adacheck_jax.layout.rules import (
     pad,
     rename,
     repeat,
+    scan_layers,
     split,
     stack,
     strip,
     transpose,
+    unroll_layers,
     unstack,
 )
 from adacheck_jax.layout.rules_file import read_rules

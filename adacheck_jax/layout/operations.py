@@ -1,5 +1,6 @@
-"""Operations that move the elements of whole leaves: their inverses give the bits back.
+"""Operations on whole leaves: they move, add, drop or round elements, and most have an inverse.
 
+What an inverse gives back has the bits of what was taken, or the operation has lost something.
 Arrays are those of numpy or of ``jax.numpy``: the functions are passed as ``xp``.
 """
 
@@ -9,36 +10,69 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from adacheck_jax.layout.kinds import (
-    Arrays,
-    Kind,
-    Operation,
-    SameAxes,
-    one_along,
-    position,
-    with_length,
-    without_axis,
-)
+Shape = tuple[int, ...]
+Arrays = Sequence[Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Keep(SameAxes):
+class Kind:
+    """Shape and data type of a leaf.
+
+    Attributes:
+        shape: global shape.
+        dtype: numpy name of the data type; ``key<...>`` for a typed PRNG key.
+    """
+
+    shape: Shape
+    dtype: str
+
+
+class Operation:
+    """An operation on leaves of known shapes."""
+
+    __slots__ = ()
+
+    def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
+        """Shapes and data types of the results.
+
+        Raises:
+            ValueError: the operation cannot take these leaves; it says why.
+        """
+        raise NotImplementedError
+
+    def apply(self, xp: Any, arrays: Arrays) -> list[Any]:
+        """The results, computed with the functions of numpy or ``jax.numpy``."""
+        raise NotImplementedError
+
+    def inverse(self, taken: Sequence[Kind]) -> Operation | None:
+        """The operation that gives the taken leaves back; None if it loses something."""
+        del taken
+
+    def source_axes(self, axes: int) -> list[int | None]:
+        """For each axis of a taken leaf the axis of a result that it becomes, None if it has none.
+
+        Args:
+            axes: number of axes of the taken leaf.
+        """
+        return [*range(axes)]
+
+
+@dataclass(frozen=True, slots=True)
+class Keep(Operation):
     """The leaf as it is, under another path."""
 
     def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
         return list(taken)
 
     def apply(self, xp: Any, arrays: Arrays) -> list[Any]:
-        del xp
         return list(arrays)
 
     def inverse(self, taken: Sequence[Kind]) -> Operation:
-        del taken
         return self
 
 
 @dataclass(frozen=True, slots=True)
-class Stack:
+class Stack(Operation):
     """Equal leaves become one with an axis more.
 
     Attributes:
@@ -49,7 +83,7 @@ class Stack:
 
     def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
         first = _same_kind(taken, "stack")
-        axis = position(self.axis, len(first.shape) + 1)
+        axis = _position(self.axis, len(first.shape) + 1)
         shape = (*first.shape[:axis], len(taken), *first.shape[axis:])
         return [Kind(shape, first.dtype)]
 
@@ -60,12 +94,12 @@ class Stack:
         return Unstack(len(taken), self.axis)
 
     def source_axes(self, axes: int) -> list[int | None]:
-        axis = position(self.axis, axes + 1)
+        axis = _position(self.axis, axes + 1)
         return [*range(axis), *range(axis + 1, axes + 1)]
 
 
 @dataclass(frozen=True, slots=True)
-class Unstack:
+class Unstack(Operation):
     """A leaf becomes one for each index of an axis.
 
     Attributes:
@@ -77,10 +111,10 @@ class Unstack:
     axis: int = 0
 
     def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
-        only, axis = one_along(taken, self.axis)
+        only, axis = _one_along(taken, self.axis)
         if only.shape[axis] != self.count:
             raise ValueError(f"expected {self.count} along axis {axis}, found {only.shape[axis]}")
-        return [Kind(without_axis(only.shape, axis), only.dtype)] * self.count
+        return [Kind(_without_axis(only.shape, axis), only.dtype)] * self.count
 
     def apply(self, xp: Any, arrays: Arrays) -> list[Any]:
         (only,) = arrays
@@ -90,12 +124,12 @@ class Unstack:
         return Stack(self.axis)
 
     def source_axes(self, axes: int) -> list[int | None]:
-        axis = position(self.axis, axes)
+        axis = _position(self.axis, axes)
         return [*range(axis), None, *range(axis, axes - 1)]
 
 
 @dataclass(frozen=True, slots=True)
-class Fuse(SameAxes):
+class Fuse(Operation):
     """Leaves are joined along an axis, whole or group by group.
 
     With two groups, q, k and v become ``q0 k0 v0 q1 k1 v1``: the first half of each, then the
@@ -110,25 +144,25 @@ class Fuse(SameAxes):
     groups: int = 1
 
     def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
-        axis = position(self.axis, len(taken[0].shape))
+        axis = _position(self.axis, len(taken[0].shape))
         _same_kind(taken, "fuse", but=axis)
         for kind in taken:
             _check_groups(self.groups, kind.shape[axis], axis)
         total = sum(kind.shape[axis] for kind in taken)
-        return [Kind(with_length(taken[0].shape, axis, total), taken[0].dtype)]
+        return [Kind(_with_length(taken[0].shape, axis, total), taken[0].dtype)]
 
     def apply(self, xp: Any, arrays: Arrays) -> list[Any]:
-        axis = position(self.axis, arrays[0].ndim)
+        axis = _position(self.axis, arrays[0].ndim)
         parts = [_grouped(each, axis, self.groups) for each in arrays]
         return [_ungrouped(xp.concatenate(parts, axis=axis + 1), axis)]
 
     def inverse(self, taken: Sequence[Kind]) -> Operation:
-        axis = position(self.axis, len(taken[0].shape))
+        axis = _position(self.axis, len(taken[0].shape))
         return Split(axis, tuple(kind.shape[axis] for kind in taken), self.groups)
 
 
 @dataclass(frozen=True, slots=True)
-class Split(SameAxes):
+class Split(Operation):
     """A leaf is cut along an axis: the inverse of :class:`Fuse`.
 
     Attributes:
@@ -142,7 +176,7 @@ class Split(SameAxes):
     groups: int = 1
 
     def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
-        only, axis = one_along(taken, self.axis)
+        only, axis = _one_along(taken, self.axis)
         if sum(self.sizes) != only.shape[axis] or min(self.sizes) < 0:
             raise ValueError(
                 f"expected sizes that add up to {only.shape[axis]}, the length of axis {axis}, "
@@ -150,12 +184,11 @@ class Split(SameAxes):
             )
         for size in self.sizes:
             _check_groups(self.groups, size, axis)
-        return [Kind(with_length(only.shape, axis, size), only.dtype) for size in self.sizes]
+        return [Kind(_with_length(only.shape, axis, size), only.dtype) for size in self.sizes]
 
     def apply(self, xp: Any, arrays: Arrays) -> list[Any]:
-        del xp
         (only,) = arrays
-        axis = position(self.axis, only.ndim)
+        axis = _position(self.axis, only.ndim)
         grouped = _grouped(only, axis, self.groups)
         results, start = [], 0
         for size in self.sizes:
@@ -170,7 +203,7 @@ class Split(SameAxes):
 
 
 @dataclass(frozen=True, slots=True)
-class Transpose:
+class Transpose(Operation):
     """Axes in another order.
 
     Attributes:
@@ -192,11 +225,187 @@ class Transpose:
         return [xp.transpose(arrays[0], self.axes)]
 
     def inverse(self, taken: Sequence[Kind]) -> Operation:
-        del taken
         return Transpose(tuple(self.axes.index(k) for k in range(len(self.axes))))
 
     def source_axes(self, axes: int) -> list[int | None]:
         return [self.axes.index(k) for k in range(axes)]
+
+
+@dataclass(frozen=True, slots=True)
+class Pad(Operation):
+    """Zeros are added at the end of an axis.
+
+    Attributes:
+        axis: the axis.
+        size: its new length.
+    """
+
+    axis: int
+    size: int
+
+    def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
+        only, axis = _one_along(taken, self.axis)
+        if self.size < only.shape[axis]:
+            raise ValueError(f"expected a size of at least {only.shape[axis]}, found {self.size}")
+        return [Kind(_with_length(only.shape, axis, self.size), only.dtype)]
+
+    def apply(self, xp: Any, arrays: Arrays) -> list[Any]:
+        (only,) = arrays
+        axis = _position(self.axis, only.ndim)
+        missing = _with_length(only.shape, axis, self.size - only.shape[axis])
+        return [xp.concatenate([only, xp.zeros(missing, only.dtype)], axis=axis)]
+
+    def inverse(self, taken: Sequence[Kind]) -> Operation:
+        axis = _position(self.axis, len(taken[0].shape))
+        return Strip(axis, taken[0].shape[axis])
+
+
+@dataclass(frozen=True, slots=True)
+class Strip(Operation):
+    """The end of an axis is cut off; its inverse gives the bits back if only zeros were.
+
+    Attributes:
+        axis: the axis.
+        size: its new length.
+        is_lossy: True if other elements than zeros may be lost.
+    """
+
+    axis: int
+    size: int
+    is_lossy: bool = False
+
+    def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
+        only, axis = _one_along(taken, self.axis)
+        if not 0 <= self.size <= only.shape[axis]:
+            raise ValueError(f"expected a size of at most {only.shape[axis]}, found {self.size}")
+        return [Kind(_with_length(only.shape, axis, self.size), only.dtype)]
+
+    def apply(self, xp: Any, arrays: Arrays) -> list[Any]:
+        (only,) = arrays
+        axis = _position(self.axis, only.ndim)
+        return [only[(*(slice(None),) * axis, slice(0, self.size))]]
+
+    def inverse(self, taken: Sequence[Kind]) -> Operation | None:
+        axis = _position(self.axis, len(taken[0].shape))
+        return None if self.is_lossy else Pad(axis, taken[0].shape[axis])
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat(Stack):
+    """Copies of a leaf along a new axis.
+
+    Attributes:
+        count: number of copies.
+    """
+
+    count: int = 1
+
+    def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
+        if self.count < 1:
+            raise ValueError(f"expected at least one copy, found {self.count}")
+        return Stack.kinds(self, [*taken] * self.count)
+
+    def apply(self, xp: Any, arrays: Arrays) -> list[Any]:
+        return Stack.apply(self, xp, [*arrays] * self.count)
+
+    def inverse(self, taken: Sequence[Kind]) -> Operation:
+        return First(self.count, self.axis)
+
+
+@dataclass(frozen=True, slots=True)
+class First(Unstack):
+    """The first of equal copies along an axis: the inverse of :class:`Repeat`."""
+
+    def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
+        return Unstack.kinds(self, taken)[:1]
+
+    def apply(self, xp: Any, arrays: Arrays) -> list[Any]:
+        return [xp.take(arrays[0], 0, axis=self.axis)]
+
+    def inverse(self, taken: Sequence[Kind]) -> Operation:
+        return Repeat(self.axis, self.count)
+
+
+@dataclass(frozen=True, slots=True)
+class Average(Operation):
+    """The mean along an axis, of copies that drifted apart; to rounding.
+
+    Attributes:
+        axis: position of the axis.
+    """
+
+    axis: int = 0
+
+    def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
+        only, axis = _one_along(taken, self.axis)
+        if "float" not in only.dtype and "complex" not in only.dtype:
+            raise ValueError(f"expected elements that have a mean, found {only.dtype}")
+        if not only.shape[axis]:
+            raise ValueError(f"expected at least one copy along axis {axis}, found none")
+        return [Kind(_without_axis(only.shape, axis), only.dtype)]
+
+    def apply(self, xp: Any, arrays: Arrays) -> list[Any]:
+        (only,) = arrays
+        # Narrow elements are added up as float32: a sum of bfloat16 loses most of the digits.
+        wide = only.astype("float32") if only.dtype.itemsize < 4 else only
+        return [xp.mean(wide, axis=self.axis).astype(only.dtype)]
+
+    def source_axes(self, axes: int) -> list[int | None]:
+        return Unstack(0, self.axis).source_axes(axes)
+
+
+@dataclass(frozen=True, slots=True)
+class Cast(Operation):
+    """Elements of another data type; its inverse gives the bits back if nothing was rounded.
+
+    Attributes:
+        dtype: numpy name of the data type.
+        is_lossy: True if elements may be rounded.
+    """
+
+    dtype: str
+    is_lossy: bool = False
+
+    def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
+        (only,) = taken
+        return [Kind(only.shape, self.dtype)]
+
+    def apply(self, xp: Any, arrays: Arrays) -> list[Any]:
+        return [arrays[0].astype(self.dtype)]
+
+    def inverse(self, taken: Sequence[Kind]) -> Operation | None:
+        return None if self.is_lossy else Cast(taken[0].dtype)
+
+
+def _position(axis: int, axes: int) -> int:
+    """The position of an axis, which may be counted from the end.
+
+    Raises:
+        ValueError: there is no such axis.
+    """
+    if not -axes <= axis < axes:
+        raise ValueError(f"expected an axis of {axes}, found axis {axis}")
+    return axis % axes
+
+
+def _one_along(taken: Sequence[Kind], axis: int) -> tuple[Kind, int]:
+    """The only leaf that is taken, and the position of an axis of it.
+
+    Raises:
+        ValueError: there is no such axis.
+    """
+    (only,) = taken
+    return only, _position(axis, len(only.shape))
+
+
+def _with_length(shape: Shape, axis: int, length: int) -> Shape:
+    """A shape with another length of an axis."""
+    return (*shape[:axis], length, *shape[axis + 1 :])
+
+
+def _without_axis(shape: Shape, axis: int) -> Shape:
+    """A shape without an axis."""
+    return (*shape[:axis], *shape[axis + 1 :])
 
 
 def _same_kind(taken: Sequence[Kind], name: str, but: int | None = None) -> Kind:
@@ -207,7 +416,7 @@ def _same_kind(taken: Sequence[Kind], name: str, but: int | None = None) -> Kind
     """
 
     def compared(kind: Kind) -> tuple[object, ...]:
-        shape = kind.shape if but is None else without_axis(kind.shape, but)
+        shape = kind.shape if but is None else _without_axis(kind.shape, but)
         return shape, len(kind.shape), kind.dtype
 
     for kind in taken:

@@ -1,4 +1,9 @@
-"""The plan of a transformation: operations on whole leaves, from rules and the leaves' shapes."""
+"""The plan of a transformation: operations on whole leaves, from rules and the leaves' shapes.
+
+A rule is applied to trees of the state: the params, and what an optimizer keeps for them. These are
+found by paths and shapes alone: moments, record and master weights lie in trees whose leaves have
+the paths that the params have in theirs.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +12,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from adacheck_jax.errors import MismatchError
-from adacheck_jax.layout import trees
-from adacheck_jax.layout.kinds import Kind, Operation
-from adacheck_jax.layout.operations import Keep
+from adacheck_jax.layout.operations import Keep, Kind, Operation
 from adacheck_jax.layout.rules import Rule
-from adacheck_jax.layout.trees import Params
 
 _SHOWN = 10
 
@@ -151,7 +153,7 @@ class _Planning:
         self._kinds = [*leaves.values()]
         self._now = dict(self._inputs)
         self._steps: list[Step] = []
-        found = [tree for each in params for tree in trees.find(leaves, each)]
+        found = [tree for each in params for tree in find_trees(leaves, each)]
         self._trees = tuple(dict.fromkeys(found))
         self._params = tuple(each.root for each in params)
 
@@ -176,14 +178,14 @@ class _Planning:
         counts: dict[str, int] = {}
         for tree in self._concerned(rule, name):
             paths = ["/" + path for path in self._now] if rule.is_anchored else self._paths_in(tree)
-            for match in _matches(rule, paths, name):
-                sources = [self._full(rule, tree, path) for path in match.sources]
+            for matched, values in _matches(rule, paths, name):
+                sources = [self._full(rule, tree, path) for path in matched]
                 if len({*sources}) < len(sources) or not taken.isdisjoint(sources):
                     raise MismatchError(
                         f"{name}: expected to take each leaf once, found one twice among "
                         f"{_listed(sources)}."
                     )
-                first = counts.setdefault(match.sources[0], len(sources))
+                first = counts.setdefault(matched[0], len(sources))
                 if len(sources) != first:
                     raise MismatchError(
                         f"{name}: expected {first} leaves in {tree}, as in the params, found "
@@ -191,8 +193,9 @@ class _Planning:
                         "the params; name the trees that the rule is for (trees=[...])."
                     )
                 given = self._step(rule, sources, name, tree)
-                results = [self._full(rule, tree, path) for path in match.results(len(given))]
-                for path, value in zip(results, given, strict=True):
+                paths_given = _result_paths(rule, values, len(given))
+                for inside, value in zip(paths_given, given, strict=True):
+                    path = self._full(rule, tree, inside)
                     if path in made:
                         raise MismatchError(f"{name}: expected one leaf {path}, found two.")
                     made[path] = value
@@ -228,18 +231,18 @@ class _Planning:
         others = [
             other
             for other in self._trees
-            if other != tree and trees.within(tree, f"{other}/x") is not None
+            if other != tree and within(tree, f"{other}/x") is not None
         ]
         return [
             inside
             for path in self._now
-            if (inside := trees.within(tree, path)) is not None
-            and not any(trees.within(other, path) is not None for other in others)
+            if (inside := within(tree, path)) is not None
+            and not any(within(other, path) is not None for other in others)
         ]
 
     @staticmethod
     def _full(rule: Rule, tree: str, path: str) -> str:
-        return path.removeprefix("/") if rule.is_anchored else trees.join(tree, path)
+        return path.removeprefix("/") if rule.is_anchored else _join(tree, path)
 
     def _step(self, rule: Rule, sources: Sequence[str], name: str, tree: str) -> tuple[int, ...]:
         """Note the operation on some leaves; the numbers of its results."""
@@ -262,23 +265,18 @@ class _Planning:
         return given
 
 
-class _Match(NamedTuple):
-    """Leaves that an operation takes, and what their paths have told."""
-
-    rule: Rule
-    sources: Sequence[str]
-    values: Mapping[str, str]
-
-    def results(self, count: int) -> list[str]:
-        """Paths of the results."""
-        rule, name = self.rule, self.rule.counts_results
-        if name is None:
-            return [pattern.fill(self.values) for pattern in rule.results]
-        return [rule.results[0].fill({**self.values, name: str(k)}) for k in range(count)]
+def _result_paths(rule: Rule, values: Mapping[str, str], count: int) -> list[str]:
+    """Paths of so many results, by the texts that names stand for."""
+    name = rule.counts_results
+    if name is None:
+        return [pattern.fill(values) for pattern in rule.results]
+    return [rule.results[0].fill({**values, name: str(k)}) for k in range(count)]
 
 
-def _matches(rule: Rule, paths: Sequence[str], name: str) -> Iterator[_Match]:
-    """The groups of leaves that a rule takes."""
+def _matches(
+    rule: Rule, paths: Sequence[str], name: str
+) -> Iterator[tuple[list[str], dict[str, str]]]:
+    """The groups of leaves that a rule takes, and the text that each name stands for."""
     groups: dict[frozenset[tuple[str, str]], dict[int, str]] = {}
     for path in paths:
         for k, pattern in enumerate(rule.sources):
@@ -300,7 +298,7 @@ def _matches(rule: Rule, paths: Sequence[str], name: str) -> Iterator[_Match]:
                 f"{name}: expected a leaf {wanted.fill({**dict(values), **number})} beside "
                 f"{_listed([*group.values()])}, found none."
             )
-        yield _Match(rule, [group[k] for k in range(count)], dict(values))
+        yield [group[k] for k in range(count)], dict(values)
 
 
 def _number(text: str, path: str, name: str) -> int:
@@ -312,3 +310,90 @@ def _number(text: str, path: str, name: str) -> int:
 def _listed(paths: Sequence[str]) -> str:
     more = f", and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
     return ", ".join(paths[:_SHOWN]) + more
+
+
+@dataclass(frozen=True, slots=True)
+class Params:
+    """A tree of trained params in a state.
+
+    Attributes:
+        root: path of the tree; empty if the params are the whole state.
+        paths: leaf paths inside the tree.
+    """
+
+    root: str
+    paths: frozenset[str]
+
+
+def _join(root: str, path: str) -> str:
+    """The path in the state of a leaf in a tree."""
+    return f"{root}/{path}" if root else path
+
+
+def within(root: str, path: str) -> str | None:
+    """The path in a tree of a leaf of the state; None if it lies elsewhere."""
+    if not root:
+        return path
+    return path[len(root) + 1 :] if path.startswith(f"{root}/") else None
+
+
+def params_of(params: Sequence[str], ends: Sequence[str]) -> Params:
+    """The tree of the params of a recorder.
+
+    Args:
+        params: leaf paths of the trained params.
+        ends: paths of their gradients in the tree of the gradients, which has the params' paths.
+    """
+    common: set[str] | None = None
+    for end in ends:
+        own = {path[: -len(end)].removesuffix("/") for path in params if _ends_with(path, end)}
+        common = own if common is None else common & own
+    inside = [root for root in common or () if all(within(root, p) is not None for p in params)]
+    root = min(inside, key=len, default=_common_root(params))
+    return Params(root, frozenset(within(root, path) or "" for path in params))
+
+
+def _ends_with(path: str, end: str) -> bool:
+    """True if a path ends with all segments of another one."""
+    return path == end or path.endswith(f"/{end}")
+
+
+def _common_root(paths: Sequence[str]) -> str:
+    """The path of the smallest tree that holds all leaves."""
+    shared: list[str] = []
+    for parts in zip(*(path.split("/")[:-1] for path in paths), strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return "/".join(shared)
+
+
+def find_trees(leaves: Mapping[str, Kind], params: Params) -> list[str]:
+    """Paths of the params and of all trees that are like them, the params first.
+
+    Args:
+        leaves: shapes and data types of the state's leaves, by leaf path.
+        params: the params.
+
+    Returns:
+        Paths of trees. Such a tree has a leaf for each param; or for some of them, of the same
+        shapes (an optimizer that is masked).
+    """
+    candidates: dict[str, set[str]] = {}
+    for path in leaves:
+        parts = path.split("/")
+        for k in range(len(parts)):
+            if (end := "/".join(parts[k:])) in params.paths:
+                candidates.setdefault("/".join(parts[:k]), set()).add(end)
+    found = [params.root]
+    for root in sorted(candidates, key=lambda each: each.count("/")):
+        if any(within(tree, f"{root}/x") is not None for tree in found if tree) or root in found:
+            continue
+        own = {end for path in leaves if (end := within(root, path)) is not None}
+        alike = all(
+            leaves[_join(root, end)].shape == leaves[_join(params.root, end)].shape
+            for end in candidates[root]
+        )
+        if own == params.paths or (alike and own == candidates[root]):
+            found.append(root)
+    return found

@@ -2,20 +2,72 @@
 
 Paths are those inside a tree of params, like ``block_3/attention/kernel``. A rule is applied to the
 params and to every tree that the optimizer keeps for them. A pattern that begins with ``/`` is the
-whole path of leaves elsewhere in the state (``/batch_stats/block_{i}/{rest...}``).
+whole path of leaves elsewhere in the state (``/batch_stats/block_{i}/{rest...}``). Names in braces
+stand for what they match: ``{i}`` a part of one segment, ``{rest...}`` any number of segments, at
+least one. The same name twice has to match the same text.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from adacheck_jax.layout import operations, resizing
-from adacheck_jax.layout.kinds import Kind, Operation
-from adacheck_jax.layout.patterns import Pattern
+from adacheck_jax.layout import operations
+from adacheck_jax.layout.operations import Kind, Operation
+
+_FIELD = re.compile(r"\{([a-z_][a-z0-9_]*)(\.\.\.)?\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """A pattern of leaf paths.
+
+    Attributes:
+        text: the pattern, as it was given.
+
+    Raises:
+        ValueError: braces that enclose no name, or an empty pattern.
+    """
+
+    text: str
+
+    def __post_init__(self) -> None:
+        if not self.text or set(_FIELD.sub("", self.text)) & set("{}"):
+            raise ValueError(
+                f"expected a leaf path in which braces enclose names, like "
+                f"'block_{{i}}/{{rest...}}', found {self.text!r}"
+            )
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names in braces."""
+        return frozenset(name for name, _ in _FIELD.findall(self.text))
+
+    def match(self, path: str) -> dict[str, str] | None:
+        """The text that each name stands for in a path; None if the path does not match."""
+        found = re.fullmatch(self._expression(), path)
+        return None if found is None else found.groupdict()
+
+    def fill(self, values: Mapping[str, str]) -> str:
+        """The path in which each name is replaced by its text."""
+        return _FIELD.sub(lambda field: values[field[1]], self.text)
+
+    def _expression(self) -> str:
+        parts: list[str] = []
+        seen: set[str] = set()
+        end = 0
+        for field in _FIELD.finditer(self.text):
+            parts.append(re.escape(self.text[end : field.start()]))
+            name, end = field[1], field.end()
+            wanted = ".+" if field[2] else "[^/]+"
+            parts.append(f"(?P={name})" if name in seen else f"(?P<{name}>{wanted})")
+            seen.add(name)
+        return "".join([*parts, re.escape(self.text[end:])])
+
 
 Making = Callable[[Sequence[Kind]], Operation]
 """Makes the operation on some leaves, when their shapes are known."""
@@ -215,7 +267,7 @@ def pad(
         to: pattern of their new paths; None to keep the paths.
         trees: see :func:`rename`.
     """
-    made = resizing.Pad(_integer("axis", axis), _integer("size", size))
+    made = operations.Pad(_integer("axis", axis), _integer("size", size))
     return _one_to_one("pad", source, to, made, trees)
 
 
@@ -238,7 +290,7 @@ def strip(
         to: pattern of their new paths; None to keep the paths.
         trees: see :func:`rename`.
     """
-    made = resizing.Strip(_integer("axis", axis), _integer("size", size), lossy)
+    made = operations.Strip(_integer("axis", axis), _integer("size", size), lossy)
     return _one_to_one("strip", source, to, made, trees)
 
 
@@ -254,7 +306,7 @@ def repeat(
         to: pattern of their new paths; None to keep the paths.
         trees: see :func:`rename`.
     """
-    made = resizing.Repeat(_integer("count", count), _integer("axis", axis))
+    made = operations.Repeat(_integer("axis", axis), _integer("count", count))
     return _one_to_one("repeat", source, to, made, trees)
 
 
@@ -267,7 +319,7 @@ def average(source: str, *, axis: int = 0, to: str | None = None, trees: Trees =
         to: pattern of their new paths; None to keep the paths.
         trees: see :func:`rename`.
     """
-    return _one_to_one("average", source, to, resizing.Average(_integer("axis", axis)), trees)
+    return _one_to_one("average", source, to, operations.Average(_integer("axis", axis)), trees)
 
 
 def transpose(
@@ -298,4 +350,30 @@ def cast(
         trees: see :func:`rename`; often ``["params"]``.
     """
     name = dtype if isinstance(dtype, str) else np.dtype(dtype).name  # pyright: ignore
-    return _one_to_one("cast", source, to, resizing.Cast(name, lossy), trees)
+    return _one_to_one("cast", source, to, operations.Cast(name, lossy), trees)
+
+
+def scan_layers(unrolled: str, scanned: str, *, axis: int = 0) -> list[Rule]:
+    """From layers in a Python loop to ``nn.scan`` (linen), or ``nnx.scan`` over one module.
+
+    Args:
+        unrolled: path of a layer among the params, with ``{i}`` for its number: ``"Block_{i}"`` in
+            linen, ``"layers/{i}"`` for a list of nnx.
+        scanned: path of the scanned module: ``"ScanBlock_0"``, ``"layers"``.
+        axis: ``variable_axes={"params": axis}`` of the scan.
+
+    Example:
+        ``RestoreArgs(state, rules=layout.scan_layers("Block_{i}", "ScanBlock_0"))``
+    """
+    return [stack(f"{unrolled}/{{rest...}}", f"{scanned}/{{rest...}}", over="i", axis=axis)]
+
+
+def unroll_layers(scanned: str, unrolled: str, *, axis: int = 0) -> list[Rule]:
+    """From a scan over layers to layers in a Python loop: the inverse of :func:`scan_layers`.
+
+    Args:
+        scanned: path of the scanned module among the params.
+        unrolled: path of a layer, with ``{i}`` for its number.
+        axis: ``variable_axes={"params": axis}`` of the scan.
+    """
+    return [unstack(f"{scanned}/{{rest...}}", f"{unrolled}/{{rest...}}", over="i", axis=axis)]

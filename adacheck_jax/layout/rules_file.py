@@ -24,19 +24,10 @@ from adacheck_jax.layout import rules
 from adacheck_jax.layout.rules import Rule
 
 _MAKERS: Mapping[str, Callable[..., Rule]] = {
-    each.__name__: each
-    for each in (
-        rules.rename,
-        rules.stack,
-        rules.unstack,
-        rules.fuse,
-        rules.split,
-        rules.pad,
-        rules.strip,
-        rules.repeat,
-        rules.average,
-        rules.transpose,
-        rules.cast,
+    name: getattr(rules, name)
+    for name in (
+        *("rename", "stack", "unstack", "fuse", "split", "pad", "strip", "repeat", "average"),
+        *("transpose", "cast"),
     )
 }
 

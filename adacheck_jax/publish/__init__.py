@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING
 from adacheck_jax import lazy
 
 if TYPE_CHECKING:  # for type checkers and editors; must name what follows
-    from adacheck_jax.publish.follower import Follower, follow
+    from adacheck_jax.publish.follower import Follower
     from adacheck_jax.publish.publisher import Publisher
 
-__all__ = ["Follower", "Publisher", "follow"]
-__getattr__, __dir__ = lazy.names_of(
-    __name__, {"follower": "Follower follow", "publisher": "Publisher"}
-)
+__all__ = ["Follower", "Publisher"]
+__getattr__, __dir__ = lazy.names_of(__name__, {"follower": "Follower", "publisher": "Publisher"})

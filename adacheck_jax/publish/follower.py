@@ -1,17 +1,22 @@
 """A follower: the newest weights, verified, on a mesh and in data types of its own."""
 
+# Threads: any thread of the program may ask; ``_lock`` is held through a whole update, reads of the
+# storage included, so that one thread advances the weights. It is re-entrant: ``params`` heals what
+# was donated. The reader's own threads take no lock.
+
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from adacheck_jax.device import fingerprint, jax_settings
+from adacheck_jax.device import fingerprint, jax_settings, transfer, trees
 from adacheck_jax.errors import (
     FormatError,
     IntegrityError,
@@ -20,9 +25,10 @@ from adacheck_jax.errors import (
     StorageError,
 )
 from adacheck_jax.format.one_process import OneProcess
-from adacheck_jax.publish import placing, reading
+from adacheck_jax.publish import reading
 from adacheck_jax.publish.plan import Known, Route
 from adacheck_jax.publish.reading import Reader
+from adacheck_jax.publish.records import Leaves
 from adacheck_jax.publish.root import GoneError, Root
 from adacheck_jax.publish.weights import Change, Weights
 from adacheck_jax.store.storage.location import AnyPath
@@ -33,15 +39,28 @@ _VANISHED = 20
 
 
 class Follower:
-    """The newest published weights that prove right; see :func:`follow`.
+    """The newest published weights that prove right, on a mesh and in data types of its own.
 
     Iterating gives pairs of a version and its params, each newer than the one before, without end.
+
+    Args:
+        root: the root that a :class:`~adacheck_jax.publish.publisher.Publisher` publishes to; it
+            need not exist yet.
+        abstract_params: pytree of abstract arrays (``jax.ShapeDtypeStruct``), or of arrays, with
+            the wanted shardings and data types; leaf paths and shapes are those of the published
+            params. Weights are verified as they were published, and cast then.
+        poll_s: time between two looks at the root while a version is waited for. In an object store
+            each look is a request.
 
     Attributes:
         version: number of the version that is held; None before the first.
         bases_read: number of times that it began with a base: once, and again whenever it fell
             behind what is kept, or a delta was damaged.
         problem: the last thing that it found damaged or could not read; empty if nothing was.
+
+    Raises:
+        MismatchError: a leaf is no abstract array, or the program has several processes.
+        StorageError: the root is a URL of an unknown kind.
     """
 
     def __init__(self, root: str | AnyPath, abstract_params: Any, *, poll_s: float = 0.1) -> None:
@@ -52,7 +71,7 @@ class Follower:
             )
         self._root = Root(root)
         self._reader = Reader(self._root)
-        self._targets = placing.Targets(abstract_params)
+        self._targets = _Targets(abstract_params)
         self._poll_s = poll_s
         self._have: Known | None = None
         self._weights: Weights | None = None
@@ -280,20 +299,77 @@ def changed_words(
     return found
 
 
-def follow(root: str | AnyPath, abstract_params: Any, *, poll_s: float = 0.1) -> Follower:
-    """Follows published weights.
+class _Targets:
+    """The params that a follower wants.
 
     Args:
-        root: the root that a :class:`~adacheck_jax.publish.publisher.Publisher` publishes to; it
-            need not exist yet.
-        abstract_params: pytree of abstract arrays (``jax.ShapeDtypeStruct``), or of arrays, with
-            the wanted shardings and data types; leaf paths and shapes are those of the published
-            params. Weights are verified as they were published, and cast then.
-        poll_s: time between two looks at the root while a version is waited for. In an object store
-            each look is a request.
+        abstract_params: abstract arrays, or arrays, of the wanted shapes, data types and shardings;
+            without a sharding they go to the first device.
 
     Raises:
-        MismatchError: a leaf is no abstract array, or the program has several processes.
-        StorageError: the root is a URL of an unknown kind.
+        MismatchError: a leaf is no array.
     """
-    return Follower(root, abstract_params, poll_s=poll_s)
+
+    def __init__(self, abstract_params: Any) -> None:
+        named, self._treedef = trees.flatten(abstract_params)
+        self._order = [*named]
+        self.wanted = {path: _abstract(path, leaf) for path, leaf in named.items()}
+
+    def check(self, leaves: Leaves, where: object) -> None:
+        """Compares what is wanted with what was published: paths and shapes.
+
+        Raises:
+            MismatchError: they differ.
+        """
+        trees.check_same_leaves(
+            {each.path: str([*each.shape]) for each in leaves.leaves},
+            {path: str([*each.shape]) for path, each in self.wanted.items()},
+            where=f"{where}: published params, and those to follow them",
+            remedy="Follow with the params' own paths and shapes.",
+        )
+
+    def placed(self, weights: Weights, indices: Collection[int]) -> dict[int, jax.Array]:
+        """Some leaves on their devices, in the data types that they were published in.
+
+        Args:
+            weights: the weights, which may change afterwards.
+            indices: indices of leaves.
+        """
+        chosen, kinds = [*indices], []
+        for index in chosen:
+            leaf = weights.leaves.leaves[index]
+            sharding = self.wanted[leaf.path].sharding
+            kinds.append(jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype), sharding=sharding))
+        # Copies: on CPU devices the arrays live in the memory that they are given.
+        made = transfer.place_all(
+            kinds, lambda i, box: np.array(weights.arrays[chosen[i]][box.slices])
+        )
+        return dict(zip(chosen, made, strict=True))
+
+    def cast(self, path: str, array: jax.Array) -> jax.Array:
+        """An array in the data type that is wanted."""
+        wanted = self.wanted[path]
+        if array.dtype == wanted.dtype:
+            return array
+        return jax.device_put(array.astype(wanted.dtype), wanted.sharding)
+
+    def tree(self, leaves: Mapping[str, jax.Array]) -> Any:
+        """The pytree of the params.
+
+        Args:
+            leaves: arrays by leaf path.
+        """
+        return trees.unflatten(self._treedef, [leaves[path] for path in self._order])
+
+
+def _abstract(path: str, leaf: Any) -> jax.ShapeDtypeStruct:
+    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+    if shape is None or dtype is None or jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        raise MismatchError(
+            f"{path}: expected an abstract array of numbers, found {type(leaf).__name__}. Give "
+            "jax.ShapeDtypeStruct with a sharding for each leaf."
+        )
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None:
+        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=sharding)

@@ -1,11 +1,15 @@
 """The publisher: params of a training, published version by version."""
 
+# Threads: the caller's threads publish and wait, one daemon thread writes. ``_condition`` guards
+# ``_jobs``, ``_error`` and ``_is_closed``; it is held to change or await them, and nothing of a
+# storage or a device is called while it is held. The thread that writes owns the writer, and leaves
+# the first job in the list until it is done.
+
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
-from types import TracebackType
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -75,7 +79,7 @@ class Publisher:
         self._process = OneProcess("a Publisher")
         self._process.enter()
         self._condition = threading.Condition()
-        self._jobs: list[_Job] = []
+        self._jobs: list[tuple[int, Callable[[], Published]]] = []  # versions on their way
         self._error: Exception | None = None
         self._taken_over: TakenOverError | None = None
         self._published: Published | None = None
@@ -129,8 +133,14 @@ class Publisher:
         staged = transfer.Staged(arrays, picks).begin()
         contributions = Contributions(arrays, picks, staged=staged)
         staged.wait()
+
+        def write() -> Published:
+            whole = [_whole(leaf, staged[i]) for i, leaf in enumerate(leaves.leaves)]
+            sums = contributions.sums()
+            return self._writer.write(version, leaves, whole, [sums[i] for i in range(len(whole))])
+
         with self._condition:
-            self._jobs.append(_Job(version, leaves, staged, contributions))
+            self._jobs.append((version, write))
             self._latest = version
             self._condition.notify_all()
         if wait:
@@ -170,12 +180,7 @@ class Publisher:
     def __enter__(self) -> Publisher:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _raise(self) -> None:
@@ -193,11 +198,11 @@ class Publisher:
                 self._condition.wait_for(lambda: self._jobs or self._is_closed)
                 if not self._jobs:
                     return
-                job = self._jobs[0]
+                version, write = self._jobs[0]
             error = None
             try:
-                with _named(self._root, f"version {job.version}"), jax_settings.own():
-                    self._published = job.write(self._writer)
+                with _named(self._root, f"version {version}"), jax_settings.own():
+                    self._published = write()
             except Exception as raised:
                 error = raised
                 if isinstance(raised, TakenOverError):
@@ -212,35 +217,6 @@ class Publisher:
                 else:
                     self._jobs.pop(0)
                 self._condition.notify_all()
-
-
-class _Job:
-    """A version on its way.
-
-    Args:
-        version: the caller's number.
-        leaves: the leaves.
-        staged: their boxes, on the host.
-        contributions: their fingerprints, on the devices.
-    """
-
-    def __init__(
-        self,
-        version: int,
-        leaves: Leaves,
-        staged: transfer.Staged,
-        contributions: Contributions,
-    ) -> None:
-        self.version = version
-        self._leaves, self._staged, self._contributions = leaves, staged, contributions
-
-    def write(self, writer: Writer) -> Published:
-        """Writes it."""
-        every = self._leaves.leaves
-        arrays = [_whole(leaf, self._staged[i]) for i, leaf in enumerate(every)]
-        found = self._contributions.sums()
-        sums = [found[i] for i in range(len(every))]
-        return writer.write(self.version, self._leaves, arrays, sums)
 
 
 def _whole(leaf: Leaf, blocks: Blocks) -> np.ndarray:

@@ -207,14 +207,12 @@ class Reader:
         with self._judged(known.checksum):
             if self.leaves(record) is not leaves:
                 raise IntegrityError(f"{self.root}: version {record.version} has other leaves.")
-            if record.delta is None:
-                return []
-            if record.delta.nbytes > _MOST_DELTA * leaves.nbytes + _SPARE_BYTES:
+            if record.delta and record.delta.nbytes > _MOST_DELTA * leaves.nbytes + _SPARE_BYTES:
                 raise IntegrityError(
                     f"{self.root.record_at(VERSIONS, record.sequence)}: expected a delta of "
                     f"{leaves.nbytes} bytes of leaves, found one of {record.delta.nbytes} bytes."
                 )
-            return weights.decode(leaves, self.root.delta(record), self.root)
+            return _changes(self.root, record, leaves)
 
     def _base(self, base: Base, leaves: Leaves, threads: ThreadPoolExecutor) -> Weights:
         with self._judged(_base_key(base)):
@@ -225,7 +223,10 @@ class Reader:
                     "heals followers."
                 )
             found = Weights.empty(leaves)
-            parts = threads.map(lambda n: self.root.part(base, n), range(len(base.parts)))
+            places = (
+                self.root.part_at(base.sequence, base.epoch, n) for n in range(len(base.parts))
+            )
+            parts = threads.map(self.root.load, places, base.parts)
             for number, data in enumerate(parts):
                 found.set_part(number, data)
         return found
@@ -271,6 +272,14 @@ def _last_step(route: Route) -> str:
 def _base_key(base: Base | None) -> str:
     assert base is not None
     return f"base {base.sequence} {base.of}"
+
+
+def _changes(root: Root, record: Version, leaves: Leaves) -> list[Change]:
+    """Changes of a version's delta; none if it has none."""
+    if record.delta is None:
+        return []
+    data = root.load(root.delta_at(record.sequence, record.epoch), record.delta)
+    return weights.decode(leaves, data, root)
 
 
 def check(version: Version, leaves: Leaves, found: Sequence[int], where: object) -> None:
@@ -330,9 +339,7 @@ def read_version(root: Root, number: int) -> tuple[Version, Weights, list[Change
             )
         made, _ = reader.load(route, None)
         check(wanted.record, made.leaves, made.fingerprints(), root)
-        changes = []
-        if wanted.record.delta is not None:
-            changes = weights.decode(made.leaves, root.delta(wanted.record), root)
+        changes = _changes(root, wanted.record, made.leaves)
     except GoneError as error:
         raise LineageError(
             f"{root}: version {number} was pruned while it was read ({error}). Give a newer one."

@@ -8,21 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from adacheck_jax.errors import FormatError, IntegrityError
 from adacheck_jax.format.manifest import ITEMSIZES_BYTES
-from adacheck_jax.format.manifest_body.fields import (
-    digits,
-    natural,
-    optional,
-    shown,
-    text,
-    tuple_of,
-)
+from adacheck_jax.format.manifest_body import records as manifest_records
+from adacheck_jax.format.manifest_body.fields import digits, natural, shown, text
 from adacheck_jax.format.manifest_body.records import MAX_AXES, MAX_STATE_BYTES
 from adacheck_jax.format.manifest_json import checksum_of, checksummed, parsed
 
@@ -228,7 +220,7 @@ def decode(data: bytes, kind: type[_T], where: object) -> tuple[_T, str]:
     try:
         if body.pop("kind") != kind.__name__.lower():
             raise ValueError(f"expected a {kind.__name__.lower()}")
-        return _DECODERS[kind](body), found
+        return _record(kind, body), found
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise FormatError(
             f"{where}: a field of the record is missing or wrong ({error!r}). A later base heals "
@@ -236,72 +228,60 @@ def decode(data: bytes, kind: type[_T], where: object) -> tuple[_T, str]:
         ) from error
 
 
-def _claim(body: dict[str, Any]) -> Claim:
-    return Claim(
-        natural(body["epoch"], MAX_NUMBER), natural(body["first"], MAX_NUMBER), text(body["token"])
-    )
+def _record(kind: type[_T], body: dict[str, Any]) -> _T:
+    """A record, by the types of its fields, and then by what must fit."""
+    if kind is Version:
+        letters = text(body["fingerprints"])
+        each = [letters[at : at + 16] for at in range(0, len(letters), 16)]
+        body = {**body, "fingerprints": each}
+    found = manifest_records.record(kind, body)
+    _check(found)
+    return found
 
 
-def _leaves(body: dict[str, Any]) -> Leaves:
-    found = Leaves(tuple_of(_leaf, body["leaves"]))
+def _check(record: Record) -> None:
+    """Refuse a record that is not consistent in itself."""
+    if isinstance(record, Leaves):
+        _check_leaves(record)
+        return
+    natural(record.epoch, MAX_NUMBER)
+    natural(record.first if isinstance(record, Claim) else record.sequence, MAX_NUMBER)
+    if isinstance(record, Version):
+        _check_version(record)
+    elif isinstance(record, Base):
+        digits(record.of, 64)
+        for part in record.parts:
+            _check_stored(part, PART_BYTES)
+
+
+def _check_leaves(found: Leaves) -> None:
+    for leaf in found.leaves:
+        if leaf.dtype not in ITEMSIZES_BYTES:
+            raise ValueError(f"data type {shown(leaf.dtype)}")
+        if len(leaf.shape) > MAX_AXES or math.prod(filter(None, leaf.shape)) > MAX_STATE_BYTES:
+            raise ValueError(f"shape {shown(leaf.shape)}")
     paths = [each.path for each in found.leaves]
     if paths != sorted(set(paths)):
         raise ValueError("paths that do not ascend")
     if found.nbytes > MAX_STATE_BYTES:
         raise ValueError(f"{found.nbytes} bytes of leaves")
-    return found
 
 
-def _leaf(body: dict[str, Any]) -> Leaf:
-    shape = tuple_of(lambda length: natural(length, MAX_STATE_BYTES), body["shape"])
-    if len(shape) > MAX_AXES or math.prod(filter(None, shape)) > MAX_STATE_BYTES:
-        raise ValueError(f"shape {shown(shape)}")
-    if text(body["dtype"]) not in ITEMSIZES_BYTES:
-        raise ValueError(f"data type {shown(body['dtype'])}")
-    return Leaf(text(body["path"]), shape, body["dtype"])
+def _check_version(found: Version) -> None:
+    digits(found.leaves, 64)
+    if len(found.fingerprints) > _MAX_FINGERPRINTS:
+        raise ValueError(f"{len(found.fingerprints)} fingerprints")
+    if found.parent is not None:
+        digits(found.parent.checksum, 64)
+        if found.parent.sequence >= found.sequence:
+            raise ValueError("a parent that is not before it")
+    if found.delta is not None:
+        _check_stored(found.delta, MAX_STATE_BYTES)
+        if found.parent is None:
+            raise ValueError("a delta without a parent")
+    natural(found.changed, MAX_STATE_BYTES)
 
 
-def _version(body: dict[str, Any]) -> Version:
-    letters = text(body["fingerprints"])
-    if not re.fullmatch("([0-9a-f]{16})*", letters) or len(letters) > 16 * _MAX_FINGERPRINTS:
-        raise ValueError(f"fingerprints {shown(letters)}")
-    found = Version(
-        sequence=natural(body["sequence"], MAX_NUMBER),
-        epoch=natural(body["epoch"], MAX_NUMBER),
-        version=natural(body["version"]),
-        parent=optional(_parent, body["parent"]),
-        leaves=digits(body["leaves"], 64),
-        fingerprints=tuple(int(letters[at : at + 16], 16) for at in range(0, len(letters), 16)),
-        delta=optional(lambda delta: _stored(delta, MAX_STATE_BYTES), body["delta"]),
-        changed=natural(body["changed"], MAX_STATE_BYTES),
-    )
-    if found.parent is None and found.delta is not None:
-        raise ValueError("a delta without a parent")
-    if found.parent is not None and found.parent.sequence >= found.sequence:
-        raise ValueError("a parent that is not before it")
-    return found
-
-
-def _parent(body: dict[str, Any]) -> Parent:
-    return Parent(natural(body["sequence"], MAX_NUMBER), digits(body["checksum"], 64))
-
-
-def _stored(body: dict[str, Any], most_bytes: int) -> Stored:
-    return Stored(natural(body["nbytes"], most_bytes), digits(body["digest"], 32))
-
-
-def _base(body: dict[str, Any]) -> Base:
-    return Base(
-        sequence=natural(body["sequence"], MAX_NUMBER),
-        epoch=natural(body["epoch"], MAX_NUMBER),
-        of=digits(body["of"], 64),
-        parts=tuple_of(lambda part: _stored(part, PART_BYTES), body["parts"]),
-    )
-
-
-_DECODERS: dict[type, Callable[[dict[str, Any]], Any]] = {
-    Claim: _claim,
-    Leaves: _leaves,
-    Version: _version,
-    Base: _base,
-}
+def _check_stored(stored: Stored, most_bytes: int) -> None:
+    natural(stored.nbytes, most_bytes)
+    digits(stored.digest, 32)

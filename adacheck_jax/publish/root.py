@@ -143,21 +143,13 @@ class Root:
                     continue  # it governs nothing; its publisher's versions count all the same
         return tuple(found[epoch] for epoch in sorted(found))
 
-    def delta(self, version: Version) -> bytes:
-        """Bytes of a version's delta.
+    def load(self, place: Location, stored: Stored) -> bytes:
+        """Bytes of a delta, or of a part of a base.
 
         Raises:
             GoneError: they are not there.
             IntegrityError: they are others.
         """
-        assert version.delta is not None
-        return self._checked(self._delta_at(version.sequence, version.epoch), version.delta)
-
-    def part(self, base: Base, number: int) -> bytes:
-        """Bytes of one part of a base; raises as :meth:`delta`."""
-        return self._checked(self._part_at(base.sequence, base.epoch, number), base.parts[number])
-
-    def _checked(self, place: Location, stored: Stored) -> bytes:
         data = _read(place, stored.nbytes)
         if len(data) != stored.nbytes or digest(data) != stored.digest:
             raise IntegrityError(
@@ -166,15 +158,8 @@ class Root:
             )
         return data
 
-    def write_delta(self, sequence: int, epoch: int, data: bytes) -> Stored:
-        """Writes a delta, and makes it durable."""
-        return self._write(self._delta_at(sequence, epoch), data)
-
-    def write_part(self, sequence: int, epoch: int, number: int, data: bytes) -> Stored:
-        """Writes a part of a base, and makes it durable."""
-        return self._write(self._part_at(sequence, epoch, number), data)
-
-    def _write(self, place: Location, data: bytes) -> Stored:
+    def store(self, place: Location, data: bytes) -> Stored:
+        """Writes a delta, or a part of a base, and makes it durable."""
         place.write(data)
         place.sync()
         place.parent.sync()
@@ -223,10 +208,12 @@ class Root:
                 if _TEMPORARY.fullmatch(each.name):
                     self.delete(each)
 
-    def _delta_at(self, sequence: int, epoch: int) -> Location:
+    def delta_at(self, sequence: int, epoch: int) -> Location:
+        """Place of a version's delta."""
         return self.top / DELTAS / f"{_name(sequence)}-{_name(epoch)}"
 
-    def _part_at(self, sequence: int, epoch: int, number: int) -> Location:
+    def part_at(self, sequence: int, epoch: int, number: int) -> Location:
+        """Place of one part of a base."""
         return self.top / PARTS / f"{_name(sequence)}-{_name(epoch)}" / _name(number)
 
 

@@ -184,7 +184,8 @@ class Writer:
         link = Parent(parent.record.sequence, parent.checksum)
 
         def attempt(sequence: int) -> Known:
-            stored = self._root.write_delta(sequence, made.epoch, data) if changed else None
+            place = self._root.delta_at(sequence, made.epoch)
+            stored = self._root.store(place, data) if changed else None
             record = replace(made, sequence=sequence, parent=link, delta=stored, changed=changed)
             return Known(record, self._root.write(VERSIONS, record))
 
@@ -229,8 +230,8 @@ class Writer:
         record = known.record
 
         def write(number: int) -> Stored:
-            data = own.part(number)
-            return self._root.write_part(record.sequence, record.epoch, number, data)
+            place = self._root.part_at(record.sequence, record.epoch, number)
+            return self._root.store(place, own.part(number))
 
         with ThreadPoolExecutor(_THREADS) as threads:
             parts = tuple(threads.map(write, range(weights.part_count(own.leaves))))

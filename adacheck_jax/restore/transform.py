@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 
 from adacheck_jax.device import fingerprint, transfer
 from adacheck_jax.errors import MismatchError
-from adacheck_jax.layout.kinds import Kind, Operation
+from adacheck_jax.layout.operations import Kind, Operation
 from adacheck_jax.layout.plan import Component, Plan, Step
 
 Placement = Any

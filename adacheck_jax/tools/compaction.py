@@ -108,7 +108,7 @@ def _compacted(root: AnyPath, step: Step, dry_run: bool) -> CompactionReport:
         return report
     with wide_integers(leaf.dtype for leaf in lineage.base.leaves):
         device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        args = RestoreArgs(exact=True, fallback_sharding=device)
+        args = RestoreArgs(require_exact=True, fallback_sharding=device)
         found = StepRestorer(StockCheckpoints(), {}, None).restore(step.directory, args)
         assert found.lineage is not None
         in_place.compact(found.lineage, _blocks(found.lineage.base.leaves, found.leaves))

@@ -55,8 +55,8 @@ def latest_restorable(
     Newer steps that do not verify are skipped, and the log says why; so are steps that stock Orbax
     saved, which nothing can verify. The directory of a damaged step may hold earlier steps that
     verify: see :class:`RestorableStep`. Every process may call this, and finds the same step under
-    a shared root. ``RestoreArgs(fallback=True)`` does the same during a restore, and so reads each
-    file once.
+    a shared root. ``RestoreArgs(skip_damaged=True)`` does the same during a restore, and so reads
+    each file once.
 
     No update is replayed. If the delta of a step was not checked when it was saved (an earlier
     release wrote it), its bytes may be whole although its replay is not exact: the log says so.

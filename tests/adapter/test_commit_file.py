@@ -110,7 +110,7 @@ def test_a_step_whose_save_was_killed_does_not_exist(tmp_path, lost):
     handler = adacheck.AdaCheckHandler(run.recorder)
     with pytest.raises(LineageError, match="expected a step that Orbax has committed"):
         handler.restore(tmp_path / "3/default")
-    args = adacheck.RestoreArgs(abstract(run.state), fallback=True)
+    args = adacheck.RestoreArgs(abstract(run.state), skip_damaged=True)
     state = handler.restore(tmp_path / "3/default", args)
     assert_same_bits(state, saved[2])
     with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:

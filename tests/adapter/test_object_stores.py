@@ -402,7 +402,7 @@ def test_what_may_not_be_read_now_is_not_damaged(root, store):
     run = dict_run(mesh_of((1, 1)))
     with manager_of(root, run) as manager:
         save_steps(manager, run, 3)
-        args = adacheck.RestoreArgs(abstract(run.state), fallback=True)
+        args = adacheck.RestoreArgs(abstract(run.state), skip_damaged=True)
         for part in ("adacheck/base/", "adacheck/delta"):
             store.proxy.refuse = lambda method, path, own=part: (
                 403 if method == "GET" and own in unquote(path) else 0

@@ -21,7 +21,7 @@ from adacheck_jax.store.steps import sizes
 from tests import support
 from tests.support import manager_of, mesh_of, save_steps
 
-LOGGER = "adacheck_jax.adapter.observe.announce"
+LOGGER = "adacheck_jax.adapter.reports"
 
 
 @pytest.fixture

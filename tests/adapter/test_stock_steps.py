@@ -14,7 +14,6 @@ from orbax.checkpoint import v1
 from typer.testing import CliRunner
 
 import adacheck_jax as adacheck
-from adacheck_jax import v1 as adacheck_v1
 from adacheck_jax.cli import main
 from adacheck_jax.errors import IntegrityError
 from adacheck_jax.store.steps import roots
@@ -93,7 +92,7 @@ def test_parts_and_casts_of_a_stock_step(tmp_path):
         with pytest.raises(ValueError, match=r"not compatible|mismatch|shape"):
             manager.restore(1, args=adacheck.RestoreArgs(wide))
         with pytest.raises(IntegrityError, match="stock Orbax saved"):
-            manager.restore(1, args=adacheck.RestoreArgs(target, exact=True))
+            manager.restore(1, args=adacheck.RestoreArgs(target, require_exact=True))
 
 
 @pytest.fixture
@@ -116,7 +115,7 @@ def test_fallback_takes_a_verified_step(mixed_root, caplog):
     root, run, states = mixed_root
     (root / "4" / "default" / "adacheck" / "manifest.json").write_text("{}")
     handler = adacheck.AdaCheckHandler()
-    args = adacheck.RestoreArgs(abstract(run.state), fallback=True)
+    args = adacheck.RestoreArgs(abstract(run.state), skip_damaged=True)
     with manager_of(root, handler) as manager:
         assert_same_bits(manager.restore(4, args=args), states[2])
         assert handler.restored == adacheck.RestoreInfo(2, handler.restored.replayed_count, (), 0.0)
@@ -173,13 +172,11 @@ def test_v1_says_that_a_stock_step_was_not_verified(tmp_path, caplog):
     caplog.set_level(logging.WARNING)
     weights = {"a": jnp.arange(8.0), "b": jnp.ones(2)}
     v1.save(tmp_path / "step_3", weights)
-    context = adacheck_v1.context()
-    with context:
+    handler = adacheck.AdaCheckHandler()
+    with adacheck.v1.context(handler):
         assert_same_bits(v1.load(tmp_path / "step_3", weights), host_copy(weights))
-        assert adacheck_v1.run_of(context).restored == adacheck.RestoreInfo(
-            3, 0, (), 0.0, verified=False
-        )
+        assert handler.restored == adacheck.RestoreInfo(3, 0, (), 0.0, verified=False)
         assert "not verified" in caplog.text
-        wanted = adacheck_v1.RestoreArgs({"a": abstract(weights["a"])}, partial_restore=True)
+        wanted = adacheck.RestoreArgs({"a": abstract(weights["a"])}, partial_restore=True)
         found = v1.load_checkpointables(tmp_path / "step_3", {"state": wanted})["state"]
         assert_same_bits(found, host_copy(weights["a"]))

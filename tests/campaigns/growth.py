@@ -29,7 +29,7 @@ from orbax.checkpoint.checkpoint_managers import LatestN
 
 import adacheck_jax as adacheck
 from adacheck_jax.device.loops import xla_call
-from adacheck_jax.publish import Publisher, follow
+from adacheck_jax.publish import Follower, Publisher
 from adacheck_jax.tools import listing, verification
 from tests import support
 from tests.campaigns import children, command
@@ -264,7 +264,7 @@ def _follows(directory: Path, calls: int) -> Growth:
     params = support.abstract(run.state["params"])
     with Publisher(directory, params_path="params", keep_versions=20) as publisher:
         publisher.publish(run.advance(), version=run.count, wait=True)
-        follower = follow(directory, params)
+        follower = Follower(directory, params)
 
         def publish_and_wait() -> None:
             publisher.publish(run.advance(), version=run.count, wait=True)

@@ -59,7 +59,8 @@ class Outcome:
         resumes_failed: restores in the middle of the run that raised.
         named: the newest step that ``latest_restorable`` named; None for none.
         named_lost: whether that step does not restore.
-        fallback: the step that a restore of the last one with ``fallback=True`` gave, or an error.
+        fallback: the step that a restore of the last one with ``skip_damaged=True`` gave, or an
+            error.
         edited_path: the leaf of which an element or a row was edited; empty for none.
         bases, replayed, idle, bits: steps by how they lie on disk; idle ones hold no update.
         whole_leaves: leaves that the update computes and that replayed deltas hold all the same.

@@ -29,7 +29,7 @@ import numpy as np
 
 from adacheck_jax.errors import AdaCheckError, StorageError
 from adacheck_jax.format import byte_loops
-from adacheck_jax.publish.follower import follow
+from adacheck_jax.publish.follower import Follower
 from adacheck_jax.publish.publisher import Publisher
 from tests.campaigns import command
 
@@ -102,11 +102,11 @@ def observe(root: Path, orders: Path, report: Path) -> None:
     """Follows until the file of orders names a version that all followers have reached."""
     counts: collections.Counter[str] = collections.Counter()
     abstract, wrong = weights_of(0), []
-    lasting, late = follow(root, abstract, poll_s=0.0), None
+    lasting, late = Follower(root, abstract, poll_s=0.0), None
     seen = {}
     while True:
         goal = int(orders.read_text() or -1) if orders.exists() else None
-        late = late or follow(root, abstract, poll_s=0.0)
+        late = late or Follower(root, abstract, poll_s=0.0)
         for name, follower in (("lasting", lasting), ("late", late)):
             before = follower.version
             try:

@@ -271,7 +271,7 @@ class Run:
             self.step = programs.train_step_of(self.plan, self.tx, self.state)
         latest = self.side.manager.latest_step()
         if latest is not None:
-            self._restored_here(latest, fallback=True)
+            self._restored_here(latest, skip_damaged=True)
 
     def _look_back(self, event: Event, number: int) -> None:
         """Restores an earlier step with the handler that saves; the run may go on from there."""
@@ -281,16 +281,16 @@ class Run:
         if not steps:
             return
         kept = programs.device_copy(self.state)
-        self._restored_here(self.rng.choice(steps[-4:]), fallback=False)
+        self._restored_here(self.rng.choice(steps[-4:]), skip_damaged=False)
         if event.kind == "looked back":
             self.state = kept
 
-    def _restored_here(self, step: int, *, fallback: bool) -> None:
+    def _restored_here(self, step: int, *, skip_damaged: bool) -> None:
         """Puts a restored step in the place of the state; as it is where that fails."""
         side = self.side
         target = abstract_of(self.state, self.plan.layout)
         try:
-            arguments = adacheck.RestoreArgs(target, fallback=fallback)
+            arguments = adacheck.RestoreArgs(target, skip_damaged=skip_damaged)
             state = side.manager.restore(step, args=arguments)
         except Exception as error:
             self.outcome.resumes_failed.append(f"step {step}: {short(error)}")
@@ -381,7 +381,9 @@ class Run:
             outcome.failed.append(f"latest_restorable: {short(error)}")
         target = abstract_of(self.state, self.plan.layout)
         try:
-            state = manager.restore(listed[-1], args=adacheck.RestoreArgs(target, fallback=True))
+            state = manager.restore(
+                listed[-1], args=adacheck.RestoreArgs(target, skip_damaged=True)
+            )
         except Exception as error:
             outcome.fallback = short(error)
             return

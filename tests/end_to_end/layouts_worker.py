@@ -36,16 +36,16 @@ for kind, (number, options) in layouts.KINDS.items():
         manager.wait_until_finished()
         for name in NAMES:
             rules, back = layouts.TABLE[name]
-            shapes = manager.restore(number, args=adacheck.RestoreArgs(transform=rules))
+            shapes = manager.restore(number, args=adacheck.RestoreArgs(rules=rules))
             target = layouts.sharded_abstractly(shapes, mesh)
-            args = adacheck.RestoreArgs(target, transform=rules)
+            args = adacheck.RestoreArgs(target, rules=rules)
             found = manager.restore(number, args=args)
             write(found, f"{kind}-{name}")
             root = Path(own.root).parent / f"{kind}-{name}"
             with support.manager_of(root, adacheck.AdaCheckHandler(delta="bits")) as other:
                 other.save(0, args=adacheck.SaveArgs(found))
                 other.wait_until_finished()
-                args = adacheck.RestoreArgs(abstract, transform=back)
+                args = adacheck.RestoreArgs(abstract, rules=back)
                 again = other.restore(0, args=args)
             for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(again), strict=True):
                 for old_shard, new_shard in zip(

@@ -19,7 +19,6 @@ from orbax.checkpoint.checkpoint_managers import LatestN
 from typer.testing import CliRunner
 
 import adacheck_jax as adacheck
-from adacheck_jax import v1
 from adacheck_jax.adapter.restoring import StepRestorer
 from adacheck_jax.cli.main import app
 from adacheck_jax.errors import (
@@ -258,7 +257,8 @@ def test_leaves_of_all_kinds_metadata_and_frozen_files_survive(tmp_path):
 
 def test_v1_loads_a_compacted_step_with_and_without_this_library(tmp_path):
     run, saved = support.dict_run(mesh_of(MESH)), {}
-    with v1.context(run.recorder), ocp_v1.training.Checkpointer(tmp_path) as checkpointer:
+    handler = adacheck.AdaCheckHandler(run.recorder)
+    with adacheck.v1.context(handler), ocp_v1.training.Checkpointer(tmp_path) as checkpointer:
         for step in range(1, 4):
             saved[step] = host_copy(run.advance())
             checkpointer.save_checkpointables(step, {"state": run.state})
@@ -270,11 +270,11 @@ def test_v1_loads_a_compacted_step_with_and_without_this_library(tmp_path):
     assert (path / "_METADATA").read_bytes() == before
     support.compact(tmp_path, 3, path.name)
     target = abstract(run.state)
-    for context in (v1.context(), ocp_v1.Context()):
+    for context in (adacheck.v1.context(), ocp_v1.Context()):
         with context:
             found = ocp_v1.load_checkpointables(tmp_path / "3", {path.name: target})
         assert_same_bits(found[path.name], saved[3])
-    with v1.context():
+    with adacheck.v1.context():
         found = ocp_v1.load_checkpointables(tmp_path / "2", {path.name: target})
     assert_same_bits(found[path.name], saved[2])
 

@@ -193,7 +193,7 @@ def assert_restores(root: Any, saved: Any, state: Any, meshes: Any = OTHERS) -> 
     with manager_of(root, adacheck.AdaCheckHandler()) as manager:
         for step, shape in zip([*saved][::-1], meshes, strict=False):
             target = support.abstract(state, mesh_of(shape))
-            restored = manager.restore(step, args=adacheck.RestoreArgs(target, exact=True))
+            restored = manager.restore(step, args=adacheck.RestoreArgs(target, require_exact=True))
             assert_same_bits(restored, saved[step])
 
 

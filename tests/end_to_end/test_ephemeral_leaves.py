@@ -107,9 +107,9 @@ def test_a_step_between_bases_has_the_residual_of_the_last_one(tmp_path, delta, 
             assert info.exact == (step == since)
         told = [r for r in caplog.records if "ephemeral" in r.message]
         assert bool(told) == (step != since)
-    state, _ = restored(tmp_path, run, 5, exact=True)
-    with pytest.raises(IntegrityError, match=r"ephemeral.*exact=True"):
-        restored(tmp_path, run, 4, exact=True)
+    state, _ = restored(tmp_path, run, 5, require_exact=True)
+    with pytest.raises(IntegrityError, match=r"ephemeral.*require_exact=True"):
+        restored(tmp_path, run, 4, require_exact=True)
     for options in ([], ["--read-data"], ["--replay"]):
         found = CliRunner().invoke(app, ["verify", str(tmp_path), "--json", *options])
         assert found.exit_code == 0, found.output

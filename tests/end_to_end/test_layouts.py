@@ -172,8 +172,8 @@ def sharded_abstractly(tree, mesh):
 
 def restored(manager, number, rules, mesh):
     """A step in another layout, on a mesh."""
-    shapes = manager.restore(number, args=adacheck.RestoreArgs(transform=rules))
-    args = adacheck.RestoreArgs(sharded_abstractly(shapes, mesh), transform=rules)
+    shapes = manager.restore(number, args=adacheck.RestoreArgs(rules=rules))
+    args = adacheck.RestoreArgs(sharded_abstractly(shapes, mesh), rules=rules)
     return manager.restore(number, args=args)
 
 
@@ -198,7 +198,7 @@ def test_every_tree_is_transformed_and_comes_back(tmp_path, saved_steps, name, k
     root, number, state = saved_steps[kind]
     with support.manager_of(root, adacheck.AdaCheckHandler()) as manager:
         found = restored(manager, number, rules, mesh_of(devices))
-        assert_equal(found, manager.restore(number, args=adacheck.RestoreArgs(transform=rules)))
+        assert_equal(found, manager.restore(number, args=adacheck.RestoreArgs(rules=rules)))
     changed = leaves_of(found).keys() ^ leaves_of(state).keys()
     if changed:  # every tree has changed alike
         ends = [
@@ -210,7 +210,7 @@ def test_every_tree_is_transformed_and_comes_back(tmp_path, saved_steps, name, k
     with support.manager_of(tmp_path, adacheck.AdaCheckHandler(delta="bits")) as other:
         other.save(0, args=adacheck.SaveArgs(found))
         other.wait_until_finished()
-        again = other.restore(0, args=adacheck.RestoreArgs(transform=back))
+        again = other.restore(0, args=adacheck.RestoreArgs(rules=back))
     assert_equal(again, state)
 
 
@@ -229,7 +229,7 @@ def test_several_processes_transform_as_one_does(tmp_path, processes, devices, n
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     for (kind, (number, _)), name in itertools.product(KINDS.items(), names):
         with support.manager_of(tmp_path / "run" / kind, adacheck.AdaCheckHandler()) as manager:
-            args = adacheck.RestoreArgs(transform=TABLE[name][0], fallback_sharding=here)
+            args = adacheck.RestoreArgs(rules=TABLE[name][0], fallback_sharding=here)
             alone = manager.restore(number, args=args)
         of_several = leaves(Path(f"{tmp_path}/out-{kind}-{name}.npz"))
         assert of_several == [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(alone)]
@@ -297,7 +297,7 @@ def test_rules_drawn_at_random_come_back(tmp_path_factory, saved_steps, drawn, k
     with support.manager_of(there, adacheck.AdaCheckHandler(delta="bits")) as other:
         other.save(0, args=adacheck.SaveArgs(found))
         other.wait_until_finished()
-        args = adacheck.RestoreArgs(transform=back) if back else adacheck.RestoreArgs()
+        args = adacheck.RestoreArgs(rules=back) if back else adacheck.RestoreArgs()
         assert_equal(other.restore(0, args=args), state)
 
 
@@ -308,15 +308,15 @@ def test_a_run_goes_on_as_if_it_had_been_trained_in_the_new_layout(tmp_path, nam
     rules, _ = TABLE[name]
     manager, _ = saved(tmp_path / "a", {})
     with manager:
-        there = manager.restore(0, args=adacheck.RestoreArgs(transform=rules))
+        there = manager.restore(0, args=adacheck.RestoreArgs(rules=rules))
         recorder = optimizer()
         target = jax.eval_shape(lambda p: train_state(recorder, p), there["params"])
-        state = manager.restore(0, args=adacheck.RestoreArgs(target, transform=rules))
+        state = manager.restore(0, args=adacheck.RestoreArgs(target, rules=rules))
         trained_there = state
         step = train_step_of(recorder)
         for _ in range(3):
             trained_there = step(jax.tree.map(jnp.copy, trained_there))
-        state = manager.restore(3, args=adacheck.RestoreArgs(target, transform=rules))
+        state = manager.restore(3, args=adacheck.RestoreArgs(target, rules=rules))
         assert_equal(state, trained_there)
     handler = adacheck.AdaCheckHandler(recorder, **OF_PARAMS)
     with support.manager_of(tmp_path / "b", handler) as other:
@@ -334,12 +334,12 @@ def test_the_save_after_a_transformed_restore_is_a_base(tmp_path):
     manager, _ = saved(tmp_path, {})
     with manager:
         recorder = optimizer()
-        shapes = manager.restore(3, args=adacheck.RestoreArgs(transform=rules))
+        shapes = manager.restore(3, args=adacheck.RestoreArgs(rules=rules))
         target = jax.eval_shape(lambda: train_state(recorder, shapes["params"]))
-        state = manager.restore(3, args=adacheck.RestoreArgs(target, transform=rules))
+        state = manager.restore(3, args=adacheck.RestoreArgs(target, rules=rules))
     handler = adacheck.AdaCheckHandler(recorder, **OF_PARAMS)
     with support.manager_of(tmp_path, handler) as manager:
-        state = manager.restore(3, args=adacheck.RestoreArgs(target, transform=rules))
+        state = manager.restore(3, args=adacheck.RestoreArgs(target, rules=rules))
         manager.save(4, args=adacheck.SaveArgs(state))
         manager.wait_until_finished()
         assert isinstance(lookup.resolve(tmp_path / "4" / "default").manifest, BaseManifest)
@@ -350,7 +350,7 @@ def test_replicas_that_drifted_are_averaged(tmp_path):
     manager, states = saved(tmp_path, {})
     with manager:
         rules = [layout.average("copies")]
-        found = manager.restore(3, args=adacheck.RestoreArgs(transform=rules))
+        found = manager.restore(3, args=adacheck.RestoreArgs(rules=rules))
     found, expected = leaves_of(found), leaves_of(states[3])
     for origin in ORIGINS:
         path = f"{origin}copies"
@@ -364,13 +364,13 @@ def test_what_would_lose_bits_is_refused_unless_it_may(tmp_path):
     with manager:
         for lossy in (layout.strip("table", 3), layout.cast("table", "float8_e4m3fn")):
             with pytest.raises(MismatchError, match=r"params/table.*lossy=True"):
-                manager.restore(3, args=adacheck.RestoreArgs(transform=[lossy]))
+                manager.restore(3, args=adacheck.RestoreArgs(rules=[lossy]))
         found = manager.restore(
-            3, args=adacheck.RestoreArgs(transform=[layout.strip("table", 3, lossy=True)])
+            3, args=adacheck.RestoreArgs(rules=[layout.strip("table", 3, lossy=True)])
         )
         np.testing.assert_array_equal(found["params"]["table"], states[3]["params"]["table"][:3])
         rules = [layout.cast("table", "float32", trees=["params"])]
-        found = manager.restore(3, args=adacheck.RestoreArgs(transform=rules))
+        found = manager.restore(3, args=adacheck.RestoreArgs(rules=rules))
         assert found["params"]["table"].dtype == np.float32
         assert found["params"]["copies"].dtype == jnp.bfloat16
 
@@ -380,17 +380,15 @@ def test_data_types_are_what_the_rule_says_or_refused(tmp_path):
     with manager:
         for dtype in ("float31", "object", "key<fry>", "f4"):
             with pytest.raises(MismatchError, match=f"params/table.*found '{dtype}'"):
-                manager.restore(
-                    3, args=adacheck.RestoreArgs(transform=[layout.cast("table", dtype)])
-                )
+                manager.restore(3, args=adacheck.RestoreArgs(rules=[layout.cast("table", dtype)]))
         for dtype in (jnp.float32, np.dtype("float32"), "float32"):
             rules = [layout.cast("table", dtype, trees=["params"])]
-            found = manager.restore(3, args=adacheck.RestoreArgs(transform=rules))
+            found = manager.restore(3, args=adacheck.RestoreArgs(rules=rules))
             expected = np.float32(states[3]["params"]["table"])
             assert_equal(found["params"]["table"], expected)
         rules = [layout.cast("table", "float64", trees=["params"])]
         with pytest.raises(MismatchError, match=r"found that jax makes float32.*jax_enable_x64"):
-            manager.restore(3, args=adacheck.RestoreArgs(transform=rules))
+            manager.restore(3, args=adacheck.RestoreArgs(rules=rules))
 
 
 def test_python_numbers_are_stacked_as_arrays(tmp_path):
@@ -398,7 +396,7 @@ def test_python_numbers_are_stacked_as_arrays(tmp_path):
     with support.manager_of(tmp_path, adacheck.AdaCheckHandler(delta="bits")) as manager:
         manager.save(0, args=adacheck.SaveArgs(state))
         rules = [layout.stack("a_{i}", "a"), layout.repeat("n", 2), layout.repeat("b", 2)]
-        found = manager.restore(0, args=adacheck.RestoreArgs(transform=rules))["params"]
+        found = manager.restore(0, args=adacheck.RestoreArgs(rules=rules))["params"]
     assert {path: np.asarray(leaf).tolist() for path, leaf in found.items()} == {
         **{"a": [0.5, 1.5], "n": [3, 3], "b": [True, True]}
     }
@@ -409,7 +407,7 @@ def test_a_part_of_the_new_state_is_restored(tmp_path):
     manager, states = saved(tmp_path, {})
     with manager:
         target = {"params": {"blocks": {"bias": jax.ShapeDtypeStruct((LAYERS, 8), jnp.float32)}}}
-        args = adacheck.RestoreArgs(target, transform=rules, partial_restore=True)
+        args = adacheck.RestoreArgs(target, rules=rules, partial_restore=True)
         found = manager.restore(0, args=args)
     expected = np.stack([states[0]["params"][f"block_{i}"]["bias"] for i in range(LAYERS)])
     np.testing.assert_array_equal(found["params"]["blocks"]["bias"], expected)
@@ -418,10 +416,10 @@ def test_a_part_of_the_new_state_is_restored(tmp_path):
 def test_a_state_that_rules_do_not_make_is_told(tmp_path):
     manager, states = saved(tmp_path, {})
     with manager:
-        args = adacheck.RestoreArgs(states[0], transform=layout.scan_layers("block_{i}", "blocks"))
+        args = adacheck.RestoreArgs(states[0], rules=layout.scan_layers("block_{i}", "blocks"))
         with pytest.raises(MismatchError, match=r"missing .*params/blocks/"):
             manager.restore(0, args=args)
-        with pytest.raises(MismatchError, match="transform="):
+        with pytest.raises(MismatchError, match="rules="):
             manager.restore(0, args=adacheck.RestoreArgs({"params": states[0]["params"]}))
 
 
@@ -431,7 +429,7 @@ def test_damage_is_found_before_a_transformation(tmp_path):
     for path in (tmp_path / "0" / "default").rglob("d/*"):
         path.write_bytes(support.with_flipped_data(path.read_bytes()))
     with support.manager_of(tmp_path, adacheck.AdaCheckHandler()) as again:
-        args = adacheck.RestoreArgs(transform=layout.scan_layers("block_{i}", "blocks"))
+        args = adacheck.RestoreArgs(rules=layout.scan_layers("block_{i}", "blocks"))
         with pytest.raises((IntegrityError, FormatError)):
             again.restore(3, args=args)
 
@@ -444,7 +442,7 @@ def test_sums_in_the_update_are_told(tmp_path, caplog):
         manager.save(0, args=adacheck.SaveArgs(state))
         manager.wait_until_finished()
         with caplog.at_level(logging.WARNING):
-            args = adacheck.RestoreArgs(transform=layout.scan_layers("block_{i}", "blocks"))
+            args = adacheck.RestoreArgs(rules=layout.scan_layers("block_{i}", "blocks"))
             manager.restore(0, args=args)
     assert "to rounding only" in caplog.text
 
@@ -507,7 +505,7 @@ def test_a_transformer_of_linen_is_scanned_and_unrolled(tmp_path):
             manager.save(number, args=adacheck.SaveArgs(state))
         manager.wait_until_finished()
         target = jax.eval_shape(lambda: linen_state(Scanned(), recorder))
-        scanned = manager.restore(2, args=adacheck.RestoreArgs(target, transform=rules))
+        scanned = manager.restore(2, args=adacheck.RestoreArgs(target, rules=rules))
     outputs = [
         jax.jit(model.apply)({"params": each["params"]}, inputs)
         for model, each in ((Unrolled(), state), (Scanned(), scanned))
@@ -518,7 +516,7 @@ def test_a_transformer_of_linen_is_scanned_and_unrolled(tmp_path):
         manager.save(3, args=adacheck.SaveArgs(step_of(Scanned())(scanned)))
         manager.wait_until_finished()
         target = jax.eval_shape(lambda: linen_state(Unrolled(), recorder))
-        assert_equal(manager.restore(2, args=adacheck.RestoreArgs(target, transform=back)), state)
+        assert_equal(manager.restore(2, args=adacheck.RestoreArgs(target, rules=back)), state)
 
 
 class Layer(nnx.Module):
@@ -568,10 +566,10 @@ def test_layers_of_nnx_are_scanned_and_unrolled(tmp_path):
         manager.wait_until_finished()
         target = jax.eval_shape(lambda: state_of(Scan))
         rules = layout.scan_layers("layers/{i}", "layers")
-        scanned = manager.restore(2, args=adacheck.RestoreArgs(target, transform=rules))
+        scanned = manager.restore(2, args=adacheck.RestoreArgs(target, rules=rules))
     with support.manager_of(tmp_path / "b", adacheck.AdaCheckHandler(recorder)) as manager:
         manager.save(0, args=adacheck.SaveArgs(scanned))
         manager.wait_until_finished()
         target = jax.eval_shape(lambda: state_of(Loop))
         rules = layout.unroll_layers("layers", "layers/{i}")
-        assert_equal(manager.restore(0, args=adacheck.RestoreArgs(target, transform=rules)), state)
+        assert_equal(manager.restore(0, args=adacheck.RestoreArgs(target, rules=rules)), state)

@@ -107,7 +107,9 @@ def assert_restores(
         for shape, steps in (wanted or {SAVING: (1, STEPS), OTHER: (2, STEPS)}).items():
             target = target_of(state, mesh_of(shape))
             for step in steps:
-                restored = manager.restore(step, args=adacheck.RestoreArgs(target, exact=True))
+                restored = manager.restore(
+                    step, args=adacheck.RestoreArgs(target, require_exact=True)
+                )
                 assert differing_paths(root, restored, saved[step]) == [], (shape, step)
                 assert handler.restored is not None
                 assert handler.restored.exact

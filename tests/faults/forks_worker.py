@@ -28,7 +28,7 @@ from etils import epath
 import adacheck_jax as adacheck
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.manifest import BaseManifest
-from adacheck_jax.publish import Publisher, follow
+from adacheck_jax.publish import Follower, Publisher
 from adacheck_jax.publish.writing import Writer
 from adacheck_jax.save.background_bases import BackgroundBases
 from adacheck_jax.save.commit import Save
@@ -157,7 +157,7 @@ class Training:
             for step, expected in self.saved.items():
                 support.assert_same_bits(manager.restore(step, args=args), expected)
         params = support.abstract(self.run.state["params"])
-        follower = follow(self.root / "weights", params)
+        follower = Follower(self.root / "weights", params)
         support.assert_same_bits(follower.latest(), support.host_copy(self.run.state["params"]))
         again = adacheck.AdaCheckHandler(
             self.run.recorder, shadow=adacheck.Shadow(directory=self.memory)

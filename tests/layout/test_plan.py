@@ -7,11 +7,9 @@ from hypothesis import strategies as st
 
 from adacheck_jax import layout
 from adacheck_jax.errors import FormatError, MismatchError
-from adacheck_jax.layout import trees
-from adacheck_jax.layout.kinds import Kind
-from adacheck_jax.layout.patterns import Pattern
-from adacheck_jax.layout.plan import plan
-from adacheck_jax.layout.trees import Params
+from adacheck_jax.layout.operations import Kind
+from adacheck_jax.layout.plan import Params, find_trees, params_of, plan
+from adacheck_jax.layout.rules import Pattern
 
 PATHS = ("block_0/w", "block_1/w", "head")
 
@@ -41,7 +39,7 @@ def test_a_rule_may_be_for_the_params_alone():
 
 def test_a_masked_tree_has_some_of_the_leaves():
     leaves = state() | {"ema/block_0/w": Kind((2, 3), "float32")}
-    assert "ema" in trees.find(leaves, params()[0])
+    assert "ema" in find_trees(leaves, params()[0])
     found = plan([layout.rename("block_0/w", "first")], leaves, params())
     assert "ema/first" in found.after
 
@@ -245,7 +243,7 @@ def test_a_file_that_is_wrong_is_told(text, told):
 
 def test_the_root_of_the_params_is_told_by_their_gradients():
     paths = ["state/params/net/a/w", "state/params/net/b/w"]
-    assert trees.params_of(paths, ["net/a/w", "net/b/w"]).root == "state/params"
-    assert trees.params_of(paths, ["net/a/w"]).root == "state/params"
-    assert trees.params_of(["w"], ["w"]) == Params("", frozenset(["w"]))
-    assert trees.params_of(paths, []).root == "state/params/net"
+    assert params_of(paths, ["net/a/w", "net/b/w"]).root == "state/params"
+    assert params_of(paths, ["net/a/w"]).root == "state/params"
+    assert params_of(["w"], ["w"]) == Params("", frozenset(["w"]))
+    assert params_of(paths, []).root == "state/params/net"

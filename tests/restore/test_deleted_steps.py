@@ -154,7 +154,7 @@ def test_fallback_takes_another_whenever_a_step_goes(
     found = set()
     for copy, deleted in deletions(root, tmp_path, run, doomed, order, stride):
         with deleted:
-            state, step = restore(copy, run, fallback=True)
+            state, step = restore(copy, run, skip_damaged=True)
         support.assert_same_bits(state, saved[step])
         found.add(step)
     assert STEPS - len(doomed) in found
@@ -170,13 +170,13 @@ def test_a_step_that_was_deleted_before(linked, tmp_path):
         restore(root, run, 3)
     with pytest.raises(FileNotFoundError, match=r"manager\.reload"):
         adacheck.AdaCheckHandler().metadata(root / "3" / "default")
-    state, step = restore(root, run, 3, fallback=True)
+    state, step = restore(root, run, 3, skip_damaged=True)
     assert step == STEPS  # no older one is left, as retention leaves them
     support.assert_same_bits(state, saved[STEPS])
     shutil.rmtree(root / "4")
     shutil.rmtree(root / "5")
     with pytest.raises(StepDeletedError, match="/5/default"):
-        restore(root, run, fallback=True)
+        restore(root, run, skip_damaged=True)
 
 
 def test_damage_stays_damage(linked, tmp_path):
@@ -229,7 +229,7 @@ def test_in_an_object_store(gcs):
     located(str(root / "5")).delete()
     with pytest.raises(StepDeletedError):
         restore(root, run)
-    state, step = restore(root, run, fallback=True)
+    state, step = restore(root, run, skip_damaged=True)
     assert step == 4
     support.assert_same_bits(state, saved[4])
 

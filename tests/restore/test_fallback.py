@@ -55,7 +55,7 @@ def test_a_bad_step_is_an_error_unless_an_older_one_is_asked_for(saved):
     (item(root, 6) / manifest_file.FILE).unlink()
     with pytest.raises(FormatError):
         restore(root, run, 6)
-    state, info = restore(root, run, 6, fallback=True)
+    state, info = restore(root, run, 6, skip_damaged=True)
     assert info.step == 5
     support.assert_same_bits(state, states[5])
 
@@ -63,7 +63,7 @@ def test_a_bad_step_is_an_error_unless_an_older_one_is_asked_for(saved):
 def test_a_good_step_is_what_is_restored(saved, caplog):
     root, run, states = saved
     with caplog.at_level(logging.WARNING, logger="adacheck_jax"):
-        state, info = restore(root, run, 6, fallback=True)
+        state, info = restore(root, run, 6, skip_damaged=True)
     assert info.step == 6
     support.assert_same_bits(state, states[6])
     assert not caplog.records
@@ -74,7 +74,7 @@ def test_every_step_of_a_damaged_lineage_is_skipped_and_told(saved, caplog):
     root, run, states = saved
     damage_base(root, 4)
     with caplog.at_level(logging.WARNING, logger="adacheck_jax"):
-        state, info = restore(root, run, 6, fallback=True)
+        state, info = restore(root, run, 6, skip_damaged=True)
     assert info.step == 3
     support.assert_same_bits(state, states[3])
     skipped = [m for m in caplog.messages if m.startswith("Skipping a step")]
@@ -89,13 +89,13 @@ def test_no_newer_step_and_no_other_item_is_taken(saved):
     root, run, _ = saved
     damage_base(root, 1)
     with pytest.raises(IntegrityError, match="/3/"):
-        restore(root, run, 3, fallback=True)
+        restore(root, run, 3, skip_damaged=True)
 
 
 def test_what_the_caller_got_wrong_is_no_reason_to_fall_back(saved):
     root, run, _ = saved
     wrong = {"other": support.abstract(run.state)["step"]}
-    args = adacheck.RestoreArgs(wrong, fallback=True)
+    args = adacheck.RestoreArgs(wrong, skip_damaged=True)
     with support.manager_of(root, adacheck.AdaCheckHandler(run.recorder)) as manager:  # noqa: SIM117
         with pytest.raises(MismatchError):
             manager.restore(6, args=args)
@@ -107,7 +107,7 @@ def test_training_goes_on_from_an_older_step(saved):
     damage_base(root, 4)
     handler = adacheck.AdaCheckHandler(run.recorder)
     with support.manager_of(root, handler) as manager:
-        args = adacheck.RestoreArgs(support.abstract(run.state), fallback=True)
+        args = adacheck.RestoreArgs(support.abstract(run.state), skip_damaged=True)
         run.state = manager.restore(6, args=args)
         run.count = handler.restored.step
         for step in (4, 5, 6):
@@ -153,7 +153,7 @@ class TestInsideALineage:
         with pytest.raises((IntegrityError, FormatError)):
             restore(root, run, 6)
         with caplog.at_level(logging.WARNING, logger="adacheck_jax"):
-            state, info = restore(root, run, 6, fallback=True)
+            state, info = restore(root, run, 6, skip_damaged=True)
         assert info.step == 5
         support.assert_same_bits(state, states[5])
         assert caplog.messages[-1] == "Restored step 5 instead of step 6."
@@ -172,17 +172,17 @@ class TestInsideALineage:
         with pytest.raises(IntegrityError, match="do not have the bits"):
             restore(root, run, 6)
         with caplog.at_level(logging.WARNING, logger="adacheck_jax"):
-            state, info = restore(root, run, 6, fallback=True)
+            state, info = restore(root, run, 6, skip_damaged=True)
         assert info.step == 3
         support.assert_same_bits(state, states[3])
         assert sum(m.startswith("Skipping a step") for m in caplog.messages) == 1
-        assert restore(root, run, 6, fallback=True, step=5)[1].step == 3
-        assert restore(root, run, 6, fallback=True, step=2)[1].step == 2
+        assert restore(root, run, 6, skip_damaged=True, step=5)[1].step == 3
+        assert restore(root, run, 6, skip_damaged=True, step=2)[1].step == 2
 
     def test_the_base_where_the_update_is_lost(self, alone):
         root, run, states = alone
         (item(root, 6) / folders.LINEAGE / "1" / manifest_file.update_file("cpu")).unlink()
-        args = adacheck.RestoreArgs(support.abstract(run.state), fallback=True)
+        args = adacheck.RestoreArgs(support.abstract(run.state), skip_damaged=True)
         handler = adacheck.AdaCheckHandler()  # which has no recorder that could stand in
         with support.manager_of(root, handler) as manager:
             support.assert_same_bits(manager.restore(6, args=args), states[1])
@@ -196,7 +196,7 @@ class TestInsideALineage:
         path = max(places, key=lambda p: p.is_file() and p.stat().st_size)
         path.write_bytes(support.with_flipped_data(path.read_bytes()))
         with pytest.raises(IntegrityError, match="/6/"):
-            restore(root, run, 6, fallback=True)
+            restore(root, run, 6, skip_damaged=True)
         with pytest.raises(IntegrityError, match="/6/"):
             adacheck.latest_restorable(root)
 
@@ -214,7 +214,7 @@ class TestInsideALineage:
         counted = lambda *a, **k: looks.append(1) or look(*a, **k)  # noqa: E731
         monkeypatch.setattr(replay, "newest_exact", counted)
         with caplog.at_level(logging.WARNING, logger="adacheck_jax"):
-            state, info = restore(root, run, 6, fallback=True)
+            state, info = restore(root, run, 6, skip_damaged=True)
         assert (info.step, len(looks)) == (4, 1)
         support.assert_same_bits(state, states[4])
         assert "/5/default: it has the files of a bad step" in caplog.text
@@ -231,7 +231,7 @@ class TestInsideALineage:
         for path in (own / folders.LINEAGE).glob("5.*"):
             path.rename(own / manifest_file.DIRECTORY / path.name.removeprefix("5."))
         support.other_record(lookup.resolve(item(root, 6)).to(3))
-        state, info = restore(root, run, 6, fallback=True)
+        state, info = restore(root, run, 6, skip_damaged=True)
         assert info.step == 5
         support.assert_same_bits(state, states[5])
 
@@ -324,7 +324,7 @@ def test_a_step_that_cannot_be_read_now_is_no_reason_to_fall_back(saved, monkeyp
     with monkeypatch.context() as patch:
         refusing(patch, f"/6/default/{manifest_file.FILE}", errno.EACCES)
         with pytest.raises(StorageError, match=r"/6/.*Permission denied.*try again"):
-            restore(root, run, 6, fallback=True)
+            restore(root, run, 6, skip_damaged=True)
         with pytest.raises(StorageError, match=r"/6/.*Permission denied"):
             adacheck.latest_restorable(root)
     support.assert_same_bits(restore(root, run, 6)[0], states[6])
@@ -334,7 +334,7 @@ def test_a_step_that_cannot_be_read_now_is_no_reason_to_fall_back(saved, monkeyp
 def test_a_bad_sector_is(saved, monkeypatch):
     root, run, _ = saved
     refusing(monkeypatch, f"/6/default/{manifest_file.FILE}", errno.EIO)
-    assert restore(root, run, 6, fallback=True)[1].step == 5
+    assert restore(root, run, 6, skip_damaged=True)[1].step == 5
     assert adacheck.latest_restorable(root) == 5
 
 

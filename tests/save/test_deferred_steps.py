@@ -511,11 +511,11 @@ class TestRestoring:
         with pytest.raises(IntegrityError):
             restored(tmp_path, 10, support.abstract(run.state))
         with caplog.at_level(logging.WARNING):
-            state, told = restored(tmp_path, 10, support.abstract(run.state), fallback=True)
+            state, told = restored(tmp_path, 10, support.abstract(run.state), skip_damaged=True)
         assert told.step == 9
         support.assert_same_bits(state, states[told.step])
         assert f"Restored step {told.step} instead of step 10" in caplog.text
-        state, told = restored(tmp_path, 10, support.abstract(run.state), fallback=True, step=8)
+        state, told = restored(tmp_path, 10, support.abstract(run.state), skip_damaged=True, step=8)
         support.assert_same_bits(state, states[8])
         found = adacheck.latest_restorable(tmp_path)
         assert (found, found.saved, found.step) == (9, 10, 9)

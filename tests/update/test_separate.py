@@ -75,7 +75,7 @@ def test_reducing_updates_replay_exactly_on_every_mesh_of_the_same_devices(tmp_p
         saved = save_steps(manager, run, 5)
         for mesh in (mesh_of((4, 2)), mesh_of((8, 1)), mesh_of((1, 1))):
             for step in (3, 6):
-                target = adacheck.RestoreArgs(abstract(run.state, mesh), exact=True)
+                target = adacheck.RestoreArgs(abstract(run.state, mesh), require_exact=True)
                 restored = manager.restore(step, args=target)
                 assert_same_bits(restored, saved[step])
                 assert handler.restored
@@ -191,7 +191,7 @@ def test_another_mesh_that_cuts_alike_starts_a_new_lineage(tmp_path):
         run.state = manager.restore(3, args=target)
         saved |= save_steps(manager, run, 3)
         for step, expected in saved.items():
-            target = adacheck.RestoreArgs(columns(run.state, mesh_of((1, 2))), exact=True)
+            target = adacheck.RestoreArgs(columns(run.state, mesh_of((1, 2))), require_exact=True)
             assert_same_bits(manager.restore(step, args=target), expected)
     assert replayed(tmp_path) == [False, True, False, True, True]
 
@@ -336,7 +336,7 @@ CHILD = """
     run = test_separate.separate_run(mesh, test_separate.REDUCING["muon"])
     handler = adacheck.AdaCheckHandler(run.recorder)
     with support.manager_of(root, handler) as manager:
-        target = adacheck.RestoreArgs(support.abstract(run.state, mesh), exact=exact)
+        target = adacheck.RestoreArgs(support.abstract(run.state, mesh), require_exact=exact)
         state = manager.restore(4, args=target)
     saved = np.load(f"{root}/saved.npz")
     worst = 0.0

@@ -52,22 +52,13 @@ class StateHandler(ocp.handlers.CheckpointableHandler[PyTree, PyTree]):
     async def save(
         self, directory: ocp.path.PathAwaitingCreation, checkpointable: PyTree
     ) -> Awaitable[None]:
-        """Start a save: decide between base and delta, stage the state, and begin to write.
-
-        When this returns, every buffer of the state may be donated.
-
-        Args:
-            directory: temporary directory of the item; it need not exist yet.
-            checkpointable: the state, or ``SaveArgs``.
+        """Start a save of a state, or of ``SaveArgs``; see :meth:`AdaCheckHandler.async_save`.
 
         Returns:
             The rest of the save, to be awaited on another thread.
 
         Raises:
-            StorageError: the root cannot be written.
-            RecorderError: the recorder cannot be tied to the state.
-            MismatchError: a leaf of the state cannot be stored.
-            ValueError: a number is not a step number, or the context wants another form of storage.
+            ValueError: the context wants another form of storage.
         """
         is_args = isinstance(checkpointable, SaveArgs)
         args = checkpointable if is_args else SaveArgs(checkpointable)
@@ -80,22 +71,11 @@ class StateHandler(ocp.handlers.CheckpointableHandler[PyTree, PyTree]):
     async def load(
         self, directory: ocp.path.Path, abstract_checkpointable: PyTree | None = None
     ) -> Awaitable[PyTree]:
-        """Restore a step, bit-exact and verified; stock checkpoints are left to Orbax.
+        """Restore onto an abstract state, or by ``RestoreArgs``; stock checkpoints are Orbax's.
 
-        Args:
-            directory: directory of the item.
-            abstract_checkpointable: the abstract state, or ``RestoreArgs``. None restores every
-                leaf as it was saved, and containers become dictionaries and lists.
-
-        Returns:
-            The state, to be awaited.
+        See :meth:`AdaCheckHandler.restore`.
 
         Raises:
-            MismatchError: the abstract state does not fit the saved state.
-            StepDeletedError: the step was deleted before or while it was read.
-            LineageError: a step that this one builds on is missing.
-            IntegrityError: stored bits are damaged, or restored bits differ from the saved ones.
-            FormatError: a file is missing or cannot be read.
             ValueError: the context wants another way of loading.
         """
         is_args = isinstance(abstract_checkpointable, RestoreArgs)
@@ -110,14 +90,7 @@ class StateHandler(ocp.handlers.CheckpointableHandler[PyTree, PyTree]):
         return _ready(self.run.restore(path, args))
 
     async def metadata(self, directory: ocp.path.Path) -> PyTree:
-        """Orbax's tree of abstract leaves of a base or delta step.
-
-        Raises:
-            StepDeletedError: the step was deleted before or while it was read.
-            LineageError: a step that this one builds on is missing.
-            IntegrityError: a file that describes the base is damaged.
-            FormatError: a manifest is missing or cannot be read.
-        """
+        """Orbax's tree of abstract leaves of a step; see :meth:`AdaCheckHandler.metadata`."""
         path = absolute(directory)
         with deletion.told(path):
             described = path if is_stock(path) else described_lineage(path).base_directory

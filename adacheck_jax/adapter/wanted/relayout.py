@@ -12,16 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from adacheck_jax.adapter.wanted.targets import Target, Wishes
+from adacheck_jax.adapter.arguments import RestoreArgs
+from adacheck_jax.adapter.wanted.targets import Target
 from adacheck_jax.device.trees import PyTree, nested
 from adacheck_jax.errors import MismatchError
 from adacheck_jax.format.manifest import ITEMSIZES_BYTES, BaseManifest, Leaf
 from adacheck_jax.layout import plan as layouts
-from adacheck_jax.layout import trees
-from adacheck_jax.layout.kinds import Kind
-from adacheck_jax.layout.plan import Plan
+from adacheck_jax.layout.operations import Kind
+from adacheck_jax.layout.plan import Params, Plan, params_of, within
 from adacheck_jax.layout.rules import Rule
-from adacheck_jax.layout.trees import Params
 from adacheck_jax.restore import transform
 from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.update.recorder_state import RECORD_FIELD
@@ -33,8 +32,7 @@ class Relayout:
     """The rules of a restore, planned for the leaves of a base.
 
     Args:
-        rules: the rules.
-        wishes: form in which the caller wants the state, in its own layout.
+        args: arguments of the restore, with its rules.
         base: manifest that describes the saved leaves.
         where: directory of the step, for messages.
 
@@ -46,14 +44,12 @@ class Relayout:
             make of them.
     """
 
-    def __init__(
-        self, rules: Sequence[Rule], wishes: Wishes, base: BaseManifest, where: AnyPath
-    ) -> None:
-        every = planned(rules, base)
+    def __init__(self, args: RestoreArgs, base: BaseManifest, where: AnyPath) -> None:
+        every = planned(args.rules or (), base)
         specs = _transformed_leaves(every, base.leaves)
         after = dataclasses.replace(base, leaves=tuple(specs))
-        self._target = Target(wishes, after, _nested(specs), where)
-        self._wishes = wishes
+        self._target = Target(args, after, _nested(specs), where)
+        self._args = args
         self._given = self._target.wanted
         wanted = [path for path, leaf in self._given.items() if leaf is not ocp.PLACEHOLDER]
         self.plan = every.needed_for(path for path in wanted if path in every.outputs)
@@ -61,10 +57,10 @@ class Relayout:
         _tell(every, base)
 
     @property
-    def wishes(self) -> Wishes:
-        """The form in which the saved leaves are read: each where the new leaf will lie."""
-        if self._wishes.abstract_state is None:
-            return dataclasses.replace(self._wishes, support_layout=False)
+    def reading(self) -> RestoreArgs:
+        """Arguments by which the saved leaves are read: each where the new leaf will lie."""
+        if self._args.abstract_state is None:
+            return dataclasses.replace(self._args, support_layout=False)
         places = transform.placements_before(self.plan, self._placements())
         asked: dict[str, Any] = dict.fromkeys(self._specs, ocp.PLACEHOLDER)
         paths = {value: path for path, value in self.plan.outputs.items()}
@@ -74,14 +70,11 @@ class Relayout:
             else:
                 asked[path] = _abstract(self._specs[path], places[path])
         return dataclasses.replace(
-            self._wishes, abstract_state=asked, partial_restore=False, support_layout=False
+            self._args, abstract_state=asked, partial_restore=False, support_layout=False
         )
 
     def finish(self, leaves: Mapping[str, Any]) -> PyTree:
-        """The caller's tree.
-
-        Args:
-            leaves: verified leaves by leaf path before the transformation.
+        """The caller's tree, from verified leaves by leaf path before the transformation.
 
         Raises:
             MismatchError: an operation loses bits, and its rule does not say that it may.
@@ -95,10 +88,6 @@ class Relayout:
 
 def planned(rules: Sequence[Rule], base: BaseManifest) -> Plan:
     """The plan of some rules for all leaves of a base.
-
-    Args:
-        rules: the rules.
-        base: manifest that describes the saved leaves.
 
     Raises:
         MismatchError: a rule does not fit the saved leaves, or gives a data type that no leaf has.
@@ -119,14 +108,14 @@ def _params_trees(base: BaseManifest) -> list[Params]:
     update = base.update
     paths = [leaf.path for leaf in base.leaves]
     if update is None or not update.params:
-        inside = [end for path in paths if (end := trees.within("params", path)) is not None]
+        inside = [end for path in paths if (end := within("params", path)) is not None]
         return [Params("params" if inside else "", frozenset(inside or paths))]
     found = []
     for k in range(len(update.counts)):
         computed, consumed = update.computed_by([k]), update.consumed_by([k])
         own = [paths[i] for i in update.params if i in computed]
         ends = [paths[i].partition(f"{RECORD_FIELD}/")[2] for i in update.record if i in consumed]
-        found.append(trees.params_of(own, [end for end in ends if end]))
+        found.append(params_of(own, [end for end in ends if end]))
     return found
 
 
@@ -177,7 +166,7 @@ def _tell(plan: Plan, base: BaseManifest) -> None:
     inside = [
         path
         for path in plan.untouched
-        if any(trees.within(tree, path) is not None for tree in plan.trees)
+        if any(within(tree, path) is not None for tree in plan.trees)
     ]
     _log.info(
         "transform: %d operations on the trees %s; as they were: %d leaves of these (%s) and %d "

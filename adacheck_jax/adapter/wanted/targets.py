@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from adacheck_jax.adapter.wanted.stock_arguments import StockRestoreArgs
 from adacheck_jax.device import transfer, trees
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError, MismatchError
@@ -23,22 +23,11 @@ from adacheck_jax.update import program as update_program
 from adacheck_jax.update.recorder_state import consumed_leaf
 
 
-@dataclass(frozen=True, slots=True)
-class Wishes:
-    """Form in which a caller wants a state; the fields are those of ``RestoreArgs``."""
-
-    abstract_state: PyTree | None
-    partial_restore: bool
-    strict: bool
-    support_layout: bool
-    fallback_sharding: jax.sharding.Sharding | None
-
-
 class Target:
     """The caller's abstract state, compared with the saved leaves.
 
     Args:
-        wishes: form in which the caller wants the state.
+        args: arguments of the restore.
         base: manifest that describes the saved leaves.
         saved_tree: Orbax's metadata tree of the base.
         where: directory of the step, for messages.
@@ -51,18 +40,18 @@ class Target:
 
     def __init__(
         self,
-        wishes: Wishes,
+        args: StockRestoreArgs,
         base: BaseManifest,
         saved_tree: PyTree,
         where: AnyPath,
         shardings_damage: AdaCheckError | None = None,
     ) -> None:
-        self._wishes = wishes
+        self._args = args
         self._shardings_damage = shardings_damage
         self._specs = {leaf.path: leaf for leaf in base.leaves}
         self._saved_tree = saved_tree
         self._saved, _ = trees.flatten(saved_tree)
-        state: Any = wishes.abstract_state
+        state: Any = args.abstract_state
         if hasattr(state, "custom_metadata"):
             state = state.tree  # the result of metadata(), which StandardRestore takes too
         self._treedef = None
@@ -75,7 +64,7 @@ class Target:
             self._consumed = {p: self._wanted.pop(p) for p in self._unsaved_copies()}
             missing = self._specs.keys() - self._wanted.keys()
             if missing:
-                left_out = missing if wishes.partial_restore else self._left_out(missing, state)
+                left_out = missing if args.partial_restore else self._left_out(missing, state)
                 self._wanted |= dict.fromkeys(left_out, ocp.PLACEHOLDER)
             self._check(where)
 
@@ -124,7 +113,7 @@ class Target:
             remedy="Build the abstract state from the code that saved it (jax.eval_shape), mark "
             "leaves to leave out with ocp.PLACEHOLDER, leave out all that it does not have with "
             "partial_restore=True, or pass no abstract state. If the model has another layout now "
-            "(scanned layers, other names), say so with RestoreArgs(transform=...).",
+            "(scanned layers, other names), say so with RestoreArgs(rules=...).",
         )
 
     def _describe(self, path: str, leaf: Any, spec: Leaf | None) -> str:
@@ -145,7 +134,7 @@ class Target:
         saved_shape = spec.shape[:-1] if spec.key_type else spec.shape
         if _same_kind(dtype, saved_dtype):
             dtype = saved_dtype
-        if not self._wishes.strict and len(shape) == len(saved_shape):
+        if not self._args.strict and len(shape) == len(saved_shape):
             shape = saved_shape
         return f"{dtype}{list(shape)}"
 
@@ -173,13 +162,7 @@ class Target:
         return array if wanted is np.ndarray else jax.device_put(array, wanted)
 
     def move(self, placements: Mapping[str, Any], leaves: dict[str, Any]) -> None:
-        """Place replayed leaves as the caller wants them.
-
-        Args:
-            placements: wanted sharding of each leaf to move, by leaf path; ``np.ndarray`` for a
-                host array.
-            leaves: all leaves by leaf path; changed in place.
-        """
+        """Place replayed leaves, by leaf path and in place, as :meth:`placements` has them."""
         for path, wanted in placements.items():
             leaf = leaves[path]
             if leaf is None or wanted is None:
@@ -222,8 +205,8 @@ class Target:
             return np.ndarray
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, jax.sharding.Sharding):
-            return sharding if self._wishes.strict else _fitting(sharding, spec)
-        fallback = self._wishes.fallback_sharding
+            return sharding if self._args.strict else _fitting(sharding, spec)
+        fallback = self._args.fallback_sharding
         try:
             saved = self._saved_sharding(path, fallback)
         except ValueError as error:
@@ -240,11 +223,7 @@ class Target:
         return _saved_sharding(self._saved.get(path), fallback)
 
     def finish(self, leaves: Mapping[str, Any]) -> PyTree:
-        """The wanted tree, with the wanted types, shapes and layouts, from verified leaves.
-
-        Args:
-            leaves: verified leaves by leaf path.
-        """
+        """The wanted tree, in wanted types, shapes and layouts, from verified leaves by path."""
         if self._treedef is None:
             return jax.tree_util.tree_map_with_path(
                 lambda key_path, _: leaves.get(trees.leaf_path(key_path)),
@@ -276,7 +255,7 @@ class Target:
         dtype = trees.dtype_of(wanted)
         if value.dtype != dtype:
             value = value.astype(dtype)
-        layout = getattr(wanted, "format", None) if self._wishes.support_layout else None
+        layout = getattr(wanted, "format", None) if self._args.support_layout else None
         return value if layout is None else jax.device_put(value, layout)
 
 
@@ -334,14 +313,7 @@ def _resized(value: Any, shape: tuple[int, ...], sharding: Any) -> Any:
 def _saved_sharding(
     leaf: Any, fallback: jax.sharding.Sharding | None
 ) -> jax.sharding.Sharding | None:
-    """The sharding that a leaf was saved with, from Orbax's metadata.
-
-    Args:
-        leaf: Orbax's metadata of the leaf.
-        fallback: sharding used if the devices of the saved one do not exist here.
-
-    Returns:
-        A sharding, or None for a leaf that was not on devices.
+    """The sharding that a leaf was saved with, from Orbax's metadata; None if on no devices.
 
     Raises:
         ValueError: the devices do not exist here and there is no fallback.

@@ -118,5 +118,5 @@ def _error(gone: AnyPath, wanted: AnyPath) -> StepDeletedError:
     return StepDeletedError(
         f"{gone}: expected a step to read, found that it was deleted{builds}. It is gone and not "
         "damaged, as a manager's retention deletes steps: call manager.reload() and restore the "
-        "newest step, or restore with fallback=True."
+        "newest step, or restore with skip_damaged=True."
     )

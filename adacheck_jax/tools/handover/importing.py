@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from adacheck_jax.adapter.base_checkpoint import StockCheckpoints
+from adacheck_jax.adapter.descriptions import is_number
 from adacheck_jax.adapter.single_save import save_base
-from adacheck_jax.adapter.stock import loading
 from adacheck_jax.device import transfer, trees
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import MismatchError
@@ -155,18 +156,18 @@ def _checkpoint_in(path: AnyPath) -> AnyPath:
 
 
 def _from_orbax(directory: AnyPath, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    tree = loading.described(directory)
+    checkpoints = StockCheckpoints()
+    tree = checkpoints.metadata(directory).tree
     found, _ = trees.flatten(tree)
     places = _places(wanted, found)
     types = {path: _stored_type(each, _first(wanted, places, path)) for path, each in found.items()}
     _check(directory, wanted, places, types)
-    sources = {path: place for path, place in places.items() if place is not None}
+    sources = {place: path for path, place in places.items() if place is not None}
     placements = {
-        place: _placement(wanted[path])
-        for path, place in sources.items()
-        if not loading.is_number(found[place])
+        place: _placement(wanted[sources[place]]) if place in sources else None for place in found
     }
-    read = loading.load(directory, tree, placements)
+    read = checkpoints.read_by_orbax(directory, placements, tree)
+    checkpoints.close()
     every = {path: None if place is None else read[place] for path, place in places.items()}
     return _finished(directory, wanted, every)
 
@@ -204,7 +205,7 @@ def _stored_type(metadata: Any, wanted: Any) -> str:
     shape, dtype = tuple(metadata.shape or ()), str(metadata.dtype)
     if wanted is None:
         return f"{dtype}{[*shape]}"
-    numbers = loading.is_number(metadata) or isinstance(wanted, int | float)
+    numbers = is_number(metadata) or isinstance(wanted, int | float)
     if numbers and not np.shape(wanted) and _kind(dtype) == _kind(str(trees.dtype_of(wanted))):
         return _type_of(wanted)
     if transfer.is_key(wanted) and dtype == "uint32" and shape[:-1] == np.shape(wanted):

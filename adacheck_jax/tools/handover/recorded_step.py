@@ -58,7 +58,9 @@ class RecordedStep:
         with wide_integers(leaf.dtype for leaf in self.lineage.base.leaves):
             device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
             number = None if self.is_own else self.number
-            args = RestoreArgs(exact=True, fallback_sharding=device, step=number, transform=rules)
+            args = RestoreArgs(
+                require_exact=True, fallback_sharding=device, step=number, rules=rules
+            )
             return StepRestorer(stock, {}, None).restore(self.directory, args)
 
 

@@ -15,7 +15,7 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 from orbax.checkpoint.experimental.v1._src.metadata import serialization  # no public name
 
-from adacheck_jax import v1 as adacheck
+import adacheck_jax as adacheck
 from adacheck_jax.errors import LineageError, MismatchError
 from adacheck_jax.store.steps import lookup, marks
 from tests import support
@@ -49,7 +49,8 @@ class Batches:
 
 def test_a_negative_step_is_refused(tmp_path):
     run = dict_run(mesh_of((1, 1)))
-    with adacheck.context(run.recorder), checkpointer_of(tmp_path) as checkpointer:
+    handler = adacheck.AdaCheckHandler(run.recorder)
+    with adacheck.v1.context(handler), checkpointer_of(tmp_path) as checkpointer:
         with pytest.raises(ValueError, match=r"found -3\. Nothing was saved"):
             checkpointer.save(-3, run.state)
         checkpointer.save(0, run.state)
@@ -60,10 +61,11 @@ def test_a_negative_step_is_refused(tmp_path):
 @pytest.mark.parametrize("form", [support.linen_run, support.nnx_run, dict_run])
 def test_every_step_loads_bit_exact_on_every_mesh(tmp_path, form):
     run = form(mesh_of((4, 2)))
-    with adacheck.context(run.recorder, max_deltas=2), checkpointer_of(tmp_path) as checkpointer:
+    handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=2)
+    with adacheck.v1.context(handler), checkpointer_of(tmp_path) as checkpointer:
         saved = save_steps(checkpointer, run, 4)
     assert kinds_of(tmp_path) == "BDDB"
-    with adacheck.context(), checkpointer_of(tmp_path) as checkpointer:
+    with adacheck.v1.context(), checkpointer_of(tmp_path) as checkpointer:
         assert [each.step for each in checkpointer.checkpoints] == [1, 2, 3, 4]
         for shape in ((4, 2), (2, 4), (1, 1)):
             target = abstract(run.state, mesh_of(shape))
@@ -78,16 +80,17 @@ def test_every_step_loads_bit_exact_on_every_mesh(tmp_path, form):
 
 def test_a_run_resumes_with_a_delta(tmp_path):
     run = dict_run(mesh_of((2, 2)))
-    with adacheck.context(run.recorder), checkpointer_of(tmp_path) as checkpointer:
+    handler = adacheck.AdaCheckHandler(run.recorder)
+    with adacheck.v1.context(handler), checkpointer_of(tmp_path) as checkpointer:
         assert checkpointer.latest is None
         saved = save_steps(checkpointer, run, 2)
     run.state = None
-    context = adacheck.context(run.recorder)
-    with context, checkpointer_of(tmp_path) as checkpointer:
+    handler = adacheck.AdaCheckHandler(run.recorder)
+    with adacheck.v1.context(handler), checkpointer_of(tmp_path) as checkpointer:
         target = abstract(dict_run(mesh_of((2, 2))).state)
         run.state = checkpointer.load(None, target)
         assert_same_bits(run.state, saved[2])
-        info = adacheck.run_of(context).restored
+        info = handler.restored
         assert (info.step, info.exact, info.replayed_count) == (2, True, 1)
         saved |= save_steps(checkpointer, run, 2)
         assert_same_bits(checkpointer.load(4, target), saved[4])
@@ -97,7 +100,8 @@ def test_a_run_resumes_with_a_delta(tmp_path):
 def test_other_checkpointables_go_on_beside_the_state(tmp_path):
     run = dict_run(mesh_of((2, 2)))
     saved = {}
-    with adacheck.context(run.recorder), checkpointer_of(tmp_path) as checkpointer:
+    handler = adacheck.AdaCheckHandler(run.recorder)
+    with adacheck.v1.context(handler), checkpointer_of(tmp_path) as checkpointer:
         for _ in range(3):
             run.advance()
             saved[run.count] = host_copy(run.state)
@@ -106,7 +110,7 @@ def test_other_checkpointables_go_on_beside_the_state(tmp_path):
                 run.count, items, metrics={"loss": run.count}, custom_metadata={"note": "b"}
             )
     assert kinds_of(tmp_path) == "BDD"
-    with adacheck.context(), checkpointer_of(tmp_path) as checkpointer:
+    with adacheck.v1.context(), checkpointer_of(tmp_path) as checkpointer:
         batches = Batches(0)
         target = {"state": abstract(run.state), "batches": batches, "run": None}
         restored = checkpointer.load_checkpointables(3, target)
@@ -121,7 +125,7 @@ def test_other_checkpointables_go_on_beside_the_state(tmp_path):
 def test_deleted_ancestors_are_kept_in_their_descendants(tmp_path):
     run = dict_run(mesh_of((2, 2)))
     with (
-        adacheck.context(run.recorder),
+        adacheck.v1.context(adacheck.AdaCheckHandler(run.recorder)),
         checkpointer_of(tmp_path, preservation_policy=policies.LatestN(2)) as checkpointer,
     ):
         saved = save_steps(checkpointer, run, 5)
@@ -139,7 +143,9 @@ def test_without_hard_links_a_policy_keeps_the_ancestors(tmp_path, monkeypatch):
     run = dict_run(mesh_of((2, 2)))
     keep = adacheck.KeepLineage(policies.LatestN(1))
     with (
-        adacheck.context(run.recorder, keep_lineage=keep, max_deltas=2),
+        adacheck.v1.context(
+            adacheck.AdaCheckHandler(run.recorder, keep_lineage=keep, max_deltas=2)
+        ),
         checkpointer_of(tmp_path, preservation_policy=keep) as checkpointer,
     ):
         saved = save_steps(checkpointer, run, 5)
@@ -151,7 +157,7 @@ def test_without_hard_links_a_policy_keeps_the_ancestors(tmp_path, monkeypatch):
 def test_free_functions_save_and_load_any_directory(tmp_path):
     run = dict_run(mesh_of((2, 2)))
     saved = {}
-    with adacheck.context(run.recorder):
+    with adacheck.v1.context(adacheck.AdaCheckHandler(run.recorder)):
         for _ in range(3):
             run.advance()
             saved[run.count] = host_copy(run.state)
@@ -165,7 +171,8 @@ def test_free_functions_save_and_load_any_directory(tmp_path):
 
 def test_metadata_of_a_delta_describes_the_state_and_loads_it(tmp_path):
     run = dict_run(mesh_of((4, 2)))
-    with adacheck.context(run.recorder), checkpointer_of(tmp_path) as checkpointer:
+    handler = adacheck.AdaCheckHandler(run.recorder)
+    with adacheck.v1.context(handler), checkpointer_of(tmp_path) as checkpointer:
         saved = save_steps(checkpointer, run, 2)
         for step in (1, 2):
             found = checkpointer.metadata(step).metadata
@@ -179,17 +186,17 @@ def test_metadata_of_a_delta_describes_the_state_and_loads_it(tmp_path):
 
 def test_arguments_stand_for_the_state_and_for_the_abstract_state(tmp_path):
     run = dict_run(mesh_of((2, 2)))
-    context = adacheck.context(run.recorder)
-    with context, checkpointer_of(tmp_path) as checkpointer:
+    handler = adacheck.AdaCheckHandler(run.recorder)
+    with adacheck.v1.context(handler), checkpointer_of(tmp_path) as checkpointer:
         for _ in range(3):
             run.advance()
             if run.count == 2:
                 expected = host_copy(run.state)
-                assert adacheck.run_of(context).record_step(run.state, 2)
+                assert handler.record_step(run.state, 2)
             else:
                 args = adacheck.SaveArgs(run.state, custom_metadata={"note": run.count})
                 checkpointer.save_checkpointables(run.count, {"state": args})
-        target = adacheck.RestoreArgs(abstract(run.state), step=2, exact=True)
+        target = adacheck.RestoreArgs(abstract(run.state), step=2, require_exact=True)
         assert_same_bits(checkpointer.load_checkpointables(3, {"state": target})["state"], expected)
     assert kinds_of(tmp_path) == "BD"
     assert lookup.resolve(tmp_path / "3/state").manifest.custom_metadata == {"note": 3}
@@ -198,18 +205,18 @@ def test_arguments_stand_for_the_state_and_for_the_abstract_state(tmp_path):
 def test_a_state_is_recovered_from_memory(tmp_path):
     run, root = dict_run(mesh_of((2, 2))), tmp_path / "root"
     options = {"shadow": adacheck.Shadow(directory=tmp_path / "memory")}
-    context = adacheck.context(run.recorder, **options)
-    with context, checkpointer_of(root) as checkpointer:
+    handler = adacheck.AdaCheckHandler(run.recorder, **options)
+    with adacheck.v1.context(handler), checkpointer_of(root) as checkpointer:
         for _ in range(3):
             run.advance()
             checkpointer.save(run.count, run.state)
-    adacheck.run_of(context).close()  # as the end of its process would
-    context = adacheck.context(run.recorder, **options)
-    found = adacheck.run_of(context).recover(root, abstract(run.state))
+    handler.close()  # as the end of its process would
+    handler = adacheck.AdaCheckHandler(run.recorder, **options)
+    found = handler.recover(root, abstract(run.state))
     assert found is not None
     assert found[0] == 3
     assert_same_bits(found[1], host_copy(run.state))
-    with context, checkpointer_of(root) as checkpointer:
+    with adacheck.v1.context(handler), checkpointer_of(root) as checkpointer:
         run.state = found[1]
         run.advance()
         checkpointer.save(run.count, run.state)
@@ -227,7 +234,8 @@ def test_states_of_scalars_keys_and_empty_arrays(tmp_path):
         "none": None,
     }
     target = jax.tree.map(lambda x: x, state)
-    with adacheck.context(delta="bits"), checkpointer_of(tmp_path) as checkpointer:
+    handler = adacheck.AdaCheckHandler(delta="bits")
+    with adacheck.v1.context(handler), checkpointer_of(tmp_path) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, state | {"host": state["host"] + step})
             restored = checkpointer.load(step, target)
@@ -243,7 +251,8 @@ def test_states_of_scalars_keys_and_empty_arrays(tmp_path):
 
 def test_stock_orbax_loads_a_base_and_says_what_loads_a_delta(tmp_path):
     run = dict_run(mesh_of((2, 2)))
-    with adacheck.context(run.recorder), checkpointer_of(tmp_path) as checkpointer:
+    handler = adacheck.AdaCheckHandler(run.recorder)
+    with adacheck.v1.context(handler), checkpointer_of(tmp_path) as checkpointer:
         saved = save_steps(checkpointer, run, 2)
     target = abstract(run.state)
     assert_same_bits(ocp.load(tmp_path / "1", target), saved[1])
@@ -259,14 +268,15 @@ def test_stock_orbax_loads_a_base_and_says_what_loads_a_delta(tmp_path):
 def test_stock_checkpoints_load_in_our_context(tmp_path):
     weights = {"a": jnp.arange(8.0)}
     ocp.save(tmp_path / "stock", weights)
-    with adacheck.context():
+    with adacheck.v1.context():
         assert_same_bits(ocp.load(tmp_path / "stock", weights), host_copy(weights))
         assert ocp.metadata(tmp_path / "stock").metadata["a"].shape == (8,)
 
 
 def test_errors_keep_their_types(tmp_path):
     run = dict_run(mesh_of((2, 2)))
-    with adacheck.context(run.recorder), checkpointer_of(tmp_path) as checkpointer:
+    handler = adacheck.AdaCheckHandler(run.recorder)
+    with adacheck.v1.context(handler), checkpointer_of(tmp_path) as checkpointer:
         saved = save_steps(checkpointer, run, 2)
         with pytest.raises(MismatchError, match="does not fit what was saved"):
             checkpointer.load(2, {"params": jnp.zeros(3)})
@@ -284,7 +294,7 @@ def test_errors_keep_their_types(tmp_path):
 
 def test_a_refused_save_leaves_nothing_that_hinders_the_next_one(tmp_path):
     run = dict_run(mesh_of((2, 2)))
-    with adacheck.context(run.recorder):
+    with adacheck.v1.context(adacheck.AdaCheckHandler(run.recorder)):
         run.advance()
         expected = host_copy(run.state)
         with warnings.catch_warnings():
@@ -308,7 +318,8 @@ def test_after_a_failed_save_training_goes_on(tmp_path, monkeypatch):
         commit(self, directory, begun)
 
     monkeypatch.setattr(TrainingRun, "commit", failing)
-    with adacheck.context(run.recorder), checkpointer_of(tmp_path) as checkpointer:
+    handler = adacheck.AdaCheckHandler(run.recorder)
+    with adacheck.v1.context(handler), checkpointer_of(tmp_path) as checkpointer:
         saved = save_steps(checkpointer, run, 1)
         run.advance()
         with pytest.raises(OSError, match="no space"):
@@ -328,7 +339,7 @@ def test_steps_that_are_marked_and_not_renamed(tmp_path, way):
     parent = ocp.Context()
     parent.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE
     saved = {}
-    with adacheck.context(run.recorder, parent=parent) as context:
+    with adacheck.v1.context(adacheck.AdaCheckHandler(run.recorder), parent=parent) as context:
         assert context.atomicity.mode == parent.atomicity.mode
         if way == "checkpointer":
             with checkpointer_of(tmp_path) as checkpointer:
@@ -361,7 +372,7 @@ def test_a_step_that_is_marked_is_not_committed_before_its_metadata(tmp_path, mo
         await write(path, *args)
 
     monkeypatch.setattr(serialization, "write", noted)
-    with adacheck.context(run.recorder, parent=parent):
+    with adacheck.v1.context(adacheck.AdaCheckHandler(run.recorder), parent=parent):
         ocp.save(tmp_path / "1", run.advance())
     assert found == [(marks.STEP_METADATA, False)]
     assert marks.is_committed(tmp_path / "1/state")
@@ -369,7 +380,8 @@ def test_a_step_that_is_marked_is_not_committed_before_its_metadata(tmp_path, mo
 
 def test_what_is_written_beside_a_step_never_changes(tmp_path):
     run = dict_run(mesh_of((2, 2)))
-    with adacheck.context(run.recorder), checkpointer_of(tmp_path) as checkpointer:
+    handler = adacheck.AdaCheckHandler(run.recorder)
+    with adacheck.v1.context(handler), checkpointer_of(tmp_path) as checkpointer:
         save_steps(checkpointer, run, 2)
     for step in (1, 2):
         found = json.loads((tmp_path / str(step) / "_CHECKPOINT_METADATA").read_text())

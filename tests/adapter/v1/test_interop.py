@@ -5,8 +5,8 @@ from __future__ import annotations
 import orbax.checkpoint as ocp_v0
 import pytest
 
+import adacheck_jax as adacheck
 from adacheck_jax import AdaCheckHandler
-from adacheck_jax import v1 as adacheck
 from tests import support
 from tests.adapter.v1.common import assert_same_leaves, checkpointer_of, kinds_of, save_steps
 from tests.support import abstract, assert_same_bits, dict_run, mesh_of
@@ -46,7 +46,7 @@ def test_v1_reads_and_continues_what_v0_wrote(tmp_path, item):
     saved = save_with_v0(tmp_path, AdaCheckHandler(run.recorder), run, 3, item)
     target = abstract(run.state)
     with (
-        adacheck.context(run.recorder, checkpointable_name=item),
+        adacheck.v1.context(adacheck.AdaCheckHandler(run.recorder), checkpointable_name=item),
         checkpointer_of(tmp_path) as checkpointer,
     ):
         for step in saved:
@@ -64,7 +64,7 @@ def test_v1_reads_and_continues_what_v0_wrote(tmp_path, item):
 def test_v1_finds_what_v0_wrote_by_its_handlers_name(tmp_path):
     run = dict_run(mesh_of((2, 2)))
     saved = save_with_v0(tmp_path, AdaCheckHandler(run.recorder), run, 2, "default")
-    with adacheck.context(), checkpointer_of(tmp_path) as checkpointer:
+    with adacheck.v1.context(), checkpointer_of(tmp_path) as checkpointer:
         found = checkpointer.load(2, abstract(run.state), checkpointable_name="default")
         assert_same_bits(found, saved[2])
         assert_same_leaves(checkpointer.load_checkpointables(2)["default"], saved[2])
@@ -72,7 +72,8 @@ def test_v1_finds_what_v0_wrote_by_its_handlers_name(tmp_path):
 
 def test_v0_reads_and_continues_what_v1_wrote(tmp_path):
     run = dict_run(mesh_of((2, 2)))
-    with adacheck.context(run.recorder), checkpointer_of(tmp_path) as checkpointer:
+    handler = adacheck.AdaCheckHandler(run.recorder)
+    with adacheck.v1.context(handler), checkpointer_of(tmp_path) as checkpointer:
         saved = save_steps(checkpointer, run, 3)
     handler = AdaCheckHandler(run.recorder)
     with manager_of(tmp_path, handler, "state") as manager:
@@ -83,13 +84,14 @@ def test_v0_reads_and_continues_what_v1_wrote(tmp_path):
         run.state = restored
         saved |= save_with_v0(tmp_path, handler, run, 1, "state")
     assert kinds_of(tmp_path) == "BDDD"
-    with adacheck.context(), checkpointer_of(tmp_path) as checkpointer:
+    with adacheck.v1.context(), checkpointer_of(tmp_path) as checkpointer:
         assert_same_bits(checkpointer.load(4, abstract(run.state)), saved[4])
 
 
 def test_v0_finds_what_v1_wrote_by_its_handlers_name(tmp_path):
     run = dict_run(mesh_of((2, 2)))
-    with adacheck.context(run.recorder), checkpointer_of(tmp_path) as checkpointer:
+    handler = adacheck.AdaCheckHandler(run.recorder)
+    with adacheck.v1.context(handler), checkpointer_of(tmp_path) as checkpointer:
         saved = save_steps(checkpointer, run, 2)
     with ocp_v0.CheckpointManager(tmp_path) as manager:
         assert_same_leaves(manager.restore(2)["state"], saved[2])

@@ -11,8 +11,7 @@ import orbax.checkpoint as ocp_v0
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-import adacheck_jax
-from adacheck_jax import v1 as adacheck
+import adacheck_jax as adacheck
 from adacheck_jax.adapter.v1 import options
 from adacheck_jax.errors import MismatchError
 from tests.adapter.v1.common import checkpointer_of, kinds_of, save_steps
@@ -25,13 +24,14 @@ def context_with(recorder=None, **settings):
     for path, value in settings.items():
         group, part, name = path.split("__")
         setattr(getattr(getattr(parent, group), part), name, value)
-    return adacheck.context(recorder, parent=parent)
+    return adacheck.v1.context(adacheck.AdaCheckHandler(recorder), parent=parent)
 
 
 @pytest.mark.parametrize("step", [1, 2])
 def test_partial_load(tmp_path, step):
     run = dict_run(mesh_of((2, 2)))
-    with adacheck.context(run.recorder), checkpointer_of(tmp_path) as checkpointer:
+    handler = adacheck.AdaCheckHandler(run.recorder)
+    with adacheck.v1.context(handler), checkpointer_of(tmp_path) as checkpointer:
         saved = save_steps(checkpointer, run, 2)
     params = jax.tree.unflatten(jax.tree.structure(run.state), saved[step])["params"]
     target = {"params": abstract(run.state["params"])}
@@ -40,7 +40,7 @@ def test_partial_load(tmp_path, step):
         found = checkpointer.load(step, target)
     assert found.keys() == {"params"}
     assert_same_bits(found["params"], jax.tree.leaves(params))
-    with adacheck.context(), checkpointer_of(tmp_path) as checkpointer:
+    with adacheck.v1.context(), checkpointer_of(tmp_path) as checkpointer:
         with pytest.raises(MismatchError, match="partial_restore=True"):
             checkpointer.load(step, target)
         found = checkpointer.load(step, {**abstract(run.state), "opt_state": ...})
@@ -49,7 +49,7 @@ def test_partial_load(tmp_path, step):
 
 def test_padding_and_truncation(tmp_path):
     ocp_state = {"a": jnp.arange(4.0)}
-    with adacheck.context():
+    with adacheck.v1.context():
         ocp.save(tmp_path / "1", ocp_state)
     with context_with(array__loading__enable_padding_and_truncation=True):
         found = ocp.load(tmp_path / "1", {"a": jax.ShapeDtypeStruct((2,), jnp.float32)})
@@ -117,7 +117,7 @@ def test_a_form_of_storage_that_is_not_written(tmp_path, option, value):
 def test_limits_of_memory_are_named(tmp_path, caplog):
     parent = ocp.Context()
     parent.memory.write_concurrent_bytes = 1 << 30
-    with adacheck.context(parent=parent):
+    with adacheck.v1.context(parent=parent):
         ocp.save(tmp_path / "1", {"a": jnp.arange(4.0)})
     assert "Not kept for the state: memory.write_concurrent_bytes" in caplog.text
 
@@ -127,19 +127,19 @@ def test_limits_of_memory_are_named(tmp_path, caplog):
 )
 def test_settings_of_the_pytree_handler_are_refused_by_name(option):
     with pytest.raises(TypeError, match=option):
-        adacheck_jax.AdaCheckHandler(**{option: 1})
+        adacheck.AdaCheckHandler(**{option: 1})
 
 
 def test_leaf_arguments_without_a_meaning_are_refused_by_name(tmp_path):
     state = {"a": jnp.arange(4.0)}
-    args = adacheck_jax.SaveArgs(state, save_args={"a": ocp_v0.SaveArgs(shard_axes=(0,))})
+    args = adacheck.SaveArgs(state, save_args={"a": ocp_v0.SaveArgs(shard_axes=(0,))})
     refused = pytest.raises(MismatchError, match=r"leaf a: SaveArgs\(shard_axes")
-    with ocp_v0.Checkpointer(adacheck_jax.AdaCheckHandler()) as checkpointer, refused:
+    with ocp_v0.Checkpointer(adacheck.AdaCheckHandler()) as checkpointer, refused:
         checkpointer.save(tmp_path / "1", args=args)
 
 
 def test_load_and_broadcast_reads_once():
     with context_with(array__loading__use_load_and_broadcast=True):
         assert options.loading(adacheck.RestoreArgs()).read_once is True
-    with adacheck.context():
+    with adacheck.v1.context():
         assert options.loading(adacheck.RestoreArgs(read_once=False)).read_once is False

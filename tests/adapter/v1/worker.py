@@ -14,7 +14,7 @@ from tests.one_process import own, write  # isort: skip
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from adacheck_jax import v1 as adacheck
+import adacheck_jax as adacheck
 from tests import support
 from tests.adapter.v1.common import checkpointer_of
 
@@ -22,9 +22,10 @@ STEPS = 3
 mode, root = own.mode, Path(own.root)
 mesh = support.mesh_of((jax.device_count() // 2, 2))
 run = support.dict_run(mesh)
-with adacheck.context(run.recorder) as context:
+with adacheck.v1.context(adacheck.AdaCheckHandler(run.recorder)) as context:
     if mode == "functions":
-        both = adacheck.context(run.recorder, parent=context, checkpointable_name="other")
+        handler = adacheck.AdaCheckHandler(run.recorder)
+        both = adacheck.v1.context(handler, parent=context, checkpointable_name="other")
         with both:
             for _ in range(STEPS):
                 run.advance()

@@ -26,17 +26,18 @@ def restore(directory: AnyPath, args: RestoreArgs) -> PyTree:
         IntegrityError: exact bits are wanted; or, where a fallback is, the step cannot be read.
         ValueError: the abstract state does not fit; or another error of stock Orbax.
     """
-    if args.exact:
+    if args.require_exact:
         raise IntegrityError(
             f"{directory}: expected exact bits, found a step that stock Orbax saved, without "
-            "fingerprints to compare them with. Nothing was returned; do not ask for exact=True."
+            "fingerprints to compare them with. Nothing was returned; do not ask for "
+            "require_exact=True."
         )
     try:
         return _read(epath.Path(str(directory)), args)
     except Exception as error:
         if refused := unreadable(directory, error):
             raise refused from error
-        if not args.fallback:
+        if not args.skip_damaged:
             raise
         raise IntegrityError(
             f"{directory}: stock Orbax cannot restore this step, which it saved "

@@ -1,0 +1,186 @@
+"""Reports of saves and restores, and whom they are told: the log, ``jax.monitoring``, a callback.
+
+Nothing that a listener or a callback raises reaches the save or the restore that it is told of.
+"""
+
+# Threads: saves are told on the thread that commits, restores on the caller's. ``_failed`` only
+# grows, and a name added twice is logged twice at worst, so there is no lock.
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from jax import monitoring
+
+from adacheck_jax.adapter.arguments import RestoreInfo
+from adacheck_jax.errors import AdaCheckError
+from adacheck_jax.format.manifest import DeltaManifest
+from adacheck_jax.save.commit import Save
+from adacheck_jax.store.steps import sizes
+from adacheck_jax.store.steps.lineage import shown_steps
+from adacheck_jax.store.storage.location import AnyPath
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """Report of a save that was committed.
+
+    Attributes:
+        step: step number.
+        kind: ``"base"`` or ``"delta"``.
+        reason: the reason why it is one, such as ``"the lineage has 20 deltas"``.
+        parent: number of the step that a delta builds on; None for a base.
+        deferred: numbers of the deferred steps that were saved with it, oldest first.
+        new_bytes: bytes of the files that it added, in all processes, without links; None in an
+            object store, which does not tell sizes.
+        checked: comparison of the delta's replay with its state: ``"full"``, ``"sample"``,
+            ``"identity"``, ``"stored"`` if nothing of it is replayed, or ``""`` for none. None for
+            a base, which is not replayed.
+        blocking_s: seconds for which this library kept the caller. A manager adds its own.
+        check_s: seconds for which the save waited for the check, in the background.
+        durable_s: seconds from its beginning until it was committed.
+    """
+
+    step: int
+    kind: Literal["base", "delta"]
+    reason: str
+    parent: int | None
+    deferred: tuple[int, ...]
+    new_bytes: int | None
+    checked: str | None
+    blocking_s: float
+    check_s: float
+    durable_s: float
+
+
+OnSave = Callable[[SaveReport], None]
+"""The caller's callback."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreTimes:
+    """Seconds of a restore.
+
+    Attributes:
+        total_s: all of it, from its beginning to the verified state.
+        base_s: reading the base.
+        replay_s: reading and replaying the deltas.
+        compile_wait_s: waiting for the compiler, which begins while the base is read.
+    """
+
+    total_s: float
+    base_s: float
+    replay_s: float
+    compile_wait_s: float
+
+
+def report_of(save: Save, directory: AnyPath, begin_s: float, returned_s: float) -> SaveReport:
+    """The report of a save that this process has just committed.
+
+    Args:
+        save: the save.
+        directory: the item's directory, which may still have its temporary name.
+        begin_s: reading of its clock when the caller called.
+        returned_s: reading when the rest was left to the background.
+    """
+    if (committed := save.committed) is None or save.durable_s is None:
+        raise AdaCheckError(f"step {save.staged.own.step}: expected a save that was committed")
+    manifest = committed.manifest
+    delta = manifest if isinstance(manifest, DeltaManifest) else None
+    return SaveReport(
+        step=manifest.step,
+        kind="base" if delta is None else "delta",
+        reason=save.staged.plan.decision.reason,
+        parent=None if delta is None else delta.parent.step,
+        deferred=() if delta is None else tuple(each.step for each in delta.recorded),
+        new_bytes=sizes.new_bytes(directory),
+        checked=None if delta is None else delta.checked,
+        blocking_s=returned_s - begin_s,
+        check_s=save.check_s,
+        durable_s=save.durable_s - begin_s,
+    )
+
+
+class Announcer:
+    """Tells of the saves and restores of one training run.
+
+    Args:
+        on_save: the caller's callback; None for none.
+    """
+
+    def __init__(self, on_save: OnSave | None = None) -> None:
+        self._on_save = on_save
+        self._failed: set[str] = set()
+
+    def tell_saved(self, report: SaveReport) -> None:
+        """Tells of a save that was committed."""
+        _log.info("%s", _line(report))
+        self._call("a listener of jax.monitoring", lambda: _record_saved(report))
+        if (on_save := self._on_save) is not None:
+            self._call("on_save", lambda: on_save(report))
+
+    def tell_restored(self, info: RestoreInfo, times: RestoreTimes) -> None:
+        """Tells of a step that was restored and verified."""
+        _log.info(
+            "step %d: restored in %.3g s (base %.3g s, %d updates replayed in %.3g s, waited %.3g "
+            "s for the compiler)",
+            *(info.step, times.total_s, times.base_s),
+            *(info.replayed_count, times.replay_s, times.compile_wait_s),
+        )
+        self._call("a listener of jax.monitoring", lambda: _record_restored(info, times))
+
+    def _call(self, name: str, call: Callable[[], None]) -> None:
+        """Calls the user's code; its first error is logged, and none is raised."""
+        try:
+            call()
+        except Exception:
+            if name not in self._failed:
+                self._failed.add(name)
+                _log.exception(
+                    "%s raised an error. What it was told of is saved or restored nonetheless; "
+                    "further errors from it are not logged.",
+                    name,
+                )
+
+
+def _line(report: SaveReport) -> str:
+    deferred = f" with {shown_steps(report.deferred)}" if report.deferred else ""
+    new = "" if report.new_bytes is None else f"{report.new_bytes:,} bytes, "
+    check = "" if report.checked is None else f", checked: {report.checked or 'no'}"
+    return (
+        f"step {report.step}{deferred}: {report.kind} ({report.reason}), {new}"
+        f"blocked {1e3 * report.blocking_s:.1f} ms, durable after {1e3 * report.durable_s:.0f} ms"
+        f"{check}"
+    )
+
+
+def _record_saved(report: SaveReport) -> None:
+    kind = {"kind": report.kind}
+    monitoring.record_event("/adacheck/save/committed", **kind)
+    for name, seconds in (
+        ("blocking", report.blocking_s),
+        ("check", report.check_s),
+        ("durable", report.durable_s),
+    ):
+        monitoring.record_event_duration_secs(
+            f"/adacheck/save/{name}_duration_secs", seconds, **kind
+        )
+    monitoring.record_scalar("/adacheck/save/steps", 1 + len(report.deferred), **kind)
+    if report.new_bytes is not None:
+        monitoring.record_scalar("/adacheck/save/new_bytes", report.new_bytes, **kind)
+
+
+def _record_restored(info: RestoreInfo, times: RestoreTimes) -> None:
+    for name, seconds in (
+        ("duration_secs", times.total_s),
+        ("base_duration_secs", times.base_s),
+        ("replay_duration_secs", times.replay_s),
+        ("compile_wait_duration_secs", times.compile_wait_s),
+    ):
+        monitoring.record_event_duration_secs(f"/adacheck/restore/{name}", seconds)
+    monitoring.record_scalar("/adacheck/restore/replayed_count", info.replayed_count)
