@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from adacheck_jax.errors import FormatError, unreadable
+from adacheck_jax.errors import AdaCheckError, FormatError, unreadable
 from adacheck_jax.format.manifest import Leaf, Update
 from adacheck_jax.restore import progress
 from adacheck_jax.restore.working_set import replay_shardings
@@ -53,7 +53,7 @@ class CompiledUpdates:
         self._params_path = params_path
         self._clock, self.waited_s = clock, 0.0
         self._loaded: dict[str, Future[_Loaded]] = {}
-        self._compiled: dict[Hashable, Future[UpdateFunction]] = {}
+        self._compiled: dict[tuple[Hashable, ...], Future[UpdateFunction]] = {}
 
     def begin_loading(self, lineage: Lineage) -> None:
         """Load the update on a new thread, while the shardings of its leaves are chosen.
@@ -92,8 +92,14 @@ class CompiledUpdates:
             FormatError: there is no update that can be read here.
             IntegrityError: the stored program is not the one that was written.
         """
-        begin_s = self._clock()
-        program = progress.compiled(lineage.end.step, self._compiling(lineage, update, shardings))
+        begin_s, compiling = self._clock(), self._compiling(lineage, update, shardings)
+        try:
+            program = progress.compiled(lineage.end.step, compiling)
+        except AdaCheckError:  # its file may be gone with the step's directory: another one has it
+            checksum = lineage.base.checksum
+            self._loaded.pop(checksum, None)
+            self._compiled = {k: x for k, x in self._compiled.items() if k[0] != checksum}
+            raise
         self.waited_s += self._clock() - begin_s
         return program
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,32 +80,26 @@ def log(
     steps = walk.steps
     first = 0 if last is None else max(len(steps) - last, 0)
     wanted = steps[max(first - 1, 0) :]  # one more, to tell what the first of them changed
-    rows = []
-    for n, row in enumerate(rows_of(walk, wanted)):
-        if tell is not None:
-            tell(n, len(wanted), f"step {row.step}")
-        rows.append(row)
-    gone = {*steps[first:]} - {row.step for row in rows}
-    rows = [row for row in rows if row.step >= steps[first]]
-    return RunLog(str(walk.root), len(steps), tuple(rows), tuple(sorted(gone)))
-
-
-def rows_of(walk: Walk, steps: Sequence[int]) -> Iterator[StepLog]:
-    """Logs of some steps, one after another, without those that were deleted meanwhile.
-
-    Args:
-        walk: the run.
-        steps: their numbers, ascending.
-    """
+    rows, gone = list[StepLog](), list[int]()
     before: list[np.ndarray] = []
-    for step in steps:
+    for n, step in enumerate(wanted):
+        if tell is not None:
+            tell(n, len(wanted), f"step {step}")
         try:
             state = walk.at(step)
         except StepDeletedError:
+            gone.append(step)
             before = []
             continue
-        yield row_of(walk, state, before)
+        rows.append(row_of(walk, state, before))
         before = params_of(state)
+    asked = frozenset(steps[first:])
+    return RunLog(
+        str(walk.root),
+        len(steps),
+        tuple(row for row in rows if row.step in asked),
+        tuple(step for step in gone if step in asked),
+    )
 
 
 def row_of(walk: Walk, state: State, before: Sequence[np.ndarray]) -> StepLog:

@@ -6,7 +6,6 @@ walk from step to step replays each update once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -200,15 +199,6 @@ class Walk:
         wide = wide_integers(lineage.base.leaves[i].dtype for i in on_device)
         with undeleted(lineage.entries[-1].holder), wide:
             return self._restored(step, lineage)
-
-    def walk(self, steps: list[int]) -> Iterator[State]:
-        """The states of some steps, one after another; each is whole before the next is begun.
-
-        Args:
-            steps: their numbers.
-        """
-        for step in steps:
-            yield self.at(step)
 
     def close(self) -> None:
         """Release the state, and Orbax's reader."""

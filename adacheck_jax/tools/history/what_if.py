@@ -62,9 +62,9 @@ def replay(
         state = StepRestorer(stock, {}, None).restore(step.directory, args).state
         yield first, state
         later = walk.between(first + 1, None if to_step is None else walk.number(to_step))
-        for reached in walk.walk(later):
-            state = with_(state, _gradients(reached, wanted))
-            yield reached.step, state
+        for number in later:
+            state = with_(state, _gradients(walk.at(number), wanted))
+            yield number, state
     finally:
         walk.close()
         stock.close()
