@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # for type checkers and editors; must name what _names names
     )
     from adacheck_jax.adapter.processes import wait_for_processes
     from adacheck_jax.errors import AdaCheckError
-    from adacheck_jax.save.options import Shadow
+    from adacheck_jax.plan.options import Shadow
     from adacheck_jax.schedule.adaptive import AdaptivePolicy
     from adacheck_jax.store.retention import KeepLineage
     from adacheck_jax.tools.restorable import latest_restorable
@@ -65,7 +65,7 @@ _name, __dir__ = lazy.names_of(
         "adapter.handler": "AdaCheckHandler RestoreArgs RestoreInfo SaveArgs SaveReport",
         "adapter.processes": "wait_for_processes",
         "errors": "AdaCheckError",
-        "save.options": "Shadow",
+        "plan.options": "Shadow",
         "schedule.adaptive": "AdaptivePolicy",
         "store.retention": "KeepLineage",
         "tools.restorable": "latest_restorable",

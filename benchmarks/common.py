@@ -15,9 +15,9 @@ import numpy as np
 import optax
 from flax import linen as nn
 
-from adacheck_jax.cli.demo.train_lm import corpus
 from adacheck_jax.save.commit import versions
 from adacheck_jax.store.steps import folders, manifest_file
+from examples.train_lm import corpus
 
 CONTEXT, BATCH = 64, 16
 _HEAD_WIDTH = 32

@@ -37,7 +37,6 @@ from flax import linen as nn
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import adacheck_jax as adacheck
-from adacheck_jax.cli.demo.train_lm import corpus
 from adacheck_jax.device import trees
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest
 from adacheck_jax.store.steps import manifest_file
@@ -51,6 +50,7 @@ from benchmarks.common import (
     solved_width,
     tokens_of,
 )
+from examples.train_lm import corpus
 
 DEVICE_COUNT = 128
 MAX_DELTAS = 5

@@ -35,7 +35,7 @@ from adacheck_jax.restore import check, compiled_update
 from adacheck_jax.restore import replay as replaying
 from adacheck_jax.restore.deltas import delta_reader
 from adacheck_jax.save import commit, saver, staged
-from adacheck_jax.save.planning import planner
+from adacheck_jax.save.line import planner
 from adacheck_jax.store import delta_writer, links
 from adacheck_jax.store.steps import manifest_file
 from adacheck_jax.store.storage import posix

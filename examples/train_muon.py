@@ -18,10 +18,10 @@ import jax
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+import train_lm
 from flax.training.train_state import TrainState
 
 import adacheck_jax as adacheck
-from adacheck_jax.cli.demo import train_lm
 
 recorder = adacheck.Recorder(optax.contrib.muon(2e-3))
 optimizer = optax.chain(optax.clip_by_global_norm(1.0), recorder)

@@ -25,7 +25,13 @@ MAY_IMPORT = {
     "store": ("errors", "format"),
     "publish": ("errors", "format", "device", "store"),
     "update": ("errors", "format", "device"),
-    "save": ("errors", "schedule", "format", "device", "store", "update"),
+    "state": ("errors", "format", "device", "update"),
+    "proof": ("errors", "format", "device", "update", "state"),
+    "plan": ("errors", "schedule", "format", "device", "store", "update", "state"),
+    "save": (
+        *("errors", "schedule", "format", "device", "store", "update"),
+        *("state", "proof", "plan"),
+    ),
     "restore": ("errors", "layout", "format", "device", "store", "update"),
     "adapter": (
         "errors",
@@ -35,6 +41,8 @@ MAY_IMPORT = {
         "device",
         "store",
         "update",
+        "proof",
+        "plan",
         "save",
         "restore",
     ),
@@ -60,6 +68,8 @@ MAY_USE = {
     "store": {"tensorstore"},
     "publish": {"jax"},
     "update": {"jax"},
+    "state": {"jax"},
+    "proof": {"jax"},
     "save": {"jax"},
     "restore": {"jax"},
     "adapter": {"jax", "orbax"},
@@ -80,9 +90,9 @@ MAY_TOUCH_FILES = {
     "format.byte_loops": "it counts processors",
     "format.one_process": "it asks for the number of its process",
     "update.program": "it reads the environment",
-    "save.checks.free_memory": "it reads what the system says of its memory",
-    "save.recovery.shadow_file": "it maps a file of this machine's memory",
-    "save.recovery.journal": "it names that file, and reads what the system says of its start",
+    "proof.free_memory": "it reads what the system says of its memory",
+    "proof.shadow_file": "it maps a file of this machine's memory",
+    "proof.journal": "it names that file, and reads what the system says of its start",
     "update.untrusted": "it starts a script beside it",
     "adapter.directories": "it looks if a directory can be written",
     "tools.restorable": "callers give it a path as a text",
@@ -96,13 +106,10 @@ MAY_TOUCH_FILES = {
     "tools.handover.npz_file": "numpy writes files",
     "tools.handover.safetensors_files": "the safetensors library writes files",
     "cli.callables": "it imports files of the user's",
-    "cli.main": "its arguments are paths",
+    "cli.demo": "the demonstration works in a directory of its own",
+    "cli.demo_child": "the demonstration works in a directory of its own",
+    "cli.models": "an argument is a path",
     "cli.report": "it writes the file that a user names",
-    "cli.demo.measure": "the demonstration works in a directory of its own",
-    "cli.demo.report": "it shows the paths of a directory of its own",
-    "cli.demo.run": "the demonstration works in a directory of its own",
-    "cli.demo.stage": "the demonstration works in a directory of its own",
-    "cli.demo.train_lm": "it learns from files",
     "cli.handover": "a file of rules, which users write",
 }
 """Modules that import the operating system's files and paths, each with the reason; to all others
@@ -121,6 +128,13 @@ def modules() -> dict[str, Path]:
 def room_of(module: str) -> str:
     """The room that a module lies in."""
     return module.split(".", maxsplit=1)[0]
+
+
+def part_of(module: str, folder: str) -> str | None:
+    """The module or folder directly in a folder that a module is, or lies in; None elsewhere."""
+    if not module.startswith(f"{folder}."):
+        return None
+    return module.removeprefix(f"{folder}.").split(".", maxsplit=1)[0]
 
 
 def imports_of(path: Path) -> tuple[set[str], set[str]]:

@@ -24,11 +24,9 @@ def test_pictures_are_as_drawn():
         assert file.read_text() == picture().svg(), f"{file}: run python docs/images/draw.py"
 
 
-def test_commands_stand_in_both_lists():
-    page = (ROOT / "docs" / "reference" / "command-line.md").read_text()
+def test_the_guide_has_every_command():
     guide = (ROOT / "docs" / "guide" / "command-line.md").read_text()
     for name in typer.main.get_command(app).commands:
-        assert re.search(rf"^\|[^|]+\|[^|]*`{name}\b", page, re.MULTILINE), name
         assert f"adacheck {name} " in guide, name
 
 

@@ -62,12 +62,6 @@ def test_every_example_is_run():
         assert code.count(f"python examples/{name}.py ") == 2
 
 
-@pytest.mark.parametrize("name", sorted({path.stem for path in EXAMPLES.glob("*.py")}))
-def test_the_guide_lists_every_example(name):
-    guide = (ROOT / "docs" / "guide" / "examples.md").read_text()
-    assert f"(../../examples/{name}.py)" in guide
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("names", [ALIKE[::2], ALIKE[1::2]], ids=["one half", "other half"])
 def test_examples_run_and_resume_in_one_process(names, tmp_path):

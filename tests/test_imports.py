@@ -17,6 +17,18 @@ def test_the_arrows_between_modules_make_no_circle():
     list(graphlib.TopologicalSorter(graph).static_order())
 
 
+def test_the_arrows_between_the_parts_of_a_folder_make_no_circle():
+    """A part is a module, or a folder with all that lies in it."""
+    folders = {name.rpartition(".")[0] for name in house.MODULES} - {""}
+    for folder in folders:
+        graph = {}
+        for name, (inside, _) in house.IMPORTS.items():
+            if (own := house.part_of(name, folder)) is not None:
+                parts = {house.part_of(each, folder) for each in inside}
+                graph.setdefault(own, set()).update(parts - {own, None})
+        list(graphlib.TopologicalSorter(graph).static_order())
+
+
 def test_modules_import_what_their_rooms_may():
     forbidden = []
     for name, (inside, outside) in house.IMPORTS.items():

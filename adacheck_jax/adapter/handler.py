@@ -33,7 +33,7 @@ from adacheck_jax.device import replicas
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError, storage_named
 from adacheck_jax.format.manifest import BaseManifest
-from adacheck_jax.save.options import Delta, Options, Shadow
+from adacheck_jax.plan.options import Delta, Options, Shadow
 from adacheck_jax.schedule.line import MaxDeltas
 from adacheck_jax.store.retention import KeepLineage
 from adacheck_jax.store.steps import deletion, marks, roots, stock

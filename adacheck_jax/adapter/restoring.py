@@ -307,7 +307,13 @@ def _restored_stock(path: AnyPath, args: RestoreArgs) -> Restored:
             f"{path}: expected a step of this library to transform, found one that stock Orbax "
             "saved. Restore it in its own layout, save it, and transform that step."
         )
-    state = stock_restoring.restore(path, args)
+    if args.require_exact:
+        raise IntegrityError(
+            f"{path}: expected exact bits, found a step that stock Orbax saved, without "
+            "fingerprints to compare them with. Nothing was returned; do not ask for "
+            "require_exact=True."
+        )
+    state = stock_restoring.restore(path, args, skips_damaged=args.skip_damaged)
     return Restored(state, stock_info(path), path, None, [], is_own=False)
 
 

@@ -31,13 +31,13 @@ from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError, storage_named
 from adacheck_jax.format.manifest import DeltaManifest
 from adacheck_jax.format.one_process import OneProcess
+from adacheck_jax.plan.options import Options
+from adacheck_jax.proof import journal
+from adacheck_jax.proof.journal import FilePlace
+from adacheck_jax.proof.shadow_file import ShadowFileError
 from adacheck_jax.save.attempt import SHARES, Exchange
 from adacheck_jax.save.commit import Save
-from adacheck_jax.save.options import Options
-from adacheck_jax.save.recovery import journal
-from adacheck_jax.save.recovery.journal import FilePlace
-from adacheck_jax.save.recovery.recovered import Newest
-from adacheck_jax.save.recovery.shadow_file import ShadowFileError
+from adacheck_jax.save.recovered import Newest
 from adacheck_jax.save.saver import Saver
 from adacheck_jax.save.staged_save import Destination
 from adacheck_jax.schedule.stopwatch import Clock

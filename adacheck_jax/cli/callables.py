@@ -1,4 +1,4 @@
-"""Call of a function that the command line names, with errors in one line."""
+"""Calls of a function that the command line names, with errors in one line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from adacheck_jax.tools.steps import InputError
@@ -18,10 +17,10 @@ if TYPE_CHECKING:  # which loads JAX
 
 
 def state_of(target: str) -> tuple[Any, Recorder | None]:
-    """Import a function that returns an abstract state, and call it without arguments.
+    """Call a function that returns an abstract state.
 
     Args:
-        target: as for :func:`function`.
+        target: as for :class:`Callee`.
 
     Returns:
         The state, and the Recorder if the function returns a tuple of both.
@@ -31,46 +30,17 @@ def state_of(target: str) -> tuple[Any, Recorder | None]:
     """
     from adacheck_jax.update.recorder import Recorder
 
-    found = function(target)
-    with _first_on_path(_directory(target)):
-        try:
-            made = found()
-        except (Exception, SystemExit) as error:
-            raise InputError(
-                f"{target}: the function raised {_described(error)}. It is called without "
-                "arguments and must return an abstract state, or a tuple of it and a Recorder."
-            ) from error
+    takes = "without arguments and must return an abstract state, or a tuple of it and a Recorder"
+    made = Callee(target).call(takes)
     has_recorder = isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Recorder)
     return made if has_recorder else (made, None)
 
 
-def called(target: str, found: Callable[..., Any], state: Any, step: int) -> Any:
-    """Call a predicate.
+class Callee:
+    """A function of the user's.
 
-    Args:
-        target: its name, for messages.
-        found: the function.
-        state: nested dicts of arrays.
-        step: the step number.
-
-    Raises:
-        InputError: it raises.
-    """
-    with _first_on_path(_directory(target)):
-        try:
-            return found(state, step)
-        except (Exception, SystemExit) as error:
-            raise InputError(
-                f"{target}: at step {step} the function raised {_described(error)}. It is called "
-                "with the state, nested dicts of arrays, and the step number."
-            ) from error
-
-
-def function(target: str) -> Callable[..., Any]:
-    """Import a function.
-
-    The directory of the file, or for a module the working directory, is where its own imports are
-    looked for first, as ``python file.py`` and ``python -m module`` do.
+    The directory of its file, or for a module the working directory, is where imports are looked
+    for first, as ``python file.py`` and ``python -m module`` do.
 
     Args:
         target: ``path/to/file.py:function`` or ``package.module:function``.
@@ -78,60 +48,67 @@ def function(target: str) -> Callable[..., Any]:
     Raises:
         InputError: there is no such function, or its module raises.
     """
-    place, colon, name = target.rpartition(":")
-    if not (place and colon and name):
-        raise InputError(
-            f"{target}: expected path/to/file.py:function or package.module:function. Name a "
-            "function."
-        )
-    is_file = _is_file(place)
-    if is_file and not Path(place).is_file():
-        raise InputError(f"{place}: expected a Python file, found none. Check the path.")
-    with _first_on_path(_directory(target)):
-        return _function(place, name, _imported(place, is_file))
+
+    def __init__(self, target: str) -> None:
+        place, colon, name = target.rpartition(":")
+        if not (place and colon and name):
+            raise InputError(
+                f"{target}: expected path/to/file.py:function or package.module:function. Name a "
+                "function."
+            )
+        is_file = place.endswith(".py") or Path(place).name != place
+        if is_file and not Path(place).is_file():
+            raise InputError(f"{place}: expected a Python file, found none. Check the path.")
+        self._target = target
+        self._directory = Path(place).absolute().parent if is_file else Path.cwd()
+        try:
+            with self._first_on_path():
+                module = _from_file(Path(place)) if is_file else importlib.import_module(place)
+        except (Exception, SystemExit) as error:
+            raise InputError(
+                f"{place}: cannot be imported: {_described(error)}. Run python "
+                f"{place if is_file else f'-m {place}'} to see where."
+            ) from error
+        found = getattr(module, name, None)
+        if not callable(found):
+            found = "no such name" if found is None else f"a value of type {type(found).__name__}"
+            raise InputError(
+                f"{target}: expected a function {name} in {place}, found {found}. It has "
+                f"{', '.join(_functions_of(module)) or 'no functions'}."
+            )
+        self._function = found
+
+    def call(self, takes: str, *arguments: Any, where: str = "") -> Any:
+        """Call the function.
+
+        Args:
+            takes: what it is called with, for the message.
+            arguments: its arguments.
+            where: place in a run, for the message.
+
+        Raises:
+            InputError: it raises.
+        """
+        try:
+            with self._first_on_path():
+                return self._function(*arguments)
+        except (Exception, SystemExit) as error:
+            raise InputError(
+                f"{self._target}: {where}the function raised {_described(error)}. It is called "
+                f"{takes}."
+            ) from error
+
+    @contextlib.contextmanager
+    def _first_on_path(self) -> Iterator[None]:
+        before = list(sys.path)
+        sys.path.insert(0, str(self._directory))
+        try:
+            yield
+        finally:
+            sys.path[:] = before
 
 
-def _is_file(place: str) -> bool:
-    return place.endswith(".py") or Path(place).name != place
-
-
-def _directory(target: str) -> Path:
-    place = target.rpartition(":")[0]
-    return Path(place).absolute().parent if _is_file(place) else Path.cwd()
-
-
-@contextlib.contextmanager
-def _first_on_path(directory: Path) -> Iterator[None]:
-    before = list(sys.path)
-    sys.path.insert(0, str(directory))
-    try:
-        yield
-    finally:
-        sys.path[:] = before
-
-
-def _imported(place: str, is_file: bool) -> ModuleType:
-    try:
-        return _from_file(Path(place)) if is_file else importlib.import_module(place)
-    except (Exception, SystemExit) as error:
-        raise InputError(
-            f"{place}: cannot be imported: {_described(error)}. Run python "
-            f"{place if is_file else f'-m {place}'} to see where."
-        ) from error
-
-
-def _function(place: str, name: str, module: ModuleType) -> Callable[[], Any]:
-    function = getattr(module, name, None)
-    if not callable(function):
-        found = "no such name" if function is None else f"a value of type {type(function).__name__}"
-        raise InputError(
-            f"{place}:{name}: expected a function {name} in {place}, found {found}. It has "
-            f"{', '.join(_functions_of(module)) or 'no functions'}."
-        )
-    return function
-
-
-def _from_file(path: Path) -> ModuleType:
+def _from_file(path: Path) -> Any:
     name = f"adacheck_target_{path.stem}"  # an installed module may have the file's own name
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -142,14 +119,14 @@ def _from_file(path: Path) -> ModuleType:
     return module
 
 
-def _functions_of(module: ModuleType) -> list[str]:
-    """Names of the functions that the module itself defines."""
+def _functions_of(module: Any) -> list[str]:
+    """Names of the functions that a module itself defines."""
     return [
         name
         for name, value in vars(module).items()
-        if getattr(value, "__module__", None) == module.__name__
-        and callable(value)
+        if isinstance(value, Callable)
         and not isinstance(value, type)
+        and getattr(value, "__module__", None) == module.__name__
     ]
 
 

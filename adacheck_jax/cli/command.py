@@ -1,15 +1,17 @@
-"""Kinds of arguments, errors in one line and JSON, for all commands."""
+"""One way to make a command of a function that returns a report, and the arguments they share."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import inspect
 import json
 import logging
 import re
 import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 from typer.core import TyperGroup
@@ -21,6 +23,7 @@ from adacheck_jax.tools.steps import InputError
 if TYPE_CHECKING:
     from adacheck_jax.tools.audit import Progress
 
+Report = TypeVar("Report")
 Root = Annotated[
     str,
     typer.Argument(
@@ -34,31 +37,89 @@ Target = Annotated[
         help="Function to call: path/to/file.py:function or package.module:function.",
     ),
 ]
+Step = Annotated[str, typer.Argument(metavar="STEP", help="Number, latest, or -1.")]
 Item = Annotated[str | None, typer.Option(help="Item name, where a step holds several such items.")]
+Last = Annotated[int | None, typer.Option("--last", "-n", min=1, help="Only the newest N steps.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Look only; change nothing.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
-
-Step = Annotated[str, typer.Argument(metavar="STEP", help="Number, latest, or -1.")]
 RESTORES = "adacheck_jax.restore.progress"
 """Logger of restores that take long."""
-STEPS = {"ignore_unknown_options": True}
-"""Settings of a command that takes steps: -1 is one, and no option."""
 
 
-class WholeSentences(TyperGroup):
-    """Commands whose list has the whole first sentence of each one's help, wrapped."""
+class Groups(TyperGroup):
+    """Commands listed by group, with the whole first sentence of each one's help."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the list.
+        """Write the lists.
 
         Args:
             ctx: context of the call.
             formatter: what the help is written with.
         """
-        names = self.list_commands(ctx)
-        rows = [(name, self.commands[name].get_short_help_str(limit=500)) for name in names]
-        with formatter.section("Commands"):
-            formatter.write_dl(rows)
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for name in self.list_commands(ctx):
+            command: Any = self.commands[name]
+            row = (name, command.get_short_help_str(limit=500))
+            groups.setdefault(command.rich_help_panel, []).append(row)
+        for group, rows in groups.items():
+            with formatter.section(group):
+                formatter.write_dl(rows)
+
+
+app = typer.Typer(
+    cls=Groups,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # paragraphs are wrapped to the terminal's width, and pipes stay plain
+)
+
+
+def command(
+    group: str,
+    show: Callable[[Report], None],
+    code: Callable[[Report], int] = lambda report: 0,
+    *,
+    name: str | None = None,
+    has_steps: bool = False,
+) -> Callable[[Callable[..., Report]], Callable[..., Report]]:
+    """Make a command of a function that returns a report; ``--json`` prints its fields.
+
+    Args:
+        group: heading in the list of commands.
+        show: prints the report for people.
+        code: exit code for a report.
+        name: name of the command, if it is not the function's.
+        has_steps: True if it takes steps: ``-1`` is one then, and no option.
+    """
+
+    def register(function: Callable[..., Report]) -> Callable[..., Report]:
+        @functools.wraps(function)
+        def run(as_json: bool, **arguments: Any) -> None:
+            with errors():
+                report = function(**arguments)
+            print_json(report) if as_json else show(report)
+            if number := code(report):
+                raise typer.Exit(number)
+
+        run.__annotations__ = {k: v for k, v in function.__annotations__.items() if k != "return"}
+        kinds = {**get_type_hints(run, include_extras=True), "as_json": Json}
+        option = inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=False)
+        takes = [*inspect.signature(function).parameters.values(), option]
+        run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [each.replace(annotation=kinds[each.name]) for each in takes]
+        )
+        run.__annotations__ = kinds
+        settings = {"ignore_unknown_options": has_steps}
+        app.command(name, rich_help_panel=group, context_settings=settings)(run)
+        return function
+
+    return register
+
+
+def print_json(report: Any) -> None:
+    """Print a dataclass as one JSON object."""
+    typer.echo(json.dumps(dataclasses.asdict(report), indent=2))
 
 
 def step_of(text: str | None, name: str = "STEP") -> int | None:
@@ -112,14 +173,6 @@ def root_of(text: str) -> AnyPath:
     return root
 
 
-_UNITS_BYTES = {
-    "": 1,
-    "kB": 1000,
-    **{f"{unit}B": 1000**n for n, unit in enumerate(("", "K", "M", "G", "T"))},
-    **{f"{unit}iB": 1024**n for n, unit in enumerate(("", "K", "M", "G", "T")) if n},
-}
-
-
 def bytes_of(option: str, text: str) -> int:
     """Bytes of a size such as ``5GB``.
 
@@ -130,11 +183,11 @@ def bytes_of(option: str, text: str) -> int:
     Raises:
         InputError: it is none.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", text)
-    size = int(float(found[1]) * _UNITS_BYTES.get(found[2], 0)) if found else 0
-    if not size:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([kKMGT]?)(i?)B)?", text)
+    if found is None or not float(found[1]):
         raise InputError(f"{option}: expected a size such as 5GB or 512MiB, found {text!r}.")
-    return size
+    power = " KMGT".index((found[2] or " ").upper())
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
 
 
 @contextlib.contextmanager
@@ -144,15 +197,9 @@ def errors() -> Iterator[None]:
         yield
     except BrokenPipeError:
         raise
-    except (InputError, OSError) as error:
-        _fail(error, 2)
-    except AdaCheckError as error:
-        _fail(error, 1)
-
-
-def _fail(error: Exception, code: int) -> None:
-    typer.echo(f"adacheck: {' '.join(str(error).split())}", err=True)
-    raise typer.Exit(code) from error
+    except (InputError, OSError, AdaCheckError) as error:
+        typer.echo(f"adacheck: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(2 if isinstance(error, InputError | OSError) else 1) from error
 
 
 @contextlib.contextmanager
@@ -187,12 +234,3 @@ def show_restores() -> None:
     if sys.stderr.isatty() and not log.handlers:
         log.addHandler(_Lines())
         log.setLevel(logging.INFO)
-
-
-def print_json(record: Any) -> None:
-    """Print a dataclass as one JSON object.
-
-    Args:
-        record: the dataclass.
-    """
-    typer.echo(json.dumps(dataclasses.asdict(record), indent=2))

@@ -2,31 +2,55 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.filesize import decimal
 
 from adacheck_jax.cli.command import (
-    STEPS,
+    DryRun,
     Item,
-    Json,
     Root,
     Target,
     bytes_of,
-    errors,
-    print_json,
+    command,
     root_of,
     step_of,
 )
-from adacheck_jax.cli.tables import handover as tables
+from adacheck_jax.cli.printing import print_rows, print_text, some_of
 from adacheck_jax.tools.steps import InputError, newest
 
-app = typer.Typer()
+if TYPE_CHECKING:  # which import JAX, or are not needed by other commands
+    from adacheck_jax.tools.handover.copying import CopyReport
+    from adacheck_jax.tools.handover.export import ExportReport
+    from adacheck_jax.tools.handover.importing import ImportReport
+    from adacheck_jax.tools.handover.transform import TransformReport
+
+_GROUP = "Hand steps over"
 _FORMATS = ("orbax", "safetensors", "npz")
 
 
-@app.command(context_settings=STEPS)
+def _show_export(report: ExportReport) -> None:
+    """Print the files of an export, and what was compared."""
+    files = [(each.name, decimal(each.size_bytes)) for each in report.files[:20]]
+    print_rows(("file", "bytes"), files, right=("bytes",))
+    if len(report.files) > 20:
+        print_text(f"and {len(report.files) - 20} more files")
+    what = "params" if report.params_only else "all leaves"
+    named = "Version" if report.kind in ("version", "changes") else "Step"
+    replayed = f", {report.replayed_count} updates replayed" if report.replayed_count else ""
+    print_text(
+        f"{named} {report.step} ({report.kind}{replayed}) is at {report.destination}: {what}, "
+        f"{report.leaf_count:,} leaves, {decimal(report.leaf_bytes)}. Read back, every leaf has "
+        "the bits that were saved."
+    )
+    if report.empty:
+        print_text(f"Without elements, which Orbax does not store: {some_of(report.empty)}.")
+
+
+@command(_GROUP, _show_export, has_steps=True)
 def export(
     root: Root,
     step: Annotated[
@@ -48,8 +72,7 @@ def export(
         str, typer.Option(help="Largest safetensors file: 5GB is 5,000,000,000 bytes.")
     ] = "5GB",
     item: Item = None,
-    as_json: Json = False,
-) -> None:
+) -> ExportReport:
     """Write one recorded step, or published version, to DEST for those who lack this library.
 
     \b
@@ -68,46 +91,55 @@ def export(
     With --json: the fields of adacheck_jax.tools.handover.export.ExportReport.
     """
     from adacheck_jax.tools.handover import export as exports
-    from adacheck_jax.tools.handover import published
     from adacheck_jax.tools.handover.formats import Format
 
-    with errors():
-        if kind not in _FORMATS:
-            raise InputError(f"--format: expected one of {', '.join(_FORMATS)}, found {kind!r}.")
-        top, wanted, number = root_of(root), Format(kind), step_of(step)
-        shard_bytes = bytes_of("--max-shard-size", max_shard_size)
-        if published.is_published(top):
-            report = published.export_version(
-                top, number, dest, wanted, changes=changes, shard_bytes=shard_bytes
-            )
-        elif changes:
-            raise InputError(f"--changes: expected a root of published weights, found {root}.")
-        else:
-            report = exports.export(
-                top,
-                newest(top, number, item),
-                dest,
-                wanted,
-                params_only=params_only,
-                shard_bytes=shard_bytes,
-                item=item,
-            )
-    if as_json:
-        print_json(report)
-    else:
-        tables.show_export(report)
+    if kind not in _FORMATS:
+        raise InputError(f"--format: expected one of {', '.join(_FORMATS)}, found {kind!r}.")
+    return exports.export(
+        root_of(root),
+        step_of(step),
+        dest,
+        Format(kind),
+        changes=changes,
+        params_only=params_only,
+        shard_bytes=bytes_of("--max-shard-size", max_shard_size),
+        item=item,
+    )
 
 
-@app.command()
+def _show_transform(report: TransformReport) -> None:
+    """Print the leaves that rules concern in the first tree, and what was left as it was."""
+    trees = report.trees or ("",)
+    start = f"{trees[0]}/" if trees[0] else ""
+    inside = []
+    for leaves in (report.changed, report.made):
+        found = {k.removeprefix(start): v for k, v in leaves.items() if k.startswith(start)}
+        inside.append([f"{path} {kind}" for path, kind in (found or leaves).items()])
+    print_rows(("before", "after"), itertools.zip_longest(*inside))
+    others = f", and alike of {', '.join(trees[1:])}" if trees[1:] else ""
+    proof = (
+        " Their inverses give back every bit." if report.proved else " Some rules may lose bits."
+    )
+    print_text(
+        f"Leaves of {trees[0] or 'the state'}{others}. Step {report.step} "
+        f"{'would be' if report.is_dry_run else 'is'} at {report.destination}."
+        f"{'' if report.is_dry_run else proof}"
+    )
+    shown = some_of(report.untouched) or "none"
+    print_text(f"As they were, {len(report.untouched)} leaves: {shown}.")
+    if report.rounds_otherwise:
+        print_text("The optimizer adds up elements: a run that goes on rounds otherwise there.")
+
+
+@command(_GROUP, _show_transform)
 def transform(
     root: Root,
     dest: Annotated[str, typer.Argument(metavar="DEST", help="Directory of a new root.")],
     rules: Annotated[Path, typer.Option(help="TOML file of rules (docs/guide/layouts.md).")],
     step: Annotated[str, typer.Option(help="Step: number (saved or deferred), latest, -1.")],
     item: Item = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan alone.")] = False,
-    as_json: Json = False,
-) -> None:
+    dry_run: DryRun = False,
+) -> TransformReport:
     """Write one recorded step to a new root in another layout: scanned, fused, renamed, padded.
 
     \b
@@ -124,24 +156,42 @@ def transform(
     from adacheck_jax.layout import read_rules
     from adacheck_jax.tools.handover import transform as transforms
 
-    with errors():
-        read = read_rules(rules.read_bytes(), str(rules))
-        number = newest(root_of(root), step_of(step, "--step"), item)
-        report = transforms.transform(root_of(root), dest, read, number, item, dry_run=dry_run)
-    if as_json:
-        print_json(report)
-    else:
-        tables.show_transform(report)
+    read = read_rules(rules.read_bytes(), str(rules))
+    number = newest(root_of(root), step_of(step, "--step"), item)
+    return transforms.transform(root_of(root), dest, read, number, item, dry_run=dry_run)
 
 
-@app.command()
+def _show_copy(report: CopyReport) -> None:
+    """Print a row for each step, and what was saved by links."""
+    numbers = ("files", "links", "written")
+    rows = []
+    for each in report.steps:
+        result = each.result if each.why is None else f"{each.result}: {each.why}"
+        if each.is_added:
+            result += " (another step builds on it)"
+        counts = (each.file_count, each.link_count, decimal(each.written_bytes))
+        rows.append((each.name, result, *(counts if each.file_count else (None, None, None))))
+    print_rows(("step", "result", *numbers), rows, right=numbers)
+    print_text(
+        f"{decimal(report.written_bytes)} written to {report.destination}; as files of their own "
+        f"the links would make it {decimal(report.plain_bytes)}. Every file was read back."
+    )
+    if report.not_copied:
+        print_text(f"Not copied, as they are no steps: {', '.join(report.not_copied)}.")
+
+
+def _copied(report: CopyReport) -> bool:
+    results = {step.result for step in report.steps}
+    return "refused" in results or results == {"deleted meanwhile"}
+
+
+@command(_GROUP, _show_copy, _copied)
 def cp(
     paths: Annotated[
         list[str],
         typer.Argument(metavar="SRC[/STEP]... DEST", help="A root, or steps of one; a new root."),
     ],
-    as_json: Json = False,
-) -> None:
+) -> CopyReport:
     """Copy a checkpoint root, or some of its steps with all that they build on, to DEST.
 
     \b
@@ -157,21 +207,22 @@ def cp(
     """
     from adacheck_jax.tools.handover import copying
 
-    with errors():
-        if len(paths) < 2:
-            raise InputError("expected SRC[/STEP]... and DEST, found one path.")
-        *sources, dest = paths
-        report = copying.copy(sources, dest)
-    if as_json:
-        print_json(report)
-    else:
-        tables.show_copy(report)
-    results = {step.result for step in report.steps}
-    if copying.REFUSED in results or results == {copying.DELETED}:
-        raise typer.Exit(1)
+    if len(paths) < 2:
+        raise InputError("expected SRC[/STEP]... and DEST, found one path.")
+    *sources, dest = paths
+    return copying.copy(sources, dest)
 
 
-@app.command(name="import")
+def _show_import(report: ImportReport) -> None:
+    """Print where a checkpoint is now, and what was not in it."""
+    made = f" Made, since no checkpoint has them: {some_of(report.made)}." if report.made else ""
+    print_text(
+        f"{report.source} is step {report.step} under {report.destination}, a base of "
+        f"{report.leaf_count:,} leaves.{made} Nothing could verify what was read."
+    )
+
+
+@command(_GROUP, _show_import, name="import")
 def import_(
     target: Target,
     src: Annotated[
@@ -179,8 +230,7 @@ def import_(
     ],
     dest: Annotated[str, typer.Argument(metavar="DEST", help="New checkpoint root.")],
     step: Annotated[int, typer.Option(min=0, help="Step number of the base.")],
-    as_json: Json = False,
-) -> None:
+) -> ImportReport:
     """Put a checkpoint of stock Orbax, or safetensors, as a base under a new root.
 
     \b
@@ -196,10 +246,5 @@ def import_(
     from adacheck_jax.cli import callables
     from adacheck_jax.tools.handover import importing
 
-    with errors():
-        state, recorder = callables.state_of(target)
-        report = importing.import_base(src, dest, step, state, recorder)
-    if as_json:
-        print_json(report)
-    else:
-        tables.show_import(report)
+    state, recorder = callables.state_of(target)
+    return importing.import_base(src, dest, step, state, recorder)

@@ -2,30 +2,97 @@
 
 from __future__ import annotations
 
-import re
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.filesize import decimal
 
 from adacheck_jax.cli.command import (
-    STEPS,
+    DryRun,
     Item,
-    Json,
     Root,
     Step,
-    errors,
-    print_json,
+    command,
     progress_bar,
     root_of,
     step_of,
 )
-from adacheck_jax.cli.tables import keep as tables
-from adacheck_jax.tools.steps import InputError, newest
+from adacheck_jax.cli.printing import counted, print_rows, print_text, tell_deleted
+from adacheck_jax.store.steps.lineage import shown_steps
+from adacheck_jax.tools.steps import newest
 
-app = typer.Typer()
+if TYPE_CHECKING:  # which import JAX
+    from adacheck_jax.tools.audit import RootReport, StepReport
+    from adacheck_jax.tools.compaction import CompactionReport
+    from adacheck_jax.tools.upkeep.repair import RepairReport
+
+_GROUP = "Keep a root sound"
 
 
-@app.command(context_settings=STEPS)
+def _show_verification(report: RootReport) -> None:
+    """Print the result of each step, every cause of damage once, and a verdict."""
+    several = len({step.item.rpartition("/")[2] for step in report.steps}) > 1
+    rows = []
+    for step in report.steps:
+        number = "?" if step.step is None else step.step
+        item = step.item if several or step.step is None else None
+        rows.append((number, item, step.kind or "?", ", ".join(step.checked), _result(step)))
+    print_rows(("step", "item", "kind", "checked", "result"), rows, right=("step",))
+    for each in report.causes:
+        steps = "steps" if len(each.steps) > 1 else "step"
+        words = [f"{steps} {shown_steps(each.steps) if each.steps else '?'}"]
+        if each.leaves:
+            several = len(each.leaves) > 1
+            words.append(f"{len(each.leaves)} leaves" if several else each.leaves[0])
+        file = each.file.removeprefix(f"{report.root}/")
+        print_text(": ".join([*words, file, each.message]))
+    for reason in dict.fromkeys(step.not_checked for step in report.steps if step.not_checked):
+        print_text(f"Not recomputed: {reason}")
+    tell_deleted(report.deleted)
+    for each in report.leftovers:
+        print_text(f"Note: {each.path}: {each.why}")
+    print_text(_verdict(report))
+    _tell_not_looked_at(report.not_looked_at)
+
+
+def _result(step: StepReport) -> str:
+    if step.damage:
+        return "DAMAGED"
+    result = "ok"
+    if step.not_checked:
+        result = "ok, but not recomputed"
+    elif step.rounded:
+        result = f"ok, {counted(len(step.rounded), 'leaf', 'leaves')} to rounding"
+    return result + (f", {counted(len(step.stale), 'leaf', 'leaves')} stale" if step.stale else "")
+
+
+def _verdict(report: RootReport) -> str:
+    total = len(report.steps)
+    if report.deleted and not total:
+        return "No step was left to verify."
+    steps = counted(total, "step")
+    found = f"{report.damaged_count} of {steps} damaged"
+    replayed = sum("replay" in step.checked for step in report.steps)
+    read = "every stored byte was read"
+    if report.data_count < total:
+        read = f"of {total - report.data_count} no array was read"
+        read = read if report.data_count else "no array was read"
+    again = f", and {counted(replayed, 'was', 'were')} recomputed" if replayed else ""
+    return f"{found if report.damaged_count else f'{steps} verified'}: {read}{again}."
+
+
+def _tell_not_looked_at(parts: tuple[str, ...]) -> None:
+    if parts:
+        print_text(f"Not looked at: {', '.join(parts)}.")
+
+
+def _verified(report: RootReport) -> int:
+    if report.damaged_count:
+        return 1
+    return 2 if any(each.not_checked for each in report.steps) else 0
+
+
+@command(_GROUP, _show_verification, _verified, has_steps=True)
 def verify(
     root: Root,
     step: Annotated[
@@ -33,15 +100,10 @@ def verify(
     ] = None,
     item: Item = None,
     read_data: Annotated[bool, typer.Option("--read-data", help="Read every stored byte.")] = False,
-    read_data_subset: Annotated[
-        str | None, typer.Option(help="Read the data of a part of the steps, such as 10%.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Chooses the steps of --read-data-subset.")] = 0,
     replay: Annotated[
         bool, typer.Option("--replay", help="Recompute every step, and compare every leaf.")
     ] = False,
-    as_json: Json = False,
-) -> None:
+) -> RootReport:
     """Look for damage in the steps under ROOT.
 
     \b
@@ -59,33 +121,44 @@ def verify(
     """
     from adacheck_jax.tools import audit
 
-    with errors():
-        number = None if step is None else newest(root_of(root), step_of(step), item)
-        wanted = audit.Thoroughness(read_data, _part(read_data_subset), seed, replay)
-        with progress_bar() as progress:
-            report = audit.verify_root(root_of(root), number, item, wanted, progress)
-    if as_json:
-        print_json(report)
-    else:
-        tables.show_verification(report)
-    if report.damaged_count:
-        raise typer.Exit(1)
-    if any(each.not_checked for each in report.steps):
-        raise typer.Exit(2)
+    place = root_of(root)
+    number = None if step is None else newest(place, step_of(step), item)
+    with progress_bar() as progress:
+        return audit.verify_root(
+            place, number, item, read_data=read_data, replay=replay, progress=progress
+        )
 
 
-@app.command()
+def _show_repair(report: RepairReport) -> None:
+    """Print removed and kept directories."""
+    would = report.is_dry_run
+    titles = ("remove" if would else "removed", "frees", "why")
+    rows = [(each.path, decimal(each.freed_bytes), each.why) for each in report.removals]
+    print_rows(titles, rows, right=("frees",))
+    for each in report.kept:
+        print_text(f"Kept {each.path}: {each.why}")
+    for path in report.cleared:
+        lost = "would lose" if would else "has lost"
+        print_text(f"{path} {lost} what an interrupted compaction left in it")
+    print_text(
+        f"{counted(len(report.removals), 'directory', 'directories')} "
+        f"{'would be removed' if would else 'removed'}, {decimal(report.freed_bytes)} freed; "
+        f"{counted(report.step_count, 'step')} left."
+    )
+    _tell_not_looked_at(report.not_looked_at)
+
+
+@command(_GROUP, _show_repair)
 def repair(
     root: Root,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing.")] = False,
+    dry_run: DryRun = False,
     read_data: Annotated[
         bool, typer.Option("--read-data", help="Look for damage in every stored byte.")
     ] = False,
     force: Annotated[
         bool, typer.Option("--force", help="Also where a temporary directory is new.")
     ] = False,
-    as_json: Json = False,
-) -> None:
+) -> RepairReport:
     """Remove from ROOT what cannot be restored and what no step needs.
 
     \b
@@ -99,24 +172,32 @@ def repair(
     """
     from adacheck_jax.tools.upkeep import repair as repairs
 
-    with errors(), progress_bar() as progress:
-        report = repairs.repair(
+    with progress_bar() as progress:
+        return repairs.repair(
             root_of(root), read_data=read_data, dry_run=dry_run, force=force, progress=progress
         )
-    if as_json:
-        print_json(report)
-    else:
-        tables.show_repair(report)
 
 
-@app.command(context_settings=STEPS)
+def _show_compaction(report: CompactionReport) -> None:
+    """Print what became of a step."""
+    would = report.is_dry_run
+    sentences = [
+        f"Step {report.step} {'would be' if would else 'is'} a base of "
+        f"{decimal(report.state_bytes)}; restoring it read base {report.base} and "
+        f"{counted(report.delta_count, 'delta')}.",
+        f"{decimal(report.freed_bytes)} {'would be' if would else 'were'} freed; what other steps "
+        "link stays.",
+    ]
+    if report.lost_steps:
+        held, lost = "holds" if would else "held", shown_steps(report.lost_steps)
+        sentences.append(f"Gone with it, since it alone {held} them: steps {lost}.")
+    print_text(" ".join(sentences))
+
+
+@command(_GROUP, _show_compaction, has_steps=True)
 def compact(
-    root: Root,
-    step: Step = "latest",
-    item: Item = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Look only; change nothing.")] = False,
-    as_json: Json = False,
-) -> None:
+    root: Root, step: Step = "latest", item: Item = None, dry_run: DryRun = False
+) -> CompactionReport:
     """Turn one saved delta under ROOT into a base, in its place.
 
     \b
@@ -133,20 +214,4 @@ def compact(
     """
     from adacheck_jax.tools import compaction
 
-    with errors():
-        report = compaction.compact(root_of(root), step_of(step), item, dry_run=dry_run)
-    if as_json:
-        print_json(report)
-    else:
-        tables.show_compaction(report)
-
-
-def _part(text: str | None) -> float:
-    """Fraction of 1 from a percentage such as ``10%``."""
-    if text is None:
-        return 0.0
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)%", text)
-    part = float(found[1]) / 100 if found else 0.0
-    if not 0 < part <= 1:
-        raise InputError(f"--read-data-subset: expected a percentage such as 10%, found {text!r}.")
-    return part
+    return compaction.compact(root_of(root), step_of(step), item, dry_run=dry_run)

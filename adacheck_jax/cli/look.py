@@ -2,28 +2,75 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.filesize import decimal
 
-from adacheck_jax.cli.command import STEPS, Item, Json, Root, errors, print_json, root_of, step_of
-from adacheck_jax.cli.tables import look as tables
+from adacheck_jax.cli.command import Item, Last, Root, command, root_of, step_of
+from adacheck_jax.cli.printing import counted, print_rows, print_text, shown_age, shown_bytes
+from adacheck_jax.store.steps.lineage import shown_steps
 from adacheck_jax.tools import inspection, listing
+from adacheck_jax.tools.inspection import StepDetails
+from adacheck_jax.tools.listing import FOREIGN, RootSummary, saved_at
 
-app = typer.Typer()
+if TYPE_CHECKING:  # which takes longer to import than ls may take
+    from adacheck_jax.tools.statistics import RootStatistics
+
+_GROUP = "Look at steps"
+_SHOWN_LEAVES = 15
 
 
-@app.command()
-def ls(
-    root: Root,
-    last: Annotated[
-        int | None, typer.Option("--last", "-n", min=1, help="Only the newest N steps.")
-    ] = None,
-    fold: Annotated[
-        bool, typer.Option("--fold", help="One row a lineage: a base and its deltas.")
-    ] = False,
-    as_json: Json = False,
-) -> None:
+def _show_root(summary: RootSummary) -> None:
+    now = datetime.now(UTC)
+    dates = [None if (when := saved_at(x)) is None else when.astimezone() for x in summary.steps]
+    form = "%d %b %H:%M" if len({x.year for x in dates if x}) < 2 else "%Y-%m-%d %H:%M"
+    items = {row.item.rpartition("/")[2] for row in summary.steps if row.kind != FOREIGN}
+    rows = []
+    for row, when in zip(summary.steps, dates, strict=True):
+        sizes = (row.new_bytes, row.size_bytes, row.unique_bytes)
+        cells = (
+            "?" if row.step is None else row.step,
+            row.item if len(items) > 1 else None,
+            when and when.strftime(form),
+            when and shown_age((now - when).total_seconds()),
+            f"delta {row.depth}" if row.kind == "delta" and row.depth else row.kind or "?",
+            f"{len(row.recorded):,} deferred" if row.recorded else None,
+            *(None if x is None or row.kind == FOREIGN else shown_bytes(x) for x in sizes),
+            "DAMAGED" if row.error else row.checked or _UNCHECKED.get(row.kind or ""),
+        )
+        rows.append(cells)
+    print_rows(
+        ("step", "item", "saved", "age", "kind", "with", "new", "size", "unique", "checked"),
+        rows,
+        right=("step", "age", "new", "size", "unique"),
+        optional=("unique", "size", "age"),
+    )
+    for row in summary.steps:
+        if row.error is not None:
+            print_text(f"{row.item if row.step is None else f'step {row.step}'}: {row.error}")
+    print_text("; ".join(_totals(summary)))
+
+
+_UNCHECKED = {"stock": "no", "foreign": "no"}
+
+
+def _totals(summary: RootSummary) -> list[str]:
+    """Sums over all steps, with those that are not listed."""
+    count, shown = counted(summary.step_count, "step"), len(summary.steps)
+    parts = [count if shown == summary.step_count else f"the newest {shown:,} of {count}"]
+    if summary.disk_bytes is not None:
+        parts.append(f"{decimal(summary.disk_bytes)} on disk, each hard-linked file counted once")
+    if summary.damaged_count:
+        parts.append(f"{summary.damaged_count:,} cannot be restored")
+    if summary.stock_steps:
+        parts.append("what stock Orbax saved cannot be verified")
+    return parts
+
+
+@command(_GROUP, _show_root, lambda summary: bool(summary.damaged_count))
+def ls(root: Root, last: Last = None) -> RootSummary:
     """List the steps under ROOT: when each was saved, its kind, sizes, and how it was checked.
 
     \b
@@ -41,25 +88,76 @@ def ls(
 
     With --json: the fields of adacheck_jax.tools.listing.RootSummary.
     """
-    with errors():
-        summary = listing.summarize_root(root_of(root), last)
-    if as_json:
-        print_json(summary)
-    else:
-        tables.show_root(summary, fold=fold)
-    if summary.damaged_count:
-        raise typer.Exit(1)
+    return listing.summarize_root(root_of(root), last)
 
 
-@app.command(context_settings=STEPS)
+def _show_step(details: StepDetails) -> None:
+    facts = [
+        ("step", f"{details.step} ({details.kind}: {details.reason})"),
+        ("directory", details.directory),
+    ]
+    if details.parent is not None:
+        deltas, updates = counted(details.depth, "delta"), counted(details.replayed_count, "update")
+        facts.append(("builds on", f"step {details.parent}, delta {details.depth} of its lineage"))
+        if details.recorded:
+            facts.append(("recorded with it", f"steps {shown_steps(details.recorded)}"))
+        facts += [
+            ("restore reads", f"base {details.base} and {deltas}; replays {updates}"),
+            ("checked when saved", _shown_checks(details)),
+        ]
+    count = details.update_count
+    facts += [
+        ("updates so far", "no recorder" if count is None else f"{count}"),
+        ("updates replayed", "yes" if details.problem is None else f"no: {details.problem}"),
+        ("new bytes", shown_bytes(details.new_bytes)),
+        ("written by", ", ".join(f"{k} {v}" for k, v in details.versions.items())),
+    ]
+    width = max(len(name) for name, _ in facts)
+    for name, fact in facts:
+        print_text(f"{name.ljust(width)}  {fact}")
+    print_text("")
+    groups = [(x.name, x.leaf_count, decimal(x.leaf_bytes)) for x in details.groups]
+    print_rows(("group", "leaves", "bytes"), groups, right=("leaves", "bytes"))
+    print_text("")
+    print_rows(
+        ("leaf path", "type", "update", "restored", "boxes", "fingerprint"),
+        [
+            (x.path, x.description, x.exactness, x.source, x.box_count, x.fingerprint)
+            for x in details.leaves
+        ],
+        right=("boxes",),
+        optional=("fingerprint", "boxes", "update"),
+    )
+
+
+_CHECKS = {
+    "full": "in full",
+    "sample": "by sample",
+    "identity": "by identity",
+    "stored": "all stored",
+    "": "not checked",
+}
+
+
+def _shown_checks(details: StepDetails) -> str:
+    """Checks of the deltas, grouped by kind of check."""
+    kinds: dict[str, list[int]] = {}
+    for each in details.checks:
+        kinds.setdefault(each.checked, []).append(each.step)
+    return ", ".join(
+        f"step{'' if len(steps) == 1 else 's'} {shown_steps(steps)} {_CHECKS.get(kind, kind)}"
+        for kind, steps in kinds.items()
+    )
+
+
+@command(_GROUP, _show_step, has_steps=True)
 def inspect(
     root: Root,
     step: Annotated[
         str | None, typer.Argument(metavar="STEP", help="Step; the newest if left out.")
     ] = None,
     item: Item = None,
-    as_json: Json = False,
-) -> None:
+) -> StepDetails:
     """Show what one step is made of, and how each of its leaves is restored.
 
     \b
@@ -74,20 +172,46 @@ def inspect(
 
     With --json: the fields of adacheck_jax.tools.inspection.StepDetails.
     """
-    with errors():
-        details = inspection.describe_step(root_of(root), step_of(step), item)
-    if as_json:
-        print_json(details)
-    else:
-        tables.show_step(details)
+    return inspection.describe_step(root_of(root), step_of(step), item)
 
 
-@app.command()
-def stats(
-    root: Root,
-    last: Annotated[int, typer.Option("--leaves", min=0, help="Leaves to list.")] = 15,
-    as_json: Json = False,
-) -> None:
+def _show_statistics(report: RootStatistics) -> None:
+    numbers = ("names", "files", "bytes", "named bytes")
+    if report.files:
+        counts = [[x.name_count, x.file_count, x.file_bytes, x.named_bytes] for x in report.files]
+        counts.append([sum(column) for column in zip(*counts, strict=True)])
+        kinds = [*(x.kind for x in report.files), "all"]
+        rows = [
+            (kind, names, files, decimal(once), decimal(named))
+            for kind, (names, files, once, named) in zip(kinds, counts, strict=True)
+        ]
+        print_rows(("kind", *numbers), rows, numbers)
+        print_text("")
+    right = ("bytes", "share")
+    rows = [
+        (name, decimal(count), f"{count / report.full_bytes:.1%}")
+        for name, count in report.redundancy.items()
+    ]
+    print_rows(("states in full", *right), [*rows, ("all", decimal(report.full_bytes), "")], right)
+    print_text("")
+    right = ("in one state", "in bases", "in deltas")
+    rows = [
+        (leaf.path, *map(decimal, (leaf.state_bytes, leaf.base_bytes, leaf.delta_bytes)))
+        for leaf in report.leaves[:_SHOWN_LEAVES]
+    ]
+    print_rows(("leaf", *right), rows, right)
+    if len(report.leaves) > _SHOWN_LEAVES:
+        print_text(f"and {len(report.leaves) - _SHOWN_LEAVES:,} more leaves, which --json lists")
+    print_text(
+        f"{counted(report.recorded_count, 'recorded step')}: "
+        f"{counted(report.base_count, 'base')} and {counted(report.delta_count, 'delta')}."
+    )
+    if report.skipped:
+        print_text(f"Left out, since they cannot be restored: steps {shown_steps(report.skipped)}.")
+
+
+@command(_GROUP, _show_statistics)
+def stats(root: Root) -> RootStatistics:
     """Show where the bytes under ROOT go: by kind of file, by redundancy, and by leaf.
 
     \b
@@ -101,9 +225,4 @@ def stats(
     """
     from adacheck_jax.tools import statistics
 
-    with errors():
-        report = statistics.statistics_of(root_of(root))
-    if as_json:
-        print_json(report)
-    else:
-        tables.show_statistics(report, last)
+    return statistics.statistics_of(root_of(root))

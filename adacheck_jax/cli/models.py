@@ -1,28 +1,98 @@
-"""The command that tells what saving costs before there is a checkpoint."""
+"""The command that tells what saving costs before there is a checkpoint, and the demonstration."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.filesize import decimal
 
-from adacheck_jax.cli.command import Json, Target, errors, print_json
-from adacheck_jax.cli.tables import models as tables
+from adacheck_jax.cli import demo as demos
+from adacheck_jax.cli.command import Target, command
+from adacheck_jax.cli.printing import print_rows, print_text
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.tools.steps import InputError
 
-app = typer.Typer()
+if TYPE_CHECKING:  # which imports JAX
+    from adacheck_jax.tools.plan import Balance, RedundancyReport
+
+_GROUP = "Without a checkpoint"
 
 
-@app.command()
+def _show_plan(report: RedundancyReport) -> None:
+    """Print bytes of each kind of save, and of each kind of redundancy."""
+    print_text(
+        f"{report.leaf_count:,} leaves, {report.device_count:,} devices, "
+        f"{report.process_count:,} processes\n"
+    )
+    saves = (
+        ("all that each device holds", report.held_bytes, None),
+        ("stock Orbax", report.state_bytes, None),
+        ("base", report.base_bytes, report.base),
+        ("delta", report.delta_bytes, report.delta),
+        (f"mean of 1 base, {report.max_deltas} deltas", report.amortised_bytes, None),
+    )
+    print_rows(
+        ("a save", "bytes", "times less", "each process"),
+        [
+            (name, decimal(round(size)), size and _ratio(report.held_bytes / size), _share(balance))
+            for name, size, balance in saves
+            if size is not None
+        ],
+        right=("bytes", "times less"),
+    )
+    print_text("")
+    kinds = (
+        ("declared replicas", report.replica_bytes, "another device holds the same: never written"),
+        ("computed by the update", report.computed_bytes, "replayed, so no delta has it"),
+        ("record", report.record_bytes, "what the update consumes: in every delta"),
+        ("other leaves", report.other_bytes, "no update computes them: in every delta"),
+    )
+    rows = [(name, decimal(size), why) for name, size, why in kinds if size is not None]
+    print_rows(("redundancy", "bytes", "why"), rows, right=("bytes",))
+    print_text(f"\n{_in_words(report)}")
+    print_text(
+        "At most: what compresses, is zero, is equal or did not change is known at a save only."
+    )
+
+
+def _ratio(ratio: float | None) -> str:
+    """A ratio with as many digits as a person wants to read."""
+    return "?" if ratio is None else f"{ratio:,.0f}" if ratio >= 100 else f"{ratio:.1f}"
+
+
+def _share(balance: Balance | None) -> str | None:
+    if balance is None:
+        return None
+    least, most = decimal(balance.min_bytes), decimal(balance.max_bytes)
+    return least if least == most else f"{least} to {most}"
+
+
+def _in_words(report: RedundancyReport) -> str:
+    held, stock = decimal(report.held_bytes), decimal(report.state_bytes)
+    if report.delta_bytes is None or report.amortised_bytes is None:
+        return (
+            f"One step costs {stock} instead of {held}, and every step is a base: there is no "
+            "Recorder in this state. Wrap the optimizer in one to see what deltas cost."
+        )
+    return (
+        f"One step costs {decimal(report.delta_bytes)} instead of the {held} that all devices "
+        f"hold ({_ratio(report.held_to_delta)} times less) or the {stock} that stock Orbax "
+        f"writes ({_ratio(report.stock_to_delta)} times less); "
+        f"{decimal(round(report.amortised_bytes))} a step with a base after every "
+        f"{report.max_deltas} deltas."
+    )
+
+
+@command(_GROUP, _show_plan)
 def plan(
     target: Target,
     devices_per_process: Annotated[
         int, typer.Option(min=1, help="Devices of an abstract mesh that one process has.")
     ] = 8,
     max_deltas: Annotated[int, typer.Option(min=0, help="Deltas for each base.")] = 20,
-    as_json: Json = False,
-) -> None:
+) -> RedundancyReport:
     """Say what saving every step of a model would cost, before there is a machine to train it on.
 
     \b
@@ -37,15 +107,26 @@ def plan(
     from adacheck_jax.cli import callables
     from adacheck_jax.tools.plan import redundancy_report
 
-    with errors():
-        state, recorder = callables.state_of(target)
-        try:
-            report = redundancy_report(
-                state, recorder, devices_per_process=devices_per_process, max_deltas=max_deltas
-            )
-        except AdaCheckError as error:  # here it is the input that is wrong
-            raise InputError(f"{target}: {error}") from error
-    if as_json:
-        print_json(report)
-    else:
-        tables.show_plan(report)
+    state, recorder = callables.state_of(target)
+    try:
+        return redundancy_report(
+            state, recorder, devices_per_process=devices_per_process, max_deltas=max_deltas
+        )
+    except AdaCheckError as error:  # here it is the input that is wrong
+        raise InputError(f"{target}: {error}") from error
+
+
+@command(_GROUP, demos.show, lambda report: not report.is_exact)
+def demo(
+    keep: Annotated[
+        Path | None, typer.Option(help="New directory to work in; else a temporary one. Both stay.")
+    ] = None,
+) -> demos.DemoReport:
+    """Train, kill -9, resume, restore on four meshes, and compare every bit, in a minute or so.
+
+    Needs no accelerator: child processes train a small language model on 8 virtual CPU devices.
+    Exit code 1 if any bit differs.
+
+    With --json: the fields of adacheck_jax.cli.demo.DemoReport.
+    """
+    return demos.run(keep)

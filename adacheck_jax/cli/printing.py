@@ -1,4 +1,4 @@
-"""The terminal, tables of plain text on it, and quantities as people read them."""
+"""Tables of plain text on the terminal, and quantities as people read them."""
 
 from __future__ import annotations
 
@@ -7,42 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from rich.console import Console
 from rich.filesize import decimal
-from rich.table import Table
-from rich.text import Text
 
 from adacheck_jax.store.steps.lineage import shown_steps
 
 _READABLE = 36
 """Characters of a long column that are shown before optional columns are."""
-
-
-def screen() -> Console:
-    """The terminal; for a file or a pipe, lines long enough to keep a row on one line."""
-    console = Console()
-    return console if console.is_terminal else Console(width=max(console.width, 200))
-
-
-def new_table(*columns: str, right: tuple[str, ...] = ()) -> Table:
-    """A table without lines.
-
-    Args:
-        columns: titles of the columns.
-        right: titles of those that are aligned to the right.
-    """
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    return table
-
-
-def add_row(table: Table, *cells: object) -> None:
-    """Add cells as plain text: a shape such as ``[4]`` is not rich's markup.
-
-    Args:
-        table: the table.
-        cells: one value a column; None is empty.
-    """
-    table.add_row(*(Text("" if cell is None else str(cell)) for cell in cells))
 
 
 def print_rows(
@@ -75,7 +44,7 @@ def print_rows(
             widths[widest] = max(widths[widest] - too_much, 10)
             for line in lines:
                 line[widest] = _shortened(line[widest], widths[widest])
-    for n, line in enumerate(lines):
+    for n, line in enumerate(lines if used else ()):
         text = "  ".join(
             line[i].rjust(widths[i]) if columns[i] in right else line[i].ljust(widths[i])
             for i in used
@@ -86,7 +55,7 @@ def print_rows(
 
 def _excess(used: Sequence[int], widths: Mapping[int, int]) -> int:
     """Characters by which a row of these columns is too long for the terminal."""
-    return sum(widths[i] for i in used) + 2 * (len(used) - 1) - screen().width
+    return sum(widths[i] for i in used) + 2 * (len(used) - 1) - Console().width
 
 
 def _fitting(used: list[int], widths: Mapping[int, int], optional: Sequence[int]) -> list[int]:
@@ -128,9 +97,14 @@ def shown_bytes(count: int | None) -> str:
     return "?" if count is None else decimal(count)
 
 
-def counted(number: int, one: str, several: str) -> str:
+def counted(number: int, one: str, several: str = "") -> str:
     """A number with its noun."""
-    return f"{number:,} {one if number == 1 else several}"
+    return f"{number:,} {one if number == 1 else several or f'{one}s'}"
+
+
+def some_of(paths: Sequence[str], most: int = 10) -> str:
+    """The first of some paths."""
+    return ", ".join([*paths[:most], "..."] if len(paths) > most else paths)
 
 
 def shown_age(seconds: float) -> str:

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from adacheck_jax.cli.command import Item, Json, Root, errors, print_json, progress_bar, root_of
+from adacheck_jax.cli.command import (
+    Item,
+    Json,
+    Root,
+    app,
+    errors,
+    print_json,
+    progress_bar,
+    root_of,
+)
 from adacheck_jax.cli.printing import counted, shown_bytes
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.store.steps import manifest_file, roots
@@ -21,13 +30,11 @@ from adacheck_jax.tools.steps import InputError, existing
 if TYPE_CHECKING:
     from adacheck_jax.tools.report.facts import Report
 
-app = typer.Typer()
-
 EVERY_S = 5
 """Seconds between two looks at a watched root, and between two loads of its page."""
 
 
-@app.command()
+@app.command(rich_help_panel="Look back through a run")
 def report(
     root: Root,
     output: Annotated[
@@ -146,6 +153,6 @@ def _write(found: Report, output: Path, watch_s: int | None = None) -> None:
     from adacheck_jax.tools.report.page import page_of
 
     at(output).write(page_of(found, watch_s).encode())
-    steps = counted(len(found.kept), "step", "steps")
+    steps = counted(len(found.kept), "step")
     wrong = f", {len(found.damage):,} damaged" if found.damage else ""
     typer.echo(f"{output}: {steps}, {shown_bytes(found.summary.disk_bytes)} on disk{wrong}")

@@ -3,49 +3,73 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from adacheck_jax.cli.command import (
-    STEPS,
-    Item,
-    Json,
-    Root,
-    errors,
-    print_json,
-    progress_bar,
-    root_of,
-    step_of,
-)
-from adacheck_jax.cli.tables import travel as tables
+from adacheck_jax.cli.command import Item, Last, Root, command, progress_bar, root_of, step_of
+from adacheck_jax.cli.printing import counted, print_rows, print_text, some_of, tell_deleted
 from adacheck_jax.tools.steps import InputError
 
 if TYPE_CHECKING:
+    from adacheck_jax.tools.history.bisect import Bisection
+    from adacheck_jax.tools.history.compare import RunComparison, StepComparison
+    from adacheck_jax.tools.history.differences import LeafDifference
+    from adacheck_jax.tools.history.log import RunLog
     from adacheck_jax.tools.history.walk import State, Walk
 
-app = typer.Typer()
+_GROUP = "Look back through a run"
+_SHOWN = 30
+"""Leaves that are shown; --json has all of them."""
 
 
 @contextlib.contextmanager
 def _walk(root: str, item: str | None) -> Iterator[Walk]:
     from adacheck_jax.tools.history.walk import Walk
 
-    walk = Walk(root_of(root), item)
-    with contextlib.closing(walk):
+    with contextlib.closing(Walk(root_of(root), item)) as walk:
         yield walk
 
 
-@app.command()
-def log(
-    root: Root,
-    last: Annotated[
-        int | None, typer.Option("--last", "-n", min=1, help="Only the newest N steps.")
-    ] = None,
-    item: Item = None,
-    as_json: Json = False,
-) -> None:
+def _tell_more(found: Sequence[LeafDifference]) -> None:
+    if len(found) > _SHOWN:
+        print_text(f"and {len(found) - _SHOWN:,} more leaves, which --json lists")
+
+
+def _tell_rounded(paths: Sequence[str]) -> None:
+    if paths:
+        count = counted(len(paths), "leaf", "leaves")
+        print_text(f"{count} replayed to rounding only: the update adds up elements.")
+
+
+def _number(value: float | None) -> str | None:
+    return None if value is None else f"{value:.4g}"
+
+
+def _show_log(report: RunLog) -> None:
+    """Print a row for each step."""
+    names = [*dict.fromkeys(name for step in report.steps for name in step.metrics)]
+    titles = ("step", "kind", "gradient", "update", "update/params", "learning rate", *names)
+    rows = []
+    for step in report.steps:
+        share = None
+        if step.update_norm is not None and step.params_norm:
+            share = step.update_norm / step.params_norm
+        numbers = (step.gradient_norm, step.update_norm, share, step.learning_rate)
+        metrics = (step.metrics.get(name) for name in names)
+        rows.append((step.step, step.kind, *map(_number, (*numbers, *metrics))))
+    print_rows(titles, rows, right=("step", *titles[2:]))
+    tell_deleted(report.deleted)
+    shown, total = len(report.steps) + len(report.deleted), report.recorded_count
+    if shown < total:
+        print_text(f"the newest {shown:,} of {counted(total, 'recorded step')}")
+    if any(step.rounded for step in report.steps):
+        print_text("Replayed to rounding only: the update adds up elements on other devices.")
+
+
+@command(_GROUP, _show_log)
+def log(root: Root, last: Last = None, item: Item = None) -> RunLog:
     """Show what each step did: norms of gradients and updates, learning rate, metrics.
 
     \b
@@ -60,17 +84,40 @@ def log(
 
     With --json: the fields of adacheck_jax.tools.history.log.RunLog.
     """
-    with errors(), _walk(root, item) as walk, progress_bar() as progress:
+    with _walk(root, item) as walk, progress_bar() as progress:
         from adacheck_jax.tools.history import log as logs
 
-        report = logs.log(walk, last, progress)
-    if as_json:
-        print_json(report)
-    else:
-        tables.show_log(report)
+        return logs.log(walk, last, progress)
 
 
-@app.command(context_settings=STEPS)
+def _show_diff(report: StepComparison) -> None:
+    """Print a row for each leaf that differs."""
+    rows = []
+    for each in report.differences[:_SHOWN]:
+        share = f"{each.changed_share:.0%}" if each.changed_share >= 0.01 else "<1%"
+        numbers = map(_number, (each.norm, each.relative, each.largest, each.cosine))
+        rows.append((each.path, each.role, share, *numbers))
+    numbers = ("changed", "norm", "relative", "largest", "cosine")
+    print_rows(("leaf", "role", *numbers), rows, numbers, ("role", "cosine", "largest", "norm"))
+    _tell_more(report.differences)
+    for paths, (root, step) in (
+        (report.only_before, report.before),
+        (report.only_after, report.after),
+    ):
+        if paths:
+            print_text(f"Only at step {step} of {root}: {some_of(paths)}")
+    equal = report.leaf_count - len(report.differences)
+    differ = counted(len(report.differences), "leaf differs", "leaves differ")
+    print_text(f"{differ}, {equal:,} equal by fingerprint or every bit.")
+    _tell_rounded(report.rounded)
+
+
+@command(
+    _GROUP,
+    _show_diff,
+    lambda report: bool(report.differences or report.only_before or report.only_after),
+    has_steps=True,
+)
 def diff(
     root: Root,
     before: Annotated[str, typer.Argument(metavar="BEFORE", help="Step: number, latest, -1.")],
@@ -79,8 +126,7 @@ def diff(
         str | None, typer.Option("--other", help="Root of the second step, if it is another.")
     ] = None,
     item: Item = None,
-    as_json: Json = False,
-) -> None:
+) -> StepComparison:
     """Compare two recorded steps, leaf by leaf.
 
     \b
@@ -96,22 +142,31 @@ def diff(
 
     With --json: the fields of adacheck_jax.tools.history.compare.StepComparison.
     """
-    with errors(), _walk(root, item) as first:
+    with _walk(root, item) as first:
         from adacheck_jax.tools.history import compare as compares
 
         with _walk(other, item) if other else contextlib.nullcontext(first) as second:
             old = first.number(step_of(before, "BEFORE"))
             new = second.number(step_of(after, "AFTER"))
-            report = compares.compare_steps(first, old, second, new)
-    if as_json:
-        print_json(report)
+            return compares.compare_steps(first, old, second, new)
+
+
+def _show_bisection(report: Bisection) -> None:
+    """Print the steps that were looked at, and the first one."""
+    rows = [(each.step, "yes" if each.holds else "no", each.says) for each in report.tried]
+    print_rows(("step", "holds", ""), rows, right=("step",))
+    steps = counted(report.searched_count, "recorded step")
+    restored = f"{counted(report.restored_count, 'state')} of {steps} restored"
+    if report.step is None:
+        print_text(f"It does not hold at step {report.tried[0].step}, the last one: {restored}.")
     else:
-        tables.show_diff(report)
-    if report.differences or report.only_before or report.only_after:
-        raise typer.Exit(1)
+        before = "" if report.before is None else f", and does not at step {report.before}"
+        print_text(f"Step {report.step} is the first at which it holds{before}: {restored}.")
+        print_text(f"  {report.says}")
+    _tell_rounded(report.rounded)
 
 
-@app.command(context_settings=STEPS)
+@command(_GROUP, _show_bisection, lambda report: report.step is None, has_steps=True)
 def bisect(
     root: Root,
     predicate: Annotated[
@@ -124,8 +179,7 @@ def bisect(
     first: Annotated[str | None, typer.Option(help="Oldest step to look at.")] = None,
     last: Annotated[str | None, typer.Option(help="Newest step to look at.")] = None,
     item: Item = None,
-    as_json: Json = False,
-) -> None:
+) -> Bisection:
     """Find the first recorded step at which something holds, by halving.
 
     \b
@@ -142,46 +196,61 @@ def bisect(
 
     With --json: the fields of adacheck_jax.tools.history.bisect.Bisection.
     """
-    with errors(), _walk(root, item) as walk, progress_bar() as progress:
+    with _walk(root, item) as walk, progress_bar() as progress:
         from adacheck_jax.tools.history import bisect as bisects
 
         if (predicate is None) != non_finite:
             raise InputError("expected --predicate FILE.py:FUNCTION or --non-finite, one of them.")
-        wanted = bisects.not_finite if predicate is None else _asked(predicate)
+        asked = bisects.not_finite if predicate is None else _asked(predicate)
         ends = [None if each is None else walk.number(step_of(each)) for each in (first, last)]
-        report = bisects.bisect(walk, wanted, *ends, tell=progress)
-    if as_json:
-        print_json(report)
-    else:
-        tables.show_bisection(report)
-    if report.step is None:
-        raise typer.Exit(1)
+        return bisects.bisect(walk, asked, *ends, tell=progress)
 
 
 def _asked(target: str) -> Callable[[State], str | None]:
     """A function of the user's as a predicate."""
-    from adacheck_jax.cli import callables
+    from adacheck_jax.cli.callables import Callee
 
-    function = callables.function(target)
+    callee, takes = Callee(target), "with the state, nested dicts of arrays, and the step number"
 
     def holds(state: State) -> str | None:
-        found = callables.called(target, function, state.tree(), state.step)
+        where = f"at step {state.step} "
+        found = callee.call(takes, state.tree(), state.step, where=where)
         return None if not found else found if isinstance(found, str) else "it holds"
 
     return holds
 
 
-@app.command(context_settings=STEPS)
+def _show_comparison(report: RunComparison) -> None:
+    """Print where two runs begin to differ."""
+    steps = counted(report.compared_count, "common step")
+    for only, root in ((report.only_first, report.first), (report.only_second, report.second)):
+        if only:
+            print_text(f"{counted(len(only), 'step')} only in {root}, not compared")
+    if report.step is None:
+        print_text(f"All {steps} are equal: every leaf has the same fingerprint.")
+        return
+    until = "None before it" if report.equal_until is None else f"All until {report.equal_until}"
+    print_text(f"Step {report.step} is the first of {steps} that differs. {until} equal.")
+    print_text(f"{report.cause[:1].upper()}{report.cause[1:]}.")
+    rows = []
+    for each in report.differences[:_SHOWN]:
+        first = each.first
+        values = f"{first.before} -> {first.after}"
+        cells = (each.path, each.role, each.changed_count, list(first.index), values)
+        rows.append((*cells, counted(first.bits, "bit"), first.process))
+    titles = ("leaf", "role", "elements", "first", "values", "differ by", "process")
+    print_rows(titles, rows, ("elements", "process"), ("role", "differ by", "process"))
+    _tell_more(report.differences)
+
+
+@command(_GROUP, _show_comparison, lambda report: report.step is not None)
 def compare(
     run1: Annotated[str, typer.Argument(metavar="RUN1", help="Root of one run.")],
     run2: Annotated[
         str, typer.Argument(metavar="RUN2", help="Root of the run to compare it with.")
     ],
-    first: Annotated[str | None, typer.Option(help="First step to compare.")] = None,
-    last: Annotated[str | None, typer.Option(help="Last step to compare.")] = None,
     item: Item = None,
-    as_json: Json = False,
-) -> None:
+) -> RunComparison:
     """Find the first step, leaf and element at which two runs that should be equal are not.
 
     \b
@@ -196,14 +265,7 @@ def compare(
 
     With --json: the fields of adacheck_jax.tools.history.compare.RunComparison.
     """
-    with errors(), _walk(run1, item) as one, _walk(run2, item) as two, progress_bar() as progress:
+    with _walk(run1, item) as one, _walk(run2, item) as two, progress_bar() as progress:
         from adacheck_jax.tools.history import compare as compares
 
-        ends = [None if each is None else one.number(step_of(each)) for each in (first, last)]
-        report = compares.compare_runs(one, two, *ends, tell=progress)
-    if as_json:
-        print_json(report)
-    else:
-        tables.show_comparison(report)
-    if report.step is not None:
-        raise typer.Exit(1)
+        return compares.compare_runs(one, two, progress)

@@ -1,8 +1,8 @@
 """Programs that sum up every shard where it lies, for fingerprints.
 
 The sums are those that :mod:`~adacheck_jax.format.fingerprint` defines. CPU devices call compiled
-loops (:mod:`~adacheck_jax.device.xla_call`), since XLA does not vectorize integer reductions there;
-accelerators run XLA's own programs.
+loops (:mod:`~adacheck_jax.device.loops.xla_call`), since XLA does not vectorize integer reductions
+there; accelerators run XLA's own programs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from adacheck_jax.device import loop_tables, xla_call
+from adacheck_jax.device.loops import shard_tables, xla_call
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.fingerprint import from_words, weights
 
@@ -176,7 +176,7 @@ def _mesh_table(sharding: NamedSharding, kinds: _Kinds) -> jax.Array:
             boxes.setdefault(device, []).append(Box.from_slices(index or (), shape))
     devices: list[Any] = list(cast(Mesh, sharding.mesh).devices.flat)
     tables = {
-        device: loop_tables.of_sums([box.start for box in boxes[device]], widths)
+        device: shard_tables.of_sums([box.start for box in boxes[device]], widths)
         for device in devices
         if device.process_index == jax.process_index()
     }
@@ -198,7 +198,7 @@ def _device_program(
     """Program for shards on one device, each of its own box."""
     starts = [box.start for box in boxes]
     if calls_loops:
-        table = jax.device_put(loop_tables.of_sums(starts, widths), device)
+        table = jax.device_put(shard_tables.of_sums(starts, widths), device)
         return _on(Mesh(np.array([device]), ("d",)), lambda shards: _call_of_shards(shards, table))
     with jax.enable_x64(True):
         placed = [jax.device_put(np.array(start, np.uint64), device) for start in starts]

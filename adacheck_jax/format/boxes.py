@@ -69,12 +69,7 @@ class Box:
         return all(a <= b and d <= c for a, b, c, d in pairs)
 
     def is_of_chunks(self, lengths: Sequence[int], shape: Sequence[int]) -> bool:
-        """True if the box consists of whole chunks of an array.
-
-        Args:
-            lengths: shape of the chunks.
-            shape: shape of the array, at whose edges chunks may be shorter.
-        """
+        """True if the box consists of whole chunks of an array, shorter ones at its edges."""
         ends = zip(self.start, self.stop, lengths, shape, strict=True)
         return all(a % n == 0 and (b % n == 0 or b == end) for a, b, n, end in ends)
 

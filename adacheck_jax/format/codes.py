@@ -18,12 +18,13 @@ that a read could go past its memory.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from adacheck_jax.format import palette, planes, sets
+from adacheck_jax.format import planes, sets
 from adacheck_jax.format.manifest import Encoding
 from adacheck_jax.format.sets import Reader
 
@@ -32,6 +33,11 @@ MAX_HEAD_BYTES = 64
 _PLAIN, _SPARSE, _PALETTE = range(3)
 _MAX_VALUES = 256
 _RUNS, _RUN_WORDS = 64, 8
+_BLOCK_WORDS = 1 << 15
+"""Words that are looked up at once: they stay in a core's cache."""
+_HASH_BITS = 16
+_MAX_TRIES = 64
+_GOLDEN = 0x9E3779B97F4A7C15
 _SAMPLED = 8192
 _MIN_ZEROS = 0.25
 _WORTHWHILE = 0.9
@@ -82,10 +88,6 @@ def pay(codes: Iterable[Code], blocks: Iterable[np.ndarray]) -> bool:
 
 def decode(stream: np.ndarray, block: np.ndarray) -> None:
     """Fills a block with the elements that a code stands for.
-
-    Args:
-        stream: the code's bytes, uint8.
-        block: contiguous, writable memory for the elements.
 
     Raises:
         ValueError: the bytes are no code of as many elements.
@@ -175,13 +177,11 @@ def _palette(words: np.ndarray) -> Code | None:
     """A palette code; None if it would not be shorter than the words."""
     if not words.size or not _has_few_values(_looked_at(words)):
         return None
-    found = palette.indexed(
-        words, np.unique(words[:: words.size // _SAMPLED | 1]), _most_values(words)
-    )
+    found = _indexed(words, np.unique(words[:: words.size // _SAMPLED | 1]), _most_values(words))
     if found is None:
         return None
     table, indices = found
-    packed = palette.packed(indices, palette.index_bits(table.size))
+    packed = _packed(indices, _index_bits(table.size))
     if 2 + table.nbytes + packed.size >= _WORTHWHILE * words.nbytes:
         return None
     return Code(_bytes(bytes([_PALETTE, table.size - 1]), table), packed)
@@ -190,19 +190,81 @@ def _palette(words: np.ndarray) -> Code | None:
 def _decode_palette(reader: Reader, words: np.ndarray) -> None:
     count = int(reader.take(1)[0]) + 1
     table = reader.take(count * words.itemsize).copy().view(words.dtype)
-    bits = palette.index_bits(count)
+    bits = _index_bits(count)
     packed = reader.take(-(-words.size * bits // 8))
-    per_byte = 8 // bits if bits else 1
-    for first in range(0, words.size, palette.BLOCK_WORDS):
-        into = words[first : first + palette.BLOCK_WORDS]
-        if not bits:
-            into[:] = table[0]
-            continue
+    if not bits:
+        words[:] = table[0]
+        return
+    per_byte, shifts = 8 // bits, np.arange(0, 8, bits, dtype=np.uint8)
+    for first in range(0, words.size, _BLOCK_WORDS):
+        into = words[first : first + _BLOCK_WORDS]
         part = packed[first // per_byte :][: -(-into.size // per_byte)]
-        indices = palette.unpacked(part, bits, into.size)
+        indices = (part[:, None] >> shifts & np.uint8((1 << bits) - 1)).reshape(-1)[: into.size]
         if int(indices.max()) >= count:
             raise ValueError(f"a position outside a table of {count} values")
         np.take(table, indices, out=into, mode="clip")
+
+
+def _index_bits(count: int) -> int:
+    """Bits of a position in a table: 0, 1, 2, 4 or 8."""
+    least = (count - 1).bit_length()
+    return 1 << math.ceil(math.log2(least)) if least else 0
+
+
+def _indexed(
+    words: np.ndarray, table: np.ndarray, most: int
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """All values of some words, and the position of each; None if they are more than ``most``.
+
+    The table has some of the values already.
+    """
+    indices = np.empty(words.size, np.uint8)
+    lookup = _lookup(table)
+    for first in range(0, words.size, _BLOCK_WORDS):
+        part, into = words[first : first + _BLOCK_WORDS], indices[first : first + _BLOCK_WORDS]
+        while True:
+            if lookup is None or table.size > most:
+                return None
+            positions, factor = lookup
+            np.take(positions, _hashes(part, factor), out=into, mode="clip")
+            wrong = table[into] != part
+            if not wrong.any():
+                break
+            table = np.concatenate([table, np.unique(part[wrong])])
+            lookup = _lookup(table)
+    return table, indices
+
+
+def _lookup(table: np.ndarray) -> tuple[np.ndarray, int] | None:
+    """Position in a table for each hash, and the factor of a hash under which no values collide."""
+    for attempt in range(_MAX_TRIES if table.size <= _MAX_VALUES else 0):
+        factor = (_GOLDEN * (2 * attempt + 1)) % (1 << 8 * table.itemsize) | 1
+        hashes = _hashes(table, factor)
+        if len(set(hashes.tolist())) == table.size:
+            positions = np.zeros(1 << _HASH_BITS, np.uint8)
+            positions[hashes] = np.arange(table.size)
+            return positions, factor
+    return None
+
+
+def _hashes(words: np.ndarray, factor: int) -> np.ndarray:
+    unused = 8 * words.itemsize - _HASH_BITS
+    if unused <= 0:
+        return words
+    return (words * words.dtype.type(factor)) >> words.dtype.type(unused)
+
+
+def _packed(indices: np.ndarray, bits: int) -> np.ndarray:
+    """Positions of some bits each, side by side in bytes, the first lowest."""
+    if bits in (0, 8):
+        return indices if bits else indices[:0]
+    per_byte = 8 // bits
+    rows = np.zeros((-(-indices.size // per_byte), per_byte), np.uint8)
+    rows.reshape(-1)[: indices.size] = indices
+    packed = np.zeros(len(rows), np.uint8)
+    for column in range(per_byte):
+        packed |= rows[:, column] << np.uint8(column * bits)
+    return packed
 
 
 def _decode(reader: Reader, words: np.ndarray, *, is_inner: bool = False) -> None:

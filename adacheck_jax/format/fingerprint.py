@@ -52,12 +52,7 @@ def factor(positions: Any, axis: int, level: int) -> Any:
 
 
 def weights(positions: Any, axis: int) -> Any:
-    """Weights of positions along an axis.
-
-    Args:
-        positions: uint64 array, of numpy or of JAX.
-        axis: index of the axis.
-    """
+    """Weights of positions along an axis."""
     run = np.uint64(RUN)
     return factor(positions % run, axis, 0) * factor(positions // run, axis, 1)
 

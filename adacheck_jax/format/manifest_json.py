@@ -31,10 +31,6 @@ _KINDS: dict[str, type[Manifest]] = {"base": BaseManifest, "delta": DeltaManifes
 def sealed(manifest: Manifest, *, where: str) -> tuple[bytes, Manifest]:
     """Bytes of a manifest's file, read back: no writer takes them from anywhere else.
 
-    Args:
-        manifest: the manifest.
-        where: the file's path, for error messages.
-
     Returns:
         The bytes, and the manifest as a reader has it, with its checksum.
 
@@ -90,10 +86,6 @@ def _json_bytes(body: Mapping[str, Any]) -> bytes:
 
 def decode(data: bytes, *, where: str) -> Manifest:
     """Checks and decodes the bytes of a manifest file.
-
-    Args:
-        data: the file's bytes.
-        where: the file's path, for error messages.
 
     Raises:
         FormatError: the bytes are no manifest, or have an unknown format version.

@@ -76,10 +76,6 @@ def encode(mask: np.ndarray) -> np.ndarray:
 def decode(reader: Reader, size: int) -> np.ndarray:
     """The positions in a set, ascending int64.
 
-    Args:
-        reader: the code, and what follows it.
-        size: number of positions that there are.
-
     Raises:
         ValueError: the bytes are no code of such a set.
     """

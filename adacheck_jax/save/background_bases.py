@@ -26,13 +26,13 @@ import jax
 
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.boxes import Blocks
+from adacheck_jax.plan.situation import BackgroundFacts
+from adacheck_jax.proof.shadow import ShadowThread
+from adacheck_jax.proof.shadow_state import Position
 from adacheck_jax.save.attempt import Exchange
-from adacheck_jax.save.checks.replica import Position
-from adacheck_jax.save.checks.shadow import Shadow
-from adacheck_jax.save.planning.situation import BackgroundFacts
 from adacheck_jax.store.compaction import in_place
 from adacheck_jax.store.compaction.in_place import Prepared
-from adacheck_jax.store.compaction.team import ALONE, BEGIN, WRITTEN, Team
+from adacheck_jax.store.compaction.new_base import ALONE, BEGIN, WRITTEN, Team
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import AnyPath
 
@@ -104,7 +104,7 @@ class BackgroundBases:
         known: what all processes agreed on.
     """
 
-    def __init__(self, shadow: Shadow) -> None:
+    def __init__(self, shadow: ShadowThread) -> None:
         self._shadow = shadow
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adacheck_base")
         self._lock = threading.Lock()

@@ -25,9 +25,9 @@ from adacheck_jax.format.manifest import (
     Pack,
     Update,
 )
+from adacheck_jax.plan.situation import BackgroundFacts
 from adacheck_jax.save import share, validation
 from adacheck_jax.save.attempt import Report
-from adacheck_jax.save.planning.situation import BackgroundFacts
 from adacheck_jax.save.share import Written
 from adacheck_jax.save.staged import StagedStep
 from adacheck_jax.save.staged_save import StagedSave

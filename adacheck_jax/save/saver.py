@@ -16,31 +16,31 @@ from typing import Any
 
 import jax
 
-from adacheck_jax.device import replicas, transfer, xla_call
+from adacheck_jax.device import replicas, transfer
+from adacheck_jax.device.loops import xla_call
 from adacheck_jax.device.trees import PyTree
-from adacheck_jax.save import staged
+from adacheck_jax.plan.decision import shown
+from adacheck_jax.plan.options import Options
+from adacheck_jax.plan.save_plan import SavePlan
+from adacheck_jax.plan.situation import BackgroundFacts, Counts
+from adacheck_jax.plan.sizes import sizes_of
+from adacheck_jax.proof.journal import FilePlace
+from adacheck_jax.proof.shadow import ShadowThread
+from adacheck_jax.proof.shadow_state import ShadowStart
+from adacheck_jax.save import recovered, staged
 from adacheck_jax.save.attempt import Attempt, Exchange
 from adacheck_jax.save.background_bases import BackgroundBases
-from adacheck_jax.save.checks.replica import Begun
-from adacheck_jax.save.checks.shadow import Shadow
 from adacheck_jax.save.commit import Save
-from adacheck_jax.save.options import Options
-from adacheck_jax.save.planning.decision import shown
-from adacheck_jax.save.planning.notices import Notices
-from adacheck_jax.save.planning.parents import Parent, Tip
-from adacheck_jax.save.planning.plan import SavePlan
-from adacheck_jax.save.planning.planner import Course, Planner
-from adacheck_jax.save.planning.situation import BackgroundFacts, Counts
-from adacheck_jax.save.planning.sizes import sizes_of
-from adacheck_jax.save.recovery import recovered
-from adacheck_jax.save.recovery.journal import FilePlace
-from adacheck_jax.save.recovery.recovered import Newest
-from adacheck_jax.save.snapshot import Snapshot, Structure
+from adacheck_jax.save.line.notices import Notices
+from adacheck_jax.save.line.parents import Parent, Tip
+from adacheck_jax.save.line.planner import Course, Planner
+from adacheck_jax.save.recovered import Newest
 from adacheck_jax.save.staged import HostCopies, StagedStep
 from adacheck_jax.save.staged_save import Destination, StagedSave
 from adacheck_jax.save.staging import Stager, with_others
 from adacheck_jax.schedule.line import LineSchedule
 from adacheck_jax.schedule.stopwatch import Clock, Stopwatch
+from adacheck_jax.state.snapshot import Snapshot, Structure
 from adacheck_jax.store.steps import lineage as lineages
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import AnyPath
@@ -70,7 +70,7 @@ class Saver:
         self._has_recorder = bool(recorders)
         self._schedule, self._watch = LineSchedule(options.max_deltas), Stopwatch(clock)
         host = options.host_shadow
-        self._shadow = Shadow(0 if host is None else host.bytes, place)
+        self._shadow = ShadowThread(0 if host is None else host.bytes, place)
         self._bases, self._taken = BackgroundBases(self._shadow), None
         self._planner = Planner(recorders, options, self._schedule, self._bases, self._shadow)
         self._notices = Notices()
@@ -135,7 +135,7 @@ class Saver:
             blocks = transfer.stage(dict(enumerate(snapshot.arrays)), structure.picks)
             update, sums = self._planner.update_of(structure), restored.manifest.fingerprints
             blocks = with_others(snapshot, blocks, structure.touched)
-            begun = Begun(tip, tip.step, blocks, lambda: dict(enumerate(sums)))
+            begun = ShadowStart(tip, tip.step, blocks, lambda: dict(enumerate(sums)))
             self._shadow.start(structure, update, begun, is_restored=True)
 
     def recover(self, abstract_state: PyTree, newest: Newest | None) -> tuple[int, PyTree]:

@@ -23,9 +23,9 @@ from adacheck_jax.device.lead import Lead
 from adacheck_jax.errors import AdaCheckError, storage_named
 from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.format.manifest import Caution
+from adacheck_jax.plan.situation import BackgroundFacts
 from adacheck_jax.save import validation
 from adacheck_jax.save.attempt import SHARES, Report
-from adacheck_jax.save.planning.situation import BackgroundFacts
 from adacheck_jax.save.staged import StagedStep
 from adacheck_jax.save.staged_save import StagedSave
 from adacheck_jax.schedule.stopwatch import Clock, Measurement

@@ -15,11 +15,11 @@ from adacheck_jax.device import fingerprint, transfer
 from adacheck_jax.device.transfer import Joined, Staged
 from adacheck_jax.errors import AdaCheckError, ReplayError
 from adacheck_jax.format.boxes import Blocks
-from adacheck_jax.save.checks.interface import Check, Checker, Findings, State, Witness
-from adacheck_jax.save.planning.decision import shown
-from adacheck_jax.save.planning.plan import SavePlan
-from adacheck_jax.save.planning.situation import Counts
-from adacheck_jax.save.snapshot import Snapshot, Structure
+from adacheck_jax.plan.decision import shown
+from adacheck_jax.plan.save_plan import SavePlan
+from adacheck_jax.plan.situation import Counts
+from adacheck_jax.proof.checker import Check, Checker, Findings, State, Witness
+from adacheck_jax.state.snapshot import Snapshot, Structure
 from adacheck_jax.store.delta_writer import DeltaWriter
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.update.recorder_state import count_of

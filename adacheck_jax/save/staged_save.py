@@ -8,13 +8,13 @@ from typing import Any
 
 from adacheck_jax.device import replicas
 from adacheck_jax.format.manifest import Caution
+from adacheck_jax.plan.save_plan import SavePlan
+from adacheck_jax.plan.situation import BackgroundFacts
 from adacheck_jax.save.attempt import Attempt
-from adacheck_jax.save.exported_update import ExportedUpdate
-from adacheck_jax.save.planning.plan import SavePlan
-from adacheck_jax.save.planning.situation import BackgroundFacts
-from adacheck_jax.save.snapshot import Structure
 from adacheck_jax.save.staged import StagedStep
 from adacheck_jax.schedule.stopwatch import Measurement
+from adacheck_jax.state.exported_update import ExportedUpdate
+from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.interface import Stamp
 from adacheck_jax.store.storage.location import AnyPath

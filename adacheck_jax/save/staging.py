@@ -13,18 +13,18 @@ import jax
 from adacheck_jax.device import transfer
 from adacheck_jax.device.transfer import Joined
 from adacheck_jax.format.boxes import Blocks
+from adacheck_jax.plan.options import Options
+from adacheck_jax.plan.save_plan import SavePlan
+from adacheck_jax.proof.checker import State, Witness
+from adacheck_jax.proof.shadow import ShadowThread
+from adacheck_jax.proof.shadow_state import ShadowStart, ShadowStep
 from adacheck_jax.save import staged
-from adacheck_jax.save.checks.interface import State, Witness
-from adacheck_jax.save.checks.replica import Begun, Followed
-from adacheck_jax.save.checks.shadow import Shadow
 from adacheck_jax.save.commit import Save
-from adacheck_jax.save.options import Options
-from adacheck_jax.save.planning.parents import Tip
-from adacheck_jax.save.planning.plan import SavePlan
-from adacheck_jax.save.planning.planner import Course, Planner
-from adacheck_jax.save.snapshot import Snapshot, Structure
+from adacheck_jax.save.line.parents import Tip
+from adacheck_jax.save.line.planner import Course, Planner
 from adacheck_jax.save.staged import HostCopies, StagedStep
 from adacheck_jax.save.staged_save import Destination
+from adacheck_jax.state.snapshot import Snapshot, Structure
 from adacheck_jax.store.base_writer import BaseWriter, EarlierBase, Layout, seldom_changed
 from adacheck_jax.store.delta_writer import DeltaEncodings, DeltaWriter
 from adacheck_jax.store.reused_memory import ReusedMemory
@@ -47,7 +47,7 @@ class Stager:
             if it failed, or there is none.
     """
 
-    def __init__(self, options: Options, planner: Planner, shadow: Shadow) -> None:
+    def __init__(self, options: Options, planner: Planner, shadow: ShadowThread) -> None:
         self._options, self._planner, self._shadow = options, planner, shadow
         self.last_base: Save | None = None
         self._encodings, self._memory = DeltaEncodings(), ReusedMemory(_REUSED_BYTES)
@@ -103,11 +103,11 @@ class Stager:
             # What is stored after all has to be put into the shadow, too.
             settled = own.compared if planned.spare else own.settled
             own.proof = self._shadow.follow(
-                Followed(tip.position, own, repeated, blocks, settled, own.sums)
+                ShadowStep(tip.position, own, repeated, blocks, settled, own.sums)
             )
         elif planned.has_witness:
             blocks = with_others(snapshot, copies.staged, planned.structure.touched)
-            begun = Begun(own, planned.step, blocks, own.sums)
+            begun = ShadowStart(own, planned.step, blocks, own.sums)
             self._shadow.start(planned.structure, planned.update, begun)
         if course.check is not None:
             return own, course.check.witness

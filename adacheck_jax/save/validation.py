@@ -12,9 +12,9 @@ from adacheck_jax.errors import AdaCheckError, MismatchError, ReplayError, Repli
 from adacheck_jax.format.fingerprint import combine
 from adacheck_jax.save import staged as staged_steps
 from adacheck_jax.save.attempt import Report
-from adacheck_jax.save.snapshot import Structure
 from adacheck_jax.save.staged import StagedStep
 from adacheck_jax.save.staged_save import StagedSave
+from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update import program as update_program
 
 

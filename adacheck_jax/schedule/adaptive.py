@@ -8,6 +8,7 @@ give them the same seconds hold the same schedule. Nothing here reads a clock.
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
@@ -30,14 +31,7 @@ HEADROOM = 0.9
 
 
 class RunningCosts:
-    """Running medians of measured costs.
-
-    Example::
-
-        running = RunningCosts()
-        running.add("delta_blocking_s", 0.031)
-        running.costs(estimate)  # delta_blocking_s=0.031, all else as estimated
-    """
+    """Running medians of measured costs."""
 
     def __init__(self) -> None:
         names = (field.name for field in dataclasses.fields(Costs))
@@ -45,10 +39,6 @@ class RunningCosts:
 
     def add(self, name: str, seconds: float) -> None:
         """Add one measurement.
-
-        Args:
-            name: a field of :class:`~adacheck_jax.schedule.costs.Costs`.
-            seconds: the measured value.
 
         Raises:
             ValueError: there is no such cost, or it cannot have this value.
@@ -88,13 +78,7 @@ class _Context(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A point of a line of steps, in the schedule that it follows.
-
-    Attributes:
-        saved: the manager's number of the step that was saved or restored last.
-        depth: deltas between its base and the last step, deferred ones included.
-        schedule: the schedule.
-    """
+    """A point of a line of steps: see :meth:`~adacheck_jax.schedule.line.LineSchedule.note`."""
 
     saved: int
     depth: int
@@ -156,11 +140,7 @@ class AdaptivePolicy:
         return self._is_asked
 
     def note(self, position: Position | None) -> None:
-        """Notes how far the line of steps is; called by the handler.
-
-        Args:
-            position: its position; None if there is no step that the next one could follow.
-        """
+        """Notes how far the line of steps is; called by the handler."""
         self._position = position
 
     def should_save(
@@ -213,11 +193,8 @@ class AdaptivePolicy:
             or current.base_every < min(LEAST_DELTAS, best.base_every)
             or current.base_every > self.most_deltas
             or current.save_every > most_every
-            or not self._allows(costs, current)
+            or restore_s(costs, current) > (self.restore_budget_s or math.inf)
         ):
             return best
         lost, least = (waste(costs, each, self.mtbf_s) for each in (current, best))
         return current if lost - least < WORTH_CHANGING * lost else best
-
-    def _allows(self, costs: Costs, schedule: Schedule) -> bool:
-        return self.restore_budget_s is None or restore_s(costs, schedule) <= self.restore_budget_s

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
 from adacheck_jax.schedule.costs import Costs, Schedule
 from adacheck_jax.schedule.waste import restore_s, waste
 
@@ -10,7 +14,6 @@ LONGEST_LINEAGE = 100_000
 _EACH_UP_TO = 16
 _RATIO = 1.2
 _POLISHED = 8
-_MOVES = 30
 _EVERY_UP_TO = 64
 
 
@@ -26,7 +29,7 @@ def best_schedule(
     """The schedule with the least :func:`~adacheck_jax.schedule.waste.waste`.
 
     Equal arguments give an equal result, on every machine: see
-    :mod:`~adacheck_jax.schedule.exponential`. So processes that agree on the arguments need not
+    :func:`~adacheck_jax.schedule.waste.expm1`. So processes that agree on the arguments need not
     exchange the result. Takes some 30 ms.
 
     Example::
@@ -48,24 +51,49 @@ def best_schedule(
             than ``restore_budget_s``.
     """
     longest = min(_longest_lineage(costs, restore_budget_s), most_deltas)
-    least = min(least_deltas, longest)
-    search = _Search(costs, mtbf_s, longest, min(longest, most_every))
+    least, most_every = min(least_deltas, longest), min(longest, most_every)
+
+    def rank(schedule: Schedule) -> tuple[float, int, int]:
+        """Less waste is preferred, then more frequent saves, then shorter lineages."""
+        return waste(costs, schedule, mtbf_s), schedule.save_every, schedule.base_every
+
     if longest <= _EVERY_UP_TO:
-        return min(search.every(least, longest), key=_order)[1]
-    found = [found for every in _intervals(search.most_every) for found in search.of(every)]
-    best = sorted(found, key=_order)[:_POLISHED]
-    chosen = min((search.polished(each) for each in best), key=_order)[1]
-    too_short = chosen.base_every < least
-    return min(search.every(least, least), key=_order)[1] if too_short else chosen
+        lengths = range(least, longest + 1)
+        pairs = ((n, every) for n in lengths for every in range(1, min(n, most_every) + 1))
+        return min(itertools.starmap(Schedule, pairs), key=rank)
+    tried = {
+        schedule
+        for every in _intervals(most_every)
+        for schedule in _lineages(costs, mtbf_s, every, max(least, every), longest)
+    }
+    best = sorted(tried, key=rank)[:_POLISHED]
+    return min((_polished(each, rank, least, longest, most_every) for each in best), key=rank)
 
 
-Found = tuple[float, Schedule]
-"""A schedule behind its waste."""
-
-
-def _order(found: Found) -> tuple[float, int, int]:
-    """Order of preference: less waste, then more frequent saves, then shorter lineages."""
-    return found[0], found[1].save_every, found[1].base_every
+def _polished(
+    schedule: Schedule,
+    rank: Callable[[Schedule], Any],
+    least: int,
+    longest: int,
+    most_every: int,
+) -> Schedule:
+    """The best schedule to which ever smaller moves of both numbers lead."""
+    step = max(schedule.base_every // 4, 1)
+    while step:
+        total, every = schedule.base_every, schedule.save_every
+        saves, less, more = -(-total // every), every - step, every + step
+        moves = [(total + step, every), (total - step, every), (total, less), (total, more)]
+        moves += [(saves * less, less), (saves * more, more)]  # as many saves of another size
+        moves += [(total, -(-total // n)) for n in (saves - step, saves + step) if n > 0]
+        near = [
+            Schedule(n, b)
+            for n, b in moves
+            if 1 <= b <= min(n, most_every) and least <= n <= longest
+        ]
+        found = min([schedule, *near], key=rank)
+        step = step // 2 if found == schedule else step
+        schedule = found
+    return schedule
 
 
 def _longest_lineage(costs: Costs, restore_budget_s: float | None) -> int:
@@ -93,70 +121,28 @@ def _intervals(longest: int) -> list[int]:
     return tried if tried[-1] == longest else [*tried, longest]
 
 
-class _Search:
-    def __init__(self, costs: Costs, mtbf_s: float, longest: int, most_every: int) -> None:
-        self._costs, self._mtbf_s = costs, mtbf_s
-        self._longest, self.most_every = longest, most_every
-        spare_s = costs.step_s - costs.delta_write_s
-        further = spare_s / costs.further_write_s if costs.further_write_s else float(longest)
-        self._unhindering = 1 + int(min(max(further, 0.0), longest))
+def _lineages(
+    costs: Costs, mtbf_s: float, every: int, least: int, longest: int
+) -> Iterator[Schedule]:
+    """The best lineages with saves of ``every`` steps.
 
-    def _found(self, base_every: int, save_every: int) -> Found:
-        schedule = Schedule(base_every, save_every)
-        return waste(self._costs, schedule, self._mtbf_s), schedule
-
-    def every(self, least: int, longest: int) -> list[Found]:
-        """All schedules whose lineages have so many deltas."""
-        return [
-            self._found(n, every)
-            for n in range(least, longest + 1)
-            for every in range(1, min(n, self.most_every) + 1)
-        ]
-
-    def of(self, every: int) -> list[Found]:
-        """The best lineages with saves of ``every`` steps.
-
-        The last save of a lineage is full, or short enough that the base, a step later, need not
-        wait for its write. Each further save of a lineage costs more than the one before it (a
-        longer replay), and so the time a step first falls with their number and then rises:
-        bisection finds the least.
-        """
-        found = [self._found(self._longest, every)]
-        for last in {every, min(self._unhindering, every)}:
-            low, high = int(last < every), (self._longest - last) // every
-            if high < low:
-                continue
-            while low < high:
-                middle = (low + high) // 2
-                here, further = (self._found(x * every + last, every) for x in (middle, middle + 1))
-                low, high = (middle + 1, high) if further[0] < here[0] else (low, middle)
-            found.append(self._found(low * every + last, every))
-        return found
-
-    def polished(self, found: Found) -> Found:
-        """The best schedule to which ever smaller moves of both numbers lead."""
-        step = max(found[1].base_every // 4, 1)
-        for _ in range(_MOVES):
-            better = min(self._around(found[1], step), key=_order, default=found)
-            if _order(better) < _order(found):
-                found = better
-            elif step == 1:
-                break
-            else:
-                step //= 2
-        return found
-
-    def _around(self, schedule: Schedule, step: int) -> list[Found]:
-        total, every = schedule.base_every, schedule.save_every
-        saves = -(-total // every)
-        moves = {(total + step, every), (total - step, every)}
-        moves |= {(total, every + step), (total, every - step)}
-        for near in (every - step, every + step):  # as many saves, each larger or smaller
-            moves.add((saves * near, near))
-        for near in (saves - step, saves + step):  # as long a lineage, in more or fewer saves
-            moves.add((total, -(-total // near) if near > 0 else 0))
-        return [
-            self._found(n, b)
-            for n, b in sorted(moves)
-            if 1 <= b <= self.most_every and b <= n <= self._longest
-        ]
+    The last save of a lineage is full, or so short that the base, a step later, need not wait for
+    its write. Each further save of a lineage costs more than the one before it (a longer replay),
+    and so the time a step first falls with their number and then rises: bisection finds the least.
+    """
+    spare_s = max(costs.step_s - costs.delta_write_s, 0.0)
+    unhindering = every
+    if spare_s < (every - 1) * costs.further_write_s:
+        unhindering = 1 + int(spare_s / costs.further_write_s)
+    yield Schedule(least, every)
+    yield Schedule(longest, every)
+    for last in {every, unhindering}:
+        # Numbers of full saves before the last one.
+        low, high = max(-(-(least - last) // every), int(last < every)), (longest - last) // every
+        while low < high:
+            middle = (low + high) // 2
+            here, further = (Schedule(x * every + last, every) for x in (middle, middle + 1))
+            is_less = waste(costs, further, mtbf_s) < waste(costs, here, mtbf_s)
+            low, high = (middle + 1, high) if is_less else (low, middle)
+        if low == high:
+            yield Schedule(low * every + last, every)

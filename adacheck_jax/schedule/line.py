@@ -56,11 +56,7 @@ class Sizes:
 
 
 class LineSchedule:
-    """The schedule of one line of steps.
-
-    Args:
-        max_deltas: the caller's choice.
-    """
+    """The schedule of one line of steps."""
 
     def __init__(self, max_deltas: MaxDeltas) -> None:
         self._fixed = max_deltas if isinstance(max_deltas, int) else None
@@ -76,9 +72,6 @@ class LineSchedule:
     def add(self, measured: Iterable[Measurement]) -> None:
         """Adds measurements, the same in every process.
 
-        Args:
-            measured: the measurements, as one process made them.
-
         Raises:
             ValueError: there is no such cost, or it cannot have this value.
         """
@@ -91,9 +84,6 @@ class LineSchedule:
 
     def begin_lineage(self, sizes: Sizes) -> str:
         """Chooses the schedule of a lineage whose base is being saved.
-
-        Args:
-            sizes: sizes of its state.
 
         Returns:
             What was chosen, and the reason; empty if it is what was chosen before.

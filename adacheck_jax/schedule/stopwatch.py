@@ -29,9 +29,6 @@ class Stopwatch:
     What lies between two calls is a step; the time of a call that neither saves nor defers one is
     part of it. What cannot be known is left out: the write of a save that did not end before the
     next one, the step before the first call.
-
-    Args:
-        clock: the clock.
     """
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
@@ -56,12 +53,7 @@ class Stopwatch:
             self._written = None
 
     def leave_saved(self, *, is_base: bool, deltas: int) -> None:
-        """Notes that a call that saved returns.
-
-        Args:
-            is_base: True if it saved a base.
-            deltas: number of deltas that it saved; 1 for a base.
-        """
+        """Notes that a call that saved returns."""
         self._leave(_Call("base" if is_base else "delta", deltas, self._entered_s, self._clock()))
         self._written = self._left
 

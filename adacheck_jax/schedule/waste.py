@@ -5,6 +5,10 @@ restores. Under that, and for costs that do not vary, the result is exact: the d
 ``docs/reference/schedule.md``. The terms are those of LowDiff (SC '25, arXiv 2509.04084), which
 gives their first order for batches that are merged; here every delta is replayed by itself, and a
 save that is still being written when a failure comes is lost.
+
+Exponentials have the same bits on every machine: they are made of additions, multiplications and
+divisions, each of which IEEE 754 fixes to the last bit. Those of libm and numpy choose their
+instructions by processor, so that two hosts of one job could disagree about the better schedule.
 """
 
 from __future__ import annotations
@@ -12,7 +16,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from adacheck_jax.schedule.costs import Costs, Schedule
-from adacheck_jax.schedule.exponential import LARGEST, expm1, power_sum
+
+LARGEST = 700.0
+"""Exponents up to this have a finite result."""
+_TERMS = 9
+_SMALL = 1 / 16
 
 
 def waste(costs: Costs, schedule: Schedule, mtbf_s: float) -> float:
@@ -20,11 +28,6 @@ def waste(costs: Costs, schedule: Schedule, mtbf_s: float) -> float:
 
     That is the time that saves block, and after each failure the restart, the restore and the
     steps that are trained again.
-
-    Args:
-        costs: measured costs.
-        schedule: when to save what.
-        mtbf_s: mean seconds between failures of the job as a whole.
 
     Raises:
         ValueError: ``mtbf_s`` is not positive.
@@ -78,13 +81,7 @@ class _Lineage:
     mtbf_s: float
 
     def span(self, done: _Save, following: _Save, depth: int) -> float:
-        """Expected seconds from where one save is durable to where the following one is.
-
-        Args:
-            done: the save that a failure meanwhile falls back to.
-            following: the save after it.
-            depth: deltas that restoring ``done`` replays.
-        """
+        """Expected seconds from where one save is durable to where the following one is."""
         ahead_s, again_s = self._without_failure(done, following)
         costs = self.costs
         recovery_s = costs.restart_s + costs.open_s + costs.base_restore_s + depth * costs.replay_s
@@ -116,3 +113,25 @@ class _Lineage:
             return float("inf")
         fails = -expm1(-ahead_s / self.mtbf_s)
         return self.mtbf_s * fails * (1 + expm1(retry_s / self.mtbf_s))
+
+
+def expm1(exponent: float) -> float:
+    """``e**exponent - 1`` for ``|exponent| <= LARGEST``, to a relative error below 1e-12."""
+    halvings = 0
+    while abs(exponent) > _SMALL:
+        exponent /= 2
+        halvings += 1
+    result = 0.0
+    for term in range(_TERMS, 0, -1):  # x (1 + x/2 (1 + x/3 (...)))
+        result = exponent / term * (1 + result)
+    for _ in range(halvings):
+        result *= 2 + result  # e**2x - 1 = (e**x - 1)(e**x + 1)
+    return result
+
+
+def power_sum(exponent: float, count: int) -> float:
+    """Sum of ``e**(exponent * k)`` over k from 1 to ``count``."""
+    ratio = expm1(exponent)
+    if not ratio:
+        return float(count)
+    return (1 + ratio) * expm1(exponent * count) / ratio

@@ -159,9 +159,8 @@ class BaseWriter:
     def _unchanged(self, earlier: EarlierBase, sums: Mapping[int, int]) -> frozenset[int]:
         """Indices of the leaves of which this process's boxes have the sum that they had."""
         before = {leaf: earlier.sums.get(i) for i, leaf in enumerate(earlier.leaves)}
-        return frozenset(
-            i for i, leaf in enumerate(self.leaves) if leaf in before and before[leaf] == sums[i]
-        )
+        same = (i for i, leaf in enumerate(self.leaves) if before.get(leaf) == sums.get(i, -1))
+        return frozenset(same)
 
 
 _MIN_STILL_BYTES = 1 << 16

@@ -38,11 +38,6 @@ def writing(directory: AnyPath, process: int, token: str) -> Iterator[Stamp | No
     Waits for another handler that is writing the same step, and removes what an earlier attempt has
     left.
 
-    Args:
-        directory: the item's temporary directory.
-        process: index of this process, which has a claim of its own.
-        token: the handler's token.
-
     Yields:
         In a store the identity of the claim that the manifest replaces; else None.
 
@@ -94,11 +89,6 @@ def _body(token: str) -> bytes:
 @contextlib.contextmanager
 def committing(directory: AnyPath, process: int, token: str) -> Iterator[None]:
     """Holds a step's lock during the commit, and checks that the claim held while it was written.
-
-    Args:
-        directory: the item's temporary directory.
-        process: index of the process that commits.
-        token: the handler's token.
 
     Raises:
         StorageError: another handler saves, or has saved, the same step.

@@ -58,12 +58,7 @@ class Packed:
     coded: tuple[tuple[int, int], ...]
 
     def told(self, raw_zeros: arrays.Ranges, compressed_zeros: arrays.Ranges) -> dict[str, Any]:
-        """Report for the other processes and for the manifest, as JSON.
-
-        Args:
-            raw_zeros: blocks of zeros that were left out of the raw array.
-            compressed_zeros: blocks of zeros that were left out of the compressed array.
-        """
+        """Report for the other processes and for the manifest, as JSON."""
         return {
             "letters": self.letters,
             "aliases": self.aliases,
@@ -101,12 +96,7 @@ class DeltaWriter:
         return codec_of(self.compression) or "zstd"
 
     def packed(self, process: int, process_count: int) -> Packed:
-        """Chooses each leaf's encoding, and fills this process's section of its pack.
-
-        Args:
-            process: index of this process.
-            process_count: number of processes.
-        """
+        """Chooses each leaf's encoding, and fills this process's section of its pack."""
         coded = {i: found for i in self.candidates if (found := self._codes(i))}
         letters = {i: Encoding.CODED if i in coded else self._encoding(i) for i in self.candidates}
         letters = {i: each for i, each in sorted(letters.items()) if each is not Encoding.SAME}

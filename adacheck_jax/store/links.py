@@ -92,12 +92,6 @@ def _link(
 ) -> str | None:
     """Links the files of a lineage.
 
-    Args:
-        lineage: the lineage.
-        top: directory for the links.
-        expected: names of links to files of the lineage, and perhaps of others.
-        stamp: identity of the manifest at its end; None if it is not known.
-
     Returns:
         The name of a file that is missing; None if all were linked.
     """
@@ -164,9 +158,6 @@ def _files_of(entry: LineageStep) -> Iterator[tuple[str, str]]:
 
 def base_files(item_directory: AnyPath) -> Iterator[tuple[str, str]]:
     """Files of a base, without those of a delta that it took the place of.
-
-    Args:
-        item_directory: the base's item directory.
 
     Yields:
         Path of a file below the directory, and its key.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +18,6 @@ from adacheck_jax.errors import first_line
 from adacheck_jax.format import fingerprint
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.byte_loops import fingerprint_of
-from adacheck_jax.store import descriptions as stored
 from adacheck_jax.store import zarr
 from adacheck_jax.store.storage.location import AnyPath, at
 
@@ -34,13 +35,31 @@ _CHAINS = {
 """Names of the codecs that arrays may be stored in."""
 
 
+def stored_metadata(
+    database: Mapping[str, Any], names: Sequence[str], context: ts.Context
+) -> list[Any]:
+    """Stored metadata of arrays: JSON, which anybody may have written.
+
+    An open tensorstore has them too; but what its ``to_json`` returns is never freed, and a process
+    that restores again and again would grow without end.
+
+    Raises:
+        ValueError: the database cannot be read, or has no metadata of an array.
+    """
+    store = ts.KvStore.open(dict(database), context=context).result()
+    reads = [store.read(zarr.key_of(name)) for name in names]
+    found = []
+    for name, reading in zip(names, reads, strict=True):
+        result = reading.result()
+        if result.state != "value":
+            missing = FileNotFoundError(errno.ENOENT, "no metadata", name)
+            raise ValueError(f"there is no array {name}") from missing
+        found.append(json.loads(result.value))
+    return found
+
+
 class ArrayReader:
     """Reads one array of a checkpoint's database, piece by piece, checking every chunk's crc32c.
-
-    Args:
-        database: specification of the database, from :mod:`~adacheck_jax.store.zarr`.
-        name: the array's name.
-        context: context of the storage that the database lies in; None for local files.
 
     Attributes:
         shape: global shape.
@@ -113,15 +132,11 @@ class Description:
 def descriptions(directory: AnyPath, names: Sequence[str]) -> list[Description]:
     """Descriptions of arrays, without opening each.
 
-    Args:
-        directory: directory of the database.
-        names: names of arrays.
-
     Raises:
         ValueError: the database cannot be read, or does not describe one of them.
     """
     database = zarr.database_in(directory)
-    found, bodies = [], stored.read(database, names, at(directory).context())
+    found, bodies = [], stored_metadata(database, names, at(directory).context())
     for name, body in zip(names, bodies, strict=True):
         try:
             chunks = tuple(body["chunk_grid"]["configuration"]["chunk_shape"])
@@ -135,10 +150,6 @@ def descriptions(directory: AnyPath, names: Sequence[str]) -> list[Description]:
 def opened(directory: AnyPath, names: Sequence[str]) -> list[Any]:
     """Opens arrays to be read, all at once.
 
-    Args:
-        directory: directory of the database.
-        names: names of arrays.
-
     Returns:
         One tensorstore an array; reads check every chunk's crc32c.
 
@@ -147,7 +158,7 @@ def opened(directory: AnyPath, names: Sequence[str]) -> list[Any]:
     """
     context, database = at(directory).context(), zarr.database_in(directory)
     opening = []
-    for name, body in zip(names, stored.read(database, names, context), strict=True):
+    for name, body in zip(names, stored_metadata(database, names, context), strict=True):
         codecs = zarr.names(body["codecs"])
         if codecs not in _CHAINS:
             raise ValueError(f"expected array {name} in one of {sorted(_CHAINS)}, found {codecs}")
@@ -157,36 +168,23 @@ def opened(directory: AnyPath, names: Sequence[str]) -> list[Any]:
 
 
 def fingerprint_of_array(directory: AnyPath, name: str, dtype: str) -> int:
-    """Fingerprint of an array's stored elements.
-
-    Args:
-        directory: directory of the database.
-        name: name of the array.
-        dtype: name of the type that the elements had when they were saved.
+    """Fingerprint of an array's stored elements, as those of the type that was saved.
 
     Raises:
         ValueError: a chunk is missing, truncated, or its checksum does not match.
     """
     reader = ArrayReader(zarr.database_in(directory), name, at(directory).context())
-    wanted = np.dtype(dtype)
-    return fingerprint.combine(
-        [
-            fingerprint_of(block.astype(wanted, copy=False), box.start)
-            for box, block in reader.pieces()
-        ]
-    )
+    sums = [
+        fingerprint_of(block.astype(np.dtype(dtype), copy=False), box.start)
+        for box, block in reader.pieces()
+    ]
+    return fingerprint.combine(sums)
 
 
 def whole_array(directory: AnyPath, name: str, dtype: str) -> tuple[np.ndarray, int]:
     """Elements of an array, and their fingerprint, of which little more is held than the array.
 
-    Args:
-        directory: directory of the database.
-        name: name of the array.
-        dtype: name of the type that the elements had when they were saved.
-
-    Raises:
-        ValueError: a chunk is missing, truncated, or its checksum does not match.
+    Arguments and errors are those of :func:`fingerprint_of_array`.
     """
     reader = ArrayReader(zarr.database_in(directory), name, at(directory).context())
     array, sums = np.empty(reader.shape, np.dtype(dtype)), []
@@ -201,11 +199,6 @@ def lost_chunks(
     database: Mapping[str, Any], names: Sequence[str], context: ts.Context | None = None
 ) -> dict[str, str]:
     """Looks for every chunk of arrays, reading one byte of each.
-
-    Args:
-        database: specification of the database, from :mod:`~adacheck_jax.store.zarr`.
-        names: names of arrays.
-        context: context of the storage that the database lies in; None for local files.
 
     Returns:
         Names of the arrays that cannot be whole, each with the reason.

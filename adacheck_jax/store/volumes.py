@@ -20,7 +20,7 @@ import numpy as np
 import tensorstore as ts
 
 from adacheck_jax.format.boxes import Box
-from adacheck_jax.store import descriptions, equality, zarr
+from adacheck_jax.store import equality, volume_reader, zarr
 from adacheck_jax.store.storage.location import AnyPath, at
 from adacheck_jax.store.zarr import Codec
 
@@ -190,7 +190,7 @@ def _write_piece(
     within = {"context": context, "transaction": transaction}
     store = ts.open(spec, open=True, assume_metadata=True, **within).result()
     kvstore = ts.KvStore.open(database, context=context).result().with_transaction(transaction)
-    kvstore.write(descriptions.key_of(piece.name), json.dumps(metadata).encode()).result()
+    kvstore.write(zarr.key_of(piece.name), json.dumps(metadata).encode()).result()
     if all(chunk.is_own for chunk in chunks):
         blocks = [*piece.blocks.items()]
     else:
@@ -280,7 +280,7 @@ def _link(source: AnyPath, target: AnyPath) -> None:
 def _holds(directory: AnyPath, piece: ArrayPiece) -> bool:
     """True if a volume holds exactly a piece's elements, cut into the same chunks."""
     database, context = zarr.database_in(directory), at(directory).context()
-    (found,) = descriptions.read(database, [piece.name], context)
+    (found,) = volume_reader.stored_metadata(database, [piece.name], context)
     if any(found.get(key) != value for key, value in _comparable(piece.metadata).items()):
         return False
     spec = zarr.array_in(database, piece.name)

@@ -80,6 +80,11 @@ def array_in(database: Mapping[str, Any], name: str) -> dict[str, Any]:
     }
 
 
+def key_of(name: str) -> str:
+    """Key of an array's metadata in its database."""
+    return f"{name}/zarr.json"
+
+
 def chain(codec: Codec | None, word_bytes: int = 1) -> list[dict[str, Any]]:
     """Codecs of an array's chunks; crc32c comes last, so that the stored bytes are checked.
 

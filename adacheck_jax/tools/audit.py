@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import math
-import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from adacheck_jax.errors import AdaCheckError
-from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.store.compaction import in_place
 from adacheck_jax.store.links import PROBE_PREFIX
 from adacheck_jax.store.steps import lineage as lineages
@@ -18,38 +14,16 @@ from adacheck_jax.store.steps import lookup, roots
 from adacheck_jax.store.steps.roots import TMP_SUFFIX, Step
 from adacheck_jax.store.storage.location import AnyPath, Location, at
 from adacheck_jax.tools.causes import Cause, causes_of
-from adacheck_jax.tools.recompute import RECOMPUTED, Recomputation
-from adacheck_jax.tools.steps import InputError, deleted, settled, steps_under
-from adacheck_jax.tools.verification import (
-    NUMBER,
-    OTHER_BITS,
-    Damage,
-    Verifier,
-    damage_of,
-)
+from adacheck_jax.tools.listing import kind_of
+from adacheck_jax.tools.recompute import RECOMPUTED, Recomputation, Replayed
+from adacheck_jax.tools.steps import InputError, deleted, no_step, of_item, settled, steps_under
+from adacheck_jax.tools.verification import NUMBER, OTHER_BITS, Damage, Verifier, damage_of
 
 _OF_ONE_LEAF = {OTHER_BITS, RECOMPUTED}
 """Messages about a leaf, and not about its file."""
 
 Progress = Callable[[int, int, str], None]
 """A callback that takes the number of steps done, the number of all, and the next step's path."""
-
-
-@dataclass(frozen=True, slots=True)
-class Thoroughness:
-    """Extent of a verification; the structure of each step is always checked.
-
-    Attributes:
-        read_data: True to read every stored byte.
-        subset: without ``read_data``, the fraction of steps (0 to 1) whose data is read.
-        seed: seed of the choice of these steps.
-        replay: True to recompute each step.
-    """
-
-    read_data: bool = False
-    subset: float = 0.0
-    seed: int = 0
-    replay: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +80,6 @@ class RootReport:
         steps: rows, by ascending step number.
         leftovers: directories that are no steps; they are no damage.
         data_count: number of steps whose data was read.
-        subset: the fraction that was asked for, None for all or none.
-        seed: seed of the choice of these steps; None without ``subset``.
         damaged_count: number of damaged steps.
         not_looked_at: parts that were not checked, described for people.
         causes: causes of all damage, each once.
@@ -118,8 +90,6 @@ class RootReport:
     steps: tuple[StepReport, ...]
     leftovers: tuple[Leftover, ...]
     data_count: int
-    subset: float | None
-    seed: int | None
     damaged_count: int
     not_looked_at: tuple[str, ...] = ()
     causes: tuple[Cause, ...] = ()
@@ -130,7 +100,9 @@ def verify_root(
     root: AnyPath,
     number: int | None = None,
     item: str | None = None,
-    thoroughness: Thoroughness | None = None,
+    *,
+    read_data: bool = False,
+    replay: bool = False,
     progress: Progress | None = None,
 ) -> RootReport:
     """Verify the steps under a root.
@@ -139,7 +111,8 @@ def verify_root(
         root: the directory given to the checkpoint manager.
         number: step number, None for all steps.
         item: name of the item directory, None for all items.
-        thoroughness: extent of the verification; by default structure alone.
+        read_data: True to read every stored byte; the structure of each step is always checked.
+        replay: True to recompute each step.
         progress: callback before each step.
 
     Returns:
@@ -149,7 +122,6 @@ def verify_root(
         InputError: there is no such root, step or item.
         StepDeletedError: the only step was deleted meanwhile.
     """
-    wanted = thoroughness or Thoroughness()
     root = root.absolute()  # Orbax takes no other
     try:
         steps = _selected(root, steps_under(root), number, item)
@@ -158,20 +130,17 @@ def verify_root(
         if not only_leftovers or (number, item) != (None, None):
             raise
         steps = []  # a first save was interrupted
-    audit = _Audit(root, wanted, _chosen(steps, wanted))
+    audit = _Audit(root, read_data, replay)
     gone = audit.look(steps, progress)
     if number is not None and gone and not audit.reports:
         raise deleted(steps[0].directory)
     reports = [*audit.reports.values()]
     reports.sort(key=lambda each: (-1 if each.step is None else each.step, each.item))
-    partly = wanted.subset > 0 and not wanted.read_data
     return RootReport(
         root=str(root),
         steps=tuple(reports),
         leftovers=tuple(leftovers(root)),
         data_count=sum("data" in each.checked for each in reports),
-        subset=wanted.subset if partly else None,
-        seed=wanted.seed if partly else None,
         damaged_count=sum(bool(each.damage) for each in reports),
         not_looked_at=tuple(_not_looked_at(reports)),
         causes=causes_of(str(root), ((each.step, d) for each in reports for d in each.damage)),
@@ -202,29 +171,13 @@ def _of(count: int, every: Sequence[StepReport]) -> str:
 def _selected(
     root: AnyPath, every: Sequence[Step], number: int | None, item: str | None
 ) -> list[Step]:
-    steps = [step for step in every if item in (None, step.directory.name)]
-    if not steps:
-        names = ", ".join(sorted({step.directory.name for step in every}))
-        raise InputError(f"{root}: expected an item {item!r}, found {names}. Give one of these.")
+    steps = of_item(root, every, item)
     if number is None:
         return steps
     chosen = [step for step in steps if number in (step.step, roots.place_of(step.directory).step)]
     if not chosen:
-        numbers = ", ".join(str(step.step) for step in steps[-10:])
-        earlier = f"{len(steps) - 10} earlier and " if len(steps) > 10 else ""
-        raise InputError(
-            f"{root}: expected step {number}, found {earlier}{numbers}. Give one of these steps."
-        )
+        raise no_step(root, number, steps)
     return chosen
-
-
-def _chosen(steps: Sequence[Step], wanted: Thoroughness) -> frozenset[AnyPath]:
-    """The steps whose data is read."""
-    paths = [step.directory for step in steps]
-    if wanted.read_data:
-        return frozenset(paths)
-    count = math.ceil(wanted.subset * len(paths))
-    return frozenset(random.Random(wanted.seed).sample(paths, count))
 
 
 class _Audit:
@@ -232,15 +185,15 @@ class _Audit:
 
     Args:
         root: the checkpoint root.
-        wanted: extent of the verification.
-        chosen: item directories of the steps whose data is read.
+        read_data: True to read every stored byte.
+        replay: True to recompute each step.
 
     Attributes:
         reports: the report of each step, by its item directory.
     """
 
-    def __init__(self, root: AnyPath, wanted: Thoroughness, chosen: frozenset[AnyPath]) -> None:
-        self._root, self._wanted, self._chosen = root, wanted, chosen
+    def __init__(self, root: AnyPath, read_data: bool, replay: bool) -> None:
+        self._root, self._read_data, self._replay = root, read_data, replay
         self._verifier, self._recomputation = Verifier(), Recomputation()
         self.reports: dict[AnyPath, StepReport] = {}
 
@@ -272,39 +225,36 @@ class _Audit:
         return [step for step in ordered if step.directory in gone]
 
     def _report(self, step: Step) -> StepReport:
-        manifest = step.manifest
+        manifest, place = step.manifest, at(step.directory).below(at(self._root))
         number = None if step.step < 0 else step.step
-        kind = None if manifest is None else "delta"
-        if isinstance(manifest, BaseManifest):
-            kind = "base"
-        place = at(step.directory).below(at(self._root))
-        checked, rounded, problem = ["structure"], (), None
+        kind = None if manifest is None else kind_of(manifest)
+        report = StepReport(number, place, kind, ("structure",), ())
         damage: list[Damage] = []
-        if manifest is not None:
-            misplaced = roots.misplaced(step.directory, manifest)
-            if misplaced:
-                damage.append(Damage(str(step.directory), None, misplaced, NUMBER))
+        if manifest and (misplaced := roots.misplaced(step.directory, manifest)):
+            damage.append(Damage(str(step.directory), None, misplaced, NUMBER))
         try:
             lineage = lookup.resolve(step.directory)
         except AdaCheckError as error:
             damage.append(damage_of(error, step.directory))
-            return StepReport(number, place, kind, ("structure",), tuple(damage))
+            return replace(report, damage=tuple(damage))
+        checked = ["structure"]
         damage += self._verifier.structure(lineage)
-        if step.directory in self._chosen:
+        if self._read_data:
             checked.append("data")
             damage += _new(damage, self._verifier.data(lineage))
-        if self._wanted.replay:
-            replayed = self._recomputation.replay(lineage)
-            problem, rounded = replayed.problem, replayed.rounded
-            if problem is None:
-                checked.append("replay")
-                damage += _new(damage, list(replayed.damage))
-        found = tuple(dict.fromkeys(damage))
-        unchecked = () if "replay" in checked else tuple(lineage.unchecked)
-        count = lineage.replayed_count
-        stale = tuple(lineage.base.leaves[i].path for i, _ in lineage.end.stale)
-        return StepReport(
-            number, place, kind, tuple(checked), found, rounded, problem, unchecked, count, stale
+        replayed = self._recomputation.replay(lineage) if self._replay else Replayed()
+        if self._replay and replayed.problem is None:
+            checked.append("replay")
+            damage += _new(damage, replayed.damage)
+        return replace(
+            report,
+            checked=tuple(checked),
+            damage=tuple(dict.fromkeys(damage)),
+            rounded=replayed.rounded,
+            not_checked=replayed.problem,
+            unchecked=() if "replay" in checked else tuple(lineage.unchecked),
+            replayed_count=lineage.replayed_count,
+            stale=tuple(lineage.base.leaves[i].path for i, _ in lineage.end.stale),
         )
 
 
@@ -325,7 +275,7 @@ def _new(known: Sequence[Damage], found: Sequence[Damage]) -> list[Damage]:
         if place == len(new) or each.message in _OF_ONE_LEAF:
             new.append(each)
         else:
-            new[place] = dataclasses.replace(new[place], leaf=None)
+            new[place] = replace(new[place], leaf=None)
     return new
 
 

@@ -14,11 +14,9 @@ from adacheck_jax.format.manifest import BaseManifest, Delta, Leaf, Update
 from adacheck_jax.format.pack_plan import Extent, plan_delta
 from adacheck_jax.store.steps import manifest_file
 from adacheck_jax.store.steps.lineage import LineageStep
-from adacheck_jax.store.steps.lookup import resolve
-from adacheck_jax.store.steps.manifest_file import ManifestReader
 from adacheck_jax.store.storage.interface import Stamp
 from adacheck_jax.store.storage.location import AnyPath, at
-from adacheck_jax.tools.steps import steps_under, undeleted
+from adacheck_jax.tools.steps import resolved, steps_under
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,17 +99,11 @@ def statistics_of(root: AnyPath) -> RootStatistics:
     Raises:
         InputError: the root is missing, is not a directory, or holds no step of ours.
     """
-    tally, skipped, manifests = _Tally(), list[int](), ManifestReader()
-    for step in steps_under(root):
-        try:
-            if step.error is not None:
-                raise step.error
-            with undeleted(step.directory):
-                lineage = resolve(step.directory, manifests.read_file)
-        except StepDeletedError:
-            continue
-        except AdaCheckError:
-            skipped.append(step.step)
+    tally, skipped = _Tally(), list[int]()
+    for step, lineage in resolved(steps_under(root)):
+        if isinstance(lineage, AdaCheckError):
+            if not isinstance(lineage, StepDeletedError):
+                skipped.append(step.step)
             continue
         tally.add_base(lineage.base)
         for manifest, delta in _deltas(lineage.entries):

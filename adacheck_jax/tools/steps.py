@@ -8,7 +8,9 @@ from typing import TypeVar
 
 from adacheck_jax.errors import AdaCheckError, StepDeletedError
 from adacheck_jax.store.steps import deletion, identity, roots
-from adacheck_jax.store.steps.manifest_file import DIRECTORY
+from adacheck_jax.store.steps.lineage import Lineage
+from adacheck_jax.store.steps.lookup import resolve
+from adacheck_jax.store.steps.manifest_file import DIRECTORY, ManifestReader
 from adacheck_jax.store.steps.roots import Step
 from adacheck_jax.store.storage.location import AnyPath, at
 
@@ -47,14 +49,10 @@ def existing(root: AnyPath) -> None:
     Raises:
         InputError: it is.
     """
-    if not at(root).exists:
-        raise InputError(
-            f"{root}: expected a checkpoint root, found nothing there. Give the directory that "
-            "the checkpoint manager was given."
-        )
     if not at(root).is_folder:
+        found = "a file" if at(root).exists else "nothing there"
         raise InputError(
-            f"{root}: expected a checkpoint root, found a file. Give the directory that the "
+            f"{root}: expected a checkpoint root, found {found}. Give the directory that the "
             "checkpoint manager was given."
         )
 
@@ -70,27 +68,53 @@ def selected(root: AnyPath, number: int | None, item: str | None) -> Step:
     Raises:
         InputError: there is no such root, step or item.
     """
-    steps = steps_under(root)
-    items = sorted({step.directory.name for step in steps})
-    if item is not None and item not in items:
-        raise InputError(
-            f"{root}: expected an item {item!r}, found {', '.join(items)}. Give one of these."
-        )
-    steps = [step for step in steps if item in (None, step.directory.name)]
+    steps = of_item(root, steps_under(root), item)
     number = numbered([step.step for step in steps], -1 if number is None else number, root)
     chosen = [step for step in steps if step.step == number]
     if not chosen:
-        numbers = ", ".join(str(step.step) for step in steps[-10:])
-        earlier = f"{len(steps) - 10} earlier and " if len(steps) > 10 else ""
-        raise InputError(
-            f"{root}: expected step {number}, found {earlier}{numbers}. Give one of these steps."
-        )
+        raise no_step(root, number, steps)
     if len(chosen) > 1:
         names = ", ".join(step.directory.name for step in chosen)
         raise InputError(
             f"{root}: expected one item in step {number}, found {names}. Name one with --item."
         )
     return chosen[0]
+
+
+def of_item(root: AnyPath, steps: Sequence[Step], item: str | None) -> list[Step]:
+    """The steps of an item; all for None.
+
+    Raises:
+        InputError: no step has such an item.
+    """
+    chosen = [step for step in steps if item in (None, step.directory.name)]
+    if not chosen:
+        names = ", ".join(sorted({step.directory.name for step in steps}))
+        raise InputError(f"{root}: expected an item {item!r}, found {names}. Give one of these.")
+    return chosen
+
+
+def no_step(root: AnyPath, number: int, steps: Sequence[Step]) -> InputError:
+    """Error for a number that none of some steps has."""
+    numbers = ", ".join(str(step.step) for step in steps[-10:])
+    earlier = f"{len(steps) - 10} earlier and " if len(steps) > 10 else ""
+    return InputError(
+        f"{root}: expected step {number}, found {earlier}{numbers}. Give one of these steps."
+    )
+
+
+def resolved(steps: Iterable[Step]) -> Iterator[tuple[Step, Lineage | AdaCheckError]]:
+    """The lineage of each step, or the reason why it has none."""
+    manifests = ManifestReader()
+    for step in steps:
+        found: Lineage | AdaCheckError | None = step.error
+        if found is None:
+            try:
+                with undeleted(step.directory):
+                    found = resolve(step.directory, manifests.read_file)
+            except AdaCheckError as error:
+                found = error
+        yield step, found
 
 
 def newest(root: AnyPath, wanted: int | None, item: str | None = None) -> int:

@@ -19,7 +19,7 @@ from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import RecorderError
 from adacheck_jax.update.params_search import LeafType, matched_paths
 from adacheck_jax.update.pinning.fence import fence
-from adacheck_jax.update.pinning.flat_jaxpr import Op, flatten
+from adacheck_jax.update.pinning.flat_jaxpr import Op, evaluate, flatten
 from adacheck_jax.update.pinning.pinned_function import PinnedFunction
 from adacheck_jax.update.recording.signatures import abstract
 
@@ -212,21 +212,13 @@ def _spec(each: LeafType) -> Any:
 def _evaluated(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
     flat = flatten(jaxpr)
     env = dict(zip(flat.inputs, values, strict=True))
-
-    def read(ref: Any) -> Any:
-        return env[ref] if isinstance(ref, int) else ref.val
-
-    for op in flat.ops:
-        inputs = [*map(read, op.inputs)]
-        with op.context():
-            results = _selected(op, inputs) if op.name == "cond" else op.bind(inputs)
-        env.update(zip(op.outputs, results, strict=True))
-    return [jnp.asarray(read(ref)) for ref in flat.outputs]
+    evaluate(flat.ops, env, _unbranched)
+    return [jnp.asarray(env[ref] if isinstance(ref, int) else ref.val) for ref in flat.outputs]
 
 
-def _selected(op: Op, inputs: Sequence[Any]) -> list[Any]:
-    """The results of a conditional: those of all its branches, and a choice between them."""
-    if op.eqn.effects:
+def _unbranched(op: Op, inputs: list[Any]) -> list[Any]:
+    """The results of an operation; of a conditional those of all branches, and a choice."""
+    if op.name != "cond" or op.eqn.effects:
         return op.bind(inputs)
     choice, *operands = inputs
     branches = [

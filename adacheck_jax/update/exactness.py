@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from adacheck_jax.update.pinning.fence import NAME
-from adacheck_jax.update.pinning.flat_jaxpr import called
-from adacheck_jax.update.pinning.rules import PLACING, can_pin
+from adacheck_jax.update.pinning.flat_jaxpr import bodies
+from adacheck_jax.update.pinning.rules import ELEMENTWISE, PLACING, can_pin
 
 
 class Level(IntEnum):
@@ -33,15 +33,12 @@ class Level(IntEnum):
 
 
 _ELEMENTWISE = """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
-    bitcast_convert_type cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos cosh
-    device_put digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag
-    integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or
-    population_count pow real reduce_precision rem reshard round rsqrt select_n sharding_constraint
-    shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient
-    sub tan tanh xor
+    acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e complex conj cosh digamma erfc exp2
+    igamma igammac imag lgamma real sinh tan
 """
-_LEVELS = dict.fromkeys(_ELEMENTWISE.split(), Level.ELEMENT) | dict.fromkeys(PLACING, Level.PLACE)
+"""Operations on elements of the same index that cannot be pinned."""
+_LEVELS = dict.fromkeys(ELEMENTWISE.union(_ELEMENTWISE.split()), Level.ELEMENT)
+_LEVELS |= dict.fromkeys(PLACING, Level.PLACE)
 _MODULAR = {"reduce_sum", "cumsum", "reduce_prod", "cumprod", "scatter-add"}
 """Sums and products that are associative on integers."""
 
@@ -82,112 +79,79 @@ def of(
         The classification. An unknown operation counts as a sum.
     """
     closed = jax.make_jaxpr(function)(*arguments)
-    found: set[str] = set()
     inputs = [_Value(Level.ELEMENT, i) for i in range(len(closed.jaxpr.invars))]
-    results = _walk(closed.jaxpr, inputs, _Walk(found, pinned))
+    walk = _Walk(pinned=pinned)
+    results = walk.through(closed.jaxpr, inputs)
     return Exactness(
         tuple(result.level for result in results),
         tuple(result.origin for result in results),
-        tuple(sorted(found)),
+        tuple(sorted(walk.primitives)),
     )
 
 
-def operations_of(function: Callable[..., Any], arguments: Sequence[Any]) -> list[str]:
-    """Names and constants of the operations of a function, in order.
-
-    A function that looks at the shapes of its arguments has other operations for other shapes.
-
-    Args:
-        function: a function, which is traced once.
-        arguments: pytrees of ``jax.ShapeDtypeStruct``.
-    """
-    return _operations(jax.make_jaxpr(function)(*arguments).jaxpr, {})
-
-
-def _operations(jaxpr: Any, known: dict[int, list[str]]) -> list[str]:
-    if id(jaxpr) not in known:  # equal leaves may share one called function
-        found: list[str] = []
-        for equation in jaxpr.eqns:
-            if called(equation) is None:
-                constants = [atom.val for atom in equation.invars if hasattr(atom, "val")]
-                found.append(f"{equation.primitive.name} {constants}")
-            for body in _bodies(equation.params):
-                found += _operations(body, known)
-        known[id(jaxpr)] = found
-    return known[id(jaxpr)]
-
-
-@dataclass(frozen=True, slots=True)
 class _Walk:
-    """Settings and findings of one walk through a jaxpr.
+    """One walk through a function.
 
     Attributes:
         primitives: names of the operations that made results depend on an order.
-        pinned: True if the function's roundings are pinned.
     """
 
-    primitives: set[str]
-    pinned: bool
+    def __init__(self, *, pinned: bool) -> None:
+        self.primitives: set[str] = set()
+        self._pinned = pinned
 
+    def through(self, jaxpr: Any, inputs: Sequence[_Value]) -> list[_Value]:
+        """The values of a jaxpr's outputs, from the values of its inputs."""
+        values: dict[Any, _Value] = dict(zip(jaxpr.invars, inputs, strict=True))
 
-def _walk(jaxpr: Any, inputs: Sequence[_Value], walk: _Walk) -> list[_Value]:
-    """The values of a jaxpr's outputs, from the values of its inputs."""
-    values: dict[Any, _Value] = dict(zip(jaxpr.invars, inputs, strict=True))
+        def value_of(atom: Any) -> _Value:
+            if not hasattr(atom, "val") and atom in values:
+                return values[atom]
+            return _Value(Level.PLACE) if atom.aval.size > 1 else _CONSTANT  # a mask has places
 
-    def value_of(atom: Any) -> _Value:
-        if not hasattr(atom, "val") and atom in values:
-            return values[atom]
-        return _Value(Level.PLACE) if atom.aval.size > 1 else _CONSTANT  # a mask has places
+        for equation in jaxpr.eqns:
+            results = self._results(equation, [value_of(atom) for atom in equation.invars])
+            values.update(zip(equation.outvars, results, strict=True))
+        return [value_of(atom) for atom in jaxpr.outvars]
 
-    for equation in jaxpr.eqns:
-        results = _equation(equation, [value_of(atom) for atom in equation.invars], walk)
-        values.update(zip(equation.outvars, results, strict=True))
-    return [value_of(atom) for atom in jaxpr.outvars]
+    def _results(self, equation: Any, inputs: list[_Value]) -> list[_Value]:
+        name, count = equation.primitive.name, len(equation.outvars)
+        if name == "optimization_barrier":
+            return inputs
+        if name == NAME:  # a canonical fence changes NaNs
+            origin = None if equation.params["canonical"] else inputs[0].origin
+            return [_Value(inputs[0].level, origin)]
+        if name == "cond":
+            return self._chosen(equation, *inputs)
+        is_free = self._pinned and not can_pin(equation)
+        body = None if is_free else _called(equation)
+        if body is not None:
+            return self.through(body, inputs)
+        level = max((value.level for value in inputs), default=Level.ELEMENT)
+        inside = [
+            result.level
+            for each in bodies(equation)
+            for result in self.through(each, [_CONSTANT] * len(each.invars))
+        ]
+        if inside:  # a loop has the level of its bodies, and may depend on elements' places
+            return [_Value(max([level, Level.PLACE, *inside]))] * count
+        own = Level.ORDER if is_free else _level(equation)
+        if own is Level.ORDER and level < Level.ORDER:
+            self.primitives.add(name)
+        return [_Value(max(level, own))] * count
+
+    def _chosen(self, equation: Any, choice: _Value, *operands: _Value) -> list[_Value]:
+        """The values of a conditional: the highest level of its branches and of its choice."""
+        branches = [self.through(each.jaxpr, operands) for each in equation.params["branches"]]
+        results = []
+        for each in zip(*branches, strict=True):
+            origins = {value.origin for value in each}
+            origin = origins.pop() if len(origins) == 1 else None
+            results.append(_Value(max([choice.level, *(value.level for value in each)]), origin))
+        return results
 
 
 _CONSTANT = _Value(Level.ELEMENT)
-
-
-def _equation(equation: Any, inputs: list[_Value], walk: _Walk) -> list[_Value]:
-    name, count = equation.primitive.name, len(equation.outvars)
-    if name == "optimization_barrier":
-        return inputs
-    if name == NAME:  # a canonical fence changes NaNs
-        return [_Value(inputs[0].level, None if equation.params["canonical"] else inputs[0].origin)]
-    if name == "cond":
-        return _cond(equation, inputs, walk)
-    body = _called(equation)
-    if walk.pinned and body is not None and not can_pin(equation):
-        body = None
-    if body is not None:
-        return _walk(body, inputs, walk)
-    level = max((value.level for value in inputs), default=Level.ELEMENT)
-    bodies = list(_bodies(equation.params))
-    if bodies:  # a loop has the level of its bodies, and may depend on elements' places
-        inside = [
-            result.level
-            for each in bodies
-            for result in _walk(each, [_CONSTANT] * len(each.invars), walk)
-        ]
-        return [_Value(max([level, Level.PLACE, *inside]))] * count
-    own = _level(equation)
-    if walk.pinned and not can_pin(equation):
-        own = Level.ORDER
-    if own is Level.ORDER and level < Level.ORDER:
-        walk.primitives.add(name)
-    return [_Value(max(level, own))] * count
-
-
-def _cond(equation: Any, inputs: list[_Value], walk: _Walk) -> list[_Value]:
-    """The values of a conditional: the highest level of its branches and of its choice."""
-    choice, operands = inputs[0], inputs[1:]
-    branches = [_walk(each.jaxpr, operands, walk) for each in equation.params["branches"]]
-    results = []
-    for each in zip(*branches, strict=True):
-        origins = {value.origin for value in each}
-        origin = origins.pop() if len(origins) == 1 else None
-        results.append(_Value(max([choice.level, *(value.level for value in each)]), origin))
-    return results
 
 
 def _level(equation: Any) -> Level:
@@ -216,11 +180,3 @@ def _called(equation: Any) -> Any:
         if body is not None and len(body.invars) == len(equation.invars):
             return body
     return None
-
-
-def _bodies(params: dict[str, Any]) -> Any:
-    for value in params.values():
-        for each in value if isinstance(value, tuple | list) else (value,):
-            body = getattr(each, "jaxpr", each)
-            if hasattr(body, "eqns"):
-                yield body

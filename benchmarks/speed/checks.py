@@ -11,8 +11,8 @@ from unittest import mock
 import jax
 
 import adacheck_jax as adacheck
-from adacheck_jax.save.checks import engines, interface
-from adacheck_jax.save.exported_update import Engine
+from adacheck_jax.proof import checker, engines
+from adacheck_jax.state.exported_update import Engine
 from benchmarks.speed import measure, states
 from benchmarks.speed.ways import Managed
 
@@ -83,10 +83,10 @@ class _Nothing:
     engine: Engine = "sample"
     is_ready: bool = True
 
-    def witness(self, state: interface.State) -> Any:
+    def witness(self, state: checker.State) -> Any:
         return ()
 
-    def begin(self, before: Any, state: interface.State) -> Any:
+    def begin(self, before: Any, state: checker.State) -> Any:
         return _NothingFound()
 
 
@@ -94,8 +94,8 @@ class _Nothing:
 class _NothingFound:
     witness: Any = ()
 
-    def findings(self, updates: Any) -> interface.Findings:
+    def findings(self, updates: Any) -> checker.Findings:
         return {}
 
-    def renew(self, state: interface.State, wrong: Any) -> None:
+    def renew(self, state: checker.State, wrong: Any) -> None:
         pass

@@ -15,7 +15,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import adacheck_jax as adacheck
-from adacheck_jax.device import xla_call
+from adacheck_jax.device.loops import xla_call
 from benchmarks.speed import measure, states
 from benchmarks.speed.ways import Managed
 

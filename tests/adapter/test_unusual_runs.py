@@ -156,7 +156,7 @@ def test_deleting_later_steps_to_go_back_is_no_warning(tmp_path, caplog):
         for step in (3, 2):
             manager.delete(step)
         caplog.clear()
-        with caplog.at_level(logging.INFO, logger="adacheck_jax.save.planning.parents"):
+        with caplog.at_level(logging.INFO, logger="adacheck_jax.save.line.parents"):
             manager.save(2, args=adacheck.SaveArgs(states[2]))
             manager.wait_until_finished()
         own = [x for x in caplog.records if x.name.startswith("adacheck_jax")]

@@ -29,7 +29,7 @@ from orbax.checkpoint import checkpoint_utils
 from orbax.checkpoint.checkpoint_managers import LatestN
 
 import adacheck_jax as adacheck
-from adacheck_jax.device import xla_call
+from adacheck_jax.device.loops import xla_call
 from adacheck_jax.publish import Follower, Publisher
 from adacheck_jax.tools import listing, verification
 from benchmarks.common import environment

@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import adacheck_jax as adacheck
-from adacheck_jax.save.exported_update import ExportedUpdates
+from adacheck_jax.state.exported_update import ExportedUpdates
 from tests.campaigns import optimizers
 from tests.campaigns.flax_models import ALL
 from tests.campaigns.layouts import mesh_of, shardings_of

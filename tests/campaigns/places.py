@@ -40,7 +40,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 
 import adacheck_jax as adacheck
 from adacheck_jax.device import transfer
-from adacheck_jax.save import exported_update
+from adacheck_jax.state import exported_update
 from tests import support
 from tests.save.test_checks import kinds
 

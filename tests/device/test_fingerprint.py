@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from adacheck_jax.device import fingerprint, shard_sums, sharding, transfer, xla_call
+from adacheck_jax.device import fingerprint, shard_sums, sharding, transfer
+from adacheck_jax.device.loops import xla_call
 from adacheck_jax.format.boxes import Box, grid
 from adacheck_jax.format.byte_loops import fingerprint_of
 from adacheck_jax.format.fingerprint import combine

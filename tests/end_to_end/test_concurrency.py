@@ -21,8 +21,8 @@ from etils import epath
 
 import adacheck_jax as adacheck
 from adacheck_jax.errors import StorageError
+from adacheck_jax.plan.options import Options
 from adacheck_jax.save import commit
-from adacheck_jax.save.options import Options
 from adacheck_jax.save.saver import Saver
 from adacheck_jax.save.staged_save import Destination
 from adacheck_jax.store import base_writer, delta_writer, volumes

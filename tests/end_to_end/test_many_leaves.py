@@ -14,7 +14,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import adacheck_jax as adacheck
-from adacheck_jax.device import transfer, xla_call
+from adacheck_jax.device import transfer
+from adacheck_jax.device.loops import xla_call
 from adacheck_jax.update.elements.pieces import VectorLayout
 from adacheck_jax.update.elements.sample_sites import Sites
 from adacheck_jax.update.elements.sampling import Taker, from_host

@@ -42,7 +42,7 @@ from orbax.checkpoint.checkpoint_managers import (
 import adacheck_jax as adacheck
 from adacheck_jax.errors import LineageError
 from adacheck_jax.format.manifest import DeltaManifest, Link
-from adacheck_jax.save import exported_update
+from adacheck_jax.state import exported_update
 from adacheck_jax.store import links
 from adacheck_jax.store.steps import folders, manifest_file, marks, roots
 from adacheck_jax.store.storage.location import Location, located

@@ -23,7 +23,6 @@ from adacheck_jax.publish.root import BASES, VERSIONS, Root
 from adacheck_jax.publish.weights import Weights
 from adacheck_jax.store.storage.location import at, located
 from adacheck_jax.store.storage.posix import Posix
-from adacheck_jax.tools.handover.published import export_version
 from tests.publish.states import Training, abstract, bits, in_memory
 from tests.support import mesh_of
 
@@ -423,8 +422,6 @@ def test_the_root_of_a_checkpoint_manager_is_refused_on_both_sides(tmp_path):
     for asked in (follower.latest, lambda: follower.wait_for(0)):
         with pytest.raises(MismatchError, match=match):
             asked()
-    with pytest.raises(MismatchError, match=match):
-        export_version(root, 0, str(tmp_path / "model"))
     assert files_of(root) == before
 
 

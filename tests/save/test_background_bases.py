@@ -9,7 +9,7 @@ import pytest
 
 import adacheck_jax as adacheck
 from adacheck_jax.format.manifest import BaseManifest
-from adacheck_jax.save.checks.shadow import Shadow
+from adacheck_jax.proof.shadow import ShadowThread
 from adacheck_jax.schedule import line
 from adacheck_jax.schedule.costs import Schedule
 from adacheck_jax.store.compaction import in_place, new_base
@@ -168,7 +168,7 @@ def test_no_base_is_made_in_the_background_where_that_is_refused(tmp_path):
 
 
 def test_without_room_for_a_copy_the_loop_writes_bases(tmp_path, monkeypatch):
-    monkeypatch.setattr(Shadow, "has_room_for_copy", False)
+    monkeypatch.setattr(ShadowThread, "has_room_for_copy", False)
     run = support.dict_run(mesh_of((1, 1)))
     trained(tmp_path, run, adacheck.AdaCheckHandler(run.recorder), 6)
     assert kinds(tmp_path) == ["B", "R", "R", "R", "B", "R"]

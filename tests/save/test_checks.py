@@ -17,8 +17,8 @@ import pytest
 import adacheck_jax as adacheck
 from adacheck_jax.errors import ReplayError
 from adacheck_jax.format import manifest
-from adacheck_jax.save import exported_update
-from adacheck_jax.save.checks import second_copy
+from adacheck_jax.proof import second_copy
+from adacheck_jax.state import exported_update
 from adacheck_jax.store.steps import manifest_file, roots
 from tests import support
 from tests.save import test_waiting

@@ -19,9 +19,9 @@ import adacheck_jax as adacheck
 from adacheck_jax.cli.main import app
 from adacheck_jax.errors import IntegrityError, LineageError, StorageError
 from adacheck_jax.format import manifest
+from adacheck_jax.plan import sizes
 from adacheck_jax.restore.deltas import delta_reader
 from adacheck_jax.save import share
-from adacheck_jax.save.planning import sizes
 from adacheck_jax.store import delta_writer
 from adacheck_jax.store.packs import arrays, reader, writer
 from adacheck_jax.store.steps import folders, lookup, manifest_file, roots

@@ -10,8 +10,8 @@ import optax
 import pytest
 
 import adacheck_jax as adacheck
-from adacheck_jax.save.exported_update import ExportedUpdates
-from adacheck_jax.save.snapshot import Snapshots
+from adacheck_jax.state.exported_update import ExportedUpdates
+from adacheck_jax.state.snapshot import Snapshots
 from adacheck_jax.update import exported_program
 from adacheck_jax.update.binding import recorders_of
 from tests import support

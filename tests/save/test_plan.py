@@ -7,10 +7,10 @@ import pytest
 
 import adacheck_jax as adacheck
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest, Link, Update
-from adacheck_jax.save.exported_update import ExportedUpdate
-from adacheck_jax.save.options import Options
-from adacheck_jax.save.planning import decision, plan, situation
-from adacheck_jax.save.snapshot import Snapshots
+from adacheck_jax.plan import decision, save_plan, situation
+from adacheck_jax.plan.options import Options
+from adacheck_jax.state.exported_update import ExportedUpdate
+from adacheck_jax.state.snapshot import Snapshots
 from adacheck_jax.update import program as update_program
 from adacheck_jax.update.binding import recorders_of
 from adacheck_jax.update.recorder_state import LAST_COUNT
@@ -255,10 +255,10 @@ def situation_of(structure, counts, *, leaves=None, deferred_count=0, step=7, lo
 
 @pytest.mark.parametrize("count", [6, 7])
 def test_a_speculative_plan_that_was_checked_is_the_plan_of_known_counters(structure, count):
-    guess = plan.speculate(situation_of(structure, None), Options())
+    guess = save_plan.speculate(situation_of(structure, None), Options())
     assert guess
     assert guess.is_speculative
-    known = plan.plan(situation_of(structure, (count,)), Options())
+    known = save_plan.plan(situation_of(structure, (count,)), Options())
     assert guess.check((count,), (6,), 6) == known
     assert known.check((count,), (6,), 6) is known
     assert known.decision.updates == (0,) * (count - 6)
@@ -269,7 +269,7 @@ def test_a_speculative_plan_that_was_checked_is_the_plan_of_known_counters(struc
 
 @pytest.mark.parametrize("count", [5, 8])
 def test_a_speculative_plan_is_refused_where_it_was_not_one_update(structure, count):
-    guess = plan.speculate(situation_of(structure, None), Options())
+    guess = save_plan.speculate(situation_of(structure, None), Options())
     assert guess
     with pytest.raises(adacheck.AdaCheckError, match=f"went from 6 to {count}: not one update"):
         guess.check((count,), (6,), 6)
@@ -277,7 +277,7 @@ def test_a_speculative_plan_is_refused_where_it_was_not_one_update(structure, co
 
 @pytest.mark.parametrize("change", [{"step": 9}, {"step": None}, {"leaves": ()}, {"longest": 5}])
 def test_nothing_is_guessed_at_another_interval_or_without_a_step(structure, change):
-    found = plan.speculate(situation_of(structure, None, **change), Options())
+    found = save_plan.speculate(situation_of(structure, None, **change), Options())
     assert (found is None) == ("leaves" not in change)
 
 
@@ -286,19 +286,19 @@ def test_the_longest_lineage_is_a_fact_and_no_option(structure, counts):
     """Step 6 is a fifth delta: where a lineage has five at most, a base follows."""
     for longest, options in ((5, Options(max_deltas=99)), (6, Options(max_deltas=1))):
         given = situation_of(structure, counts, longest=longest)
-        made = plan.plan(given, options) if counts else plan.speculate(given, options)
+        made = save_plan.plan(given, options) if counts else save_plan.speculate(given, options)
         assert (made is None or made.is_base) == (longest == 5)
-        deferred = plan.plan_deferred(given, options)
+        deferred = save_plan.plan_deferred(given, options)
         assert deferred == f"the lineage would be longer than max_deltas={longest}"
-    found = plan.plan_deferred(situation_of(structure, None, longest=7), Options())
-    assert isinstance(found, plan.SavePlan)
+    found = save_plan.plan_deferred(situation_of(structure, None, longest=7), Options())
+    assert isinstance(found, save_plan.SavePlan)
 
 
 def test_behind_deferred_steps_a_whole_state_is_a_delta_or_they_are_given_up(structure):
-    kept = plan.plan(situation_of(structure, (9,), deferred_count=2), Options())
+    kept = save_plan.plan(situation_of(structure, (9,), deferred_count=2), Options())
     assert (kept.decision.kind, kept.is_whole, kept.given_up) == ("bits", True, "")
     assert kept.stored == tuple(range(len(structure.leaves)))
-    other = plan.plan(
+    other = save_plan.plan(
         situation_of(structure, (7,), deferred_count=2, leaves=structure.leaves[:-1]), Options()
     )
     assert other.is_base
@@ -307,9 +307,9 @@ def test_behind_deferred_steps_a_whole_state_is_a_delta_or_they_are_given_up(str
 
 def test_what_a_check_finds_wrong_is_stored_and_the_rest_is_replayed(structure):
     given = situation_of(structure, (7,))
-    made = plan.plan(given, Options())
+    made = save_plan.plan(given, Options())
     (wrong, *others) = sorted(structure.computed - set(made.stored))
-    corrected = plan.with_wrong(made, given, frozenset({wrong}), Options())
+    corrected = save_plan.with_wrong(made, given, frozenset({wrong}), Options())
     assert set(corrected.stored) == {*made.stored, wrong}
     assert corrected.unreplayed == {wrong}
     assert wrong in corrected.kept

@@ -22,9 +22,9 @@ import pytest
 import adacheck_jax as adacheck
 from adacheck_jax.adapter import training_run
 from adacheck_jax.device import transfer
-from adacheck_jax.save.recovery import journal, shadow_file
-from adacheck_jax.save.recovery.journal import Journal
-from adacheck_jax.save.recovery.shadow_file import ShadowFile
+from adacheck_jax.proof import journal, shadow_file
+from adacheck_jax.proof.journal import Journal
+from adacheck_jax.proof.shadow_file import ShadowFile
 from adacheck_jax.update import program
 from adacheck_jax.update.elements import host_fold
 from tests import support

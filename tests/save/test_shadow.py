@@ -11,7 +11,7 @@ import pytest
 import adacheck_jax as adacheck
 from adacheck_jax.errors import ReplayError
 from adacheck_jax.format.manifest import BaseManifest
-from adacheck_jax.save.checks import shadow
+from adacheck_jax.proof import shadow
 from adacheck_jax.store.steps import roots
 from adacheck_jax.update.elements.host_fold import HostFold
 from tests import support
@@ -138,7 +138,7 @@ def test_a_shadow_that_fails_costs_no_step(tmp_path, monkeypatch, caplog):
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 def test_on_other_platforms_a_difference_may_be_the_arithmetic_of_the_host(platform, monkeypatch):
     monkeypatch.setattr(shadow.update_program, "platform", lambda: platform)
-    assert shadow.Proof(shadow.Shadow(None), Future).is_trusted() is (platform == "cpu")
+    assert shadow.Proof(shadow.ShadowThread(None), Future).is_trusted() is (platform == "cpu")
 
 
 def test_free_memory_is_a_number_of_bytes():

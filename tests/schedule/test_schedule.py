@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adacheck_jax.schedule import exponential
 from adacheck_jax.schedule.best import LONGEST_LINEAGE, best_schedule
 from adacheck_jax.schedule.costs import Costs, Schedule
-from adacheck_jax.schedule.waste import lineage_s, restore_s, waste
+from adacheck_jax.schedule.waste import LARGEST, expm1, lineage_s, power_sum, restore_s, waste
 from benchmarks import schedule as simulation
 
 PLAIN = Costs(step_s=1.0, delta_blocking_s=0.1, base_blocking_s=0.5, replay_s=0.2, restart_s=20.0)
@@ -26,15 +25,15 @@ all_costs = st.builds(
 mtbfs = st.floats(600.0, 2.6e6)
 
 
-@given(st.floats(-exponential.LARGEST, exponential.LARGEST))
+@given(st.floats(-LARGEST, LARGEST))
 def test_the_exponential_is_that_of_libm(exponent):
-    assert exponential.expm1(exponent) == pytest.approx(math.expm1(exponent), rel=1e-12, abs=0)
+    assert expm1(exponent) == pytest.approx(math.expm1(exponent), rel=1e-12, abs=0)
 
 
 @given(st.floats(0.0, 0.1), st.integers(1, 1000))
 def test_a_sum_of_powers_is_the_sum_of_its_terms(exponent, count):
     terms = math.fsum(math.exp(exponent * k) for k in range(1, count + 1))
-    assert exponential.power_sum(exponent, count) == pytest.approx(terms, rel=1e-9)
+    assert power_sum(exponent, count) == pytest.approx(terms, rel=1e-9)
 
 
 @given(st.floats(0.1, 50.0), st.floats(0.0, 5.0), st.floats(0.0, 500.0), mtbfs)

@@ -17,7 +17,6 @@ from adacheck_jax.store.steps import deletion
 from adacheck_jax.store.steps.roots import steps_of
 from adacheck_jax.store.storage.posix import Posix
 from adacheck_jax.tools import audit, recompute, restorable, verification
-from adacheck_jax.tools.audit import Thoroughness
 from adacheck_jax.tools.handover import copying
 from adacheck_jax.tools.history.log import log
 from adacheck_jax.tools.history.walk import Walk
@@ -125,8 +124,8 @@ def deleting(function: Any, directory: Path) -> Any:
 @pytest.mark.parametrize(
     ("module", "name", "wanted"),
     [
-        (verification.volume_reader, "fingerprint_of_array", Thoroughness(read_data=True)),
-        (recompute, "base_leaves", Thoroughness(replay=True)),
+        (verification.volume_reader, "fingerprint_of_array", {"read_data": True}),
+        (recompute, "base_leaves", {"replay": True}),
     ],
     ids=["data", "replay"],
 )
@@ -135,7 +134,7 @@ def test_a_step_is_not_damaged_because_another_was_deleted(
 ):
     root = linked(saved, tmp_path / "root")
     monkeypatch.setattr(module, name, deleting(getattr(module, name), root / "1"))
-    report = audit.verify_root(root, thoroughness=wanted)
+    report = audit.verify_root(root, **wanted)
     assert [(each.step, each.damage) for each in report.steps] == [(n, ()) for n in (2, 3, 4, 5)]
     assert report.deleted == (1,)
 
@@ -147,7 +146,7 @@ def test_the_only_step_to_verify_is_an_error(tmp_path, monkeypatch, saved):
         verification.volume_reader, "fingerprint_of_array", deleting(reading, root / "1")
     )
     with pytest.raises(StepDeletedError, match=r"root/1/default: .* deleted meanwhile"):
-        audit.verify_root(root, 1, thoroughness=Thoroughness(read_data=True))
+        audit.verify_root(root, 1, read_data=True)
 
 
 @pytest.mark.parametrize(("gone", "missing"), [(1, ()), (2, ()), (3, (3,)), (4, ()), (5, (5,))])
@@ -175,7 +174,7 @@ def test_other_steps_are_copied(tmp_path, saved):
         **dict.fromkeys(("1", "2", "4", "5"), copying.COPIED),
         str(STEP): copying.DELETED,
     }
-    whole = audit.verify_root(copy, thoroughness=Thoroughness(read_data=True, replay=True))
+    whole = audit.verify_root(copy, read_data=True, replay=True)
     assert [(each.step, each.damage) for each in whole.steps] == [(n, ()) for n in (1, 2, 4, 5)]
 
 

@@ -28,7 +28,7 @@ from adacheck_jax.errors import MismatchError, StorageError
 from adacheck_jax.store.steps import identity
 from adacheck_jax.store.storage.location import at
 from adacheck_jax.tools.handover import export as exports
-from adacheck_jax.tools.handover import formats, recorded_step, safetensors_files
+from adacheck_jax.tools.handover import formats, safetensors_files, sources
 from adacheck_jax.tools.handover.formats import Format
 from tests import support
 from tests.end_to_end.test_compaction import item
@@ -363,7 +363,7 @@ def test_a_damaged_base_is_an_error_and_leaves_nothing(tmp_path, kind):
 @pytest.mark.parametrize("kind", FORMATS)
 def test_other_bits_in_what_was_written_are_found(recorded, tmp_path, monkeypatch, kind):
     root, _ = recorded
-    contents = recorded_step.Contents
+    contents = sources.StepSource
 
     def changed(self: Any) -> Any:
         read_leaf = opened(self)
@@ -381,7 +381,7 @@ def test_a_base_is_read_leaf_by_leaf(tmp_path, monkeypatch):
     """What is alive at once is one leaf, however many there are."""
     saved_bits(tmp_path / "run", {"params": {f"w{n}": np.full(1000, n * 1.0) for n in range(8)}})
     alive: list[Any] = []
-    whole = recorded_step.volume_reader.whole_array
+    whole = sources.volume_reader.whole_array
 
     def counted(*arguments: Any) -> Any:
         import weakref
@@ -391,7 +391,7 @@ def test_a_base_is_read_leaf_by_leaf(tmp_path, monkeypatch):
         alive.append(weakref.ref(array))
         return array, found
 
-    monkeypatch.setattr(recorded_step.volume_reader, "whole_array", counted)
+    monkeypatch.setattr(sources.volume_reader, "whole_array", counted)
     for kind in (Format.SAFETENSORS, Format.NPZ):
         alive.clear()
         exports.export(tmp_path / "run", 1, str(tmp_path / kind), kind)
@@ -411,7 +411,7 @@ def test_a_place_that_was_taken_meanwhile_is_not_replaced(recorded, tmp_path, mo
 def test_shards_are_as_full_as_they_may_be():
     sizes = (3, 4, 2, 9, 1, 1)
     leaves = [
-        formats.ExportedLeaf(i, str(i), recorded_step.Leaf(str(i), (n,), "int8", 1, None, (), ()))
+        formats.ExportedLeaf(i, str(i), sources.Leaf(str(i), (n,), "int8", 1, None, (), ()))
         for i, n in enumerate(sizes)
     ]
     shards = safetensors_files.shards_of(leaves, 7)
@@ -435,6 +435,6 @@ def test_params_are_what_the_update_trains(tmp_path):
 def test_orbax_errors_are_storage_errors(tmp_path):
     with pytest.raises(StorageError, match="stock Orbax cannot write it"):
         exports.plain.write(tmp_path / "x", {"a": np.zeros((0, 3))})
-    leaf = recorded_step.Leaf("u", (4,), "uint4", 1, None, (), ())
+    leaf = sources.Leaf("u", (4,), "uint4", 1, None, (), ())
     with pytest.raises(MismatchError, match="u \\(uint4\\)"):
         formats.planned([leaf], [0], Format.ORBAX)

@@ -31,7 +31,6 @@ from adacheck_jax.store.storage.kvstore import KvStore
 from adacheck_jax.store.storage.location import Location, at
 from adacheck_jax.tools import audit, inspection, listing, recompute, verification
 from adacheck_jax.tools import steps as tools_steps
-from adacheck_jax.tools.audit import Thoroughness
 from adacheck_jax.tools.upkeep import repair
 from tests import support
 from tests.support import (
@@ -44,9 +43,10 @@ from tests.support import (
     save_steps,
 )
 
-DATA = Thoroughness(read_data=True)
-REPLAY = Thoroughness(replay=True)
-ALL = Thoroughness(read_data=True, replay=True)
+DATA = {"read_data": True}
+REPLAY = {"replay": True}
+ALL = {**DATA, **REPLAY}
+STRUCTURE: dict[str, bool] = {}
 
 
 _first_deleted = deletion.first_deleted
@@ -141,7 +141,7 @@ def flipped(data: bytes, part: float) -> bytes:
 
 
 def damaged(root: Path, wanted=DATA, **options) -> dict[int, list[str]]:
-    report = audit.verify_root(root, thoroughness=wanted, **options)
+    report = audit.verify_root(root, **wanted, **options)
     return {s.step: [f"{d.file} {d.leaf} {d.message}" for d in s.damage] for s in report.steps}
 
 
@@ -168,7 +168,7 @@ class TestClean:
     @pytest.mark.parametrize("kind", ["replayed", "bits"])
     def test_whatever_was_saved_verifies(self, kind, request):
         root, saved, _ = request.getfixturevalue(kind)
-        report = audit.verify_root(root, thoroughness=ALL)
+        report = audit.verify_root(root, **ALL)
         assert [step.step for step in report.steps] == sorted(saved)
         for step in report.steps:
             assert step.damage == ()
@@ -200,7 +200,7 @@ class TestClean:
         monkeypatch.setattr(
             recompute.check, "bound_to_mesh", lambda of: bound if of.deltas else frozenset()
         )
-        report = audit.verify_root(copy, 2, thoroughness=REPLAY)
+        report = audit.verify_root(copy, 2, **REPLAY)
         assert set(report.steps[0].rounded) <= paths
         assert report.steps[0].rounded
         assert report.steps[0].damage
@@ -229,7 +229,7 @@ class TestClean:
 
     def test_another_devices_program_is_no_reason_to_call_a_step_damaged(self, copy, monkeypatch):
         monkeypatch.setattr(verification.update_program, "platform", lambda: "metal")
-        report = audit.verify_root(copy, thoroughness=ALL)
+        report = audit.verify_root(copy, **ALL)
         assert [step.damage for step in report.steps] == [()] * 3
         assert [step.not_checked is None for step in report.steps] == [True, False, False]
         assert CliRunner().invoke(app, ["verify", str(copy), "--replay"]).exit_code == 2
@@ -244,7 +244,7 @@ def test_what_builds_on_a_damaged_delta_is_recomputed_no_further(copy):
     truncate_packs(copy, 2)
     shutil.rmtree(copy / "1")
     shutil.rmtree(copy / "2")
-    (reports,) = audit.verify_root(copy, thoroughness=REPLAY).steps
+    (reports,) = audit.verify_root(copy, **REPLAY).steps
     assert reports.damage
     (kept,) = repair.repair(copy, read_data=True).kept
     assert kept.why == "it alone holds steps 1: RestoreArgs(step=1)"
@@ -252,7 +252,7 @@ def test_what_builds_on_a_damaged_delta_is_recomputed_no_further(copy):
 
 def test_a_file_that_many_leaves_lie_in_is_told_of_once(copy):
     truncate_packs(copy, 3)
-    (report,) = audit.verify_root(copy, 3, thoroughness=DATA).steps
+    (report,) = audit.verify_root(copy, 3, **DATA).steps
     assert len({(each.file, each.message) for each in report.damage}) == len(report.damage)
     assert len(report.damage) < 4
     assert "tensorstore_spec" not in str(report)
@@ -263,7 +263,7 @@ def test_a_file_that_many_leaves_lie_in_is_told_of_once(copy):
 def test_what_cannot_be_read_now_is_never_removed(copy, monkeypatch, what):
     """Damage was seen, and then no file could be opened any more: nothing is known of it."""
     truncate_packs(copy, 3)
-    report = audit.verify_root(copy, thoroughness=DATA)
+    report = audit.verify_root(copy, **DATA)
     monkeypatch.setattr(repair.audit, "verify_root", lambda *_args, **_options: report)
 
     def refuse(*_args, **_options):
@@ -315,7 +315,7 @@ class TestDamage:
                 new = {"truncated": data[: len(data) // 2], "emptied": b"", "missing": None}[how]
             rewrite(root / file, new)
             own = int(file.parts[0])
-            (report,) = audit.verify_root(root, own, thoroughness=DATA).steps
+            (report,) = audit.verify_root(root, own, **DATA).steps
             found += bool(report.damage)
             if not report.damage:
                 assert_same_bits(restore(root, own, target), saved[own])
@@ -329,7 +329,7 @@ class TestDamage:
         data = support.with_flipped_data(path.read_bytes())
         with open(path, "r+b") as file:  # in place: all links show it
             file.write(data)
-        assert not any(damaged(copy, Thoroughness()).values())
+        assert not any(damaged(copy, STRUCTURE).values())
         assert all(damaged(copy).values())
         with pytest.raises(IntegrityError, match=str(item(copy, 3))):
             verification.check(item(copy, 3), read_data=True)
@@ -340,7 +340,7 @@ class TestDamage:
         store = ts.KvStore.open(database, context=ts.Context()).result()
         chunk = next(key for key in store.list().result() if b"/c/" in key)
         store.delete_range(ts.KvStore.KeyRange(chunk, chunk + b"\0")).result()
-        report = audit.verify_root(copy, thoroughness=Thoroughness())
+        report = audit.verify_root(copy)
         found = {step.step: [each.message for each in step.damage] for step in report.steps}
         assert not found[1]
         assert not found[2]
@@ -364,7 +364,7 @@ class TestDamage:
         first, second = a.read_bytes(), b.read_bytes()
         rewrite(a, second)
         rewrite(b, first)
-        assert all(damaged(tmp_path, Thoroughness()).values())
+        assert all(damaged(tmp_path, STRUCTURE).values())
 
     def test_a_wrong_difference_with_a_right_checksum_is_found_by_replay_alone(
         self, bits, tmp_path
@@ -382,17 +382,17 @@ class TestDamage:
             found = damaged(copy, wanted)
             assert [bool(each) for each in found.values()] == [False, True, False]
             assert any(f" {path} " in each for each in found[2])
-        assert not any(damaged(copy, Thoroughness()).values())
+        assert not any(damaged(copy, STRUCTURE).values())
 
     def test_a_base_without_update_that_lost_its_manifest_does_not_vanish(self, tmp_path):
         save_mixed(tmp_path, adacheck.AdaCheckHandler(), [1, 2])
         (item(tmp_path, 1) / manifest_file.FILE).unlink()
-        assert [bool(each) for each in damaged(tmp_path, Thoroughness()).values()] == [True, False]
+        assert [bool(each) for each in damaged(tmp_path, STRUCTURE).values()] == [True, False]
 
     def test_another_platforms_program_hinders_nothing_here(self, copy):
         place = item(copy, 3) / folders.LINEAGE / "1"
         (place / manifest_file.update_file("tpu")).unlink()
-        assert damaged(copy, Thoroughness())[3]
+        assert damaged(copy, STRUCTURE)[3]
         verification.check(item(copy, 3), read_data=False)
         (place / manifest_file.update_file("cpu")).unlink()
         with pytest.raises(IntegrityError, match=r"update\.cpu\.stablehlo"):
@@ -658,7 +658,7 @@ class TestRepairOfKeys:
         assert report.step_count == 2
         assert deleted == [f"{keys.key}/3/{marks.COMMIT_MARK}", f"{keys.key}/3"]
         assert sorted(keys.folders()) == ["1", "2"]
-        assert not audit.verify_root(keys, thoroughness=DATA).damaged_count
+        assert not audit.verify_root(keys, **DATA).damaged_count
 
     def test_an_uncommitted_step_goes_if_the_caller_says_that_nothing_is_saved(self, keys):
         (keys / "3" / marks.COMMIT_MARK).delete()
@@ -696,19 +696,6 @@ class TestCommand:
             result.stdout
         )
 
-    def test_verify_says_which_steps_were_not_read(self, replayed):
-        chosen = set()
-        for seed in range(6):
-            result = self.run(
-                "verify", replayed[0], "--read-data-subset", "10%", "--seed", seed, "--json"
-            )
-            report = json.loads(result.stdout)
-            assert (report["data_count"], report["subset"], report["seed"]) == (1, 0.1, seed)
-            chosen |= {s["step"] for s in report["steps"] if "data" in s["checked"]}
-        assert len(chosen) > 1
-        result = self.run("verify", replayed[0], "--read-data-subset", "10%")
-        assert "of 2 no array was read" in result.stdout
-
     def test_verify_says_in_one_line_what_it_did_not_look_at(self, replayed, monkeypatch):
         support.tell_of_checks(monkeypatch, {3: ""})
         bytes_, replay = "the array bytes of 3 steps (verify --read-data)", "the replay of 2 steps"
@@ -716,7 +703,6 @@ class TestCommand:
         for options, said, not_said in (
             ((), (bytes_, replay, unchecked), ()),
             (("--read-data",), (replay, unchecked), (bytes_,)),
-            (("--read-data-subset", "40%"), ("bytes of 1 of 3 steps", replay, unchecked), ()),
             (("--replay",), (bytes_,), (replay, unchecked)),
             (("--read-data", "--replay"), (), ("Not looked at",)),
         ):
@@ -752,10 +738,7 @@ class TestCommand:
         assert step["damage"][0]["file"].endswith("adacheck/delta.0")
         assert self.run("verify", copy, "3").exit_code == 0
 
-    @pytest.mark.parametrize(
-        "options",
-        [("9",), ("--item", "none"), ("--read-data-subset", "a"), ("--read-data-subset", "0%")],
-    )
+    @pytest.mark.parametrize("options", [("9",), ("--item", "none")])
     def test_wrong_input(self, replayed, options):
         assert self.run("verify", replayed[0], *options).exit_code == 2
         assert self.run("verify", replayed[0] / "nothing").exit_code == 2

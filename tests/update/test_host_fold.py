@@ -11,8 +11,8 @@ import pytest
 import adacheck_jax as adacheck
 from adacheck_jax.device.jax_settings import Arithmetic
 from adacheck_jax.format.boxes import Box, grid
-from adacheck_jax.save.exported_update import ExportedUpdates
-from adacheck_jax.save.snapshot import Snapshots
+from adacheck_jax.state.exported_update import ExportedUpdates
+from adacheck_jax.state.snapshot import Snapshots
 from adacheck_jax.update.binding import recorders_of
 from adacheck_jax.update.elements import host_fold
 from adacheck_jax.update.elements.host_fold import HostFold, UnfitError

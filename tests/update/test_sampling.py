@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from adacheck_jax.device import xla_call
+from adacheck_jax.device.loops import xla_call
 from adacheck_jax.update.elements.pieces import VectorLayout
 from adacheck_jax.update.elements.sample_sites import SAMPLE_ELEMENTS, WHOLE_ELEMENTS, Sites
 from adacheck_jax.update.elements.sampling import Taker, from_host

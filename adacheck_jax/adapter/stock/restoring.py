@@ -9,35 +9,30 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from adacheck_jax.adapter.arguments import RestoreArgs
+from adacheck_jax.adapter.stock.arguments import StockRestoreArgs
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import IntegrityError, first_line, unreadable
 from adacheck_jax.store.storage.location import AnyPath
 
 
-def restore(directory: AnyPath, args: RestoreArgs) -> PyTree:
+def restore(directory: AnyPath, args: StockRestoreArgs, *, skips_damaged: bool) -> PyTree:
     """Restore a step that stock Orbax saved; nothing can verify it.
 
     Args:
         directory: item directory of the step.
         args: arguments of the restore.
+        skips_damaged: True if another step is restored where this one cannot be read.
 
     Raises:
-        IntegrityError: exact bits are wanted; or, where a fallback is, the step cannot be read.
+        IntegrityError: it cannot be read, and another step is restored then.
         ValueError: the abstract state does not fit; or another error of stock Orbax.
     """
-    if args.require_exact:
-        raise IntegrityError(
-            f"{directory}: expected exact bits, found a step that stock Orbax saved, without "
-            "fingerprints to compare them with. Nothing was returned; do not ask for "
-            "require_exact=True."
-        )
     try:
         return _read(epath.Path(str(directory)), args)
     except Exception as error:
         if refused := unreadable(directory, error):
             raise refused from error
-        if not args.skip_damaged:
+        if not skips_damaged:
             raise
         raise IntegrityError(
             f"{directory}: stock Orbax cannot restore this step, which it saved "
@@ -45,7 +40,7 @@ def restore(directory: AnyPath, args: RestoreArgs) -> PyTree:
         ) from error
 
 
-def _read(directory: epath.Path, args: RestoreArgs) -> PyTree:
+def _read(directory: epath.Path, args: StockRestoreArgs) -> PyTree:
     state = args.abstract_state
     leaves = jax.tree.leaves(state)
     if not (args.partial_restore or any(leaf is ocp.PLACEHOLDER for leaf in leaves)):

@@ -44,10 +44,6 @@ _T = TypeVar("_T")
 def record(kind: type[_T], body: Any) -> _T:
     """A record of a class that :mod:`~adacheck_jax.format.manifest` declares.
 
-    Args:
-        kind: the class.
-        body: its fields in JSON, of the newest version.
-
     Raises:
         LookupError, TypeError, ValueError, AttributeError: a field is missing or wrong.
     """

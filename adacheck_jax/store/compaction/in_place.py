@@ -22,7 +22,7 @@ from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest
 from adacheck_jax.format.one_process import OneProcess
 from adacheck_jax.store.compaction import new_base
-from adacheck_jax.store.compaction.team import ALONE, BEGIN, Team
+from adacheck_jax.store.compaction.new_base import ALONE, BEGIN, Team
 from adacheck_jax.store.links import OWN_TREE_METADATA, PROBE_PREFIX
 from adacheck_jax.store.steps import lookup, manifest_file, marks, roots
 from adacheck_jax.store.steps.folders import BASE, DELTA, KEPT, LINEAGE
@@ -38,9 +38,7 @@ _WORK, _LOCK = "compaction", "compacting"
 """Parts of the names of a directory for a base's files, and of the lock that is held meanwhile."""
 
 
-def compact(
-    lineage: Lineage, blocks: Mapping[int, Blocks], *, read_back: bool = True
-) -> BaseManifest:
+def compact(lineage: Lineage, blocks: Mapping[int, Blocks]) -> BaseManifest:
     """Turns the delta at the end of a lineage into a base.
 
     The step can be restored at every moment, and has the same bits before and after. Other steps,
@@ -52,8 +50,6 @@ def compact(
         blocks: elements of every leaf that has any, by leaf index and box, as the step was saved:
             boxes of whole chunks, such as the leaf's own boxes, or the whole leaf; of a typed PRNG
             key its words.
-        read_back: True to compare what was written with the fingerprints that were saved; False to
-            compare the blocks alone, as a save does, which takes half the time.
 
     Returns:
         The manifest of the base.
@@ -65,7 +61,7 @@ def compact(
         LineageError: the step is a base already, or was deleted, or is no saved step.
         StorageError: the step lies in an object store, or the disk refused something.
     """
-    with prepared(lineage, blocks, read_back=read_back) as base:
+    with prepared(lineage, blocks) as base:
         base.put()
     return base.manifest
 
@@ -126,7 +122,8 @@ def prepared(
     Args:
         lineage: the step's lineage.
         blocks: elements of every leaf that has any; of several processes those that this one has.
-        read_back: True to compare what was written, False to compare the blocks.
+        read_back: True to compare what was written with the saved fingerprints, too; False to
+            compare the blocks alone, as a save does, which takes half the time.
         team: the processes that write it; this is process 0, and the others call
             :func:`contribute`.
         earlier_sums: this process's contributions to the fingerprints of the old base; None if
@@ -272,9 +269,6 @@ def _is_gone(directory: Location) -> LineageError:
 def clear(item_directory: AnyPath) -> None:
     """Removes what an interrupted compaction left in the directory of a step, and beside it.
 
-    Args:
-        item_directory: the step's item directory.
-
     Raises:
         FormatError, IntegrityError: the manifest cannot be read.
         StorageError: something cannot be removed.
@@ -289,9 +283,6 @@ def clear(item_directory: AnyPath) -> None:
 
 def leftovers(item_directory: AnyPath) -> list[Location]:
     """Files and folders that an interrupted compaction left in the directory of a step.
-
-    Args:
-        item_directory: the step's item directory.
 
     Raises:
         FormatError, IntegrityError: the manifest cannot be read.

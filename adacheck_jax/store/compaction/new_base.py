@@ -12,16 +12,22 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from adacheck_jax.errors import IntegrityError, MismatchError, first_line
-from adacheck_jax.format import manifest as manifests
 from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.format.byte_loops import fingerprint_of
 from adacheck_jax.format.fingerprint import combine
-from adacheck_jax.format.manifest import BaseManifest, DeltaManifest, Leaf, Replaced, Update
+from adacheck_jax.format.manifest import (
+    DESCRIPTIONS,
+    BaseManifest,
+    DeltaManifest,
+    Leaf,
+    Replaced,
+    Update,
+)
 from adacheck_jax.store import links, volume_reader, volumes
 from adacheck_jax.store.base_writer import (
     BaseWriter,
@@ -31,13 +37,36 @@ from adacheck_jax.store.base_writer import (
     agreed,
     seldom_changed,
 )
-from adacheck_jax.store.compaction.team import ALONE, WRITTEN, Report, Team
 from adacheck_jax.store.steps import manifest_file
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.steps.stock import TREE_METADATA
 from adacheck_jax.store.storage.location import AnyPath, Location, at
 from adacheck_jax.store.zarr import Compression
 
+Report = dict[str, Any]
+"""Account that one process gives the others, as JSON."""
+Agree = Callable[[str, Report, Callable[[Sequence[Report]], Report]], Report]
+"""Posts this process's report on a topic, and waits for the answer of process 0, which a function
+makes of the reports of all. The answer is the same in all; what that function raises, all raise."""
+
+BEGIN, WRITTEN = "begin", "written"
+"""Topics: the directory is empty; every process has written its part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Team:
+    """The processes that write one base together, as one of them reaches the others.
+
+    Attributes:
+        process: index of this process. Process 0 makes the base of what all have written.
+        agree: has all of them agree.
+    """
+
+    process: int
+    agree: Agree
+
+
+ALONE = Team(0, lambda _topic, own, judge: judge([own]))
 _CODECS: dict[str, Compression] = {"blosc": "fast", "zstd": "small"}
 """Choices of a codec, by its name in the metadata of the arrays that were stored with it."""
 
@@ -79,8 +108,8 @@ def write(
         lineage: the step's lineage, which ends at a saved delta.
         blocks: elements of the leaves by leaf index and box, boxes of whole chunks; those of all
             processes together are every element once.
-        read_back: True to compare what was written with the saved fingerprints, False to compare
-            the blocks.
+        read_back: True to compare not the blocks alone with the saved fingerprints, but what was
+            written of them, too.
         team: the processes that write it.
         earlier_sums: this process's contributions to the fingerprints of the old base, as far as
             they are known.
@@ -97,7 +126,7 @@ def write(
     """
     draft = _drafted(lineage)
     _check_blocks(draft, blocks)
-    own = _write_part(draft, directory, blocks, team, earlier_sums, sums=not read_back)
+    own = _write_part(draft, directory, blocks, team.process, earlier_sums)
     made: list[BaseManifest] = []
 
     def judge(reports: Sequence[Report]) -> Report:
@@ -113,43 +142,49 @@ def _drafted(lineage: Lineage) -> _Draft:
     delta, base, source = lineage.manifest, lineage.base, lineage.base_directory
     assert isinstance(delta, DeltaManifest)
     stored = {i: leaf for i, leaf in enumerate(base.leaves) if leaf.nbytes}
-    programs, described = _programs(lineage), _descriptions(lineage)
-    names, compression = _names(source, described[TREE_METADATA], [*stored.values()])
-    described[TREE_METADATA] = _with_metadata(described[TREE_METADATA], delta.custom_metadata)
-    return _Draft(lineage, delta, stored, names, compression, {**described, **programs})
+    files = {name: _read(source / name, base.described.get(name)) for name in sorted(DESCRIPTIONS)}
+    tree = files[TREE_METADATA]
+    names, compression = _names(source, tree, [*stored.values()])
+    body = {**json.loads(tree), "custom_metadata": delta.custom_metadata}
+    files[TREE_METADATA] = json.dumps(body).encode()
+    if update := _update(base.update, lineage.problem):
+        for platform, digest in update.programs.items():
+            name = manifest_file.update_file(platform)
+            files[name] = _read(source / name, digest)
+    return _Draft(lineage, delta, stored, names, compression, files)
 
 
 def _write_part(
     draft: _Draft,
     directory: Location,
     blocks: Mapping[int, Blocks],
-    team: Team,
+    process: int,
     earlier_sums: Mapping[int, int] | None,
-    *,
-    sums: bool,
 ) -> Report:
     """Writes the arrays of which this process has boxes."""
-    base, found = draft.lineage.base, dict[int, int]()
+    base = draft.lineage.base
     if earlier_sums is None:
         # A fingerprint is made of the sums of all processes that wrote the old base.
         earlier_sums = dict(enumerate(base.fingerprints)) if base.process_count == 1 else {}
-    if sums:
-        for i in draft.stored:
-            own = blocks.get(i, {})
-            found[i] = combine([fingerprint_of(each, box.start) for box, each in own.items()])
+    sums, sizes = dict[int, int](), dict[int, int]()
+    for i in draft.stored:
+        own = blocks.get(i, {})
+        sums[i] = combine([fingerprint_of(each, box.start) for box, each in own.items()])
+        sizes[i] = sum(box.size for box in own)
     earlier = EarlierBase(draft.lineage.base_directory, base.step, base.leaves, earlier_sums)
-    contributions = dict(enumerate(draft.delta.fingerprints)) if team.is_alone else found
+    seldom = frozenset[int]()
+    if update := base.update:
+        seldom = seldom_changed(base.leaves, update.explained.union(update.consumed, update.counts))
     writer = BaseWriter(
         base.leaves,
         {i: blocks[i] for i in draft.stored if blocks.get(i)},
         earlier,
-        _still(base.leaves, base.update),
+        seldom,
         Layout(draft.names),
         draft.compression,
     )
-    report = writer.write(directory, team.process, contributions)
-    sizes = {i: sum(box.size for box in blocks.get(i, {})) for i in draft.stored}
-    return report | {"sums": [*found.items()], "sizes": [*sizes.items()]}
+    report = writer.write(directory, process, sums)
+    return report | {"sums": [*sums.items()], "sizes": [*sizes.items()]}
 
 
 def _completed(
@@ -179,7 +214,7 @@ def _completed(
         reason=f"delta {lineage.delta_count} of base {lineage.base.step}, compacted",
         aliases=agreed(reports, "aliases", writers),
         kept=agreed(reports, "kept", writers),
-        described={name: digests[name] for name in sorted(manifests.DESCRIPTIONS)},
+        described={name: digests[name] for name in sorted(DESCRIPTIONS)},
         directory_step=delta.directory_step,
         caution=delta.caution,
         stale=delta.stale,
@@ -224,9 +259,8 @@ def _check_parts(draft: _Draft, reports: Sequence[Report]) -> None:
                 f"its {expected} elements, found {elements}. Nothing was changed; pass the whole "
                 "state as it was saved."
             )
-        sums = [dict(report["sums"]).get(i) for report in reports]
-        told = [each for each in sums if each is not None]
-        if told and combine(told) != draft.delta.fingerprints[i]:
+        sums = [dict(report["sums"])[i] for report in reports]
+        if combine(sums) != draft.delta.fingerprints[i]:
             raise IntegrityError(
                 f"leaf {leaf.path}: expected the bits that were saved, found others in the state "
                 "that was given. The step is as it was."
@@ -236,13 +270,7 @@ def _check_parts(draft: _Draft, reports: Sequence[Report]) -> None:
 def _names(
     source: AnyPath, tree: bytes, leaves: Sequence[Leaf]
 ) -> tuple[dict[str, Name], Compression]:
-    """The arrays of the old base by leaf path, and the compression that they were stored with.
-
-    Args:
-        source: directory of the old base.
-        tree: Orbax's tree metadata.
-        leaves: the leaves that have elements.
-    """
+    """The arrays of the old base by leaf path, and the compression that they were stored with."""
     try:
         entries = json.loads(tree)["tree_metadata"].values()
         keys = [[str(key["key"]) for key in each["key_metadata"]] for each in entries]
@@ -263,40 +291,11 @@ def _names(
     return names, "none"
 
 
-def _still(leaves: Sequence[Leaf], update: Update | None) -> frozenset[int]:
-    if update is None:
-        return frozenset()
-    return seldom_changed(leaves, update.explained.union(update.consumed, update.counts))
-
-
 def _update(update: Update | None, problem: str) -> Update | None:
     """The update of the new base; without its programs if none is replayed any more."""
     if update is None or problem == update.problem:
         return update
     return dataclasses.replace(update, problem=problem, programs={})
-
-
-def _programs(lineage: Lineage) -> dict[str, bytes]:
-    """The exported update programs, by file name."""
-    update, found = _update(lineage.base.update, lineage.problem), {}
-    for platform, digest in (update.programs if update else {}).items():
-        name = manifest_file.update_file(platform)
-        found[name] = _read(lineage.base_directory / name, digest)
-    return found
-
-
-def _descriptions(lineage: Lineage) -> dict[str, bytes]:
-    """The files that describe the arrays of the old base to Orbax, by name."""
-    digests = lineage.base.described
-    return {
-        name: _read(lineage.base_directory / name, digests.get(name))
-        for name in sorted(manifests.DESCRIPTIONS)
-    }
-
-
-def _with_metadata(tree: bytes, custom_metadata: Any) -> bytes:
-    """Orbax's tree metadata with the JSON of a step's caller."""
-    return json.dumps({**json.loads(tree), "custom_metadata": custom_metadata}).encode()
 
 
 def _read(path: AnyPath, digest: str | None) -> bytes:

@@ -11,7 +11,7 @@ import numpy as np
 import tensorstore as ts
 
 from adacheck_jax.errors import FormatError, IntegrityError, first_line, unreadable
-from adacheck_jax.store import aligned_read, descriptions, zarr
+from adacheck_jax.store import aligned_read, volume_reader, zarr
 from adacheck_jax.store.packs.arrays import Kind, Ranges, Runs
 from adacheck_jax.store.storage.location import AnyPath, at
 
@@ -40,7 +40,7 @@ class PackArray:
             return
         database, context = zarr.database_at(start), at(start).context()
         try:
-            (metadata,) = descriptions.read(database, [kind.name], context)
+            (metadata,) = volume_reader.stored_metadata(database, [kind.name], context)
             names = zarr.names(metadata["codecs"])
             self._store = _opened(database, kind, metadata, context)
         except Exception as error:

@@ -59,11 +59,7 @@ class LineageStep:
         return self.path(manifest_file.NAME)
 
     def path(self, name: str) -> AnyPath:
-        """Path of a file of a delta.
-
-        Args:
-            name: the file's name in the step's own ``adacheck`` folder.
-        """
+        """Path of a file of a delta."""
         if self.is_link:
             return self.holder / LINEAGE / f"{self.manifest.step}.{name}"
         return self.holder / manifest_file.DIRECTORY / name

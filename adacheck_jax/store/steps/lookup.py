@@ -25,10 +25,6 @@ ReadManifest = Callable[[AnyPath], Manifest]
 def resolve(item_directory: AnyPath, read: ReadManifest = manifest_file.read_file) -> Lineage:
     """Finds the base and the deltas that reproduce one step, and checks every parent.
 
-    Args:
-        item_directory: the step's item directory.
-        read: reads a manifest from its own path.
-
     Raises:
         FormatError: a manifest is missing or cannot be read.
         IntegrityError: a manifest does not match its checksum.
@@ -45,12 +41,7 @@ def resolve(item_directory: AnyPath, read: ReadManifest = manifest_file.read_fil
 
 
 def follow(known: Sequence[Lineage], item_directory: AnyPath) -> Lineage:
-    """Resolves a step as :func:`resolve` does, but reads one manifest if its lineage is known.
-
-    Args:
-        known: lineages that were resolved before.
-        item_directory: the step's item directory.
-    """
+    """Resolves a step as :func:`resolve` does, but reads one manifest if its lineage is known."""
     marks.refuse_uncommitted(item_directory)
     manifest = manifest_file.read(item_directory)
     for each in known:
@@ -67,9 +58,6 @@ def follow(known: Sequence[Lineage], item_directory: AnyPath) -> Lineage:
 
 def held(item_directory: AnyPath) -> Lineage:
     """The longest lineage in the directory of a step, which may be damaged.
-
-    Args:
-        item_directory: the step's item directory.
 
     Returns:
         The lineage of the step itself, if its manifests are whole; else of the newest step linked
@@ -170,14 +158,7 @@ def _resolved(entry: LineageStep, read: ReadManifest = manifest_file.read_file) 
 def _find(
     child: DeltaManifest, entry: LineageStep, holders: Sequence[AnyPath], read: ReadManifest
 ) -> LineageStep:
-    """The parent of a delta.
-
-    Args:
-        child: the delta's manifest.
-        entry: the delta.
-        holders: directories that may hold links to the parent.
-        read: reads a manifest from its own path.
-    """
+    """The parent of a delta."""
     parent = child.parent
     for holder in holders:
         linked = at(holder) / LINEAGE / str(parent.step)

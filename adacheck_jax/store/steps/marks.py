@@ -25,9 +25,6 @@ def is_committed(item_directory: AnyPath) -> bool:
     Orbax renames a step to commit it. On object stores, and with ``AtomicityMode.COMMIT_FILE``, it
     writes into the final directory instead, and adds a mark at the end. A directory that Orbax does
     not know is committed by the handler that saved into it.
-
-    Args:
-        item_directory: item directory of a step.
     """
     return _is_committed_by_orbax(item_directory) or (
         at(item_directory / FINALIZED).exists and not _is_of_orbax(item_directory)
@@ -74,10 +71,6 @@ def finalize(item_directory: AnyPath) -> bool:
 
 def is_there(item_directory: AnyPath, stamp: Stamp | None) -> bool:
     """True if a step is committed, by the same manifest as before.
-
-    Args:
-        item_directory: its item directory.
-        stamp: identity of the manifest; None for any.
 
     Raises:
         OSError: there is no manifest.

@@ -17,12 +17,7 @@ def reference(from_directory: AnyPath, to_directory: AnyPath) -> str | None:
 
 
 def referred(directory: AnyPath, relative: str) -> AnyPath:
-    """The directory that a reference names, without a look at it.
-
-    Args:
-        directory: item directory of the step with the reference.
-        relative: the reference.
-    """
+    """The directory that a reference names, without a look at it."""
     names = _names(relative)
     for _ in names:  # as many as steps up
         directory = directory.parent

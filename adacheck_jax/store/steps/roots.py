@@ -71,12 +71,7 @@ def _directories(parent: AnyPath) -> list[AnyPath]:
 
 
 def steps_of(root: AnyPath, item: str | None = None) -> list[Step]:
-    """Steps under a checkpoint root, ascending, each with the error that keeps it from a restore.
-
-    Args:
-        root: the directory given to the checkpoint manager.
-        item: name of the item directory, None for any.
-    """
+    """Steps under a root, of one item or of all, with the errors that keep them from a restore."""
     steps = []
     manifests = manifest_file.ManifestReader()
     for directory in items_of(root):

@@ -19,10 +19,6 @@ def steps_under(root: AnyPath, item: str | None = None) -> dict[int, list[AnyPat
     """Item directories of the steps under a root that stock Orbax saved, by step number.
 
     A step that holds an item of ours is not among them: a data iterator beside it is no state.
-
-    Args:
-        root: the directory given to the checkpoint manager.
-        item: name of the item directory, None for any.
     """
     found: dict[int, list[AnyPath]] = {}
     root = root if at(root).on_file_system else at(root).listed()

@@ -49,7 +49,6 @@ class KvStore:
         self._store = ts.KvStore.open(self._spec, context=self.context).result()
 
     def shown(self, key: str) -> str:
-        """The URL."""
         return f"{self._url}{key}"
 
     def check_answers(self, key: str) -> None:
@@ -86,7 +85,6 @@ class KvStore:
     def write(
         self, key: str, data: bytes, *, if_absent: bool = False, replacing: Stamp | None = None
     ) -> Stamp:
-        """Writes a value, under a condition on its generation."""
         condition = _NO_VALUE if if_absent else replacing[0] if replacing else None
         with self._named(key):
             generation = self._store.write(key, data, if_equal=condition).result().generation
@@ -100,46 +98,39 @@ class KvStore:
         return (generation,)
 
     def kind(self, key: str) -> Kind:
-        """Looks for a value, then for keys below."""
         with self._named(key):
             if key and self._store.read(key, byte_range=slice(0, 0)).result().state == "value":
                 return "value"
         return "folder" if any(True for _ in self.list(key)) else ""
 
     def stat(self, key: str) -> Entry:
-        """Describes a value by its generation."""
         with self._named(key):
             reading = self._store.read(key, byte_range=slice(0, 0))
             self._value(reading, key)
             return Entry((reading.result().stamp.generation,))
 
     def list(self, prefix: str, *, deep: bool = True) -> Iterator[str]:
-        """Lists the keys that begin with a folder's."""
         start = f"{prefix}/" if prefix else ""
         return (
             key for key in self.keys(_below(start), prefix) if deep or "/" not in key[len(start) :]
         )
 
     def keys(self, span: Span, prefix: str) -> list[str]:
-        """Lists the keys of a range, in a folder."""
         with self._named(prefix):
             return [key.decode() for key in self._store.list(ts.KvStore.KeyRange(*span)).result()]
 
     def described(self, prefix: str) -> Iterator[tuple[str, Entry]]:
-        """Lists keys, and asks for each."""
         for key in self.list(prefix):
             with contextlib.suppress(FileNotFoundError):
                 yield key, self.stat(key)
 
     def listed(self, prefix: str, names: tuple[str, str] | None = None) -> KvStore:
-        """Lists the keys below, once."""
         start = f"{prefix}/" if prefix else ""
         if names is None or not self._lists_spans:
             return Listed(self, prefix, _below(start))
         return Listed(self, prefix, (f"{start}{names[0]}", _below(f"{start}{names[1]}/")[1]))
 
     def folders(self, prefix: str) -> list[str]:
-        """Names before a slash in the keys of a folder."""
         start = len(prefix) + 1 if prefix else 0
         names = [key[start:].partition("/") for key in self.list(prefix)]
         return [*dict.fromkeys(name for name, slash, _ in names if slash)]
@@ -148,7 +139,6 @@ class KvStore:
         """Does nothing: there are values alone."""
 
     def delete(self, key: str) -> None:
-        """Deletes a value, and the keys that begin with a folder's."""
         with self._named(key):
             if key:
                 self._store.write(key, None).result()
@@ -157,11 +147,9 @@ class KvStore:
             ).result()
 
     def adopt(self, values: Mapping[str, str]) -> bool:
-        """Does nothing: there are no links."""
         return False
 
     def rename(self, source: str, key: str) -> bool:
-        """Does nothing: keys are copied one by one."""
         return False
 
     def changed_s(self, prefix: str) -> None:
@@ -171,7 +159,6 @@ class KvStore:
         """Does nothing: what was written is durable."""
 
     def lock(self, key: str) -> contextlib.AbstractContextManager[None]:
-        """Waits for nobody: there are no locks."""
         return contextlib.nullcontext()
 
     def watched(self, prefix: str) -> contextlib.AbstractContextManager[Callable[[], bool]]:
@@ -179,7 +166,6 @@ class KvStore:
         return contextlib.nullcontext(lambda: True)
 
     def physical(self, key: str) -> str:
-        """The key: there are no links."""
         return key
 
     def spec(self, prefix: str) -> dict[str, Any]:
@@ -226,13 +212,11 @@ class Listed(KvStore):
         return self if self._tells_of(start, start) else self._viewed.listed(prefix, names)
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Reads a value that was there."""
         if self._tells_of(key, f"{key}/") and self.kind(key) != "value":
             raise FileNotFoundError(errno.ENOENT, "no such value", self.shown(key))
         return super().read(key, start, stop)
 
     def kind(self, key: str) -> Kind:
-        """Looks into the listing."""
         if not self._tells_of(key, f"{key}/"):
             return super().kind(key)
         first = bisect.bisect_left(self._keys, key)
@@ -241,7 +225,6 @@ class Listed(KvStore):
         return "folder" if next(self.list(key), None) is not None else ""
 
     def list(self, prefix: str, *, deep: bool = True) -> Iterator[str]:
-        """Goes through the listing."""
         start = f"{prefix}/" if prefix else ""
         if not self._tells_of(start, start):
             yield from self._viewed.list(prefix, deep=deep)

@@ -34,7 +34,6 @@ class Posix:
     context = None
 
     def shown(self, key: str) -> str:
-        """The path."""
         return key
 
     def check_answers(self, key: str) -> None:
@@ -76,7 +75,6 @@ class Posix:
         return stamp
 
     def kind(self, key: str) -> Kind:
-        """The type of the file that a path leads to."""
         try:
             return "folder" if stat.S_ISDIR(os.stat(key).st_mode) else "value"
         except OSError as error:
@@ -91,48 +89,21 @@ class Posix:
 
     def list(self, prefix: str, *, deep: bool = True) -> Iterator[str]:
         """Lists files, and links without following them."""
-        waiting, vanished = [prefix], None
-        while waiting:
-            folder = waiting.pop()
-            try:
-                found = os.scandir(folder)
-            except (FileNotFoundError, NotADirectoryError) as error:
-                vanished = error if folder != prefix else None
-                continue
-            with found:
-                for each in found:
-                    if not each.is_dir(follow_symlinks=False):
-                        yield each.path
-                    elif deep:
-                        waiting.append(each.path)
-        if vanished is not None:
-            raise vanished
+        return (each.path for each in _entries(prefix, deep=deep))
 
     def described(self, prefix: str) -> Iterator[tuple[str, Entry]]:
         """Lists files; of those that are hard links to each other the first is looked at."""
-        known: dict[tuple[int, int], Entry] = {}
-        waiting = [prefix]
-        while waiting:
-            folder = waiting.pop()
-            try:
-                device, found = os.stat(folder).st_dev, os.scandir(folder)
-            except (FileNotFoundError, NotADirectoryError):
-                continue
-            with found:
-                for each in found:
-                    if each.is_dir(follow_symlinks=False):
-                        waiting.append(each.path)
+        known: dict[int, Entry] = {}
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            for each in _entries(prefix):
+                if each.inode() not in known:
+                    try:
+                        known[each.inode()] = self.stat(each.path)
+                    except FileNotFoundError:
                         continue
-                    place = (device, each.inode())
-                    if place not in known:
-                        try:
-                            known[place] = self.stat(each.path)
-                        except FileNotFoundError:
-                            continue
-                    yield each.path, known[place]
+                yield each.path, known[each.inode()]
 
     def listed(self, prefix: str, names: tuple[str, str] | None = None) -> Posix:
-        """Itself: looking is cheap."""
         return self
 
     def folders(self, prefix: str) -> list[str]:
@@ -145,23 +116,19 @@ class Posix:
 
     def check_plain(self, prefix: str) -> None:
         """Refuses symbolic links, pipes and devices anywhere below a directory."""
-        waiting = [prefix]
-        while waiting:
-            try:
-                with os.scandir(waiting.pop()) as found:
-                    for each in found:
-                        if each.is_dir(follow_symlinks=False):
-                            waiting.append(each.path)
-                        elif not each.is_file(follow_symlinks=False):
-                            kind = _LINK if each.is_symlink() else "a pipe or a device"
-                            raise NotPlainError(each.path, kind)
-            except NotPlainError:
-                raise
-            except OSError:  # it is missing or being deleted, which reading it will report
-                continue
+        try:
+            for each in _entries(prefix):
+                if not each.is_file(follow_symlinks=False):
+                    kind = _LINK if each.is_symlink() else "a pipe or a device"
+                    raise NotPlainError(each.path, kind)
+        except NotPlainError:
+            raise
+        except (
+            OSError
+        ):  # of a folder that is missing or being deleted, which reading it will report
+            return
 
     def delete(self, key: str) -> None:
-        """Deletes a file or a directory; a link is not followed."""
         try:
             os.unlink(key)
         except FileNotFoundError:
@@ -188,7 +155,6 @@ class Posix:
         return True
 
     def rename(self, source: str, key: str) -> bool:
-        """Renames a file or a directory."""
         os.rename(source, key)
         return True
 
@@ -198,8 +164,9 @@ class Posix:
         return max(map(_changed_s, itertools.chain([prefix], every)))
 
     def sync(self, *keys: str, deep: bool = False) -> None:
-        """Syncs files and directories, many at once."""
-        every = [each for key in keys for each in _with_folders(key)] if deep else keys
+        every = [*keys]
+        if deep:
+            every += [path for key in keys for path, *_ in os.walk(key) if path != key]
         if len(every) == 1:
             _sync(every[0])
             return
@@ -232,7 +199,6 @@ class Posix:
             os.close(descriptor)
 
     def physical(self, key: str) -> str:
-        """The path without symbolic links."""
         return os.path.realpath(key)
 
     def spec(self, prefix: str) -> dict[str, Any]:
@@ -254,16 +220,25 @@ def _made(path: str, mode: str) -> IO[bytes]:
         return open(path, mode)
 
 
-def _with_folders(key: str) -> Iterator[str]:
-    """A path, and those of the directories below it."""
-    yield key
-    try:
-        with os.scandir(key) as found:
-            inner = [each.path for each in found if each.is_dir(follow_symlinks=False)]
-    except NotADirectoryError:
-        return
-    for each in inner:
-        yield from _with_folders(each)
+def _entries(top: str, *, deep: bool = True) -> Iterator[os.DirEntry[str]]:
+    """All below a directory that are no directories; a folder's error comes after all others."""
+    waiting, failed = [top], None
+    while waiting:
+        folder = waiting.pop()
+        try:
+            found = os.scandir(folder)
+        except OSError as error:
+            is_absent = isinstance(error, FileNotFoundError | NotADirectoryError)
+            failed = failed if folder == top and is_absent else error
+            continue
+        with found:
+            for each in found:
+                if not each.is_dir(follow_symlinks=False):
+                    yield each
+                elif deep:
+                    waiting.append(each.path)
+    if failed is not None:
+        raise failed
 
 
 def _changed_s(path: str) -> float:

@@ -1,30 +1,33 @@
-"""Export of one recorded step in a format that needs nothing of this library.
+"""Export of a recorded step, or a published version, in a format of others.
 
 What was written is read back, and compared with the fingerprints taken when the step was saved.
-:mod:`~adacheck_jax.tools.handover.published` exports published versions by the same way.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
 from adacheck_jax.adapter.stock import plain
 from adacheck_jax.device import trees
-from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import IntegrityError
 from adacheck_jax.format.byte_loops import fingerprint_of
-from adacheck_jax.format.manifest import Leaf
-from adacheck_jax.store.storage.location import AnyPath, at
-from adacheck_jax.tools.handover import destination, formats, npz_file, safetensors_files
+from adacheck_jax.store.storage.location import AnyPath, at, located
+from adacheck_jax.tools.handover import (
+    destination,
+    formats,
+    npz_file,
+    safetensors_files,
+    sources,
+)
 from adacheck_jax.tools.handover.formats import ExportedLeaf, Format
-from adacheck_jax.tools.handover.recorded_step import Contents, ReadLeaf, find, params_of
-from adacheck_jax.tools.steps import undeleted
+from adacheck_jax.tools.handover.recorded_step import find
+from adacheck_jax.tools.handover.sources import ReadLeaf, Source
+from adacheck_jax.tools.steps import InputError, newest, undeleted
 
 SHARD_BYTES = 5_000_000_000
 """Largest size of a safetensors file's arrays by default: that of Hugging Face's libraries."""
@@ -78,51 +81,27 @@ class ExportReport:
     files: tuple[ExportedFile, ...]
 
 
-class Source(Protocol):
-    """Leaves that can be exported."""
-
-    @property
-    def leaves(self) -> Sequence[Leaf]:
-        """Description of each leaf."""
-        ...
-
-    @property
-    def fingerprints(self) -> Sequence[int]:
-        """One digest a leaf."""
-        ...
-
-    @property
-    def tree(self) -> PyTree:
-        """A tree with the same leaf paths, by which Orbax gets its own."""
-        ...
-
-    def opened(self) -> ReadLeaf:
-        """A function that reads one leaf."""
-        ...
-
-    def close(self) -> None:
-        """Release what was read."""
-        ...
-
-
 def export(
-    root: AnyPath,
-    number: int,
+    root: str | AnyPath,
+    number: int | None,
     target: str,
-    wanted: Format,
+    wanted: Format = Format.SAFETENSORS,
     *,
     params_only: bool = True,
+    changes: bool = False,
     shard_bytes: int = SHARD_BYTES,
     item: str | None = None,
 ) -> ExportReport:
-    """Write one recorded step in another format, and compare what was written with the step.
+    """Write one recorded step, or published version, in another format, read it back and compare.
 
     Args:
-        root: the directory given to the checkpoint manager.
-        number: step number: of a saved step, or of a deferred one.
+        root: the directory given to the checkpoint manager, or the root of published weights.
+        number: number of the step, saved or deferred, or of the version; None for the newest;
+            below zero a place counted from it.
         target: path of the export, where nothing is yet.
         wanted: the format.
-        params_only: False to export every leaf.
+        params_only: False to export every leaf of a step.
+        changes: True for what changed since the version before, alone.
         shard_bytes: largest size of a safetensors file's arrays.
         item: name of the item directory, needed if a step holds several.
 
@@ -132,72 +111,37 @@ def export(
         AdaCheckError: the step is damaged, or cannot be restored exactly here. Whatever is raised,
             nothing is left at the destination.
     """
-    root = root.absolute()
-    path = checked(target, root, wanted)
-    step = find(root, number, item)
-    with undeleted(step.directory), contextlib.closing(Contents(step)) as contents:
-        every = range(len(contents.leaves))
-        indices = params_of(step, contents.leaves) if params_only else every
-        leaves, files = write(path, contents, indices, wanted, shard_bytes, {"step": str(number)})
-    return ExportReport(
-        root=str(root),
-        step=number,
-        item=at(step.directory).below(at(root)),
-        kind=step.kind,
-        replayed_count=step.lineage.replayed_count,
-        format=str(wanted),
-        destination=str(path),
-        params_only=params_only,
-        leaf_count=len(leaves),
-        leaf_bytes=sum(each.leaf.nbytes for each in leaves),
-        empty=left_out(contents.leaves, indices, leaves),
-        files=files,
-    )
-
-
-def checked(target: str, root: AnyPath, wanted: Format) -> Path:
-    """The destination that a user names, if a format can be written there.
-
-    Args:
-        target: path of the export, where nothing is yet.
-        root: the root that is exported from.
-        wanted: the format.
-
-    Raises:
-        InputError: nothing can be written there, or the safetensors library is not installed.
-    """
+    root = located(root) if isinstance(root, str) else root.absolute()
     path = destination.checked(target, root)
     if wanted is Format.SAFETENSORS:
         safetensors_files.library()
-    return path
+    if sources.is_published(root):
+        source = sources.VersionSource(root, number, changes)
+        every = range(len(source.leaves))
+        return _exported(root, "", source, every, path, wanted, shard_bytes, params_only=True)
+    if changes:
+        raise InputError(f"--changes: expected a root of published weights, found {root}.")
+    step = find(root, newest(root, number, item), item)
+    with undeleted(step.directory), contextlib.closing(sources.StepSource(step)) as source:
+        indices = source.params() if params_only else range(len(source.leaves))
+        place = at(step.directory).below(at(root))
+        report = _exported(root, place, source, indices, path, wanted, shard_bytes, params_only)
+    return replace(report, replayed_count=step.lineage.replayed_count)
 
 
-def write(
-    path: Path,
+def _exported(
+    root: AnyPath,
+    item: str,
     source: Source,
     indices: Sequence[int],
+    path: Path,
     wanted: Format,
     shard_bytes: int,
-    numbers: Mapping[str, str],
-) -> tuple[list[ExportedLeaf], tuple[ExportedFile, ...]]:
-    """Write leaves, close their source, read them back, and compare.
-
-    Args:
-        path: the destination, from :func:`checked`.
-        source: the leaves.
-        indices: indices of those to write.
-        wanted: the format.
-        shard_bytes: largest size of a safetensors file's arrays.
-        numbers: number of the step or version, for the header of a safetensors file.
-
-    Returns:
-        The leaves and the files that were written.
-
-    Raises:
-        MismatchError: the format cannot hold some leaves.
-        AdaCheckError: the leaves cannot be read, or what was written has other bits.
-    """
+    params_only: bool,
+) -> ExportReport:
+    """Write leaves, close their source, read them back, and compare."""
     leaves = formats.planned(source.leaves, indices, wanted)
+    kept = {each.index for each in leaves}
     with destination.temporary(path) as made:
         read_leaf = source.opened()
         if wanted is Format.ORBAX:
@@ -207,25 +151,26 @@ def write(
         else:
             # Hugging Face's loaders want to be told a framework, whose name says nothing of the
             # bytes.
-            metadata = {"format": "pt", **numbers}
+            number = {"step" if item else "version": str(source.number)}
+            metadata = {"format": "pt", **number}
             safetensors_files.write(made, leaves, read_leaf, shard_bytes, metadata)
         source.close()  # a restored state is not needed to read the export back
         _compare(_read_back(made, leaves, wanted), source.fingerprints, leaves, path)
-        return leaves, tuple(_files_of(made))
-
-
-def left_out(
-    leaves: Sequence[Leaf], indices: Iterable[int], planned: Sequence[ExportedLeaf]
-) -> tuple[str, ...]:
-    """Leaf paths of the leaves that an export leaves out.
-
-    Args:
-        leaves: all leaves.
-        indices: indices of the leaves to export.
-        planned: leaves of the export.
-    """
-    kept = {each.index for each in planned}
-    return tuple(leaves[i].path for i in indices if i not in kept)
+        files = tuple(_files_of(made))
+    return ExportReport(
+        root=str(root),
+        step=source.number,
+        item=item,
+        kind=source.kind,
+        replayed_count=0,
+        format=str(wanted),
+        destination=str(path),
+        params_only=params_only,
+        leaf_count=len(leaves),
+        leaf_bytes=sum(each.leaf.nbytes for each in leaves),
+        empty=tuple(source.leaves[i].path for i in indices if i not in kept),
+        files=files,
+    )
 
 
 def _write_orbax(

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from adacheck_jax.tools.handover.formats import ExportedLeaf
-from adacheck_jax.tools.handover.recorded_step import ReadLeaf
+from adacheck_jax.tools.handover.sources import ReadLeaf
 
 
 def write(path: Path, leaves: Sequence[ExportedLeaf], read_leaf: ReadLeaf) -> None:

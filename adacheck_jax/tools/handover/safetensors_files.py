@@ -19,7 +19,7 @@ import numpy as np
 from adacheck_jax.errors import IntegrityError
 from adacheck_jax.store.storage.location import AnyPath, Location
 from adacheck_jax.tools.handover.formats import SAFETENSORS_CODES, ExportedLeaf
-from adacheck_jax.tools.handover.recorded_step import ReadLeaf
+from adacheck_jax.tools.handover.sources import ReadLeaf
 from adacheck_jax.tools.steps import InputError
 
 INDEX = "model.safetensors.index.json"

@@ -102,8 +102,6 @@ def _only(one: Mapping[str, str], other: Mapping[str, str]) -> tuple[str, ...]:
 def compare_runs(
     first: Walk,
     second: Walk,
-    start: int | None = None,
-    stop: int | None = None,
     tell: Callable[[int, int, str], None] | None = None,
 ) -> RunComparison:
     """Find the first step at which two runs differ, and the leaves and elements that do.
@@ -114,19 +112,17 @@ def compare_runs(
     Args:
         first: the one run.
         second: the other run.
-        start: the first step to compare; None for the oldest.
-        stop: the last step to compare; None for the newest.
         tell: is told of the progress.
 
     Raises:
         InputError: they have no step in common, or other leaves.
         AdaCheckError: the step that differs is damaged in one of them.
     """
-    steps = [{*each.between(start, stop)} for each in (first, second)]
+    steps = [{*each.steps} for each in (first, second)]
     common = sorted(steps[0] & steps[1])
     if not common:
-        shown = [f"{run.root} has {_span(run.between(start, stop))}" for run in (first, second)]
-        raise InputError(f"expected steps of both runs, found none: {', '.join(shown)}.")
+        ends = [f"{run.root} has {run.steps[0]} to {run.steps[-1]}" for run in (first, second)]
+        raise InputError(f"expected steps of both runs, found none: {', '.join(ends)}.")
     equal_until, step = None, None
     found: list[LeafDifference] = []
     for n, number in enumerate(common):
@@ -201,7 +197,3 @@ def _cause(found: Sequence[LeafDifference], *, is_first: bool) -> str:
             "changed the state after it"
         )
     return "only leaves that no update computes differ"
-
-
-def _span(steps: Sequence[int]) -> str:
-    return f"{steps[0]} to {steps[-1]}" if steps else "none"

@@ -22,12 +22,10 @@ from adacheck_jax.restore.compiled_update import CompiledUpdates
 from adacheck_jax.restore.deltas import delta_reader
 from adacheck_jax.store.steps import roots
 from adacheck_jax.store.steps.lineage import Lineage
-from adacheck_jax.store.steps.lookup import resolve
-from adacheck_jax.store.steps.manifest_file import ManifestReader
 from adacheck_jax.store.storage.location import AnyPath, at
 from adacheck_jax.tools.handover import recorded_step
 from adacheck_jax.tools.recompute import base_leaves, cannot_replay_here, touched, wide_integers
-from adacheck_jax.tools.steps import InputError, numbered, steps_under, undeleted
+from adacheck_jax.tools.steps import InputError, numbered, resolved, steps_under, undeleted
 
 Tree = dict[str, Any]
 _MOST_HOLDERS = 3
@@ -100,8 +98,7 @@ class Walk:
         self._find()
 
     def _find(self) -> None:
-        item = self._item
-        manifests, held = ManifestReader(), dict[int, Lineage]()
+        item, held = self._item, dict[int, Lineage]()
         steps = [s for s in steps_under(self.root) if item in (None, s.directory.name)]
         items = sorted({step.directory.name for step in steps})
         if item is None and len({step.step for step in steps}) < len(steps):
@@ -109,17 +106,12 @@ class Walk:
                 f"{self.root}: expected one item a step, found {', '.join(items)}. Name one with "
                 "--item."
             )
-        for step in steps:
-            try:
-                if step.error is not None:
-                    raise step.error
-                with undeleted(step.directory):
-                    lineage = resolve(step.directory, manifests.read_file)
-            except AdaCheckError as error:
-                self.skipped[step.step] = " ".join(str(error).split())
-                continue
-            self._lineages[step.step] = lineage
-            held |= dict.fromkeys(lineage.steps, lineage)  # the newest one is deleted last
+        for step, lineage in resolved(steps):
+            if isinstance(lineage, AdaCheckError):
+                self.skipped[step.step] = " ".join(str(lineage).split())
+            else:
+                self._lineages[step.step] = lineage
+                held |= dict.fromkeys(lineage.steps, lineage)  # the newest one is deleted last
         for number, lineage in held.items():
             if number not in self._lineages:
                 self._lineages[number] = lineage.to(number)

@@ -21,7 +21,7 @@ from adacheck_jax.store.steps import lineage as lineages
 from adacheck_jax.store.steps import lookup, manifest_file, roots
 from adacheck_jax.store.storage.location import AnyPath, Location, at
 from adacheck_jax.tools import audit
-from adacheck_jax.tools.audit import Leftover, Progress, StepReport, Thoroughness
+from adacheck_jax.tools.audit import Leftover, Progress, StepReport
 from adacheck_jax.tools.recompute import try_to_restore
 from adacheck_jax.tools.steps import InputError
 from adacheck_jax.tools.upkeep.removal import Removal, execute, is_plain, needed_by, planned
@@ -92,7 +92,7 @@ def repair(
         InputError: there is no such root, Orbax cannot read it, or a manager may be saving into it.
     """
     root = at(root).resolve()
-    report = audit.verify_root(root, thoroughness=Thoroughness(read_data), progress=progress)
+    report = audit.verify_root(root, read_data=read_data, progress=progress)
     _check_readable(root)
     if not (force or dry_run):
         _check_quiet(root, report.leftovers)

@@ -16,7 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from adacheck_jax.format.fingerprint import words_of
-from adacheck_jax.update.pinning.flat_jaxpr import Group, flatten, groups, without_equal_scalars
+from adacheck_jax.update.pinning.flat_jaxpr import (
+    Group,
+    described,
+    evaluate,
+    flatten,
+    groups,
+    without_equal_scalars,
+)
 
 ROW = 128
 """Elements of a row. XLA may compile shorter rows to other arithmetic."""
@@ -81,10 +88,7 @@ class Batch:
             arrays: a row of each input that is no scalar.
         """
         env = {**values, **dict(zip(self._refs(), arrays, strict=True))}
-        for op in self.group.ops:
-            with op.context():
-                operands = [env[ref] if isinstance(ref, int) else ref.val for ref in op.inputs]
-                env |= zip(op.outputs, op.bind(operands), strict=True)
+        evaluate(self.group.ops, env)
         return [env[ref] for ref in self.group.outputs]
 
     def _refs(self) -> list[int]:
@@ -165,7 +169,7 @@ class Pieces:
         batches: operations on arrays; each array is taken and computed by one batch alone.
 
     Raises:
-        UnevenError: a leaf depends on another one by more than scalars.
+        UnevenError: a leaf depends on another one by more than scalars, or the update on shapes.
     """
 
     def __init__(
@@ -177,9 +181,12 @@ class Pieces:
         sizes: Mapping[int, int],
         passed: Collection[int] = (),
     ) -> None:
-        rows = [[jax.ShapeDtypeStruct(row_of(x.shape), x.dtype) for x in each] for each in specs]
-        closed = jax.make_jaxpr(function)(*rows, switches)
-        flat = without_equal_scalars(flatten(closed.jaxpr))
+        rows = [[jax.ShapeDtypeStruct(_row_of(x.shape), x.dtype) for x in each] for each in specs]
+        closed, whole = (jax.make_jaxpr(function)(*each, switches) for each in (rows, specs))
+        flat = flatten(closed.jaxpr)
+        if described(flat) != described(flatten(whole.jaxpr)):
+            raise UnevenError("the update looks at the shapes of what it takes")
+        flat = without_equal_scalars(flat)
         indices = [i for each in arguments for i in each]
         explained = [*arguments[0], *arguments[1]]
         consts, inputs = flat.inputs[: len(closed.consts)], flat.inputs[len(closed.consts) :]
@@ -355,7 +362,7 @@ class Pieces:
         return found
 
 
-def row_of(shape: Sequence[int]) -> tuple[int, ...]:
+def _row_of(shape: Sequence[int]) -> tuple[int, ...]:
     """Shape of a row of a leaf: its number of axes, with :data:`ROW` elements along the last."""
     return (*(1,) * (len(shape) - 1), ROW) if shape else ()
 

@@ -1,8 +1,8 @@
 """Programs that take samples of arrays on the devices where they lie.
 
 On CPU devices one program takes all arrays of a mesh by compiled loops
-(:mod:`~adacheck_jax.device.xla_call`). On others each program takes a few, and arrays that are
-alike share one: XLA takes many seconds to compile a slice of each of a thousand arrays.
+(:mod:`~adacheck_jax.device.loops.xla_call`). On others each program takes a few, and arrays that
+are alike share one: XLA takes many seconds to compile a slice of each of a thousand arrays.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from adacheck_jax.device import loop_tables, sharding, transfer, xla_call
+from adacheck_jax.device import sharding, transfer
+from adacheck_jax.device.loops import shard_tables, xla_call
 from adacheck_jax.device.shard_sums import is_narrow
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.update.elements.sample_sites import SampledShape, Sites, Starts, boxes_held
@@ -77,7 +78,7 @@ class SampledLeaf:
     @property
     def fits_loops(self) -> bool:
         """True if the compiled loops take its elements."""
-        return len(self.spec.shape) < loop_tables.MAX_RANK
+        return len(self.spec.shape) < shard_tables.MAX_RANK
 
     @property
     def kind(self) -> tuple[str, Any, Any]:
@@ -176,7 +177,7 @@ class LoopGroup:
         self._leaves, self._on = [i for part in self.parts for i in part], _OnMesh(mesh, sites)
         chosen = [leaves[i] for i in self._leaves]
         tables = [
-            loop_tables.of_samples(
+            shard_tables.of_samples(
                 [leaf.sites[row] for leaf in chosen],
                 [leaf.spec.dtype.itemsize for leaf in chosen],
                 [leaf.sampling.stride for leaf in chosen],

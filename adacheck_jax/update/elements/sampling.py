@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from adacheck_jax.device import xla_call
+from adacheck_jax.device.loops import xla_call
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.update.elements.pieces import VectorLayout, Vectors
 from adacheck_jax.update.elements.sample_programs import (
@@ -95,8 +95,8 @@ class Taker:
     """Takes samples of states of one structure on their devices.
 
     The programs need no communication. On CPU devices one calls compiled loops
-    (:mod:`~adacheck_jax.device.xla_call`). On others each takes a few leaves, and leaves that are
-    alike share one. They are compiled in the background; :meth:`take` needs them.
+    (:mod:`~adacheck_jax.device.loops.xla_call`). On others each takes a few leaves, and leaves
+    that are alike share one. They are compiled in the background; :meth:`take` needs them.
 
     Args:
         sites: places to sample.

@@ -6,7 +6,7 @@ equal groups, and the evaluation of one group serves all of them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -131,6 +131,24 @@ def flatten(jaxpr: Any) -> Flat:
     return Flat(inputs, tuple(_living(ops, outputs)), outputs)
 
 
+def evaluate(
+    ops: Sequence[Op],
+    values: dict[int, Any],
+    bind: Callable[[Op, list[Any]], Sequence[Any]] = Op.bind,
+) -> None:
+    """Evaluate operations one by one.
+
+    Args:
+        ops: operations, in order.
+        values: values by number, to which those that the operations compute are added.
+        bind: function that evaluates one operation.
+    """
+    for op in ops:
+        taken = [values[ref] if isinstance(ref, int) else ref.val for ref in op.inputs]
+        with op.context():
+            values.update(zip(op.outputs, bind(op, taken), strict=True))
+
+
 def without_equal_scalars(flat: Flat) -> Flat:
     """Make each scalar once that operations compute from equal scalars.
 
@@ -166,6 +184,25 @@ def called(eqn: Any) -> Any:
     if any(isinstance(each, jax.sharding.Sharding) for each in shardings):
         return None
     return eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
+
+
+def bodies(eqn: Any) -> Iterator[Any]:
+    """The jaxprs inside an operation."""
+    for value in eqn.params.values():
+        for each in value if isinstance(value, tuple | list) else (value,):
+            body = getattr(each, "jaxpr", each)
+            if hasattr(body, "eqns"):
+                yield body
+
+
+def described(flat: Flat) -> list[str]:
+    """Names and constants of all operations, and of those inside them, in order."""
+    found: list[str] = []
+    for op in flat.ops:
+        found.append(f"{op.name} {[ref.val for ref in op.inputs if hasattr(ref, 'aval')]}")
+        for body in bodies(op.eqn):
+            found += described(flatten(body))
+    return found
 
 
 def _living(ops: Sequence[Op], outputs: Sequence[Ref]) -> list[Op]:

@@ -19,15 +19,14 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
-import numpy as np
 from jax.extend import core
 
 from adacheck_jax.device import jax_settings
 from adacheck_jax.device.jax_settings import Arithmetic
 from adacheck_jax.errors import RecorderError
 from adacheck_jax.update.pinning.fence import fence
-from adacheck_jax.update.pinning.flat_jaxpr import Flat, Group, Op, flatten, groups
-from adacheck_jax.update.pinning.rules import CONTROL, KNOWN, Rule, rules_of
+from adacheck_jax.update.pinning.flat_jaxpr import Flat, Group, Op, evaluate, flatten, groups
+from adacheck_jax.update.pinning.rules import KNOWN, Rule, rules_of
 
 _KEPT_COUNT = 8
 """Traces that a function keeps."""
@@ -61,9 +60,8 @@ class PinnedFunction:
             *trees: the function's arguments.
             is_replay: True to take a trace that was made before, if there is one.
         """
-        traced = self._trace(trees, is_replay=is_replay)
         arrays = [_array(leaf) for leaf in jax.tree.leaves(trees) if _is_array(leaf)]
-        return traced.result(traced.pinned(zero, arrays))
+        return self._trace(trees, is_replay=is_replay)(zero, arrays)
 
     @jax_settings.compiled()
     def origins(self, *trees: Any) -> Any:
@@ -74,7 +72,7 @@ class PinnedFunction:
         """
         traced = self._trace(trees)
         places = [i for i, leaf in enumerate(jax.tree.leaves(trees)) if _is_array(leaf)]
-        found = [None if i is None else places[i] for i in traced.pinned.origins]
+        found = [None if i is None else places[i] for i in traced.origins]
         return traced.result(found)
 
     def _trace(self, trees: Any, *, is_replay: bool = False) -> _Traced:
@@ -118,10 +116,11 @@ def _aval(leaf: Any) -> Any:
 
 
 class _Traced:
-    """One trace of a function of pytrees.
+    """One trace of a function of pytrees, pinned.
 
     Attributes:
-        pinned: the traced function over flat arrays.
+        origins: for each result that is an array, the position of the input array that it returns
+            unchanged, else None.
         is_constant: True if it closes over no tracer, so that the trace can be used again.
     """
 
@@ -129,7 +128,7 @@ class _Traced:
         arrays = [leaf for leaf in leaves if _is_array(leaf)]
         outcome: list[Any] = []
 
-        def flat(*values: Any) -> list[Any]:
+        def function_of_arrays(*values: Any) -> list[Any]:
             remaining = iter(values)
             trees = treedef.unflatten([next(remaining) if _is_array(x) else x for x in leaves])
             results, out_tree = jax.tree.flatten(function(*trees))
@@ -137,10 +136,27 @@ class _Traced:
             outcome[:] = [out_tree, len(results), others]
             return [each for each in results if _is_array(each)]
 
-        closed = jax.make_jaxpr(flat)(*arrays)
+        closed = jax.make_jaxpr(function_of_arrays)(*arrays)
         self._out_tree, self._count, self._others = outcome
-        self.pinned = _Pinned(closed, [_aval(leaf).size <= _SMALL_COUNT for leaf in arrays])
+        self._consts = closed.consts
         self.is_constant = not any(isinstance(each, jax.core.Tracer) for each in closed.consts)
+        flat = flatten(closed.jaxpr)
+        places = {each: i for i, each in enumerate(flat.inputs[len(closed.consts) :])}
+        self.origins = [places.get(x) if isinstance(x, int) else None for x in flat.outputs]
+        # Small inputs that are returned unchanged: the surrounding program may have computed them.
+        fenced = [
+            i in self.origins and _aval(leaf).size <= _SMALL_COUNT for i, leaf in enumerate(arrays)
+        ]
+        # Constants are fenced: a compiler divides by a known constant in another way.
+        self._body = _PinnedJaxpr(flat, [*[True] * len(closed.consts), *fenced], is_whole=True)
+
+    def __call__(self, zero: Any, arrays: Sequence[Any]) -> Any:
+        """Evaluate the function.
+
+        An input that is returned unchanged comes back as the very same object; all other results
+        are fenced, and their NaNs are the platform's own.
+        """
+        return self.result(self._body(zero, [*self._consts, *arrays]))
 
     def result(self, arrays: Sequence[Any]) -> Any:
         """The tree of all results, from the results that are arrays."""
@@ -149,50 +165,11 @@ class _Traced:
         return self._out_tree.unflatten(leaves)
 
 
-class _Pinned:
-    """A traced function, evaluated with fences.
-
-    Args:
-        closed: the closed jaxpr, from ``jax.make_jaxpr``.
-        entering: for each input, True to fence it if the function returns it unchanged: then the
-            surrounding program may have computed it.
-
-    Attributes:
-        origins: for each result, the position of the input that it returns unchanged, else None.
-    """
-
-    def __init__(self, closed: Any, entering: Sequence[bool]) -> None:
-        self._consts = closed.consts
-        flat = flatten(closed.jaxpr)
-        places = {each: i for i, each in enumerate(flat.inputs[len(self._consts) :])}
-        self.origins = tuple(
-            places.get(ref) if isinstance(ref, int) else None for ref in flat.outputs
-        )
-        fenced = [i in self.origins and each for i, each in enumerate(entering)]
-        # Constants are fenced: a compiler divides by a known constant in another way.
-        self._body = _PinnedJaxpr(flat, [*[True] * len(self._consts), *fenced], is_whole=True)
-
-    def __call__(self, zero: Any, values: Sequence[Any]) -> list[Any]:
-        """Evaluate the function.
-
-        Args:
-            zero: the ``z`` of the fences.
-            values: the function's inputs.
-
-        Returns:
-            Its results. An input that is returned unchanged comes back as the very same object; all
-            other results are fenced, and their NaNs are the platform's own.
-        """
-        return self._body(zero, [*self._consts, *values])
-
-
 class _PinnedJaxpr:
     """The operations of one jaxpr, in groups, with the places of their fences.
 
-    Args:
-        flat: the operations.
-        entering: for each input, True to fence it first.
-        is_whole: True for a whole function, False for a jaxpr inside an operation.
+    ``entering`` says which inputs are fenced first, ``is_whole`` whether it is a whole function and
+    not a jaxpr inside an operation.
     """
 
     def __init__(self, flat: Flat, entering: Sequence[bool], *, is_whole: bool) -> None:
@@ -237,14 +214,8 @@ class _GroupFunction:
 
     def run(self, zero: Any, *values: Any) -> list[Any]:
         """Evaluate the operations one by one, with their fences."""
-        env = dict(zip(self._group.inputs, values, strict=True))
-        for op, rule in zip(self._group.ops, self._rules, strict=True):
-            read = [env[ref] if isinstance(ref, int) else ref.val for ref in op.inputs]
-            with op.context():
-                results = _evaluate(op, rule, read, zero)
-            for i, (ref, value) in enumerate(zip(op.outputs, results, strict=True)):
-                is_fenced = rule.fenced[i] or rule.finished[i]
-                env[ref] = fence(value, zero, canonical=rule.finished[i]) if is_fenced else value
+        env, rules = dict(zip(self._group.inputs, values, strict=True)), iter(self._rules)
+        evaluate(self._group.ops, env, lambda op, taken: _fenced(op, next(rules), taken, zero))
         return [env[i] for i in self._group.outputs]
 
 
@@ -252,12 +223,19 @@ def _array(value: Any) -> Any:
     return value if hasattr(value, "dtype") else jnp.asarray(value)
 
 
-def _evaluate(op: Op, rule: Rule, values: list[Any], zero: Any) -> list[Any]:
-    special = _SPECIAL.get(op.name)
+def _fenced(op: Op, rule: Rule, values: list[Any], zero: Any) -> list[Any]:
+    """The results of one operation, by its rule."""
     is_float = all(jnp.issubdtype(each.dtype, jnp.floating) for each in op.avals)
-    if special is not None and (is_float or op.name in CONTROL):
-        return special(op, rule, values, zero)
-    return op.bind(values)
+    if op.name == "div" and is_float:
+        results = _divide(op, rule, values, zero)
+    elif op.name in _CONTROL or (op.name in _ROUNDED and is_float):
+        results = (_CONTROL | _ROUNDED)[op.name](op, values, zero)
+    else:
+        results = op.bind(values)
+    return [
+        fence(value, zero, canonical=finished) if fenced or finished else value
+        for value, fenced, finished in zip(results, rule.fenced, rule.finished, strict=True)
+    ]
 
 
 def _divide(op: Op, rule: Rule, values: list[Any], zero: Any) -> list[Any]:
@@ -274,18 +252,17 @@ def _reciprocal(value: Any, zero: Any) -> Any:
     return fence(jax.lax.div(jax.lax.full_like(value, 1), value), zero)
 
 
-def _inverse_root(op: Op, rule: Rule, values: list[Any], zero: Any) -> list[Any]:
-    del op, rule
+def _inverse_root(op: Op, values: list[Any], zero: Any) -> list[Any]:
+    del op
     return [_reciprocal(fence(jax.lax.sqrt(values[0]), zero), zero)]
 
 
-def _square(op: Op, rule: Rule, values: list[Any], zero: Any) -> list[Any]:
-    del op, rule, zero
+def _square(op: Op, values: list[Any], zero: Any) -> list[Any]:
+    del op, zero
     return [jax.lax.mul(values[0], values[0])]
 
 
-def _power(op: Op, rule: Rule, values: list[Any], zero: Any) -> list[Any]:
-    del rule
+def _power(op: Op, values: list[Any], zero: Any) -> list[Any]:
     exponent, base = op.eqn.params["y"], values[0]
     left, factors = abs(exponent), []
     while left:
@@ -300,8 +277,8 @@ def _power(op: Op, rule: Rule, values: list[Any], zero: Any) -> list[Any]:
     return [_reciprocal(result, zero) if exponent < 0 else result]
 
 
-def _logistic(op: Op, rule: Rule, values: list[Any], zero: Any) -> list[Any]:
-    del op, rule
+def _logistic(op: Op, values: list[Any], zero: Any) -> list[Any]:
+    del op
     decayed = fence(jax.lax.exp(jax.lax.neg(values[0])), zero)
     whole = fence(jax.lax.add(jax.lax.full_like(decayed, 1), decayed), zero)
     return [_reciprocal(whole, zero)]
@@ -315,14 +292,12 @@ def _pinned(body: Any) -> Callable[..., list[Any]]:
     return lambda zero, *values: inner(zero, [*consts, *values])
 
 
-def _cond(op: Op, rule: Rule, values: list[Any], zero: Any) -> list[Any]:
-    del rule
+def _cond(op: Op, values: list[Any], zero: Any) -> list[Any]:
     branches = [_pinned(each) for each in op.eqn.params["branches"]]
     return jax.lax.switch(values[0], branches, zero, *values[1:])
 
 
-def _while(op: Op, rule: Rule, values: list[Any], zero: Any) -> list[Any]:
-    del rule
+def _while(op: Op, values: list[Any], zero: Any) -> list[Any]:
     params = op.eqn.params
     first = params["cond_nconsts"]
     second = first + params["body_nconsts"]
@@ -334,8 +309,7 @@ def _while(op: Op, rule: Rule, values: list[Any], zero: Any) -> list[Any]:
     )
 
 
-def _scan(op: Op, rule: Rule, values: list[Any], zero: Any) -> list[Any]:
-    del rule
+def _scan(op: Op, values: list[Any], zero: Any) -> list[Any]:
     params = op.eqn.params
     jaxpr = params["jaxpr"].jaxpr
 
@@ -364,11 +338,9 @@ def _scan(op: Op, rule: Rule, values: list[Any], zero: Any) -> list[Any]:
     return [*carry, *stacked]
 
 
-def _custom_jvp(op: Op, rule: Rule, values: list[Any], zero: Any) -> list[Any]:
+def _custom(op: Op, values: list[Any], zero: Any) -> list[Any]:
     """Evaluate pinned; differentiate by the function's own rule."""
-    del rule
-    body = _pinned(op.eqn.params["call_jaxpr"])
-    function: Any = jax.custom_jvp(body)
+    function: Any = jax.custom_jvp(_pinned(op.eqn.params["call_jaxpr"]))
 
     @function.defjvp
     def _(primals: Any, tangents: Any) -> Any:
@@ -377,26 +349,17 @@ def _custom_jvp(op: Op, rule: Rule, values: list[Any], zero: Any) -> list[Any]:
     return function(zero, *values)
 
 
-def _custom_vjp(op: Op, rule: Rule, values: list[Any], zero: Any) -> list[Any]:
-    del rule
-    body = _pinned(op.eqn.params["call_jaxpr"])
-    function: Any = jax.custom_vjp(body)
-    function.defvjp(
-        lambda _, *inputs: jax.vjp(lambda *each: op.bind(list(each)), *inputs),
-        lambda pullback, cotangents: (np.zeros((), jax.dtypes.float0), *pullback(cotangents)),
-    )
-    return function(zero, *values)
-
-
-_SPECIAL: dict[str, Callable[[Op, Rule, list[Any], Any], list[Any]]] = {
-    "cond": _cond,
-    "custom_jvp_call": _custom_jvp,
-    "custom_vjp_call": _custom_vjp,
-    "div": _divide,
+_Handler = Callable[[Op, list[Any], Any], list[Any]]
+_ROUNDED: dict[str, _Handler] = {
     "integer_pow": _power,
     "logistic": _logistic,
     "rsqrt": _inverse_root,
-    "scan": _scan,
     "square": _square,
+}
+_CONTROL: dict[str, _Handler] = {
+    "cond": _cond,
+    "custom_jvp_call": _custom,
+    "custom_vjp_call": _custom,
+    "scan": _scan,
     "while": _while,
 }

@@ -1,1 +1,0 @@
-"""Tables and sentences for people: the output of the commands without ``--json``."""

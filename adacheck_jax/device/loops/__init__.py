@@ -1,0 +1,1 @@
+"""Compiled loops that XLA programs on CPU devices call, and the tables that they are given."""

@@ -1,0 +1,138 @@
+"""Loops for fingerprints and samples as operations of XLA programs on CPU devices.
+
+XLA:CPU does not vectorize integer reductions and takes about 15 times as long as these loops; and
+it takes many seconds to compile a slice of each of many arrays. So a program on CPU devices calls
+them through XLA's foreign function interface
+(https://openxla.org/xla/custom_call). Nothing is copied, no Python runs, and XLA orders the call
+with the steps before and after it, as it does on an accelerator.
+
+The handlers are compiled in a background thread. Until they work (:func:`is_ready`), and where they
+do not, arrays are fingerprinted and sampled from host memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.ffi
+import jax.numpy as jnp
+import numpy as np
+
+from adacheck_jax.device.loops import shard_tables
+from adacheck_jax.format import byte_loops, fingerprint
+from adacheck_jax.format.boxes import Box
+
+_log = logging.getLogger(__name__)
+
+_SUMS, _SAMPLES = "adacheck_fingerprints", "adacheck_samples"
+
+
+def sums(shards: Sequence[jax.Array], table: jax.Array) -> jax.Array:
+    """Partial sums of shards; to be traced into a program for CPU devices.
+
+    Args:
+        shards: arrays on one device.
+        table: the shards' positions and widths
+            (:func:`~adacheck_jax.device.loops.shard_tables.of_sums`).
+
+    Returns:
+        uint32 of shape (shards, 2): the low and the high half of each sum.
+    """
+    if not shards:
+        return jnp.zeros((0, 2), jnp.uint32)
+    result = jax.ShapeDtypeStruct((len(shards), 2), jnp.uint32)
+    return jax.ffi.ffi_call(_SUMS, result)(_with_effort(table), *shards)
+
+
+def samples(
+    shards: Sequence[jax.Array], table: jax.Array, starts: jax.Array, size_bytes: int
+) -> jax.Array:
+    """Elements of shards, one shard behind another; to be traced into a program for CPU devices.
+
+    Args:
+        shards: arrays on one device.
+        table: places of the elements (:func:`~adacheck_jax.device.loops.shard_tables.of_samples`).
+        starts: the first elements that the table speaks of: int32.
+        size_bytes: bytes of all elements.
+
+    Returns:
+        uint8 of shape (size_bytes,).
+    """
+    result = jax.ShapeDtypeStruct((size_bytes,), jnp.uint8)
+    return jax.ffi.ffi_call(_SAMPLES, result)(_with_effort(table), starts, *shards)
+
+
+def _with_effort(table: jax.Array) -> jax.Array:
+    """A table, after some operations that XLA cannot know to change nothing.
+
+    XLA:CPU runs a program with few floating-point operations in the calling thread.
+    """
+    some = table[:, :, 0].astype(jnp.float32)
+    return table + (jnp.sum(some.T @ some) < 0).astype(jnp.uint32)
+
+
+def begin() -> None:
+    """Compiles and tries the handler in the background, if the process has CPU devices alone."""
+    if jax.default_backend() == "cpu" and not _state.thread:
+        _state.thread = threading.Thread(target=_try, name="adacheck_compile")
+        _state.thread.start()
+
+
+def is_ready() -> bool:
+    """True if programs can call the loops by now."""
+    return _state.works
+
+
+def wait() -> bool:
+    """Waits until the handler was tried; returns True if programs can call the loops."""
+    begin()
+    if _state.thread:
+        _state.thread.join()
+    return _state.works
+
+
+@dataclass(slots=True)
+class _State:
+    """The process's handlers; their code lives as long as the process."""
+
+    thread: threading.Thread | None = None
+    handlers: Any = None
+    works: bool = False
+
+
+_state = _State()
+
+
+def _try() -> None:
+    byte_loops.lower_priority()
+    try:
+        from adacheck_jax.device.loops import xla_handler  # imports numba
+
+        _state.handlers = xla_handler.compiled()
+        capsule = ctypes.pythonapi.PyCapsule_New
+        capsule.restype = ctypes.py_object
+        capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+        for target, handler in zip((_SUMS, _SAMPLES), _state.handlers, strict=True):
+            pointer = capsule(handler.address, None, None)
+            jax.ffi.register_ffi_target(target, pointer, platform="cpu")
+        block = np.arange(3 * 1111, dtype=np.uint32).reshape(3, 1111)
+        given = [jnp.asarray(block)]
+        found = np.asarray(jax.jit(sums)(given, shard_tables.of_sums([(5, 7)], [4])))
+        is_sum = int(found.view(np.uint64)[0, 0]) == fingerprint.multilinear(block, (5, 7))
+        box = Box((1, 100), (3, 1100))
+        table, _ = shard_tables.of_samples([box], [4], [17], [100], [0])
+        call = functools.partial(samples, size_bytes=400)
+        taken = np.asarray(jax.jit(call)(given, table, np.array([9], np.int32))).view(np.uint32)
+        _state.works = is_sum and np.array_equal(taken, block[box.slices].reshape(-1)[9::17][:100])
+        why: object = "the results differ"
+    except Exception as error:
+        why = error
+    if not _state.works:
+        _log.info("XLA programs do not call the compiled loops here: %s", why)

@@ -1,0 +1,223 @@
+"""Base, replayed delta or differences: the kind of a save, and the reason for it.
+
+Pure functions of the facts about a state and the step that it would follow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from adacheck_jax.format.manifest import BaseManifest
+from adacheck_jax.plan.options import Options
+from adacheck_jax.plan.situation import Counts, Facts, Kind, Situation
+from adacheck_jax.state.exported_update import ExportedUpdate
+from adacheck_jax.state.snapshot import Structure
+from adacheck_jax.store.steps.lineage import Lineage
+from adacheck_jax.update import program as update_program
+from adacheck_jax.update.recorder_state import next_count
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The kind of a save.
+
+    Attributes:
+        kind: base, replayed delta, or delta of bits.
+        reason: an explanation for the log and the manifest.
+        updates: positions of the recorders whose update, one since the parent, is replayed.
+        is_planned: True if a user who knows the handler's options expects it.
+    """
+
+    kind: Kind
+    reason: str
+    updates: tuple[int, ...] = ()
+    is_planned: bool = True
+
+    @property
+    def is_base(self) -> bool:
+        """True if the full state is written."""
+        return self.kind == "base"
+
+
+def unplanned(reason: str) -> Decision:
+    """A base that is written because no delta can be."""
+    return Decision("base", reason, is_planned=False)
+
+
+def one_update(structure: Structure, reason: str) -> Decision:
+    """A delta of one update of each recorder."""
+    return Decision("replay", reason, tuple(range(len(structure.bindings))))
+
+
+def described(updates: tuple[int, ...]) -> str:
+    """Updates in a reason."""
+    return {0: "no update", 1: "one update"}.get(len(updates), f"{len(updates)} updates")
+
+
+def advanced(before: Counts, after: Counts) -> tuple[int, ...] | None:
+    """The recorders that made one update between two states; None if one made another number."""
+    updates = []
+    for k, (old, new) in enumerate(zip(before, after, strict=True)):
+        if new == next_count(old):
+            updates.append(k)
+        elif new != old:
+            return None
+    return tuple(updates)
+
+
+def shown(counts: Counts) -> str:
+    """Counters in a message."""
+    return " and ".join(map(str, counts))
+
+
+def replays(update: ExportedUpdate, options: Options, *, replayable: bool = True) -> bool:
+    """True if updates may be replayed onto a step.
+
+    Args:
+        update: the exported update.
+        options: the caller's choices.
+        replayable: True if no leaf of an update is stored in another data type.
+    """
+    return bool(update.files) and replayable and options.delta != "bits" and options.has_deltas
+
+
+def fits(lineage: Lineage, structure: Structure, update: ExportedUpdate) -> bool:
+    """True if an update of a structure can be replayed onto a restored step."""
+    saved = lineage.base.update
+    return (
+        saved is not None
+        and not lineage.problem
+        and lineage.base.leaves == structure.leaves
+        and update.digest == saved.programs.get(update_program.platform())
+        and (not saved.reducing or saved.placement == structure.placement)
+    )
+
+
+def decide(
+    situation: Situation, counts: Counts, options: Options
+) -> tuple[Decision, tuple[str, ...]]:
+    """Base, replayed delta or differences, and notices to the user."""
+    structure, update, parent = situation.structure, situation.update, situation.parent
+    if not situation.replayable and options.delta != "bits":
+        return _bases_only("save_args cast leaves that the update consumes or computes")
+    notices: tuple[str, ...] = ()
+    if update.problem and structure.bindings and options.delta != "bits":
+        notices = (f"Saving bit-pattern deltas: {update.problem}.",)
+    decision = by_counters(situation, counts, options)
+    if decision.is_base or parent is None or parent.lineage is None:
+        return decision, notices
+    base, saved = parent.lineage.base, parent.saved
+    if saved is not None and saved.structure.lead != structure.lead:
+        return Decision("base", "replicas differ, and another one is saved from now on"), notices
+    if base.leaves != structure.leaves:
+        return unplanned(_first_difference(base, structure)), notices
+    if not situation.keeps_ancestors:
+        base_only, notice = _bases_only(
+            "the storage has no hard links, and no policy that handler and manager share keeps "
+            "what deltas refer to, also those that are there already; give both the same, keep = "
+            "adacheck.KeepLineage(LatestN(3)): AdaCheckHandler(..., keep_lineage=keep) and "
+            "CheckpointManagerOptions(preservation_policy=keep)"
+        )
+        return base_only, notices + notice
+    if decision.kind == "bits":
+        decision = _checked_bits(decision, parent, parent.lineage, situation, options)
+    else:
+        decision = _checked_replay(decision, base, structure, update)
+    if not decision.is_base and parent.deferred_count and not situation.is_only:
+        decision = Decision("base", "another step was restored meanwhile")
+    if decision.kind == "replay" and parent.has_moved:
+        decision = unplanned("the sharding of the state changed, or its update did")
+    if decision.kind == "replay" and not parent.has_witness:
+        decision = Decision("base", "the step before is not known here well enough to check")
+    if decision.kind == "replay" and situation.is_shadow_beyond:
+        decision = Decision("base", "the shadow followed another step")
+    return decision, notices
+
+
+def by_counters(situation: Situation, counts: Counts, options: Options) -> Decision:
+    """The decision by step, counters and length of the lineage.
+
+    A counter that skipped means that records were missed, so a base is due where updates are
+    replayed.
+
+    Args:
+        situation: the step to save, and the step that it would follow.
+        counts: update counters of the state to save; none without a recorder.
+        options: the caller's choices.
+    """
+    parent = situation.parent
+    if options.delta != "bits" and not counts:
+        return Decision("base", "no recorder")
+    if parent is None or parent.lineage is None:
+        reason = "no parent step to build on"
+        return Decision("base", reason, is_planned=situation.is_first)
+    step = number_of(situation)
+    if step <= parent.step:
+        return unplanned(f"step {step} does not follow step {parent.step}")
+    depth, most = parent.depth, situation.most_deltas
+    if depth >= most:
+        return Decision("base", f"the lineage is full ({depth} of {most} deltas)")
+    if options.delta == "bits":
+        return Decision("bits", "as the handler was told")
+    before = parent.counts
+    if parent.lineage.base.update is None or not before or len(before) != len(counts):
+        return unplanned("the base has no update program to replay")
+    if parent.lineage.problem:
+        return Decision("bits", parent.lineage.problem)
+    updates = advanced(before, counts)
+    if updates is None:
+        return unplanned(
+            f"the update counter went from {shown(before)} to {shown(counts)}: not one update"
+        )
+    return Decision("replay", described(updates), updates)
+
+
+def number_of(situation: Situation) -> int:
+    """The step's number: the caller's, else the first counter, else 0."""
+    if situation.step is not None:
+        return situation.step
+    return situation.counts[0] if situation.counts else 0
+
+
+def _bases_only(reason: str) -> tuple[Decision, tuple[str, ...]]:
+    return Decision("base", reason), (f"Saving bases only: {reason}.",)
+
+
+def _checked_bits(
+    decision: Decision,
+    parent: Facts,
+    lineage: Lineage,
+    situation: Situation,
+    options: Options,
+) -> Decision:
+    if options.delta == "auto" and lineage.problem and not situation.update.problem:
+        return Decision("base", "updates can be replayed from here on")
+    structure = situation.structure
+    if len(parent.copied) < len(structure.leaves) - len(structure.ephemeral):
+        return Decision("base", f"step {lineage.manifest.step} is not in host memory")
+    return decision
+
+
+def _checked_replay(
+    decision: Decision, base: BaseManifest, structure: Structure, update: ExportedUpdate
+) -> Decision:
+    if not update.files:
+        return unplanned(update.problem)
+    saved = base.update
+    if saved is None or update.digest != saved.programs.get(update_program.platform()):
+        return unplanned("the update program changed")
+    if saved.reducing and saved.placement != structure.placement:
+        # Cut alike, but added up in another order: a restore replays where the base lay.
+        return unplanned("the mesh changed, and the update adds up elements")
+    return decision
+
+
+def _first_difference(base: BaseManifest, structure: Structure) -> str:
+    if len(base.leaves) != len(structure.leaves):
+        return f"the state has {len(structure.leaves)} leaves, the base {len(base.leaves)}"
+    old, new = next((a, b) for a, b in zip(base.leaves, structure.leaves, strict=True) if a != b)
+    if old.path != new.path:
+        return f"the tree changed: {new.path} where {old.path} was"
+    if old.description != new.description:
+        return f"{new.path} changed from {old.description} to {new.description}"
+    return f"the sharding of {new.path} changed"

@@ -1,0 +1,162 @@
+"""Choices of the caller, checked once: how a run saves, and the copy that checks it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from adacheck_jax.device import replicas
+from adacheck_jax.schedule.adaptive import AdaptivePolicy
+from adacheck_jax.schedule.line import MaxDeltas
+from adacheck_jax.state.exported_update import Check
+from adacheck_jax.store.retention import KeepLineage
+from adacheck_jax.store.storage.location import AnyPath
+from adacheck_jax.store.zarr import Compression
+
+Delta = Literal["auto", "bits"]
+"""Deltas that may be written: replayed updates, and differences of bits where these are not exact;
+or differences alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shadow:
+    """A copy of the state that follows training: all of a delta's replay is compared with it.
+
+    It lies in host memory, and follows updates that are pinned and element-wise. Where it does not
+    fit, or an update is another, a sample is compared, and the log says so.
+
+    Attributes:
+        bytes: the most host memory that it may take in this process; it needs as much as this
+            process writes of a base, and a record. None for half of what is free, shared by up to
+            eight processes.
+        directory: a directory of this machine in memory, such as ``"/dev/shm/myrun"``, in which it
+            lies in a file: a process that is killed and started again here gets its state back
+            without reading storage (:meth:`AdaCheckHandler.recover`). It is made if it is not
+            there, and the file stays when training ends: remove the directory then. The file holds
+            a whole state and two records. Without effect in jobs of several processes.
+        background_bases: True to turn saved deltas into bases in the background, from the shadow,
+            so that the loop writes the first base alone. It does so with a policy as
+            ``max_deltas``, where files can be hard-linked and each process has memory for two
+            shadows. Give False to a manager that deletes in the background
+            (``enable_background_delete``): its deletion of a step fails if it meets the change of
+            the step's files.
+        on_devices: True for a second copy on the devices of the state, in place of one in host
+            memory: it follows every update that can be replayed, and makes no bases.
+
+    Raises:
+        ValueError: ``bytes`` is not positive, ``directory`` is no directory of this machine,
+            another value is not True or False, or a copy on the devices has ``bytes`` or a
+            ``directory``.
+    """
+
+    bytes: int | None = None
+    directory: AnyPath | str | None = None
+    background_bases: bool = True
+    on_devices: bool = False
+
+    def __post_init__(self) -> None:
+        most, directory = self.bytes, self.directory
+        if not (most is None or (isinstance(most, int) and most > 0)):
+            raise ValueError(
+                f"expected Shadow(bytes=...) to be None or an int > 0, found {most!r}. Write "
+                "shadow=None for no shadow."
+            )
+        for name in ("background_bases", "on_devices"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(
+                    f"expected Shadow({name}=...) to be True or False, found {value!r}"
+                )
+        is_path = isinstance(directory, str) or hasattr(directory, "__fspath__")
+        if directory is not None and (not is_path or not str(directory) or "://" in str(directory)):
+            raise ValueError(
+                "expected Shadow(directory=...) to be a directory of this machine, such as "
+                f'"/dev/shm/myrun", found {directory!r}'
+            )
+        if self.on_devices and (most is not None or directory is not None):
+            raise ValueError(
+                "expected neither bytes nor a directory with Shadow(on_devices=True), found "
+                f"bytes={most} and directory={directory!r}: they are for a copy in host memory."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Choices of the caller; :class:`~adacheck_jax.AdaCheckHandler` says what each of them means.
+
+    Raises:
+        ValueError: an option has a value that it cannot have.
+    """
+
+    max_deltas: MaxDeltas = "auto"
+    params_path: str | Mapping[str, str] | None = None
+    keep_lineage: KeepLineage | None = None
+    delta: Delta = "auto"
+    compression: Compression = "none"
+    check_replicas: replicas.Mode = "warn"
+    shadow: Shadow | None = Shadow()
+    ephemeral: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        most, is_policy = self.max_deltas, isinstance(self.max_deltas, AdaptivePolicy)
+        if not (is_policy or most == "auto" or (isinstance(most, int) and most >= 0)):
+            raise ValueError(
+                'expected max_deltas to be an int >= 0, "auto" or an AdaptivePolicy, found '
+                f"{most!r}"
+            )
+        if not isinstance(self.shadow, Shadow | None):
+            raise ValueError(f"expected shadow to be a Shadow or None, found {self.shadow!r}")
+        if isinstance(self.ephemeral, str) or not all(isinstance(p, str) for p in self.ephemeral):
+            raise ValueError(
+                "expected ephemeral to be a sequence of patterns of leaf paths, found "
+                f"{self.ephemeral!r}. Write ephemeral=('*/residual',)."
+            )
+        if not isinstance(self.keep_lineage, KeepLineage | None):
+            raise ValueError(
+                f"expected keep_lineage to be a KeepLineage, found {self.keep_lineage!r}. Write "
+                "keep = KeepLineage(policy), and give it to the manager too."
+            )
+        for name, known in (
+            ("delta", Delta),
+            ("compression", Compression),
+            ("check_replicas", replicas.Mode),
+        ):
+            if (choice := getattr(self, name)) not in get_args(known):
+                raise ValueError(
+                    f"expected {name} to be one of {get_args(known)}, found {choice!r}"
+                )
+        if self.shadow_directory is None:
+            return
+        if self.ephemeral:
+            raise ValueError(
+                "expected no ephemeral leaves with Shadow(directory=...), found "
+                f"{self.ephemeral!r}: what is recovered from memory has the bits of every leaf."
+            )
+        if self.delta != "auto" or not self.has_deltas:
+            raise ValueError(
+                'expected delta="auto" and no max_deltas=0 with Shadow(directory=...), found '
+                f"delta={self.delta!r} and max_deltas={self.max_deltas!r}: there is no shadow to "
+                "lie in it."
+            )
+
+    @property
+    def has_deltas(self) -> bool:
+        """True if not every save is a base."""
+        return self.max_deltas != 0
+
+    @property
+    def check(self) -> Check:
+        """The comparison of a delta's replay with its state."""
+        if self.shadow is None:
+            return "sample"
+        return "full" if self.shadow.on_devices else "auto"
+
+    @property
+    def host_shadow(self) -> Shadow | None:
+        """The copy in host memory; None if there is none."""
+        return None if self.check != "auto" else self.shadow
+
+    @property
+    def shadow_directory(self) -> AnyPath | str | None:
+        """The directory in memory in which the shadow lies; None for none."""
+        return None if self.shadow is None else self.shadow.directory

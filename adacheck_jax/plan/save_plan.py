@@ -1,0 +1,377 @@
+"""Every decision of a save, taken once: a pure function of what is known about state and parent.
+
+:func:`plan` answers for a save, :func:`plan_deferred` for a step that stays in memory until the
+next save. Neither looks at a disk or waits for a device. Where the update counters are still being
+computed, :func:`speculate` assumes one update, and :meth:`SavePlan.check` gives the plan that holds
+once they are known.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from adacheck_jax.errors import AdaCheckError
+from adacheck_jax.plan.decision import (
+    Decision,
+    advanced,
+    decide,
+    described,
+    fits,
+    number_of,
+    one_update,
+    replays,
+    shown,
+)
+from adacheck_jax.plan.options import Options
+from adacheck_jax.plan.situation import Counts, Situation
+from adacheck_jax.state.exported_update import ExportedUpdate
+from adacheck_jax.state.snapshot import Structure
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """A save, decided.
+
+    Attributes:
+        step: step number.
+        decision: kind of the save.
+        counts: update counters of the state; None in a speculative plan.
+        structure: structure of the state.
+        update: its exported update.
+        stored: leaves that are written, unless they turn out to be the parent's.
+        kept: leaves of which the next save needs host copies.
+        unreplayed: leaves that the update computes and that are stored nevertheless.
+        unhealed: leaves that replay was found to get wrong and that this process cannot store
+            alone, since another one owns some of what it found wrong.
+        unchanged: leaves that must have the parent's bits: neither stored nor computed.
+        spare: leaves that are copied too, to be stored if replay is found to get them wrong when
+            the state is gone. Derived trees are computed by the train step's own calls, and so are
+            sooner left out or edited than what the optimizer computes.
+        is_whole: True for a delta of bits that compares with nothing.
+        has_witness: True if an update onto this state could be replayed and checked.
+        makes_base: True if the delta is to become a base once it is saved.
+        given_up: reason why deferred steps are given up; empty if they are saved too.
+        notices: messages for the user, each told once a run.
+    """
+
+    step: int
+    decision: Decision
+    counts: Counts | None
+    structure: Structure
+    update: ExportedUpdate
+    stored: tuple[int, ...]
+    kept: tuple[int, ...]
+    unreplayed: frozenset[int] = frozenset()
+    unhealed: tuple[int, ...] = ()
+    unchanged: tuple[int, ...] = ()
+    spare: tuple[int, ...] = ()
+    is_whole: bool = False
+    has_witness: bool = False
+    makes_base: bool = False
+    given_up: str = ""
+    notices: tuple[str, ...] = ()
+
+    @property
+    def is_base(self) -> bool:
+        """True if the full state is written."""
+        return self.decision.is_base
+
+    @property
+    def updates(self) -> tuple[int, ...]:
+        """Positions of the recorders whose update a restore replays."""
+        return self.decision.updates if self.is_replayed else ()
+
+    @property
+    def stale(self) -> tuple[int, ...]:
+        """Ephemeral leaves that are not stored: a restore gives what an earlier step had."""
+        return tuple(sorted(self.structure.ephemeral.difference(self.stored)))
+
+    @property
+    def is_replayed(self) -> bool:
+        """True if an update is replayed at restore, and has to be checked."""
+        return self.decision.kind == "replay"
+
+    @property
+    def is_speculative(self) -> bool:
+        """True if the update counters are not known yet."""
+        return self.counts is None
+
+    @property
+    def checked_by(self) -> str:
+        """Engine that compares the replay with the state; ``"stored"`` if nothing is replayed.
+
+        A sample that takes every compared leaf whole is ``"full"``.
+        """
+        if not self.decision.updates:
+            return "stored"
+        is_whole = self.update.engine == "sample" and self.update.is_sampled_whole(self.structure)
+        return "full" if is_whole else self.update.engine
+
+    def storing(self, wrong: Collection[int]) -> SavePlan:
+        """The plan that stores some of the spare leaves besides."""
+        return dataclasses.replace(
+            self,
+            stored=tuple(sorted({*self.stored, *wrong})),
+            unreplayed=self.unreplayed.union(wrong),
+            unchanged=tuple(i for i in self.unchanged if i not in wrong),
+        )
+
+    def check(self, counts: Counts, before: Counts, before_step: int) -> SavePlan:
+        """The plan that holds once the counters of a speculative one are known.
+
+        Args:
+            counts: update counters of the state.
+            before: update counters of the step before.
+            before_step: number of the step before.
+
+        Raises:
+            AdaCheckError: a recorder made another number of updates than one or none.
+        """
+        if self.counts is not None:
+            return self
+        updates = advanced(before, counts)
+        if updates is None:
+            raise AdaCheckError(
+                f"expected one update since step {before_step}, as between the steps before; but "
+                f"the update counter went from {shown(before)} to {shown(counts)}: not one update. "
+                "A save does not wait for a step that is still computed, and so this was found "
+                "when a full state could not be had any more. The step is not saved; the next one "
+                "will be a base."
+            )
+        decision = Decision("replay", described(updates), updates)
+        stored = self.stored
+        if len(updates) < len(counts):
+            wanted = _stored(self.structure, decision, self.update, self.unreplayed, whole=True)
+            stored = tuple(i for i in wanted if i in frozenset(stored))
+        return dataclasses.replace(
+            self,
+            decision=decision,
+            counts=counts,
+            stored=stored,
+            unchanged=_unchanged(self.structure, stored, updates),
+        )
+
+
+def plan(situation: Situation, options: Options) -> SavePlan:
+    """Plans a save whose update counters are known.
+
+    Args:
+        situation: the state and the step that it would follow.
+        options: the caller's choices.
+    """
+    return _with_deferred(situation, decide(situation, situation.counts or (), options), options)
+
+
+def speculate(situation: Situation, options: Options) -> SavePlan | None:
+    """Plans a delta of one update, if all that is known without the counters speaks for it.
+
+    Saves that are as far apart as the last two were lie one update apart, or none, if those did; so
+    do a save and a step that was deferred before.
+
+    Args:
+        situation: the state, whose update counters are still being computed.
+        options: the caller's choices.
+
+    Returns:
+        The plan; None if the counters have to be known first.
+    """
+    parent, update = situation.parent, situation.update
+    if situation.step is None or parent is None or parent.saved is None or not situation.is_only:
+        return None
+    saved, lineage = parent.saved, parent.lineage
+    if saved.structure is not situation.structure or not parent.has_witness:
+        return None
+    goes_on = (
+        saved.kind == "replay"
+        and saved.follows_saved
+        and situation.step - saved.step == saved.interval
+    )
+    if (
+        not (goes_on or parent.deferred_count)
+        or not situation.replayable
+        or update.engine == "identity"  # which has nothing to wait for
+        or not update.files
+        or not situation.is_checker_ready
+        or lineage is None
+        or lineage.problem
+        or parent.depth >= situation.most_deltas
+        or situation.is_shadow_beyond
+    ):
+        return None
+    return _planned(situation, one_update(situation.structure, "one update"), options)
+
+
+def plan_deferred(situation: Situation, options: Options) -> SavePlan | str:
+    """Plans a step that stays in memory until the next save.
+
+    All processes have to answer alike, so the facts are those alone that all of them know.
+
+    Returns:
+        The plan; or the reason why the step has to be saved instead.
+    """
+    structure, update, parent = situation.structure, situation.update, situation.parent
+    if parent is None or situation.step is None:
+        return "there is nothing yet to build on"
+    saved, lineage = parent.saved, parent.lineage
+    if not replays(update, options, replayable=saved is None or saved.replayable):
+        return update.problem or "the step has to be stored in full"
+    if saved is not None:
+        if structure.lead != saved.structure.lead:
+            return "replicas differ, and another one is saved from now on"
+        if structure is not saved.structure:
+            return "the state has another tree or other shardings than the step before"
+        if saved.kind == "bits":
+            return "the step before was stored as differences"
+    elif lineage is None or not fits(lineage, structure, update):
+        return "the restored step has another tree, update, or other shardings"
+    if not parent.has_witness:
+        return "the step before is not known well enough to check the update"
+    if situation.is_shadow_beyond:
+        return "the shadow followed another step"
+    if parent.depth + 2 > situation.longest_lineage:
+        return f"the lineage would be longer than max_deltas={situation.longest_lineage}"
+    if not situation.keeps_ancestors:
+        return "nothing keeps the steps that it builds on"
+    if saved is not None and saved.failure and situation.process_count == 1:
+        return f"step {saved.step}, which it would follow, was not saved"
+    return _planned(situation, one_update(structure, "deferred"), options)
+
+
+def as_base(situation: Situation, decision: Decision, options: Options) -> SavePlan:
+    """The plan of a base where a check found that no delta can be.
+
+    Args:
+        situation: as of the plan that was checked.
+        decision: the base, with its reason.
+        options: the caller's choices.
+    """
+    return _with_deferred(situation, (decision, ()), options)
+
+
+def with_wrong(
+    planned: SavePlan, situation: Situation, wrong: frozenset[int], options: Options
+) -> SavePlan:
+    """The plan of a delta that stores the leaves which replay was found to get wrong.
+
+    Args:
+        planned: the plan that was checked.
+        situation: as of that plan.
+        wrong: leaves that differ from the state.
+        options: the caller's choices.
+    """
+    return _planned(situation, planned.decision, options, wrong=wrong, notices=planned.notices)
+
+
+def known_unreplayed(situation: Situation) -> frozenset[int]:
+    """The leaves that the update computes, and that are stored since replay is not relied on."""
+    return (situation.update.unreplayed | situation.distrusted) & situation.structure.computed
+
+
+def _with_deferred(
+    situation: Situation, decided: tuple[Decision, tuple[str, ...]], options: Options
+) -> SavePlan:
+    """The plan of a decision; a base gives way to a delta of the whole state behind deferred steps.
+
+    A base has no room for deferred steps, a delta has room for all of a state.
+    """
+    (decision, notices), parent = decided, situation.parent
+    if not decision.is_base or parent is None or not parent.deferred_count:
+        return _planned(situation, decision, options, notices=notices)
+    if parent.lineage is None or parent.lineage.base.leaves != situation.structure.leaves:
+        made = _planned(situation, decision, options, notices=notices)
+        return dataclasses.replace(made, given_up=decision.reason)
+    reason = f"{decision.reason}, and {parent.deferred_count} deferred steps are saved with it"
+    made = _planned(situation, Decision("bits", reason), options, notices=notices)
+    every = tuple(range(len(situation.structure.leaves)))
+    return dataclasses.replace(made, is_whole=True, stored=every)
+
+
+def _planned(
+    situation: Situation,
+    decision: Decision,
+    options: Options,
+    *,
+    wrong: frozenset[int] = frozenset(),
+    notices: tuple[str, ...] = (),
+) -> SavePlan:
+    """A plan with all that follows from its decision."""
+    structure, update = situation.structure, situation.update
+    unreplayed = known_unreplayed(situation) | (wrong & structure.computed)
+    makes_base = decision.kind == "replay" and situation.is_base_due
+    is_whole = decision.is_base or makes_base
+    stored = _stored(structure, decision, update, unreplayed | wrong, whole=is_whole)
+    may_follow = replays(update, options, replayable=situation.replayable)
+    told: frozenset[int] = frozenset()
+    unchanged: tuple[int, ...] = ()
+    if decision.kind == "replay":
+        # Several processes may not have found the same leaves wrong.
+        told = unreplayed if situation.process_count == 1 else update.unreplayed
+        unchanged = _unchanged(structure, stored, decision.updates)
+    # Several processes may not find the same leaves wrong.
+    has_spare = situation.counts is None and situation.process_count == 1
+    return SavePlan(
+        step=number_of(situation),
+        decision=decision,
+        counts=situation.counts,
+        structure=structure,
+        update=update,
+        stored=stored,
+        kept=_kept(situation, options, unreplayed, may_follow),
+        unreplayed=told,
+        unchanged=unchanged,
+        spare=tuple(sorted(structure.derived.difference(stored))) if has_spare else (),
+        has_witness=may_follow,
+        makes_base=makes_base,
+        notices=notices,
+    )
+
+
+def _kept(
+    situation: Situation, options: Options, unreplayed: frozenset[int], may_follow: bool
+) -> tuple[int, ...]:
+    """The leaves of which the next save needs this state's bits."""
+    structure = situation.structure
+    if not options.has_deltas:
+        return ()
+    if may_follow:
+        replay = Decision("replay", "")
+        return _stored(structure, replay, situation.update, unreplayed, whole=False)
+    follows_bits = options.delta == "bits" or (situation.replayable and bool(structure.bindings))
+    every = range(len(structure.leaves)) if follows_bits else ()
+    return tuple(i for i in every if i not in structure.ephemeral)
+
+
+def _stored(
+    structure: Structure,
+    decision: Decision,
+    update: ExportedUpdate,
+    wrong: Collection[int],
+    *,
+    whole: bool,
+) -> tuple[int, ...]:
+    """The leaves that a save stores: a delta those alone that it would not have without it.
+
+    Args:
+        structure: structure of the state.
+        decision: kind of the save.
+        update: the exported update.
+        wrong: leaves that replay gets wrong.
+        whole: True for what is, or becomes, a base: it has the ephemeral leaves, too.
+    """
+    left_out = frozenset[int]() if whole else structure.ephemeral
+    every = [i for i in range(len(structure.leaves)) if i not in left_out]
+    if decision.kind != "replay":
+        return tuple(every)
+    replayed = structure.computed - update.stored - frozenset(wrong)
+    # Without an update the record is the parent's, and so it is none of the next one's business.
+    idle = structure.consumed - structure.consumed_by(decision.updates)
+    return tuple(i for i in every if i in wrong or not (i in replayed or i in idle))
+
+
+def _unchanged(
+    structure: Structure, stored: Collection[int], updates: Sequence[int]
+) -> tuple[int, ...]:
+    touched = structure.computed_by(updates).union(stored, structure.ephemeral)
+    return tuple(i for i in range(len(structure.leaves)) if i not in touched)

@@ -1,0 +1,140 @@
+"""Facts that a plan is made from: about the state, its parent, and bases in the background."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+from adacheck_jax.state.exported_update import ExportedUpdate
+from adacheck_jax.state.snapshot import Structure
+from adacheck_jax.store.steps.lineage import Lineage
+
+Counts = tuple[int, ...]
+"""The update counter of each recorder in a state; none without a recorder."""
+
+Kind = Literal["base", "replay", "bits"]
+"""A full state; what the updates since the parent consumed; differences from the parent's bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Facts about the step that the next one would follow.
+
+    Attributes:
+        step: step number.
+        depth: number of deltas between its base and it.
+        counts: update counters of its state; None while they are still being computed.
+        lineage: the saved step on the disk that it is, or is deferred behind; None where there is
+            none to build on.
+        deferred_count: number of deferred steps between that saved step and the next one.
+        saved: the facts that only a step saved by this process has; None for a restored one.
+        has_witness: True if an update of its state can be checked.
+        copied: leaves of which host copies are kept.
+        has_moved: True if its state lay on other devices or had another update.
+    """
+
+    step: int
+    depth: int
+    counts: Counts | None
+    lineage: Lineage | None
+    deferred_count: int
+    saved: SavedFacts | None
+    has_witness: bool
+    copied: Collection[int]
+    has_moved: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SavedFacts:
+    """Facts about a step that this process saved.
+
+    Attributes:
+        step: step number.
+        structure: structure of its state.
+        kind: kind of its save.
+        interval: steps between its own parent and it.
+        replayable: True if no leaf of an update was stored in another data type.
+        follows_saved: True if it has a parent on the disk.
+        failure: the step is known not to have been saved.
+    """
+
+    step: int
+    structure: Structure
+    kind: Kind
+    interval: int
+    replayable: bool
+    follows_saved: bool
+    failure: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BackgroundFacts:
+    """Bases made in the background: what one process knows, or what all processes agreed on.
+
+    Attributes:
+        are_possible: True if the next delta could become one.
+        newest_depth: number of the newest of them among the deltas of its line; 0 for none.
+        newest_s: seconds that it took.
+    """
+
+    are_possible: bool = False
+    newest_depth: int = 0
+    newest_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """A state to save, and all that a plan may know about it.
+
+    Attributes:
+        step: step number; None if neither the caller nor the directory gives it.
+        structure: structure of the state.
+        update: its exported update.
+        counts: update counters; None while they are still being computed.
+        replayable: True if no leaf of an update is stored in another data type.
+        distrusted: leaves whose replay was found wrong in a way that a sample may miss.
+        parent: the step that a delta would follow; None for none.
+        is_only: True if no other step could be followed instead.
+        is_first: True if nothing was saved or restored before.
+        keeps_ancestors: True if the steps that a delta builds on live as long as it does.
+        process_count: number of processes that save together.
+        is_checker_ready: True if a check would not wait for a compiler.
+        longest_lineage: number of deltas that may follow the base, as the schedule has it now.
+        makes_bases: True if a delta can become a base in the background. Until it is one, the
+            lineage may grow to twice that length.
+        is_shadow_beyond: True if the shadow followed another step, and cannot go back.
+    """
+
+    step: int | None
+    structure: Structure
+    update: ExportedUpdate
+    counts: Counts | None
+    replayable: bool
+    distrusted: frozenset[int]
+    parent: Facts | None
+    is_only: bool
+    is_first: bool
+    keeps_ancestors: bool
+    process_count: int
+    is_checker_ready: bool
+    longest_lineage: int
+    makes_bases: bool = False
+    is_shadow_beyond: bool = False
+
+    @property
+    def most_deltas(self) -> int:
+        """Number of deltas after the base from which on the next save has to be a base."""
+        return self.longest_lineage * (2 if self._may_make_base else 1)
+
+    @property
+    def is_base_due(self) -> bool:
+        """True if the next delta is to become a base."""
+        parent = self.parent
+        due = parent is not None and parent.depth + 1 >= self.longest_lineage
+        return due and self._may_make_base
+
+    @property
+    def _may_make_base(self) -> bool:
+        # A base has no room for deferred steps: they would be lost.
+        return self.makes_bases and not (self.parent and self.parent.deferred_count)

@@ -1,0 +1,24 @@
+"""Comparison of a delta's replay with the state that it stands for, before the delta is saved.
+
+No delta is trusted unchecked: the compiler may compute an update otherwise in another program, and
+something else than the update may change the state. Three engines tell. What one of them keeps of a
+state, to check the next step with, is a *witness*.
+
+``sample``: small leaves whole and a block of each large one, at positions that change, are taken at
+each save, replayed at the next, and compared (:mod:`~adacheck_jax.update.elements.sampling`).
+
+``full``: a second copy of the state follows training by replay, on the same devices. Its
+fingerprints must be those of the state.
+
+``identity``: an update that runs as a program of its own (``separate_update``) is exact if the
+arrays that are saved are the very arrays that it returned, and it was given those that were saved
+before.
+
+Beside the sample the *shadow*, a copy in host memory, compares everything
+(:mod:`~adacheck_jax.proof.shadow`). Its memory may be a file
+(:mod:`~adacheck_jax.proof.shadow_file`), from which a killed process gets its state back:
+:mod:`~adacheck_jax.proof.journal` says what lies in it and in which order it is written, and
+:mod:`~adacheck_jax.proof.rebuilt` makes the caller's state of it.
+
+Knows no plan, and nothing of what is written. Begin with :mod:`~adacheck_jax.proof.checker`.
+"""

@@ -1,0 +1,105 @@
+"""``sample``: elements of every leaf, at positions that change, replayed from save to save."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from adacheck_jax.device import jax_settings
+from adacheck_jax.proof.checker import Check, Findings, State, Witness
+from adacheck_jax.state.exported_update import Engine, ExportedUpdate
+from adacheck_jax.state.snapshot import Structure
+from adacheck_jax.update import program as update_program
+from adacheck_jax.update.elements.pieces import Pieces
+from adacheck_jax.update.elements.sampling import Sample, Taker, from_host
+
+
+class Sampling:
+    """Replays blocks of the leaves."""
+
+    engine: Engine = "sample"
+
+    def __init__(self, structure: Structure, program: ExportedUpdate, pieces: Pieces) -> None:
+        assert structure.sites is not None
+        self._structure, self._sites, self._pieces = structure, structure.sites, pieces
+        self._program = program
+        self._compared = frozenset(program.compared(structure))
+        self._taker: Taker | None = None
+        self._arithmetic = program.arithmetic
+        self._compiled = update_program.in_background(self._compile)
+
+    @property
+    def is_ready(self) -> bool:
+        """True if checks need not wait for a compiler."""
+        return self._taker is not None and self._taker.is_ready and self._compiled.done()
+
+    def _compile(self) -> Any:
+        rows = len(self._sites.devices)
+        specs = [
+            {
+                dtype: jax.ShapeDtypeStruct((rows, length), jnp.dtype(dtype))
+                for dtype, length in order.lengths.items()
+            }
+            for order in (self._pieces.before, self._pieces.after)
+        ]
+        with self._arithmetic.applied():
+            switches = update_program.switches(len(self._structure.bindings))
+            return jax.jit(self._pieces.__call__).lower(*specs, switches).compile()
+
+    def _prepare(self, arrays: Sequence[Any]) -> Taker:
+        """The program that takes samples; begins to compile it at the first call."""
+        if self._taker is None:
+            self._taker = Taker(self._sites, self._pieces.after, arrays)
+            update_program.in_background(self._taker.compile)
+        return self._taker
+
+    def witness(self, state: State) -> Witness:
+        """Takes a witness of a base, or of a restored state; waits for the state."""
+        starts, taker = self._sites.starts_at(state.step), self._prepare(state.arrays)
+        if taker.is_ready:
+            return self._of(taker.take(state.arrays, starts, starts)[0])
+        return self._of(from_host(state.arrays, self._sites, starts, self._pieces.before))
+
+    def _of(self, sample: Sample) -> Witness:
+        return Witness(self._structure, self._program, sample)
+
+    def begin(self, before: Witness, state: State) -> Check:
+        """Takes what the check of a delta needs."""
+        starts, taker = self._sites.starts_at(state.step), self._prepare(state.arrays)
+        last: Sample = before.kept
+        if taker.is_ready:
+            after, following = taker.take(state.arrays, last.starts, starts)
+        else:
+            after = from_host(state.arrays, self._sites, last.starts, self._pieces.after)
+            following = from_host(state.arrays, self._sites, starts, self._pieces.before)
+        return _SampleCheck(self, last, after, self._of(following))
+
+    def compare(self, before: Sample, after: Sample, updates: Sequence[int]) -> Findings:
+        """Replays what was taken of two states, and compares."""
+        taken = after.vectors(self._pieces.after)
+        given = jax.device_put([before.vectors(self._pieces.before), taken])
+        with jax_settings.own(), self._arithmetic.applied():
+            switches = update_program.switches(len(self._structure.bindings), updates)
+            results = self._compiled.result()(*given, switches)
+        found = self._pieces.wrong(results, taken)
+        return {i: share for i, share in found.items() if i in self._compared}
+
+
+@dataclass(frozen=True, slots=True)
+class _SampleCheck:
+    """Samples of two successive states, and one to check the next with."""
+
+    checker: Sampling
+    before: Sample
+    after: Sample
+    witness: Witness
+
+    def findings(self, updates: Sequence[int]) -> Findings:
+        return self.checker.compare(self.before, self.after, updates) if updates else {}
+
+    def renew(self, state: State, wrong: Collection[int]) -> None:
+        """Nothing to do: a witness is a sample of the state itself."""

@@ -1,0 +1,208 @@
+"""``full``: a second copy of the state on the devices, which follows training by replay."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from adacheck_jax.device import fingerprint, jax_settings, sharding, transfer
+from adacheck_jax.device.shard_sums import Summing
+from adacheck_jax.format.fingerprint import words_of
+from adacheck_jax.proof.checker import Check, Findings, State, Witness
+from adacheck_jax.state.exported_update import Engine, ExportedUpdate
+from adacheck_jax.state.snapshot import Structure
+from adacheck_jax.update import program as update_program
+
+
+class Following:
+    """Replays every update onto a second copy of the state."""
+
+    engine: Engine = "full"
+
+    def __init__(self, structure: Structure, program: ExportedUpdate) -> None:
+        self._structure, self._program = structure, program
+        self._compared = frozenset(program.compared(structure))
+        # Each with the shardings that it was made for.
+        self._fold: tuple[list[Any], Any] | None = None
+        self._summing: tuple[dict[int, Any], Summing] | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """True if checks need not wait for a compiler."""
+        return self._fold is not None
+
+    def witness(self, state: State) -> Witness:
+        """Takes a witness of a base, or of a restored state; waits for the state."""
+        own = (*self._structure.arguments[0], *self._structure.arguments[1])
+        return self._of(_Followed(_Copy(self._together(state, own)), 0))
+
+    def _of(self, followed: _Followed) -> Witness:
+        return Witness(self._structure, self._program, followed)
+
+    def begin(self, before: Witness, state: State) -> Check:
+        """Takes what the check of a delta needs."""
+        last: _Followed = before.kept
+        consumed = (*self._structure.arguments[2], *self._structure.arguments[3])
+        given = self._together(state, consumed)
+        # What was put on other devices is compared by its bits, all else by fingerprints.
+        alone = {
+            i: array
+            for i, array in last.copy.arrays.items()
+            if getattr(state.arrays[i], "sharding", None) != array.sharding
+        }
+        after = transfer.copies({i: state.arrays[i] for i in alone})
+        # Leaves whose replay is not relied on are the state's own again.
+        renewed = self._together(state, [*self._program.stored])
+        following = self._of(_Followed(last.copy, last.number + 1))
+        return _FollowingCheck(self, last, given, after, renewed, state.sums, following)
+
+    def _together(self, state: State, indices: Sequence[int]) -> dict[int, jax.Array]:
+        """Copies on the devices that the largest leaves have in common; waits only for others.
+
+        They lie in the memory that devices compute in, also those of what is offloaded from it.
+        """
+        touched = [i for each in self._structure.arguments for i in each]
+        shardings = dict(
+            zip(
+                touched,
+                update_program.common_shardings([state.arrays[i] for i in touched]),
+                strict=True,
+            )
+        )
+        main = next((where for where in shardings.values() if where), None)
+        result = transfer.copies({i: state.arrays[i] for i in indices if shardings[i]})
+        for i, array in result.items():
+            if not sharding.in_device_memory(array):
+                result[i] = jax.device_put(array, sharding.computable(array.sharding))
+        for i in indices:
+            if not shardings[i]:
+                placed = None if main is None else update_program.replicated(main)
+                result[i] = jax.device_put(np.array(state.arrays[i]), placed)
+        return result
+
+    def renew(self, copy: _Copy, state: State, wrong: Collection[int]) -> None:
+        """Takes leaves of the copy from the state."""
+        with copy.lock:
+            copy.arrays.update(self._together(state, [i for i in wrong if i in copy.arrays]))
+
+    def compare(self, check: _FollowingCheck, updates: Sequence[int]) -> Findings:
+        """Moves the copy on by one step, and compares."""
+        with check.before.copy.lock:
+            return self._followed(check, updates)
+
+    def _followed(self, check: _FollowingCheck, updates: Sequence[int]) -> Findings:
+        copy, number = check.before.copy, check.before.number
+        if copy.number == number:
+            # A restore puts what is passed through in place before the update that takes it.
+            passed = self._program.passed
+            given = {i: jnp.copy(each) for i, each in check.renewed.items() if i in passed}
+            copy.arrays.update(given)  # copies, since the update donates what it takes
+            if updates:
+                self._advance(copy, check.given, updates)
+            copy.number += 1
+        elif copy.number != number + 1:  # another step was replayed onto it meanwhile
+            return dict.fromkeys(self._compared, 1.0)
+        found = self._differing(copy.arrays, check) if updates else {}
+        copy.arrays.update((i, jnp.copy(each)) for i, each in check.renewed.items())
+        return found
+
+    def _advance(self, copy: _Copy, given: Mapping[int, jax.Array], updates: Sequence[int]) -> None:
+        structure, held = self._structure, copy.arrays
+        params, inner, record, extra = structure.arguments
+        with jax_settings.own(), self._program.arithmetic.applied():
+            shardings = [x.sharding for x in (*held.values(), *given.values())]
+            switches = update_program.switches(len(structure.bindings), updates, shardings)
+            lists = [[held[i] for i in params], [held[i] for i in inner]]
+            consumed = [[given[i] for i in each] for each in (record, extra)]
+            kept = [x.sharding for each in lists for x in each]
+            if self._fold is None or self._fold[0] != kept:
+                assert self._program.function is not None
+                fold = update_program.jit_update_like(self._program.function, *lists)
+                self._fold = kept, fold
+            outputs = jax.tree.leaves(self._fold[1](*lists, *consumed, switches))
+        held.update(zip((*params, *inner), outputs, strict=True))
+
+    def _differing(self, held: Mapping[int, Any], check: _FollowingCheck) -> Findings:
+        structure = self._structure
+        wrong = {
+            i: share
+            for i, after in check.after.items()
+            if i in self._compared and (share := _differing(np.asarray(held[i]), np.asarray(after)))
+        }
+        whole = {i: x for i, x in held.items() if i in self._compared and i not in check.after}
+        places = {i: x.sharding for i, x in whole.items()}
+        if self._summing is None or self._summing[0] != places:
+            self._summing = places, structure.summing_of(whole)
+        found = fingerprint.Contributions(
+            whole, structure.picks, structure.whole_picks, summing=self._summing[1]
+        ).sums()
+        expected = check.sums()
+        return wrong | {i: 1.0 for i, value in found.items() if value != expected[i]}
+
+
+@dataclass(slots=True)
+class _Copy:
+    """The second copy of the leaves that updates compute, which each check moves on by one step.
+
+    Attributes:
+        arrays: by leaf index.
+        number: of steps since it was made.
+        lock: held by who moves it on: a step may be checked as recorded and as saved at once.
+    """
+
+    arrays: dict[int, jax.Array]
+    number: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+@dataclass(frozen=True, slots=True)
+class _Followed:
+    """The copy as it is to be after a number of steps."""
+
+    copy: _Copy
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class _FollowingCheck:
+    """A step that the second copy follows, and the state that it is compared with.
+
+    Attributes:
+        before: the copy at the step before.
+        given: what the update consumed.
+        after: leaves of the state that the copy has elsewhere; compared by their bits.
+        renewed: leaves of the state whose replay is not relied on.
+        sums: as of :class:`State`.
+        witness: witness of that state.
+    """
+
+    checker: Following
+    before: _Followed
+    given: Mapping[int, jax.Array]
+    after: Mapping[int, Any]
+    renewed: Mapping[int, Any]
+    sums: Callable[[], Mapping[int, int]]
+    witness: Witness
+
+    def findings(self, updates: Sequence[int]) -> Findings:
+        return self.checker.compare(self, updates)
+
+    def renew(self, state: State, wrong: Collection[int]) -> None:
+        self.checker.renew(self.before.copy, state, wrong)
+
+
+def _differing(a: np.ndarray, b: np.ndarray) -> float:
+    """The share of elements whose bits differ."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return 1.0
+    if not a.size:
+        return 0.0
+    words = (words_of(np.ascontiguousarray(x).reshape(-1)) for x in (a, b))
+    x, y = (each.reshape(a.size, -1) for each in words)
+    return float(np.mean(np.any(x != y, axis=1)))

@@ -1,0 +1,115 @@
+"""Steps that are kept in memory until the next save writes them with its own."""
+
+from __future__ import annotations
+
+import contextlib
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from adacheck_jax.device import jax_settings
+from adacheck_jax.errors import AdaCheckError
+from adacheck_jax.save.line.parents import Parent, Tip
+from adacheck_jax.save.staged import StagedStep
+
+_DRAINING_COUNT = 2
+_UNCHECKED_COUNT = 4
+
+
+class DeferredSteps:
+    """The steps deferred since the last save: kept in memory, oldest first, for the next one.
+
+    Each is replayed and compared with its state in the background. A step that replay gets wrong
+    takes those after it along, so at most :data:`_UNCHECKED_COUNT` steps wait for that: then the
+    next one waits for the oldest. On accelerators a record is copied on its device first and
+    drained from there in the background, so that no step waits for a transfer;
+    :data:`_DRAINING_COUNT` of them at most take device memory.
+
+    Attributes:
+        follows: the saved or restored step that they follow.
+    """
+
+    def __init__(self) -> None:
+        self.follows: Parent | None = None
+        self._tips: list[Tip] = []
+        self._draining: list[Future[None]] = []
+        self._pool: ThreadPoolExecutor | None = None
+
+    def __len__(self) -> int:
+        return len(self._tips)
+
+    @property
+    def steps(self) -> list[StagedStep]:
+        """The staged steps."""
+        return [each.staged for each in self._tips if each.staged is not None]
+
+    def tip_behind(self, parent: Parent) -> Tip:
+        """The last step in memory: of the deferred ones, else the parent's own."""
+        return self._tips[-1] if self._tips else parent.tip
+
+    def restart(self, parent: Parent) -> None:
+        """Begins anew, after a save or a restore.
+
+        Args:
+            parent: the step that the next one follows.
+        """
+        self.follows, self._tips = parent, []
+
+    def add(self, tip: Tip, staged: StagedStep, *, drains: bool) -> None:
+        """Adds a step.
+
+        Args:
+            tip: the step, as the next one follows it.
+            staged: the step itself.
+            drains: True if it takes device memory until it was copied to the host.
+        """
+        self._tips.append(tip)
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="adacheck_drain")
+        while len(self._draining) >= (_DRAINING_COUNT if drains else _UNCHECKED_COUNT):
+            self._draining.pop(0).result()
+        self._draining.append(self._pool.submit(_drain, staged))
+
+    def cut(self, count: int) -> list[StagedStep]:
+        """Gives up all but the first ones.
+
+        Args:
+            count: number of steps to keep.
+
+        Returns:
+            The steps that were given up.
+        """
+        given_up = self.steps[count:]
+        self._tips = self._tips[:count]
+        return given_up
+
+    def settle(self, *, verify: bool) -> None:
+        """Settles the steps in order; waits for those that are still being computed.
+
+        Args:
+            verify: True if the replay of the last one, and so of all, is to be compared too.
+
+        Raises:
+            AdaCheckError: some are not one update apart; or a replay is wrong.
+        """
+        for each in self.steps:
+            each.settled()
+        if verify and self._tips:
+            self.steps[-1].verify()
+
+    @property
+    def settled_count(self) -> int:
+        """Number of steps, from the first on, that are known to be one update apart."""
+        flags = [each.plan.is_speculative for each in self.steps]
+        return flags.index(True) if True in flags else len(flags)
+
+    @property
+    def wrong(self) -> tuple[int, AdaCheckError] | None:
+        """The first step that is known not to be what it was planned as, and the reason."""
+        pairs = enumerate(each.refused for each in self.steps)
+        return next(((i, error) for i, error in pairs if error is not None), None)
+
+
+@jax_settings.own()
+def _drain(staged: StagedStep) -> None:
+    staged.drain()
+    with contextlib.suppress(AdaCheckError):  # raised for whoever saves or defers the next step
+        staged.verify()

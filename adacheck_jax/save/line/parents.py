@@ -1,0 +1,318 @@
+"""Possible parents of the next delta: the steps saved and restored last, as the disk has them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+
+from adacheck_jax.errors import AdaCheckError
+from adacheck_jax.format.boxes import Blocks
+from adacheck_jax.format.manifest import DeltaManifest
+from adacheck_jax.plan.decision import advanced
+from adacheck_jax.plan.situation import Counts, Facts, SavedFacts
+from adacheck_jax.proof.checker import Witness
+from adacheck_jax.proof.shadow_state import Position
+from adacheck_jax.save.commit import Save
+from adacheck_jax.save.staged import StagedStep
+from adacheck_jax.store import links
+from adacheck_jax.store.retention import KeepLineage
+from adacheck_jax.store.steps import lookup, marks, references
+from adacheck_jax.store.steps.lineage import Lineage
+from adacheck_jax.store.storage.interface import Stamp
+from adacheck_jax.store.storage.location import AnyPath, at
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tip:
+    """A step that the next one may follow, as this process has it in memory.
+
+    Attributes:
+        step: step number.
+        depth: number of deltas since the base that began its line.
+        staged: the step itself, if it was saved or deferred here; None for a restored one.
+        host_copies: copies of the leaves that the next delta may be stored as differences from.
+        witness: what the check of the next step needs of its state; None if there is nothing.
+    """
+
+    step: int
+    depth: int
+    staged: StagedStep | None
+    host_copies: Mapping[int, Blocks]
+    witness: Witness | None
+
+    @property
+    def position(self) -> Position:
+        """The step, as the shadow knows it."""
+        return self if self.staged is None else self.staged
+
+
+class Parent:
+    """A step on the disk that the next delta may refer to: the one saved or restored last.
+
+    Args:
+        directory: its item directory; it is not there before its save is committed.
+        number: the number in the name of the step's directory, None if there is none. A directory
+            that is being deleted does not tell it any more.
+        tip: the step, in memory.
+        save: the save that wrote it; None for a restored step.
+        restored: its lineage, for a restored step.
+    """
+
+    def __init__(
+        self,
+        directory: AnyPath,
+        number: int | None,
+        tip: Tip,
+        save: Save | None,
+        restored: Lineage | None = None,
+    ) -> None:
+        self.directory, self.number, self.tip, self.save = directory, number, tip, save
+        self._lineage = restored
+        self._files = links.files_of(restored.entries[-1]) if restored else frozenset[str]()
+
+    @property
+    def lineage(self) -> Lineage | None:
+        """Its lineage as it was found on the disk last; None if no delta can follow it."""
+        return self._lineage
+
+    @property
+    def files(self) -> frozenset[str]:
+        """Names of its files, while it was whole; empty if this process does not know them."""
+        committed = self.save.committed if self.save else None
+        return committed.files if committed else self._files
+
+    @property
+    def stamp(self) -> Stamp | None:
+        """Identity of its manifest; None if this process did not write it."""
+        committed = self.save.committed if self.save else None
+        return committed.stamp if committed else None
+
+    @property
+    def base_depth(self) -> int:
+        """Number that its base, as far as it is known, has in its line of deltas."""
+        followed = self.save.staged.parent if self.save else None
+        known = self._lineage or followed
+        return known.base.depth if known else 0
+
+    def counts(self) -> Counts:
+        """Update counters of its state; waits for them."""
+        if self.tip.staged is not None:
+            return self.tip.staged.counts()
+        return self._lineage.manifest.counts if self._lineage else ()
+
+    def look(self, others: list[Lineage]) -> None:
+        """Looks for its lineage on the disk.
+
+        Args:
+            others: lineages that were read before, whose manifests need not be read again.
+        """
+        known, self._lineage = [*others, *self._known()], None
+        if self.save is not None and self.save.error is not None:
+            return  # it was told that it is not saved
+        try:
+            found = self._committed(known) or lookup.follow(known, self.directory)
+            if not found.exists():  # deleted; or compacted, and linked otherwise than was known
+                found = lookup.resolve(self.directory)
+        except AdaCheckError as error:
+            if at(self.directory).is_folder:
+                _log.warning("The last step cannot be built on: %s", error)
+            else:
+                _log.info("Step %d was deleted; the next step does not build on it.", self.tip.step)
+            return
+        self._lineage = found
+
+    def committed(self) -> Lineage | None:
+        """Its lineage, once this process has committed it and while it is on the disk unchanged."""
+        found = self._committed(self._known())
+        if found is None or found.exists():
+            return found
+        with contextlib.suppress(AdaCheckError):  # deleted; else linked otherwise than was known
+            return lookup.resolve(self.directory)
+        return None
+
+    def refuse(self) -> None:
+        """Notes that no delta may refer to it."""
+        self._lineage = None
+
+    def _known(self) -> list[Lineage]:
+        followed = self.save.staged.parent if self.save else None
+        return [each for each in (self._lineage, followed) if each is not None]
+
+    def _committed(self, known: list[Lineage]) -> Lineage | None:
+        """Its lineage as this process committed it, if it is on the disk unchanged."""
+        save = self.save
+        committed = save.committed if save else None
+        if save is None or committed is None:
+            return None
+        # In a store looks cost requests: they are left to the save itself, in the background.
+        if at(self.directory).on_file_system:
+            try:
+                if not marks.is_there(self.directory, committed.stamp):
+                    return None
+            except OSError:
+                return None
+        parent, manifest = save.staged.parent, committed.manifest
+        if isinstance(manifest, DeltaManifest) and parent is not None:
+            return parent.followed_by(manifest, self.directory, linked=save.staged.links)
+        # A base is read from the disk once.
+        return next((x for x in known if x.manifest.checksum == manifest.checksum), None)
+
+
+class Parents:
+    """The step saved last and the one restored last.
+
+    Args:
+        keep_lineage: the policy that keeps ancestors alive where there are no hard links.
+
+    Attributes:
+        saved: the step saved last.
+    """
+
+    def __init__(self, keep_lineage: KeepLineage | None) -> None:
+        self._keep_lineage = keep_lineage
+        self._candidates: tuple[Parent, ...] = ()
+        self._links: dict[AnyPath, bool] = {}
+        self.saved: Parent | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing was saved or restored that the next save may build on."""
+        return not self._candidates
+
+    @property
+    def only(self) -> Parent | None:
+        """The step saved or restored last, if it is the only one to build on."""
+        return self._candidates[0] if len(self._candidates) == 1 else None
+
+    def advance(self, saved: Parent) -> None:
+        """Notes a step that is being saved."""
+        self.saved = saved
+        self._candidates = (saved,)
+
+    def follow(self, restored: Parent) -> None:
+        """Notes a step that was restored."""
+        # The step saved last stays a candidate: an older one may be restored for a look.
+        saved = self.saved
+        others = (saved,) if saved is not None and saved.directory != restored.directory else ()
+        self._candidates = (restored, *others)
+
+    def forget(self) -> None:
+        """Notes that a step was restored that nothing can build on."""
+        self._candidates = ()
+
+    def look(self, parent: Parent, final_directory: AnyPath) -> bool:
+        """True if a delta can follow a step by what is on the disk now.
+
+        Args:
+            parent: the step.
+            final_directory: directory of the delta.
+        """
+        others = [each.lineage for each in self._candidates if each.lineage is not None]
+        parent.look(others)
+        keep = self._keep_lineage  # what the policy wants deleted, a manager may delete later
+        lets_go = keep is not None and parent.number is not None and keep.lets_go(parent.number)
+        if lets_go or references.reference(final_directory, parent.directory) is None:
+            parent.refuse()
+        return parent.lineage is not None
+
+    def choose(self, final_directory: AnyPath, counts: Counts) -> Parent | None:
+        """The step that a delta would follow: of those on the disk the first that counters follow.
+
+        Args:
+            final_directory: directory of the delta.
+            counts: update counters of its state.
+        """
+        found = [each for each in self._candidates if self.look(each, final_directory)]
+        for each in found:
+            before = each.lineage.manifest.counts if each.lineage else ()
+            if counts and len(before) == len(counts) and advanced(before, counts) is not None:
+                return each
+        return found[0] if found else None
+
+    def note_parent(self, number: int | None, parent: Parent | None) -> None:
+        """Tells the policy which step a new one builds on.
+
+        Args:
+            number: number in the name of the new step's directory.
+            parent: the step that it builds on; None for a base.
+        """
+        keep = self._keep_lineage
+        if keep is not None and parent and parent.number is not None and number is not None:
+            keep.note(number, parent.number)
+
+    def has_links(self, final_directory: AnyPath) -> bool:
+        """True if steps beside this one can be hard-linked; probed once a root."""
+        if not at(final_directory).on_file_system:
+            return False
+        root = final_directory.parent
+        while root != root.parent and not _is_root(root):
+            root = root.parent
+        if root not in self._links:
+            self._links[root] = links.can_link(root)
+        return self._links[root]
+
+    def keeps_ancestors(self, final_directory: AnyPath) -> bool:
+        """True if the steps that a delta builds on live as long as it does."""
+        keep = self._keep_lineage
+        # A manager asks with each save: one that did not so far has another policy, or none.
+        is_kept = keep is not None and (keep.is_asked or self.saved is None)
+        return is_kept or self.has_links(final_directory)
+
+
+def _is_root(directory: AnyPath) -> bool:
+    """True if a directory exists and is not a step's."""
+    return at(directory).is_folder and not at(directory / marks.STEP_METADATA).exists
+
+
+def facts_of(
+    parent: Parent, tip: Tip, *, knows_counts: bool, made_depth: int, witness_fits: bool
+) -> Facts:
+    """Facts for a plan about a step that the next one may follow.
+
+    Args:
+        parent: the step on the disk, as it was looked at last.
+        tip: the last step in memory: the parent's own, or the last deferred step.
+        knows_counts: True if its update counters are computed, as the next step's are.
+        made_depth: number that the newest base of its line which was made in the background has
+            among the deltas; 0 for none.
+        witness_fits: True if the witness of the last step in memory can check the next one.
+    """
+    counts = None
+    if knows_counts:
+        counts = parent.counts() if tip.staged is None else tip.staged.counts()
+    base_depth = parent.base_depth
+    if parent.save is not None:
+        # Several processes may not see at the same save that a step has become a base.
+        base_depth = max(base_depth, made_depth) if jax.process_count() == 1 else made_depth
+    return Facts(
+        step=tip.step,
+        depth=tip.depth - base_depth,
+        counts=counts,
+        lineage=parent.lineage,
+        deferred_count=tip.depth - parent.tip.depth,
+        saved=_saved_facts(parent.save),
+        has_witness=witness_fits,
+        copied=tip.host_copies,
+        has_moved=tip.witness is not None and not witness_fits,
+    )
+
+
+def _saved_facts(save: Save | None) -> SavedFacts | None:
+    if save is None:
+        return None
+    staged = save.staged
+    return SavedFacts(
+        step=staged.own.step,
+        structure=staged.structure,
+        kind=staged.plan.decision.kind,
+        interval=staged.own.step - staged.before,
+        replayable=staged.replayable,
+        follows_saved=staged.parent is not None,
+        failure=save.error is not None,
+    )

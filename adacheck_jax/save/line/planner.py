@@ -1,0 +1,471 @@
+"""Plans the saves of one training run: gathers facts, has them planned, and corrects plans.
+
+:mod:`~adacheck_jax.plan.save_plan` decides; what it needs is looked up here, on the disk, in
+memory and among what checks have found so far. A plan of a replayed delta is compared with the
+state while that is still there, and made anew from what replay gets wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+
+from adacheck_jax.device import fingerprint, transfer
+from adacheck_jax.device.trees import PyTree
+from adacheck_jax.errors import AdaCheckError, ReplayError
+from adacheck_jax.plan import save_plan, sizes
+from adacheck_jax.plan.decision import Decision, replays, unplanned
+from adacheck_jax.plan.options import Options
+from adacheck_jax.plan.save_plan import SavePlan
+from adacheck_jax.plan.situation import Counts, Situation
+from adacheck_jax.proof import engines
+from adacheck_jax.proof.checker import Check, Checker, State, Witness, is_sparse
+from adacheck_jax.proof.shadow import ShadowThread
+from adacheck_jax.save import staged
+from adacheck_jax.save.background_bases import BackgroundBases
+from adacheck_jax.save.line import parents
+from adacheck_jax.save.line.deferred import DeferredSteps
+from adacheck_jax.save.line.notices import Distrust, tell_given_up
+from adacheck_jax.save.line.parents import Parent, Parents, Tip
+from adacheck_jax.save.staged import StagedStep
+from adacheck_jax.schedule.line import LineSchedule
+from adacheck_jax.state.exported_update import ExportedUpdate, ExportedUpdates
+from adacheck_jax.state.snapshot import Snapshot, Snapshots, Structure
+from adacheck_jax.store.steps import lineage as lineages
+from adacheck_jax.store.steps.lineage import Lineage
+from adacheck_jax.store.storage.location import AnyPath
+from adacheck_jax.update.binding import Recorders
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """A plan, with the step in memory that it follows.
+
+    Attributes:
+        situation: the facts that the plan was made from.
+        plan: the plan.
+        parent: the step on the disk that a delta follows, also where the plan is a base.
+        tip: the last step in memory behind that parent.
+        check: comparison of the replay that is made before the save returns.
+    """
+
+    situation: Situation
+    plan: SavePlan
+    parent: Parent | None
+    tip: Tip | None
+    check: Check | None = None
+
+
+class Planner:
+    """Plans the saves of one training run.
+
+    Args:
+        recorders: recorders of the optimizers (:func:`~adacheck_jax.update.binding.recorders_of`).
+        options: the caller's choices.
+        schedule: the schedule that the saves follow.
+        bases: bases that are made in the background.
+        shadow: the copy of the state that checks deltas in full.
+
+    Attributes:
+        snapshots: takes states apart.
+        distrust: findings of checks so far.
+        parents: steps on the disk that the next one may follow.
+        deferred: steps in memory that the next save writes.
+    """
+
+    def __init__(
+        self,
+        recorders: Recorders,
+        options: Options,
+        schedule: LineSchedule,
+        bases: BackgroundBases,
+        shadow: ShadowThread,
+    ) -> None:
+        self._options, self._schedule = options, schedule
+        self._bases, self._shadow = bases, shadow
+        self.snapshots = Snapshots(
+            recorders,
+            options.params_path,
+            options.ephemeral,
+            compares_replicas=options.check_replicas != "off",
+        )
+        self.distrust = Distrust()
+        self.parents = Parents(options.keep_lineage)
+        self.deferred = DeferredSteps()
+        self._updates = ExportedUpdates(options.check)
+        self._checker: tuple[Structure, ExportedUpdate, Checker] | None = None
+
+    def plan_save(
+        self,
+        snapshot: Snapshot,
+        directory: AnyPath,
+        step: int | None,
+        again: StagedStep | None,
+        *,
+        replayable: bool,
+    ) -> Course:
+        """Plans a save: without a look at the state's values if it is still being computed.
+
+        Args:
+            snapshot: the state.
+            directory: the item's directory once it is committed.
+            step: step number; None if neither the caller nor the directory gives it.
+            again: the same step, if it was deferred before it is saved.
+            replayable: True if no leaf of an update is stored in another data type.
+
+        Returns:
+            The plan; of a replayed delta with its check begun, unless the plan is speculative.
+
+        Raises:
+            AdaCheckError: deferred steps are lost; told once.
+        """
+        counters = {i: snapshot.arrays[i] for i in snapshot.structure.counts}
+        only = self.parents.only
+        waits = self.distrust.is_cautious or staged.are_ready(counters)
+        if not waits and step is not None and only is not None and only.save is not None:
+            self.parents.look(only, directory)
+            facts = self._situation(snapshot, directory, step, None, only, again, replayable)
+            if (planned := save_plan.speculate(facts, self._options)) is not None:
+                return Course(facts, planned, only, self.deferred.tip_behind(only))
+        counts = snapshot.counts()  # waits for the running step
+        self._settle_deferred()
+        parent = self.deferred.follows if len(self.deferred) else None
+        if parent is not None and not self.parents.look(parent, directory):
+            self.give_up(0, "the step that they follow is not there")
+            parent = None
+        parent = parent or self.parents.choose(directory, counts)
+        facts = self._situation(snapshot, directory, step, counts, parent, again, replayable)
+        tip = self.deferred.tip_behind(parent) if parent else None
+        course = Course(facts, save_plan.plan(facts, self._options), parent, tip)
+        return self._compared(snapshot, course) if course.plan.is_replayed else course
+
+    def plan_deferred(
+        self, snapshot: Snapshot, parent: Parent, step: int, again: StagedStep | None
+    ) -> Course | str:
+        """Plans a step that stays in memory until the next save.
+
+        Args:
+            snapshot: the state.
+            parent: the step on the disk that it follows, behind those that are deferred already.
+            step: step number.
+            again: the same step, if it was deferred before.
+
+        Returns:
+            The plan; or the reason why the step has to be saved instead.
+        """
+        facts = self._situation(snapshot, parent.directory, step, None, parent, again, True)
+        planned = save_plan.plan_deferred(facts, self._options)
+        if isinstance(planned, str):
+            return planned
+        own_bytes = sizes.bytes_of(planned.structure, planned.stored)
+        if (len(self.deferred) + 1) * own_bytes > sizes.most_bytes(planned.structure):
+            return "the recorded steps fill the memory that they may take"
+        return Course(facts, planned, parent, self.deferred.tip_behind(parent))
+
+    def _situation(
+        self,
+        snapshot: Snapshot,
+        directory: AnyPath,
+        step: int | None,
+        counts: Counts | None,
+        parent: Parent | None,
+        again: StagedStep | None,
+        replayable: bool,
+    ) -> Situation:
+        """All that a plan may know."""
+        structure, options, facts, is_beyond = snapshot.structure, self._options, None, False
+        update = self._updates.of(structure)
+        is_checked = replays(update, options, replayable=replayable)
+        if parent is not None:
+            tip = self.deferred.tip_behind(parent)
+            facts = parents.facts_of(
+                parent,
+                tip,
+                knows_counts=counts is not None,
+                made_depth=self._bases.newest_depth,
+                witness_fits=tip.witness is not None and tip.witness.fits(structure, update),
+            )
+            is_beyond = self._is_shadow_beyond(tip, again, counts)
+        return Situation(
+            step=step,
+            structure=structure,
+            update=update,
+            counts=counts,
+            replayable=replayable,
+            distrusted=self.distrust.leaves_of(structure),
+            parent=facts,
+            is_only=parent is not None and self.parents.only is parent,
+            is_first=self.parents.is_empty,
+            keeps_ancestors=parent is not None and self.parents.keeps_ancestors(directory),
+            process_count=jax.process_count(),
+            is_checker_ready=is_checked and self.checker_of(structure, update).is_ready,
+            longest_lineage=self._schedule.longest_lineage,
+            makes_bases=self._makes_bases(directory),
+            is_shadow_beyond=is_beyond,
+        )
+
+    def _is_shadow_beyond(self, tip: Tip, again: StagedStep | None, counts: Counts | None) -> bool:
+        """True if the shadow followed what is not saved: a step that was given up.
+
+        Of several processes all have to plan alike, and each knows its own shadow alone.
+        """
+        if jax.process_count() > 1 or not self._shadow.is_beyond(tip.position):
+            return False
+        is_same = again is not None and (counts is None or again.counts() == counts)
+        return not is_same or self._shadow.is_beyond(again)
+
+    def _makes_bases(self, directory: AnyPath) -> bool:
+        """True if a delta can become a base in the background, in all processes."""
+        if jax.process_count() > 1:
+            return self._bases.known.are_possible
+        return self.could_make_bases(directory)
+
+    def could_make_bases(self, directory: AnyPath) -> bool:
+        """True if this process could make a base of the next delta in the background.
+
+        A number of deltas that the caller chose is kept to; and in a store nothing can be renamed.
+
+        Args:
+            directory: directory of the delta.
+        """
+        return (
+            (shadow := self._options.host_shadow) is not None
+            and shadow.background_bases
+            and not isinstance(self._options.max_deltas, int)
+            and self._bases.own.are_possible
+            and self.parents.has_links(directory)
+        )
+
+    def _compared(self, snapshot: Snapshot, course: Course) -> Course:
+        """Begins to replay the updates of a delta, to compare them before the save returns."""
+        planned, tip = course.plan, course.tip
+        if tip is None or tip.witness is None:
+            return course
+        if tip.staged is not None:
+            with contextlib.suppress(AdaCheckError):  # raised by the save of that step
+                tip.staged.verify()
+        sums = functools.partial(_sums_of, snapshot)
+        checker = self.checker_of(planned.structure, planned.update)
+        check = checker.begin(tip.witness, State(snapshot.arrays, planned.step, sums))
+        return dataclasses.replace(course, check=check)
+
+    def corrected(self, snapshot: Snapshot, course: Course) -> Course:
+        """Compares replay with a state that is still there, and plans anew what it gets wrong.
+
+        Args:
+            snapshot: the state.
+            course: its plan.
+
+        Returns:
+            The same course if there is nothing to compare, or replay gives the state.
+        """
+        if (check := course.check) is None:
+            return course
+        planned, facts, structure = course.plan, course.situation, course.plan.structure
+        findings = check.findings(planned.decision.updates)
+        if findings and planned.update.engine == "identity":
+            self._updates.compare_in_full()
+            facts = dataclasses.replace(facts, update=self._updates.of(structure))
+            reason = (
+                "the arrays are not those that separate_update took and returned, or it ran "
+                "another program than a restore would; from now on its updates are compared in full"
+            )
+            return self._as_base(course, facts, unplanned(reason))
+        wrong = frozenset(findings) - save_plan.known_unreplayed(facts)
+        made = save_plan.with_wrong(planned, facts, wrong, self._options)
+        wrong |= _changed(snapshot, course, made)
+        if not wrong:
+            return course
+        unhealed = _owned_by_others(snapshot, wrong)
+        if healed := wrong - unhealed:
+            self.distrust.tell(planned, healed)
+        sparse = [i for i in findings if i in wrong and is_sparse(structure, i, findings[i])]
+        self.distrust.learn("", [structure.leaves[i].path for i in sparse])
+        facts = dataclasses.replace(facts, distrusted=self.distrust.leaves_of(structure))
+        wrong_bytes = sum(structure.leaves[i].nbytes for i in wrong)
+        whole_bytes = sum(leaf.nbytes for leaf in structure.leaves)
+        if facts.process_count == 1 and 2 * wrong_bytes > whole_bytes:
+            reason = staged.told(structure, sorted(wrong))
+            return self._as_base(course, facts, Decision("base", reason))
+        check.renew(State(snapshot.arrays, planned.step, dict), wrong)
+        made = save_plan.with_wrong(planned, facts, wrong, self._options)
+        made = dataclasses.replace(made, unhealed=tuple(sorted(unhealed)))
+        return dataclasses.replace(course, situation=facts, plan=made)
+
+    def _as_base(self, course: Course, facts: Situation, decision: Decision) -> Course:
+        made = save_plan.as_base(facts, decision, self._options)
+        return dataclasses.replace(course, situation=facts, plan=made, check=None)
+
+    def checker_of(self, structure: Structure, update: ExportedUpdate) -> Checker:
+        """The checker of the deltas of a structure; made once."""
+        known = self._checker
+        if known is None or known[0] is not structure or known[1] is not update:
+            known = self._checker = (structure, update, engines.checker_of(structure, update))
+        return known[2]
+
+    def update_of(self, structure: Structure) -> ExportedUpdate:
+        """The exported update of a structure."""
+        return self._updates.of(structure)
+
+    def witness_of_restored(self, restored: Lineage, state: PyTree) -> Witness | None:
+        """A witness of a restored state; None where the next save cannot be a replayed delta.
+
+        Args:
+            restored: the step's lineage.
+            state: the state.
+        """
+        try:
+            snapshot = self.snapshots.take(state)
+        except AdaCheckError as error:
+            _log.info("The next save will be a base: %s", error)
+            return None
+        structure = snapshot.structure
+        update = self._updates.of(structure)
+        if structure.leaves != restored.base.leaves or not replays(update, self._options):
+            return None
+        step = restored.manifest.step
+        return self.checker_of(structure, update).witness(State(snapshot.arrays, step, dict))
+
+    def learn(self) -> None:
+        """Becomes cautious where replay was found to be wrong in the background.
+
+        Raises:
+            AdaCheckError: deferred steps are lost by it; told once.
+        """
+        saved = self.parents.saved
+        staged_steps = [*saved.save.staged.steps] if saved and saved.save else []
+        for each in (*staged_steps, *self.deferred.steps):
+            if each.saved:
+                self.distrust.tell(each.plan, each.saved)
+        if saved is not None and (save := saved.save) is not None:
+            known, leaves = save.agreed_caution, save.staged.structure.leaves
+            self.distrust.learn(known.reason, [leaves[i].path for i in known.distrusted])
+            if not len(self.deferred):  # else those before are of another replica
+                self.snapshots.follow(save.agreed_lead)
+            if isinstance(save.error, ReplayError):  # without the path of the step's directory
+                steps = save.staged.steps
+                self._learn_disproved(str(save.error.__cause__ or save.error), steps)
+        # Of several processes one alone may have found a deferred step wrong: the save that writes
+        # it fails in all of them.
+        if jax.process_count() == 1 and (wrong := self.deferred.wrong):
+            kept, error = wrong
+            self._learn_disproved(str(error), self.deferred.steps[kept:])
+            steps = lineages.shown_steps([each.step for each in self.deferred.cut(kept)])
+            raise type(error)(
+                f"Recorded steps that are not saved: {steps}, and neither is this one; those "
+                f"before are kept. {error}"
+            ) from error
+
+    def _learn_disproved(self, reason: str, steps: Sequence[StagedStep]) -> None:
+        """Notes what the shadow found wrong: the sample of a later step may miss it.
+
+        Of several processes all have to plan alike: there the next save is a base, as after any
+        save that failed. With that base goes what one of them knows: what it could not store, or
+        in process 0 what all shadows together disproved.
+        """
+        paths = [
+            each.plan.structure.leaves[i].path
+            for each in steps
+            for i in each.disproved.union(each.plan.unhealed)
+        ]
+        self.distrust.learn(reason, paths)
+
+    def _settle_deferred(self) -> None:
+        """Settles and verifies deferred steps; gives up those that are not one update apart."""
+        # The first that failed tells why, below.
+        with contextlib.suppress(AdaCheckError):
+            self.deferred.settle(verify=jax.process_count() == 1)
+        self.learn()
+        if (count := self.deferred.settled_count) < len(self.deferred):
+            self.give_up(count, "they are not one update apart")
+
+    def settle_last_deferred(self) -> str:
+        """Settles the steps deferred so far; in a cautious run they are compared too.
+
+        Returns:
+            The reason why the last one has to be saved instead; empty if it is what it should be.
+        """
+        try:
+            self.deferred.settle(verify=self.distrust.is_cautious)
+        except AdaCheckError as error:
+            # This one is left to a save, which sees the whole state.
+            self.deferred.cut(len(self.deferred) - 1)
+            self.give_up(self.deferred.settled_count, str(error))
+            return str(error)
+        return ""
+
+    def superseded(self, step: int | None) -> StagedStep | None:
+        """Gives up the deferred steps that a save replaces.
+
+        Args:
+            step: number of the step that is saved.
+
+        Returns:
+            The step that it saves again, if it was deferred last.
+        """
+        steps = self.deferred.steps
+        if step is None or not steps:
+            return None
+        kept = sum(each.step < step for each in steps)
+        if kept == len(steps) - 1 and steps[-1].step == step:
+            return self.deferred.cut(kept)[0]
+        self.give_up(kept, f"step {step} is saved after them")
+        return None
+
+    def give_up(self, count: int, why: str) -> None:
+        """Gives up deferred steps but for the first ones, and says so.
+
+        Args:
+            count: number of steps to keep.
+            why: the reason.
+        """
+        tell_given_up([each.step for each in self.deferred.cut(count)], why)
+
+
+def _changed(snapshot: Snapshot, course: Course, made: SavePlan) -> frozenset[int]:
+    """The leaves that a delta leaves to the parent, and whose bits are not the parent's."""
+    parent, tip = course.parent, course.tip
+    found = parent.lineage if parent else None
+    if course.situation.process_count > 1:
+        return frozenset()  # the others may not know the values yet
+    if found is None or tip is None or not made.unchanged:
+        return frozenset()
+    expected: Sequence[int] | Mapping[int, int] = found.manifest.fingerprints
+    if tip.step != found.manifest.step:  # a step that was deferred since
+        if tip.staged is None:
+            return frozenset()
+        expected = tip.staged.sums()
+    own = _sums_of(snapshot, made.unchanged)
+    return frozenset(i for i, value in own.items() if value != expected[i])
+
+
+def _owned_by_others(snapshot: Snapshot, leaves: Collection[int]) -> frozenset[int]:
+    """Those of some leaves of which this process holds, and so samples, what another one owns."""
+    structure, found = snapshot.structure, set[int]()
+    for i in leaves if jax.process_count() > 1 else ():
+        array, leaf, held = snapshot.arrays[i], structure.leaves[i], structure.leaves[i].boxes
+        if i not in structure.local_picks:  # else every process has all of it
+            held = transfer.boxes_here(array.shape, array.sharding)
+        own = leaf.boxes_of(jax.process_index())
+        if sum(box.size for box in held) != sum(box.size for box in own):
+            found.add(i)
+    return frozenset(found)
+
+
+def _sums_of(snapshot: Snapshot, leaves: Collection[int] | None = None) -> Mapping[int, int]:
+    """This process's contribution to the fingerprint of each leaf; waits for the state."""
+    structure, arrays = snapshot.structure, dict(enumerate(snapshot.arrays))
+    summing = structure.summing(snapshot.arrays)
+    if leaves is not None:
+        arrays, summing = {i: arrays[i] for i in leaves}, None
+    return fingerprint.Contributions(
+        arrays, structure.picks, structure.whole_picks, summing=summing
+    ).sums()

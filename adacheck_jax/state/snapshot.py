@@ -1,0 +1,411 @@
+"""A state taken apart for saving: its leaves, where they lie, and the update that ties them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from adacheck_jax.device import (
+    fingerprint,
+    ownership,
+    replicas,
+    sharding,
+    transfer,
+    trees,
+)
+from adacheck_jax.device.lead import DeviceGrid, Lead, Ranks, grid_of, sole
+from adacheck_jax.device.loops import xla_call
+from adacheck_jax.device.shard_sums import Summing
+from adacheck_jax.device.trees import PyTree
+from adacheck_jax.errors import MismatchError, RecorderError
+from adacheck_jax.format.manifest import Leaf
+from adacheck_jax.update import binding
+from adacheck_jax.update.binding import Binding, Recorders
+from adacheck_jax.update.elements.sample_sites import Sites
+from adacheck_jax.update.params_search import leaf_types
+from adacheck_jax.update.recorder_state import count_of
+
+_CACHED_STRUCTURES = 8
+
+
+@dataclass(frozen=True)
+class Structure:
+    """Everything that two saves of the same train state have in common.
+
+    Attributes:
+        leaves: description of each leaf, in tree order.
+        bindings: update of each recorder, tied to the leaves; none without a recorder.
+        index: leaf path to position.
+        picks: boxes of each leaf that this process owns and takes.
+        whole_picks: whole shards that this process accounts for, in fingerprints on devices.
+        placement: digest of where the leaves of the update lie: devices, mesh, and cuts.
+        sites: places at which this process samples leaves of updates; None without a recorder.
+        local_picks: all boxes of each leaf that every process of several has for itself.
+        replicated: leaves that lie on several devices in copies declared equal.
+        grid: devices of the state.
+        lead: the one of them whose replica is saved.
+        ephemeral: positions of the leaves that are saved with bases alone.
+        everywhere: positions of the numbers that every process has.
+        devices: ids of the devices on which the leaves of updates lie, in a program's order.
+    """
+
+    leaves: tuple[Leaf, ...]
+    bindings: tuple[Binding, ...]
+    index: dict[str, int]
+    picks: dict[int, tuple[transfer.Pick, ...]]
+    whole_picks: dict[int, tuple[transfer.Pick, ...]]
+    placement: str
+    sites: Sites | None
+    local_picks: dict[int, tuple[transfer.Pick, ...]]
+    replicated: tuple[replicas.ReplicatedLeaf, ...]
+    grid: DeviceGrid
+    lead: Lead
+    ephemeral: frozenset[int] = frozenset()
+    everywhere: frozenset[int] = frozenset()
+    devices: tuple[int, ...] = ()
+
+    @functools.cached_property
+    def ranks(self) -> Ranks:
+        """Distances of the devices from the lead."""
+        return self.grid.ranks(self.lead.position)
+
+    @functools.cached_property
+    def arguments(self) -> tuple[tuple[int, ...], ...]:
+        """Positions of the params, inner state, record and extra arguments of all updates."""
+        lists = [(each.params, each.inner, each.record, each.extra) for each in self.bindings]
+        return tuple(
+            tuple(self.index[path] for paths in each for path in paths)
+            for each in (zip(*lists, strict=True) if lists else [()] * 4)
+        )
+
+    @functools.cached_property
+    def parts(self) -> tuple[tuple[int, int, int, int], ...]:
+        """Numbers of params, inner leaves, records and extra arguments of each update."""
+        return tuple(
+            (len(each.params), len(each.inner), len(each.record), len(each.extra))
+            for each in self.bindings
+        )
+
+    @functools.cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Positions of the update counters."""
+        return tuple(self.index[each.count] for each in self.bindings)
+
+    @property
+    def touched(self) -> frozenset[int]:
+        """The leaves that updates take or return."""
+        return frozenset(i for indices in self.arguments for i in indices)
+
+    @functools.cached_property
+    def computed(self) -> frozenset[int]:
+        """Positions of what the updates compute."""
+        return self.computed_by(range(len(self.bindings)))
+
+    @functools.cached_property
+    def consumed(self) -> frozenset[int]:
+        """Positions of what the updates consume."""
+        return self.consumed_by(range(len(self.bindings)))
+
+    @functools.cached_property
+    def derived(self) -> frozenset[int]:
+        """Positions of the derived trees' leaves, which lie outside all optimizer state."""
+        counts = [sum(len(tree.types) for tree in each.derived) for each in self.bindings]
+        pairs = zip(self.bindings, counts, strict=True)
+        return frozenset(
+            self.index[path] for each, n in pairs for path in each.inner[len(each.inner) - n :]
+        )
+
+    def lies_like(self, other: Structure) -> bool:
+        """True if programs take the leaves of updates from the places where another state's lie."""
+        return self is other or (self.devices == other.devices and self.sites == other.sites)
+
+    def computed_by(self, updates: Iterable[int]) -> frozenset[int]:
+        """Positions of what some of the updates compute."""
+        paths = [path for k in updates for path in self.bindings[k].explained]
+        return frozenset(self.index[path] for path in paths)
+
+    def consumed_by(self, updates: Iterable[int]) -> frozenset[int]:
+        """Positions of what some of the updates consume."""
+        paths = [path for k in updates for path in self.bindings[k].consumed]
+        return frozenset(self.index[path] for path in paths)
+
+    def summing(self, arrays: Sequence[Any]) -> Summing:
+        """Programs that fingerprint the arrays of a state on devices."""
+        key = xla_call.is_ready()
+        if key not in self._summings:
+            self._summings[key] = self.summing_of(dict(enumerate(arrays)))
+        return self._summings[key]
+
+    def summing_of(self, arrays: Mapping[int, Any]) -> Summing:
+        """As :meth:`summing`, of some arrays that lie as the leaves do."""
+        # On CPU devices both engines may sum up one leaf, at one save and the next: what this
+        # process contributes must be the same then, so no whole shards of which it owns a part.
+        return Summing(
+            {
+                i: x
+                for i, x in arrays.items()
+                if fingerprint.hashes_on_device(x)
+                and (transfer.on_accelerator(x) or self.whole_picks[i] == self.picks[i])
+            }
+        )
+
+    @functools.cached_property
+    def _summings(self) -> dict[bool, Summing]:
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One state to save.
+
+    Attributes:
+        structure: structure of the state.
+        arrays: plain arrays (:func:`transfer.raw`), one a leaf.
+    """
+
+    structure: Structure
+    arrays: tuple[Any, ...]
+
+    def counts(self) -> tuple[int, ...]:
+        """Each recorder's update counter; waits for the running step."""
+        return tuple(count_of(self.arrays[i]) for i in self.structure.counts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A state as it was taken apart last, to know the next one by one look at each leaf.
+
+    Attributes:
+        treedef: tree definition of the state.
+        kinds: abstract value and sharding of each leaf; the objects themselves.
+        version: the recorders' ``derived_version``.
+        structure: structure of such a state.
+    """
+
+    treedef: Any
+    kinds: tuple[tuple[Any, Any], ...]
+    version: Hashable
+    structure: Structure
+
+    def fits(self, leaves: Sequence[Any], treedef: Any, version: Hashable) -> bool:
+        """True if a state has the same structure; a state that has it may be missed."""
+        return (
+            len(leaves) == len(self.kinds)
+            and version == self.version
+            and all(
+                isinstance(leaf, jax.Array) and leaf.aval is aval and leaf.sharding is sharding
+                for leaf, (aval, sharding) in zip(leaves, self.kinds, strict=True)
+            )
+            and treedef == self.treedef
+        )
+
+
+class Snapshots:
+    """Takes states apart, remembering the structures that it has seen.
+
+    Args:
+        recorders: as from :func:`~adacheck_jax.update.binding.recorders_of`.
+        params_path: leaf path of the trained params, None to find it; for several recorders by the
+            keys of ``recorders``.
+        ephemeral: patterns of the paths of leaves that are saved with bases alone.
+        compares_replicas: True if a save is told where replicas differ.
+    """
+
+    def __init__(
+        self,
+        recorders: Recorders,
+        params_path: str | Mapping[str, str] | None,
+        ephemeral: Sequence[str] = (),
+        *,
+        compares_replicas: bool = True,
+    ) -> None:
+        self._recorders = recorders
+        self._params_path, self._ephemeral = params_path, ephemeral
+        self._compares_replicas = compares_replicas
+        self._structures: dict[Any, Structure] = {}
+        self._seen: _Seen | None = None
+        self._lead = Lead()
+
+    def follow(self, lead: Lead) -> None:
+        """Takes states apart as another replica has them."""
+        if lead != self._lead:
+            self._lead, self._seen = lead, None
+            self._structures.clear()
+
+    def take(self, state: PyTree) -> Snapshot:
+        """Takes a state apart, without a look at what is in it.
+
+        Raises:
+            RecorderError: the recorder cannot be tied to the state, or its update takes or returns
+                a leaf that is to be ephemeral.
+            MismatchError: two leaves have the same leaf path, or a leaf has a type that cannot be
+                stored, or was donated.
+        """
+        leaves, treedef = jax.tree.flatten(state)
+        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
+            raise _donated(state)
+        seen, version = self._seen, self._derived_version()
+        if seen is not None and seen.fits(leaves, treedef, version):
+            return Snapshot(seen.structure, tuple(leaves))
+        arrays = tuple(transfer.raw(leaf) for leaf in leaves)
+        key = (version, treedef, tuple(map(_signature, leaves, arrays)))
+        if key not in self._structures:
+            if len(self._structures) >= _CACHED_STRUCTURES:
+                del self._structures[next(iter(self._structures))]
+            self._structures[key] = self._describe(state, arrays)
+        # The last one is the one that was seen last: what a run saves is not forgotten for others.
+        structure = self._structures[key] = self._structures.pop(key)
+        if all(
+            leaf is array and isinstance(leaf, jax.Array)
+            for leaf, array in zip(leaves, arrays, strict=True)
+        ):
+            kinds = tuple((array.aval, array.sharding) for array in arrays)
+            self._seen = _Seen(treedef, kinds, version, structure)
+        return Snapshot(structure, arrays)
+
+    def _derived_version(self) -> Hashable:
+        """The versions of the derived trees of all recorders."""
+        return tuple(each.derived_version for own in self._recorders.values() for each in own)
+
+    def _describe(self, state: PyTree, arrays: tuple[Any, ...]) -> Structure:
+        named, _ = trees.flatten(state)
+        bindings: tuple[Binding, ...] = ()
+        if self._recorders:
+            types = leaf_types(named)
+            bindings = binding.bind_all(self._recorders, types, self._params_path)
+        layouts, grid = [sharding.layout_of_array(array) for array in arrays], grid_of(arrays)
+        ranks, written = grid.ranks(self._lead.position), layouts
+        if self._lead.is_apart:
+            written = [sole(each, x, ranks) for each, x in zip(layouts, arrays, strict=True)]
+        itemsizes_bytes = [_itemsize_bytes(path, a) for path, a in zip(named, arrays, strict=True)]
+        index = {path: position for position, path in enumerate(named)}
+        consumed = frozenset(index[path] for each in bindings for path in each.consumed)
+        shares = ownership.share_out(written, itemsizes_bytes, consumed)
+        leaves = tuple(
+            Leaf(
+                path=path,
+                shape=tuple(arrays[i].shape),
+                dtype=str(arrays[i].dtype),
+                itemsize_bytes=itemsizes_bytes[i],
+                key_type=str(leaf.dtype) if transfer.is_key(leaf) else None,
+                cuts=shares[i].cuts,
+                owners=shares[i].owners,
+            )
+            for i, (path, leaf) in enumerate(named.items())
+        )
+        picks, local_picks = _picks(leaves, arrays, ranks)
+        process = jax.process_index()
+        whole_picks = {
+            i: picks[i]
+            if shares[i].cuts == layouts[i].cuts
+            else transfer.picks_of(array, fingerprint.accounted(array, process), ranks)
+            for i, array in enumerate(arrays)
+        }
+        structure = Structure(
+            leaves=leaves,
+            bindings=bindings,
+            index=index,
+            picks=picks,
+            whole_picks=whole_picks,
+            placement="",
+            sites=None,
+            local_picks=local_picks,
+            replicated=replicas.replicated_leaves(tuple(named), arrays),
+            grid=grid,
+            lead=self._lead,
+            ephemeral=_ephemeral(self._ephemeral, index, bindings),
+            everywhere=_everywhere(layouts),
+        )
+        if not bindings:
+            return structure
+        touched = [i for indices in structure.arguments for i in indices]
+        described = "\n".join(sharding.describe(arrays[i]) for i in touched)
+        placement = hashlib.sha256(described.encode()).hexdigest()
+        in_turns = self._compares_replicas and not self._lead.is_apart
+        sites = Sites(touched, arrays, in_turns=in_turns)
+        devices = _devices_of([arrays[i] for i in touched])
+        return dataclasses.replace(structure, placement=placement, sites=sites, devices=devices)
+
+
+def _donated(state: PyTree) -> MismatchError:
+    """Error for a state of which some arrays have no elements any more."""
+    named, _ = trees.flatten(state)
+    paths = [p for p, x in named.items() if isinstance(x, jax.Array) and x.is_deleted()]
+    return MismatchError(
+        f"{len(paths)} leaves ({', '.join(paths[:3])}{', ...' if paths[3:] else ''}): expected "
+        "arrays, found that they were donated or deleted: a train step with donate_argnums takes "
+        "the memory of the state that it is given. Nothing was saved; save the state that the step "
+        "returned, before the next step takes it."
+    )
+
+
+def _picks(
+    leaves: Sequence[Leaf], arrays: Sequence[Any], ranks: Ranks
+) -> tuple[dict[int, tuple[transfer.Pick, ...]], dict[int, tuple[transfer.Pick, ...]]]:
+    """The boxes that this process owns, and all boxes of leaves that each process has for itself.
+
+    Args:
+        leaves: descriptions of the leaves.
+        arrays: plain arrays, one a leaf.
+        ranks: distances of the devices from the lead.
+    """
+    process, pairs = jax.process_index(), list(zip(leaves, arrays, strict=True))
+    own = {
+        i: transfer.picks_of(array, leaf.boxes_of(process), ranks)
+        for i, (leaf, array) in enumerate(pairs)
+    }
+    local = {
+        i: transfer.picks_of(array, leaf.boxes, ranks)
+        for i, (leaf, array) in enumerate(pairs)
+        if jax.process_count() > 1 and sharding.is_local(array)
+    }
+    return own, local
+
+
+def _devices_of(arrays: Sequence[Any]) -> tuple[int, ...]:
+    """Ids of the largest set of devices that one of some arrays lies on, in a program's order."""
+    return max(map(sharding.devices_of, arrays), key=len, default=())
+
+
+def _everywhere(layouts: Sequence[sharding.Layout]) -> frozenset[int]:
+    """Positions of the numbers that every process has."""
+    everyone = ((*range(jax.process_count()),),)
+    return frozenset(i for i, x in enumerate(layouts) if not x.cuts and x.replicas == everyone)
+
+
+def _ephemeral(
+    patterns: Sequence[str], index: Mapping[str, int], bindings: Sequence[Binding]
+) -> frozenset[int]:
+    """Positions of the leaves that some patterns fit."""
+    found = frozenset[int]()
+    bound = {p for each in bindings for p in (*each.explained, *each.consumed, each.count)}
+    for pattern in patterns:
+        paths = [path for path in index if trees.matches(path, pattern)]
+        if wrong := sorted(bound.intersection(paths)) or (not paths and ["no leaf"]):
+            raise RecorderError(
+                f"ephemeral={pattern!r}: expected leaves that no Recorder's update takes, returns "
+                f"or counts with, found {', '.join(wrong[:3])}. Nothing was saved; name what a "
+                "transformation before the Recorder keeps, such as 'opt_state/0/residual'."
+            )
+        found |= {index[path] for path in paths}
+    return found
+
+
+def _signature(leaf: Any, array: Any) -> Any:
+    where = array.sharding if isinstance(array, jax.Array) else None
+    return (tuple(array.shape), str(array.dtype), where, transfer.is_key(leaf))
+
+
+def _itemsize_bytes(path: str, array: Any) -> int:
+    if array.dtype == object or array.dtype.kind in "USmM":
+        raise MismatchError(
+            f"leaf {path}: expected numbers of at most 64 bits, found the data type {array.dtype}. "
+            "Nothing was saved; save it as a JSON item beside the state, or leave it out."
+        )
+    return array.dtype.itemsize
