@@ -1,4 +1,5 @@
-"""Plain checkpoints of stock Orbax: written for others, and read to go on from.
+"""What stock Orbax writes, reads, and is called with.
 
-Begin with :mod:`~adacheck_jax.adapter.stock.plain`. Neither module knows a step of this library.
+Plain checkpoints written for others, steps that it saved, and the arguments of code written for it.
+Begin with :mod:`~adacheck_jax.adapter.stock.arguments`. No module knows a step of this library.
 """
