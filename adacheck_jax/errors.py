@@ -147,7 +147,8 @@ def tells_of_absence(error: BaseException) -> bool:
     if cause is None:
         return False
     system = system_error(cause)
-    is_missing = system is not None and system.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+    is_missing = isinstance(system, FileNotFoundError | NotADirectoryError)  # Orbax gives no errno
+    is_missing |= system is not None and system.errno == errno.ESTALE
     return is_missing or "NOT_FOUND: " in str(cause) or tells_of_absence(cause)
 
 

@@ -247,7 +247,7 @@ def keep(
                 continue
             files = {each.below(at(source)): each.key for each in at(source).list()}
             if not at(directory / name).adopt(files):
-                continue
+                raise OSError(f"{source}: cannot be linked")  # some of them may have been
             equal = [piece for piece in held if _holds(directory / name, piece)]
         except (OSError, ValueError):  # deleted meanwhile, or damaged: written again
             with contextlib.suppress(OSError):

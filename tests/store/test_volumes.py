@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from adacheck_jax.format import boxes
 from adacheck_jax.format.boxes import Box, grid
 from adacheck_jax.store import volumes
+from adacheck_jax.store.storage.location import Location
 from adacheck_jax.store.volumes import ArrayPiece
 from tests.strategies import DTYPES, any_bits, cuts, shape_of
 
@@ -471,7 +472,7 @@ def test_a_volume_that_cannot_be_worth_it_is_neither_linked_nor_read(former, mon
     def unexpected(*args):
         raise AssertionError("linked or read")
 
-    monkeypatch.setattr(volumes, "_link", unexpected)
+    monkeypatch.setattr(Location, "adopt", unexpected)
     monkeypatch.setattr(volumes, "_holds", unexpected)
     assert keep(tmp_path, {"a": former["a"]}) == {}
     assert keep(tmp_path, {"other": former["a"]}) == {}
@@ -540,9 +541,10 @@ def test_a_volume_that_vanished_is_not_kept_and_nothing_is_raised(former, vanish
     merged(tmp_path, kept, former)
 
 
-@pytest.mark.parametrize("step", ["_names", "_link", "_holds"])
+@pytest.mark.parametrize("step", ["_names", "adopt", "_holds"])
 def test_a_volume_that_vanishes_meanwhile_is_not_kept(former, step, monkeypatch, tmp_path):
-    before = getattr(volumes, step)
+    owner = Location if step == "adopt" else volumes
+    before = getattr(owner, step)
 
     def vanishing(*args):
         if (tmp_path / "old").exists():
@@ -551,7 +553,7 @@ def test_a_volume_that_vanishes_meanwhile_is_not_kept(former, step, monkeypatch,
             shutil.rmtree(args[0], ignore_errors=True)
         return before(*args)
 
-    monkeypatch.setattr(volumes, step, vanishing)
+    monkeypatch.setattr(owner, step, vanishing)
     assert keep(tmp_path, former) == {}
     assert not (tmp_path / "new/kept/7.0").exists()
 

@@ -179,7 +179,7 @@ def damaged_descriptions(directory: AnyPath, base: BaseManifest) -> dict[str, Ad
     """Errors of the files that describe a base's arrays, by file name; empty if all are whole."""
     found: dict[str, AdaCheckError] = {}
     for name, digest in sorted(base.described.items()):
-        path = directory / name
+        path, cause = directory / name, None
         try:
             is_whole = digest_of(path) == digest
             what = "other bytes"
@@ -187,12 +187,13 @@ def damaged_descriptions(directory: AnyPath, base: BaseManifest) -> dict[str, Ad
             if refused := unreadable(path, error):
                 found[name] = refused
                 continue
-            is_whole, what = False, f"none ({error.strerror})"
+            is_whole, what, cause = False, f"none ({error.strerror})", error
         if not is_whole:
             found[name] = IntegrityError(
                 f"{path}: expected the file that was written with the base, found {what}. Restore "
                 "another step."
             )
+            found[name].__cause__ = cause  # by which a step that is being deleted is told
     return found
 
 
