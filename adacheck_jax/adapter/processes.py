@@ -14,7 +14,7 @@ of them ask it; hence the beats.
 
 # Threads: every thread that saves may wait here; one daemon thread writes the beats. ``_lock``
 # guards what all exchanges share (``_attempts``, ``_barriers``, ``_seen``, the thread's start); no
-# call to the service is made while it is held. An Exchange belongs to one save: its caller's thread
+# call to the service is made while it is held. An exchange belongs to one save: its caller's thread
 # begins it, and after that one thread at a time uses it.
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Processes:
         self.patience = patience or Patience()
         self._lock = threading.Lock()
         self._attempts: OrderedDict[str, int] = OrderedDict()
-        self._barriers: deque[Exchange] = deque()
+        self._barriers: deque[ServiceExchange] = deque()
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._end = threading.Event()
         self._beating: threading.Thread | None = None
@@ -131,7 +131,7 @@ class Processes:
         if self._beating is not None:
             self._beating.join(self.patience.beat_s)  # a call may hang where the service does
 
-    def exchange(self, directory: object) -> Exchange:
+    def exchange(self, directory: object) -> ServiceExchange:
         """An exchange about one attempt to save a step.
 
         Keys are written once, so a step that is saved again needs other ones. The processes number
@@ -141,7 +141,7 @@ class Processes:
         Args:
             directory: the item's directory once it is committed, the same in all processes.
         """
-        return Exchange(self, self._new_key(directory), str(directory), self.patience)
+        return ServiceExchange(self, self._new_key(directory), str(directory), self.patience)
 
     def barrier(self, name: str, longest_s: float) -> None:
         """Waits until all processes are here.
@@ -151,7 +151,8 @@ class Processes:
             longest_s: longest wait for a process that is alive, in seconds.
         """
         patience = dataclasses.replace(self.patience, report_s=longest_s, answer_s=longest_s)
-        here = Exchange(self, self._new_key(name), f"barrier {name}", patience, is_save=False)
+        key = self._new_key(name)
+        here = ServiceExchange(self, key, f"barrier {name}", patience, is_save=False)
         here.agree("here", {}, lambda _: {})
         with self._lock:
             self._barriers.append(here)
@@ -208,7 +209,7 @@ class Processes:
                 self._end.wait(self.patience.beat_s)
 
 
-class Exchange:
+class ServiceExchange:
     """Reports of the processes to each other about one attempt to save a step.
 
     Implements :class:`~adacheck_jax.save.attempt.Exchange`.
@@ -281,10 +282,10 @@ class Exchange:
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 self._processes.client.key_value_delete(self._key)
 
-    def beside(self, name: str) -> Exchange:
+    def beside(self, name: str) -> ServiceExchange:
         """An exchange about something that begins with this attempt, and outlives it."""
         key = f"{self._key}.{name}"
-        return Exchange(self._processes, key, self._where, self._patience, is_save=False)
+        return ServiceExchange(self._processes, key, self._where, self._patience, is_save=False)
 
     def _gather(self, topic: str, own: Report, is_over: Callable[[], bool]) -> list[Report]:
         data = _packed(own)
@@ -358,7 +359,7 @@ class Exchange:
         return f"{self._key}/{topic}/answer"
 
 
-def exchange(directory: AnyPath) -> Exchange | None:
+def exchange(directory: AnyPath) -> ServiceExchange | None:
     """This process's exchange about one attempt to save a step; None if there is no other process.
 
     Args:

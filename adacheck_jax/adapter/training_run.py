@@ -26,7 +26,7 @@ from adacheck_jax.adapter.reports import Announcer, OnSave, SaveReport, report_o
 from adacheck_jax.adapter.restoring import StepRestorer, resolve, stock_info
 from adacheck_jax.adapter.stock import descriptions
 from adacheck_jax.adapter.stock.base_checkpoint import StockCheckpoints
-from adacheck_jax.adapter.stock.descriptions import Entry, stored_dtype
+from adacheck_jax.adapter.stock.descriptions import ArrayEntry, stored_dtype
 from adacheck_jax.device import jax_settings
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError, storage_named
@@ -42,7 +42,7 @@ from adacheck_jax.save.recovered import Newest
 from adacheck_jax.save.saver import Saver
 from adacheck_jax.save.staged_save import Destination
 from adacheck_jax.schedule.stopwatch import Clock
-from adacheck_jax.store.base_writer import Layout, Name, chunk_shape
+from adacheck_jax.store.base_writer import ArrayLayout, Name, chunk_shape
 from adacheck_jax.store.steps import manifest_file, roots
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.steps.marks import FINALIZED, IN_PLACE
@@ -70,7 +70,7 @@ class Begun:
     save: Save
     begin_s: float
     returned_s: float = 0.0
-    entries: Mapping[str, Entry] = dataclasses.field(default_factory=dict)
+    entries: Mapping[str, ArrayEntry] = dataclasses.field(default_factory=dict)
 
     @property
     def final(self) -> AnyPath:
@@ -202,7 +202,7 @@ class TrainingRun:
                 for leaf in save.staged.structure.leaves
                 if (entry := begun.entries.get(leaf.path))
             }
-        layout = Layout(names, stored.ocdbt_target_data_file_size)
+        layout = ArrayLayout(names, stored.ocdbt_target_data_file_size)
         written = _written(save, directory, layout)
         futures.append(CommitFutureAwaitingContractedSignals(written, name="adacheck_write"))
         with self._lock:
@@ -426,7 +426,7 @@ def described_lineage(directory: AnyPath) -> Lineage:
     return lineage
 
 
-async def _written(save: Save, directory: AnyPath, layout: Layout) -> None:
+async def _written(save: Save, directory: AnyPath, layout: ArrayLayout) -> None:
     """Write this process's share of a save."""
     if at(directory).on_file_system and roots.is_written_in_place(directory):
         # Before any other file: it marks the directory as not committed (see is_committed).

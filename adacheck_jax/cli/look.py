@@ -9,7 +9,14 @@ import typer
 from rich.filesize import decimal
 
 from adacheck_jax.cli.command import Item, Last, Root, command, root_of, step_of
-from adacheck_jax.cli.printing import counted, print_rows, print_text, shown_age, shown_bytes
+from adacheck_jax.cli.printing import (
+    counted,
+    print_facts,
+    print_rows,
+    print_text,
+    shown_age,
+    shown_bytes,
+)
 from adacheck_jax.store.steps.lineage import shown_steps
 from adacheck_jax.tools import inspection, listing
 from adacheck_jax.tools.inspection import StepDetails
@@ -112,9 +119,7 @@ def _show_step(details: StepDetails) -> None:
         ("new bytes", shown_bytes(details.new_bytes)),
         ("written by", ", ".join(f"{k} {v}" for k, v in details.versions.items())),
     ]
-    width = max(len(name) for name, _ in facts)
-    for name, fact in facts:
-        print_text(f"{name.ljust(width)}  {fact}")
+    print_facts(facts)
     print_text("")
     groups = [(x.name, x.leaf_count, decimal(x.leaf_bytes)) for x in details.groups]
     print_rows(("group", "leaves", "bytes"), groups, right=("leaves", "bytes"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 
 from rich.console import Console
@@ -74,6 +75,17 @@ def _shortened(text: str, width: int) -> str:
         return text
     is_path = "/" in text and " " not in text
     return f"…{text[len(text) - width + 1 :]}" if is_path else f"{text[: width - 1]}…"
+
+
+def print_facts(facts: Sequence[tuple[str, str]]) -> None:
+    """Print names with what there is to be said of each, which a terminal's width wraps."""
+    indent = max(len(name) for name, _ in facts) + 2
+    for name, fact in facts:
+        lines = [fact]
+        if sys.stdout.isatty():
+            lines = textwrap.wrap(fact, max(Console().width - indent, 10))
+        for n, line in enumerate(lines):
+            print_text(f"{'' if n else name:{indent}}{line}")
 
 
 def print_text(text: str) -> None:

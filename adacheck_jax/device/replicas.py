@@ -217,7 +217,7 @@ def _sites(where: Sequence[ReplicatedLeaf]) -> Iterator[Site]:
             yield Site(i, path, box, holders)
 
 
-class Check:
+class ReplicaCheck:
     """Compares the replicas of one state that is being saved.
 
     Created while the state is alive. Later every process publishes its :meth:`part`, and the

@@ -18,7 +18,7 @@ from adacheck_jax.layout.rules import Rule
 _SHOWN = 10
 
 
-class Step(NamedTuple):
+class LayoutStep(NamedTuple):
     """One operation; values are numbered.
 
     Attributes:
@@ -42,7 +42,7 @@ class Component:
         given: numbers of the new state's leaves that they give.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[LayoutStep, ...]
     taken: tuple[int, ...]
     given: tuple[int, ...]
 
@@ -62,7 +62,7 @@ class Plan:
     kinds: tuple[Kind, ...]
     inputs: Mapping[str, int]
     outputs: Mapping[str, int]
-    steps: tuple[Step, ...]
+    steps: tuple[LayoutStep, ...]
     trees: tuple[str, ...]
 
     @property
@@ -82,7 +82,7 @@ class Plan:
             wanted: their leaf paths; others are left out.
         """
         outputs = {path: self.outputs[path] for path in wanted}
-        values, steps = set(outputs.values()), list[Step]()
+        values, steps = set(outputs.values()), list[LayoutStep]()
         for step in reversed(self.steps):
             if not values.isdisjoint(step.given):
                 steps.insert(0, step)
@@ -103,7 +103,7 @@ class Plan:
             first, *others = [*step.taken, *step.given]
             for other in others:
                 root[find(other)] = find(first)
-        groups: dict[int, list[Step]] = {}
+        groups: dict[int, list[LayoutStep]] = {}
         for step in self.steps:
             groups.setdefault(find(step.taken[0]), []).append(step)
         inputs, outputs = set(self.inputs.values()), set(self.outputs.values())
@@ -116,14 +116,14 @@ class Plan:
             for steps in groups.values()
         ]
 
-    def inverted(self, component: Component) -> list[Step] | None:
+    def inverted(self, component: Component) -> list[LayoutStep] | None:
         """Steps that give the leaves back which a component took; None if it may lose something."""
         steps = []
         for step in reversed(component.steps):
             inverse = step.operation.inverse([self.kinds[v] for v in step.taken])
             if inverse is None:
                 return None
-            steps.append(Step(inverse, step.given, step.taken))
+            steps.append(LayoutStep(inverse, step.given, step.taken))
         return steps
 
 
@@ -152,7 +152,7 @@ class _Planning:
         self._inputs = {path: k for k, path in enumerate(leaves)}
         self._kinds = [*leaves.values()]
         self._now = dict(self._inputs)
-        self._steps: list[Step] = []
+        self._steps: list[LayoutStep] = []
         found = [tree for each in params for tree in find_trees(leaves, each)]
         self._trees = tuple(dict.fromkeys(found))
         self._params = tuple(each.root for each in params)
@@ -261,7 +261,7 @@ class _Planning:
             raise MismatchError(f"{name}: {_listed(sources)}: {error}.{hint}") from error
         given = tuple(range(len(self._kinds), len(self._kinds) + len(results)))
         self._kinds += results
-        self._steps.append(Step(operation, taken, given))
+        self._steps.append(LayoutStep(operation, taken, given))
         return given
 
 

@@ -38,7 +38,7 @@ class Witness:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class CheckedState:
     """A state that is being saved, while its arrays are alive.
 
     Attributes:
@@ -69,7 +69,7 @@ class Check(Protocol):
         """
         ...
 
-    def renew(self, state: State, wrong: Collection[int]) -> None:
+    def renew(self, state: CheckedState, wrong: Collection[int]) -> None:
         """Takes leaves that replay gets wrong from the state itself, for the next check.
 
         Args:
@@ -89,11 +89,11 @@ class Checker(Protocol):
         """True if checks need not wait for a compiler."""
         ...
 
-    def witness(self, state: State) -> Witness:
+    def witness(self, state: CheckedState) -> Witness:
         """Takes a witness of a base, or of a restored state; waits for the state."""
         ...
 
-    def begin(self, before: Witness, state: State) -> Check:
+    def begin(self, before: Witness, state: CheckedState) -> Check:
         """Takes what the check of a delta needs; the state may be donated afterwards.
 
         Args:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from adacheck_jax.proof.checker import Check, Findings, State, Witness
+from adacheck_jax.proof.checker import Check, CheckedState, Findings, Witness
 from adacheck_jax.state.exported_update import Engine, ExportedUpdate
 from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update.recording.signatures import SeparateCall
@@ -29,13 +29,13 @@ class Identity:
         """True if checks need not wait for a compiler."""
         return True
 
-    def witness(self, state: State) -> Witness:
+    def witness(self, state: CheckedState) -> Witness:
         """Takes a witness of a base, or of a restored state; waits for the state."""
         own = (*self.structure.arguments[0], *self.structure.arguments[1])
         kept = {i: weakref.ref(state.arrays[i]) for i in own}
         return Witness(self.structure, self.program, kept)
 
-    def begin(self, before: Witness, state: State) -> Check:
+    def begin(self, before: Witness, state: CheckedState) -> Check:
         """Takes what the check of a delta needs."""
         (binding,) = self.structure.bindings
         call: SeparateCall | None = binding.recorder.last_call
@@ -60,7 +60,7 @@ class _Identified:
     def findings(self, updates: Sequence[int]) -> Findings:
         return self.wrong if updates else {}
 
-    def renew(self, state: State, wrong: Collection[int]) -> None:
+    def renew(self, state: CheckedState, wrong: Collection[int]) -> None:
         """Nothing to do: a witness names the arrays of the state itself."""
 
 

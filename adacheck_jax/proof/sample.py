@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from adacheck_jax.device import jax_settings
-from adacheck_jax.proof.checker import Check, Findings, State, Witness
+from adacheck_jax.proof.checker import Check, CheckedState, Findings, Witness
 from adacheck_jax.state.exported_update import Engine, ExportedUpdate
 from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update import program as update_program
@@ -57,7 +57,7 @@ class Sampling:
             update_program.in_background(self._taker.compile)
         return self._taker
 
-    def witness(self, state: State) -> Witness:
+    def witness(self, state: CheckedState) -> Witness:
         """Takes a witness of a base, or of a restored state; waits for the state."""
         starts, taker = self._sites.starts_at(state.step), self._prepare(state.arrays)
         if taker.is_ready:
@@ -67,7 +67,7 @@ class Sampling:
     def _of(self, sample: Sample) -> Witness:
         return Witness(self._structure, self._program, sample)
 
-    def begin(self, before: Witness, state: State) -> Check:
+    def begin(self, before: Witness, state: CheckedState) -> Check:
         """Takes what the check of a delta needs."""
         starts, taker = self._sites.starts_at(state.step), self._prepare(state.arrays)
         last: Sample = before.kept
@@ -101,5 +101,5 @@ class _SampleCheck:
     def findings(self, updates: Sequence[int]) -> Findings:
         return self.checker.compare(self.before, self.after, updates) if updates else {}
 
-    def renew(self, state: State, wrong: Collection[int]) -> None:
+    def renew(self, state: CheckedState, wrong: Collection[int]) -> None:
         """Nothing to do: a witness is a sample of the state itself."""

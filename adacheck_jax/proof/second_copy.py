@@ -14,7 +14,7 @@ import numpy as np
 from adacheck_jax.device import fingerprint, jax_settings, sharding, transfer
 from adacheck_jax.device.shard_sums import Summing
 from adacheck_jax.format.fingerprint import words_of
-from adacheck_jax.proof.checker import Check, Findings, State, Witness
+from adacheck_jax.proof.checker import Check, CheckedState, Findings, Witness
 from adacheck_jax.state.exported_update import Engine, ExportedUpdate
 from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update import program as update_program
@@ -37,7 +37,7 @@ class Following:
         """True if checks need not wait for a compiler."""
         return self._fold is not None
 
-    def witness(self, state: State) -> Witness:
+    def witness(self, state: CheckedState) -> Witness:
         """Takes a witness of a base, or of a restored state; waits for the state."""
         own = (*self._structure.arguments[0], *self._structure.arguments[1])
         return self._of(_Followed(_Copy(self._together(state, own)), 0))
@@ -45,7 +45,7 @@ class Following:
     def _of(self, followed: _Followed) -> Witness:
         return Witness(self._structure, self._program, followed)
 
-    def begin(self, before: Witness, state: State) -> Check:
+    def begin(self, before: Witness, state: CheckedState) -> Check:
         """Takes what the check of a delta needs."""
         last: _Followed = before.kept
         consumed = (*self._structure.arguments[2], *self._structure.arguments[3])
@@ -62,7 +62,7 @@ class Following:
         following = self._of(_Followed(last.copy, last.number + 1))
         return _FollowingCheck(self, last, given, after, renewed, state.sums, following)
 
-    def _together(self, state: State, indices: Sequence[int]) -> dict[int, jax.Array]:
+    def _together(self, state: CheckedState, indices: Sequence[int]) -> dict[int, jax.Array]:
         """Copies on the devices that the largest leaves have in common; waits only for others.
 
         They lie in the memory that devices compute in, also those of what is offloaded from it.
@@ -86,7 +86,7 @@ class Following:
                 result[i] = jax.device_put(np.array(state.arrays[i]), placed)
         return result
 
-    def renew(self, copy: _Copy, state: State, wrong: Collection[int]) -> None:
+    def renew(self, copy: _Copy, state: CheckedState, wrong: Collection[int]) -> None:
         """Takes leaves of the copy from the state."""
         with copy.lock:
             copy.arrays.update(self._together(state, [i for i in wrong if i in copy.arrays]))
@@ -178,7 +178,7 @@ class _FollowingCheck:
         given: what the update consumed.
         after: leaves of the state that the copy has elsewhere; compared by their bits.
         renewed: leaves of the state whose replay is not relied on.
-        sums: as of :class:`State`.
+        sums: as of :class:`CheckedState`.
         witness: witness of that state.
     """
 
@@ -193,7 +193,7 @@ class _FollowingCheck:
     def findings(self, updates: Sequence[int]) -> Findings:
         return self.checker.compare(self, updates)
 
-    def renew(self, state: State, wrong: Collection[int]) -> None:
+    def renew(self, state: CheckedState, wrong: Collection[int]) -> None:
         self.checker.renew(self.before.copy, state, wrong)
 
 

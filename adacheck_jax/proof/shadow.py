@@ -206,7 +206,7 @@ class ShadowThread:
 
 
 class Proof:
-    """A step that the shadow follows; see :class:`~adacheck_jax.save.staged.Proof`.
+    """The comparison of all of a step with the trained state, by the shadow that follows it.
 
     Args:
         shadow: the shadow.

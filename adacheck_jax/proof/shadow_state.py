@@ -29,7 +29,7 @@ Position = object
 """A step of the run, told from all others by identity: a staged one, or a restored one."""
 
 
-class Change(Protocol):
+class StepChange(Protocol):
     """A step as it changes the state before it, once its update counters are known."""
 
     @property
@@ -75,7 +75,7 @@ class ShadowStep:
     own: Position
     again: Position | None
     blocks: Mapping[int, Blocks]
-    settled: Callable[[], Change]
+    settled: Callable[[], StepChange]
     sums: Callable[[], Mapping[int, int]]
 
 
@@ -261,7 +261,7 @@ class ShadowState:
             *(type(error).__name__, error),
         )
 
-    def _move(self, change: Change, step: ShadowStep) -> None:
+    def _move(self, change: StepChange, step: ShadowStep) -> None:
         blocks = step.blocks
         updates = change.updates
         after = frozenset(self._compared)

@@ -27,10 +27,10 @@ from adacheck_jax.errors import (
 from adacheck_jax.format.one_process import OneProcess
 from adacheck_jax.publish import reading
 from adacheck_jax.publish.plan import Known, Route
-from adacheck_jax.publish.reading import Reader
+from adacheck_jax.publish.reading import VersionReader
 from adacheck_jax.publish.records import Leaves
 from adacheck_jax.publish.root import GoneError, Root
-from adacheck_jax.publish.weights import Change, Weights
+from adacheck_jax.publish.weights import WeightChange, Weights
 from adacheck_jax.store.storage.location import AnyPath
 
 _log = logging.getLogger(__name__)
@@ -70,13 +70,13 @@ class Follower:
                 "program of its own on each host."
             )
         self._root = Root(root)
-        self._reader = Reader(self._root)
+        self._reader = VersionReader(self._root)
         self._targets = _Targets(abstract_params)
         self._poll_s = poll_s
         self._have: Known | None = None
         self._weights: Weights | None = None
         self._arrays: dict[str, jax.Array] = {}
-        self._changes: list[Change] | None = None
+        self._changes: list[WeightChange] | None = None
         self._trouble = ""
         self._lock = threading.RLock()
         self._process = OneProcess("a Follower")
@@ -280,7 +280,7 @@ class Follower:
 
 
 def changed_words(
-    weights: Weights, changes: list[Change]
+    weights: Weights, changes: list[WeightChange]
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Places of words that changed, and the words that are there now, by leaf path.
 

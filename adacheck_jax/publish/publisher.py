@@ -24,7 +24,7 @@ from adacheck_jax.format.boxes import Blocks, Box
 from adacheck_jax.format.manifest import ITEMSIZES_BYTES
 from adacheck_jax.format.one_process import OneProcess
 from adacheck_jax.publish import root as roots
-from adacheck_jax.publish.records import Leaf, Leaves
+from adacheck_jax.publish.records import Leaves, PublishedLeaf
 from adacheck_jax.publish.root import GoneError, Root, TakenOverError
 from adacheck_jax.publish.writing import Published, Writer
 from adacheck_jax.store.storage.location import AnyPath
@@ -219,7 +219,7 @@ class Publisher:
                 self._condition.notify_all()
 
 
-def _whole(leaf: Leaf, blocks: Blocks) -> np.ndarray:
+def _whole(leaf: PublishedLeaf, blocks: Blocks) -> np.ndarray:
     """A leaf's elements, contiguous; a view where they lie in one box."""
     block = blocks.get(Box.full(leaf.shape))
     if block is not None:
@@ -247,14 +247,14 @@ def _params_of(state: Any, params_path: str | None) -> dict[str, Any]:
     return {path: named[path] for path in sorted(named)}
 
 
-def _leaf(path: str, array: Any) -> Leaf:
+def _leaf(path: str, array: Any) -> PublishedLeaf:
     dtype = str(getattr(array, "dtype", ""))
     if not isinstance(array, jax.Array | np.ndarray) or dtype not in ITEMSIZES_BYTES:
         raise MismatchError(
             f"{path}: expected an array of numbers, found {type(array).__name__} {dtype}. Publish "
             "params alone: no keys, no Python numbers."
         )
-    return Leaf(path, tuple(array.shape), dtype)
+    return PublishedLeaf(path, tuple(array.shape), dtype)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from adacheck_jax.publish import plan, weights
 from adacheck_jax.publish.plan import Known, Route
 from adacheck_jax.publish.records import Base, Claim, Leaves, Version
 from adacheck_jax.publish.root import BASES, LEAVES, VERSIONS, GoneError, Root
-from adacheck_jax.publish.weights import Change, Weights
+from adacheck_jax.publish.weights import WeightChange, Weights
 
 _log = logging.getLogger(__name__)
 _THREADS = 8
@@ -27,7 +27,7 @@ _MOST_DELTA, _SPARE_BYTES = 3, 1 << 20
 """A delta has no more bytes than so many times the leaves, and some more."""
 
 
-class Reader:
+class VersionReader:
     """Knowledge of one process about a root.
 
     Args:
@@ -177,7 +177,7 @@ class Reader:
         with self._judged(_last_step(route)):
             return self.leaves(route.end.record)
 
-    def load(self, route: Route, have: Weights | None) -> tuple[Weights, list[Change]]:
+    def load(self, route: Route, have: Weights | None) -> tuple[Weights, list[WeightChange]]:
         """Weights at the end of a route, not compared with fingerprints yet.
 
         Args:
@@ -202,7 +202,7 @@ class Reader:
             have.apply(each)
         return have, [change for each in changes for change in each]
 
-    def _delta(self, known: Known, leaves: Leaves) -> list[Change]:
+    def _delta(self, known: Known, leaves: Leaves) -> list[WeightChange]:
         record = known.record
         with self._judged(known.checksum):
             if self.leaves(record) is not leaves:
@@ -274,7 +274,7 @@ def _base_key(base: Base | None) -> str:
     return f"base {base.sequence} {base.of}"
 
 
-def _changes(root: Root, record: Version, leaves: Leaves) -> list[Change]:
+def _changes(root: Root, record: Version, leaves: Leaves) -> list[WeightChange]:
     """Changes of a version's delta; none if it has none."""
     if record.delta is None:
         return []
@@ -304,7 +304,7 @@ def check(version: Version, leaves: Leaves, found: Sequence[int], where: object)
         )
 
 
-def read_version(root: Root, number: int) -> tuple[Version, Weights, list[Change]]:
+def read_version(root: Root, number: int) -> tuple[Version, Weights, list[WeightChange]]:
     """One version that is kept, compared with its fingerprints on the host.
 
     Args:
@@ -318,7 +318,7 @@ def read_version(root: Root, number: int) -> tuple[Version, Weights, list[Change
         LineageError: there is no such version.
         AdaCheckError: it is damaged.
     """
-    reader = Reader(root)
+    reader = VersionReader(root)
     every = reader.versions(reader.sequences())
     found = [each for each in every.values() if each.record.version == number]
     kept = sorted(each.record.version for each in every.values())

@@ -49,7 +49,7 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
+class PublishedLeaf:
     """One leaf of the published params.
 
     Attributes:
@@ -83,7 +83,7 @@ class Leaf:
 class Leaves:
     """All leaves, in the order of their paths."""
 
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[PublishedLeaf, ...]
 
     @property
     def nbytes(self) -> int:
@@ -92,7 +92,7 @@ class Leaves:
 
 
 @dataclass(frozen=True, slots=True)
-class Parent:
+class ParentVersion:
     """The version that a delta is applied to.
 
     Attributes:
@@ -135,7 +135,7 @@ class Version:
     sequence: int
     epoch: int
     version: int
-    parent: Parent | None
+    parent: ParentVersion | None
     leaves: str
     fingerprints: tuple[int, ...]
     delta: Stored | None

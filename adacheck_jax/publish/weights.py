@@ -17,7 +17,7 @@ import numpy as np
 from adacheck_jax.errors import IntegrityError
 from adacheck_jax.format.byte_loops import fingerprint_of
 from adacheck_jax.publish import differences
-from adacheck_jax.publish.records import PART_BYTES, Leaf, Leaves
+from adacheck_jax.publish.records import PART_BYTES, Leaves, PublishedLeaf
 
 _T = TypeVar("_T")
 _THREADS = 4
@@ -25,7 +25,7 @@ _LENGTH = np.dtype("<u8")
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class WeightPiece:
     """Words of one leaf.
 
     Attributes:
@@ -49,7 +49,7 @@ class Segment:
     """
 
     width: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[WeightPiece, ...]
 
     @property
     def size(self) -> int:
@@ -58,7 +58,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class WeightChange:
     """Words of one leaf that changed.
 
     Attributes:
@@ -81,14 +81,14 @@ def segments_of(leaves: Leaves, most: int = differences.SEGMENT) -> list[Segment
     """
     found: list[Segment] = []
     for width in differences.WIDTHS:
-        pieces: list[Piece] = []
+        pieces: list[WeightPiece] = []
         room = most
         for index, leaf in enumerate(leaves.leaves):
             count = leaf.nbytes // width if leaf.word_bytes == width else 0
             start = 0
             while start < count:
                 stop = min(count, start + room)
-                pieces.append(Piece(index, start, stop))
+                pieces.append(WeightPiece(index, start, stop))
                 room -= stop - start
                 start = stop
                 if not room:
@@ -121,12 +121,12 @@ class Weights:
         """The bits of a leaf, by its index, as flat words; a view."""
         return self._words[leaf]
 
-    def apply(self, changes: Sequence[Change]) -> None:
+    def apply(self, changes: Sequence[WeightChange]) -> None:
         """Applies one delta, in place."""
         for each in changes:
             self._words[each.leaf][each.positions] += each.steps
 
-    def changes_to(self, arrays: Sequence[np.ndarray]) -> list[list[Change]]:
+    def changes_to(self, arrays: Sequence[np.ndarray]) -> list[list[WeightChange]]:
         """Changes of each segment that lead to other elements.
 
         Args:
@@ -134,7 +134,7 @@ class Weights:
         """
         new = [words_of(x, e) for x, e in zip(arrays, self.leaves.leaves, strict=True)]
 
-        def of_segment(segment: Segment) -> list[Change]:
+        def of_segment(segment: Segment) -> list[WeightChange]:
             found = []
             for each in segment.pieces:
                 after = new[each.leaf][each.start : each.stop]
@@ -142,7 +142,7 @@ class Weights:
                 places = np.flatnonzero(after != before)
                 if places.size:
                     steps = after[places] - before[places]
-                    found.append(Change(each.leaf, places + each.start, steps))
+                    found.append(WeightChange(each.leaf, places + each.start, steps))
             return found
 
         return _each(of_segment, segments_of(self.leaves))
@@ -184,12 +184,12 @@ def part_count(leaves: Leaves) -> int:
     return -(-leaves.nbytes // PART_BYTES)
 
 
-def words_of(array: np.ndarray, leaf: Leaf) -> np.ndarray:
+def words_of(array: np.ndarray, leaf: PublishedLeaf) -> np.ndarray:
     """The bits of a leaf's elements as flat words; a view."""
     return array.reshape(-1).view(np.dtype(f"u{leaf.word_bytes}"))
 
 
-def encode(leaves: Leaves, changes: Sequence[Sequence[Change]]) -> bytes:
+def encode(leaves: Leaves, changes: Sequence[Sequence[WeightChange]]) -> bytes:
     """Bytes of a delta.
 
     Args:
@@ -197,7 +197,7 @@ def encode(leaves: Leaves, changes: Sequence[Sequence[Change]]) -> bytes:
         changes: changes of each segment.
     """
 
-    def coded(segment: Segment, found: Sequence[Change]) -> bytes:
+    def coded(segment: Segment, found: Sequence[WeightChange]) -> bytes:
         if not found:
             return b""
         by_leaf = {each.leaf: each for each in found}
@@ -214,7 +214,7 @@ def encode(leaves: Leaves, changes: Sequence[Sequence[Change]]) -> bytes:
     return b"".join([lengths.tobytes(), *parts])
 
 
-def decode(leaves: Leaves, data: bytes, where: object) -> list[Change]:
+def decode(leaves: Leaves, data: bytes, where: object) -> list[WeightChange]:
     """Changes that a delta holds.
 
     Args:
@@ -243,7 +243,7 @@ def decode(leaves: Leaves, data: bytes, where: object) -> list[Change]:
     return [change for each in found for change in each]
 
 
-def _decoded(segment: Segment, data: memoryview) -> list[Change]:
+def _decoded(segment: Segment, data: memoryview) -> list[WeightChange]:
     if not len(data):
         return []
     positions, steps = differences.decode(data, segment.size, segment.width)
@@ -253,7 +253,7 @@ def _decoded(segment: Segment, data: memoryview) -> list[Change]:
         last = int(np.searchsorted(positions, offset))
         if last > first:
             inside = positions[first:last] + (each.stop - offset)
-            changes.append(Change(each.leaf, inside, steps[first:last]))
+            changes.append(WeightChange(each.leaf, inside, steps[first:last]))
         first = last
     return changes
 
@@ -266,6 +266,6 @@ def _each(function: Callable[..., _T], *items: Sequence[Any]) -> list[_T]:
         return [*threads.map(function, *items)]
 
 
-def changed_count(changes: Sequence[Sequence[Change]]) -> int:
+def changed_count(changes: Sequence[Sequence[WeightChange]]) -> int:
     """Number of words that changed."""
     return sum(each.positions.size for of_segment in changes for each in of_segment)

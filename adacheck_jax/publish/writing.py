@@ -16,8 +16,8 @@ import numpy as np
 from adacheck_jax.errors import FormatError, IntegrityError
 from adacheck_jax.publish import plan, reading, records, weights
 from adacheck_jax.publish.plan import Known
-from adacheck_jax.publish.reading import Reader
-from adacheck_jax.publish.records import Base, Claim, Leaves, Parent, Stored, Version
+from adacheck_jax.publish.reading import VersionReader
+from adacheck_jax.publish.records import Base, Claim, Leaves, ParentVersion, Stored, Version
 from adacheck_jax.publish.root import BASES, LEAVES, VERSIONS, GoneError, Root, check_owner
 from adacheck_jax.publish.weights import Weights
 
@@ -64,7 +64,7 @@ class Writer:
     def __init__(self, root: Root, mine: Claim, base_every: int, keep_versions: int | None) -> None:
         self._root, self._mine = root, mine
         self._base_every, self._keep_versions = base_every, keep_versions
-        self._reader = Reader(root)
+        self._reader = VersionReader(root)
         found = self._reader.versions(self._reader.sequences())
         self.last = found[max(found)] if found else None
         self._next = mine.first
@@ -181,7 +181,7 @@ class Writer:
         changes = own.changes_to(arrays)
         changed = weights.changed_count(changes)
         data = weights.encode(own.leaves, changes) if changed else b""
-        link = Parent(parent.record.sequence, parent.checksum)
+        link = ParentVersion(parent.record.sequence, parent.checksum)
 
         def attempt(sequence: int) -> Known:
             place = self._root.delta_at(sequence, made.epoch)

@@ -20,7 +20,7 @@ from adacheck_jax.device.sharding import holders_of
 from adacheck_jax.format.boxes import Box, Cuts
 from adacheck_jax.restore import shared_reads, shares
 from adacheck_jax.restore.shared_reads import OwnShare, ReadOnce, SharedReads, put_together
-from adacheck_jax.restore.shares import Exchange, SharedPart
+from adacheck_jax.restore.shares import SharedPart, ShareExchange
 from adacheck_jax.store import host_memory, volume_reader
 from adacheck_jax.store.storage.location import AnyPath
 
@@ -142,7 +142,7 @@ class _Arrays:
         self._stores: list[Any] = []
         self._shared: dict[int, list[SharedPart]] = {}
         self.batches: list[range] = []
-        self.plans: list[tuple[Exchange, ...]] = []
+        self.plans: list[tuple[ShareExchange, ...]] = []
 
     def open(self, asked: Sequence[int], read_once: ReadOnce) -> None:
         """Open the arrays, and plan who reads what of each batch.

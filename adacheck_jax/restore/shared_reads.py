@@ -21,7 +21,7 @@ from adacheck_jax.device import exchange
 from adacheck_jax.device.sharding import holders_of
 from adacheck_jax.errors import IntegrityError, MismatchError, StorageError, unreadable
 from adacheck_jax.format.boxes import Box, Cuts
-from adacheck_jax.restore.shares import Exchange, Piece, SharedPart, users_of
+from adacheck_jax.restore.shares import SharedPart, ShareExchange, SharePiece, users_of
 from adacheck_jax.store import host_memory
 from adacheck_jax.store.storage.location import AnyPath, at
 
@@ -119,7 +119,7 @@ class SharedReads:
     """
 
     def __init__(
-        self, members: tuple[int, ...], where: AnyPath, batches: Sequence[Sequence[Exchange]]
+        self, members: tuple[int, ...], where: AnyPath, batches: Sequence[Sequence[ShareExchange]]
     ) -> None:
         self._members = members
         self._where = where
@@ -198,7 +198,7 @@ class OwnShare:
         failure: error that stopped a read from beginning; None for none.
     """
 
-    exchanges: list[Exchange]
+    exchanges: list[ShareExchange]
     dtypes: Mapping[int, np.dtype]
     rows: list[np.ndarray] = field(default_factory=list)
     futures: Sequence[Any] = ()
@@ -215,7 +215,7 @@ class OwnShare:
 
 
 def begin(
-    exchanges: Sequence[Exchange],
+    exchanges: Sequence[ShareExchange],
     dtypes: Mapping[int, np.dtype],
     read: Callable[[Sequence[tuple[int, Box, np.ndarray]]], Sequence[Any]],
 ) -> OwnShare:
@@ -247,7 +247,7 @@ def begin(
     return share
 
 
-def _elements(row: np.ndarray, piece: Piece, dtypes: Mapping[int, np.dtype]) -> np.ndarray:
+def _elements(row: np.ndarray, piece: SharePiece, dtypes: Mapping[int, np.dtype]) -> np.ndarray:
     """The elements of a piece in the row of its reader."""
     part = piece.part
     data = row[piece.start : piece.start + part.nbytes]

@@ -34,7 +34,7 @@ class SharedPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SharePiece:
     """A shared part in the row of the process that reads it.
 
     Attributes:
@@ -49,7 +49,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class ShareExchange:
     """Rows of bytes that some processes give each other.
 
     Attributes:
@@ -59,7 +59,7 @@ class Exchange:
     """
 
     holders: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SharePiece, ...]
     row_bytes: int
 
 
@@ -108,7 +108,7 @@ def own_boxes(boxes: list[Box], stored: Cuts, shared: Collection[SharedPart]) ->
     ]
 
 
-def plan(shared: Iterable[SharedPart]) -> tuple[Exchange, ...]:
+def plan(shared: Iterable[SharedPart]) -> tuple[ShareExchange, ...]:
     """Choose who reads what: near-equal bytes for each holder, in contiguous runs.
 
     Runs, since parts that follow one another may lie in one stored chunk, which is read whole.
@@ -125,7 +125,7 @@ def plan(shared: Iterable[SharedPart]) -> tuple[Exchange, ...]:
     return tuple(_exchange(holders, groups[holders]) for holders in sorted(groups))
 
 
-def _exchange(holders: tuple[int, ...], parts: Sequence[SharedPart]) -> Exchange:
+def _exchange(holders: tuple[int, ...], parts: Sequence[SharedPart]) -> ShareExchange:
     total_bytes, done_bytes = sum(part.nbytes for part in parts), 0
     ends = [0] * len(holders)
     pieces = []
@@ -133,6 +133,6 @@ def _exchange(holders: tuple[int, ...], parts: Sequence[SharedPart]) -> Exchange
         middle_bytes = done_bytes + part.nbytes // 2
         reader = min(middle_bytes * len(holders) // max(1, total_bytes), len(holders) - 1)
         done_bytes += part.nbytes
-        pieces.append(Piece(part, reader, ends[reader]))
+        pieces.append(SharePiece(part, reader, ends[reader]))
         ends[reader] += -(-part.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-    return Exchange(holders, tuple(pieces), max(ends))
+    return ShareExchange(holders, tuple(pieces), max(ends))

@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 from adacheck_jax.device import fingerprint, transfer
 from adacheck_jax.errors import MismatchError
 from adacheck_jax.layout.operations import Kind, Operation
-from adacheck_jax.layout.plan import Component, Plan, Step
+from adacheck_jax.layout.plan import Component, LayoutStep, Plan
 
 Placement = Any
 """A sharding, ``np.ndarray`` for a host array, or None where anything will do."""
@@ -109,7 +109,7 @@ def _array(leaf: Any, kind: Kind) -> Any:
 
 
 def _run(
-    steps: Sequence[Step], taken: Mapping[int, Any], places: Mapping[int, Placement]
+    steps: Sequence[LayoutStep], taken: Mapping[int, Any], places: Mapping[int, Placement]
 ) -> dict[int, Any]:
     """All values that some steps give, by their numbers."""
     values = dict(taken)

@@ -33,7 +33,7 @@ from adacheck_jax.save.staged import StagedStep
 from adacheck_jax.save.staged_save import StagedSave
 from adacheck_jax.schedule.stopwatch import Clock, Measurement
 from adacheck_jax.store import claims, links, volumes
-from adacheck_jax.store.base_writer import BaseWriter, Layout, agreed
+from adacheck_jax.store.base_writer import ArrayLayout, BaseWriter, agreed
 from adacheck_jax.store.steps import lineage, manifest_file, references
 from adacheck_jax.store.steps.lineage import Lineage, LineageStep
 from adacheck_jax.store.storage.interface import Stamp
@@ -126,7 +126,7 @@ class Save:
         measured, self._measured = self._measured, ()
         return measured
 
-    def write(self, directory: AnyPath, layout: Layout) -> None:
+    def write(self, directory: AnyPath, layout: ArrayLayout) -> None:
         """Writes this process's share.
 
         Args:

@@ -446,9 +446,9 @@ def _check_same(counts: Counts, parent: Parent, number: int) -> None:
         )
 
 
-def _replica_check(mode: replicas.Mode, structure: Structure) -> replicas.Check:
+def _replica_check(mode: replicas.Mode, structure: Structure) -> replicas.ReplicaCheck:
     where, leaves = structure.replicated, structure.leaves
-    return replicas.Check(mode, where, leaves, structure.grid, structure.lead)
+    return replicas.ReplicaCheck(mode, where, leaves, structure.grid, structure.lead)
 
 
 def _bound_paths(structure: Structure) -> frozenset[str]:

@@ -30,7 +30,7 @@ from adacheck_jax.save.staged import StagedStep
 from adacheck_jax.save.staged_save import StagedSave
 from adacheck_jax.schedule.stopwatch import Clock, Measurement
 from adacheck_jax.store import claims, delta_writer, equality, links
-from adacheck_jax.store.base_writer import BaseWriter, Layout
+from adacheck_jax.store.base_writer import ArrayLayout, BaseWriter
 from adacheck_jax.store.steps import folders, manifest_file
 from adacheck_jax.store.storage.location import AnyPath, at
 
@@ -60,7 +60,7 @@ def write(
     staged: StagedSave,
     directory: AnyPath,
     base: BaseWriter | None,
-    layout: Layout,
+    layout: ArrayLayout,
     clock: Clock = time.monotonic,
 ) -> Written:
     """Writes this process's share, and agrees on it with all processes.
@@ -112,7 +112,7 @@ def _write(
     directory: AnyPath,
     process: int,
     base: BaseWriter | None,
-    layout: Layout,
+    layout: ArrayLayout,
     clock: Clock,
 ) -> Report:
     for each in staged.steps:

@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,7 +18,8 @@ from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.plan.decision import shown
 from adacheck_jax.plan.save_plan import SavePlan
 from adacheck_jax.plan.situation import Counts
-from adacheck_jax.proof.checker import Check, Checker, Findings, State, Witness
+from adacheck_jax.proof.checker import Check, CheckedState, Checker, Findings, Witness
+from adacheck_jax.proof.shadow import Proof
 from adacheck_jax.state.snapshot import Snapshot, Structure
 from adacheck_jax.store.delta_writer import DeltaWriter
 from adacheck_jax.store.steps.lineage import Lineage
@@ -149,25 +150,6 @@ def comparable(copies: Mapping[int, Blocks], plan: SavePlan) -> Mapping[int, Blo
     return Joined({i: copies for i in copies if i not in without})  # perhaps still on their way
 
 
-class Proof(Protocol):
-    """A comparison of all of a step with the trained state, under way."""
-
-    def begin(self) -> Any:
-        """Begins it, if it has not begun; does not wait."""
-        ...
-
-    def sums(self) -> dict[int, int] | None:
-        """This process's contribution to the replay's fingerprints; None if it is not known.
-
-        Of the leaves that are compared, by leaf index. Waits.
-        """
-        ...
-
-    def is_trusted(self) -> bool:
-        """True if a difference means that replay is wrong."""
-        ...
-
-
 class StagedStep:
     """A planned step, with the copies of its state that are written.
 
@@ -240,7 +222,7 @@ class StagedStep:
         Returns:
             The witness of this state.
         """
-        self._check = checker.begin(before, State(arrays, self.step, self.sums))
+        self._check = checker.begin(before, CheckedState(arrays, self.step, self.sums))
         return self._check.witness
 
     @property

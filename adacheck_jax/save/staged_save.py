@@ -63,7 +63,7 @@ class StagedSave:
     links: bool
     before: int
     caution: Caution
-    replicas: replicas.Check
+    replicas: replicas.ReplicaCheck
     attempt: Attempt
     replayable: bool
     custom_metadata: Any

@@ -15,7 +15,7 @@ from adacheck_jax.device.transfer import Joined
 from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.plan.options import Options
 from adacheck_jax.plan.save_plan import SavePlan
-from adacheck_jax.proof.checker import State, Witness
+from adacheck_jax.proof.checker import CheckedState, Witness
 from adacheck_jax.proof.shadow import ShadowThread
 from adacheck_jax.proof.shadow_state import ShadowStart, ShadowStep
 from adacheck_jax.save import staged
@@ -25,7 +25,7 @@ from adacheck_jax.save.line.planner import Course, Planner
 from adacheck_jax.save.staged import HostCopies, StagedStep
 from adacheck_jax.save.staged_save import Destination
 from adacheck_jax.state.snapshot import Snapshot, Structure
-from adacheck_jax.store.base_writer import BaseWriter, EarlierBase, Layout, seldom_changed
+from adacheck_jax.store.base_writer import ArrayLayout, BaseWriter, EarlierBase, seldom_changed
 from adacheck_jax.store.delta_writer import DeltaEncodings, DeltaWriter
 from adacheck_jax.store.host_memory import ReusedMemory
 from adacheck_jax.store.steps.lineage import Lineage
@@ -116,7 +116,7 @@ class Stager:
         checker = self._planner.checker_of(planned.structure, planned.update)
         if planned.is_speculative and tip is not None and tip.witness is not None:
             return own, own.begin_check(checker, tip.witness, snapshot.arrays)
-        return own, checker.witness(State(snapshot.arrays, planned.step, own.sums))
+        return own, checker.witness(CheckedState(snapshot.arrays, planned.step, own.sums))
 
     def base_writer(
         self, course: Course, copies: HostCopies, destination: Destination
@@ -132,7 +132,7 @@ class Stager:
             copies.staged,
             earlier,
             _still(structure),
-            Layout({}),
+            ArrayLayout({}),
             compression=self._options.compression,
         )
 

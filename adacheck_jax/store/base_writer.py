@@ -37,7 +37,7 @@ class Name:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ArrayLayout:
     """Form in which the arrays of a base are stored.
 
     Attributes:
@@ -83,7 +83,7 @@ class BaseWriter:
     blocks: Mapping[int, Blocks]
     earlier: EarlierBase | None
     still: frozenset[int]
-    layout: Layout
+    layout: ArrayLayout
     compression: Compression
 
     def write(self, directory: AnyPath, process: int, sums: Mapping[int, int]) -> dict[str, Any]:

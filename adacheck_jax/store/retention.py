@@ -11,7 +11,7 @@ _REMEMBERED = 1000
 """Number of steps that were let go, and are remembered: they may take a while to be deleted."""
 
 
-class _Checkpoint(Protocol):
+class _SavedCheckpoint(Protocol):
     step: int
 
 
@@ -60,7 +60,7 @@ class KeepLineage:
         return step in self._let_go
 
     def should_preserve(
-        self, checkpoints: Sequence[_Checkpoint], *, context: Any
+        self, checkpoints: Sequence[_SavedCheckpoint], *, context: Any
     ) -> Sequence[bool]:
         """Keeps the steps that the inner policy keeps, the newest, and all that those build on.
 

@@ -42,7 +42,7 @@ def _context() -> Any:
         from jaxlib.mlir._mlir_libs import _jax_mlir_ext
         from jaxlib.mlir.dialects import chlo, mhlo, mpmd, sdy, stablehlo
 
-        context = _Context()
+        context = _VettingContext()
         registry = ir.DialectRegistry()
         _jax_mlir_ext.register_dialects(registry)
         context.append_dialect_registry(registry)
@@ -57,7 +57,7 @@ def _context() -> Any:
         return mlir.make_ir_context()
 
 
-class _Context(ir.Context):
+class _VettingContext(ir.Context):
     """A context that does not load every dialect."""
 
     def __init__(self) -> None:

@@ -83,10 +83,10 @@ class _Nothing:
     engine: Engine = "sample"
     is_ready: bool = True
 
-    def witness(self, state: checker.State) -> Any:
+    def witness(self, state: checker.CheckedState) -> Any:
         return ()
 
-    def begin(self, before: Any, state: checker.State) -> Any:
+    def begin(self, before: Any, state: checker.CheckedState) -> Any:
         return _NothingFound()
 
 
@@ -97,5 +97,5 @@ class _NothingFound:
     def findings(self, updates: Any) -> checker.Findings:
         return {}
 
-    def renew(self, state: checker.State, wrong: Any) -> None:
+    def renew(self, state: checker.CheckedState, wrong: Any) -> None:
         pass

@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from adacheck_jax.adapter import processes
-from adacheck_jax.adapter.processes import Exchange, Patience, Processes
+from adacheck_jax.adapter.processes import Patience, Processes, ServiceExchange
 from adacheck_jax.errors import AdaCheckError, MismatchError, ReplayError
 from tests.adapter.memory_service import MemoryService
 
@@ -29,7 +29,7 @@ class Run:
         self.service, self.count = MemoryService(), count
         self.processes = [Processes(i, count, self.service, patience) for i in range(count)]
 
-    def exchanges(self, directory: str = "/run/3") -> list[Exchange]:
+    def exchanges(self, directory: str = "/run/3") -> list[ServiceExchange]:
         return [each.exchange(directory) for each in self.processes]
 
     def close(self) -> None:
@@ -60,7 +60,7 @@ def numbers(reports: Any) -> dict[str, Any]:
     return {"numbers": [report["number"] for report in reports]}
 
 
-def agreeing(exchange: Exchange, number: int, **options: Any) -> Callable[[], Any]:
+def agreeing(exchange: ServiceExchange, number: int, **options: Any) -> Callable[[], Any]:
     return lambda: exchange.agree("shares", {"number": number}, numbers, **options)
 
 

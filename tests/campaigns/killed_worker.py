@@ -25,7 +25,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 import adacheck_jax as adacheck
-from adacheck_jax.adapter.processes import Exchange
+from adacheck_jax.adapter.processes import ServiceExchange
 from adacheck_jax.save import share
 from adacheck_jax.save.commit import Save
 from adacheck_jax.store.steps import manifest_file
@@ -76,10 +76,10 @@ def arm(phase: str, victim: int) -> None:
     if phase == "before" and is_victim:
         patch(share, "write", die)
     if phase == "written" and is_victim:
-        patch(Exchange, "agree", die)
+        patch(ServiceExchange, "agree", die)
     if phase == "waiting" and is_victim:
-        patch(Exchange, "_gather", die)
-        patch(Exchange, "_answer", die)
+        patch(ServiceExchange, "_gather", die)
+        patch(ServiceExchange, "_answer", die)
     if phase == "waiting" and not is_victim:
         patch(share, "write", until_killed)
     if phase == "commit":  # by process 0

@@ -378,7 +378,7 @@ def test_an_unknown_mode_is_refused():
 def test_the_documented_level_is_a_warning(tmp_path, caplog):
     good = jax.device_put(jnp.arange(8.0), NamedSharding(mesh_of((8,)), P()))
     where, leaf = replicas.replicated_leaves(["w"], [good]), leaf_of((8,))
-    check = replicas.Check("warn", where, [leaf], grid_of([good]), Lead())
+    check = replicas.ReplicaCheck("warn", where, [leaf], grid_of([good]), Lead())
     sums = {0: {Box((0,), (8,)): {Holder(0, i, "cpu"): int(i == 3) for i in range(8)}}}
     with caplog.at_level(logging.INFO):
         check.settle(1, [json.loads(json.dumps(check.part(sums)))])
@@ -397,7 +397,7 @@ def test_processes_compare_one_sum_a_box(monkeypatch):
         replicas, "_replicated", lambda *_: tuple((b, tuple(h)) for b, h in table.items())
     )
     where, devices = replicas.replicated_leaves(["w"], [jnp.zeros(9)]), DeviceGrid((8,), ())
-    check = replicas.Check("raise", where, [leaf_of((9,))], devices, Lead())
+    check = replicas.ReplicaCheck("raise", where, [leaf_of((9,))], devices, Lead())
 
     def found(odd):
         parts = []
@@ -469,7 +469,7 @@ def judged(values, owners=(0,), cuts=None, lead=None):
     """The verdict on one replicated leaf of two processes, from what each device holds of it."""
     devices = holders_on(2, len(values) // 2)
     grid = DeviceGrid((len(devices),), tuple(devices))
-    check = replicas.Check("warn", (), [leaf_of((8,), cuts, owners)], grid, lead or Lead())
+    check = replicas.ReplicaCheck("warn", (), [leaf_of((8,), cuts, owners)], grid, lead or Lead())
     each = [[h.process, h.device, h.platform, v] for h, v in zip(devices, values, strict=True)]
     part = {"shared": [], "divergent": [[0, "w", [0], [8], each]]}
     return check.settle(7, [part, {"shared": [], "divergent": []}])

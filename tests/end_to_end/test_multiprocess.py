@@ -225,7 +225,8 @@ def checked_of(root):
 
 
 def test_the_shadows_of_all_processes_prove_a_delta_together(run_of_two):
-    assert checked_of(run_of_two / "run") == ["base", "full", "full"]
+    base, *deltas = checked_of(run_of_two / "run")  # which another test goes on with
+    assert (base, {*deltas}) == ("base", {"full"})
 
 
 @pytest.mark.slow

@@ -26,7 +26,8 @@ import adacheck_jax
 from adacheck_jax.errors import AdaCheckError
 
 SECONDS = 2.0
-MEMORY_BYTES = 1 << 30
+MEMORY_BYTES = 2 << 30
+"""Of addresses, of which each thread takes some, too: native code without them may hang."""
 TRACED_BYTES = 32 << 20
 """What Python objects of one input may take at most, looked at where lines are traced."""
 _TRACED_ONE_IN = 32

@@ -9,6 +9,7 @@ same, or hangs, that is a failure. Each batch has a process of its own, so that 
 from __future__ import annotations
 
 import collections
+import faulthandler
 import hashlib
 import json
 import os
@@ -44,6 +45,7 @@ class Updates:
 
     def __init__(self, directory: Path) -> None:
         self._directory, self._count = directory, 0
+        jax.devices()  # has JAX begin its threads before memory is limited
 
     def seeds(self) -> list[Any]:
         """The committed corpus."""
@@ -83,6 +85,7 @@ class Updates:
         (self._directory / "last.stablehlo").write_bytes(case)
         digest = hashlib.sha256(case).hexdigest()
         untrusted._verdicts.clear()
+        faulthandler.dump_traceback_later(_INPUT_SECONDS, exit=True)
         signal.setitimer(signal.ITIMER_REAL, 0)  # a parser that hangs is this library's to end
         untrusted.begin_parsing(case)
         why = untrusted._verdicts[digest].result()
@@ -129,6 +132,8 @@ _PARSE_SECONDS = 5.0
 _BATCH = 2000
 _BATCH_SECONDS = 600.0
 """Native code is not interrupted by the alarm of one input."""
+_INPUT_SECONDS = 100.0
+"""Native code that takes longer ends its process, which tells where it stood."""
 
 
 def _run_batch(count: int, seed: int, keep: Path | None) -> dict[str, Any]:
@@ -156,7 +161,8 @@ def _run_batch(count: int, seed: int, keep: Path | None) -> dict[str, Any]:
         if keep is not None:
             keep.mkdir(parents=True, exist_ok=True)
             shutil.copy(Path(directory) / "last.stablehlo", keep / f"ended-{seed}.stablehlo")
-        return {"inputs": int(place.read_text()), "ended": why}
+        told = done.stderr.decode(errors="replace")[-3000:] if why != "hang" else ""
+        return {"inputs": int(place.read_text()), "ended": f"{why} {told}".rstrip()}
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from adacheck_jax.errors import IntegrityError
 from adacheck_jax.publish import differences, weights
-from adacheck_jax.publish.records import Leaf, Leaves
+from adacheck_jax.publish.records import Leaves, PublishedLeaf
 
 
 @given(st.sampled_from([1, 2, 4, 8]), st.integers(1, 5000), st.integers(0, 9), st.integers(1, 64))
@@ -27,13 +27,13 @@ def test_every_step_comes_back(width, size, seed, bits):
 
 LEAVES = Leaves(
     (
-        Leaf("a", (300, 5), "bfloat16"),
-        Leaf("b", (), "float32"),
-        Leaf("c", (0, 3), "float32"),
-        Leaf("d", (7,), "complex64"),
-        Leaf("e", (40,), "bool"),
-        Leaf("f", (11,), "float64"),
-        Leaf("g", (800,), "bfloat16"),
+        PublishedLeaf("a", (300, 5), "bfloat16"),
+        PublishedLeaf("b", (), "float32"),
+        PublishedLeaf("c", (0, 3), "float32"),
+        PublishedLeaf("d", (7,), "complex64"),
+        PublishedLeaf("e", (40,), "bool"),
+        PublishedLeaf("f", (11,), "float64"),
+        PublishedLeaf("g", (800,), "bfloat16"),
     )
 )
 
@@ -103,7 +103,7 @@ def test_small_steps_of_bfloat16_take_a_hundredth_where_one_per_cent_changes():
     rng = np.random.default_rng(0)
     master = rng.standard_normal(1 << 20, np.float32) * np.float32(0.02)
     moved = master + np.float32(2e-7) * np.sign(rng.standard_normal(master.size, np.float32))
-    leaves = Leaves((Leaf("w", master.shape, "bfloat16"),))
+    leaves = Leaves((PublishedLeaf("w", master.shape, "bfloat16"),))
     before, after = (x.astype(ml_dtypes.bfloat16) for x in (master, moved))
     changes = weights.Weights(leaves, [before]).changes_to([after])
     share = weights.changed_count(changes) / master.size

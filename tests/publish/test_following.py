@@ -17,7 +17,7 @@ import pytest
 
 from adacheck_jax.errors import LineageError, MismatchError, StorageError
 from adacheck_jax.publish import Follower, Publisher, records
-from adacheck_jax.publish.reading import Reader
+from adacheck_jax.publish.reading import VersionReader
 from adacheck_jax.publish.records import Leaves, Stored
 from adacheck_jax.publish.root import BASES, VERSIONS, Root
 from adacheck_jax.publish.weights import Weights
@@ -326,14 +326,14 @@ def test_what_vanishes_under_a_follower_makes_it_begin_at_a_base(tmp_path, monke
     published(tmp_path, 1, training)
     follower.latest()
     published(tmp_path, 2, training)
-    load, expected = Reader.load, {}
+    load, expected = VersionReader.load, {}
 
-    def pruned(self: Reader, *arguments: Any) -> Any:
+    def pruned(self: VersionReader, *arguments: Any) -> Any:
         if self is follower._reader and not expected:
             expected.update(published(tmp_path, 3, training, base_every=1, keep_versions=1))
         return load(self, *arguments)
 
-    monkeypatch.setattr(Reader, "load", pruned)
+    monkeypatch.setattr(VersionReader, "load", pruned)
     assert bits(follower.latest()) == expected[5]
     assert follower.bases_read == 2
 
@@ -478,7 +478,7 @@ def test_programs_of_several_processes_are_refused(tmp_path, monkeypatch):
 def test_a_delta_larger_than_its_leaves_can_have_is_not_read(tmp_path, monkeypatch):
     training = Training()
     published(tmp_path, 2, training)
-    reader = Reader(Root(tmp_path))
+    reader = VersionReader(Root(tmp_path))
     known = reader.versions([0, 1])
     record = dataclasses.replace(known[1].record, delta=Stored(2**50, "0" * 32))
     (tmp_path / "versions" / f"{1:012}").write_bytes(records.encode(record)[0])

@@ -2,12 +2,12 @@
 
 from adacheck_jax.publish import plan
 from adacheck_jax.publish.plan import Known
-from adacheck_jax.publish.records import Base, Claim, Parent, Version
+from adacheck_jax.publish.records import Base, Claim, ParentVersion, Version
 
 
 def known(sequence: int, parent: int | None, epoch: int = 0, name: str = "") -> Known:
     """A version whose checksum is its number, and a name where two have the same."""
-    link = None if parent is None else Parent(parent, f"{parent}")
+    link = None if parent is None else ParentVersion(parent, f"{parent}")
     record = Version(sequence, epoch, sequence, link, "", (), None, 0)
     return Known(record, f"{sequence}{name}")
 

@@ -12,14 +12,22 @@ import pytest
 from adacheck_jax.errors import FormatError, IntegrityError
 from adacheck_jax.format.manifest_json import MAX_CONTAINERS, checksum_of
 from adacheck_jax.publish import records
-from adacheck_jax.publish.records import Base, Claim, Leaf, Leaves, Parent, Stored, Version
+from adacheck_jax.publish.records import (
+    Base,
+    Claim,
+    Leaves,
+    ParentVersion,
+    PublishedLeaf,
+    Stored,
+    Version,
+)
 from adacheck_jax.publish.root import VERSIONS, Root
 
 STORED = Stored(12, "0" * 32)
 RECORDS = [
     Claim(3, 17, "text"),
-    Leaves((Leaf("a", (3, 0), "bfloat16"), Leaf("b/c", (), "float32"))),
-    Version(4, 3, 17, Parent(2, "a" * 64), "b" * 64, (1, 2**64 - 1), STORED, 5),
+    Leaves((PublishedLeaf("a", (3, 0), "bfloat16"), PublishedLeaf("b/c", (), "float32"))),
+    Version(4, 3, 17, ParentVersion(2, "a" * 64), "b" * 64, (1, 2**64 - 1), STORED, 5),
     Version(4, 3, 17, None, "b" * 64, (), None, 0),
     Base(4, 3, "c" * 64, (STORED, STORED)),
 ]

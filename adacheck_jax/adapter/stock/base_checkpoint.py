@@ -20,7 +20,7 @@ from etils import epath
 
 from adacheck_jax.adapter.stock import descriptions
 from adacheck_jax.adapter.stock.descriptions import (
-    Entry,
+    ArrayEntry,
     check_described,
     digest_of,
     is_number,
@@ -85,7 +85,7 @@ class StockCheckpoints:
 
     async def write(
         self, directory: epath.Path, state: PyTree, save_args: PyTree, custom_metadata: Any
-    ) -> tuple[list[ocp.Future], dict[str, Entry]]:
+    ) -> tuple[list[ocp.Future], dict[str, ArrayEntry]]:
         """Start to write a state without its arrays.
 
         Args:
@@ -107,7 +107,7 @@ class StockCheckpoints:
         with jax_settings.own():
             state = jax.tree.map(lambda x: None if _is_empty(x) else _storable(x), state)
         args = ocp.args.PyTreeSave(state, save_args, custom_metadata=custom_metadata)
-        entries: dict[str, Entry] = {}
+        entries: dict[str, ArrayEntry] = {}
         try:
             futures = list(await self._writer.async_save(directory, args=args) or [])
         finally:
@@ -126,7 +126,7 @@ class StockCheckpoints:
     def finalize(
         self,
         directory: epath.Path,
-        entries: Mapping[str, Entry],
+        entries: Mapping[str, ArrayEntry],
         chunk_shapes: Mapping[str, tuple[int, ...]],
     ) -> dict[str, str]:
         """Merge the files that Orbax wrote, and describe the arrays as it would; for one process.

@@ -27,7 +27,7 @@ from adacheck_jax.store.storage.location import AnyPath, at, located
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ArrayEntry:
     """Orbax's description of one array of a base.
 
     Attributes:
@@ -48,9 +48,9 @@ class _Noted(ocp.type_handlers.TypeHandler):
 
     def __init__(self) -> None:
         super().__init__()
-        self._entries: dict[str, dict[str, Entry]] = {}
+        self._entries: dict[str, dict[str, ArrayEntry]] = {}
 
-    def take(self, directory: str) -> dict[str, Entry]:
+    def take(self, directory: str) -> dict[str, ArrayEntry]:
         """Remove and return the arrays noted for a directory, by leaf path."""
         return self._entries.pop(directory, {})
 
@@ -147,8 +147,8 @@ def _deserialized(text: str | None) -> Any:
         return None
 
 
-def _entry(value: Any, info: Any, arg: Any) -> Entry:
-    return Entry(
+def _entry(value: Any, info: Any, arg: Any) -> ArrayEntry:
+    return ArrayEntry(
         name=info.name,
         sharding=_serialized(getattr(value, "sharding", None)),
         key_impl=str(jax.random.key_impl(value)) if transfer.is_key(value) else None,

@@ -58,7 +58,7 @@ class DeltaReader:
         self._extents: dict[int, list[pack_plan.Extent]] = {}
         for extent in self._layout.extents:
             self._extents.setdefault(extent.leaf, []).append(extent)
-        self._packs: dict[tuple[int, arrays.Kind], PackReader] = {}
+        self._packs: dict[tuple[int, arrays.ArrayKind], PackReader] = {}
         self._decoded: dict[tuple[int, Box], np.ndarray] | None = None
 
     @property
@@ -202,7 +202,7 @@ class DeltaReader:
         Raises:
             FormatError: a pack is missing. Damaged bytes raise later, from :meth:`read`.
         """
-        needed: dict[tuple[int, arrays.Kind], pack_plan.Spans] = {}
+        needed: dict[tuple[int, arrays.ArrayKind], pack_plan.Spans] = {}
         for index, boxes in wanted.items():
             for extent in self._extents.get(index, ()):
                 for common in filter(None, (box.intersect(extent.box) for box in boxes)):
@@ -285,7 +285,7 @@ class DeltaReader:
         return block
 
     def _planes(
-        self, process: int, kind: arrays.Kind, spans: pack_plan.Spans, path: str
+        self, process: int, kind: arrays.ArrayKind, spans: pack_plan.Spans, path: str
     ) -> np.ndarray:
         """Bytes of spans of one length, one span a row."""
         if not spans:
@@ -296,7 +296,7 @@ class DeltaReader:
         read = self._pack(process, kind).read(spans, what=path)
         return (read[0] if len(read) == 1 else np.concatenate(read)).reshape(count, length)
 
-    def _pack(self, process: int, kind: arrays.Kind) -> PackReader:
+    def _pack(self, process: int, kind: arrays.ArrayKind) -> PackReader:
         if (process, kind) not in self._packs:
             pack = self._shared.pack(self._entry, self._number, process, kind)
             self._packs[process, kind] = pack

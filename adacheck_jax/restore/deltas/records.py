@@ -17,7 +17,7 @@ from adacheck_jax.restore import shared_reads, shares
 from adacheck_jax.restore.compiled_update import Shardings, abstract_leaf
 from adacheck_jax.restore.deltas.delta_reader import DeltaReader
 from adacheck_jax.restore.shared_reads import Blocks, OwnShare, ReadOnce, SharedReads
-from adacheck_jax.restore.shares import Exchange
+from adacheck_jax.restore.shares import ShareExchange
 from adacheck_jax.store.storage.location import AnyPath
 
 _READ_AHEAD = 2
@@ -68,7 +68,7 @@ class Records:
         ]
         shared = [*itertools.chain.from_iterable(parts)]
         members = shared_reads.members(shared, read_once, where, times=len(self._readers))
-        self._exchanges: tuple[Exchange, ...] = ()
+        self._exchanges: tuple[ShareExchange, ...] = ()
         self._together: SharedReads | None = None
         if jax.process_index() in members:
             self._exchanges = shares.plan(shared)

@@ -37,7 +37,7 @@ class SharedWork:
     def __init__(self) -> None:
         self._layouts: dict[Hashable, pack_plan.WritePlan] = {}
         self._pieces: dict[Hashable, list[Piece]] = {}
-        self._opened: dict[tuple[AnyPath, arrays.Kind], PackArray] = {}
+        self._opened: dict[tuple[AnyPath, arrays.ArrayKind], PackArray] = {}
 
     def layout(
         self, entry: LineageStep, delta: Delta, leaves: Sequence[Leaf]
@@ -100,7 +100,9 @@ class SharedWork:
             pieces = self._pieces[key] = [*_merged(sorted(spans))]
         return pieces
 
-    def pack(self, entry: LineageStep, number: int, process: int, kind: arrays.Kind) -> PackReader:
+    def pack(
+        self, entry: LineageStep, number: int, process: int, kind: arrays.ArrayKind
+    ) -> PackReader:
         """A reader of a delta's section of a pack.
 
         Args:
@@ -121,7 +123,7 @@ class SharedWork:
         return PackReader(self._opened[start, kind], *sections[number], begins[number])
 
 
-def _section_of(pack: Pack, kind: arrays.Kind) -> tuple[int, arrays.Ranges]:
+def _section_of(pack: Pack, kind: arrays.ArrayKind) -> tuple[int, arrays.Ranges]:
     """Length in bytes of a delta's section of a pack array, and the zero blocks left out of it."""
     if kind is arrays.RAW:
         return pack.raw_bytes, pack.raw_zeros

@@ -25,7 +25,7 @@ from adacheck_jax.plan.options import Options
 from adacheck_jax.plan.save_plan import SavePlan
 from adacheck_jax.plan.situation import Counts, Situation
 from adacheck_jax.proof import engines
-from adacheck_jax.proof.checker import Check, Checker, State, Witness, is_sparse
+from adacheck_jax.proof.checker import Check, CheckedState, Checker, Witness, is_sparse
 from adacheck_jax.proof.shadow import ShadowThread
 from adacheck_jax.save import staged
 from adacheck_jax.save.background_bases import BackgroundBases
@@ -254,7 +254,7 @@ class Planner:
                 tip.staged.verify()
         sums = functools.partial(_sums_of, snapshot)
         checker = self.checker_of(planned.structure, planned.update)
-        check = checker.begin(tip.witness, State(snapshot.arrays, planned.step, sums))
+        check = checker.begin(tip.witness, CheckedState(snapshot.arrays, planned.step, sums))
         return dataclasses.replace(course, check=check)
 
     def corrected(self, snapshot: Snapshot, course: Course) -> Course:
@@ -295,7 +295,7 @@ class Planner:
         if facts.process_count == 1 and 2 * wrong_bytes > whole_bytes:
             reason = staged.told(structure, sorted(wrong))
             return self._as_base(course, facts, Decision("base", reason))
-        check.renew(State(snapshot.arrays, planned.step, dict), wrong)
+        check.renew(CheckedState(snapshot.arrays, planned.step, dict), wrong)
         made = save_plan.with_wrong(planned, facts, wrong, self._options)
         made = dataclasses.replace(made, unhealed=tuple(sorted(unhealed)))
         return dataclasses.replace(course, situation=facts, plan=made)
@@ -332,7 +332,7 @@ class Planner:
         if structure.leaves != restored.base.leaves or not replays(update, self._options):
             return None
         step = restored.manifest.step
-        return self.checker_of(structure, update).witness(State(snapshot.arrays, step, dict))
+        return self.checker_of(structure, update).witness(CheckedState(snapshot.arrays, step, dict))
 
     def learn(self) -> None:
         """Becomes cautious where replay was found to be wrong in the background.

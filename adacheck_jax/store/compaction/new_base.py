@@ -30,9 +30,9 @@ from adacheck_jax.format.manifest import (
 )
 from adacheck_jax.store import links, volume_reader, volumes
 from adacheck_jax.store.base_writer import (
+    ArrayLayout,
     BaseWriter,
     EarlierBase,
-    Layout,
     Name,
     agreed,
     seldom_changed,
@@ -180,7 +180,7 @@ def _write_part(
         {i: blocks[i] for i in draft.stored if blocks.get(i)},
         earlier,
         seldom,
-        Layout(draft.names),
+        ArrayLayout(draft.names),
         draft.compression,
     )
     report = writer.write(directory, process, sums)

@@ -16,7 +16,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ArrayKind:
     """One of the two arrays of a pack.
 
     Attributes:
@@ -32,14 +32,14 @@ class Kind:
     is_compressed: bool
 
 
-RAW = Kind("pack", 1 << 20, 1 << 10, False)
+RAW = ArrayKind("pack", 1 << 20, 1 << 10, False)
 # Smaller chunks, so that compression spreads over threads. Only long runs are left out: shorter
 # ones compress to less than their declaration takes.
-COMPRESSED = Kind("compressed", 1 << 18, 1 << 16, True)
+COMPRESSED = ArrayKind("compressed", 1 << 18, 1 << 16, True)
 
 
 def laid_out(
-    start: AnyPath, kind: Kind, sections: Sequence[tuple[int, Ranges]]
+    start: AnyPath, kind: ArrayKind, sections: Sequence[tuple[int, Ranges]]
 ) -> tuple[list[int], int]:
     """Positions of the sections in the stored bytes of an array, and the number of these bytes.
 
@@ -88,7 +88,7 @@ class Runs:
         stored_bytes: length of the section without its zeros.
     """
 
-    def __init__(self, size_bytes: int, zeros: Ranges, kind: Kind) -> None:
+    def __init__(self, size_bytes: int, zeros: Ranges, kind: ArrayKind) -> None:
         self._size_bytes = size_bytes
         bounds = np.array(zeros, np.int64).reshape(-1, 2) * kind.block_bytes
         self._starts, self._stops = bounds[:, 0], bounds[:, 1]

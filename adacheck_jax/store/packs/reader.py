@@ -12,7 +12,7 @@ import tensorstore as ts
 
 from adacheck_jax.errors import FormatError, IntegrityError, first_line, unreadable
 from adacheck_jax.store import host_memory, volume_reader, zarr
-from adacheck_jax.store.packs.arrays import Kind, Ranges, Runs
+from adacheck_jax.store.packs.arrays import ArrayKind, Ranges, Runs
 from adacheck_jax.store.storage.location import AnyPath, at
 
 _CHECKSUM_BYTES = 4
@@ -32,7 +32,7 @@ class PackArray:
         StorageError: the array cannot be read now.
     """
 
-    def __init__(self, start: AnyPath, kind: Kind, stored_bytes: int) -> None:
+    def __init__(self, start: AnyPath, kind: ArrayKind, stored_bytes: int) -> None:
         self.start = start
         self.kind = kind
         self.stored_bytes = expected_bytes = stored_bytes
@@ -128,7 +128,7 @@ class PackArray:
 
 
 def _opened(
-    database: Mapping[str, Any], kind: Kind, metadata: Any, context: ts.Context
+    database: Mapping[str, Any], kind: ArrayKind, metadata: Any, context: ts.Context
 ) -> ts.TensorStore:
     """The array as metadata tell it, whatever is stored of them."""
     spec = {**zarr.array_in(database, kind.name), "metadata": metadata}

@@ -11,7 +11,7 @@ import numpy as np
 import tensorstore as ts
 
 from adacheck_jax.store import zarr
-from adacheck_jax.store.packs.arrays import Kind, Ranges, Runs, zero_blocks
+from adacheck_jax.store.packs.arrays import ArrayKind, Ranges, Runs, zero_blocks
 from adacheck_jax.store.storage.kvstore import KvStore
 from adacheck_jax.store.storage.location import AnyPath, Location, Storage, at
 from adacheck_jax.store.zarr import Codec
@@ -22,7 +22,7 @@ _UPLOADS = 4
 
 def write_pack(
     start: AnyPath,
-    contents: Sequence[tuple[Kind, Sequence[np.ndarray]]],
+    contents: Sequence[tuple[ArrayKind, Sequence[np.ndarray]]],
     codec: Codec = "zstd",
 ) -> list[list[Ranges]]:
     """Writes one pack durably, in one transaction.
@@ -55,7 +55,7 @@ def write_pack(
 def _write(
     database: dict[str, Any],
     context: ts.Context,
-    contents: Sequence[tuple[Kind, Sequence[np.ndarray]]],
+    contents: Sequence[tuple[ArrayKind, Sequence[np.ndarray]]],
     codec: Codec,
 ) -> list[list[Ranges]]:
     """Writes the arrays of a pack; returns the ranges that were left out."""
@@ -93,7 +93,7 @@ def _move(source: Storage, folder: Location) -> None:
             pass
 
 
-def _joined(sections: Sequence[np.ndarray], zeros: Sequence[Ranges], kind: Kind) -> np.ndarray:
+def _joined(sections: Sequence[np.ndarray], zeros: Sequence[Ranges], kind: ArrayKind) -> np.ndarray:
     """Stored bytes of an array: all sections without zeros; one whole section is not copied."""
     kept = [
         section[a:b]
@@ -103,6 +103,6 @@ def _joined(sections: Sequence[np.ndarray], zeros: Sequence[Ranges], kind: Kind)
     return kept[0] if len(kept) == 1 else np.concatenate([np.empty(0, np.uint8), *kept])
 
 
-def _chunk_bytes(size_bytes: int, kind: Kind) -> int:
+def _chunk_bytes(size_bytes: int, kind: ArrayKind) -> int:
     """Size of the chunks: as equal as possible, since the last chunk is stored whole."""
     return math.ceil(size_bytes / math.ceil(size_bytes / kind.max_chunk_bytes))

@@ -28,7 +28,7 @@ from adacheck_jax.format.boxes import Box, cuts_of
 from adacheck_jax.format.byte_loops import fingerprint_of
 from adacheck_jax.format.manifest import ITEMSIZES_BYTES, Leaf
 from adacheck_jax.publish.follower import changed_words
-from adacheck_jax.publish.reading import Reader, read_version
+from adacheck_jax.publish.reading import VersionReader, read_version
 from adacheck_jax.publish.root import VERSIONS, Root
 from adacheck_jax.store import volume_reader
 from adacheck_jax.store.storage.location import AnyPath, at
@@ -179,7 +179,7 @@ class VersionSource(Source):
 
     def __init__(self, root: AnyPath, version: int | None, changes: bool) -> None:
         if version is None or version < 0:
-            reader = Reader(Root(root))
+            reader = VersionReader(Root(root))
             kept = [x.record.version for x in reader.versions(reader.sequences()).values()]
             version = numbered(kept, -1 if version is None else version, root)
         record, weights, found = read_version(Root(root), version)

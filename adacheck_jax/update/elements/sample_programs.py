@@ -86,7 +86,7 @@ class SampledLeaf:
         return str(self.spec.dtype), self.spec.shape, self.spec.sharding
 
 
-class Group(Protocol):
+class SampledGroup(Protocol):
     """Arrays on one mesh that are sampled together.
 
     Attributes:

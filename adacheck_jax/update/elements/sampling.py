@@ -20,10 +20,10 @@ from adacheck_jax.device.loops import xla_call
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.update.elements.pieces import VectorLayout, Vectors
 from adacheck_jax.update.elements.sample_programs import (
-    Group,
     LoopGroup,
     Part,
     ProgramGroup,
+    SampledGroup,
     SampledLeaf,
     mesh_of,
 )
@@ -114,7 +114,7 @@ class Taker:
                 self._elsewhere.append(i)
             else:
                 self._on_mesh.setdefault(mesh, {})[i] = SampledLeaf.of(arrays[i], i, sites)
-        self._groups: Future[list[Group]] = Future()
+        self._groups: Future[list[SampledGroup]] = Future()
         # Number of the part that has the elements of a leaf, and the first and last of them.
         self._places: dict[int, tuple[int, int, int]] = {}
         self._plans: dict[VectorLayout, dict[str, list[list[int]]]] = {}
@@ -131,8 +131,8 @@ class Taker:
         except BaseException as error:
             self._groups.set_exception(error)
 
-    def _compiled(self) -> list[Group]:
-        groups: list[Group] = []
+    def _compiled(self) -> list[SampledGroup]:
+        groups: list[SampledGroup] = []
         for mesh, leaves in self._on_mesh.items():
             is_host = mesh.devices.flat[0].platform == "cpu" and xla_call.wait()
             by_loops = {i: x for i, x in leaves.items() if is_host and x.fits_loops}

@@ -26,7 +26,7 @@ from adacheck_jax.device.jax_settings import Arithmetic
 from adacheck_jax.errors import RecorderError
 from adacheck_jax.update.pinning.fence import fence
 from adacheck_jax.update.pinning.flat_jaxpr import Flat, Group, Op, evaluate, flatten, groups
-from adacheck_jax.update.pinning.rules import KNOWN, Rule, rules_of
+from adacheck_jax.update.pinning.rules import KNOWN, PinningRule, rules_of
 
 _KEPT_COUNT = 8
 """Traces that a function keeps."""
@@ -207,7 +207,7 @@ class _GroupFunction:
         compiled: the function under ``jax.jit``, if all its operations are known.
     """
 
-    def __init__(self, group: Group, rules: Sequence[Rule]) -> None:
+    def __init__(self, group: Group, rules: Sequence[PinningRule]) -> None:
         self._group, self._rules = group, rules
         self.uses = 0
         self.compiled: Any = jax.jit(self.run) if group.is_known(KNOWN) else self.run
@@ -223,7 +223,7 @@ def _array(value: Any) -> Any:
     return value if hasattr(value, "dtype") else jnp.asarray(value)
 
 
-def _fenced(op: Op, rule: Rule, values: list[Any], zero: Any) -> list[Any]:
+def _fenced(op: Op, rule: PinningRule, values: list[Any], zero: Any) -> list[Any]:
     """The results of one operation, by its rule."""
     is_float = all(jnp.issubdtype(each.dtype, jnp.floating) for each in op.avals)
     if op.name == "div" and is_float:
@@ -238,7 +238,7 @@ def _fenced(op: Op, rule: Rule, values: list[Any], zero: Any) -> list[Any]:
     ]
 
 
-def _divide(op: Op, rule: Rule, values: list[Any], zero: Any) -> list[Any]:
+def _divide(op: Op, rule: PinningRule, values: list[Any], zero: Any) -> list[Any]:
     dividend, divisor = values
     if rule.divides == "as written":
         return op.bind(values)

@@ -55,7 +55,7 @@ constant or a scalar.
 """
 
 
-class Rule(NamedTuple):
+class PinningRule(NamedTuple):
     """The evaluation of one operation.
 
     Attributes:
@@ -73,7 +73,9 @@ class Rule(NamedTuple):
     finished: tuple[bool, ...] = ()
 
 
-def rules_of(ops: Sequence[Op], outputs: Collection[int], *, is_whole: bool) -> dict[int, Rule]:
+def rules_of(
+    ops: Sequence[Op], outputs: Collection[int], *, is_whole: bool
+) -> dict[int, PinningRule]:
     """A rule for each operation, from the kinds that produce and consume each value.
 
     Args:
@@ -102,7 +104,7 @@ def rules_of(ops: Sequence[Op], outputs: Collection[int], *, is_whole: bool) -> 
     return rules
 
 
-def _kinds(ops: Sequence[Op]) -> dict[int, Rule]:
+def _kinds(ops: Sequence[Op]) -> dict[int, PinningRule]:
     spread: set[int] = set()  # arrays that may be one scalar in many places
     constant: set[int] = set()
     kinds = {}
@@ -117,7 +119,7 @@ def _kinds(ops: Sequence[Op]) -> dict[int, Rule]:
     return kinds
 
 
-def _kind(op: Op, spread: set[int], constant: set[int]) -> Rule:
+def _kind(op: Op, spread: set[int], constant: set[int]) -> PinningRule:
     name, shape = op.name, op.avals[0].shape if op.avals else ()
 
     def is_constant(ref: Any) -> bool:
@@ -127,26 +129,26 @@ def _kind(op: Op, spread: set[int], constant: set[int]) -> Rule:
         return not isinstance(ref, int) or not op.shapes[ref] or ref in spread
 
     if name in {"add", "add_any", "sub"}:
-        return Rule("shift" if any(map(is_constant, op.inputs)) else "sum")
+        return PinningRule("shift" if any(map(is_constant, op.inputs)) else "sum")
     if name == "mul":
         if op.inputs[0] is op.inputs[1] or op.inputs[0] == op.inputs[1]:
-            return Rule("square")
-        return Rule("scaling" if any(map(is_scalar, op.inputs)) else "product")
+            return PinningRule("square")
+        return PinningRule("scaling" if any(map(is_scalar, op.inputs)) else "product")
     if name == "div":
         divisor = op.inputs[1]
         if not isinstance(divisor, int) or (shape and is_scalar(divisor)):
-            return Rule("scaling", "reciprocal")
-        return Rule("quotient", "fenced" if is_constant(divisor) else "as written")
+            return PinningRule("scaling", "reciprocal")
+        return PinningRule("quotient", "fenced" if is_constant(divisor) else "as written")
     if name == "square" or (name == "integer_pow" and op.eqn.params["y"] == 2):
-        return Rule("square")
+        return PinningRule("square")
     if name == "sqrt":
-        return Rule("root")
+        return PinningRule("root")
     if name in _COMPARISONS:
-        return Rule("comparison")
-    return Rule("exact" if name in _UNROUNDED else "rounded")
+        return PinningRule("comparison")
+    return PinningRule("exact" if name in _UNROUNDED else "rounded")
 
 
-def _is_fenced(op: Op, rule: Rule, aval: Any, consumers: Collection[str]) -> bool:
+def _is_fenced(op: Op, rule: PinningRule, aval: Any, consumers: Collection[str]) -> bool:
     if not jnp.issubdtype(aval.dtype, jnp.floating):
         return False
     is_narrow = aval.dtype.itemsize < 4
