@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from adacheck_jax.device.shard_sums import is_narrow
 from adacheck_jax.errors import AdaCheckError, FormatError, unreadable
 from adacheck_jax.format.manifest import Leaf, Update
 from adacheck_jax.restore import progress
@@ -168,7 +169,9 @@ def _compiled(
     state = [[shardings[i] for i in each] for each in lists[:2]]
     switches = update_program.switches(len(update.counts), shardings=shardings.values())
     jitted = update_program.jit_update(loaded.function, *state)
-    compiled = jitted.lower(*abstract, switches).compile()
+    compiled: UpdateFunction = jitted
+    if not any(is_narrow(x.dtype) for each in abstract for x in each):  # which jax calls by layouts
+        compiled = jitted.lower(*abstract, switches).compile()
     if loaded.is_stored:
         _kept.put(key, compiled)
     return compiled

@@ -19,6 +19,7 @@ import numpy as np
 
 from adacheck_jax.device import jax_settings
 from adacheck_jax.device.jax_settings import Arithmetic
+from adacheck_jax.device.shard_sums import is_narrow
 from adacheck_jax.format.boxes import Blocks, Box
 from adacheck_jax.update import program as update_program
 from adacheck_jax.update.elements.pieces import ROW, Batch, Pieces
@@ -105,7 +106,8 @@ class HostFold:
         arithmetic: settings that the update was traced with.
 
     Raises:
-        UnfitError: leaves that are computed together are not held in the same boxes.
+        UnfitError: leaves that are computed together are not held in the same boxes, or have
+            elements of less than a byte.
     """
 
     def __init__(
@@ -134,6 +136,8 @@ class HostFold:
                     if [*boxes[leaf]] != [*boxes[like]]:
                         raise UnfitError("leaves that are computed together are cut otherwise")
                 dtype = np.dtype(dtypes[leaves[0]])
+                if is_narrow(dtype):
+                    raise UnfitError("the host keeps elements of less than a byte otherwise")
                 made[leaves] = _Vector(dtype, elements, chunk, leaves in batch.outputs)
                 self._place(made[leaves], leaves, boxes)
             vectors += made.values()
