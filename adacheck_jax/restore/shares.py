@@ -95,7 +95,7 @@ def users_of(
 
 
 def own_boxes(boxes: list[Box], stored: Cuts, shared: Collection[SharedPart]) -> list[Box]:
-    """What a process reads of an array by itself: its boxes, without the shared parts."""
+    """The boxes that a process reads of an array by itself, without the shared parts."""
     if not shared:
         return boxes
     taken = {part.box for part in shared}

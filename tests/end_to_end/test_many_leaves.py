@@ -83,6 +83,7 @@ def sampled(count, mesh=None):
     names = {i: str(array.dtype) for i, array in enumerate(arrays)}
     layout = VectorLayout(range(count), names, sites.sizes)
     taker = Taker(sites, layout, arrays)
+    assert xla_call.wait() == has_loops  # the loops are tried in programs of their own
     with compiled_programs() as programs:
         taker.compile()
     return arrays, sites, layout, taker, programs
@@ -113,6 +114,7 @@ def test_no_program_slices_more_than_a_few_leaves(monkeypatch, has_loops):
     sites = Sites(range(100), arrays)
     layout = VectorLayout(range(100), dict.fromkeys(range(100), "float32"), sites.sizes)
     taker = Taker(sites, layout, arrays)
+    assert xla_call.wait() == has_loops  # the loops are tried in programs of their own
     with compiled_programs() as programs:
         taker.compile()
     assert len(programs) == (1 if has_loops else 4)  # compiled loops take no slices

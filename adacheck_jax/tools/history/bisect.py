@@ -11,7 +11,7 @@ from adacheck_jax.tools.history.walk import State, Walk
 from adacheck_jax.tools.steps import InputError
 
 Predicate = Callable[[State], str | None]
-"""What there is to say of a state at which something holds; None where it does not hold."""
+"""The words for a state at which something holds; None where it does not hold."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,6 +118,10 @@ class _OnMesh:
             table[self._position[device]] = row
         return jax.make_array_from_callback(table.shape, self.sharding, lambda index: table[index])
 
+    def kept(self, rows: np.ndarray) -> jax.Array:
+        """A table that stays on the devices, for all samples."""
+        return jax.device_put(self.placed(rows), self.sharding)
+
     @property
     def sharding(self) -> NamedSharding:
         """The sharding of tables and results."""
@@ -192,7 +196,7 @@ class LoopGroup:
             (places[a], places[b], dtype)
             for a, b, dtype in zip(ends, ends[1:], dtypes, strict=False)
         ]
-        self._table = self._on.placed(np.stack([table for table, _ in tables]))
+        self._table = self._on.kept(np.stack([table for table, _ in tables]))
         size_bytes = places[-1]
 
         def taken(shards: Sequence[Any], table: Any, starts: Any) -> Any:
@@ -302,7 +306,7 @@ class _Program:
         starts = np.zeros(len(sites.shapes), np.int32)
         specs = [leaf.spec for leaf in leaves]
         self.compiled = on.program(self._taken, specs, [starts, starts, offsets[0]])
-        self.offsets = on.placed(offsets)
+        self.offsets = on.kept(offsets)
 
     def _taken(
         self, shards: Sequence[jax.Array], first: jax.Array, second: jax.Array, offsets: jax.Array
