@@ -80,6 +80,7 @@ DTYPES = ("float32", "bfloat16", "int32", "bool", "complex64", "float8_e4m3fn", 
 def test_devices_and_host_take_the_same_samples(monkeypatch, shape, axis_type, has_loops):
     if not has_loops:
         monkeypatch.setattr(xla_call, "wait", lambda: False)
+    assert xla_call.wait() == has_loops
     assert_same_samples(arrays_on(mesh_of(shape, axis_type), DTYPES))
 
 
