@@ -83,6 +83,7 @@ def sampled(count, mesh=None):
     names = {i: str(array.dtype) for i, array in enumerate(arrays)}
     layout = VectorLayout(range(count), names, sites.sizes)
     taker = Taker(sites, layout, arrays)
+    xla_call.wait()  # the loops are tried in programs of their own
     with compiled_programs() as programs:
         taker.compile()
     return arrays, sites, layout, taker, programs
