@@ -28,8 +28,8 @@ from adacheck_jax.format.manifest import (
 from adacheck_jax.plan.situation import BackgroundFacts
 from adacheck_jax.save import share, validation
 from adacheck_jax.save.attempt import Report
+from adacheck_jax.save.pending import Pending
 from adacheck_jax.save.share import Written
-from adacheck_jax.save.staged import StagedStep
 from adacheck_jax.save.staged_save import StagedSave
 from adacheck_jax.schedule.stopwatch import Clock, Measurement
 from adacheck_jax.store import claims, links, volumes
@@ -282,7 +282,7 @@ def _delta_manifest(staged: StagedSave, parent: Lineage, written: Written) -> De
 
 
 def _delta(
-    step: StagedStep, reports: Sequence[Report], before: BaseManifest | Delta, replica: str
+    step: Pending, reports: Sequence[Report], before: BaseManifest | Delta, replica: str
 ) -> Delta:
     """The delta of a step, from the reports of all processes on it, behind another step."""
     letters: list[dict[int, str]] = [dict(report["letters"]) for report in reports]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ _log = logging.getLogger(__name__)
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 
+_tracing = threading.RLock()
 _parsed: Kept[UpdateFunction] = Kept(8)
 """Functions of programs that were vetted, by digest of their bytes."""
 
@@ -178,10 +180,11 @@ def tracing() -> Iterator[None]:
     it to its devices.
     """
     name = "jax_traceback_in_locations_limit"
-    limit = getattr(jax.config, name)
-    jax.config.update(name, 0)
-    try:
-        with jax.set_mesh(None):
-            yield
-    finally:
-        jax.config.update(name, limit)
+    with _tracing:  # the setting is that of all threads
+        limit = getattr(jax.config, name)
+        jax.config.update(name, 0)
+        try:
+            with jax.set_mesh(None):
+                yield
+        finally:
+            jax.config.update(name, limit)

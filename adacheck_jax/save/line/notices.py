@@ -8,7 +8,7 @@ from collections.abc import Collection
 from adacheck_jax.format.manifest import Caution
 from adacheck_jax.plan.decision import Decision
 from adacheck_jax.plan.save_plan import SavePlan
-from adacheck_jax.save.staged import CAUSES, told
+from adacheck_jax.save.pending import CAUSES, told
 from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.store.steps import lineage
 from adacheck_jax.update.recorder_state import find_nodes

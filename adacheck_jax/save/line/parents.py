@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import jax
@@ -17,7 +18,7 @@ from adacheck_jax.plan.situation import Counts, Facts, SavedFacts
 from adacheck_jax.proof.checker import Witness
 from adacheck_jax.proof.shadow_state import Position
 from adacheck_jax.save.commit import Save
-from adacheck_jax.save.staged import StagedStep
+from adacheck_jax.save.pending import Pending
 from adacheck_jax.store import links
 from adacheck_jax.store.retention import KeepLineage
 from adacheck_jax.store.steps import lookup, marks, references
@@ -28,7 +29,7 @@ from adacheck_jax.store.storage.location import AnyPath, at
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Tip:
     """A step that the next one may follow, as this process has it in memory.
 
@@ -42,14 +43,28 @@ class Tip:
 
     step: int
     depth: int
-    staged: StagedStep | None
+    staged: Pending | None
     host_copies: Mapping[int, Blocks]
     witness: Witness | None
+    _preparing: Future[Witness | None] | None = None
 
     @property
     def position(self) -> Position:
         """The step, as the shadow knows it."""
         return self if self.staged is None else self.staged
+
+    def prepare(self, witness: Future[Witness | None]) -> None:
+        """Has the witness be what another thread makes of a restored state."""
+        self._preparing = witness
+
+    def wait(self) -> None:
+        """Waits until the witness is there."""
+        if (preparing := self._preparing) is not None:
+            try:
+                self.witness = preparing.result()
+            except Exception:  # costs a base, and no step
+                _log.exception("The check of the next save cannot be prepared; it will be a base.")
+            self._preparing = None
 
 
 class Parent:
@@ -201,6 +216,11 @@ class Parents:
         saved = self.saved
         others = (saved,) if saved is not None and saved.directory != restored.directory else ()
         self._candidates = (restored, *others)
+
+    def wait(self) -> None:
+        """Waits until nothing prepares the check of a save that follows a restored step."""
+        for each in self._candidates:
+            each.tip.wait()
 
     def forget(self) -> None:
         """Notes that a step was restored that nothing can build on."""
