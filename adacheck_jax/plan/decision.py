@@ -78,7 +78,7 @@ def replays(update: ExportedUpdate, options: Options, *, replayable: bool = True
         options: the caller's choices.
         replayable: True if no leaf of an update is stored in another data type.
     """
-    return bool(update.files) and replayable and options.delta != "bits" and options.has_deltas
+    return bool(update.program) and replayable and options.delta != "bits" and options.has_deltas
 
 
 def fits(lineage: Lineage, structure: Structure, update: ExportedUpdate) -> bool:
@@ -201,7 +201,7 @@ def _checked_bits(
 def _checked_replay(
     decision: Decision, base: BaseManifest, structure: Structure, update: ExportedUpdate
 ) -> Decision:
-    if not update.files:
+    if not update.program:
         return unplanned(update.problem)
     saved = base.update
     if saved is None or update.digest != saved.programs.get(update_program.platform()):

@@ -192,7 +192,7 @@ def speculate(situation: Situation, options: Options) -> SavePlan | None:
         not (goes_on or parent.deferred_count)
         or not situation.replayable
         or update.engine == "identity"  # which has nothing to wait for
-        or not update.files
+        or not update.program
         or not situation.is_checker_ready
         or lineage is None
         or lineage.problem

@@ -308,7 +308,7 @@ def fold_of(structure: Structure, update: ExportedUpdate, *, is_kept: bool) -> H
     """
     leaves, pieces = structure.leaves, update.pieces
     if pieces is None or not update.pinned:
-        return "the update is not one that the host computes alike" if update.files else ""
+        return "the update is not one that the host computes alike" if update.program else ""
     touched = [i for each in structure.arguments for i in each]
     if not is_kept and max(math.prod(leaves[i].shape) for i in touched) <= WHOLE_ELEMENTS:
         return ""  # a sample has all elements

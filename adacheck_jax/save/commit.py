@@ -38,6 +38,7 @@ from adacheck_jax.store.steps import lineage, manifest_file, references
 from adacheck_jax.store.steps.lineage import Lineage, LineageStep
 from adacheck_jax.store.storage.interface import Stamp
 from adacheck_jax.store.storage.location import AnyPath, at
+from adacheck_jax.update import exported_program
 from adacheck_jax.update import program as update_program
 
 
@@ -225,7 +226,9 @@ def _base_manifest(
             passed=exported.passed,
             placement=structure.placement if exported.reducing else "",
             problem=exported.problem,
-            programs=exported.digests,
+            programs={
+                name: exported_program.digest_of(data) for name, data in exported.files().items()
+            },
             jax_version=jax.__version__,
             pinned=exported.pinned,
         )

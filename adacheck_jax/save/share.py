@@ -134,13 +134,13 @@ def _write(
     }
     written: Sequence[dict[str, Any]] = [{}]
     if base is not None:
+        sums = staged.own.sums()  # by which an earlier base's unchanged files are found
+        report |= dataclasses.replace(base, layout=layout).write(directory, process, sums)
         if process == 0:
-            for platform, data in staged.update.files.items():
+            for platform, data in staged.update.files().items():
                 program = at(directory / manifest_file.update_file(platform))
                 program.write(data)
                 program.sync()
-        sums = staged.own.sums()  # by which an earlier base's unchanged files are found
-        report |= dataclasses.replace(base, layout=layout).write(directory, process, sums)
     else:
         if process == 0 and staged.parent and staged.links:
             # First of all: what is linked can no longer be deleted under this step.

@@ -88,7 +88,7 @@ class StagedSave:
     @property
     def update(self) -> ExportedUpdate:
         """The update that a base holds."""
-        return self.plan.update if self.replayable else ExportedUpdate({}, {}, "cast")
+        return self.plan.update if self.replayable else ExportedUpdate(problem="cast")
 
     @property
     def depth(self) -> int:

@@ -35,9 +35,9 @@ def export(
     function: UpdateFunction,
     arguments: Sequence[Sequence[jax.ShapeDtypeStruct]],
     switches: Any,
-    platforms: Sequence[str] = PLATFORMS,
+    platforms: Sequence[str],
 ) -> dict[str, bytes]:
-    """Export the update program for each platform, over one device.
+    """Export the update program for some platforms, over one device.
 
     One program a platform: a program for several platforms takes the platform as an argument, and
     XLA then rewrites divisions in another way than in the train step.
@@ -47,17 +47,18 @@ def export(
             ``jax.jit`` it is not traced again.
         arguments: shapes and data types of its four lists of leaves.
         switches: an example of its last argument.
-        platforms: platforms to export for, besides this process's own.
+        platforms: platforms to export for.
 
     Returns:
-        The serialized programs by platform; this process's platform is always among them. The same
-        update gives the same bytes in every process.
+        The serialized programs by platform; one is left out for which the update cannot be
+        exported, unless it is this process's own. The same update gives the same bytes in every
+        process.
     """
     jitted: Any = function if isinstance(function, jax.stages.Wrapped) else jax.jit(function)
     here = platform()
     programs = {}
     with tracing():
-        for each in dict.fromkeys((here, *platforms)):
+        for each in platforms:
             try:
                 exported = jax.export.export(jitted, platforms=(each,))(*arguments, switches)
                 # No restore would run a program that is refused here.
