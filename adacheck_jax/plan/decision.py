@@ -139,11 +139,6 @@ def by_counters(situation: Situation, counts: Counts, options: Options) -> Decis
 
     A counter that skipped means that records were missed, so a base is due where updates are
     replayed.
-
-    Args:
-        situation: the step to save, and the step that it would follow.
-        counts: update counters of the state to save; none without a recorder.
-        options: the caller's choices.
     """
     parent = situation.parent
     if options.delta != "bits" and not counts:

@@ -128,10 +128,6 @@ class ShadowThread:
     def recover(self, structure: Structure, update: ExportedUpdate) -> Found:
         """Takes the state that another process has left in the file.
 
-        Args:
-            structure: structure of the state.
-            update: its exported update.
-
         Returns:
             The state, which nobody has compared with its fingerprints yet.
 
@@ -156,11 +152,7 @@ class ShadowThread:
         return state
 
     def stand_at(self, position: Position) -> None:
-        """Goes on from the state that was recovered.
-
-        Args:
-            position: the step that it is.
-        """
+        """Goes on from the state that was recovered."""
         self._told = position
         if self._state is not None:
             self._state.position = position
@@ -239,11 +231,7 @@ class Proof:
         return copies
 
     def begin(self, change: StepChange) -> None:
-        """Begins to fold the step; once.
-
-        Args:
-            change: the change that the step is.
-        """
+        """Begins to fold the step; once."""
         if self._found is None:
             self._found = self._follow(change)
             if self._copies is not None:

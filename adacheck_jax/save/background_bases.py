@@ -123,11 +123,7 @@ class BackgroundBases:
         )
 
     def restart(self, depth: int = 0) -> None:
-        """Notes that a line begins: at a base of the loop's, or behind a step that was restored.
-
-        Args:
-            depth: number of that base among the deltas of its line.
-        """
+        """Notes that a line begins: at a base of the loop's, or behind a step that was restored."""
         self._has_failed, self._placed = False, (0.0, depth)
         self.newest_depth, self.known = depth, BackgroundFacts()
         self._drop()
@@ -192,9 +188,6 @@ class BackgroundBases:
 
     def learn(self, facts: BackgroundFacts) -> float | None:
         """Learns what all processes know; each of them does so at the same save.
-
-        Args:
-            facts: what they agreed on.
 
         Returns:
             Seconds that a base took which is in its place; told once.

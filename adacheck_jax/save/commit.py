@@ -130,10 +130,6 @@ class Save:
     def write(self, directory: AnyPath, layout: ArrayLayout) -> None:
         """Writes this process's share.
 
-        Args:
-            directory: the item's temporary directory.
-            layout: form of the arrays of a base.
-
         Raises:
             AdaCheckError: as :func:`~adacheck_jax.save.share.write` raises it; names the deferred
                 steps that are lost with this one.
@@ -165,10 +161,6 @@ class Save:
 
         The bytes of all that it speaks of are durable before this is called; the names of the
         files, links and directories are made so here.
-
-        Args:
-            directory: the item's temporary directory.
-            described: digests of the files that describe a base's arrays.
 
         Raises:
             StorageError: the disk is full, gone, or cannot be written.

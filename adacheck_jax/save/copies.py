@@ -56,11 +56,6 @@ def take_copies(snapshot: Snapshot, plan: SavePlan, *, every_replica: bool) -> H
     What lies on an accelerator, or is still being computed, is copied there first, and nothing
     waits for that. So are small leaves of a delta that is computed, since one program for all is
     quicker than a look at each; large ones are viewed where the host can.
-
-    Args:
-        snapshot: the state.
-        plan: the plan of its save.
-        every_replica: True if replicas are fingerprinted too.
     """
     structure, arrays = snapshot.structure, dict(enumerate(snapshot.arrays))
     summing = structure.summing(snapshot.arrays)
@@ -126,10 +121,6 @@ def comparable(copies: Mapping[int, Blocks], plan: SavePlan) -> Mapping[int, Blo
 
     A record is read by itself. Of a leaf that is replayed elsewhere one process may store its boxes
     and another not: then all of them have to do without what was there before.
-
-    Args:
-        copies: host copies of the parent's leaves.
-        plan: the plan of the step that is stored.
     """
     if plan.is_base or plan.is_whole:
         return NOTHING

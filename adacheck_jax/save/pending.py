@@ -121,11 +121,6 @@ class Pending:
     def begin_check(self, checker: Checker, before: Witness, arrays: Sequence[Any]) -> Witness:
         """Takes what comparing the replay with the state needs.
 
-        Args:
-            checker: checker of the state's structure.
-            before: witness of the step before.
-            arrays: arrays of the state; they may be donated afterwards.
-
         Returns:
             The witness of this state.
         """

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from adacheck_jax.device import replicas, transfer
+from adacheck_jax.device import jax_settings, replicas, transfer
 from adacheck_jax.device.jax_settings import Arithmetic
 from adacheck_jax.device.loops import xla_call
 from adacheck_jax.device.trees import PyTree
@@ -48,7 +48,6 @@ from adacheck_jax.state.snapshot import Snapshot, Structure
 from adacheck_jax.store.steps import lineage as lineages
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import AnyPath
-from adacheck_jax.update import program as update_program
 from adacheck_jax.update.binding import Recorders
 
 _log = logging.getLogger(__name__)
@@ -149,7 +148,7 @@ class Saver:
         held = [transfer.held(each) for each in snapshot.arrays] if is_on_host else None
 
         def witness() -> Witness | None:
-            with arithmetic.applied():
+            with jax_settings.own(), arithmetic.applied():
                 arrays = [each() for each in held] if held is not None else snapshot.arrays
                 found = self._planner.witness_of(structure, arrays, tip.step)
                 if found is not None and blocks is not None:
@@ -161,7 +160,7 @@ class Saver:
         if held is None:
             tip.witness = witness()
         else:
-            tip.prepare(update_program.in_background(witness))
+            tip.prepare(self._stager.worker.submit(witness))
 
     def recover(self, abstract_state: PyTree, newest: Newest | None) -> tuple[int, PyTree]:
         """Takes the state that another process has left in the shadow's file.
@@ -403,7 +402,6 @@ class Saver:
             numbers = lineages.shown_steps(steps)
             _log.warning("Recorded steps that are not saved: %s; a manager is closed.", numbers)
         self._stager.finish()
-        self._planner.parents.wait()  # or the shadow would be begun behind its end
         self._shadow.close()
 
     def _enter(self, *, is_save: bool) -> None:

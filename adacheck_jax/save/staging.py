@@ -45,6 +45,7 @@ class Stager:
         shadow: the copy of the state that follows training.
 
     Attributes:
+        worker: the thread that moves the line's steps on, in order.
         last_base: the save of the base that was begun last, or of the step that became one; None
             if it failed, or there is none.
     """
@@ -53,16 +54,15 @@ class Stager:
         self._options, self._planner, self._shadow = options, planner, shadow
         self.last_base: Save | None = None
         self._encodings, self._memory = DeltaEncodings(), ReusedMemory(_REUSED_BYTES)
-        # Moves the steps on, in order; see :mod:`~adacheck_jax.save.pending`.
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="adacheck_line")
+        self.worker = ThreadPoolExecutor(1, thread_name_prefix="adacheck_line")
 
     def begin_line(self, base: Save) -> None:
         """Notes the base that following deltas build on."""
         self.last_base, self._encodings = base, DeltaEncodings()
 
     def finish(self) -> None:
-        """Waits until all steps that are being moved on have reached their end."""
-        self._worker.submit(lambda: None).result()
+        """Waits until the worker has done all that it was given."""
+        self.worker.submit(lambda: None).result()
 
     def copies(self, snapshot: Snapshot, planned: SavePlan) -> HostCopies:
         """Host copies of what a save stores, and of what the next one compares with."""
@@ -90,7 +90,7 @@ class Stager:
             copies,
             None if planned.is_base else self._delta_writer(planned, copies, tip),
             transfer.stage({i: snapshot.arrays[i] for i in picks}, picks),
-            self._worker,
+            self.worker,
             parent=parent,
             before=before if planned.is_speculative else None,
             again=again if planned.is_speculative else None,

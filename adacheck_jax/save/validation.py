@@ -150,11 +150,7 @@ def _validate_replayed(
 
 
 def is_proved(reports: Sequence[Report]) -> bool:
-    """True if the shadows of all processes were compared with a step's state.
-
-    Args:
-        reports: of all processes on the step, which were validated.
-    """
+    """True if the shadows of all processes were compared with a step's state."""
     is_compared = len(reports) == 1 or update_program.platform() == "cpu"
     return is_compared and all(report["replayed"] is not None for report in reports)
 

@@ -43,11 +43,7 @@ class DeferredSteps:
         return self._tips[-1] if self._tips else parent.tip
 
     def restart(self, parent: Parent) -> None:
-        """Begins anew, after a save or a restore.
-
-        Args:
-            parent: the step that the next one follows.
-        """
+        """Begins anew, after a save or a restore."""
         self.follows, self._tips = parent, []
 
     def add(self, tip: Tip, staged: Pending, *, drains: bool) -> None:
@@ -68,9 +64,6 @@ class DeferredSteps:
     def cut(self, count: int) -> list[Pending]:
         """Gives up all but the first ones.
 
-        Args:
-            count: number of steps to keep.
-
         Returns:
             The steps that were given up.
         """
@@ -80,9 +73,6 @@ class DeferredSteps:
 
     def settle(self, *, verify: bool) -> None:
         """Settles the steps in order; waits for those that are still being computed.
-
-        Args:
-            verify: True if the replay of the last one, and so of all, is to be compared too.
 
         Raises:
             AdaCheckError: some are not one update apart; or a replay is wrong.

@@ -57,6 +57,11 @@ class Tip:
         """Has the witness be what another thread makes of a restored state."""
         self._preparing = witness
 
+    def drop(self) -> None:
+        """Nothing follows this step any more: the witness is not made if that has not begun."""
+        if self._preparing is not None:
+            self._preparing.cancel()
+
     def wait(self) -> None:
         """Waits until the witness is there."""
         if (preparing := self._preparing) is not None:
@@ -122,11 +127,7 @@ class Parent:
         return self._lineage.manifest.counts if self._lineage else ()
 
     def look(self, others: list[Lineage]) -> None:
-        """Looks for its lineage on the disk.
-
-        Args:
-            others: lineages that were read before, whose manifests need not be read again.
-        """
+        """Looks for its lineage on the disk."""
         known, self._lineage = [*others, *self._known()], None
         if self.save is not None and self.save.error is not None:
             return  # it was told that it is not saved
@@ -215,24 +216,16 @@ class Parents:
         # The step saved last stays a candidate: an older one may be restored for a look.
         saved = self.saved
         others = (saved,) if saved is not None and saved.directory != restored.directory else ()
-        self._candidates = (restored, *others)
-
-    def wait(self) -> None:
-        """Waits until nothing prepares the check of a save that follows a restored step."""
         for each in self._candidates:
-            each.tip.wait()
+            each.tip.drop()
+        self._candidates = (restored, *others)
 
     def forget(self) -> None:
         """Notes that a step was restored that nothing can build on."""
         self._candidates = ()
 
     def look(self, parent: Parent, final_directory: AnyPath) -> bool:
-        """True if a delta can follow a step by what is on the disk now.
-
-        Args:
-            parent: the step.
-            final_directory: directory of the delta.
-        """
+        """True if a delta can follow a step by what is on the disk now."""
         others = [each.lineage for each in self._candidates if each.lineage is not None]
         parent.look(others)
         keep = self._keep_lineage  # what the policy wants deleted, a manager may delete later
@@ -242,12 +235,7 @@ class Parents:
         return parent.lineage is not None
 
     def choose(self, final_directory: AnyPath, counts: Counts) -> Parent | None:
-        """The step that a delta would follow: of those on the disk the first that counters follow.
-
-        Args:
-            final_directory: directory of the delta.
-            counts: update counters of its state.
-        """
+        """The step to follow: of those on the disk the first that the counters follow."""
         found = [each for each in self._candidates if self.look(each, final_directory)]
         for each in found:
             before = each.lineage.manifest.counts if each.lineage else ()

@@ -234,9 +234,6 @@ class Planner:
         """True if this process could make a base of the next delta in the background.
 
         A number of deltas that the caller chose is kept to; and in a store nothing can be renamed.
-
-        Args:
-            directory: directory of the delta.
         """
         return (
             (shadow := self._options.host_shadow) is not None
@@ -261,10 +258,6 @@ class Planner:
 
     def corrected(self, snapshot: Snapshot, course: Course) -> Course:
         """Compares replay with a state that is still there, and plans anew what it gets wrong.
-
-        Args:
-            snapshot: the state.
-            course: its plan.
 
         Returns:
             The same course if there is nothing to compare, or replay gives the state.
@@ -318,12 +311,7 @@ class Planner:
         return self._updates.of(structure)
 
     def snapshot_of_restored(self, restored: Lineage, state: PyTree) -> Snapshot | None:
-        """A restored state taken apart; None where the next save cannot be a replayed delta.
-
-        Args:
-            restored: the step's lineage.
-            state: the state.
-        """
+        """A restored state taken apart; None where the next save cannot be a replayed delta."""
         try:
             snapshot = self.snapshots.take(state)
         except AdaCheckError as error:
@@ -332,13 +320,7 @@ class Planner:
         return snapshot if snapshot.structure.leaves == restored.base.leaves else None
 
     def witness_of(self, structure: Structure, arrays: Sequence[Any], step: int) -> Witness | None:
-        """A witness of a state; None where its updates cannot be replayed.
-
-        Args:
-            structure: structure of the state.
-            arrays: plain arrays, one a leaf.
-            step: its step number.
-        """
+        """A witness of a state; None where its updates cannot be replayed."""
         update = self._updates.of(structure)
         if not replays(update, self._options):
             return None
@@ -415,9 +397,6 @@ class Planner:
     def superseded(self, step: int | None) -> Pending | None:
         """Gives up the deferred steps that a save replaces.
 
-        Args:
-            step: number of the step that is saved.
-
         Returns:
             The step that it saves again, if it was deferred last.
         """
@@ -431,12 +410,7 @@ class Planner:
         return None
 
     def give_up(self, count: int, why: str) -> None:
-        """Gives up deferred steps but for the first ones, and says so.
-
-        Args:
-            count: number of steps to keep.
-            why: the reason.
-        """
+        """Gives up deferred steps but for the first ones, and says so."""
         tell_given_up([each.step for each in self.deferred.cut(count)], why)
 
 
