@@ -5,6 +5,11 @@ devices, and hands a :class:`~adacheck_jax.save.commit.Save` to whoever writes a
 it returns, the state may be donated. Nothing here decides.
 """
 
+# Threads: begin and defer run on the caller's threads, follow on one that restores. ``_lock`` is held
+# through a whole save or record_step, waits for devices and compilers included: two callers would
+# plan on the same parent. Under it the locks of a step (``pending``) and of a base in work may be
+# taken, never the other way round. What Orbax's thread does to a Save is read from its fields.
+
 from __future__ import annotations
 
 import dataclasses
@@ -177,17 +182,17 @@ class Saver:
             RecorderError: the recorder cannot be tied to the state.
         """
         try:
-            found = recovered.state_from(self._shadow, self._planner, abstract_state, newest)
+            lineage, step, state, leaves = recovered.state_from(
+                self._shadow, self._planner, abstract_state, newest
+            )
         except BaseException:
             self._shadow.close()
             raise
-        if newest is None or found.lineage is None:
+        if newest is None or lineage is None:
             self.forget()
         else:
-            self.follow(
-                found.lineage, newest.number, found.leaves, found.state, {}, has_shadow=True
-            )
-        return found.step, found.state
+            self.follow(lineage, newest.number, leaves, state, {}, has_shadow=True)
+        return step, state
 
     def forget(self) -> None:
         """Makes the next save a base: what was restored is no step that another can build on."""

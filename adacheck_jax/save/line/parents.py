@@ -316,7 +316,6 @@ def _saved_facts(save: Save | None) -> SavedFacts | None:
         return None
     staged = save.staged
     return SavedFacts(
-        step=staged.own.step,
         structure=staged.structure,
         kind=staged.plan.decision.kind,
         interval=staged.own.step - staged.before,
