@@ -5,10 +5,11 @@ devices, and hands a :class:`~adacheck_jax.save.commit.Save` to whoever writes a
 it returns, the state may be donated. Nothing here decides.
 """
 
-# Threads: begin and defer run on the caller's threads, follow on one that restores. ``_lock`` is held
-# through a whole save or record_step, waits for devices and compilers included: two callers would
-# plan on the same parent. Under it the locks of a step (``pending``) and of a base in work may be
-# taken, never the other way round. What Orbax's thread does to a Save is read from its fields.
+# Threads: begin and defer run on the caller's threads, follow on one that restores. ``_lock`` is
+# held through a whole save or record_step, waits for devices and compilers included: two callers
+# would plan on the same parent. Under it the locks of a step (``pending``) and of a base in work
+# may be taken, never the other way round. What Orbax's thread does to a Save is read from its
+# fields.
 
 from __future__ import annotations
 
