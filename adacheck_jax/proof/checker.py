@@ -7,12 +7,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from adacheck_jax.state.exported_update import Engine, ExportedUpdate
+from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update.elements.sample_sites import WHOLE_ELEMENTS
 
 Findings = dict[int, float]
 """Share of the compared elements that differ, for each leaf that replay gets wrong."""
+
+Sums = Callable[[], Mapping[int, int]]
+"""Gives this process's contribution to each leaf's fingerprint; waits for the devices."""
 
 DENSE = 1 / 16
 """From this share on a sample cannot miss an error: ``(1 - 1/16) ** 1024`` is 2e-29."""
@@ -37,69 +40,39 @@ class Witness:
         return self.program is program and self.structure.lies_like(structure)
 
 
+def _nothing(_arrays: Sequence[Any], _wrong: Collection[int]) -> None:
+    """A witness that is part of the state itself has nothing to take from it."""
+
+
 @dataclass(frozen=True, slots=True)
-class CheckedState:
-    """A state that is being saved, while its arrays are alive.
+class Check:
+    """The check of one delta, with all that it needs of the state.
 
     Attributes:
-        arrays: plain arrays, one a leaf.
-        step: step number.
-        sums: function that gives this process's contribution to each leaf's fingerprint; may be
-            called later, and waits for the devices.
+        witness: witness of the state that the delta gives.
+        findings: replays the updates of some recorders, and compares; waits for the devices.
+        renew: takes leaves that replay gets wrong from the state's arrays, for the next check.
     """
 
-    arrays: Sequence[Any]
-    step: int
-    sums: Callable[[], Mapping[int, int]]
-
-
-class Check(Protocol):
-    """The check of one delta, with all that it needs of the state."""
-
-    @property
-    def witness(self) -> Witness:
-        """Witness of the state that the delta gives."""
-        ...
-
-    def findings(self, updates: Sequence[int]) -> Findings:
-        """Replays, and compares; waits for the devices.
-
-        Args:
-            updates: positions of the recorders that made an update.
-        """
-        ...
-
-    def renew(self, state: CheckedState, wrong: Collection[int]) -> None:
-        """Takes leaves that replay gets wrong from the state itself, for the next check.
-
-        Args:
-            state: its arrays are still alive.
-            wrong: indices of the leaves.
-        """
-        ...
+    witness: Witness
+    findings: Callable[[Sequence[int]], Findings]
+    renew: Callable[[Sequence[Any], Collection[int]], None] = _nothing
 
 
 class Checker(Protocol):
     """Checks the deltas of states of one structure."""
-
-    engine: Engine
 
     @property
     def is_ready(self) -> bool:
         """True if checks need not wait for a compiler."""
         ...
 
-    def witness(self, state: CheckedState) -> Witness:
+    def witness(self, arrays: Sequence[Any], step: int) -> Witness:
         """Takes a witness of a base, or of a restored state; waits for the state."""
         ...
 
-    def begin(self, before: Witness, state: CheckedState) -> Check:
-        """Takes what the check of a delta needs; the state may be donated afterwards.
-
-        Args:
-            before: witness of the parent; it fits the structure and the update of this checker.
-            state: the state that the delta is to give.
-        """
+    def begin(self, before: Witness, arrays: Sequence[Any], step: int, sums: Sums) -> Check:
+        """Takes what the check of a delta needs of its state, which may be donated afterwards."""
         ...
 
 

@@ -6,12 +6,11 @@ Then nothing is left to compare, if the program that it ran is the one that a re
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from adacheck_jax.proof.checker import Check, CheckedState, Findings, Witness
-from adacheck_jax.state.exported_update import Engine, ExportedUpdate
+from adacheck_jax.proof.checker import Check, Sums, Witness
+from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update.recording.signatures import SeparateCall
 
@@ -19,49 +18,34 @@ from adacheck_jax.update.recording.signatures import SeparateCall
 class Identity:
     """Asks whether the arrays are those that the replayed program took and returned."""
 
-    engine: Engine = "identity"
+    is_ready = True
 
     def __init__(self, structure: Structure, program: ExportedUpdate) -> None:
-        self.structure, self.program = structure, program
+        self._structure, self._program = structure, program
+        self._own = (*structure.arguments[0], *structure.arguments[1])
 
-    @property
-    def is_ready(self) -> bool:
-        """True if checks need not wait for a compiler."""
-        return True
-
-    def witness(self, state: CheckedState) -> Witness:
+    def witness(self, arrays: Sequence[Any], step: int) -> Witness:
         """Takes a witness of a base, or of a restored state; waits for the state."""
-        own = (*self.structure.arguments[0], *self.structure.arguments[1])
-        kept = {i: weakref.ref(state.arrays[i]) for i in own}
-        return Witness(self.structure, self.program, kept)
+        kept = {i: weakref.ref(arrays[i]) for i in self._own}
+        return Witness(self._structure, self._program, kept)
 
-    def begin(self, before: Witness, state: CheckedState) -> Check:
+    def begin(self, before: Witness, arrays: Sequence[Any], step: int, sums: Sums) -> Check:
         """Takes what the check of a delta needs."""
-        (binding,) = self.structure.bindings
+        (binding,) = self._structure.bindings
         call: SeparateCall | None = binding.recorder.last_call
-        witness = self.witness(state)
-        every = dict.fromkeys(self.program.compared(self.structure), 1.0)
-        if call is None or call.digest != self.program.digest:
-            return _Identified(witness, every)
-        own = (*self.structure.arguments[0], *self.structure.arguments[1])
-        pairs = zip(own, call.taken, strict=True)
-        if not all(_is_same(before.kept.get(i), taken) for i, taken in pairs):
-            return _Identified(witness, every)
-        returned = dict(zip(own, call.returned, strict=True))
-        wrong = {i: each for i, each in every.items() if not _is_same(witness.kept[i], returned[i])}
-        return _Identified(witness, wrong)
+        witness = self.witness(arrays, step)
+        wrong = dict.fromkeys(self._program.compared(self._structure), 1.0)
+        if (
+            call is not None
+            and call.digest == self._program.digest
+            and all(_is_same(before.kept.get(i), x) for i, x in self._pairs(call.taken))
+        ):
+            returned = dict(self._pairs(call.returned))
+            wrong = {i: x for i, x in wrong.items() if not _is_same(witness.kept[i], returned[i])}
+        return Check(witness, lambda updates: wrong if updates else {})
 
-
-@dataclass(frozen=True, slots=True)
-class _Identified:
-    witness: Witness
-    wrong: Findings
-
-    def findings(self, updates: Sequence[int]) -> Findings:
-        return self.wrong if updates else {}
-
-    def renew(self, state: CheckedState, wrong: Collection[int]) -> None:
-        """Nothing to do: a witness names the arrays of the state itself."""
+    def _pairs(self, arrays: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+        return zip(self._own, arrays, strict=True)
 
 
 def _is_same(a: Any, b: Any) -> bool:

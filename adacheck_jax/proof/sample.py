@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from adacheck_jax.device import jax_settings
-from adacheck_jax.proof.checker import Check, CheckedState, Findings, Witness
-from adacheck_jax.state.exported_update import Engine, ExportedUpdate
+from adacheck_jax.proof.checker import Check, Findings, Sums, Witness
+from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update import program as update_program
 from adacheck_jax.update.elements.pieces import Pieces
@@ -20,8 +20,6 @@ from adacheck_jax.update.elements.sampling import Sample, Taker, from_host
 
 class Sampling:
     """Replays blocks of the leaves."""
-
-    engine: Engine = "sample"
 
     def __init__(self, structure: Structure, program: ExportedUpdate, pieces: Pieces) -> None:
         assert structure.sites is not None
@@ -57,29 +55,31 @@ class Sampling:
             update_program.in_background(self._taker.compile)
         return self._taker
 
-    def witness(self, state: CheckedState) -> Witness:
+    def witness(self, arrays: Sequence[Any], step: int) -> Witness:
         """Takes a witness of a base, or of a restored state; waits for the state."""
-        starts, taker = self._sites.starts_at(state.step), self._prepare(state.arrays)
+        starts, taker = self._sites.starts_at(step), self._prepare(arrays)
         if taker.is_ready:
-            return self._of(taker.take(state.arrays, starts, starts)[0])
-        return self._of(from_host(state.arrays, self._sites, starts, self._pieces.before))
+            return self._of(taker.take(arrays, starts, starts)[0])
+        return self._of(from_host(arrays, self._sites, starts, self._pieces.before))
 
     def _of(self, sample: Sample) -> Witness:
         return Witness(self._structure, self._program, sample)
 
-    def begin(self, before: Witness, state: CheckedState) -> Check:
+    def begin(self, before: Witness, arrays: Sequence[Any], step: int, sums: Sums) -> Check:
         """Takes what the check of a delta needs."""
-        starts, taker = self._sites.starts_at(state.step), self._prepare(state.arrays)
+        starts, taker = self._sites.starts_at(step), self._prepare(arrays)
         last: Sample = before.kept
         if taker.is_ready:
-            after, following = taker.take(state.arrays, last.starts, starts)
+            after, following = taker.take(arrays, last.starts, starts)
         else:
-            after = from_host(state.arrays, self._sites, last.starts, self._pieces.after)
-            following = from_host(state.arrays, self._sites, starts, self._pieces.before)
-        return _SampleCheck(self, last, after, self._of(following))
+            after = from_host(arrays, self._sites, last.starts, self._pieces.after)
+            following = from_host(arrays, self._sites, starts, self._pieces.before)
+        return Check(self._of(following), functools.partial(self._findings, last, after))
 
-    def compare(self, before: Sample, after: Sample, updates: Sequence[int]) -> Findings:
+    def _findings(self, before: Sample, after: Sample, updates: Sequence[int]) -> Findings:
         """Replays what was taken of two states, and compares."""
+        if not updates:
+            return {}
         taken = after.vectors(self._pieces.after)
         given = jax.device_put([before.vectors(self._pieces.before), taken])
         with jax_settings.own(), self._arithmetic.applied():
@@ -87,19 +87,3 @@ class Sampling:
             results = self._compiled.result()(*given, switches)
         found = self._pieces.wrong(results, taken)
         return {i: share for i, share in found.items() if i in self._compared}
-
-
-@dataclass(frozen=True, slots=True)
-class _SampleCheck:
-    """Samples of two successive states, and one to check the next with."""
-
-    checker: Sampling
-    before: Sample
-    after: Sample
-    witness: Witness
-
-    def findings(self, updates: Sequence[int]) -> Findings:
-        return self.checker.compare(self.before, self.after, updates) if updates else {}
-
-    def renew(self, state: CheckedState, wrong: Collection[int]) -> None:
-        """Nothing to do: a witness is a sample of the state itself."""

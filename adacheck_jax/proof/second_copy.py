@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,16 +14,14 @@ import numpy as np
 from adacheck_jax.device import fingerprint, jax_settings, sharding, transfer
 from adacheck_jax.device.shard_sums import Summing
 from adacheck_jax.format.fingerprint import words_of
-from adacheck_jax.proof.checker import Check, CheckedState, Findings, Witness
-from adacheck_jax.state.exported_update import Engine, ExportedUpdate
+from adacheck_jax.proof.checker import Check, Findings, Sums, Witness
+from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update import program as update_program
 
 
 class Following:
     """Replays every update onto a second copy of the state."""
-
-    engine: Engine = "full"
 
     def __init__(self, structure: Structure, program: ExportedUpdate) -> None:
         self._structure, self._program = structure, program
@@ -37,32 +35,44 @@ class Following:
         """True if checks need not wait for a compiler."""
         return self._fold is not None
 
-    def witness(self, state: CheckedState) -> Witness:
+    def witness(self, arrays: Sequence[Any], step: int) -> Witness:
         """Takes a witness of a base, or of a restored state; waits for the state."""
         own = (*self._structure.arguments[0], *self._structure.arguments[1])
-        return self._of(_Followed(_Copy(self._together(state, own)), 0))
+        return self._of(_Copy(self._together(arrays, own)), 0)
 
-    def _of(self, followed: _Followed) -> Witness:
-        return Witness(self._structure, self._program, followed)
+    def _of(self, copy: _Copy, number: int) -> Witness:
+        """A witness: the copy as it is to be after a number of steps."""
+        return Witness(self._structure, self._program, (copy, number))
 
-    def begin(self, before: Witness, state: CheckedState) -> Check:
+    def begin(self, before: Witness, arrays: Sequence[Any], step: int, sums: Sums) -> Check:
         """Takes what the check of a delta needs."""
-        last: _Followed = before.kept
-        consumed = (*self._structure.arguments[2], *self._structure.arguments[3])
-        given = self._together(state, consumed)
+        copy, number = before.kept
         # What was put on other devices is compared by its bits, all else by fingerprints.
-        alone = {
-            i: array
-            for i, array in last.copy.arrays.items()
-            if getattr(state.arrays[i], "sharding", None) != array.sharding
-        }
-        after = transfer.copies({i: state.arrays[i] for i in alone})
-        # Leaves whose replay is not relied on are the state's own again.
-        renewed = self._together(state, [*self._program.stored])
-        following = self._of(_Followed(last.copy, last.number + 1))
-        return _FollowingCheck(self, last, given, after, renewed, state.sums, following)
+        alone = [
+            i
+            for i, array in copy.arrays.items()
+            if getattr(arrays[i], "sharding", None) != array.sharding
+        ]
+        consumed = (*self._structure.arguments[2], *self._structure.arguments[3])
+        step = _Step(
+            number,
+            given=self._together(arrays, consumed),
+            after=transfer.copies({i: arrays[i] for i in alone}),
+            renewed=self._together(arrays, [*self._program.stored]),
+            sums=sums,
+        )
 
-    def _together(self, state: CheckedState, indices: Sequence[int]) -> dict[int, jax.Array]:
+        def findings(updates: Sequence[int]) -> Findings:
+            with copy.lock:
+                return self._followed(copy, step, updates)
+
+        def renew(arrays: Sequence[Any], wrong: Collection[int]) -> None:
+            with copy.lock:
+                copy.arrays.update(self._together(arrays, [i for i in wrong if i in copy.arrays]))
+
+        return Check(self._of(copy, number + 1), findings, renew)
+
+    def _together(self, arrays: Sequence[Any], indices: Sequence[int]) -> dict[int, jax.Array]:
         """Copies on the devices that the largest leaves have in common; waits only for others.
 
         They lie in the memory that devices compute in, also those of what is offloaded from it.
@@ -71,45 +81,35 @@ class Following:
         shardings = dict(
             zip(
                 touched,
-                update_program.common_shardings([state.arrays[i] for i in touched]),
+                update_program.common_shardings([arrays[i] for i in touched]),
                 strict=True,
             )
         )
         main = next((where for where in shardings.values() if where), None)
-        result = transfer.copies({i: state.arrays[i] for i in indices if shardings[i]})
+        result = transfer.copies({i: arrays[i] for i in indices if shardings[i]})
         for i, array in result.items():
             if not sharding.in_device_memory(array):
                 result[i] = jax.device_put(array, sharding.computable(array.sharding))
         for i in indices:
             if not shardings[i]:
                 placed = None if main is None else update_program.replicated(main)
-                result[i] = jax.device_put(np.array(state.arrays[i]), placed)
+                result[i] = jax.device_put(np.array(arrays[i]), placed)
         return result
 
-    def renew(self, copy: _Copy, state: CheckedState, wrong: Collection[int]) -> None:
-        """Takes leaves of the copy from the state."""
-        with copy.lock:
-            copy.arrays.update(self._together(state, [i for i in wrong if i in copy.arrays]))
-
-    def compare(self, check: _FollowingCheck, updates: Sequence[int]) -> Findings:
+    def _followed(self, copy: _Copy, step: _Step, updates: Sequence[int]) -> Findings:
         """Moves the copy on by one step, and compares."""
-        with check.before.copy.lock:
-            return self._followed(check, updates)
-
-    def _followed(self, check: _FollowingCheck, updates: Sequence[int]) -> Findings:
-        copy, number = check.before.copy, check.before.number
-        if copy.number == number:
+        if copy.number == step.number:
             # A restore puts what is passed through in place before the update that takes it.
             passed = self._program.passed
-            given = {i: jnp.copy(each) for i, each in check.renewed.items() if i in passed}
+            given = {i: jnp.copy(each) for i, each in step.renewed.items() if i in passed}
             copy.arrays.update(given)  # copies, since the update donates what it takes
             if updates:
-                self._advance(copy, check.given, updates)
+                self._advance(copy, step.given, updates)
             copy.number += 1
-        elif copy.number != number + 1:  # another step was replayed onto it meanwhile
+        elif copy.number != step.number + 1:  # another step was replayed onto it meanwhile
             return dict.fromkeys(self._compared, 1.0)
-        found = self._differing(copy.arrays, check) if updates else {}
-        copy.arrays.update((i, jnp.copy(each)) for i, each in check.renewed.items())
+        found = self._differing(copy.arrays, step) if updates else {}
+        copy.arrays.update((i, jnp.copy(each)) for i, each in step.renewed.items())
         return found
 
     def _advance(self, copy: _Copy, given: Mapping[int, jax.Array], updates: Sequence[int]) -> None:
@@ -128,21 +128,21 @@ class Following:
             outputs = jax.tree.leaves(self._fold[1](*lists, *consumed, switches))
         held.update(zip((*params, *inner), outputs, strict=True))
 
-    def _differing(self, held: Mapping[int, Any], check: _FollowingCheck) -> Findings:
+    def _differing(self, held: Mapping[int, Any], step: _Step) -> Findings:
         structure = self._structure
         wrong = {
             i: share
-            for i, after in check.after.items()
+            for i, after in step.after.items()
             if i in self._compared and (share := _differing(np.asarray(held[i]), np.asarray(after)))
         }
-        whole = {i: x for i, x in held.items() if i in self._compared and i not in check.after}
+        whole = {i: x for i, x in held.items() if i in self._compared and i not in step.after}
         places = {i: x.sharding for i, x in whole.items()}
         if self._summing is None or self._summing[0] != places:
             self._summing = places, structure.summing_of(whole)
         found = fingerprint.Contributions(
             whole, structure.picks, structure.whole_picks, summing=self._summing[1]
         ).sums()
-        expected = check.sums()
+        expected = step.sums()
         return wrong | {i: 1.0 for i, value in found.items() if value != expected[i]}
 
 
@@ -162,39 +162,22 @@ class _Copy:
 
 
 @dataclass(frozen=True, slots=True)
-class _Followed:
-    """The copy as it is to be after a number of steps."""
-
-    copy: _Copy
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class _FollowingCheck:
+class _Step:
     """A step that the second copy follows, and the state that it is compared with.
 
     Attributes:
-        before: the copy at the step before.
+        number: of steps since the copy was made, before this one.
         given: what the update consumed.
         after: leaves of the state that the copy has elsewhere; compared by their bits.
-        renewed: leaves of the state whose replay is not relied on.
-        sums: as of :class:`CheckedState`.
-        witness: witness of that state.
+        renewed: leaves of the state whose replay is not relied on: they are its own again.
+        sums: the fingerprints of the state.
     """
 
-    checker: Following
-    before: _Followed
+    number: int
     given: Mapping[int, jax.Array]
     after: Mapping[int, Any]
     renewed: Mapping[int, Any]
-    sums: Callable[[], Mapping[int, int]]
-    witness: Witness
-
-    def findings(self, updates: Sequence[int]) -> Findings:
-        return self.checker.compare(self, updates)
-
-    def renew(self, state: CheckedState, wrong: Collection[int]) -> None:
-        self.checker.renew(self.before.copy, state, wrong)
+    sums: Sums
 
 
 def _differing(a: np.ndarray, b: np.ndarray) -> float:

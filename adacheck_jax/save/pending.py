@@ -32,7 +32,7 @@ from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.plan.decision import shown
 from adacheck_jax.plan.save_plan import SavePlan
 from adacheck_jax.plan.situation import Counts
-from adacheck_jax.proof.checker import Check, CheckedState, Checker, Findings, Witness
+from adacheck_jax.proof.checker import Check, Checker, Findings, Witness
 from adacheck_jax.proof.shadow import Proof
 from adacheck_jax.save.copies import NOTHING, HostCopies
 from adacheck_jax.state.snapshot import Structure
@@ -119,12 +119,8 @@ class Pending:
         }
 
     def begin_check(self, checker: Checker, before: Witness, arrays: Sequence[Any]) -> Witness:
-        """Takes what comparing the replay with the state needs.
-
-        Returns:
-            The witness of this state.
-        """
-        self._check = checker.begin(before, CheckedState(arrays, self.step, self.sums))
+        """Takes what comparing the replay with the state needs; gives the state's witness."""
+        self._check = checker.begin(before, arrays, self.step, self.sums)
         return self._check.witness
 
     @property

@@ -16,7 +16,7 @@ from adacheck_jax.device.transfer import Joined
 from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.plan.options import Options
 from adacheck_jax.plan.save_plan import SavePlan
-from adacheck_jax.proof.checker import CheckedState, Witness
+from adacheck_jax.proof.checker import Witness
 from adacheck_jax.proof.shadow import ShadowThread
 from adacheck_jax.proof.shadow_state import ShadowStep
 from adacheck_jax.save import copies as host_copies
@@ -120,7 +120,7 @@ class Stager:
         checker = self._planner.checker_of(planned.structure, planned.update)
         if planned.is_speculative and tip is not None and tip.witness is not None:
             return own, own.begin_check(checker, tip.witness, snapshot.arrays)
-        return own, checker.witness(CheckedState(snapshot.arrays, planned.step, own.sums))
+        return own, checker.witness(snapshot.arrays, planned.step)
 
     def base_writer(self, course: Course, copies: HostCopies, directory: AnyPath) -> BaseWriter:
         """The writer of this process's part of a base."""

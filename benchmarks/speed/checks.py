@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,8 +11,8 @@ from unittest import mock
 import jax
 
 import adacheck_jax as adacheck
-from adacheck_jax.proof import checker, engines
-from adacheck_jax.state.exported_update import Engine
+from adacheck_jax.proof.checker import Check
+from adacheck_jax.save.line import planner
 from benchmarks.speed import measure, states
 from benchmarks.speed.ways import Managed
 
@@ -72,30 +72,17 @@ class _Unchecked(Managed):
     """Saves deltas without a check, which a handler never does, to compare checks with."""
 
     def save(self, step: int, state: Any) -> None:
-        with mock.patch.object(engines, "checker_of", return_value=_Nothing()):
+        with mock.patch.object(planner, "checker_of", return_value=_Nothing()):
             super().save(step, state)
 
 
-@dataclass(frozen=True)
 class _Nothing:
     """A checker, and its checks, that look at nothing."""
 
-    engine: Engine = "sample"
-    is_ready: bool = True
+    is_ready = True
 
-    def witness(self, state: checker.CheckedState) -> Any:
-        return ()
+    def witness(self, *_: Any) -> Any:
+        return mock.MagicMock()
 
-    def begin(self, before: Any, state: checker.CheckedState) -> Any:
-        return _NothingFound()
-
-
-@dataclass(frozen=True)
-class _NothingFound:
-    witness: Any = ()
-
-    def findings(self, updates: Any) -> checker.Findings:
-        return {}
-
-    def renew(self, state: checker.CheckedState, wrong: Any) -> None:
-        pass
+    def begin(self, *_: Any) -> Check:
+        return Check(self.witness(), lambda _: {})

@@ -25,8 +25,10 @@ from adacheck_jax.plan.decision import Decision, replays, unplanned
 from adacheck_jax.plan.options import Options
 from adacheck_jax.plan.save_plan import SavePlan
 from adacheck_jax.plan.situation import Counts, Situation
-from adacheck_jax.proof import engines
-from adacheck_jax.proof.checker import Check, CheckedState, Checker, Witness, is_sparse
+from adacheck_jax.proof.checker import Check, Checker, Witness, is_sparse
+from adacheck_jax.proof.identity import Identity
+from adacheck_jax.proof.sample import Sampling
+from adacheck_jax.proof.second_copy import Following
 from adacheck_jax.proof.shadow import ShadowThread
 from adacheck_jax.save.background_bases import BackgroundBases
 from adacheck_jax.save.line import parents
@@ -253,7 +255,7 @@ class Planner:
                 tip.staged.verify()
         sums = functools.partial(_sums_of, snapshot)
         checker = self.checker_of(planned.structure, planned.update)
-        check = checker.begin(tip.witness, CheckedState(snapshot.arrays, planned.step, sums))
+        check = checker.begin(tip.witness, snapshot.arrays, planned.step, sums)
         return dataclasses.replace(course, check=check)
 
     def corrected(self, snapshot: Snapshot, course: Course) -> Course:
@@ -290,7 +292,7 @@ class Planner:
         if facts.process_count == 1 and 2 * wrong_bytes > whole_bytes:
             reason = told(structure, sorted(wrong))
             return self._as_base(course, facts, Decision("base", reason))
-        check.renew(CheckedState(snapshot.arrays, planned.step, dict), wrong)
+        check.renew(snapshot.arrays, wrong)
         made = save_plan.with_wrong(planned, facts, wrong, self._options)
         made = dataclasses.replace(made, unhealed=tuple(sorted(unhealed)))
         return dataclasses.replace(course, situation=facts, plan=made)
@@ -303,7 +305,7 @@ class Planner:
         """The checker of the deltas of a structure; made once."""
         known = self._checker
         if known is None or known[0] is not structure or known[1] is not update:
-            known = self._checker = (structure, update, engines.checker_of(structure, update))
+            known = self._checker = (structure, update, checker_of(structure, update))
         return known[2]
 
     def update_of(self, structure: Structure) -> ExportedUpdate:
@@ -324,7 +326,7 @@ class Planner:
         update = self._updates.of(structure)
         if not replays(update, self._options):
             return None
-        return self.checker_of(structure, update).witness(CheckedState(arrays, step, dict))
+        return self.checker_of(structure, update).witness(arrays, step)
 
     def learn(self) -> None:
         """Becomes cautious where replay was found to be wrong in the background.
@@ -412,6 +414,13 @@ class Planner:
     def give_up(self, count: int, why: str) -> None:
         """Gives up deferred steps but for the first ones, and says so."""
         tell_given_up([each.step for each in self.deferred.cut(count)], why)
+
+
+def checker_of(structure: Structure, program: ExportedUpdate) -> Checker:
+    """The engine that compares the replays of a structure; compiles in the background."""
+    if program.pieces is not None:
+        return Sampling(structure, program, program.pieces)
+    return (Following if program.engine == "full" else Identity)(structure, program)
 
 
 def _changed(snapshot: Snapshot, course: Course, made: SavePlan) -> frozenset[int]:
