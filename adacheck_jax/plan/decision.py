@@ -5,6 +5,7 @@ Pure functions of the facts about a state and the step that it would follow.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from adacheck_jax.format.manifest import BaseManifest
@@ -26,12 +27,14 @@ class Decision:
         reason: an explanation for the log and the manifest.
         updates: positions of the recorders whose update, one since the parent, is replayed.
         is_planned: True if a user who knows the handler's options expects it.
+        notices: messages for the user, each told once a run.
     """
 
     kind: Kind
     reason: str
     updates: tuple[int, ...] = ()
     is_planned: bool = True
+    notices: tuple[str, ...] = ()
 
     @property
     def is_base(self) -> bool:
@@ -71,58 +74,52 @@ def shown(counts: Counts) -> str:
 
 
 def replays(update: ExportedUpdate, options: Options, *, replayable: bool = True) -> bool:
-    """True if updates may be replayed onto a step.
-
-    Args:
-        update: the exported update.
-        options: the caller's choices.
-        replayable: True if no leaf of an update is stored in another data type.
-    """
+    """True if updates may be replayed onto a step whose leaves are stored in their own types."""
     return bool(update.program) and replayable and options.delta != "bits" and options.has_deltas
 
 
 def fits(lineage: Lineage, structure: Structure, update: ExportedUpdate) -> bool:
     """True if an update of a structure can be replayed onto a restored step."""
-    saved = lineage.base.update
-    return (
-        saved is not None
-        and not lineage.problem
-        and lineage.base.leaves == structure.leaves
-        and update.digest == saved.programs.get(update_program.platform())
-        and (not saved.reducing or saved.placement == structure.placement)
-    )
+    base = lineage.base
+    is_alike = not lineage.problem and base.leaves == structure.leaves
+    return is_alike and not _unlike(base, structure, update)
 
 
-def decide(
-    situation: Situation, counts: Counts, options: Options
-) -> tuple[Decision, tuple[str, ...]]:
+def decide(situation: Situation, counts: Counts, options: Options) -> Decision:
     """Base, replayed delta or differences, and notices to the user."""
-    structure, update, parent = situation.structure, situation.update, situation.parent
-    if not situation.replayable and options.delta != "bits":
+    update, only_bits = situation.update, options.delta == "bits"
+    if not situation.replayable and not only_bits:
         return _bases_only("save_args cast leaves that the update consumes or computes")
-    notices: tuple[str, ...] = ()
-    if update.problem and structure.bindings and options.delta != "bits":
-        notices = (f"Saving bit-pattern deltas: {update.problem}.",)
+    decision = _decided(situation, counts, options)
+    if not update.problem or not situation.structure.bindings or only_bits:
+        return decision
+    notice = f"Saving bit-pattern deltas: {update.problem}."
+    return dataclasses.replace(decision, notices=(notice, *decision.notices))
+
+
+def _decided(situation: Situation, counts: Counts, options: Options) -> Decision:
+    structure, update, parent = situation.structure, situation.update, situation.parent
     decision = by_counters(situation, counts, options)
     if decision.is_base or parent is None or parent.lineage is None:
-        return decision, notices
+        return decision
     base, saved = parent.lineage.base, parent.saved
     if saved is not None and saved.structure.lead != structure.lead:
-        return Decision("base", "replicas differ, and another one is saved from now on"), notices
+        return Decision("base", "replicas differ, and another one is saved from now on")
     if base.leaves != structure.leaves:
-        return unplanned(_first_difference(base, structure)), notices
+        return unplanned(_first_difference(base, structure))
     if not situation.keeps_ancestors:
-        base_only, notice = _bases_only(
+        return _bases_only(
             "the storage has no hard links, and no policy that handler and manager share keeps "
             "what deltas refer to, also those that are there already; give both the same, keep = "
             "adacheck.KeepLineage(LatestN(3)): AdaCheckHandler(..., keep_lineage=keep) and "
             "CheckpointManagerOptions(preservation_policy=keep)"
         )
-        return base_only, notices + notice
     if decision.kind == "bits":
         decision = _checked_bits(decision, parent, parent.lineage, situation, options)
-    else:
-        decision = _checked_replay(decision, base, structure, update)
+    elif not update.program:
+        decision = unplanned(update.problem)
+    elif reason := _unlike(base, structure, update):
+        decision = unplanned(reason)
     if not decision.is_base and parent.deferred_count and not situation.is_only:
         decision = Decision("base", "another step was restored meanwhile")
     if decision.kind == "replay" and parent.has_moved:
@@ -131,7 +128,7 @@ def decide(
         decision = Decision("base", "the step before is not known here well enough to check")
     if decision.kind == "replay" and situation.is_shadow_beyond:
         decision = Decision("base", "the shadow followed another step")
-    return decision, notices
+    return decision
 
 
 def by_counters(situation: Situation, counts: Counts, options: Options) -> Decision:
@@ -174,8 +171,8 @@ def number_of(situation: Situation) -> int:
     return situation.counts[0] if situation.counts else 0
 
 
-def _bases_only(reason: str) -> tuple[Decision, tuple[str, ...]]:
-    return Decision("base", reason), (f"Saving bases only: {reason}.",)
+def _bases_only(reason: str) -> Decision:
+    return Decision("base", reason, notices=(f"Saving bases only: {reason}.",))
 
 
 def _checked_bits(
@@ -193,18 +190,15 @@ def _checked_bits(
     return decision
 
 
-def _checked_replay(
-    decision: Decision, base: BaseManifest, structure: Structure, update: ExportedUpdate
-) -> Decision:
-    if not update.program:
-        return unplanned(update.problem)
+def _unlike(base: BaseManifest, structure: Structure, update: ExportedUpdate) -> str:
+    """Reason why an update cannot be replayed from a base of the same leaves; empty if it can."""
     saved = base.update
     if saved is None or update.digest != saved.programs.get(update_program.platform()):
-        return unplanned("the update program changed")
+        return "the update program changed"
     if saved.reducing and saved.placement != structure.placement:
         # Cut alike, but added up in another order: a restore replays where the base lay.
-        return unplanned("the mesh changed, and the update adds up elements")
-    return decision
+        return "the mesh changed, and the update adds up elements"
+    return ""
 
 
 def _first_difference(base: BaseManifest, structure: Structure) -> str:

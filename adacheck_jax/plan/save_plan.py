@@ -53,7 +53,6 @@ class SavePlan:
         has_witness: True if an update onto this state could be replayed and checked.
         makes_base: True if the delta is to become a base once it is saved.
         given_up: reason why deferred steps are given up; empty if they are saved too.
-        notices: messages for the user, each told once a run.
     """
 
     step: int
@@ -71,7 +70,6 @@ class SavePlan:
     has_witness: bool = False
     makes_base: bool = False
     given_up: str = ""
-    notices: tuple[str, ...] = ()
 
     @property
     def is_base(self) -> bool:
@@ -121,11 +119,6 @@ class SavePlan:
     def check(self, counts: Counts, before: Counts, before_step: int) -> SavePlan:
         """The plan that holds once the counters of a speculative one are known.
 
-        Args:
-            counts: update counters of the state.
-            before: update counters of the step before.
-            before_step: number of the step before.
-
         Raises:
             AdaCheckError: a recorder made another number of updates than one or none.
         """
@@ -165,8 +158,7 @@ def speculate(situation: Situation, options: Options) -> SavePlan | None:
     Saves that are as far apart as the last two were lie one update apart, or none, if those did; so
     do a save and a step that was deferred before.
 
-    Returns:
-        The plan; None if the counters have to be known first.
+    Gives None if the counters have to be known first.
     """
     parent, update = situation.parent, situation.update
     if situation.step is None or parent is None or parent.saved is None or not situation.is_only:
@@ -199,8 +191,7 @@ def plan_deferred(situation: Situation, options: Options) -> SavePlan | str:
 
     All processes have to answer alike, so the facts are those alone that all of them know.
 
-    Returns:
-        The plan; or the reason why the step has to be saved instead.
+    Gives the reason instead where the step has to be saved.
     """
     structure, update, parent = situation.structure, situation.update, situation.parent
     if parent is None or situation.step is None:
@@ -232,14 +223,14 @@ def plan_deferred(situation: Situation, options: Options) -> SavePlan | str:
 
 def as_base(situation: Situation, decision: Decision, options: Options) -> SavePlan:
     """The plan of a base where a check found that no delta can be."""
-    return _with_deferred(situation, (decision, ()), options)
+    return _with_deferred(situation, decision, options)
 
 
 def with_wrong(
     planned: SavePlan, situation: Situation, wrong: frozenset[int], options: Options
 ) -> SavePlan:
     """The plan of a delta that stores the leaves which replay was found to get wrong."""
-    return _planned(situation, planned.decision, options, wrong=wrong, notices=planned.notices)
+    return _planned(situation, planned.decision, options, wrong=wrong)
 
 
 def known_unreplayed(situation: Situation) -> frozenset[int]:
@@ -247,21 +238,19 @@ def known_unreplayed(situation: Situation) -> frozenset[int]:
     return (situation.update.unreplayed | situation.distrusted) & situation.structure.computed
 
 
-def _with_deferred(
-    situation: Situation, decided: tuple[Decision, tuple[str, ...]], options: Options
-) -> SavePlan:
+def _with_deferred(situation: Situation, decision: Decision, options: Options) -> SavePlan:
     """The plan of a decision; a base gives way to a delta of the whole state behind deferred steps.
 
     A base has no room for deferred steps, a delta has room for all of a state.
     """
-    (decision, notices), parent = decided, situation.parent
+    made, parent = _planned(situation, decision, options), situation.parent
     if not decision.is_base or parent is None or not parent.deferred_count:
-        return _planned(situation, decision, options, notices=notices)
+        return made
     if parent.lineage is None or parent.lineage.base.leaves != situation.structure.leaves:
-        made = _planned(situation, decision, options, notices=notices)
         return dataclasses.replace(made, given_up=decision.reason)
     reason = f"{decision.reason}, and {parent.deferred_count} deferred steps are saved with it"
-    made = _planned(situation, Decision("bits", reason), options, notices=notices)
+    decision = Decision("bits", reason, notices=decision.notices)
+    made = _planned(situation, decision, options)
     every = tuple(range(len(situation.structure.leaves)))
     return dataclasses.replace(made, is_whole=True, stored=every)
 
@@ -272,7 +261,6 @@ def _planned(
     options: Options,
     *,
     wrong: frozenset[int] = frozenset(),
-    notices: tuple[str, ...] = (),
 ) -> SavePlan:
     """A plan with all that follows from its decision."""
     structure, update = situation.structure, situation.update
@@ -302,7 +290,6 @@ def _planned(
         spare=tuple(sorted(structure.derived.difference(stored))) if has_spare else (),
         has_witness=may_follow,
         makes_base=makes_base,
-        notices=notices,
     )
 
 
@@ -331,12 +318,7 @@ def _stored(
 ) -> tuple[int, ...]:
     """The leaves that a save stores: a delta those alone that it would not have without it.
 
-    Args:
-        structure: structure of the state.
-        decision: kind of the save.
-        update: the exported update.
-        wrong: leaves that replay gets wrong.
-        whole: True for what is, or becomes, a base: it has the ephemeral leaves, too.
+    What is, or becomes, a base (``whole``) has the ephemeral leaves, too.
     """
     left_out = frozenset[int]() if whole else structure.ephemeral
     every = [i for i in range(len(structure.leaves)) if i not in left_out]

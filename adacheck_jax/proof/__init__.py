@@ -17,8 +17,7 @@ before.
 Beside the sample the *shadow*, a copy in host memory, compares everything
 (:mod:`~adacheck_jax.proof.shadow`). Its memory may be a file
 (:mod:`~adacheck_jax.proof.shadow_file`), from which a killed process gets its state back:
-:mod:`~adacheck_jax.proof.journal` says what lies in it and in which order it is written, and
-:mod:`~adacheck_jax.proof.rebuilt` makes the caller's state of it.
+:mod:`~adacheck_jax.proof.journal` says what lies in it and in which order it is written.
 
 Knows no plan, and nothing of what is written. Begin with :mod:`~adacheck_jax.proof.checker`.
 """

@@ -90,11 +90,7 @@ class Found:
 class Journal:
     """The file of one structure's states.
 
-    Args:
-        place: the place of the file.
-        structure: structure of the states; of a process alone.
-        update: its exported update.
-        fold: the copy that updates advance; its memory is the file's once that is there.
+    The fold's memory is the file's once that is there.
     """
 
     def __init__(
@@ -114,18 +110,8 @@ class Journal:
         header_bytes = 1024 + _LEAF_HEADER_BYTES * len(structure.leaves)
         # The copy may begin at any multiple of its alignment.
         data_bytes = 2 * own_bytes + fold.size_bytes(twice=True) + _ALIGNMENT_BYTES
-        self._file = ShadowFile(place.path, _DESCRIPTION_BYTES, header_bytes, data_bytes)
+        self.file = ShadowFile(place.path, _DESCRIPTION_BYTES, header_bytes, data_bytes)
         self._number = 0
-
-    @property
-    def size_bytes(self) -> int:
-        """Length of the file."""
-        return self._file.size_bytes
-
-    @property
-    def found_bytes(self) -> int:
-        """Length of the file that is there already; 0 if there is none."""
-        return self._file.found_bytes
 
     def create(self) -> None:
         """Make the file; it holds no step.
@@ -133,7 +119,7 @@ class Journal:
         Raises:
             ShadowFileError: it cannot be had.
         """
-        self._file.create(self._description())
+        self.file.create(self._description())
 
     def open(self) -> None:
         """Take the file that another process has left.
@@ -141,18 +127,19 @@ class Journal:
         Raises:
             ShadowFileError: there is none, or it is of something else.
         """
-        found, own = self._file.open(), self._description()
+        found, own = self.file.open(), self._description()
         for name, value in own.items():
             if found.get(name) != value:
-                self.close()
+                self.file.close()
                 raise ShadowFileError(
-                    f"{self._file.path}: {_TOLD.get(name, name)} ({name}: expected {value}, found "
+                    f"{self.file.path}: {_TOLD.get(name, name)} ({name}: expected {value}, found "
                     f"{found.get(name)})"
                 )
-        if not self._file.is_open:
-            self.close()
+        if not self.file.is_open:
+            self.file.close()
             raise ShadowFileError(
-                f"{self._file.path}: expected {self.size_bytes} bytes, found {self.found_bytes}; "
+                f"{self.file.path}: expected {self.file.size_bytes} bytes, found "
+                f"{self.file.found_bytes}; "
                 "it was cut off, or bytes were added"
             )
 
@@ -174,7 +161,7 @@ class Journal:
     @property
     def memory(self) -> np.ndarray:
         """Memory for the copy."""
-        return self._file.data[2 * self._own_bytes :]
+        return self.file.data[2 * self._own_bytes :]
 
     def lift(self) -> None:
         """Say that there is no step, before the copy is overwritten as it lies."""
@@ -209,11 +196,11 @@ class Journal:
 
     def note(self, count: int) -> None:
         """Say how many chunks of the update are complete."""
-        self._file.word = self._number << _DONE_BITS | count
+        self.file.word = self._number << _DONE_BITS | count
 
     def _write(self, header: Mapping[str, Any]) -> None:
         self._number += 1
-        self._file.write_header(self._number, header)
+        self.file.write_header(self._number, header)
         self.note(0)
 
     def resume(self) -> Found:
@@ -222,10 +209,10 @@ class Journal:
         Raises:
             ShadowFileError: the file holds no whole step.
         """
-        path, headers = self._file.path, self._file.headers()
+        path, headers = self.file.path, self.file.headers()
         if not headers:
             raise ShadowFileError(f"{path}: no step was complete when its process ended")
-        header, (number, done) = headers[0], divmod(self._file.word, 1 << _DONE_BITS)
+        header, (number, done) = headers[0], divmod(self.file.word, 1 << _DONE_BITS)
         self._number = header["number"]
         if header["step"] is None:
             raise ShadowFileError(f"{path}: its process ended while it took a whole state")
@@ -257,12 +244,8 @@ class Journal:
         dtype = jax.numpy.dtype(described.dtype)
         start = self._places[leaf] + self._fold.place[1] * self._own_bytes
         size_bytes = math.prod(described.shape) * dtype.itemsize
-        memory = self._file.data[start : start + size_bytes]
+        memory = self.file.data[start : start + size_bytes]
         return memory.view(dtype).reshape(described.shape)
-
-    def close(self) -> None:
-        """Let go of the file, which stays."""
-        self._file.close()
 
 
 _TOLD = {

@@ -54,7 +54,7 @@ class Following:
             if getattr(arrays[i], "sharding", None) != array.sharding
         ]
         consumed = (*self._structure.arguments[2], *self._structure.arguments[3])
-        step = _Step(
+        following = _Step(
             number,
             given=self._together(arrays, consumed),
             after=transfer.copies({i: arrays[i] for i in alone}),
@@ -64,7 +64,7 @@ class Following:
 
         def findings(updates: Sequence[int]) -> Findings:
             with copy.lock:
-                return self._followed(copy, step, updates)
+                return self._followed(copy, following, updates)
 
         def renew(arrays: Sequence[Any], wrong: Collection[int]) -> None:
             with copy.lock:
@@ -96,20 +96,20 @@ class Following:
                 result[i] = jax.device_put(np.array(arrays[i]), placed)
         return result
 
-    def _followed(self, copy: _Copy, step: _Step, updates: Sequence[int]) -> Findings:
+    def _followed(self, copy: _Copy, following: _Step, updates: Sequence[int]) -> Findings:
         """Moves the copy on by one step, and compares."""
-        if copy.number == step.number:
+        if copy.number == following.number:
             # A restore puts what is passed through in place before the update that takes it.
             passed = self._program.passed
-            given = {i: jnp.copy(each) for i, each in step.renewed.items() if i in passed}
+            given = {i: jnp.copy(each) for i, each in following.renewed.items() if i in passed}
             copy.arrays.update(given)  # copies, since the update donates what it takes
             if updates:
-                self._advance(copy, step.given, updates)
+                self._advance(copy, following.given, updates)
             copy.number += 1
-        elif copy.number != step.number + 1:  # another step was replayed onto it meanwhile
+        elif copy.number != following.number + 1:  # another step was replayed onto it meanwhile
             return dict.fromkeys(self._compared, 1.0)
-        found = self._differing(copy.arrays, step) if updates else {}
-        copy.arrays.update((i, jnp.copy(each)) for i, each in step.renewed.items())
+        found = self._differing(copy.arrays, following) if updates else {}
+        copy.arrays.update((i, jnp.copy(each)) for i, each in following.renewed.items())
         return found
 
     def _advance(self, copy: _Copy, given: Mapping[int, jax.Array], updates: Sequence[int]) -> None:
@@ -128,21 +128,21 @@ class Following:
             outputs = jax.tree.leaves(self._fold[1](*lists, *consumed, switches))
         held.update(zip((*params, *inner), outputs, strict=True))
 
-    def _differing(self, held: Mapping[int, Any], step: _Step) -> Findings:
+    def _differing(self, held: Mapping[int, Any], following: _Step) -> Findings:
         structure = self._structure
         wrong = {
             i: share
-            for i, after in step.after.items()
+            for i, after in following.after.items()
             if i in self._compared and (share := _differing(np.asarray(held[i]), np.asarray(after)))
         }
-        whole = {i: x for i, x in held.items() if i in self._compared and i not in step.after}
+        whole = {i: x for i, x in held.items() if i in self._compared and i not in following.after}
         places = {i: x.sharding for i, x in whole.items()}
         if self._summing is None or self._summing[0] != places:
             self._summing = places, structure.summing_of(whole)
         found = fingerprint.Contributions(
             whole, structure.picks, structure.whole_picks, summing=self._summing[1]
         ).sums()
-        expected = step.sums()
+        expected = following.sums()
         return wrong | {i: 1.0 for i, value in found.items() if value != expected[i]}
 
 

@@ -16,11 +16,14 @@ Other systems keep such a replica for recovery alone (LowDiff+, AdaCheck); none 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import jax
 
 from adacheck_jax.format.boxes import Blocks
-from adacheck_jax.proof.free_memory import free_bytes
 from adacheck_jax.proof.journal import FilePlace, Found, Journal
 from adacheck_jax.proof.shadow_file import ShadowFileError
 from adacheck_jax.proof.shadow_state import (
@@ -36,6 +39,9 @@ from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update import program as update_program
 
 _log = logging.getLogger(__name__)
+
+_PROCESSES = 8
+"""Processes of a job on one machine, at most: one for each accelerator."""
 
 _Sums = Future[dict[int, int] | None]
 Copies = Mapping[int, Blocks] | None
@@ -71,12 +77,6 @@ class ShadowThread:
 
         A run that is being saved stays where it is: most steps that it restores are looked at, and
         not gone on from.
-
-        Args:
-            structure: structure of the state.
-            update: its exported update.
-            begun: the step.
-            is_restored: True for a restored step.
         """
         copy = self._state
         if is_restored and self._follows_saves and copy is not None and not copy.is_lost:
@@ -131,10 +131,7 @@ class ShadowThread:
             _log.warning("Deltas are checked by sample from now on: %s", reason)
 
     def recover(self, structure: Structure, update: ExportedUpdate) -> Found:
-        """Takes the state that another process has left in the file.
-
-        Returns:
-            The state, which nobody has compared with its fingerprints yet.
+        """Takes the state that another process has left in the file; nobody has compared it yet.
 
         Raises:
             ShadowFileError: there is none, or none that can be taken.
@@ -201,18 +198,13 @@ class ShadowThread:
         """Host memory that may be taken; what the file has already is free to it."""
         if self._most_bytes is not None:
             return self._most_bytes
-        return (free_bytes() + (journal.found_bytes if journal else 0)) // 2
+        return (free_bytes() + (journal.file.found_bytes if journal else 0)) // 2
 
 
 class Proof:
     """The comparison of all of a step with the trained state, by the shadow that follows it.
 
     One thread begins it, waits for it and ends it: the one that moves the run's steps on.
-
-    Args:
-        shadow: the shadow.
-        own: the step.
-        follow: has the shadow follow the step, after those that it was told to follow before.
     """
 
     def __init__(
@@ -225,11 +217,7 @@ class Proof:
     def copied(self, others: Mapping[int, Blocks]) -> Future[Copies]:
         """Has the state be copied when the shadow is at the step, before it goes on.
 
-        Args:
-            others: leaves that it does not hold.
-
-        Returns:
-            Gives the blocks of every leaf that has elements; None if that step cannot be had.
+        Those of the leaves that the shadow does not hold are ``others``.
         """
         copies: Future[Copies] = Future()
         self._copies = others, copies
@@ -264,3 +252,22 @@ class Proof:
             return True
         self._shadow.give_up("the host computes other bits than the devices")
         return False
+
+
+def free_bytes() -> int:
+    """Host memory that is free, shared by as many processes as a machine usually has."""
+    found = _read("/proc/meminfo")
+    free = next((int(x.split()[1]) << 10 for x in found if x.startswith("MemAvailable:")), None)
+    if free is None:
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    limit, used = (_read(f"/sys/fs/cgroup/{name}") for name in ("memory.max", "memory.current"))
+    if limit and used and limit[0].isdecimal():
+        free = min(free, int(limit[0]) - int(used[0]))
+    return max(free, 0) // min(jax.process_count(), _PROCESSES)
+
+
+def _read(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []

@@ -37,16 +37,6 @@ class ShadowFile:
 
     It begins with a description, of what is the same for all steps; then come the word, the two
     headers, and the data.
-
-    Args:
-        path: path of the file.
-        description_bytes: the most that the description may take.
-        header_bytes: the most that a header may take.
-        data_bytes: length of the data.
-
-    Attributes:
-        path: as above.
-        data: the data, aligned to a page.
     """
 
     def __init__(
@@ -81,10 +71,7 @@ class ShadowFile:
         _put(self._memory[: self._word_at], description)
 
     def open(self) -> Mapping[str, Any]:
-        """Take the file that another process has left.
-
-        Returns:
-            Its description.
+        """Take the file that another process has left, and give its description.
 
         Raises:
             ShadowFileError: it is not there or not whole, or another process has it.

@@ -81,14 +81,6 @@ class ShadowStep:
 class ShadowState:
     """The copy of one structure's states; all work on it is done by one thread, in order.
 
-    Args:
-        structure: structure of the states.
-        update: its exported update.
-        fold: the copy that updates advance.
-        journal: the file that it is to lie in; None for memory of this process.
-        most_bytes: host memory that it may take.
-        is_there: True if the file has been taken from another process.
-
     Attributes:
         structure: structure of the states.
         update: its exported update.
@@ -154,24 +146,14 @@ class ShadowState:
         self._compiled.exception()
         self.is_lost, self.position = True, None
         if self.journal is not None:
-            self.journal.close()
+            self.journal.file.close()
 
     def load(self, begun: ShadowStep) -> None:
         """Takes the state of one step."""
-        self.position, blocks = None, begun.blocks
+        self.position = None
         try:
             self._compiled.result()
-            if (journal := self.journal) is not None:
-                # Until all of it is here the file keeps the step that it has.
-                sums, blocks = begun.sums(), {i: blocks[i] for i in blocks}
-                journal.lift()
-                self._fold.go_to(False, False)
-                journal.receive(self._taken, blocks)
-                self._take(blocks, (), self._compared)
-                journal.begin(begun.number, (), sums)
-            else:
-                self._fold.go_to(False, False)  # an update that failed may have left it in between
-                self._take(blocks, (), self._compared)
+            self._replace(begun, (), self._compared, anew=True)
         except Exception as error:
             self._lose(error)
         else:
@@ -247,21 +229,39 @@ class ShadowState:
         after = frozenset(self._compared)
         if updates:  # of several processes one alone may store what it found wrong
             after = change.unreplayed.union(after.intersection(change.stored))
-        own = after - self.update.stored
-        if (journal := self.journal) is None:
-            self._take(blocks, updates, after)
-        elif any(i in blocks and blocks[i] for i in own):
-            # Nothing but an update goes over the copy so that it may be stopped at any moment.
-            sums = step.sums()
-            journal.lift()
-            journal.receive(self._taken, blocks)
-            self._take(blocks, updates, after)
-            journal.begin(step.number, (), sums)
+        journal, own = self.journal, after - self.update.stored
+        if journal is None or any(i in blocks and blocks[i] for i in own):
+            self._replace(step, updates, after)
         else:
             sums = step.sums()
             journal.receive(self._taken, blocks)
             journal.begin(step.number, updates, sums)
             self._take(blocks, updates, after)
+
+    def _replace(
+        self,
+        step: ShadowStep,
+        updates: Sequence[int],
+        after: Collection[int],
+        *,
+        anew: bool = False,
+    ) -> None:
+        """Goes over the copy as it lies: a file says that it has no step until all of one is there.
+
+        Nothing but an update goes over it so that it may be stopped at any moment.
+        """
+        blocks, journal, sums = step.blocks, self.journal, dict[int, int]()
+        if journal is not None:
+            # Until all of it is here the file keeps the step that it has.
+            sums, blocks = step.sums(), {i: blocks[i] for i in blocks}
+            journal.lift()
+        if anew:  # an update that failed may have left it in between
+            self._fold.go_to(False, False)
+        if journal is not None:
+            journal.receive(self._taken, blocks)
+        self._take(blocks, updates, after)
+        if journal is not None:
+            journal.begin(step.number, (), sums)
 
     def _take(
         self, blocks: Mapping[int, Blocks], updates: Sequence[int], after: Collection[int]
@@ -298,16 +298,13 @@ class ShadowState:
 
 def size_of(fold: HostFold, journal: Journal | None) -> int:
     """Host memory that a copy takes, in its file or without one."""
-    return fold.size_bytes() if journal is None else journal.size_bytes
+    return fold.size_bytes() if journal is None else journal.file.size_bytes
 
 
 def fold_of(structure: Structure, update: ExportedUpdate, *, is_kept: bool) -> HostFold | str:
     """The fold of an update over this process's boxes; or the reason why there is none.
 
-    Args:
-        structure: structure of the state.
-        update: its exported update.
-        is_kept: True if there is to be one though a sample has all elements.
+    There is one though a sample has all elements, if it ``is_kept`` in a file.
     """
     leaves, pieces = structure.leaves, update.pieces
     if pieces is None or not update.pinned:

@@ -94,12 +94,7 @@ class Attempt:
         return cls(threading.Lock(), claims.new_token())
 
     def next(self, exchange: Exchange | None, *, repeats: bool) -> Attempt:
-        """The attempt that follows.
-
-        Args:
-            exchange: its exchange with the other processes; None if there is none.
-            repeats: True if it saves the same step: then this attempt is over.
-        """
+        """The attempt that follows; this one is over if it ``repeats`` the same step."""
         self.is_over = repeats
         earlier = [*self._earlier, *([self.exchange] if self.exchange else [])]
         return Attempt(self.turn, self.token, exchange, earlier)

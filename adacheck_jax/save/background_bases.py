@@ -98,9 +98,6 @@ class _Written:
 class BackgroundBases:
     """Makes bases of saved deltas, one at a time.
 
-    Args:
-        shadow: the copy of the state that they are made of.
-
     Attributes:
         newest_depth: number of the newest of them among the deltas of its line, as all processes
             know it; 0 for none.

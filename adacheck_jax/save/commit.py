@@ -44,11 +44,6 @@ def commit(save: Save, directory: AnyPath, described: Mapping[str, str]) -> None
     The bytes of all that it speaks of are durable before this is called; the names of the files,
     links and directories are made so here.
 
-    Args:
-        save: the save, whose shares all processes have written.
-        directory: the item's temporary directory.
-        described: digests of the files that describe a base's arrays.
-
     Raises:
         StorageError: the disk is full, gone, or cannot be written.
     """

@@ -103,10 +103,7 @@ def copies_of_restored(
 ) -> Mapping[int, Blocks]:
     """Copies of a restored state that the first save after it may be stored as differences from.
 
-    Args:
-        restored: the step's lineage.
-        leaves: its leaves; None for one that was left out.
-        kept: indices of the leaves to copy; None for all.
+    Copied are the leaves ``kept``; all if it is None. A leaf that was left out is None.
     """
     specs, process = restored.base.leaves, jax.process_index()
     plain = {i: transfer.raw(leaf) for i, leaf in enumerate(leaves) if leaf is not None}

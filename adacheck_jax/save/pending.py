@@ -76,6 +76,8 @@ class Pending:
 
     Attributes:
         phase: how far it is.
+        plan: its plan as far as it is known; see :meth:`settled`.
+        refused: reason why it cannot be saved, once a check has found one.
         label, delta, local: as above.
         fingerprints: the fingerprints of its state, perhaps still being computed.
         proof: comparison of the whole replay with the state by the shadow; None without one.
@@ -99,7 +101,7 @@ class Pending:
         before: Pending | None,
         again: Pending | None,
     ) -> None:
-        self._plan, self.label, self.delta, self.local = plan, label, delta, local
+        self.plan, self.label, self.delta, self.local = plan, label, delta, local
         self.fingerprints, self._counters = copies.fingerprints, copies.counters
         self._spare: Mapping[int, Blocks] = copies.spare
         self._check: Check | None = None
@@ -110,7 +112,7 @@ class Pending:
         self._parent, self._before, self._again = parent, before, again
         self._sums: dict[int, int] = {}
         self._is_released = False
-        self._refused: AdaCheckError | None = None
+        self.refused: AdaCheckError | None = None
         self._lock = threading.Lock()
         self._worker, self._has_begun, self._begin_lock = worker, False, threading.Lock()
         self.phase = Phase.STAGED
@@ -126,23 +128,13 @@ class Pending:
     @property
     def step(self) -> int:
         """Step number."""
-        return self._plan.step
-
-    @property
-    def plan(self) -> SavePlan:
-        """The plan as far as it is known; see :meth:`settled`."""
-        return self._plan
-
-    @property
-    def refused(self) -> AdaCheckError | None:
-        """Reason why the step cannot be saved, once a check has found one."""
-        return self._refused
+        return self.plan.step
 
     def counts(self) -> Counts:
         """Update counters of the state; waits for them."""
-        if self._plan.counts is not None:
-            return self._plan.counts
-        indices = self._plan.structure.counts
+        if self.plan.counts is not None:
+            return self.plan.counts
+        indices = self.plan.structure.counts
         return tuple(count_of(self._counters[i]) for i in indices)
 
     def sums(self) -> Mapping[int, int]:
@@ -217,13 +209,13 @@ class Pending:
 
     def _move(self, phase: Phase, plan: SavePlan) -> None:
         assert phase in MOVES[self.phase]
-        self.phase, self._plan = phase, plan
+        self.phase, self.plan = phase, plan
         self._waits[phase].set_result(plan)
 
     def _fail(self, error: BaseException) -> None:
         self.phase = Phase.FAILED
         if isinstance(error, AdaCheckError):
-            self._refused = error
+            self.refused = error
         for each in self._waits.values():
             if not each.done():
                 each.set_exception(error)
@@ -235,8 +227,8 @@ class Pending:
                 _ = delta.blocks[index]
 
     def _settled(self) -> SavePlan:
-        if not self._plan.is_speculative:
-            return self._plan
+        if not self.plan.is_speculative:
+            return self.plan
         counts, again = self.counts(), self._again
         if again is not None and again.counts() != counts:
             raise AdaCheckError(
@@ -251,7 +243,7 @@ class Pending:
                 f"{self.label}: step {self.step} was given up before it was written"
             )
         try:
-            return self._plan.check(counts, parent[1], parent[0])
+            return self.plan.check(counts, parent[1], parent[0])
         except AdaCheckError as error:
             raise AdaCheckError(f"{self.label}: {error}") from None
 

@@ -40,17 +40,16 @@ from adacheck_jax.save import recovered
 from adacheck_jax.save.attempt import Attempt, Exchange
 from adacheck_jax.save.background_bases import BackgroundBases
 from adacheck_jax.save.copies import HostCopies
-from adacheck_jax.save.line.notices import Notices
+from adacheck_jax.save.line.notices import Notices, tell_given_up
 from adacheck_jax.save.line.parents import Parent, Tip
-from adacheck_jax.save.line.planner import Course, Planner
+from adacheck_jax.save.line.planner import Planner
 from adacheck_jax.save.one_save import Save
 from adacheck_jax.save.pending import Pending
 from adacheck_jax.save.recovered import Newest
 from adacheck_jax.save.staging import Stager, with_others
 from adacheck_jax.schedule.line import LineSchedule
 from adacheck_jax.schedule.stopwatch import Clock, Stopwatch
-from adacheck_jax.state.snapshot import Snapshot, Structure
-from adacheck_jax.store.steps import lineage as lineages
+from adacheck_jax.state.snapshot import Snapshot, Structure, bound_paths
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.update.binding import Recorders
@@ -165,7 +164,7 @@ class Saver:
         if held is None:
             tip.witness = witness()
         else:
-            tip.prepare(self._stager.worker.submit(witness))
+            tip.preparing = self._stager.worker.submit(witness)
 
     def recover(self, abstract_state: PyTree, newest: Newest | None) -> tuple[int, PyTree]:
         """Takes the state that another process has left in the shadow's file.
@@ -237,9 +236,10 @@ class Saver:
                 self._stager.last_base = None  # with the copies of its state
             self._planner.learn()
             snapshot = self._planner.snapshots.take(state)
-            if not (self._has_recorder or self._options.delta == "bits"):
-                self._hint_at_recorder(snapshot.structure)
-            replayable = not cast & _bound_paths(snapshot.structure)
+            options, bindings = self._options, snapshot.structure.bindings
+            if options.max_deltas and options.delta != "bits" and not self._has_recorder:
+                self._notices.hint_at_recorder(snapshot.structure)
+            replayable = not cast & bound_paths(bindings)
             save = self._begin(
                 snapshot, directory, number, step, replayable, custom_metadata, exchange
             )
@@ -264,8 +264,9 @@ class Saver:
         planner, step = self._planner, number if step is None else step
         again = planner.superseded(step)
         course = planner.plan_save(snapshot, directory, step, again, replayable=replayable)
-        course, copies = self._copied(snapshot, course)
-        planned, parent = course.plan, None if course.plan.is_base else course.parent
+        # The devices fingerprint the whole state behind the replay of a sample, which was awaited.
+        planned, copies = course.plan, self._stager.copies(snapshot, course.plan)
+        parent = None if planned.is_base else course.parent
         if parent is not None and parent.save is None:  # what was looked at is gone on from
             self._bases.restart(parent.base_depth)
         if planned.given_up:
@@ -312,12 +313,6 @@ class Saver:
         elif planned.makes_base:
             self._make_base(following, own, copies, exchange)
         return save
-
-    def _copied(self, snapshot: Snapshot, course: Course) -> tuple[Course, HostCopies]:
-        """The course that holds once its replay was compared, and the copies that it needs."""
-        # The devices fingerprint the whole state behind the replay of a sample, which is awaited.
-        corrected = self._planner.corrected(snapshot, course)
-        return corrected, self._stager.copies(snapshot, corrected.plan)
 
     def _make_base(
         self, saved: Parent, own: Pending, copies: HostCopies, exchange: Exchange | None
@@ -409,9 +404,7 @@ class Saver:
     def close(self) -> None:
         """Tells of deferred steps that are not saved; another manager may still save them."""
         self._bases.close()
-        if steps := [each.step for each in self._planner.deferred.steps]:
-            numbers = lineages.shown_steps(steps)
-            _log.warning("Recorded steps that are not saved: %s; a manager is closed.", numbers)
+        tell_given_up([each.step for each in self._planner.deferred.steps], "a manager is closed")
         self._stager.finish()
         self._shadow.close()
 
@@ -452,10 +445,6 @@ class Saver:
             number = parent.tip.step if parent.number is None else parent.number
             self._schedule.note(number, tip.depth)
 
-    def _hint_at_recorder(self, structure: Structure) -> None:
-        if self._options.max_deltas:
-            self._notices.hint_at_recorder(structure)
-
     def _tell(self, planned: SavePlan, again: Pending | None) -> None:
         """Tells of a plan, in the log and in warnings."""
         _log.debug("step %d: %s (%s)", planned.step, planned.decision.kind, planned.decision.reason)
@@ -483,12 +472,3 @@ def _check_same(counts: Counts, parent: Parent, number: int) -> None:
 def _replica_check(mode: replicas.Mode, structure: Structure) -> replicas.ReplicaCheck:
     where, leaves = structure.replicated, structure.leaves
     return replicas.ReplicaCheck(mode, where, leaves, structure.grid, structure.lead)
-
-
-def _bound_paths(structure: Structure) -> frozenset[str]:
-    """The leaf paths that updates consume, compute or count."""
-    return frozenset(
-        path
-        for each in structure.bindings
-        for path in (*each.explained, *each.consumed, each.count)
-    )

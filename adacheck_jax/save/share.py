@@ -36,11 +36,6 @@ from adacheck_jax.store.storage.location import AnyPath, at
 def write(save: Save, directory: AnyPath, layout: ArrayLayout) -> None:
     """Writes this process's share, and agrees on it with all processes.
 
-    Args:
-        save: the save.
-        directory: the item's temporary directory.
-        layout: form of the arrays of a base.
-
     Raises:
         AdaCheckError: another process failed or is gone, or they did not decide alike; or the step
             is being saved again. Any error names the deferred steps that are lost with this one.

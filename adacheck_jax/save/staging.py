@@ -39,11 +39,6 @@ _REUSED_BYTES = 1 << 30
 class Stager:
     """Stages the saves of one training run.
 
-    Args:
-        options: the caller's choices.
-        planner: the planner of the saves.
-        shadow: the copy of the state that follows training.
-
     Attributes:
         worker: the thread that moves the line's steps on, in order.
         last_base: the save of the base that was begun last, or of the step that became one; None

@@ -97,11 +97,7 @@ class ExportedUpdate:
 
 
 class ExportedUpdates:
-    """The exported updates of the structures that are saved.
-
-    Args:
-        check: the caller's choice of what is compared.
-    """
+    """The exported updates of the structures that are saved."""
 
     def __init__(self, check: Check) -> None:
         self._check = check
@@ -133,20 +129,15 @@ class ExportedUpdates:
 
     def _exported(self, structure: Structure, state: Any) -> ExportedUpdate:
         """The updates as they were trained, whatever the caller of a save has set."""
-        arithmetic = structure.bindings[0].recorder.arithmetic or Arithmetic.current()
-        with arithmetic.applied():
-            return self._exported_alike(structure, state)
-
-    def _exported_alike(self, structure: Structure, state: Any) -> ExportedUpdate:
-        arguments = structure.arguments
-        specs = [[_abstract(structure.leaves[i]) for i in indices] for indices in arguments]
         signatures = [(each.signature, each.derived) for each in structure.bindings]
-        sites = structure.sites
+        sites, recorder = structure.sites, structure.bindings[0].recorder
         sharing = (sites.uncovered, tuple(sites.sizes.items())) if sites else None
-        shapes = (arguments, tuple(map(tuple, specs)), sharing, Arithmetic.current())
-        key = (self._check, state, *signatures, *shapes)
-        recorder = structure.bindings[0].recorder
-        exported = recorder.once(key, lambda: self._export(structure, specs))
+        with (recorder.arithmetic or Arithmetic.current()).applied():
+            arguments = structure.arguments
+            specs = [[_abstract(structure.leaves[i]) for i in indices] for indices in arguments]
+            shapes = (arguments, tuple(map(tuple, specs)), sharing, Arithmetic.current())
+            key = (self._check, state, *signatures, *shapes)
+            exported = recorder.once(key, lambda: self._export(structure, specs))
         for each in exported.warnings:
             if each not in self._said:
                 self._said.add(each)

@@ -333,6 +333,13 @@ class Snapshots:
         return dataclasses.replace(structure, placement=placement, sites=sites, devices=devices)
 
 
+def bound_paths(bindings: Sequence[Binding]) -> frozenset[str]:
+    """The leaf paths that updates consume, compute or count."""
+    return frozenset(
+        path for each in bindings for path in (*each.explained, *each.consumed, each.count)
+    )
+
+
 def _donated(state: PyTree) -> MismatchError:
     """Error for a state of which some arrays have no elements any more."""
     named, _ = trees.flatten(state)
@@ -378,7 +385,7 @@ def _ephemeral(
 ) -> frozenset[int]:
     """Positions of the leaves that some patterns fit."""
     found = frozenset[int]()
-    bound = {p for each in bindings for p in (*each.explained, *each.consumed, each.count)}
+    bound = bound_paths(bindings)
     for pattern in patterns:
         paths = [path for path in index if trees.matches(path, pattern)]
         if wrong := sorted(bound.intersection(paths)) or (not paths and ["no leaf"]):

@@ -47,13 +47,7 @@ class DeferredSteps:
         self.follows, self._tips = parent, []
 
     def add(self, tip: Tip, staged: Pending, *, drains: bool) -> None:
-        """Adds a step.
-
-        Args:
-            tip: the step, as the next one follows it.
-            staged: the step itself.
-            drains: True if it takes device memory until it was copied to the host.
-        """
+        """Adds a step; it ``drains`` if it takes device memory until it was copied to the host."""
         self._tips.append(tip)
         staged.begin()
         while len(self._unproved) >= (_DRAINING_COUNT if drains else _UNCHECKED_COUNT):
@@ -62,11 +56,7 @@ class DeferredSteps:
         self._unproved.append(staged)
 
     def cut(self, count: int) -> list[Pending]:
-        """Gives up all but the first ones.
-
-        Returns:
-            The steps that were given up.
-        """
+        """Gives up all but the first steps, and returns them."""
         given_up = self.steps[count:]
         self._tips = self._tips[:count]
         return given_up

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Collection
 
 from adacheck_jax.format.manifest import Caution
-from adacheck_jax.plan.decision import Decision
 from adacheck_jax.plan.save_plan import SavePlan
 from adacheck_jax.save.pending import CAUSES, told
 from adacheck_jax.state.snapshot import Structure
@@ -31,12 +30,7 @@ class Distrust:
         return bool(self._reason)
 
     def learn(self, reason: str, paths: Collection[str] = ()) -> None:
-        """Notes a finding.
-
-        Args:
-            reason: its message; the first one stays. Empty for none.
-            paths: leaves whose replay is not relied on any more.
-        """
+        """Notes the message of a finding, of which the first stays, and leaves not to rely on."""
         self._reason = self._reason or reason[:_REASON_LENGTH]
         self._paths |= frozenset(paths)
 
@@ -79,11 +73,9 @@ class Notices:
 
     def note_plan(self, plan: SavePlan) -> None:
         """Tells the notices of a plan, and warns where two bases in a row were not planned."""
-        for message in plan.notices:
+        decision = plan.decision
+        for message in decision.notices:
             self.warn_once(message)
-        self._note_decision(plan.decision, plan.step)
-
-    def _note_decision(self, decision: Decision, step: int) -> None:
         if decision.is_planned:
             self._unplanned_count = 0 if not decision.is_base else self._unplanned_count
             return
@@ -92,7 +84,7 @@ class Notices:
             remedy = _remedy(decision.reason)
             self.warn_once(
                 f"Steps are saved as full states, one after another, and not as deltas: at step "
-                f"{step} since {decision.reason}. {remedy}",
+                f"{plan.step} since {decision.reason}. {remedy}",
                 key=remedy,  # the reason has other numbers at each step
             )
 

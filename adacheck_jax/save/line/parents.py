@@ -39,6 +39,7 @@ class Tip:
         staged: the step itself, if it was saved or deferred here; None for a restored one.
         host_copies: copies of the leaves that the next delta may be stored as differences from.
         witness: what the check of the next step needs of its state; None if there is nothing.
+        preparing: has another thread make the witness of a restored state.
     """
 
     step: int
@@ -46,30 +47,26 @@ class Tip:
     staged: Pending | None
     host_copies: Mapping[int, Blocks]
     witness: Witness | None
-    _preparing: Future[Witness | None] | None = None
+    preparing: Future[Witness | None] | None = None
 
     @property
     def position(self) -> Position:
         """The step, as the shadow knows it."""
         return self if self.staged is None else self.staged
 
-    def prepare(self, witness: Future[Witness | None]) -> None:
-        """Has the witness be what another thread makes of a restored state."""
-        self._preparing = witness
-
     def drop(self) -> None:
         """Nothing follows this step any more: the witness is not made if that has not begun."""
-        if self._preparing is not None:
-            self._preparing.cancel()
+        if self.preparing is not None:
+            self.preparing.cancel()
 
     def wait(self) -> None:
         """Waits until the witness is there."""
-        if (preparing := self._preparing) is not None:
+        if (preparing := self.preparing) is not None:
             try:
                 self.witness = preparing.result()
             except Exception:  # costs a base, and no step
                 _log.exception("The check of the next save cannot be prepared; it will be a base.")
-            self._preparing = None
+            self.preparing = None
 
 
 class Parent:
@@ -82,6 +79,9 @@ class Parent:
         tip: the step, in memory.
         save: the save that wrote it; None for a restored step.
         restored: its lineage, for a restored step.
+
+    Attributes:
+        lineage: its lineage as it was found on the disk last; None if no delta can follow it.
     """
 
     def __init__(
@@ -93,13 +93,8 @@ class Parent:
         restored: Lineage | None = None,
     ) -> None:
         self.directory, self.number, self.tip, self.save = directory, number, tip, save
-        self._lineage = restored
+        self.lineage = restored
         self._files = links.files_of(restored.entries[-1]) if restored else frozenset[str]()
-
-    @property
-    def lineage(self) -> Lineage | None:
-        """Its lineage as it was found on the disk last; None if no delta can follow it."""
-        return self._lineage
 
     @property
     def files(self) -> frozenset[str]:
@@ -117,18 +112,18 @@ class Parent:
     def base_depth(self) -> int:
         """Number that its base, as far as it is known, has in its line of deltas."""
         followed = self.save.parent if self.save else None
-        known = self._lineage or followed
+        known = self.lineage or followed
         return known.base.depth if known else 0
 
     def counts(self) -> Counts:
         """Update counters of its state; waits for them."""
         if self.tip.staged is not None:
             return self.tip.staged.counts()
-        return self._lineage.manifest.counts if self._lineage else ()
+        return self.lineage.manifest.counts if self.lineage else ()
 
     def look(self, others: list[Lineage]) -> None:
         """Looks for its lineage on the disk."""
-        known, self._lineage = [*others, *self._known()], None
+        known, self.lineage = [*others, *self._known()], None
         if self.save is not None and self.save.error is not None:
             return  # it was told that it is not saved
         try:
@@ -141,7 +136,7 @@ class Parent:
             else:
                 _log.info("Step %d was deleted; the next step does not build on it.", self.tip.step)
             return
-        self._lineage = found
+        self.lineage = found
 
     def committed(self) -> Lineage | None:
         """Its lineage, once this process has committed it and while it is on the disk unchanged."""
@@ -152,13 +147,9 @@ class Parent:
             return lookup.resolve(self.directory)
         return None
 
-    def refuse(self) -> None:
-        """Notes that no delta may refer to it."""
-        self._lineage = None
-
     def _known(self) -> list[Lineage]:
         followed = self.save.parent if self.save else None
-        return [each for each in (self._lineage, followed) if each is not None]
+        return [each for each in (self.lineage, followed) if each is not None]
 
     def _committed(self, known: list[Lineage]) -> Lineage | None:
         """Its lineage as this process committed it, if it is on the disk unchanged."""
@@ -182,9 +173,6 @@ class Parent:
 
 class Parents:
     """The step saved last and the one restored last.
-
-    Args:
-        keep_lineage: the policy that keeps ancestors alive where there are no hard links.
 
     Attributes:
         saved: the step saved last.
@@ -231,7 +219,7 @@ class Parents:
         keep = self._keep_lineage  # what the policy wants deleted, a manager may delete later
         lets_go = keep is not None and parent.number is not None and keep.lets_go(parent.number)
         if lets_go or references.reference(final_directory, parent.directory) is None:
-            parent.refuse()
+            parent.lineage = None
         return parent.lineage is not None
 
     def choose(self, final_directory: AnyPath, counts: Counts) -> Parent | None:
@@ -244,12 +232,7 @@ class Parents:
         return found[0] if found else None
 
     def note_parent(self, number: int | None, parent: Parent | None) -> None:
-        """Tells the policy which step a new one builds on.
-
-        Args:
-            number: number in the name of the new step's directory.
-            parent: the step that it builds on; None for a base.
-        """
+        """Tells the policy which step a new one builds on; a base builds on none."""
         keep = self._keep_lineage
         if keep is not None and parent and parent.number is not None and number is not None:
             keep.note(number, parent.number)
@@ -283,13 +266,7 @@ def facts_of(
 ) -> Facts:
     """Facts for a plan about a step that the next one may follow.
 
-    Args:
-        parent: the step on the disk, as it was looked at last.
-        tip: the last step in memory: the parent's own, or the last deferred step.
-        knows_counts: True if its update counters are computed, as the next step's are.
-        made_depth: number that the newest base of its line which was made in the background has
-            among the deltas; 0 for none.
-        witness_fits: True if the witness of the last step in memory can check the next one.
+    Of the bases of its line made in the background the newest is number ``made_depth``.
     """
     counts = None
     if knows_counts:

@@ -69,15 +69,9 @@ class Course:
 class Planner:
     """Plans the saves of one training run.
 
-    Args:
-        recorders: recorders of the optimizers (:func:`~adacheck_jax.update.binding.recorders_of`).
-        options: the caller's choices.
-        schedule: the schedule that the saves follow.
-        bases: bases that are made in the background.
-        shadow: the copy of the state that checks deltas in full.
-
     Attributes:
         snapshots: takes states apart.
+        updates: exports the updates of their structures.
         distrust: findings of checks so far.
         parents: steps on the disk that the next one may follow.
         deferred: steps in memory that the next save writes.
@@ -102,7 +96,7 @@ class Planner:
         self.distrust = Distrust()
         self.parents = Parents(options.keep_lineage)
         self.deferred = DeferredSteps()
-        self._updates = ExportedUpdates(options.check)
+        self.updates = ExportedUpdates(options.check)
         self._checker: tuple[Structure, ExportedUpdate, Checker] | None = None
 
     def plan_save(
@@ -116,15 +110,8 @@ class Planner:
     ) -> Course:
         """Plans a save: without a look at the state's values if it is still being computed.
 
-        Args:
-            snapshot: the state.
-            directory: the item's directory once it is committed.
-            step: step number; None if neither the caller nor the directory gives it.
-            again: the same step, if it was deferred before it is saved.
-            replayable: True if no leaf of an update is stored in another data type.
-
-        Returns:
-            The plan; of a replayed delta with its check begun, unless the plan is speculative.
+        A replayed delta is compared with the state, and planned anew from what replay gets wrong,
+        unless the plan is speculative; ``again`` is the same step, if it was deferred before.
 
         Raises:
             AdaCheckError: deferred steps are lost; told once.
@@ -147,22 +134,12 @@ class Planner:
         facts = self._situation(snapshot, directory, step, counts, parent, again, replayable)
         tip = self.deferred.tip_behind(parent) if parent else None
         course = Course(facts, save_plan.plan(facts, self._options), parent, tip)
-        return self._compared(snapshot, course) if course.plan.is_replayed else course
+        return self._corrected(snapshot, course) if course.plan.is_replayed else course
 
     def plan_deferred(
         self, snapshot: Snapshot, parent: Parent, step: int, again: Pending | None
     ) -> Course | str:
-        """Plans a step that stays in memory until the next save.
-
-        Args:
-            snapshot: the state.
-            parent: the step on the disk that it follows, behind those that are deferred already.
-            step: step number.
-            again: the same step, if it was deferred before.
-
-        Returns:
-            The plan; or the reason why the step has to be saved instead.
-        """
+        """Plans a step that stays in memory; or gives the reason why it has to be saved instead."""
         facts = self._situation(snapshot, parent.directory, step, None, parent, again, True)
         planned = save_plan.plan_deferred(facts, self._options)
         if isinstance(planned, str):
@@ -186,7 +163,7 @@ class Planner:
         structure, options, facts, is_beyond = snapshot.structure, self._options, None, False
         if parent is not None:
             self.deferred.tip_behind(parent).wait()  # the update is exported there already
-        update = self._updates.of(structure)
+        update = self.updates.of(structure)
         is_checked = replays(update, options, replayable=replayable)
         if parent is not None:
             tip = self.deferred.tip_behind(parent)
@@ -245,32 +222,23 @@ class Planner:
             and self.parents.has_links(directory)
         )
 
-    def _compared(self, snapshot: Snapshot, course: Course) -> Course:
-        """Begins to replay the updates of a delta, to compare them before the save returns."""
-        planned, tip = course.plan, course.tip
+    def _corrected(self, snapshot: Snapshot, course: Course) -> Course:
+        """Compares replay with a state that is still there, and plans anew what it gets wrong."""
+        tip = course.tip
         if tip is None or tip.witness is None:
             return course
         if tip.staged is not None:
             with contextlib.suppress(AdaCheckError):  # raised by the save of that step
                 tip.staged.verify()
-        sums = functools.partial(_sums_of, snapshot)
-        checker = self.checker_of(planned.structure, planned.update)
-        check = checker.begin(tip.witness, snapshot.arrays, planned.step, sums)
-        return dataclasses.replace(course, check=check)
-
-    def corrected(self, snapshot: Snapshot, course: Course) -> Course:
-        """Compares replay with a state that is still there, and plans anew what it gets wrong.
-
-        Returns:
-            The same course if there is nothing to compare, or replay gives the state.
-        """
-        if (check := course.check) is None:
-            return course
         planned, facts, structure = course.plan, course.situation, course.plan.structure
+        checker = self.checker_of(structure, planned.update)
+        sums = functools.partial(_sums_of, snapshot)
+        check = checker.begin(tip.witness, snapshot.arrays, planned.step, sums)
+        course = dataclasses.replace(course, check=check)
         findings = check.findings(planned.decision.updates)
         if findings and planned.update.engine == "identity":
-            self._updates.compare_in_full()
-            facts = dataclasses.replace(facts, update=self._updates.of(structure))
+            self.updates.compare_in_full()
+            facts = dataclasses.replace(facts, update=self.updates.of(structure))
             reason = (
                 "the arrays are not those that separate_update took and returned, or it ran "
                 "another program than a restore would; from now on its updates are compared in full"
@@ -308,10 +276,6 @@ class Planner:
             known = self._checker = (structure, update, checker_of(structure, update))
         return known[2]
 
-    def update_of(self, structure: Structure) -> ExportedUpdate:
-        """The exported update of a structure."""
-        return self._updates.of(structure)
-
     def snapshot_of_restored(self, restored: Lineage, state: PyTree) -> Snapshot | None:
         """A restored state taken apart; None where the next save cannot be a replayed delta."""
         try:
@@ -323,7 +287,7 @@ class Planner:
 
     def witness_of(self, structure: Structure, arrays: Sequence[Any], step: int) -> Witness | None:
         """A witness of a state; None where its updates cannot be replayed."""
-        update = self._updates.of(structure)
+        update = self.updates.of(structure)
         if not replays(update, self._options):
             return None
         return self.checker_of(structure, update).witness(arrays, step)
@@ -384,8 +348,7 @@ class Planner:
     def settle_last_deferred(self) -> str:
         """Settles the steps deferred so far; in a cautious run they are compared too.
 
-        Returns:
-            The reason why the last one has to be saved instead; empty if it is what it should be.
+        Gives the reason why the last one has to be saved instead; empty if it is what it should be.
         """
         try:
             self.deferred.settle(verify=self.distrust.is_cautious)
@@ -399,8 +362,7 @@ class Planner:
     def superseded(self, step: int | None) -> Pending | None:
         """Gives up the deferred steps that a save replaces.
 
-        Returns:
-            The step that it saves again, if it was deferred last.
+        Gives the step that it saves again, if that was deferred last.
         """
         steps = self.deferred.steps
         if step is None or not steps:
