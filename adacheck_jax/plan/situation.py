@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from adacheck_jax.schedule.line import Sizes
 from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.store.steps.lineage import Lineage
@@ -15,6 +16,10 @@ Counts = tuple[int, ...]
 
 Kind = Literal["base", "replay", "bits"]
 """A full state; what the updates since the parent consumed; differences from the parent's bits."""
+
+
+_LEAST_BYTES = 256 * 2**20
+"""Host memory that deferred steps may take in any case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,3 +141,28 @@ class Situation:
     def _may_make_base(self) -> bool:
         # A base has no room for deferred steps: they would be lost.
         return self.makes_bases and not (self.parent and self.parent.deferred_count)
+
+
+def sizes_of(structure: Structure) -> Sizes:
+    """Sizes of a state, the same in all processes."""
+    base_bytes = bytes_of(structure, range(len(structure.leaves)))
+    delta_bytes = bytes_of(structure, [*structure.consumed])
+    return Sizes(base_bytes, delta_bytes or base_bytes, most_bytes(structure))
+
+
+def most_bytes(structure: Structure) -> int:
+    """Host memory that deferred steps may take in a process: as much as a base does.
+
+    All processes give the same number, since all have to answer alike.
+    """
+    return max(_LEAST_BYTES, bytes_of(structure, range(len(structure.leaves))))
+
+
+def bytes_of(structure: Structure, stored: Sequence[int]) -> int:
+    """Bytes of some leaves in the process that owns most of them."""
+    held: dict[int, int] = {}
+    for index in stored:
+        leaf = structure.leaves[index]
+        for box, owner in zip(leaf.boxes, leaf.owners, strict=True):
+            held[owner] = held.get(owner, 0) + box.size * leaf.itemsize_bytes
+    return max(held.values(), default=0)

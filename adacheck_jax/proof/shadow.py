@@ -82,7 +82,7 @@ class ShadowThread:
         if is_restored and self._follows_saves and copy is not None and not copy.is_lost:
             return
         self._follows_saves = not is_restored
-        if copy is None or not copy.fits(structure, update):
+        if copy is None or copy.structure is not structure or copy.update is not update:
             copy = self._state = self._made(structure, update)
         self._told = begun.own
         if copy is not None:

@@ -117,10 +117,6 @@ class ShadowState:
         self._fingerprints: dict[bool, tuple[list[int], Fingerprints]] = {}
         self._compiled = update_program.in_background(self._compile)
 
-    def fits(self, structure: Structure, update: ExportedUpdate) -> bool:
-        """True if this is the copy of states of a structure."""
-        return self.structure is structure and self.update is update
-
     def _compile(self) -> None:
         if self.journal is not None and not self._is_there:
             try:

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from adacheck_jax.store import claims
 from adacheck_jax.store.storage.interface import Stamp
 
 Report = dict[str, Any]
@@ -87,11 +86,6 @@ class Attempt:
         self.turn, self.token, self.is_over = turn, token, False
         self.claim: Stamp | None = None
         self.exchange, self._earlier = exchange, earlier
-
-    @classmethod
-    def first(cls) -> Attempt:
-        """The first attempt of a training run."""
-        return cls(threading.Lock(), claims.new_token())
 
     def next(self, exchange: Exchange | None, *, repeats: bool) -> Attempt:
         """The attempt that follows; this one is over if it ``repeats`` the same step."""

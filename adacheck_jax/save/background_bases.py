@@ -173,9 +173,9 @@ class BackgroundBases:
             is_lost = pending.copies.done() and pending.copies.result() is None
             if failed or (is_lost and pending.exchange is None):
                 self._fail("its step was not saved, or the copy of its state is lost")
-            elif pending.team.process:
-                pending.written = self._thread.submit(_contribute, pending)
-            elif (lineage := lineage_of()) is not None:
+                return
+            lineage = None if pending.team.process else lineage_of()
+            if lineage is not None or pending.team.process:
                 pending.written = self._thread.submit(self._write, pending, lineage)
         elif pending.placed.done() or (pending.written.done() and pending.written.exception()):
             try:
@@ -244,19 +244,20 @@ class BackgroundBases:
         elif not pending.team.process:
             pending.fail(AdaCheckError("the base is not wanted any more"))
 
-    def _write(self, pending: _Pending, lineage: Lineage) -> _Written:
-        """Writes this process's part of the base, and the base of the parts of all."""
+    def _write(self, pending: _Pending, lineage: Lineage | None) -> _Written | None:
+        """Writes this process's part of the base; process 0 makes the base of the parts of all."""
         begin_s, exit = time.monotonic(), ExitStack()
+        sums, team = pending.earlier_sums, pending.team
         try:
-            base = exit.enter_context(
-                in_place.prepared(
-                    lineage,
-                    _copied(pending),
-                    read_back=False,
-                    team=pending.team,
-                    earlier_sums=pending.earlier_sums,
-                )
+            if (blocks := pending.copies.result()) is None:
+                raise AdaCheckError("the copy of the state went on to another step")
+            if lineage is None:
+                in_place.contribute(pending.directory, blocks, team, sums or {})
+                return None
+            prepared = in_place.prepared(
+                lineage, blocks, read_back=False, team=team, earlier_sums=sums
             )
+            base = exit.enter_context(prepared)
         except Exception as error:
             pending.fail(error)
             raise
@@ -264,23 +265,6 @@ class BackgroundBases:
             self._past.forget()
         self._past = pending.exchange
         return _Written(base, time.monotonic() - begin_s, exit)
-
-
-def _contribute(pending: _Pending) -> None:
-    """Writes this process's part of a base that process 0 makes."""
-    try:
-        sums = pending.earlier_sums or {}
-        in_place.contribute(pending.directory, _copied(pending), pending.team, sums)
-    except Exception as error:
-        pending.fail(error)
-        raise
-
-
-def _copied(pending: _Pending) -> Mapping[int, Blocks]:
-    blocks = pending.copies.result()
-    if blocks is None:
-        raise AdaCheckError("the copy of the state went on to another step")
-    return blocks
 
 
 def _removed(written: Future[_Written | None]) -> None:

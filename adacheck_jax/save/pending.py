@@ -19,9 +19,8 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from concurrent.futures import Executor, Future
-from typing import Any
 
 import jax
 
@@ -32,7 +31,7 @@ from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.plan.decision import shown
 from adacheck_jax.plan.save_plan import SavePlan
 from adacheck_jax.plan.situation import Counts
-from adacheck_jax.proof.checker import Check, Checker, Findings, Witness
+from adacheck_jax.proof.checker import Check, Findings
 from adacheck_jax.proof.shadow import Proof
 from adacheck_jax.save.copies import NOTHING, HostCopies
 from adacheck_jax.state.snapshot import Structure
@@ -80,6 +79,7 @@ class Pending:
         refused: reason why it cannot be saved, once a check has found one.
         label, delta, local: as above.
         fingerprints: the fingerprints of its state, perhaps still being computed.
+        check: comparison of a sample, or a copy, that is made behind the save; None without one.
         proof: comparison of the whole replay with the state by the shadow; None without one.
         replayed: this process's contribution to the fingerprints of the shadow, where it followed
             the step and the step is proved. Of several processes no one can tell alone whether they
@@ -104,7 +104,7 @@ class Pending:
         self.plan, self.label, self.delta, self.local = plan, label, delta, local
         self.fingerprints, self._counters = copies.fingerprints, copies.counters
         self._spare: Mapping[int, Blocks] = copies.spare
-        self._check: Check | None = None
+        self.check: Check | None = None
         self.proof: Proof | None = None
         self.replayed: dict[int, int] | None = None
         self.disproved = frozenset[int]()
@@ -119,11 +119,6 @@ class Pending:
         self._waits: Mapping[Phase, Future[SavePlan]] = {
             each: Future() for each in (Phase.SETTLED, Phase.COMPARED, Phase.PROVED)
         }
-
-    def begin_check(self, checker: Checker, before: Witness, arrays: Sequence[Any]) -> Witness:
-        """Takes what comparing the replay with the state needs; gives the state's witness."""
-        self._check = checker.begin(before, arrays, self.step, self.sums)
-        return self._check.witness
 
     @property
     def step(self) -> int:
@@ -186,7 +181,7 @@ class Pending:
     @jax_settings.own()
     def _advance(self) -> None:
         """Moves the step on, to its end."""
-        check, proof, before = self._check, self.proof, self._before
+        check, proof, before = self.check, self.proof, self._before
         try:
             self._bring()
             plan = self._settled()
@@ -205,7 +200,7 @@ class Pending:
         finally:
             if proof is not None:
                 proof.end()
-            self._check = self._before = self._again = self.proof = None
+            self.check = self._before = self._again = self.proof = None
 
     def _move(self, phase: Phase, plan: SavePlan) -> None:
         assert phase in MOVES[self.phase]
@@ -295,7 +290,7 @@ class Pending:
         self.delta, self.local, self._is_released = None, {}, True
         self._spare = NOTHING
         if not self._has_begun:
-            self._check = self._before = self._again = self.proof = None
+            self.check = self._before = self._again = self.proof = None
 
 
 CAUSES = (

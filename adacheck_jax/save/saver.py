@@ -22,15 +22,15 @@ from typing import Any
 
 import jax
 
-from adacheck_jax.device import jax_settings, replicas, transfer
+from adacheck_jax.device import jax_settings, transfer
 from adacheck_jax.device.jax_settings import Arithmetic
 from adacheck_jax.device.loops import xla_call
+from adacheck_jax.device.replicas import ReplicaCheck
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.plan.decision import shown
 from adacheck_jax.plan.options import Options
 from adacheck_jax.plan.save_plan import SavePlan
-from adacheck_jax.plan.situation import BackgroundFacts, Counts
-from adacheck_jax.plan.sizes import sizes_of
+from adacheck_jax.plan.situation import BackgroundFacts, Counts, sizes_of
 from adacheck_jax.proof.checker import Witness
 from adacheck_jax.proof.journal import FilePlace
 from adacheck_jax.proof.shadow import ShadowThread
@@ -49,7 +49,8 @@ from adacheck_jax.save.recovered import Newest
 from adacheck_jax.save.staging import Stager, with_others
 from adacheck_jax.schedule.line import LineSchedule
 from adacheck_jax.schedule.stopwatch import Clock, Stopwatch
-from adacheck_jax.state.snapshot import Snapshot, Structure, bound_paths
+from adacheck_jax.state.snapshot import Snapshot, bound_paths
+from adacheck_jax.store import claims
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.update.binding import Recorders
@@ -84,7 +85,7 @@ class Saver:
         self._notices = Notices()
         # A step may be restored, to look at it, while another thread saves the next one.
         self._lock = threading.Lock()
-        self._attempt = Attempt.first()
+        self._attempt = Attempt(threading.Lock(), claims.new_token())
         self._stager = Stager(options, self._planner, self._shadow)
         xla_call.begin()
 
@@ -167,14 +168,9 @@ class Saver:
             tip.preparing = self._stager.worker.submit(witness)
 
     def recover(self, abstract_state: PyTree, newest: Newest | None) -> tuple[int, PyTree]:
-        """Takes the state that another process has left in the shadow's file.
+        """Takes the state that another process has left in the shadow's file, and its step number.
 
-        Args:
-            abstract_state: arrays, or their ``jax.ShapeDtypeStruct``.
-            newest: the newest step in storage; None if there is none.
-
-        Returns:
-            Number of the step, and its state, of which every fingerprint was compared.
+        Every fingerprint was compared. ``newest`` is the newest step in storage, if there is one.
 
         Raises:
             ShadowFileError: there is none that can be taken; the message says why.
@@ -279,7 +275,7 @@ class Saver:
         self._attempt = self._attempt.next(
             exchange, repeats=saved is not None and saved.directory == directory
         )
-        found = parent.lineage if parent else None
+        found, structure = parent.lineage if parent else None, planned.structure
         save = Save(
             steps=[*planner.deferred.steps, own],
             directory=directory,
@@ -289,8 +285,14 @@ class Saver:
             parent_stamp=parent.stamp if parent else None,
             links=found is not None and planner.parents.has_links(directory),
             before=course.tip.step if course.tip else planned.step,
-            caution=planner.distrust.caution(planned.structure),
-            replicas=_replica_check(self._options.check_replicas, planned.structure),
+            caution=planner.distrust.caution(structure),
+            replicas=ReplicaCheck(
+                self._options.check_replicas,
+                structure.replicated,
+                structure.leaves,
+                structure.grid,
+                structure.lead,
+            ),
             attempt=self._attempt,
             replayable=replayable,
             custom_metadata=custom_metadata,
@@ -467,8 +469,3 @@ def _check_same(counts: Counts, parent: Parent, number: int) -> None:
             f"a state with {shown(counts)}. It was not recorded; the steps before are not "
             "affected. Give record_step the numbers of the steps as the manager counts them."
         )
-
-
-def _replica_check(mode: replicas.Mode, structure: Structure) -> replicas.ReplicaCheck:
-    where, leaves = structure.replicated, structure.leaves
-    return replicas.ReplicaCheck(mode, where, leaves, structure.grid, structure.lead)

@@ -157,13 +157,10 @@ def _write_deltas(
     del own
     for each in steps:
         # Deferred steps fill the memory that they may: each is let go of as it is packed.
-        packed.append(_pack(each, process))
+        delta = dataclasses.replace(each.take_delta(), candidates=each.plan.stored)
+        packed.append(delta.packed(process, jax.process_count()))
+        del delta
     return delta_writer.write(packed, folders.pack_in(directory, process), codec, buffers)
-
-
-def _pack(step: Pending, process: int) -> delta_writer.Packed:
-    delta = dataclasses.replace(step.take_delta(), candidates=step.plan.stored)
-    return delta.packed(process, jax.process_count())
 
 
 def _reported(save: Save, step: Pending) -> dict[str, Any]:

@@ -114,7 +114,8 @@ class Stager:
             return own, None
         checker = self._planner.checker_of(planned.structure, planned.update)
         if planned.is_speculative and tip is not None and tip.witness is not None:
-            return own, own.begin_check(checker, tip.witness, snapshot.arrays)
+            own.check = checker.begin(tip.witness, snapshot.arrays, planned.step, own.sums)
+            return own, own.check.witness
         return own, checker.witness(snapshot.arrays, planned.step)
 
     def base_writer(self, course: Course, copies: HostCopies, directory: AnyPath) -> BaseWriter:

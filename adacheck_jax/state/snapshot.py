@@ -300,7 +300,7 @@ class Snapshots:
             for i, (path, leaf) in enumerate(named.items())
         )
         picks, local_picks = _picks(leaves, arrays, ranks)
-        process = jax.process_index()
+        process, everyone = jax.process_index(), ((*range(jax.process_count()),),)
         whole_picks = {
             i: picks[i]
             if shares[i].cuts == layouts[i].cuts
@@ -320,7 +320,9 @@ class Snapshots:
             grid=grid,
             lead=self._lead,
             ephemeral=_ephemeral(self._ephemeral, index, bindings),
-            everywhere=_everywhere(layouts),
+            everywhere=frozenset(
+                i for i, x in enumerate(layouts) if not x.cuts and x.replicas == everyone
+            ),
         )
         if not bindings:
             return structure
@@ -329,7 +331,8 @@ class Snapshots:
         placement = hashlib.sha256(described.encode()).hexdigest()
         in_turns = self._compares_replicas and not self._lead.is_apart
         sites = Sites(touched, arrays, in_turns=in_turns)
-        devices = _devices_of([arrays[i] for i in touched])
+        # Those of the leaf that lies on most devices, in a program's order.
+        devices = max((sharding.devices_of(arrays[i]) for i in touched), key=len, default=())
         return dataclasses.replace(structure, placement=placement, sites=sites, devices=devices)
 
 
@@ -367,17 +370,6 @@ def _picks(
         if jax.process_count() > 1 and sharding.is_local(array)
     }
     return own, local
-
-
-def _devices_of(arrays: Sequence[Any]) -> tuple[int, ...]:
-    """Ids of the largest set of devices that one of some arrays lies on, in a program's order."""
-    return max(map(sharding.devices_of, arrays), key=len, default=())
-
-
-def _everywhere(layouts: Sequence[sharding.Layout]) -> frozenset[int]:
-    """Positions of the numbers that every process has."""
-    everyone = ((*range(jax.process_count()),),)
-    return frozenset(i for i, x in enumerate(layouts) if not x.cuts and x.replicas == everyone)
 
 
 def _ephemeral(

@@ -19,7 +19,7 @@ import adacheck_jax as adacheck
 from adacheck_jax.cli.main import app
 from adacheck_jax.errors import IntegrityError, LineageError, StorageError
 from adacheck_jax.format import manifest
-from adacheck_jax.plan import sizes
+from adacheck_jax.plan import situation
 from adacheck_jax.restore.deltas import delta_reader
 from adacheck_jax.save import share
 from adacheck_jax.store import delta_writer
@@ -176,7 +176,7 @@ class TestWhatCannotBeRecorded:
     def test_more_than_the_memory_that_it_may_take(self, tmp_path, monkeypatch):
         run = support.dict_run(one_device(), dtype=jnp.bfloat16)
         record_bytes = 2 * sum(x.size for x in jax.tree.leaves(run.state["params"]))
-        monkeypatch.setattr(sizes, "most_bytes", lambda _: 3 * record_bytes + 100)
+        monkeypatch.setattr(situation, "most_bytes", lambda _: 3 * record_bytes + 100)
         states, saved = recording(tmp_path, run, 14)
         assert saved == [1, 5, 9, 13]
         assert_all_restorable(tmp_path, states, saved, support.abstract(run.state))

@@ -72,7 +72,7 @@ def step_of(number, worker, before, findings, wrong, spare, log, ready):
     pending = Pending(*args, parent=None, before=before, again=None)
     proof: Any = Proof(wrong, pending, log)
     check: Any = Check(findings, ready)
-    pending.proof, pending._check = proof, check
+    pending.proof, pending.check = proof, check
     return pending, proof
 
 

@@ -20,7 +20,7 @@ import jax
 from adacheck_jax.device import fingerprint, transfer
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError, ReplayError
-from adacheck_jax.plan import save_plan, sizes
+from adacheck_jax.plan import save_plan, situation
 from adacheck_jax.plan.decision import Decision, replays, unplanned
 from adacheck_jax.plan.options import Options
 from adacheck_jax.plan.save_plan import SavePlan
@@ -52,14 +52,12 @@ class Course:
     """A plan, with the step in memory that it follows.
 
     Attributes:
-        situation: the facts that the plan was made from.
         plan: the plan.
         parent: the step on the disk that a delta follows, also where the plan is a base.
         tip: the last step in memory behind that parent.
         check: comparison of the replay that is made before the save returns.
     """
 
-    situation: Situation
     plan: SavePlan
     parent: Parent | None
     tip: Tip | None
@@ -123,7 +121,7 @@ class Planner:
             self.parents.look(only, directory)
             facts = self._situation(snapshot, directory, step, None, only, again, replayable)
             if (planned := save_plan.speculate(facts, self._options)) is not None:
-                return Course(facts, planned, only, self.deferred.tip_behind(only))
+                return Course(planned, only, self.deferred.tip_behind(only))
         counts = snapshot.counts()  # waits for the running step
         self._settle_deferred()
         parent = self.deferred.follows if len(self.deferred) else None
@@ -133,8 +131,8 @@ class Planner:
         parent = parent or self.parents.choose(directory, counts)
         facts = self._situation(snapshot, directory, step, counts, parent, again, replayable)
         tip = self.deferred.tip_behind(parent) if parent else None
-        course = Course(facts, save_plan.plan(facts, self._options), parent, tip)
-        return self._corrected(snapshot, course) if course.plan.is_replayed else course
+        course = Course(save_plan.plan(facts, self._options), parent, tip)
+        return self._corrected(snapshot, course, facts) if course.plan.is_replayed else course
 
     def plan_deferred(
         self, snapshot: Snapshot, parent: Parent, step: int, again: Pending | None
@@ -144,10 +142,10 @@ class Planner:
         planned = save_plan.plan_deferred(facts, self._options)
         if isinstance(planned, str):
             return planned
-        own_bytes = sizes.bytes_of(planned.structure, planned.stored)
-        if (len(self.deferred) + 1) * own_bytes > sizes.most_bytes(planned.structure):
+        own_bytes = situation.bytes_of(planned.structure, planned.stored)
+        if (len(self.deferred) + 1) * own_bytes > situation.most_bytes(planned.structure):
             return "the recorded steps fill the memory that they may take"
-        return Course(facts, planned, parent, self.deferred.tip_behind(parent))
+        return Course(planned, parent, self.deferred.tip_behind(parent))
 
     def _situation(
         self,
@@ -222,7 +220,7 @@ class Planner:
             and self.parents.has_links(directory)
         )
 
-    def _corrected(self, snapshot: Snapshot, course: Course) -> Course:
+    def _corrected(self, snapshot: Snapshot, course: Course, facts: Situation) -> Course:
         """Compares replay with a state that is still there, and plans anew what it gets wrong."""
         tip = course.tip
         if tip is None or tip.witness is None:
@@ -230,11 +228,10 @@ class Planner:
         if tip.staged is not None:
             with contextlib.suppress(AdaCheckError):  # raised by the save of that step
                 tip.staged.verify()
-        planned, facts, structure = course.plan, course.situation, course.plan.structure
+        planned, structure = course.plan, course.plan.structure
         checker = self.checker_of(structure, planned.update)
         sums = functools.partial(_sums_of, snapshot)
         check = checker.begin(tip.witness, snapshot.arrays, planned.step, sums)
-        course = dataclasses.replace(course, check=check)
         findings = check.findings(planned.decision.updates)
         if findings and planned.update.engine == "identity":
             self.updates.compare_in_full()
@@ -243,12 +240,13 @@ class Planner:
                 "the arrays are not those that separate_update took and returned, or it ran "
                 "another program than a restore would; from now on its updates are compared in full"
             )
-            return self._as_base(course, facts, unplanned(reason))
+            made = save_plan.as_base(facts, unplanned(reason), self._options)
+            return dataclasses.replace(course, plan=made)
         wrong = frozenset(findings) - save_plan.known_unreplayed(facts)
         made = save_plan.with_wrong(planned, facts, wrong, self._options)
         wrong |= _changed(snapshot, course, made)
         if not wrong:
-            return course
+            return dataclasses.replace(course, check=check)
         unhealed = _owned_by_others(snapshot, wrong)
         if healed := wrong - unhealed:
             self.distrust.tell(planned, healed)
@@ -259,15 +257,12 @@ class Planner:
         whole_bytes = sum(leaf.nbytes for leaf in structure.leaves)
         if facts.process_count == 1 and 2 * wrong_bytes > whole_bytes:
             reason = told(structure, sorted(wrong))
-            return self._as_base(course, facts, Decision("base", reason))
+            made = save_plan.as_base(facts, Decision("base", reason), self._options)
+            return dataclasses.replace(course, plan=made)
         check.renew(snapshot.arrays, wrong)
         made = save_plan.with_wrong(planned, facts, wrong, self._options)
         made = dataclasses.replace(made, unhealed=tuple(sorted(unhealed)))
-        return dataclasses.replace(course, situation=facts, plan=made)
-
-    def _as_base(self, course: Course, facts: Situation, decision: Decision) -> Course:
-        made = save_plan.as_base(facts, decision, self._options)
-        return dataclasses.replace(course, situation=facts, plan=made, check=None)
+        return dataclasses.replace(course, plan=made, check=check)
 
     def checker_of(self, structure: Structure, update: ExportedUpdate) -> Checker:
         """The checker of the deltas of a structure; made once."""
@@ -389,7 +384,7 @@ def _changed(snapshot: Snapshot, course: Course, made: SavePlan) -> frozenset[in
     """The leaves that a delta leaves to the parent, and whose bits are not the parent's."""
     parent, tip = course.parent, course.tip
     found = parent.lineage if parent else None
-    if course.situation.process_count > 1:
+    if jax.process_count() > 1:
         return frozenset()  # the others may not know the values yet
     if found is None or tip is None or not made.unchanged:
         return frozenset()
