@@ -35,7 +35,7 @@ from adacheck_jax.device import shard_sums, transfer
 from adacheck_jax.restore import check, compiled_update
 from adacheck_jax.restore import replay as replaying
 from adacheck_jax.restore.deltas import delta_reader
-from adacheck_jax.save import commit, pending, saver, share, staging
+from adacheck_jax.save import commit, copies, pending, saver, share
 from adacheck_jax.save.line import planner
 from adacheck_jax.store import delta_writer, links
 from adacheck_jax.store.steps import manifest_file
@@ -51,7 +51,7 @@ SAVE = [
     ("  begin", saver.Saver, "begin"),
     ("    take the state apart", planner.Snapshots, "take"),
     ("    plan", planner.Planner, "plan_save"),
-    ("    copy", staging.Stager, "copies"),
+    ("    copy", copies, "take_copies"),
     ("      copy on the devices", transfer, "copies"),
     ("      dispatch fingerprints", shard_sums.Summing, "dispatch"),
     ("write, in the background", share, "write"),

@@ -149,7 +149,7 @@ class SavePlan:
 
 def plan(situation: Situation, options: Options) -> SavePlan:
     """Plans a save whose update counters are known."""
-    return _with_deferred(situation, decide(situation, situation.counts or (), options), options)
+    return decided(situation, decide(situation, situation.counts or (), options), options)
 
 
 def speculate(situation: Situation, options: Options) -> SavePlan | None:
@@ -221,11 +221,6 @@ def plan_deferred(situation: Situation, options: Options) -> SavePlan | str:
     return _planned(situation, one_update(structure, "deferred"), options)
 
 
-def as_base(situation: Situation, decision: Decision, options: Options) -> SavePlan:
-    """The plan of a base where a check found that no delta can be."""
-    return _with_deferred(situation, decision, options)
-
-
 def with_wrong(
     planned: SavePlan, situation: Situation, wrong: frozenset[int], options: Options
 ) -> SavePlan:
@@ -238,7 +233,7 @@ def known_unreplayed(situation: Situation) -> frozenset[int]:
     return (situation.update.unreplayed | situation.distrusted) & situation.structure.computed
 
 
-def _with_deferred(situation: Situation, decision: Decision, options: Options) -> SavePlan:
+def decided(situation: Situation, decision: Decision, options: Options) -> SavePlan:
     """The plan of a decision; a base gives way to a delta of the whole state behind deferred steps.
 
     A base has no room for deferred steps, a delta has room for all of a state.

@@ -30,7 +30,6 @@ from adacheck_jax.proof.shadow_file import (
     SUFFIX,
     ShadowFile,
     ShadowFileError,
-    files_in,
     peek,
 )
 from adacheck_jax.state.exported_update import ExportedUpdate
@@ -68,7 +67,8 @@ class FilePlace:
 
 def places_in(directory: str) -> list[FilePlace]:
     """The places of the files of this process in a directory, as the files tell them."""
-    found = map(peek, files_in(Path(directory), jax.process_index()))
+    paths = sorted(Path(directory).glob(f"*.{jax.process_index()}{SUFFIX}"))
+    found = map(peek, paths)
     return [FilePlace(directory, each["root"], each["item"]) for each in found if each]
 
 
@@ -177,7 +177,8 @@ class Journal:
         for i, old in before.items():
             new = self._own(i)
             if blocks.get(i):
-                _fill(new, blocks[i])
+                for box, block in blocks[i].items():
+                    new[box.slices] = block
             else:
                 new[...] = old
 
@@ -258,12 +259,6 @@ _TOLD = {
     "settings": "its process had other settings of arithmetic",
     "layout": "its elements lie in another order",
 }
-
-
-def _fill(whole: np.ndarray, blocks: Blocks) -> None:
-    """Put all boxes of a leaf together."""
-    for box, block in blocks.items():
-        whole[box.slices] = block
 
 
 def _digest_of(text: str) -> str:

@@ -78,13 +78,8 @@ class Following:
         They lie in the memory that devices compute in, also those of what is offloaded from it.
         """
         touched = [i for each in self._structure.arguments for i in each]
-        shardings = dict(
-            zip(
-                touched,
-                update_program.common_shardings([arrays[i] for i in touched]),
-                strict=True,
-            )
-        )
+        common = update_program.common_shardings([arrays[i] for i in touched])
+        shardings = dict(zip(touched, common, strict=True))
         main = next((where for where in shardings.values() if where), None)
         result = transfer.copies({i: arrays[i] for i in indices if shardings[i]})
         for i, array in result.items():

@@ -152,28 +152,24 @@ class ShadowFile:
     def _open(self, flags: int) -> None:
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | flags, 0o600)
         found = os.fstat(self._descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-            os.close(self._descriptor)
-            self._descriptor = -1
-            raise ShadowFileError(f"{self.path}: expected a file of this user's, found another's")
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._descriptor)
-            self._descriptor = -1
-            raise ShadowFileError(
-                f"{self.path}: another process that runs, a child of one that ran, or another "
-                "handler of this process has it"
-            ) from None
+        problem = "expected a file of this user's, found another's"
+        if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                problem = (
+                    "another process that runs, a child of one that ran, or another handler of "
+                    "this process has it"
+                )
+            else:
+                return
+        os.close(self._descriptor)
+        self._descriptor = -1
+        raise ShadowFileError(f"{self.path}: {problem}")
 
     def _map(self) -> None:
         mapped = mmap.mmap(self._descriptor, self.size_bytes)
         self._memory = np.frombuffer(mapped, np.uint8)
-
-
-def files_in(directory: Path, process: int) -> list[Path]:
-    """The files in a directory that shadows of one process lie in."""
-    return sorted(directory.glob(f"*.{process}{SUFFIX}"))
 
 
 def peek(path: Path) -> Mapping[str, Any] | None:

@@ -62,22 +62,17 @@ MOVES: Mapping[Phase, frozenset[Phase]] = {
 class Pending:
     """A planned step, with the copies of its state that are written.
 
-    Args:
-        plan: the plan of the step; perhaps speculative.
-        label: name of the step in messages of background checks.
-        copies: copies of its state, and its fingerprints, perhaps still on their way.
-        delta: copies of what a delta stores; None for a base.
-        local: copies of the leaves that every process has for itself.
-        worker: the thread that moves the line's steps on.
-        parent: number and update counters of a step before that was restored, or is on the disk.
-        before: the step before, if it is on its way too.
-        again: the same step, if it was deferred before it is saved.
+    It follows ``before``, if that is on its way too, or else ``parent``: the number and the update
+    counters of a step that was restored or is on the disk. It is saved ``again`` if it was deferred
+    before.
 
     Attributes:
         phase: how far it is.
         plan: its plan as far as it is known; see :meth:`settled`.
         refused: reason why it cannot be saved, once a check has found one.
-        label, delta, local: as above.
+        label: name of the step in messages of background checks.
+        delta: copies of what a delta stores; None for a base.
+        local: copies of the leaves that every process has for itself.
         fingerprints: the fingerprints of its state, perhaps still being computed.
         check: comparison of a sample, or a copy, that is made behind the save; None without one.
         proof: comparison of the whole replay with the state by the shadow; None without one.

@@ -51,8 +51,13 @@ def state_from(
     if newest is not None and newest.step > found.step:
         raise ShadowFileError(f"it is of step {found.step}, and storage has step {newest.step}")
     state = _state_like(abstract_state, found)
-    leaves = _trained(jax.tree.leaves(state), found)
-    if wrong := _differing(leaves, found):
+    # As they are trained: with arrays in place of Python numbers.
+    leaves = [
+        np.array(found.arrays[i]) if _is_number(leaf) else leaf
+        for i, leaf in enumerate(jax.tree.leaves(state))
+    ]
+    sums = fingerprint.of_leaves({i: transfer.raw(leaves[i]) for i in found.arrays})
+    if wrong := sorted(i for i, each in sums.items() if each != found.sums[i]):
         raise ShadowFileError(
             f"step {found.step} does not have the bits that were trained, in "
             f"{structure.leaves[wrong[0]].path} and {len(wrong) - 1} more"
@@ -113,19 +118,6 @@ def _state_like(abstract_state: PyTree, found: Found) -> PyTree:
         for i, leaf in enumerate(leaves)
     ]
     return jax.tree.unflatten(treedef, made)
-
-
-def _trained(leaves: Sequence[Any], found: Found) -> list[Any]:
-    """The leaves of a state that was made, with the arrays in place of Python numbers."""
-    return [
-        np.array(found.arrays[i]) if _is_number(leaf) else leaf for i, leaf in enumerate(leaves)
-    ]
-
-
-def _differing(leaves: Sequence[Any], found: Found) -> list[int]:
-    """The leaves whose fingerprints are not those that were taken of the trained state."""
-    own = fingerprint.of_leaves({i: transfer.raw(leaves[i]) for i in found.arrays})
-    return sorted(i for i, each in own.items() if each != found.sums[i])
 
 
 def _like(leaf: Any, value: np.ndarray) -> Any:

@@ -61,11 +61,8 @@ _log = logging.getLogger(__name__)
 class Saver:
     """Saves the states of one training run.
 
-    Args:
-        recorders: recorders of the optimizers (:func:`~adacheck_jax.update.binding.recorders_of`).
-        options: the caller's choices.
-        clock: a monotonic clock, by which costs are measured.
-        place: the file that the shadow lies in; None for memory of this process.
+    Costs are measured by the ``clock``, which is monotonic. The shadow lies in the file at
+    ``place``; in memory of this process, if that is None.
     """
 
     def __init__(
@@ -101,13 +98,9 @@ class Saver:
     ) -> None:
         """Makes a restored step the parent of the next save.
 
-        Args:
-            restored: the step's lineage.
-            number: the number in the name of the step's directory, None if there is none.
-            leaves: its leaves, with which the next state is compared; None for one left out.
-            state: the state that the caller gets.
-            measured: seconds that the restore took, by the names of costs.
-            has_shadow: True if the state is the shadow's already.
+        The next state is compared with its ``leaves``, of which one that was left out is None; the
+        caller gets the ``state``. ``measured`` are seconds by the names of costs; ``has_shadow``
+        says that the state is the shadow's already.
         """
         update = restored.base.update
         needed = range(len(leaves)) if update is None else (*update.explained, *update.consumed)
@@ -214,17 +207,9 @@ class Saver:
     ) -> Save:
         """Plans and stages a save; the only part of it that blocks the caller.
 
-        Args:
-            directory: the item's directory once it is committed.
-            number: the number in the name of the step's directory, None if there is none.
-            state: the state to save.
-            step: its number; None takes it from the directory's name, else from the counter.
-            cast: leaf paths that are stored in another data type than they are trained in.
-            custom_metadata: the caller's own JSON.
-            exchange: exchange with the other processes; None if there is none.
-
-        Returns:
-            The save, to be written and committed.
+        The directory is that of the item once it is committed, ``number`` the one in the name of
+        the step's directory. A step without a number takes that, else the counter. The leaves in
+        ``cast`` are stored in another data type than they are trained in.
         """
         with self._lock:
             self._enter(is_save=True)
@@ -260,14 +245,12 @@ class Saver:
         planner, step = self._planner, number if step is None else step
         again = planner.superseded(step)
         course = planner.plan_save(snapshot, directory, step, again, replayable=replayable)
-        # The devices fingerprint the whole state behind the replay of a sample, which was awaited.
-        planned, copies = course.plan, self._stager.copies(snapshot, course.plan)
-        parent = None if planned.is_base else course.parent
+        planned, parent = course.plan, None if course.plan.is_base else course.parent
         if parent is not None and parent.save is None:  # what was looked at is gone on from
             self._bases.restart(parent.base_depth)
         if planned.given_up:
             planner.give_up(0, planned.given_up)
-        own, witness = self._stager.stage(snapshot, course, copies, again, str(directory))
+        own, witness, copies = self._stager.stage(snapshot, course, again, str(directory))
         self._tell(planned, again)
         planner.parents.note_parent(number, parent)
         copies.wait()
@@ -339,12 +322,8 @@ class Saver:
     def defer(self, state: PyTree, step: int | None) -> bool:
         """Keeps a step in memory, for the next save to write with its own.
 
-        Args:
-            state: the state.
-            step: its number; None for the one after the last.
-
-        Returns:
-            True if it was kept; see :meth:`~adacheck_jax.AdaCheckHandler.record_step`.
+        True if it was kept; see :meth:`~adacheck_jax.AdaCheckHandler.record_step`. The step is the
+        one after the last if no number is given.
 
         Raises:
             ValueError: a later step was saved or deferred before, or another state was saved as
@@ -391,8 +370,8 @@ class Saver:
         is_known = transfer.are_ready(counters.values()) and not (
             before and before.plan.is_speculative
         )
-        copies = self._stager.copies(snapshot, course.plan)
-        own, witness = self._stager.stage(snapshot, course, copies, None, f"recorded step {number}")
+        label = f"recorded step {number}"
+        own, witness, copies = self._stager.stage(snapshot, course, None, label)
         copies.wait()
         depth = parent.tip.depth + len(deferred) + 1
         drains = any(map(transfer.on_accelerator, snapshot.arrays))

@@ -25,7 +25,7 @@ from adacheck_jax.save.line.parents import Tip
 from adacheck_jax.save.line.planner import Course, Planner
 from adacheck_jax.save.one_save import Save
 from adacheck_jax.save.pending import Pending
-from adacheck_jax.state.snapshot import Snapshot, Structure
+from adacheck_jax.state.snapshot import Snapshot
 from adacheck_jax.store.base_writer import ArrayLayout, BaseWriter, EarlierBase, seldom_changed
 from adacheck_jax.store.delta_writer import DeltaEncodings, DeltaWriter
 from adacheck_jax.store.host_memory import ReusedMemory
@@ -59,20 +59,19 @@ class Stager:
         """Waits until the worker has done all that it was given."""
         self.worker.submit(lambda: None).result()
 
-    def copies(self, snapshot: Snapshot, planned: SavePlan) -> HostCopies:
-        """Host copies of what a save stores, and of what the next one compares with."""
-        every_replica = self._options.check_replicas != "off"
-        return host_copies.take_copies(snapshot, planned, every_replica=every_replica)
-
     def stage(
         self,
         snapshot: Snapshot,
         course: Course,
-        copies: HostCopies,
         again: Pending | None,
         label: str,
-    ) -> tuple[Pending, Witness | None]:
-        """The step on its way to the disk, and the witness of its state for the next one."""
+    ) -> tuple[Pending, Witness | None, HostCopies]:
+        """The step on its way to the disk, the witness of its state, and copies of it to wait for.
+
+        It is called once a replay was compared, behind which devices fingerprint the whole state.
+        """
+        every_replica = self._options.check_replicas != "off"
+        copies = host_copies.take_copies(snapshot, course.plan, every_replica=every_replica)
         planned, tip = course.plan, course.tip
         before = tip.staged if tip else None
         parent = None
@@ -109,14 +108,14 @@ class Stager:
             begun = ShadowStep(own, own.step, blocks, own.sums)
             self._shadow.start(planned.structure, planned.update, begun)
         if course.check is not None:
-            return own, course.check.witness
+            return own, course.check.witness, copies
         if not planned.has_witness:
-            return own, None
+            return own, None, copies
         checker = self._planner.checker_of(planned.structure, planned.update)
         if planned.is_speculative and tip is not None and tip.witness is not None:
             own.check = checker.begin(tip.witness, snapshot.arrays, planned.step, own.sums)
-            return own, own.check.witness
-        return own, checker.witness(snapshot.arrays, planned.step)
+            return own, own.check.witness, copies
+        return own, checker.witness(snapshot.arrays, planned.step), copies
 
     def base_writer(self, course: Course, copies: HostCopies, directory: AnyPath) -> BaseWriter:
         """The writer of this process's part of a base."""
@@ -129,7 +128,10 @@ class Stager:
             structure.leaves,
             copies.staged,
             earlier,
-            _still(structure),
+            # What no update computes may well be the same at the next base.
+            seldom_changed(structure.leaves, structure.touched)
+            if structure.bindings
+            else frozenset(),
             ArrayLayout({}),
             compression=self._options.compression,
         )
@@ -138,7 +140,8 @@ class Stager:
         """The base before the one that is written, whose files serve where nothing changed."""
         base, last = parent.base, self.last_base
         sums: Mapping[int, int] = {}
-        if last is not None and _is_of(last.plan, parent):
+        own = (last.plan.step, last.structure.leaves) if last is not None else None
+        if last is not None and own == (base.step, base.leaves):
             sums = last.own.sums()
         elif base.process_count == 1:
             sums = dict(enumerate(base.fingerprints))
@@ -156,12 +159,6 @@ class Stager:
         )
 
 
-def _is_of(planned: SavePlan, parent: Lineage) -> bool:
-    """True if a plan is that of a lineage's base."""
-    base = parent.base
-    return (planned.step, planned.structure.leaves) == (base.step, base.leaves)
-
-
 def with_others(
     snapshot: Snapshot, blocks: Mapping[int, Blocks], leaves: Collection[int]
 ) -> Mapping[int, Blocks]:
@@ -177,10 +174,3 @@ def with_others(
             picks[i] = transfer.picks_of(arrays[i], boxes, snapshot.structure.ranks)
     others = transfer.stage({i: arrays[i] for i in leaves}, picks)
     return Joined(dict.fromkeys(blocks, blocks) | dict.fromkeys(others, others))
-
-
-def _still(structure: Structure) -> frozenset[int]:
-    """The leaves that may well be the same at the next base: no update computes them."""
-    if not structure.bindings:
-        return frozenset()
-    return seldom_changed(structure.leaves, structure.touched)

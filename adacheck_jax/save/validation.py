@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-from adacheck_jax.device.lead import Lead
 from adacheck_jax.device.replicas import Verdict
 from adacheck_jax.errors import AdaCheckError, MismatchError, ReplayError, ReplicaError
 from adacheck_jax.format.fingerprint import combine
@@ -40,24 +39,20 @@ def validated(save: Save, reports: Sequence[Report]) -> Report:
         _validate_healed(save, each, own)
         _validate_replayed(save, each, own, found)
         before = found
-    cautions = [report["caution"] for report in reports]
+    cautions, known = [report["caution"] for report in reports], save.structure.lead
+    # The lead of the saves that follow: the last one that differs from that of this save.
+    lead = next((each.lead for each in reversed(verdicts) if each.lead != known), known)
     return {
         "reason": next(filter(None, (reason for reason, _ in cautions)), ""),
         "distrusted": sorted({i for _, indices in cautions for i in indices}),
         "replicas": [each.replica for each in verdicts],
-        "lead": dataclasses.astuple(_lead_of(save, verdicts)),
+        "lead": dataclasses.astuple(lead),
         "measured": reports[0]["measured"],
         "background": [
             all(each["background"][0] for each in reports),
             *reports[0]["background"][1:],
         ],
     }
-
-
-def _lead_of(save: Save, verdicts: Sequence[Verdict]) -> Lead:
-    """The lead of the saves that follow: the last one that differs from that of this save."""
-    known = save.structure.lead
-    return next((each.lead for each in reversed(verdicts) if each.lead != known), known)
 
 
 def _validate_local(step: int, reports: Sequence[Report], structure: Structure) -> None:

@@ -200,16 +200,16 @@ class ExportedUpdates:
             engine = "identity"
         elif self._check != "full":
             replayed = {i: each for i, each in levels.items() if i not in {*unreplayed, *passed}}
-            pieces = _pieces(structure, function, specs, passed)
-            engine = "full" if pieces is None else "sample"
-            moved = {i for i, each in replayed.items() if each is not Level.ELEMENT}
-            if structure.sites is not None:
+            moved, pieces = {*replayed}, _pieces(structure, function, specs, passed)
+            if pieces is not None and structure.sites is not None:
+                engine = "sample"
+                moved = {i for i, each in replayed.items() if each is not Level.ELEMENT}
                 moved |= structure.sites.uncovered.intersection(replayed)
-            copied_bytes = sum(leaves[i].nbytes for i in computed)
-            if (moved or engine == "full") and copied_bytes <= _COPIED_BYTES:
+            if engine == "sample" and not moved:
+                pass
+            elif sum(leaves[i].nbytes for i in computed) <= _COPIED_BYTES:
                 engine = "full"
-            elif engine == "full" or moved:
-                moved = set(replayed) if engine == "full" else moved
+            else:
                 unreplayed |= moved
                 problem = _not_sampled([leaves[i].path for i in sorted(moved)])
                 if unreplayed.issuperset(arrays):

@@ -81,7 +81,8 @@ class Notices:
             return
         self._unplanned_count += 1
         if self._unplanned_count >= 2:
-            remedy = _remedy(decision.reason)
+            remedies = (text for key, text in _REMEDIES.items() if key in decision.reason)
+            remedy = next(remedies, "See the log.")
             self.warn_once(
                 f"Steps are saved as full states, one after another, and not as deltas: at step "
                 f"{plan.step} since {decision.reason}. {remedy}",
@@ -133,7 +134,3 @@ _REMEDIES = {
     "changed from": "Save states of one structure.",
     "the sharding of": "Keep the shardings of the state: give the train step's jit out_shardings.",
 }
-
-
-def _remedy(reason: str) -> str:
-    return next((text for key, text in _REMEDIES.items() if key in reason), "See the log.")

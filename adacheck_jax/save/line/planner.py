@@ -187,7 +187,10 @@ class Planner:
             process_count=jax.process_count(),
             is_checker_ready=is_checked and self.checker_of(structure, update).is_ready,
             longest_lineage=self._schedule.longest_lineage,
-            makes_bases=self._makes_bases(directory),
+            # All processes have to plan alike.
+            makes_bases=self._bases.known.are_possible
+            if jax.process_count() > 1
+            else self.could_make_bases(directory),
             is_shadow_beyond=is_beyond,
         )
 
@@ -200,12 +203,6 @@ class Planner:
             return False
         is_same = again is not None and (counts is None or again.counts() == counts)
         return not is_same or self._shadow.is_beyond(again)
-
-    def _makes_bases(self, directory: AnyPath) -> bool:
-        """True if a delta can become a base in the background, in all processes."""
-        if jax.process_count() > 1:
-            return self._bases.known.are_possible
-        return self.could_make_bases(directory)
 
     def could_make_bases(self, directory: AnyPath) -> bool:
         """True if this process could make a base of the next delta in the background.
@@ -240,7 +237,7 @@ class Planner:
                 "the arrays are not those that separate_update took and returned, or it ran "
                 "another program than a restore would; from now on its updates are compared in full"
             )
-            made = save_plan.as_base(facts, unplanned(reason), self._options)
+            made = save_plan.decided(facts, unplanned(reason), self._options)
             return dataclasses.replace(course, plan=made)
         wrong = frozenset(findings) - save_plan.known_unreplayed(facts)
         made = save_plan.with_wrong(planned, facts, wrong, self._options)
@@ -257,7 +254,7 @@ class Planner:
         whole_bytes = sum(leaf.nbytes for leaf in structure.leaves)
         if facts.process_count == 1 and 2 * wrong_bytes > whole_bytes:
             reason = told(structure, sorted(wrong))
-            made = save_plan.as_base(facts, Decision("base", reason), self._options)
+            made = save_plan.decided(facts, Decision("base", reason), self._options)
             return dataclasses.replace(course, plan=made)
         check.renew(snapshot.arrays, wrong)
         made = save_plan.with_wrong(planned, facts, wrong, self._options)
