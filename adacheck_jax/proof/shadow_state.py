@@ -190,25 +190,18 @@ class ShadowState:
         """
         if self.position is not position:
             return None
-        blocks: dict[int, Blocks] = {}
+        blocks, process = dict[int, Blocks](), jax.process_index()
         for i, leaf in enumerate(self.structure.leaves):
             if not leaf.nbytes:
                 continue
             if self._fold.holds(i):
-                if leaf.shape or self._tells(i):
+                if leaf.shape or self._tellers.get(i, min(leaf.owners)) == process:
                     blocks[i] = {box: np.array(x) for box, x in self._fold.blocks(i).items()}
             elif i in others:
                 blocks[i] = others[i]
-            elif jax.process_index() in leaf.owners:
+            elif process in leaf.owners:
                 return None
         return blocks
-
-    def _tells(self, scalar: int) -> bool:
-        """True if this process is the one that tells of a number."""
-        known = self._tellers.get(scalar)
-        if known is None:
-            known = min(self.structure.leaves[scalar].owners)
-        return known == jax.process_index()
 
     def _lose(self, error: Exception) -> None:
         """Nothing that goes wrong here costs a step: a sample of each was compared, too."""

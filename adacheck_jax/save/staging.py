@@ -121,17 +121,16 @@ class Stager:
         """The writer of this process's part of a base."""
         structure, parent = course.plan.structure, course.parent
         found = parent.lineage if parent else None
-        earlier = None
+        earlier, still = None, frozenset[int]()
+        if structure.bindings:  # what no update computes may well be the same at the next base
+            still = seldom_changed(structure.leaves, structure.touched)
         if found is not None and self._planner.parents.has_links(directory):
             earlier = self.earlier_base(found)
         return BaseWriter(
             structure.leaves,
             copies.staged,
             earlier,
-            # What no update computes may well be the same at the next base.
-            seldom_changed(structure.leaves, structure.touched)
-            if structure.bindings
-            else frozenset(),
+            still,
             ArrayLayout({}),
             compression=self._options.compression,
         )

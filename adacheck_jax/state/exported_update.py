@@ -205,11 +205,11 @@ class ExportedUpdates:
                 engine = "sample"
                 moved = {i for i, each in replayed.items() if each is not Level.ELEMENT}
                 moved |= structure.sites.uncovered.intersection(replayed)
-            if engine == "sample" and not moved:
-                pass
-            elif sum(leaves[i].nbytes for i in computed) <= _COPIED_BYTES:
+            is_enough = pieces is not None and not moved
+            copied_bytes = sum(leaves[i].nbytes for i in computed)
+            if not is_enough and copied_bytes <= _COPIED_BYTES:
                 engine = "full"
-            else:
+            elif not is_enough:
                 unreplayed |= moved
                 problem = _not_sampled([leaves[i].path for i in sorted(moved)])
                 if unreplayed.issuperset(arrays):

@@ -209,12 +209,8 @@ class _Seen:
 class Snapshots:
     """Takes states apart, remembering the structures that it has seen.
 
-    Args:
-        recorders: as from :func:`~adacheck_jax.update.binding.recorders_of`.
-        params_path: leaf path of the trained params, None to find it; for several recorders by the
-            keys of ``recorders``.
-        ephemeral: patterns of the paths of leaves that are saved with bases alone.
-        compares_replicas: True if a save is told where replicas differ.
+    The params that are trained lie at ``params_path``, for several recorders by their keys; None to
+    find them. Leaves with paths of the patterns ``ephemeral`` are saved with bases alone.
     """
 
     def __init__(

@@ -271,8 +271,16 @@ def facts_of(
     counts = None
     if knows_counts:
         counts = parent.counts() if tip.staged is None else tip.staged.counts()
-    base_depth = parent.base_depth
-    if parent.save is not None:
+    base_depth, saved, save = parent.base_depth, None, parent.save
+    if save is not None:
+        saved = SavedFacts(
+            structure=save.structure,
+            kind=save.plan.decision.kind,
+            interval=save.own.step - save.before,
+            replayable=save.replayable,
+            follows_saved=save.parent is not None,
+            failure=save.error is not None,
+        )
         # Several processes may not see at the same save that a step has become a base.
         base_depth = max(base_depth, made_depth) if jax.process_count() == 1 else made_depth
     return Facts(
@@ -281,21 +289,8 @@ def facts_of(
         counts=counts,
         lineage=parent.lineage,
         deferred_count=tip.depth - parent.tip.depth,
-        saved=_saved_facts(parent.save),
+        saved=saved,
         has_witness=witness_fits,
         copied=tip.host_copies,
         has_moved=tip.witness is not None and not witness_fits,
-    )
-
-
-def _saved_facts(save: Save | None) -> SavedFacts | None:
-    if save is None:
-        return None
-    return SavedFacts(
-        structure=save.structure,
-        kind=save.plan.decision.kind,
-        interval=save.own.step - save.before,
-        replayable=save.replayable,
-        follows_saved=save.parent is not None,
-        failure=save.error is not None,
     )
