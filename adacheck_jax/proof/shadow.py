@@ -51,10 +51,8 @@ Copies = Mapping[int, Blocks] | None
 class ShadowThread:
     """Follows a training run.
 
-    Args:
-        most_bytes: host memory that the shadow may take; None for half of what is free, shared by
-            the processes of a machine. With 0 there is no shadow.
-        place: the file that it lies in; None for memory of this process.
+    The shadow may take ``most_bytes`` of host memory, by default half of what is free, shared by
+    the processes of a machine. With 0 there is none. Without a place it lies in no file.
     """
 
     def __init__(self, most_bytes: int | None, place: FilePlace | None = None) -> None:

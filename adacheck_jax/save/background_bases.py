@@ -139,21 +139,14 @@ class BackgroundBases:
     ) -> bool:
         """Copies the state of a step as soon as the shadow is there; False if one is in work.
 
-        Args:
-            proof: its proof by the shadow, which has not begun yet; None if there is none.
-            others: leaves of its state that the shadow does not hold.
-            directory: the step's item directory.
-            exchange: exchange of its save with the other processes; None if there is none.
-            earlier_sums: this process's contributions to the fingerprints of the base before; None
-                if they are not known.
+        The shadow does not hold the ``others``. ``earlier_sums`` are this process's contributions
+        to the fingerprints of the base before, if it knows them. The proof has not begun yet.
         """
         if self._pending is not None:
             return False
-        copies: Future[Copies] = Future()
+        copies = Future[Copies]() if proof is None else proof.copied(others)
         if proof is None:
             copies.set_result(None)
-        else:
-            copies = proof.copied(others)
         beside = exchange.beside("base") if exchange is not None else None
         self._pending = _Pending(directory, copies, earlier_sums, beside)
         return True
@@ -161,10 +154,8 @@ class BackgroundBases:
     def go_on(self, lineage_of: Callable[[], Lineage | None], *, failed: bool) -> None:
         """Begins to write the base once its step is committed, and looks after it.
 
-        Args:
-            lineage_of: gives the lineage of the step that was taken, None before it is committed;
-                it is committed by process 0.
-            failed: True if its save failed.
+        ``lineage_of`` gives the step's lineage once it is committed, in process 0; or its save has
+        ``failed``.
         """
         pending = self._pending
         if pending is None:
@@ -190,8 +181,7 @@ class BackgroundBases:
     def learn(self, facts: BackgroundFacts) -> float | None:
         """Learns what all processes know; each of them does so at the same save.
 
-        Returns:
-            Seconds that a base took which is in its place; told once.
+        Gives the seconds that a base took which is in its place; once.
         """
         self.known = facts
         if facts.newest_depth > self.newest_depth:

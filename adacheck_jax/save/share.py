@@ -46,8 +46,10 @@ def write(save: Save, directory: AnyPath, layout: ArrayLayout) -> None:
         StorageError: the disk is full, gone, or cannot be written.
     """
     base, save.base = save.base, None  # a save that failed is kept, the copies are not
+    if base is not None:
+        base = dataclasses.replace(base, layout=layout)
     try:
-        save.agreed = _agreed(save, directory, base, layout)
+        save.agreed = _agreed(save, directory, base)
         save.durable_s = save.clock()
         save.before_commit()
     except AdaCheckError as error:
@@ -63,7 +65,7 @@ def write(save: Save, directory: AnyPath, layout: ArrayLayout) -> None:
         raise
 
 
-def _agreed(save: Save, directory: AnyPath, base: BaseWriter | None, layout: ArrayLayout) -> Agreed:
+def _agreed(save: Save, directory: AnyPath, base: BaseWriter | None) -> Agreed:
     process, attempt = jax.process_index(), save.attempt
     exchange = attempt.exchange
     try:
@@ -71,7 +73,7 @@ def _agreed(save: Save, directory: AnyPath, base: BaseWriter | None, layout: Arr
             if attempt.is_over:
                 raise AdaCheckError(f"step {save.own.step}: given up, it is being saved again")
             with claims.writing(directory, process, attempt.token) as attempt.claim:
-                own = _write(save, directory, process, base, layout)
+                own = _write(save, directory, process, base)
     except Exception as error:
         if exchange is not None and not attempt.is_over:
             exchange.fail(SHARES, error)
@@ -90,13 +92,7 @@ def _agreed(save: Save, directory: AnyPath, base: BaseWriter | None, layout: Arr
     )
 
 
-def _write(
-    save: Save,
-    directory: AnyPath,
-    process: int,
-    base: BaseWriter | None,
-    layout: ArrayLayout,
-) -> Report:
+def _write(save: Save, directory: AnyPath, process: int, base: BaseWriter | None) -> Report:
     for each in save.steps:
         each.begin()
     for each in save.steps:
@@ -117,7 +113,7 @@ def _write(
     written: Sequence[dict[str, Any]] = [{}]
     if base is not None:
         sums = save.own.sums()  # by which an earlier base's unchanged files are found
-        report |= dataclasses.replace(base, layout=layout).write(directory, process, sums)
+        report |= base.write(directory, process, sums)
         if process == 0:
             for platform, data in save.update.files().items():
                 program = at(directory / manifest_file.update_file(platform))

@@ -72,13 +72,8 @@ class Tip:
 class Parent:
     """A step on the disk that the next delta may refer to: the one saved or restored last.
 
-    Args:
-        directory: its item directory; it is not there before its save is committed.
-        number: the number in the name of the step's directory, None if there is none. A directory
-            that is being deleted does not tell it any more.
-        tip: the step, in memory.
-        save: the save that wrote it; None for a restored step.
-        restored: its lineage, for a restored step.
+    Its item directory is not there before its save is committed. One that is being deleted does not
+    tell the number in the name of the step's directory any more.
 
     Attributes:
         lineage: its lineage as it was found on the disk last; None if no delta can follow it.
