@@ -90,19 +90,21 @@ def decide(situation: Situation, counts: Counts, options: Options) -> Decision:
     update, only_bits = situation.update, options.delta == "bits"
     if not situation.replayable and not only_bits:
         return _bases_only("save_args cast leaves that the update consumes or computes")
-    decision = _decided(situation, counts, options)
+    decision, parent = by_counters(situation, counts, options), situation.parent
+    if not decision.is_base and parent is not None and parent.lineage is not None:
+        decision = _followed(decision, parent, parent.lineage, situation, options)
     if not update.problem or not situation.structure.bindings or only_bits:
         return decision
     notice = f"Saving bit-pattern deltas: {update.problem}."
     return dataclasses.replace(decision, notices=(notice, *decision.notices))
 
 
-def _decided(situation: Situation, counts: Counts, options: Options) -> Decision:
-    structure, update, parent = situation.structure, situation.update, situation.parent
-    decision = by_counters(situation, counts, options)
-    if decision.is_base or parent is None or parent.lineage is None:
-        return decision
-    base, saved = parent.lineage.base, parent.saved
+def _followed(
+    decision: Decision, parent: Facts, lineage: Lineage, situation: Situation, options: Options
+) -> Decision:
+    """The decision for a delta, or a base where none can follow the parent."""
+    structure, update = situation.structure, situation.update
+    base, saved = lineage.base, parent.saved
     if saved is not None and saved.structure.lead != structure.lead:
         return Decision("base", "replicas differ, and another one is saved from now on")
     if base.leaves != structure.leaves:
@@ -115,19 +117,20 @@ def _decided(situation: Situation, counts: Counts, options: Options) -> Decision
             "CheckpointManagerOptions(preservation_policy=keep)"
         )
     if decision.kind == "bits":
-        decision = _checked_bits(decision, parent, parent.lineage, situation, options)
-    elif not update.program:
-        decision = unplanned(update.problem)
+        if options.delta == "auto" and lineage.problem and not update.problem:
+            return Decision("base", "updates can be replayed from here on")
+        if len(parent.copied) < len(structure.leaves) - len(structure.ephemeral):
+            return Decision("base", f"step {lineage.manifest.step} is not in host memory")
     elif reason := _unlike(base, structure, update):
-        decision = unplanned(reason)
-    if not decision.is_base and parent.deferred_count and not situation.is_only:
-        decision = Decision("base", "another step was restored meanwhile")
+        return unplanned(reason)
+    if parent.deferred_count and not situation.is_only:
+        return Decision("base", "another step was restored meanwhile")
     if decision.kind == "replay" and parent.has_moved:
-        decision = unplanned("the sharding of the state changed, or its update did")
+        return unplanned("the sharding of the state changed, or its update did")
     if decision.kind == "replay" and not parent.has_witness:
-        decision = Decision("base", "the step before is not known here well enough to check")
+        return Decision("base", "the step before is not known here well enough to check")
     if decision.kind == "replay" and situation.is_shadow_beyond:
-        decision = Decision("base", "the shadow followed another step")
+        return Decision("base", "the shadow followed another step")
     return decision
 
 
@@ -175,24 +178,11 @@ def _bases_only(reason: str) -> Decision:
     return Decision("base", reason, notices=(f"Saving bases only: {reason}.",))
 
 
-def _checked_bits(
-    decision: Decision,
-    parent: Facts,
-    lineage: Lineage,
-    situation: Situation,
-    options: Options,
-) -> Decision:
-    if options.delta == "auto" and lineage.problem and not situation.update.problem:
-        return Decision("base", "updates can be replayed from here on")
-    structure = situation.structure
-    if len(parent.copied) < len(structure.leaves) - len(structure.ephemeral):
-        return Decision("base", f"step {lineage.manifest.step} is not in host memory")
-    return decision
-
-
 def _unlike(base: BaseManifest, structure: Structure, update: ExportedUpdate) -> str:
     """Reason why an update cannot be replayed from a base of the same leaves; empty if it can."""
     saved = base.update
+    if not update.program:
+        return update.problem
     if saved is None or update.digest != saved.programs.get(update_program.platform()):
         return "the update program changed"
     if saved.reducing and saved.placement != structure.placement:

@@ -16,14 +16,11 @@ Other systems keep such a replica for recovery alone (LowDiff+, AdaCheck); none 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
-
-import jax
 
 from adacheck_jax.format.boxes import Blocks
+from adacheck_jax.proof.free_memory import free_bytes
 from adacheck_jax.proof.journal import FilePlace, Found, Journal
 from adacheck_jax.proof.shadow_file import ShadowFileError
 from adacheck_jax.proof.shadow_state import (
@@ -39,9 +36,6 @@ from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update import program as update_program
 
 _log = logging.getLogger(__name__)
-
-_PROCESSES = 8
-"""Processes of a job on one machine, at most: one for each accelerator."""
 
 _Sums = Future[dict[int, int] | None]
 Copies = Mapping[int, Blocks] | None
@@ -250,22 +244,3 @@ class Proof:
             return True
         self._shadow.give_up("the host computes other bits than the devices")
         return False
-
-
-def free_bytes() -> int:
-    """Host memory that is free, shared by as many processes as a machine usually has."""
-    found = _read("/proc/meminfo")
-    free = next((int(x.split()[1]) << 10 for x in found if x.startswith("MemAvailable:")), None)
-    if free is None:
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    limit, used = (_read(f"/sys/fs/cgroup/{name}") for name in ("memory.max", "memory.current"))
-    if limit and used and limit[0].isdecimal():
-        free = min(free, int(limit[0]) - int(used[0]))
-    return max(free, 0) // min(jax.process_count(), _PROCESSES)
-
-
-def _read(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:
-        return []

@@ -259,6 +259,10 @@ class Saver:
             exchange, repeats=saved is not None and saved.directory == directory
         )
         found, structure = parent.lineage if parent else None, planned.structure
+        background = BackgroundFacts()
+        if not planned.is_base:  # a base begins a line, to which those of the last are nothing
+            is_possible = planner.could_make_bases(directory)
+            background = dataclasses.replace(self._bases.own, are_possible=is_possible)
         save = Save(
             steps=[*planner.deferred.steps, own],
             directory=directory,
@@ -280,8 +284,7 @@ class Saver:
             replayable=replayable,
             custom_metadata=custom_metadata,
             measured=self._watch.take(),
-            # Those of the line that a base ends are nothing to the line that it begins.
-            background=BackgroundFacts() if planned.is_base else self._background(directory),
+            background=background,
             base=None if parent else self._stager.base_writer(course, copies, directory),
             clock=self._clock,
             before_commit=self._bases.put,
@@ -308,11 +311,6 @@ class Saver:
             sums = self._stager.earlier_base(followed).sums
         if self._bases.take(own.proof, copies.staged, saved.directory, exchange, sums):
             self._taken = saved
-
-    def _background(self, directory: AnyPath) -> BackgroundFacts:
-        """Facts of this process on bases made in the background, to be told to the others."""
-        is_possible = self._planner.could_make_bases(directory)
-        return dataclasses.replace(self._bases.own, are_possible=is_possible)
 
     def returns(self) -> None:
         """Notes that a save that began returns to the training loop now."""

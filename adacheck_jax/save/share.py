@@ -73,7 +73,7 @@ def _agreed(save: Save, directory: AnyPath, base: BaseWriter | None) -> Agreed:
             if attempt.is_over:
                 raise AdaCheckError(f"step {save.own.step}: given up, it is being saved again")
             with claims.writing(directory, process, attempt.token) as attempt.claim:
-                own = _write(save, directory, process, base)
+                own = _write(save, directory, base)
     except Exception as error:
         if exchange is not None and not attempt.is_over:
             exchange.fail(SHARES, error)
@@ -92,7 +92,8 @@ def _agreed(save: Save, directory: AnyPath, base: BaseWriter | None) -> Agreed:
     )
 
 
-def _write(save: Save, directory: AnyPath, process: int, base: BaseWriter | None) -> Report:
+def _write(save: Save, directory: AnyPath, base: BaseWriter | None) -> Report:
+    process = jax.process_index()
     for each in save.steps:
         each.begin()
     for each in save.steps:

@@ -97,8 +97,13 @@ def _validate_healed(save: Save, step: Pending, reports: Sequence[Report]) -> No
     stored = [frozenset(i for i, _ in report.get("letters", ())) for report in reports]
     found = {i for report in reports for i in report["unhealed"]}
     if wrong := sorted(i for i in found if not all(i in stored[n] for n in leaves[i].owners)):
-        why = "A process found this that does not own what it found, so it could not store it"
-        raise _not_replayed(save, step, wrong, why)
+        raise ReplayError(
+            f"{save.directory}: step {step.step}: "
+            f"{pending.told(step.plan.structure, wrong)}. A process found this that does not "
+            "own what it found, so it could not store it: the step is not saved. "
+            f"{pending.CAUSES} The next save is a base, and from then on all processes store "
+            "these leaves."
+        )
 
 
 def _validate_sampled(step: Pending, reports: Sequence[Report], verdict: Verdict) -> None:
@@ -130,16 +135,13 @@ def _validate_replayed(
         sums.setdefault(i, []).append(each)
     if wrong := sorted(i for i, each in sums.items() if combine(each) != found[i]):
         step.disproved = frozenset(wrong)
-        why = "This was found after the save had returned, when the state could not be had any more"
-        raise _not_replayed(save, step, wrong, why)
-
-
-def _not_replayed(save: Save, step: Pending, wrong: Sequence[int], why: str) -> ReplayError:
-    return ReplayError(
-        f"{save.directory}: step {step.step}: {pending.told(step.plan.structure, wrong)}. {why}: "
-        f"the step is not saved. {pending.CAUSES} The next save is a base, and from then on all "
-        "processes store these leaves."
-    )
+        raise ReplayError(
+            f"{save.directory}: step {step.step}: "
+            f"{pending.told(step.plan.structure, wrong)}. This was found after the save had "
+            "returned, when the state could not be had any more: the step is not saved. "
+            f"{pending.CAUSES} The next save is a base, and from then on all processes store "
+            "these leaves."
+        )
 
 
 def is_proved(reports: Sequence[Report]) -> bool:
