@@ -80,7 +80,6 @@ def command(
     show: Callable[[Report], None],
     code: Callable[[Report], int] = lambda report: 0,
     *,
-    name: str | None = None,
     has_steps: bool = False,
 ) -> Callable[[Callable[..., Report]], Callable[..., Report]]:
     """Make a command of a function that returns a report; ``--json`` prints its fields.
@@ -89,7 +88,6 @@ def command(
         group: heading in the list of commands.
         show: prints the report for people.
         code: exit code for a report.
-        name: name of the command, if it is not the function's.
         has_steps: True if it takes steps: ``-1`` is one then, and no option.
     """
 
@@ -111,7 +109,7 @@ def command(
         )
         run.__annotations__ = kinds
         settings = {"ignore_unknown_options": has_steps}
-        app.command(name, rich_help_panel=group, context_settings=settings)(run)
+        app.command(rich_help_panel=group, context_settings=settings)(run)
         return function
 
     return register
@@ -171,23 +169,6 @@ def root_of(text: str) -> AnyPath:
             f"the network, the URL and the credentials ({_CREDENTIALS[text[:2]]})."
         ) from error
     return root
-
-
-def bytes_of(option: str, text: str) -> int:
-    """Bytes of a size such as ``5GB``.
-
-    Args:
-        option: name of the option, for the message.
-        text: a number, and a unit of 1000 (``GB``) or 1024 bytes (``GiB``).
-
-    Raises:
-        InputError: it is none.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([kKMGT]?)(i?)B)?", text)
-    if found is None or not float(found[1]):
-        raise InputError(f"{option}: expected a size such as 5GB or 512MiB, found {text!r}.")
-    power = " KMGT".index((found[2] or " ").upper())
-    return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
 
 
 @contextlib.contextmanager

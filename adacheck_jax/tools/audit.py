@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.store.compaction import in_place
-from adacheck_jax.store.steps import lineage as lineages
 from adacheck_jax.store.steps import lookup, roots
 from adacheck_jax.store.steps.folders import LINEAGE
 from adacheck_jax.store.steps.roots import PROBE_PREFIX, TMP_SUFFIX, Step
@@ -38,8 +37,6 @@ class StepReport:
         damage: damage found by these checks.
         rounded: paths of the leaves that a replay on this machine gives to rounding only.
         not_checked: the reason why the step could not be recomputed here, else None.
-        unchecked: numbers of the steps of its lineage whose replay was never compared with the
-            state, neither when they were saved nor now.
         replayed_count: number of updates that a restore replays.
         stale: paths of the ephemeral leaves that have an earlier step's bits, which were verified.
     """
@@ -51,7 +48,6 @@ class StepReport:
     damage: tuple[Damage, ...]
     rounded: tuple[str, ...] = ()
     not_checked: str | None = None
-    unchecked: tuple[int, ...] = ()
     replayed_count: int = 0
     stale: tuple[str, ...] = ()
 
@@ -173,11 +169,6 @@ def _not_looked_at(reports: Sequence[StepReport]) -> Iterator[str]:
     missing = sum("replay" not in each.checked for each in replaying)
     if missing:
         yield f"the replay of {_of(missing, replaying)} with updates (verify --replay)"
-    unchecked = sorted({step for each in reports for step in each.unchecked})
-    if unchecked:
-        shown = lineages.shown_steps(unchecked)
-        what = f"whether the deltas of steps {shown} are exact, unchecked when saved"
-        yield f"{what} (verify --replay)"
 
 
 def _of(count: int, every: Sequence[StepReport]) -> str:
@@ -269,7 +260,6 @@ class _Audit:
             damage=tuple(dict.fromkeys(damage)),
             rounded=replayed.rounded,
             not_checked=replayed.problem,
-            unchecked=() if "replay" in checked else tuple(lineage.unchecked),
             replayed_count=lineage.replayed_count,
             stale=tuple(lineage.base.leaves[i].path for i, _ in lineage.end.stale),
         )

@@ -22,9 +22,7 @@ from adacheck_jax.format.boxes import Blocks, Box
 from adacheck_jax.format.manifest import BaseManifest, Leaf
 from adacheck_jax.store.compaction import in_place
 from adacheck_jax.store.steps import lookup, roots
-from adacheck_jax.store.steps.folders import DELTA, LINEAGE
 from adacheck_jax.store.steps.lineage import Lineage
-from adacheck_jax.store.steps.manifest_file import DIRECTORY
 from adacheck_jax.store.steps.roots import Step
 from adacheck_jax.store.storage.location import AnyPath, at
 from adacheck_jax.tools import verification
@@ -46,8 +44,6 @@ class CompactionReport:
         delta_count: number of deltas that a restore read, and reads no more.
         replayed_count: number of updates that a restore replayed.
         state_bytes: bytes of the state.
-        freed_bytes: bytes of files that the step's directory alone held; those that other steps
-            link stay.
         lost_steps: steps that its directory alone held: deferred steps that were saved with it, and
             earlier steps without a directory of their own. They are gone.
     """
@@ -60,7 +56,6 @@ class CompactionReport:
     delta_count: int
     replayed_count: int
     state_bytes: int
-    freed_bytes: int
     lost_steps: tuple[int, ...]
 
 
@@ -121,7 +116,6 @@ def _compacted(root: AnyPath, step: Step, dry_run: bool) -> CompactionReport:
         delta_count=lineage.delta_count,
         replayed_count=lineage.replayed_count,
         state_bytes=sum(leaf.nbytes for leaf in base.leaves),
-        freed_bytes=_freed_bytes(step.directory),
         lost_steps=_lost(step.directory, lineage),
     )
     if dry_run:
@@ -149,14 +143,6 @@ def _why_not_saved(root: AnyPath, number: int) -> str:
     if number in roots.stock_steps(root):
         return f"that stock Orbax saved step {number}: it is a full state already"
     return ""
-
-
-def _freed_bytes(directory: AnyPath) -> int:
-    """Bytes of a delta's files and of its links that have no other link."""
-    ours = at(directory / DIRECTORY)
-    packs = [each for each in ours.list(deep=False) if each.name.startswith(f"{DELTA}.")]
-    entries = [each.stat() for each in (*packs, *at(directory / LINEAGE).list())]
-    return sum(entry.size_bytes for entry in entries if entry.link_count == 1)
 
 
 def _lost(directory: AnyPath, lineage: Lineage) -> tuple[int, ...]:

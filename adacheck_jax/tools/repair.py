@@ -22,7 +22,6 @@ from adacheck_jax.store.steps import identity, lookup, manifest_file, roots
 from adacheck_jax.store.steps import lineage as lineages
 from adacheck_jax.store.steps.marks import COMMIT_MARK
 from adacheck_jax.store.steps.roots import TMP_SUFFIX
-from adacheck_jax.store.storage.interface import Stamp
 from adacheck_jax.store.storage.location import AnyPath, Location, at
 from adacheck_jax.tools import audit
 from adacheck_jax.tools.audit import Leftover, Progress, StepReport
@@ -43,14 +42,11 @@ class Removal:
     Attributes:
         path: path relative to the root.
         why: the reason why it goes.
-        freed_bytes: bytes of its files that have no hard link elsewhere; 0 where the storage does
-            not tell sizes.
         identity: identity of the judged files; a directory with other files is not removed.
     """
 
     path: str
     why: str
-    freed_bytes: int
     identity: str
 
 
@@ -77,7 +73,6 @@ class RepairReport:
         removals: directories that were removed, or would be.
         kept: damaged or left-over directories that stay.
         cleared: paths of the steps that lost what an interrupted compaction left in them, or would.
-        freed_bytes: bytes that all removals free, without those of ``cleared``.
         step_count: number of steps that are left.
         not_looked_at: parts that were not checked, described for people.
     """
@@ -87,7 +82,6 @@ class RepairReport:
     removals: tuple[Removal, ...]
     kept: tuple[KeptDirectory, ...]
     cleared: tuple[str, ...]
-    freed_bytes: int
     step_count: int
     not_looked_at: tuple[str, ...] = ()
 
@@ -128,15 +122,12 @@ def repair(
     halves = audit.half_compacted(root / step.item for step in left)
     for each in () if dry_run else halves:
         in_place.clear(each)
-    freed_bytes = sum(each.freed_bytes for each in removals)
-    cleared = tuple(each.below(root) for each in halves)
     return RepairReport(
         root=str(root),
         is_dry_run=dry_run,
         removals=tuple(removals),
         kept=tuple(kept),
-        cleared=cleared,
-        freed_bytes=freed_bytes,
+        cleared=tuple(each.below(root) for each in halves),
         step_count=len(left),
         not_looked_at=report.not_looked_at,
     )
@@ -208,7 +199,7 @@ def _plan(
         else:
             kept.append(KeptDirectory(each.path, "it is a symbolic link, which is not followed"))
     chosen += _widened(root, lost)
-    return _planned(root, chosen), kept
+    return [Removal(x.below(root), why, identity.of_directory(x)) for x, why in chosen], kept
 
 
 def _judge(root: Location, step: StepReport) -> tuple[bool, str]:
@@ -281,15 +272,6 @@ def _widened(root: Location, lost: dict[Location, str]) -> list[tuple[Location, 
     return list({path: (path, why) for path, why in reversed(chosen)}.values())[::-1]
 
 
-def _planned(root: Location, chosen: Iterable[tuple[Location, str]]) -> list[Removal]:
-    """Removals of some directories, each with the bytes that it frees after those before it."""
-    links: dict[Stamp, int] = {}
-    return [
-        Removal(path.below(root), why, _freed_bytes(path, links), identity.of_directory(path))
-        for path, why in chosen
-    ]
-
-
 def _is_removed(root: Location, removal: Removal) -> bool:
     """Remove a directory; False if its files are not the judged ones any more, or it is gone."""
     path = root / removal.path
@@ -325,16 +307,3 @@ def _needed_by(directories: Iterable[AnyPath]) -> dict[Location, str]:
             for entry in lineage.entries:
                 found.setdefault(at(entry.holder).resolve(), f"step {lineage.manifest.step}")
     return found
-
-
-def _freed_bytes(path: Location, links: dict[Stamp, int]) -> int:
-    """Bytes of files whose last link is in a directory; ``links`` counts links removed so far."""
-    freed_bytes = 0
-    with contextlib.suppress(FileNotFoundError):
-        for each in path.list():
-            with contextlib.suppress(OSError):
-                entry = each.stat()
-                links[entry.stamp] = links.get(entry.stamp, 0) + 1
-                if links[entry.stamp] == entry.link_count:
-                    freed_bytes += entry.size_bytes
-    return freed_bytes

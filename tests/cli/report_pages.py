@@ -61,7 +61,6 @@ def _statistics(count: int, names: list[str]) -> RootStatistics:
         delta_count=count - count // 25,
         full_bytes=10 * SIZE,
         redundancy={"stored in bases": SIZE, "stored in deltas": 3 * SIZE, "replayed": 6 * SIZE},
-        files=(),
         leaves=tuple(LeafStatistics(name, SIZE, SIZE, 0) for name in names),
         skipped=(),
     )

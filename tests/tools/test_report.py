@@ -102,23 +102,6 @@ def test_as_many_steps_are_restored_as_asked(run, count):
     assert ("--norms" in report.norms_note) == (count < STEPS)
 
 
-def test_a_later_report_restores_only_what_is_new(run, tmp_path, monkeypatch):
-    root, _, _ = run
-    copy, known, restored = tmp_path / "run", {}, []
-    shutil.copytree(root, copy)
-    shutil.move(copy / "13", tmp_path / "13")
-    whole = Walk.at
-    monkeypatch.setattr(Walk, "at", lambda walk, step: restored.append(step) or whole(walk, step))
-    gather(copy, known=known)
-    assert restored == list(range(STEPS - 1))
-    gather(copy, known=known)
-    assert restored == list(range(STEPS - 1))
-    shutil.move(tmp_path / "13", copy / "13")
-    later = gather(copy, known=known)
-    assert restored[STEPS - 1 :] == [12, 13]
-    assert later.logs[-1].gradient_norm is not None
-
-
 def test_trouble_is_told_too(run, tmp_path):
     root, _, _ = run
     copy = tmp_path / "run"

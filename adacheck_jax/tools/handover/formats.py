@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-import numpy as np
-
 from adacheck_jax.errors import MismatchError
 from adacheck_jax.format.manifest import Leaf
 
@@ -18,23 +16,13 @@ class Format(StrEnum):
 
     ORBAX = "orbax"
     SAFETENSORS = "safetensors"
-    NPZ = "npz"
 
 
-SAFETENSORS_CODES = {
-    "bool": "BOOL",
-    **{f"{sign}int{bits}": f"{code}{bits}" for sign, code in (("", "I"), ("u", "U"))
-       for bits in (8, 16, 32, 64)},
-    **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "float8_e8m0fnu": "F8_E8M0",
-    "complex64": "C64",
-}  # fmt: skip
-"""Codes of the safetensors format by numpy's names of data types."""
+_SAFETENSORS_TYPES = {
+    *("bool", "float16", "float32", "float64", "bfloat16", "complex64"),
+    *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+}
+"""Data types that the safetensors library reads into numpy arrays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +60,7 @@ def planned(leaves: Sequence[Leaf], indices: Iterable[int], wanted: Format) -> l
             f"expected leaves of types that {wanted} holds, found {len(bad)} others: "
             f"{', '.join(bad[:20])}{more}. Nothing was written; {_REMEDIES[wanted]}"
         )
-    names = [leaves[i].path if is_orbax else name_of(leaves[i].path) for i in chosen]
+    names = [leaves[i].path if is_orbax else _name_of(leaves[i].path) for i in chosen]
     if doubled := sorted(name for name, count in Counter(names).items() if count > 1):
         raise MismatchError(
             f"expected a name of its own for each leaf, found {', '.join(doubled[:5])} for "
@@ -82,25 +70,18 @@ def planned(leaves: Sequence[Leaf], indices: Iterable[int], wanted: Format) -> l
     return [ExportedLeaf(i, n, leaves[i]) for i, n in zip(chosen, names, strict=True)]
 
 
-def name_of(path: str) -> str:
-    """Name of a leaf in a file of arrays: its leaf path with dots; that of a bare array is value.
-
-    Args:
-        path: leaf path.
-    """
+def _name_of(path: str) -> str:
+    """Name of a leaf in a file of arrays; a bare array has no path."""
     return path.replace("/", ".") or "value"
 
 
 _REMEDIES = {
     Format.ORBAX: "cast them when they are saved.",
     Format.SAFETENSORS: "export with --format orbax, or leave them out (without --all).",
-    Format.NPZ: "numpy has no type of its own for them: export with --format safetensors.",
 }
 
 
 def _holds(wanted: Format, leaf: Leaf) -> bool:
     if wanted is Format.SAFETENSORS:
-        return leaf.dtype in SAFETENSORS_CODES
-    if wanted is Format.NPZ:
-        return np.dtype(leaf.dtype).isbuiltin == 1
+        return leaf.dtype in _SAFETENSORS_TYPES
     return leaf.dtype not in ("uint2", "uint4")  # which tensorstore does not know

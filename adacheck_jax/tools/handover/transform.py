@@ -82,7 +82,7 @@ def transform(
             with undeleted(found.directory):
                 state = found.restored(StockCheckpoints(), rules).state
             name = found.directory.name
-            save_base(str(new), number, state, item=name)
+            save_base(str(new), number, state, name)
             verification.check(new / str(number) / name, read_data=True)
     update = base.update
     return TransformReport(

@@ -17,7 +17,6 @@ from adacheck_jax.tools.history.walk import Walk
 from adacheck_jax.tools.listing import FOREIGN, STOCK
 from adacheck_jax.tools.report import norms
 from adacheck_jax.tools.report.facts import Report
-from adacheck_jax.tools.report.norms import Norms
 
 MOST_VERIFIED = 300
 """Saved steps up to which the structure of all is checked: it takes some milliseconds a step."""
@@ -28,7 +27,6 @@ def gather(
     root: AnyPath,
     item: str | None = None,
     norm_count: int | None = None,
-    known: dict[int, Norms] | None = None,
     tell: Progress | None = None,
 ) -> Report:
     """Gather a report.
@@ -38,7 +36,6 @@ def gather(
         item: name of the item directory, needed if steps hold several.
         norm_count: number of the steps that are restored for norms, at most; None for all of a
             small run, and none else.
-        known: norms that an earlier report found, so that no step is restored twice; it is filled.
         tell: is told of the progress.
 
     Raises:
@@ -63,18 +60,12 @@ def gather(
         return report
     report = replace(report, statistics=statistics.statistics_of(root))
     with contextlib.closing(Walk(root, item)) as walk:
-        return _walked(report, walk, norm_count, {} if known is None else known, tell)
+        return _walked(report, walk, norm_count, tell)
 
 
-def _walked(
-    report: Report,
-    walk: Walk,
-    norm_count: int | None,
-    known: dict[int, Norms],
-    tell: Progress | None,
-) -> Report:
+def _walked(report: Report, walk: Walk, norm_count: int | None, tell: Progress | None) -> Report:
     """The report with what recorded steps tell."""
-    found, failed = norms.norms_of(walk, norms.chosen(walk, norm_count), known, tell)
+    found, failed = norms.norms_of(walk, norms.chosen(walk, norm_count), tell)
     note = f"Norms of {len(found):,} of {len(walk.steps):,} steps; --norms N restores N of them."
     if failed:
         step, why = next(iter(failed.items()))

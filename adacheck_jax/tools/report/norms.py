@@ -24,17 +24,13 @@ Norms = tuple[StepLog, dict[str, float]]
 
 
 def norms_of(
-    walk: Walk,
-    wanted: Sequence[int],
-    known: dict[int, Norms],
-    tell: Progress | None = None,
+    walk: Walk, wanted: Sequence[int], tell: Progress | None = None
 ) -> tuple[dict[int, Norms], dict[int, str]]:
-    """Restore steps that are not known yet, each with the recorded step before it.
+    """Restore steps, each with the recorded step before it.
 
     Args:
         walk: the run.
         wanted: numbers of recorded steps, ascending.
-        known: norms that were found before, by a hash of fingerprints; it is filled.
         tell: is told of the progress.
 
     Returns:
@@ -46,15 +42,12 @@ def norms_of(
     for n, step in enumerate(wanted):
         if tell is not None:
             tell(n, len(wanted), f"step {step}")
-        pair = [before_of[step], step] if step in before_of else [step]
-        key = hash(tuple((each, *walk.fingerprints(each).items()) for each in pair))
         try:
-            if key not in known:
-                if len(pair) == 2 and (last is None or last.step != pair[0]):
-                    last = walk.at(pair[0])
-                before, last = last if len(pair) == 2 else None, walk.at(step)
-                known[key] = _compared(walk, before, last)
-            found[step] = known[key]
+            earlier = before_of.get(step)
+            if earlier is not None and (last is None or last.step != earlier):
+                last = walk.at(earlier)
+            before, last = None if earlier is None else last, walk.at(step)
+            found[step] = _compared(walk, before, last)
         except (AdaCheckError, InputError, OSError) as error:
             failed[step] = " ".join(str(error).split())
     return found, failed
