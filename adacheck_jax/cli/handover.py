@@ -138,15 +138,14 @@ def transform(
 
 def _show_copy(report: CopyReport) -> None:
     """Print a row for each step, and what was saved by links."""
-    numbers = ("files", "links", "written")
     rows = []
     for each in report.steps:
         result = each.result if each.why is None else f"{each.result}: {each.why}"
         if each.is_added:
             result += " (another step builds on it)"
-        counts = (each.file_count, each.link_count, decimal(each.written_bytes))
-        rows.append((each.name, result, *(counts if each.file_count else (None, None, None))))
-    print_rows(("step", "result", *numbers), rows, right=numbers)
+        written = decimal(each.written_bytes) if each.plain_bytes else None
+        rows.append((each.name, result, written))
+    print_rows(("step", "result", "written"), rows, right=("written",))
     print_text(
         f"{decimal(report.written_bytes)} written to {report.destination}; as files of their own "
         f"the links would make it {decimal(report.plain_bytes)}. Every file was read back."
