@@ -128,13 +128,13 @@ def step_of(text: str | None, name: str = "STEP") -> int | None:
         name: name of the argument, for the message.
 
     Returns:
-        The number; below zero a place; None for the newest step, and if nothing is named.
+        The number; below zero a place; None if nothing is named.
 
     Raises:
         InputError: it is none of these.
     """
     if text is None or text == "latest":
-        return None
+        return text and -1
     if not re.fullmatch(r"-?\d{1,18}", text):
         raise InputError(
             f"{name}: expected a step number, latest, or -1 for the newest step, found {text!r}."

@@ -11,7 +11,7 @@ from rich.filesize import decimal
 
 from adacheck_jax.cli.command import DryRun, Item, Root, command, root_of, step_of
 from adacheck_jax.cli.printing import print_rows, print_text, some_of
-from adacheck_jax.tools.steps import InputError, newest
+from adacheck_jax.tools.steps import InputError
 
 if TYPE_CHECKING:  # which import JAX, or are not needed by other commands
     from adacheck_jax.tools.handover.copying import CopyReport
@@ -132,7 +132,7 @@ def transform(
     from adacheck_jax.tools.handover import transform as transforms
 
     read = read_rules(rules.read_bytes(), str(rules))
-    number = newest(root_of(root), step_of(step, "--step"), item)
+    number = step_of(step, "--step")
     return transforms.transform(root_of(root), dest, read, number, item, dry_run=dry_run)
 
 

@@ -19,7 +19,6 @@ from adacheck_jax.cli.command import (
 )
 from adacheck_jax.cli.printing import counted, print_rows, print_text, tell_deleted
 from adacheck_jax.store.steps.lineage import shown_steps
-from adacheck_jax.tools.steps import newest
 
 if TYPE_CHECKING:  # which import JAX
     from adacheck_jax.tools.audit import RootReport, StepReport
@@ -121,8 +120,7 @@ def verify(
     """
     from adacheck_jax.tools import audit
 
-    place = root_of(root)
-    number = None if step is None else newest(place, step_of(step), item)
+    place, number = root_of(root), step_of(step)
     with progress_bar() as progress:
         return audit.verify_root(
             place, number, item, read_data=read_data, replay=replay, progress=progress

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from adacheck_jax.tools.history.differences import LeafDifference
     from adacheck_jax.tools.history.log import RunLog
     from adacheck_jax.tools.history.walk import State, Walk
-    from adacheck_jax.tools.report.facts import Report
+    from adacheck_jax.tools.report.gather import Report
 
 _GROUP = "Look back through a run"
 _SHOWN = 30
@@ -175,12 +175,12 @@ def diff(
 
 def _show_bisection(report: Bisection) -> None:
     """Print the steps that were looked at, and the first one."""
-    rows = [(each.step, "yes" if each.holds else "no", each.says) for each in report.tried]
+    rows = [(step, "no" if says is None else "yes", says) for step, says in report.tried.items()]
     print_rows(("step", "holds", ""), rows, right=("step",))
     steps = counted(report.searched_count, "recorded step")
     restored = f"{counted(report.restored_count, 'state')} of {steps} restored"
     if report.step is None:
-        print_text(f"It does not hold at step {report.tried[0].step}, the last one: {restored}.")
+        print_text(f"It does not hold at step {rows[0][0]}, the last one: {restored}.")
     else:
         before = "" if report.before is None else f", and does not at step {report.before}"
         print_text(f"Step {report.step} is the first at which it holds{before}: {restored}.")
@@ -230,13 +230,12 @@ def bisect(
 
 def _asked(target: str) -> Callable[[State], str | None]:
     """A function of the user's as a predicate."""
-    from adacheck_jax.cli.callables import Callee
+    from adacheck_jax.cli.callables import function_of
 
-    callee, takes = Callee(target), "with the state, nested dicts of arrays, and the step number"
+    asked = function_of(target, "with the state, nested dicts of arrays, and the step number")
 
     def holds(state: State) -> str | None:
-        where = f"at step {state.step} "
-        found = callee.call(takes, state.tree(), state.step, where=where)
+        found = asked(state.tree(), state.step, where=f"at step {state.step} ")
         return None if not found else found if isinstance(found, str) else "it holds"
 
     return holds
@@ -321,7 +320,7 @@ def report(
     Exit code 1 if a step is damaged; the page is written all the same. An existing FILE is
     replaced.
 
-    With --json: the fields of adacheck_jax.tools.report.facts.Report, and no page.
+    With --json: the fields of adacheck_jax.tools.report.gather.Report, and no page.
     """
     from adacheck_jax.tools.report.gather import gather
 

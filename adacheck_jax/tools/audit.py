@@ -15,7 +15,15 @@ from adacheck_jax.store.steps.roots import PROBE_PREFIX, TMP_SUFFIX, Step
 from adacheck_jax.store.storage.location import AnyPath, Location, at
 from adacheck_jax.tools.listing import kind_of
 from adacheck_jax.tools.recompute import RECOMPUTED, Recomputation, Replayed
-from adacheck_jax.tools.steps import InputError, deleted, no_step, of_item, settled, steps_under
+from adacheck_jax.tools.steps import (
+    InputError,
+    deleted,
+    no_step,
+    numbered,
+    of_item,
+    settled,
+    steps_under,
+)
 from adacheck_jax.tools.verification import NUMBER, OTHER_BITS, Damage, Verifier, damage_of
 
 _OF_ONE_LEAF = {OTHER_BITS, RECOMPUTED}
@@ -122,7 +130,7 @@ def verify_root(
 
     Args:
         root: the directory given to the checkpoint manager.
-        number: step number, None for all steps.
+        number: step number, None for all steps; below zero a place counted from the newest.
         item: name of the item directory, None for all items.
         read_data: True to read every stored byte; the structure of each step is always checked.
         replay: True to recompute each step.
@@ -182,6 +190,7 @@ def _selected(
     steps = of_item(root, every, item)
     if number is None:
         return steps
+    number = numbered([step.step for step in steps], number, root)
     chosen = [step for step in steps if number in (step.step, roots.place_of(step.directory).step)]
     if not chosen:
         raise no_step(root, number, steps)
@@ -335,23 +344,18 @@ def _causes_of(root: str, found: Iterable[tuple[int | None, Damage]]) -> tuple[C
 
     Files that steps share are verified once, so that a cause has the same words in each of them.
     """
-    files: dict[object, str] = {}
-    steps: dict[object, dict[int, None]] = {}
-    leaves: dict[object, dict[str, None]] = {}
-    messages: dict[object, str] = {}
+    causes: dict[object, tuple[str, str, dict[int, None], dict[str, None]]] = {}
     for step, each in found:
         told = _without(each.message, each.leaf)
         named = bool(_QUOTED.search(told))  # then the words tell the file
         key = told if named else (told, _own_name(root, step, each.file))
-        files.setdefault(key, each.file)
-        messages.setdefault(key, told)
+        _, _, steps, leaves = causes.setdefault(key, (each.file, told, {}, {}))
         if step is not None:
-            steps.setdefault(key, {})[step] = None
+            steps[step] = None
         if each.leaf is not None:
-            leaves.setdefault(key, {})[each.leaf] = None
+            leaves[each.leaf] = None
     return tuple(
-        Cause(file, (*steps.get(key, ()),), (*leaves.get(key, ()),), messages[key])
-        for key, file in files.items()
+        Cause(file, (*steps,), (*leaves,), told) for file, told, steps, leaves in causes.values()
     )
 
 

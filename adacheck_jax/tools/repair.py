@@ -259,17 +259,12 @@ def _alone(sound: Iterable[Location], lost: Iterable[Location]) -> dict[Location
 
 def _widened(root: Location, lost: dict[Location, str]) -> list[tuple[Location, str]]:
     """The directories to remove: a whole step if all its items are lost, else the lost items."""
-    chosen = []
+    chosen: dict[Location, str] = {}
     for path, why in sorted(lost.items(), key=lambda each: each[0].key):
-        if path.parent == root:
-            chosen.append((path, why))
-            continue
-        items = {path.parent / name for name in path.parent.folders()}
-        if items - {path.parent / _METRICS} <= lost.keys():
-            chosen.append((path.parent, why))
-        else:
-            chosen.append((path, why))
-    return list({path: (path, why) for path, why in reversed(chosen)}.values())[::-1]
+        items = {path.parent / name for name in path.parent.folders()} - {path.parent / _METRICS}
+        is_whole = path.parent != root and items <= lost.keys()
+        chosen.setdefault(path.parent if is_whole else path, why)
+    return [*chosen.items()]
 
 
 def _is_removed(root: Location, removal: Removal) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from adacheck_jax.tools.history.log import StepLog
 from adacheck_jax.tools.listing import RootSummary, StepSummary
-from adacheck_jax.tools.report.facts import Report
+from adacheck_jax.tools.report.gather import Report
 from adacheck_jax.tools.statistics import LeafStatistics, RootStatistics
 
 BEGIN = datetime(2026, 3, 1, tzinfo=UTC)

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from adacheck_jax.cli.main import app
 from adacheck_jax.tools.listing import StepSummary
-from adacheck_jax.tools.report.facts import Report
+from adacheck_jax.tools.report.gather import Report
 from adacheck_jax.tools.report.page import page_of
 from adacheck_jax.tools.statistics import LeafStatistics
 from tests.cli.report_pages import many_steps, small

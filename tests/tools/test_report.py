@@ -15,8 +15,7 @@ from rich.filesize import decimal
 
 import adacheck_jax as adacheck
 from adacheck_jax.tools.history.walk import Walk
-from adacheck_jax.tools.report.gather import gather
-from adacheck_jax.tools.report.norms import relative_change
+from adacheck_jax.tools.report.gather import gather, relative_change
 from adacheck_jax.tools.report.page import page_of
 from adacheck_jax.tools.statistics import statistics_of
 from adacheck_jax.tools.steps import InputError
@@ -58,7 +57,7 @@ def test_a_report_changes_nothing_under_the_root(run):
 def test_bytes_are_those_of_stats_and_of_the_state(run):
     root, _, report = run
     assert report.statistics == statistics_of(root)
-    leaves = Walk(root).leaves(STEPS - 1)
+    leaves = Walk(root).lineage(STEPS - 1).base.leaves
     added = [leaf for leaf in leaves if re.search("adacheck_(record|passed)", leaf.path)]
     whole = sum(leaf.nbytes for leaf in leaves)
     assert 0 < sum(leaf.nbytes for leaf in added) == whole - report.state_bytes

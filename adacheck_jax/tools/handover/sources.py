@@ -27,7 +27,7 @@ from adacheck_jax.publish.root import VERSIONS, Root
 from adacheck_jax.store import volume_reader
 from adacheck_jax.store.storage.location import AnyPath, at
 from adacheck_jax.tools.handover import recorded_step
-from adacheck_jax.tools.steps import newest, numbered, undeleted
+from adacheck_jax.tools.steps import numbered, undeleted
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def step_source(root: AnyPath, number: int | None, item: str | None) -> Iterator
         InputError: there is no such root, step or item.
         AdaCheckError: the step is damaged, or cannot be restored exactly on this machine.
     """
-    step = recorded_step.find(root, newest(root, number, item), item)
+    step = recorded_step.find(root, number, item)
     with undeleted(step.directory), contextlib.closing(StockCheckpoints()) as stock:
         base, directory = step.lineage.base, step.lineage.base_directory
         fingerprints = step.lineage.end.fingerprints
@@ -167,7 +167,7 @@ def version_source(root: AnyPath, version: int | None) -> Iterator[Source]:
     if version is None or version < 0:
         reader = VersionReader(Root(root))
         kept = [x.record.version for x in reader.versions(reader.sequences()).values()]
-        version = numbered(kept, -1 if version is None else version, root)
+        version = numbered(kept, version, root)
     _, weights, _ = read_version(Root(root), version)
     arrays = {x.path: y for x, y in zip(weights.leaves.leaves, weights.arrays, strict=True)}
     elements = [*arrays.values()]

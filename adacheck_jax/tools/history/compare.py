@@ -153,11 +153,11 @@ _ORDER = {"record": 0, "params": 1, "optimizer state": 2, "other": 3}
 
 
 def _kinds(walk: Walk, step: int) -> Mapping[str, str]:
-    return {leaf.path: leaf.description for leaf in walk.leaves(step)}
+    return {leaf.path: leaf.description for leaf in walk.lineage(step).base.leaves}
 
 
 def _refuse_other_leaves(first: Walk, second: Walk, step: int) -> None:
-    if first.leaves(step) is second.leaves(step):
+    if first.lineage(step).base.leaves is second.lineage(step).base.leaves:
         return
     kinds = [_kinds(first, step), _kinds(second, step)]
     if kinds[0] != kinds[1]:

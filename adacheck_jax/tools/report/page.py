@@ -15,7 +15,7 @@ from rich.filesize import decimal
 
 from adacheck_jax.tools.listing import FOREIGN, STOCK, StepSummary, saved_at
 from adacheck_jax.tools.report import charts
-from adacheck_jax.tools.report.facts import Report
+from adacheck_jax.tools.report.gather import Report
 
 MOST_ROWS, MOST_LEAVES, MOST_SERIES = 500, 120, 12
 
