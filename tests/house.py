@@ -101,7 +101,7 @@ MAY_TOUCH_FILES = {
     "tools.handover.importing": "callers give it a path",
     "tools.handover.destination": "it makes what a user names, outside of checkpoint roots",
     "tools.handover.export": "it writes what a user names",
-    "tools.handover.safetensors_files": "the safetensors library writes files",
+    "tools.handover.formats": "the safetensors library writes files",
     "cli.callables": "it imports files of the user's",
     "cli.demo": "the demonstration works in a directory of its own",
     "cli.demo_child": "the demonstration works in a directory of its own",

@@ -11,17 +11,14 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 from typer.core import TyperGroup
 
 from adacheck_jax.errors import AdaCheckError, StorageError
 from adacheck_jax.store.storage.location import AnyPath, at, located
-from adacheck_jax.tools.steps import InputError
-
-if TYPE_CHECKING:
-    from adacheck_jax.tools.audit import Progress
+from adacheck_jax.tools.steps import InputError, Progress, quiet
 
 Report = TypeVar("Report")
 Root = Annotated[
@@ -184,10 +181,10 @@ def errors() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def progress_bar() -> Iterator[Progress | None]:
-    """A progress bar on stderr if that is a terminal, else None."""
+def progress_bar() -> Iterator[Progress]:
+    """A progress bar on stderr if that is a terminal."""
     if not sys.stderr.isatty():
-        yield None
+        yield quiet
         return
     import rich.progress  # only here: it takes a tenth of the time of a listing
     from rich.console import Console

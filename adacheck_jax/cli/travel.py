@@ -225,7 +225,7 @@ def bisect(
             raise InputError("expected --predicate FILE.py:FUNCTION or --non-finite, one of them.")
         asked = bisects.not_finite if predicate is None else _asked(predicate)
         ends = [None if each is None else walk.number(step_of(each)) for each in (first, last)]
-        return bisects.bisect(walk, asked, *ends, tell=progress)
+        return bisects.bisect(walk, asked, *ends, progress=progress)
 
 
 def _asked(target: str) -> Callable[[State], str | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from adacheck_jax.errors import AdaCheckError
@@ -17,10 +17,12 @@ from adacheck_jax.tools.listing import kind_of
 from adacheck_jax.tools.recompute import RECOMPUTED, Recomputation, Replayed
 from adacheck_jax.tools.steps import (
     InputError,
+    Progress,
     deleted,
     no_step,
     numbered,
     of_item,
+    quiet,
     settled,
     steps_under,
 )
@@ -28,9 +30,6 @@ from adacheck_jax.tools.verification import NUMBER, OTHER_BITS, Damage, Verifier
 
 _OF_ONE_LEAF = {OTHER_BITS, RECOMPUTED}
 """Messages about a leaf, and not about its file."""
-
-Progress = Callable[[int, int, str], None]
-"""A callback that takes the number of steps done, the number of all, and the next step's path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +123,7 @@ def verify_root(
     *,
     read_data: bool = False,
     replay: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = quiet,
 ) -> RootReport:
     """Verify the steps under a root.
 
@@ -214,7 +213,7 @@ class _Audit:
         self._verifier, self._recomputation = Verifier(), Recomputation()
         self.reports: dict[AnyPath, StepReport] = {}
 
-    def look(self, steps: Sequence[Step], progress: Progress | None) -> list[Step]:
+    def look(self, steps: Sequence[Step], progress: Progress) -> list[Step]:
         """Verify steps; damaged ones again, until their files do not change.
 
         Args:
@@ -230,7 +229,7 @@ class _Audit:
         def look() -> list[AnyPath]:
             for done, step in enumerate(ordered):
                 known = self.reports.get(step.directory)
-                if known is None and progress is not None:
+                if known is None:
                     progress(done, len(ordered), at(step.directory).below(at(self._root)))
                 if known is None or known.damage:
                     self.reports[step.directory] = self._report(step)

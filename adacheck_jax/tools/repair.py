@@ -19,14 +19,14 @@ from adacheck_jax.errors import AdaCheckError, StorageError, first_line
 from adacheck_jax.format import manifest_json
 from adacheck_jax.store.compaction import in_place
 from adacheck_jax.store.steps import identity, lookup, manifest_file, roots
-from adacheck_jax.store.steps import lineage as lineages
+from adacheck_jax.store.steps.lineage import Lineage, shown_steps
 from adacheck_jax.store.steps.marks import COMMIT_MARK
 from adacheck_jax.store.steps.roots import TMP_SUFFIX
 from adacheck_jax.store.storage.location import AnyPath, Location, at
 from adacheck_jax.tools import audit
-from adacheck_jax.tools.audit import Leftover, Progress, StepReport
+from adacheck_jax.tools.audit import Leftover, StepReport
 from adacheck_jax.tools.recompute import try_to_restore
-from adacheck_jax.tools.steps import InputError
+from adacheck_jax.tools.steps import InputError, Progress, quiet
 from adacheck_jax.tools.verification import Verifier, unreadable_file, whole_part
 
 _YOUNG_S = 60.0
@@ -92,7 +92,7 @@ def repair(
     read_data: bool = False,
     dry_run: bool = False,
     force: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = quiet,
 ) -> RepairReport:
     """Remove steps that cannot be restored, and leftovers.
 
@@ -156,17 +156,18 @@ def _check_quiet(root: Location, found: Iterable[Leftover]) -> None:
             continue
         changed_s = (root / each.path).changed_s()
         age_s = None if changed_s is None else time.time() - changed_s
-        if age_s is None or age_s < _YOUNG_S:
-            found_text, remedy = "a temporary directory", "stop the training run, and wait a minute"
-            if age_s is None:
-                found_text = "a step without Orbax's mark, of which a store does not tell the age"
-                remedy = "make sure that no training run saves here"
-            else:
-                found_text += f" that changed {max(0, round(age_s))} seconds ago"
-            raise InputError(
-                f"{root / each.path}: expected no save under way, found {found_text}. Nothing was "
-                f"removed; {remedy}, or pass --force if nothing is saving."
-            )
+        if age_s is None:
+            shown = "a step without Orbax's mark, of which a store does not tell the age"
+            remedy = "make sure that no training run saves here"
+        elif age_s < _YOUNG_S:
+            shown = f"a temporary directory that changed {max(0, round(age_s))} seconds ago"
+            remedy = "stop the training run, and wait a minute"
+        else:
+            continue
+        raise InputError(
+            f"{root / each.path}: expected no save under way, found {shown}. Nothing was removed; "
+            f"{remedy}, or pass --force if nothing is saving."
+        )
 
 
 def _plan(
@@ -182,23 +183,23 @@ def _plan(
             lost[root / step.item] = why
         else:
             kept.append(KeptDirectory(step.item, why))
-    sound = [root / step.item for step in steps if root / step.item not in lost]
-    for path, why in _alone(sound, lost).items():
+    sound: list[Lineage] = []
+    for directory in (root / step.item for step in steps):
+        if directory not in lost:
+            with contextlib.suppress(AdaCheckError):
+                sound.append(lookup.resolve(directory))
+    needed = _alone(sound, lost)
+    for each in sound:
+        for path in {at(entry.holder).resolve() for entry in each.entries} & lost.keys():
+            needed.setdefault(path, f"step {each.manifest.step} builds on it")
+    for path, why in needed.items():
         kept.append(KeptDirectory(path.below(root), why))
         del lost[path]
-    needed = _needed_by(sound)
-    for path in [each for each in lost if each in needed]:
-        kept.append(KeptDirectory(path.below(root), f"{needed[path]} builds on it"))
-        del lost[path]
-    chosen: list[tuple[Location, str]] = []
-    for each in found:
-        if not each.is_temporary:
-            continue
-        if _is_plain(root / each.path):
-            chosen.append((root / each.path, each.why))
-        else:
-            kept.append(KeptDirectory(each.path, "it is a symbolic link, which is not followed"))
-    chosen += _widened(root, lost)
+    temporary = [each for each in found if each.is_temporary]
+    plain = [each for each in temporary if _is_plain(root / each.path)]
+    why = "it is a symbolic link, which is not followed"
+    kept += [KeptDirectory(each.path, why) for each in temporary if each not in plain]
+    chosen = [*((root / each.path, each.why) for each in plain), *_widened(root, lost)]
     return [Removal(x.below(root), why, identity.of_directory(x)) for x, why in chosen], kept
 
 
@@ -237,13 +238,11 @@ def _format(manifest: Location) -> object:
     return None
 
 
-def _alone(sound: Iterable[Location], lost: Iterable[Location]) -> dict[Location, str]:
+def _alone(sound: Iterable[Lineage], lost: Iterable[Location]) -> dict[Location, str]:
     """Lost steps whose directories alone hold earlier steps, each with a reason to keep it."""
     known: dict[tuple[AnyPath, str | None], set[int]] = {}
-    for directory in sound:
-        with contextlib.suppress(AdaCheckError):
-            steps = lookup.resolve(directory).steps
-            known.setdefault(roots.place_of(directory).line, set()).update(steps)
+    for each in sound:
+        known.setdefault(roots.place_of(each.entries[-1].holder).line, set()).update(each.steps)
     found, verifier = {}, Verifier()
     for directory in lost:
         with contextlib.suppress(AdaCheckError):
@@ -252,7 +251,7 @@ def _alone(sound: Iterable[Location], lost: Iterable[Location]) -> dict[Location
             steps = [] if part is None else [each for each in part.steps if each not in others]
             if steps:
                 others.update(steps)
-                shown = lineages.shown_steps(steps)
+                shown = shown_steps(steps)
                 found[directory] = f"it alone holds steps {shown}: RestoreArgs(step={steps[-1]})"
     return found
 
@@ -291,14 +290,3 @@ def _is_removed(root: Location, removal: Removal) -> bool:
 def _is_plain(path: Location) -> bool:
     """True if no part of a path below the root, which is resolved, is a symbolic link."""
     return path.resolve() == path
-
-
-def _needed_by(directories: Iterable[AnyPath]) -> dict[Location, str]:
-    """The directories that steps need, each with the name of such a step."""
-    found: dict[Location, str] = {}
-    for directory in directories:
-        with contextlib.suppress(AdaCheckError):
-            lineage = lookup.resolve(directory)
-            for entry in lineage.entries:
-                found.setdefault(at(entry.holder).resolve(), f"step {lineage.manifest.step}")
-    return found

@@ -15,6 +15,12 @@ from adacheck_jax.store.steps.roots import Step
 from adacheck_jax.store.storage.location import AnyPath, at
 
 Found = TypeVar("Found")
+Progress = Callable[[int, int, str], None]
+"""A callback that takes the number of things done, the number of all, and what comes next."""
+
+
+def quiet(done: int, total: int, what: str) -> None:
+    """Tell nobody of the progress."""
 
 
 class InputError(Exception):

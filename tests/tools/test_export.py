@@ -30,7 +30,7 @@ from adacheck_jax.errors import MismatchError, StorageError
 from adacheck_jax.store.steps import identity
 from adacheck_jax.store.storage.location import at
 from adacheck_jax.tools.handover import export as exports
-from adacheck_jax.tools.handover import formats, safetensors_files, sources
+from adacheck_jax.tools.handover import formats, sources
 from adacheck_jax.tools.handover.formats import Format
 from tests import support
 from tests.end_to_end.test_compaction import item
@@ -209,7 +209,7 @@ def test_a_large_export_is_cut_into_shards_with_an_index(
     recorded, tmp_path, monkeypatch, size, count
 ):
     root, states = recorded
-    monkeypatch.setattr(safetensors_files, "FILE_BYTES", size)
+    monkeypatch.setattr(formats, "FILE_BYTES", size)
     out = tmp_path / "out"
     assert run("export", root, 2, out).exit_code == 0
     same_bits(found_in(out), params(states[2], "."))
@@ -373,7 +373,7 @@ def test_other_bits_in_what_was_written_are_found(recorded, tmp_path, monkeypatc
 
 def test_of_a_base_one_file_is_in_memory_at_once(tmp_path, monkeypatch):
     saved_bits(tmp_path / "run", {"params": {f"w{n}": np.full(1000, n * 1.0) for n in range(8)}})
-    monkeypatch.setattr(safetensors_files, "FILE_BYTES", 2 * 8000)
+    monkeypatch.setattr(formats, "FILE_BYTES", 2 * 8000)
     alive: list[Any] = []
     whole = sources.volume_reader.whole_array
 
@@ -404,10 +404,10 @@ def test_shards_are_as_full_as_they_may_be():
         formats.ExportedLeaf(i, str(i), sources.Leaf(str(i), (n,), "int8", 1, None, (), ()))
         for i, n in enumerate(sizes)
     ]
-    shards = safetensors_files.shards_of(leaves, 7)
+    shards = formats.shards_of(leaves, 7)
     assert [[x.leaf.nbytes for x in each] for each in shards.values()] == [[3, 4], [2], [9], [1, 1]]
-    assert [*safetensors_files.shards_of(leaves, 20)] == ["model.safetensors"]
-    assert [*safetensors_files.shards_of([], 20)] == ["model.safetensors"]
+    assert [*formats.shards_of(leaves, 20)] == ["model.safetensors"]
+    assert [*formats.shards_of([], 20)] == ["model.safetensors"]
 
 
 def test_params_are_what_the_update_trains(tmp_path):

@@ -16,7 +16,7 @@ from adacheck_jax.device import trees
 from adacheck_jax.errors import IntegrityError
 from adacheck_jax.format.byte_loops import fingerprint_of
 from adacheck_jax.store.storage.location import AnyPath, at, located
-from adacheck_jax.tools.handover import destination, formats, safetensors_files, sources
+from adacheck_jax.tools.handover import destination, formats, sources
 from adacheck_jax.tools.handover.formats import ExportedLeaf, Format
 from adacheck_jax.tools.handover.sources import Source
 from adacheck_jax.tools.steps import InputError
@@ -86,7 +86,7 @@ def export(
     root = located(root) if isinstance(root, str) else root.absolute()
     path = destination.checked(target, root)
     if wanted is Format.SAFETENSORS:
-        safetensors_files.check_installed()
+        formats.check_safetensors()
     if sources.is_published(root):
         opened = sources.version_source(root, number)
     else:
@@ -124,7 +124,7 @@ def _write(made: Path, source: Source, leaves: Sequence[ExportedLeaf], wanted: F
     if wanted is Format.SAFETENSORS:
         # Hugging Face's loaders want to be told a framework, whose name says nothing of the bytes.
         number = {"step" if source.item else "version": str(source.number)}
-        safetensors_files.write(made, leaves, source.read, {"format": "pt", **number})
+        formats.write_safetensors(made, leaves, source.read, {"format": "pt", **number})
         return
     described, _ = trees.flatten(source.tree)
     by_path = {each.leaf.path: each for each in leaves}
@@ -140,7 +140,7 @@ def _read_back(
     made: Path, leaves: Sequence[ExportedLeaf], wanted: Format
 ) -> Iterator[tuple[int, np.ndarray]]:
     if wanted is Format.SAFETENSORS:
-        return safetensors_files.read(made, leaves)
+        return formats.read_safetensors(made, leaves)
     found = plain.read(made)
     return ((each.index, found[each.leaf.path]) for each in leaves)
 

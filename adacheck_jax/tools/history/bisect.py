@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from adacheck_jax.tools.history.walk import State, Walk
-from adacheck_jax.tools.steps import InputError
+from adacheck_jax.tools.steps import InputError, Progress, quiet
 
 Predicate = Callable[[State], str | None]
 """The words for a state at which something holds; None where it does not hold."""
@@ -46,7 +46,7 @@ def bisect(
     predicate: Predicate,
     first: int | None = None,
     last: int | None = None,
-    tell: Callable[[int, int, str], None] | None = None,
+    progress: Progress = quiet,
 ) -> Bisection:
     """Find the first step at which a predicate holds, if it holds at all later ones too.
 
@@ -57,7 +57,7 @@ def bisect(
         predicate: what to look for.
         first: the oldest step to look at; None for the oldest recorded one.
         last: the newest step to look at; None for the newest recorded one.
-        tell: is told of the progress: looks that were taken, most looks to take, and at what.
+        progress: is told of the progress: looks that were taken, most looks to take, and at what.
 
     Raises:
         InputError: no step is recorded between the ends.
@@ -75,8 +75,7 @@ def bisect(
     most = 2 + max(len(steps) - 2, 0).bit_length()
 
     def holds(index: int) -> bool:
-        if tell is not None:
-            tell(len(tried), most, f"step {steps[index]}")
+        progress(len(tried), most, f"step {steps[index]}")
         state = walk.at(steps[index])
         rounded.update(dict.fromkeys(state.rounded))
         tried[state.step] = predicate(state)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +11,7 @@ from adacheck_jax.errors import StepDeletedError
 from adacheck_jax.tools.history.differences import norm, wide
 from adacheck_jax.tools.history.walk import State, Walk
 from adacheck_jax.tools.listing import note_of
+from adacheck_jax.tools.steps import Progress, quiet
 from adacheck_jax.update.recorder_state import PASSED_FIELD
 
 _RATE = "learning_rate"
@@ -63,14 +64,14 @@ class RunLog:
 def log(
     walk: Walk,
     last: int | None = None,
-    tell: Callable[[int, int, str], None] | None = None,
+    progress: Progress = quiet,
 ) -> RunLog:
     """Tell what the recorded steps did, from records and states alone.
 
     Args:
         walk: the run.
         last: number of the newest steps to tell of; None for all.
-        tell: is told of the progress.
+        progress: is told of the progress.
 
     Raises:
         InputError: this machine cannot replay a step.
@@ -82,8 +83,7 @@ def log(
     rows, gone = list[StepLog](), list[int]()
     before: list[np.ndarray] = []
     for n, step in enumerate(wanted):
-        if tell is not None:
-            tell(n, len(wanted), f"step {step}")
+        progress(n, len(wanted), f"step {step}")
         try:
             state = walk.at(step)
         except StepDeletedError:

@@ -16,14 +16,14 @@ from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.manifest import Delta
 from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.tools import audit, listing, statistics
-from adacheck_jax.tools.audit import Progress, RootReport
+from adacheck_jax.tools.audit import RootReport
 from adacheck_jax.tools.history import log
 from adacheck_jax.tools.history.differences import norm, roles_of, wide
 from adacheck_jax.tools.history.log import StepLog
 from adacheck_jax.tools.history.walk import State, Walk
 from adacheck_jax.tools.listing import FOREIGN, STOCK, RootSummary
 from adacheck_jax.tools.statistics import RootStatistics
-from adacheck_jax.tools.steps import InputError
+from adacheck_jax.tools.steps import InputError, Progress, quiet
 
 MOST_VERIFIED = 300
 """Saved steps up to which the structure of all is checked: it takes some milliseconds a step."""
@@ -78,7 +78,7 @@ def gather(
     root: AnyPath,
     item: str | None = None,
     norm_count: int | None = None,
-    tell: Progress | None = None,
+    progress: Progress = quiet,
 ) -> Report:
     """Gather a report.
 
@@ -87,7 +87,7 @@ def gather(
         item: name of the item directory, needed if steps hold several.
         norm_count: number of the steps that are restored for norms, at most; None for all of a
             small run, and none else.
-        tell: is told of the progress.
+        progress: is told of the progress.
 
     Raises:
         InputError: there is no such root, step or item.
@@ -102,7 +102,7 @@ def gather(
     damage = {row.item: row.error for row in ours if row.error}
     verified = None
     if 0 < len(ours) <= MOST_VERIFIED:
-        verified = audit.verify_root(root, item=item, progress=tell)
+        verified = audit.verify_root(root, item=item, progress=progress)
         found = {each.item: each.damage[0] for each in verified.steps if each.damage}
         damage = {place: f"{each.file}: {each.message}" for place, each in found.items()} | damage
     made_at = datetime.now(UTC).isoformat(timespec="seconds")
@@ -111,12 +111,12 @@ def gather(
         return report
     report = replace(report, statistics=statistics.statistics_of(root))
     with contextlib.closing(Walk(root, item)) as walk:
-        return _walked(report, walk, norm_count, tell)
+        return _walked(report, walk, norm_count, progress)
 
 
-def _walked(report: Report, walk: Walk, norm_count: int | None, tell: Progress | None) -> Report:
+def _walked(report: Report, walk: Walk, norm_count: int | None, progress: Progress) -> Report:
     """The report with what recorded steps tell."""
-    found, failed = _norms_of(walk, _chosen(walk, norm_count), tell)
+    found, failed = _norms_of(walk, _chosen(walk, norm_count), progress)
     note = f"Norms of {len(found):,} of {len(walk.steps):,} steps; --norms N restores N of them."
     if failed:
         step, why = next(iter(failed.items()))
@@ -147,15 +147,14 @@ def _walked(report: Report, walk: Walk, norm_count: int | None, tell: Progress |
 
 
 def _norms_of(
-    walk: Walk, wanted: Sequence[int], tell: Progress | None = None
+    walk: Walk, wanted: Sequence[int], progress: Progress
 ) -> tuple[dict[int, Norms], dict[int, str]]:
     """Norms of steps, and the reason for each that could not be restored."""
     before_of = dict(zip(walk.steps[1:], walk.steps, strict=False))
     found, failed = dict[int, Norms](), dict[int, str]()
     last: State | None = None
     for n, step in enumerate(wanted):
-        if tell is not None:
-            tell(n, len(wanted), f"step {step}")
+        progress(n, len(wanted), f"step {step}")
         try:
             earlier = before_of.get(step)
             if earlier is not None and (last is None or last.step != earlier):
