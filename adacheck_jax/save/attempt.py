@@ -54,11 +54,7 @@ class Exchange(Protocol):
         """Lets go of what was told, once all processes are past this attempt."""
 
     def beside(self, name: str) -> Exchange:
-        """An exchange about something that begins with this attempt, and outlives it.
-
-        Args:
-            name: name of it, once an attempt.
-        """
+        """An exchange about something that begins with this attempt, and outlives it."""
         ...
 
 
