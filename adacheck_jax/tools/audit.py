@@ -14,7 +14,7 @@ from adacheck_jax.store.steps.folders import LINEAGE
 from adacheck_jax.store.steps.roots import PROBE_PREFIX, TMP_SUFFIX, Step
 from adacheck_jax.store.storage.location import AnyPath, Location, at
 from adacheck_jax.tools.listing import kind_of
-from adacheck_jax.tools.recompute import RECOMPUTED, Recomputation, Replayed
+from adacheck_jax.tools.recompute import Recomputation, Replayed
 from adacheck_jax.tools.steps import (
     InputError,
     Progress,
@@ -26,10 +26,7 @@ from adacheck_jax.tools.steps import (
     settled,
     steps_under,
 )
-from adacheck_jax.tools.verification import NUMBER, OTHER_BITS, Damage, Verifier, damage_of
-
-_OF_ONE_LEAF = {OTHER_BITS, RECOMPUTED}
-"""Messages about a leaf, and not about its file."""
+from adacheck_jax.tools.verification import NUMBER, Damage, Verifier, damage_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,24 +271,10 @@ class _Audit:
 
 
 def _new(known: Sequence[Damage], found: Sequence[Damage]) -> list[Damage]:
-    """New damage: of leaves that are not known to be damaged, the same damage of several as one.
-
-    A leaf whose bytes are damaged is damaged in every other check too.
-    """
+    """New damage: a leaf whose bytes are damaged is damaged in every other check too."""
     leaves = {each.leaf for each in known if each.leaf is not None}
     said = {(each.file, each.message) for each in known}
-    new: list[Damage] = []
-    places: dict[tuple[str, str], int] = {}
-    for each in found:
-        key = (each.file, each.message)
-        if key in said or (each.leaf is not None and each.leaf in leaves):
-            continue
-        place = places.setdefault(key, len(new))
-        if place == len(new) or each.message in _OF_ONE_LEAF:
-            new.append(each)
-        else:
-            new[place] = replace(new[place], leaf=None)
-    return new
+    return [x for x in found if x.leaf not in leaves and (x.file, x.message) not in said]
 
 
 def leftovers(root: AnyPath) -> list[Leftover]:

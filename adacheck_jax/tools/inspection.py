@@ -16,6 +16,7 @@ from adacheck_jax.store.steps.roots import Step
 from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.tools.history.differences import roles_of
 from adacheck_jax.tools.listing import kind_of, parent_of, recorded_with
+from adacheck_jax.tools.statistics import computed_by
 from adacheck_jax.tools.steps import selected, undeleted
 
 
@@ -175,10 +176,8 @@ def _sources(lineage: Lineage) -> list[str]:
         stored[index] = f"kept from {step}"
     sources: list[dict[str, None]] = [{} for _ in base.leaves]
     for delta in lineage.deltas:
-        if update is not None and delta.has_update:
-            computed = update.computed_by(delta.updates)
-            for index in computed.difference(update.passed, delta.unreplayed):
-                sources[index]["replayed"] = None
+        for index in computed_by(update, delta):
+            sources[index]["replayed"] = None
         for position, index in enumerate(delta.stored):
             letters = {pack.encodings[position] for pack in delta.packs}
             if update is not None and delta.has_update and index in update.consumed:

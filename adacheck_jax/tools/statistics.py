@@ -140,7 +140,7 @@ class _Tally:
         self._seen.add((manifest, delta.step))
         self.delta_count += 1
         stored, equal, coded = _stored(base.leaves, delta)
-        computed = _computed(base.update, delta)
+        computed = computed_by(base.update, delta)
         for index, leaf in enumerate(base.leaves):
             self._deltas[leaf.path] += stored[index]
             self.redundancy[DELTAS] += stored[index]
@@ -181,7 +181,7 @@ def _stored(
     return stored, equal, coded
 
 
-def _computed(update: Update | None, delta: Delta) -> frozenset[int]:
+def computed_by(update: Update | None, delta: Delta) -> frozenset[int]:
     """Indices of the leaves that a restore computes from this delta."""
     if update is None or not delta.has_update:
         return frozenset()
