@@ -7,7 +7,6 @@ the content of arrays are not in them: equal leaves, unchanged leaves, runs of z
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -189,7 +188,8 @@ def _itemsize_bytes(path: str, leaf: Any) -> int:
     if isinstance(leaf, bool | int | float | complex):
         leaf = np.asarray(leaf)
     if transfer.is_key(leaf):
-        return _key_bytes(leaf.dtype)
+        words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), leaf.dtype))
+        return words.size * words.dtype.itemsize
     try:
         dtype = np.dtype(leaf.dtype)
         tuple(leaf.shape)
@@ -202,13 +202,6 @@ def _itemsize_bytes(path: str, leaf: Any) -> int:
             "makes it."
         )
     return dtype.itemsize
-
-
-@functools.cache
-def _key_bytes(dtype: Any) -> int:
-    """Bytes of all words of one typed PRNG key."""
-    data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
-    return data.size * data.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,7 +131,7 @@ def _params(base: BaseManifest) -> list[int]:
 
 def _stored(directory: AnyPath, leaf: Leaf, by_path: Any, fingerprint: int) -> np.ndarray:
     """Elements of one leaf of a base."""
-    found = "found other bits, by their fingerprint"
+    found, cause = "found other bits, by their fingerprint", None
     try:
         array, digest = volume_reader.whole_array(directory, by_path[leaf.path].name, leaf.dtype)
         if digest == fingerprint:
@@ -139,11 +139,11 @@ def _stored(directory: AnyPath, leaf: Leaf, by_path: Any, fingerprint: int) -> n
     except (LookupError, ValueError, OSError) as error:
         if refused := unreadable(directory, error):
             raise refused from error
-        found = first_line(error)
+        found, cause = first_line(error), error
     raise IntegrityError(
         f"{directory}: leaf {leaf.path}: expected the bits that were saved: {found}. Nothing was "
         "written; take another step."
-    )
+    ) from cause
 
 
 def is_published(root: AnyPath) -> bool:
