@@ -177,7 +177,7 @@ def speculate(situation: Situation, options: Options) -> SavePlan | None:
     goes_on = (
         saved.kind == "replay"
         and saved.follows_saved
-        and situation.step - saved.step == saved.interval
+        and situation.step - parent.step == saved.interval
     )
     if (
         not (goes_on or parent.deferred_count)
@@ -226,7 +226,7 @@ def plan_deferred(situation: Situation, options: Options) -> SavePlan | str:
     if not situation.keeps_ancestors:
         return "nothing keeps the steps that it builds on"
     if saved is not None and saved.failure and situation.process_count == 1:
-        return f"step {saved.step}, which it would follow, was not saved"
+        return f"the step before step {situation.step} was not saved"
     return _planned(situation, one_update(structure, "deferred"), options)
 
 

@@ -8,6 +8,11 @@ the record leaves the devices. What it holds is this process's part of a base.
 Other systems keep such a replica for recovery alone (LowDiff+, AdaCheck); none proves it.
 """
 
+# Threads: start, follow, is_beyond and recover are called by whoever saves or restores; a Proof by
+# the thread that moves the run's steps on. All work on the copy itself (``shadow_state``) is done
+# by the one thread made here, in the order in which it was asked for. No lock: the callers change
+# the references here alone, and the thread never reads them.
+
 from __future__ import annotations
 
 import logging

@@ -1,5 +1,8 @@
 """The copy of the state that the shadow holds: loaded, moved on step by step, and summed up."""
 
+# Threads: everything but the constructor runs on the shadow's thread; ``is_lost`` and
+# ``has_room_for_copy`` are read by others, as one value that may be a step old.
+
 from __future__ import annotations
 
 import dataclasses

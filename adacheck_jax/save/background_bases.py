@@ -12,6 +12,10 @@ begin at the same save; process 0 puts the base into its place, and tells the ot
 save. What is decided follows from what all of them were told, so that they go on alike.
 """
 
+# Threads: take, go_on, learn and restart are called by saves, which are one at a time; put by
+# Orbax's writing thread; one thread of this class writes. ``_lock`` guards who has a pending base:
+# the thread that puts it into its place, or the save that drops it. Nothing is called under it.
+
 from __future__ import annotations
 
 import logging

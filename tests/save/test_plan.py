@@ -244,7 +244,7 @@ def situation_of(structure, counts, *, leaves=None, deferred_count=0, step=7, lo
     )
     base = types.SimpleNamespace(leaves=leaves or structure.leaves, update=update)
     lineage = types.SimpleNamespace(base=base, problem="")
-    saved = situation.SavedFacts(6, structure, "replay", 1, True, True, False)
+    saved = situation.SavedFacts(structure, "replay", 1, True, True, False)
     known = None if counts is None else (6,)
     facts = situation.Facts(6, 5, known, lineage, deferred_count, saved, True, structure.leaves)
     return situation.Situation(
