@@ -24,10 +24,12 @@ def of_sums(starts: Sequence[Sequence[int]], element_bytes: Sequence[int]) -> np
         element_bytes: width of each shard's elements.
 
     Returns:
-        uint32 of shape (rows, MAX_RANK + 1, 2), one row a shard and perhaps some more: 64-bit
-        numbers, in a type that JAX always has.
+        uint32 of shape (rows, columns, 2), one row a shard and perhaps some more: 64-bit numbers,
+        in a type that JAX always has. A row is the width, and the first index along each axis and
+        along that of the words of wide elements.
     """
-    table = np.zeros((max(len(starts), _MIN_ROWS), MAX_RANK + 1), np.int64)
+    axes = max(MAX_RANK, *(len(start) + 1 for start in starts))
+    table = np.zeros((max(len(starts), _MIN_ROWS), axes + 1), np.int64)
     for row, start, width in zip(table, starts, element_bytes, strict=False):
         row[: 1 + len(start)] = width, *start
     return _as_words(table)
