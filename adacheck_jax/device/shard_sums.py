@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from adacheck_jax.device import transfer
 from adacheck_jax.device.loops import shard_tables, xla_call
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.fingerprint import from_words, weights
@@ -132,10 +133,11 @@ def _program(
 ) -> _Program:
     """Program for arrays on one mesh, with the boxes that each local device holds of them."""
     rows = PartitionSpec(mesh.axis_names)
-    table = _on_devices(
-        NamedSharding(mesh, rows),
-        [shard_tables.of_sums([box.start for box in each], widths) for each in boxes],
-    )
+    tables = {
+        device.id: shard_tables.of_sums([box.start for box in each], widths)
+        for device, each in zip(mesh.local_devices, boxes, strict=True)
+    }
+    table = transfer.row_each(NamedSharding(mesh, rows), tables)
     sums = xla_call.sums if calls_loops else _sums
 
     def local(shards: Sequence[jax.Array], own: jax.Array) -> jax.Array:
@@ -152,16 +154,6 @@ def _program(
             return jitted(arrays, table)
 
     return run
-
-
-def _on_devices(sharding: NamedSharding, tables: Sequence[np.ndarray]) -> jax.Array:
-    """One table for each local device of a mesh, on that device."""
-    mesh = cast(Mesh, sharding.mesh)
-    by_device = dict(zip(mesh.local_devices, tables, strict=True))
-    rows: list[Any] = [by_device.get(device) for device in mesh.devices.flat]
-    return jax.make_array_from_callback(
-        (len(rows), *tables[0].shape), sharding, lambda index: rows[index[0].start or 0][None]
-    )
 
 
 def _sums(shards: Sequence[jax.Array], table: jax.Array) -> jax.Array:

@@ -314,6 +314,21 @@ def place(wanted: jax.ShapeDtypeStruct, read: Callable[[Box], np.ndarray]) -> ja
     return jax.make_array_from_callback(wanted.shape, sharding, block)
 
 
+def row_each(sharding: jax.sharding.NamedSharding, rows: Mapping[int, np.ndarray]) -> jax.Array:
+    """An array that has a row for each device of a mesh, on that device.
+
+    Args:
+        sharding: cuts the first axis over all axes of the mesh.
+        rows: rows of the devices of this process, by device id; of one shape.
+    """
+    mesh: Any = sharding.mesh
+    every = [rows.get(device.id) for device in mesh.devices.flat]
+    shape = next(iter(rows.values())).shape
+    return jax.make_array_from_callback(
+        (len(every), *shape), sharding, lambda index: np.asarray(every[index[0].start or 0])[None]
+    )
+
+
 def moved(array: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
     """An array on another sharding.
 

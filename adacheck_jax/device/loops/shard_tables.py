@@ -41,7 +41,7 @@ def of_samples(
     strides: Sequence[int],
     counts: Sequence[int],
     columns: Sequence[int],
-) -> tuple[np.ndarray, list[int]]:
+) -> tuple[np.ndarray, int]:
     """Table of the shards of which elements are taken, a stride apart.
 
     Args:
@@ -52,18 +52,17 @@ def of_samples(
         columns: position of each shard's first element among those that the program is given.
 
     Returns:
-        The table as of :func:`of_sums`, and the position in bytes of each shard's elements in the
-        result; behind the last that of its end.
+        The table as of :func:`of_sums`, and the bytes of all elements.
     """
     table = np.zeros((max(len(boxes), _MIN_ROWS), SHAPE + MAX_RANK), np.int64)
-    places = [0]
+    to = 0
     rows = zip(table, boxes, element_bytes, strides, counts, columns, strict=False)
     for row, box, width, stride, count, column in rows:
-        row[[WIDTH, STRIDE, COUNT, TO, COLUMN]] = width, stride, count, places[-1], column
+        row[[WIDTH, STRIDE, COUNT, TO, COLUMN]] = width, stride, count, to, column
         row[FIRST : FIRST + len(box.start)] = box.start
         row[SHAPE : SHAPE + len(box.shape)] = box.shape
-        places.append(places[-1] + count * width)
-    return _as_words(table), places
+        to += count * width
+    return _as_words(table), to
 
 
 def _as_words(table: np.ndarray) -> np.ndarray:

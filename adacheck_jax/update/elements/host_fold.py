@@ -88,12 +88,6 @@ class _Work:
     taken: list[_Vector]
     computed: list[_Vector]
 
-    @property
-    def refs(self) -> list[int]:
-        """Numbers of the scalars that the batch takes."""
-        pairs = zip(self.batch.group.inputs, self.batch.inputs, strict=True)
-        return [ref for ref, leaves in pairs if not leaves]
-
 
 class HostFold:
     """A copy of what updates compute in host memory, which each step moves on.
@@ -201,7 +195,7 @@ class HostFold:
         with self._settings():
             switches = update_program.switches(self._recorder_count)
             given = {i: spec((), x.dtype) for i, x in self._scalars.items()}
-            needed = sorted({ref for work in self._work for ref in work.refs})
+            needed = sorted({ref for work in self._work for ref in work.batch.shared})
 
             def scalars(given: Mapping[int, Any], switches: Any) -> Any:
                 results, values = self._pieces.scalars(given, switches)
@@ -211,7 +205,7 @@ class HostFold:
             programs = [jax.jit(scalars).lower(given, switches).compile()]
             for work in self._work:
                 arrays = [spec((each.chunk,), each.dtype) for each in work.taken]
-                shared = {ref: values[ref] for ref in work.refs}
+                shared = {ref: values[ref] for ref in work.batch.shared}
                 programs.append(jax.jit(work.batch.mapped).lower(shared, arrays).compile())
         self._programs = programs
 
@@ -295,7 +289,7 @@ class HostFold:
             before = 0
             for work, program in zip(self._work, programs, strict=True):
                 chunks = _Chunks(before, begin, done)
-                _slide(work, program, {ref: values[ref] for ref in work.refs}, chunks)
+                _slide(work, program, {ref: values[ref] for ref in work.batch.shared}, chunks)
                 before += work.computed[0].count
         self._scalars.update(results)
 
