@@ -37,7 +37,7 @@ class Sampling:
         return self._taker is not None and self._taker.is_ready and self._compiled.done()
 
     def _compile(self) -> Any:
-        specs = self._pieces.specs(len(self._sites.devices))
+        specs = self._pieces.abstract_samples(len(self._sites.devices))
         with self._arithmetic.applied():
             switches = update_program.switches(len(self._structure.bindings))
             return jax.jit(self._pieces.__call__).lower(*specs, switches).compile()

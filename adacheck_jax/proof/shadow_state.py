@@ -339,12 +339,11 @@ def fold_of(structure: Structure, update: ExportedUpdate, *, is_kept: bool) -> H
     if jax.process_count() > 1 and not behind <= structure.everywhere:
         return "arrays are computed from a number that not every process has"
     boxes = {i: [Box.full(leaves[i].shape)] for i in touched}
-    dtypes = {i: jax.numpy.dtype(leaves[i].dtype) for i in touched}
     count = len(structure.bindings)
     try:
         if jax.process_count() > 1:
             boxes |= _boxes_of_records(structure, pieces, consumed)
-        return HostFold(pieces, dtypes, boxes, count, update.arithmetic)
+        return HostFold(pieces, boxes, count, update.arithmetic)
     except UnfitError as error:
         return str(error)
 

@@ -22,7 +22,7 @@ from adacheck_jax.device.jax_settings import Arithmetic
 from adacheck_jax.device.shard_sums import is_narrow
 from adacheck_jax.format.boxes import Blocks, Box
 from adacheck_jax.update import program as update_program
-from adacheck_jax.update.elements.pieces import ROW, Batch, Pieces
+from adacheck_jax.update.elements.pieces import ROW, Batch, Pieces, Role
 
 CHUNK_ELEMENTS = 1 << 18
 """Elements of a chunk: 3 MB of adamw's state. Of a fourth a fold took three times as long."""
@@ -88,13 +88,27 @@ class _Work:
     taken: list[_Vector]
     computed: list[_Vector]
 
+    def order(self) -> tuple[Sequence[int], int]:
+        """The chunks in the order of a step, and the first element in use after it."""
+        first = self.computed[0]
+        if first.shift:
+            return range(first.count), 0
+        return range(first.count)[::-1], first.chunk  # the spare chunk is behind the last one
+
+    def compute(self, program: Any, values: Mapping[int, Any], number: int, shift: int) -> None:
+        """Compute a chunk, into the place of the chunk before or after it."""
+        chunk = self.computed[0].chunk
+        start, stop = number * chunk, (number + 1) * chunk
+        results = program(values, [each.part(start, chunk) for each in self.taken])
+        for each, result in zip(self.computed, results, strict=True):
+            each.memory[shift + start : shift + stop] = result
+
 
 class HostFold:
     """A copy of what updates compute in host memory, which each step moves on.
 
     Args:
         pieces: the update.
-        dtypes: data type of each leaf, by leaf index.
         boxes: boxes of each leaf that the copy holds, by leaf index.
         recorder_count: number of recorders whose updates the program makes.
         arithmetic: settings that the update was traced with.
@@ -107,37 +121,38 @@ class HostFold:
     def __init__(
         self,
         pieces: Pieces,
-        dtypes: Mapping[int, Any],
         boxes: Mapping[int, Sequence[Box]],
         recorder_count: int,
         arithmetic: Arithmetic,
     ) -> None:
         self._pieces, self._recorder_count, self._arithmetic = pieces, recorder_count, arithmetic
         self._device = jax.local_devices(backend="cpu")[0]
-        self._scalars = {i: np.zeros((), dtypes[i]) for i in pieces.scalar_leaves}
+        self._scalars = {i: np.zeros((), pieces.specs[i].dtype) for i in pieces.scalar_leaves}
         self._places: dict[int, tuple[_Vector, list[tuple[Box, int]]]] = {}
         self._copies: dict[int, Any] = {}
         self._is_turned = False
-        vectors: list[_Vector] = []
+        self._vectors: list[_Vector] = []
         self._work: list[_Work] = []
         for batch in pieces.batches:
-            roles = dict.fromkeys([*batch.taken, *batch.outputs])
-            made: dict[tuple[int, ...], _Vector] = {}
-            elements = sum(box.size for i in next(iter(roles)) for box in boxes[i])
+            held = {
+                role: [tuple(boxes[leaf]) for leaf in role]
+                for role in (*batch.taken, *batch.outputs)
+            }
+            first, *others = held.values()
+            if any(each != first for each in others):
+                raise UnfitError("leaves that are computed together are cut otherwise")
+            elements = sum(box.size for each in first for box in each)
             chunk = min(CHUNK_ELEMENTS, -(-max(elements, 1) // ROW) * ROW)
-            for leaves in roles:
-                for leaf, like in zip(leaves, next(iter(roles)), strict=True):
-                    if [*boxes[leaf]] != [*boxes[like]]:
-                        raise UnfitError("leaves that are computed together are cut otherwise")
-                dtype = np.dtype(dtypes[leaves[0]])
+            made: dict[Role, _Vector] = {}
+            for role in held:
+                dtype = np.dtype(pieces.specs[role[0]].dtype)
                 if is_narrow(dtype):
                     raise UnfitError("the host keeps elements of less than a byte otherwise")
-                made[leaves] = _Vector(dtype, elements, chunk, leaves in batch.outputs)
-                self._place(made[leaves], leaves, boxes)
-            vectors += made.values()
+                made[role] = _Vector(dtype, elements, chunk, role in batch.outputs)
+                self._place(made[role], role, boxes)
+            self._vectors += made.values()
             taken, outputs = ([made[x] for x in each] for each in (batch.taken, batch.outputs))
             self._work.append(_Work(batch, taken, outputs))
-        self._vectors = vectors
         self._programs: list[Any] = []
 
     def _place(
@@ -286,47 +301,22 @@ class HostFold:
         with self._settings():
             switches = update_program.switches(self._recorder_count, updates)
             results, values = jax.device_get(of_scalars(self._scalars, switches))
-            before = 0
+            complete = 0
             for work, program in zip(self._work, programs, strict=True):
-                chunks = _Chunks(before, begin, done)
-                _slide(work, program, {ref: values[ref] for ref in work.batch.shared}, chunks)
-                before += work.computed[0].count
+                given = {ref: values[ref] for ref in work.batch.shared}
+                numbers, shift = work.order()
+                for number in numbers:
+                    complete += 1
+                    if complete <= begin:
+                        continue
+                    work.compute(program, given, number, shift)
+                    # All of a chunk is there before it is said to be: the next one overwrites what
+                    # it took.
+                    if done is not None:
+                        done(complete)
+                for each in work.computed:
+                    each.shift = shift
         self._scalars.update(results)
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunks:
-    """The chunks of one batch among all of an update.
-
-    Attributes:
-        before: number of chunks of the batches before it.
-        begin: number of chunks of all that are complete already.
-        done: to be called with the number of complete chunks of all.
-    """
-
-    before: int
-    begin: int
-    done: Callable[[int], None] | None
-
-
-def _slide(work: _Work, program: Any, values: Mapping[int, Any], chunks: _Chunks) -> None:
-    """Compute all chunks of a batch, each into the place of the chunk before or after it."""
-    first, *_ = work.computed
-    numbers, shift = [*range(first.count)], 0
-    if not first.shift:  # the spare chunk is behind the last one
-        numbers, shift = numbers[::-1], first.chunk
-    for place, number in enumerate(numbers, chunks.before):
-        if place < chunks.begin:
-            continue
-        start, stop = number * first.chunk, (number + 1) * first.chunk
-        results = program(values, [each.part(start, each.chunk) for each in work.taken])
-        for each, result in zip(work.computed, results, strict=True):
-            each.memory[shift + start : shift + stop] = result
-        # All of a chunk is there before it is said to be: the next one overwrites what it took.
-        if chunks.done is not None:
-            chunks.done(place + 1)
-    for each in work.computed:
-        each.shift = shift
 
 
 def _copy_plan(places: Sequence[tuple[Box, int]], given: Sequence[Box]) -> list[Any]:

@@ -118,6 +118,7 @@ class Pieces:
 
     Attributes:
         leaves: indices of all leaves, in order.
+        specs: shape and data type of each leaf.
         computed: indices of the leaves that the update computes.
         before: roles of which a sample of the state before the update is needed.
         after: roles of which one of the state after it is needed.
@@ -144,7 +145,7 @@ class Pieces:
         flat = without_equal_scalars(flat)
         indices = [i for each in arguments for i in each]
         explained = [*arguments[0], *arguments[1]]
-        self._specs = dict(zip(indices, (x for each in specs for x in each), strict=True))
+        self.specs = dict(zip(indices, (x for each in specs for x in each), strict=True))
         self._sizes = sizes
         consts, inputs = flat.inputs[: len(closed.consts)], flat.inputs[len(closed.consts) :]
         self._consts = dict(zip(consts, closed.consts, strict=True))
@@ -173,7 +174,7 @@ class Pieces:
         self.after = [*roles]
 
     def _is_scalar(self, leaf: int) -> bool:
-        return not self._specs[leaf].shape
+        return not self.specs[leaf].shape
 
     def _batched(self, every: Sequence[Group], avals: Mapping[int, Any]) -> list[Batch]:
         """Equal groups together, whose leaves of one role are all computed, or none."""
@@ -212,12 +213,12 @@ class Pieces:
             for equal in alike.values()
         ]
 
-    def specs(self, rows: int) -> list[Vectors]:
+    def abstract_samples(self, rows: int) -> list[Vectors]:
         """Abstract samples that a call takes, of so many devices."""
         return [
             {
                 role: jax.ShapeDtypeStruct(
-                    (rows, sum(self._sizes[i] for i in role)), self._specs[role[0]].dtype
+                    (rows, sum(self._sizes[i] for i in role)), self.specs[role[0]].dtype
                 )
                 for role in roles
             }
