@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,6 @@ from adacheck_jax.device.lead import DeviceGrid, Lead, nearest
 from adacheck_jax.device.sharding import Holder, holders_of
 from adacheck_jax.errors import ReplicaError
 from adacheck_jax.format.boxes import Box
-from adacheck_jax.format.fingerprint import from_words, to_words
 from adacheck_jax.format.manifest import Leaf
 
 _log = logging.getLogger(__name__)
@@ -377,7 +377,7 @@ def replica_report(state: trees.PyTree) -> ReplicaReport:
     """Compares all replicas of a state, on its devices, bit by bit.
 
     In a multi-process program every process calls this with the same state, and gets the same
-    report, but for arrays that lie on the devices of one process alone: that process reports them.
+    report; of arrays that lie on the devices of one process alone that process counts the replicas.
 
     Args:
         state: any pytree of arrays, typed PRNG keys included. Only jax arrays have replicas.
@@ -397,38 +397,26 @@ def replica_report(state: trees.PyTree) -> ReplicaReport:
     arrays: list[Any] = [
         transfer.raw(leaf) if isinstance(leaf, jax.Array) else None for leaf in named.values()
     ]
-    sites = tuple(_sites(replicated_leaves(tuple(named), arrays)))
+    where = replicated_leaves(tuple(named), arrays)
+    sites = tuple(_sites(where))
     watched = {site.leaf: arrays[site.leaf] for site in sites}
-    parts = fingerprint.Contributions(watched, dict.fromkeys(watched, ()), every_replica=True)
-    parts.sums()
-    sums = {site: dict(parts.replicas.get(site.leaf, {}).get(site.box, {})) for site in sites}
-    if jax.process_count() > 1:
-        _gather(sums, {i for i, array in watched.items() if not array.is_fully_addressable})
+    sums = fingerprint.Contributions(watched, dict.fromkeys(watched, ()), every_replica=True)
+    sums.sums()
+    check = ReplicaCheck("warn", where, (), DeviceGrid((), ()), Lead())
+    parts = _gathered(check.part(sums.replicas))
     replica_count = sum(len(site.holders) for site in sites)
-    return ReplicaReport(len(named), len(sites), replica_count, compare(sums))
+    found = compare(check.differing(parts))
+    return ReplicaReport(len(named), len(sites), replica_count, found)
 
 
-def _gather(sums: dict[Site, dict[Holder, int]], everywhere: set[int]) -> None:
-    """Fills in the sums of other processes' devices; collective.
-
-    Args:
-        sums: sums of this process's devices; changed.
-        everywhere: indices of the leaves that lie on several processes. All processes know these,
-            so that all have the same slots in the same order.
-    """
-    slots: dict[int, list[tuple[Site, Holder]]] = {p: [] for p in range(jax.process_count())}
-    for site in sums:
-        if site.leaf in everywhere:
-            for holder in site.holders:
-                slots[holder.process].append((site, holder))
-    own = [sums[site][holder] for site, holder in slots[jax.process_index()]]
-    length = max(map(len, slots.values()))  # every process gathers a table of one shape
-    words = to_words([*own, *[0] * (length - len(own))])
-    gathered = np.asarray(multihost_utils.process_allgather(words))  # (processes, length, 2)
-    for process, where in slots.items():
-        values = from_words(gathered[process])
-        for (site, holder), value in zip(where, values, strict=False):
-            sums[site][holder] = value
+def _gathered(part: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The reports of all processes, in order; collective."""
+    if jax.process_count() == 1:
+        return [part]
+    data = np.frombuffer(json.dumps(part).encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.int32(data.size))
+    rows = multihost_utils.process_allgather(np.pad(data, (0, max(sizes) - data.size)))
+    return [json.loads(bytes(row[:size])) for row, size in zip(rows, sizes, strict=True)]
 
 
 def _processes(site: Site) -> list[int]:

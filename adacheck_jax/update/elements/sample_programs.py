@@ -56,13 +56,11 @@ class SampledLeaf:
     Attributes:
         spec: shape, data type and sharding.
         sampling: the sampling of its shape.
-        column: position of its first elements among those of all shapes.
         sites: for each device that samples, in their order, the sampled box in its shard.
     """
 
     spec: jax.ShapeDtypeStruct
     sampling: SampledShape
-    column: int
     sites: tuple[Box, ...]
 
     @classmethod
@@ -72,7 +70,7 @@ class SampledLeaf:
         sampling = sites.of(index)
         held = {device.id: box for device, box in boxes_held(array).items()}
         boxes = (sampling.sites[each].relative_to(held[each].start) for each in sites.devices)
-        return cls(spec, sampling, sites.position(index), tuple(boxes))
+        return cls(spec, sampling, tuple(boxes))
 
     @property
     def kind(self) -> tuple[str, Any, Any]:
@@ -122,7 +120,7 @@ class MeshSampler:
                 [leaf.spec.dtype.itemsize for leaf in leaves],
                 [leaf.sampling.stride for leaf in leaves],
                 [leaf.sampling.count for leaf in leaves],
-                [leaf.column for leaf in leaves],
+                [leaf.sampling.column for leaf in leaves],
             )
             for row in range(len(self._devices))
         ]
@@ -151,7 +149,7 @@ class MeshSampler:
             return [
                 jnp.concatenate(
                     [
-                        _taken(x, starts[0, leaf.column], leaf.sampling)
+                        _taken(x, starts[0], leaf.sampling)
                         for x, leaf in zip(blocks, leaves, strict=True)
                     ]
                 )[None]
@@ -243,11 +241,11 @@ def _block(shard: jax.Array, shape: Sequence[int], offset: jax.Array) -> jax.Arr
     return shard.reshape(-1)
 
 
-def _taken(flat: jax.Array, start: jax.Array, sampling: SampledShape) -> jax.Array:
+def _taken(flat: jax.Array, starts: jax.Array, sampling: SampledShape) -> jax.Array:
     """Elements of a flattened site, a stride apart."""
     if sampling.stride == 1:
         return flat
-    places = start + jnp.arange(sampling.count, dtype=jnp.int32) * sampling.stride
+    places = starts[sampling.column] + jnp.arange(sampling.count, dtype=jnp.int32) * sampling.stride
     return flat.at[jnp.minimum(places, flat.shape[0] - 1)].get(mode="promise_in_bounds")
 
 

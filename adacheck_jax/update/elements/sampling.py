@@ -98,7 +98,7 @@ def _leaves_of(roles: Iterable[Role]) -> list[int]:
 
 def _on_host(array: Any, index: int, sites: Sites, starts: Starts) -> Part:
     """The sampled elements of one leaf, a row a device."""
-    own, column = sites.of(index), sites.position(index)
+    own = sites.of(index)
     shards = {shard.device.id: shard for shard in getattr(array, "addressable_shards", ())}
     rows = []
     for row, device in enumerate(sites.devices):
@@ -111,7 +111,7 @@ def _on_host(array: Any, index: int, sites: Sites, starts: Starts) -> Part:
             block = np.asarray(array)[site.slices]
         flat = block.reshape(-1)
         if own.stride > 1:
-            places = starts[row, column] + np.arange(own.count) * own.stride
+            places = starts[row, own.column] + np.arange(own.count) * own.stride
             flat = flat[np.minimum(places, flat.shape[0] - 1)]
         rows.append(flat)
     elements = np.array(rows)
