@@ -58,40 +58,30 @@ class Operation:
 
 
 @dataclass(frozen=True, slots=True)
-class Keep(Operation):
-    """The leaf as it is, under another path."""
-
-    def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
-        return list(taken)
-
-    def apply(self, xp: Any, arrays: Arrays) -> list[Any]:
-        return list(arrays)
-
-    def inverse(self, taken: Sequence[Kind]) -> Operation:
-        return self
-
-
-@dataclass(frozen=True, slots=True)
 class Stack(Operation):
     """Equal leaves become one with an axis more.
 
     Attributes:
         axis: position of the new axis in the result.
+        copies: number of times that the leaves are taken, one after another.
     """
 
     axis: int = 0
+    copies: int = 1
 
     def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
+        if self.copies < 1:
+            raise ValueError(f"expected at least one copy, found {self.copies}")
         first = _same_kind(taken, "stack")
         axis = _position(self.axis, len(first.shape) + 1)
-        shape = (*first.shape[:axis], len(taken), *first.shape[axis:])
+        shape = (*first.shape[:axis], len(taken) * self.copies, *first.shape[axis:])
         return [Kind(shape, first.dtype)]
 
     def apply(self, xp: Any, arrays: Arrays) -> list[Any]:
-        return [xp.stack(arrays, axis=self.axis)]
+        return [xp.stack([*arrays] * self.copies, axis=self.axis)]
 
     def inverse(self, taken: Sequence[Kind]) -> Operation:
-        return Unstack(len(taken), self.axis)
+        return Unstack(len(taken) * self.copies, self.axis, self.copies)
 
     def source_axes(self, axes: int) -> list[int | None]:
         axis = _position(self.axis, axes + 1)
@@ -100,28 +90,31 @@ class Stack(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Unstack(Operation):
-    """A leaf becomes one for each index of an axis.
+    """A leaf becomes one for each index of an axis: the inverse of :class:`Stack`.
 
     Attributes:
         count: length of the axis.
         axis: its position.
+        copies: number of equal parts of the axis, of which the first is taken.
     """
 
     count: int
     axis: int = 0
+    copies: int = 1
 
     def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
         only, axis = _one_along(taken, self.axis)
         if only.shape[axis] != self.count:
             raise ValueError(f"expected {self.count} along axis {axis}, found {only.shape[axis]}")
-        return [Kind(_without_axis(only.shape, axis), only.dtype)] * self.count
+        part = Kind(_without_axis(only.shape, axis), only.dtype)
+        return [part] * (self.count // self.copies)
 
     def apply(self, xp: Any, arrays: Arrays) -> list[Any]:
         (only,) = arrays
-        return [xp.take(only, k, axis=self.axis) for k in range(self.count)]
+        return [xp.take(only, k, axis=self.axis) for k in range(self.count // self.copies)]
 
     def inverse(self, taken: Sequence[Kind]) -> Operation:
-        return Stack(self.axis)
+        return Stack(self.axis, self.copies)
 
     def source_axes(self, axes: int) -> list[int | None]:
         axis = _position(self.axis, axes)
@@ -288,42 +281,6 @@ class Strip(Operation):
     def inverse(self, taken: Sequence[Kind]) -> Operation | None:
         axis = _position(self.axis, len(taken[0].shape))
         return None if self.is_lossy else Pad(axis, taken[0].shape[axis])
-
-
-@dataclass(frozen=True, slots=True)
-class Repeat(Stack):
-    """Copies of a leaf along a new axis.
-
-    Attributes:
-        count: number of copies.
-    """
-
-    count: int = 1
-
-    def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
-        if self.count < 1:
-            raise ValueError(f"expected at least one copy, found {self.count}")
-        return Stack.kinds(self, [*taken] * self.count)
-
-    def apply(self, xp: Any, arrays: Arrays) -> list[Any]:
-        return Stack.apply(self, xp, [*arrays] * self.count)
-
-    def inverse(self, taken: Sequence[Kind]) -> Operation:
-        return First(self.count, self.axis)
-
-
-@dataclass(frozen=True, slots=True)
-class First(Unstack):
-    """The first of equal copies along an axis: the inverse of :class:`Repeat`."""
-
-    def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
-        return Unstack.kinds(self, taken)[:1]
-
-    def apply(self, xp: Any, arrays: Arrays) -> list[Any]:
-        return [xp.take(arrays[0], 0, axis=self.axis)]
-
-    def inverse(self, taken: Sequence[Kind]) -> Operation:
-        return Repeat(self.axis, self.count)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,13 @@ the paths that the params have in theirs.
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from adacheck_jax.errors import MismatchError
-from adacheck_jax.layout.operations import Keep, Kind, Operation
+from adacheck_jax.layout.operations import Kind, Operation
 from adacheck_jax.layout.rules import Rule
 
 _SHOWN = 10
@@ -250,7 +251,7 @@ class _Planning:
         kinds = [self._kinds[value] for value in taken]
         try:
             operation = rule.making(kinds)
-            if isinstance(operation, Keep):
+            if operation is None:
                 return taken
             if keys := [path for path, k in zip(sources, kinds, strict=True) if "<" in k.dtype]:
                 raise ValueError(f"typed PRNG keys can only be renamed, and {keys[0]} is one")
@@ -349,23 +350,14 @@ def params_of(params: Sequence[str], ends: Sequence[str]) -> Params:
         own = {path[: -len(end)].removesuffix("/") for path in params if _ends_with(path, end)}
         common = own if common is None else common & own
     inside = [root for root in common or () if all(within(root, p) is not None for p in params)]
-    root = min(inside, key=len, default=_common_root(params))
+    common_root = posixpath.commonpath([*map(posixpath.dirname, params)] or [""])
+    root = min(inside, key=len, default=common_root)
     return Params(root, frozenset(within(root, path) or "" for path in params))
 
 
 def _ends_with(path: str, end: str) -> bool:
     """True if a path ends with all segments of another one."""
     return path == end or path.endswith(f"/{end}")
-
-
-def _common_root(paths: Sequence[str]) -> str:
-    """The path of the smallest tree that holds all leaves."""
-    shared: list[str] = []
-    for parts in zip(*(path.split("/")[:-1] for path in paths), strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return "/".join(shared)
 
 
 def find_trees(leaves: Mapping[str, Kind], params: Params) -> list[str]:

@@ -18,8 +18,7 @@ import jax.export
 from adacheck_jax.errors import FormatError, IntegrityError, first_line
 from adacheck_jax.format.manifest import Update
 from adacheck_jax.update import untrusted
-from adacheck_jax.update.kept import Kept
-from adacheck_jax.update.program import Leaves, UpdateFunction, platform
+from adacheck_jax.update.program import Kept, Leaves, UpdateFunction, platform
 
 _log = logging.getLogger(__name__)
 
