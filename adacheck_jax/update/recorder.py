@@ -10,7 +10,7 @@ mesh, since its roundings are pinned (:mod:`~adacheck_jax.update.pinning.pinned_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -33,9 +33,13 @@ from adacheck_jax.update.recorder_state import (
     passed_key,
     picked,
 )
-from adacheck_jax.update.recording.extra_arguments import ExtraArguments
-from adacheck_jax.update.recording.one_object import OneObject
-from adacheck_jax.update.recording.record import check_types, empty_record, record_of, widened
+from adacheck_jax.update.recording.record import (
+    ExtraArguments,
+    check_types,
+    empty_record,
+    record_of,
+    widened,
+)
 from adacheck_jax.update.recording.signatures import (
     SeparateCall,
     UpdateSignature,
@@ -52,17 +56,17 @@ _KEPT_COUNT = 8
 """Values that a recorder keeps for its handlers; a state's tree may change all the time."""
 
 
-class Probe:
+class _Probe:
     """A stand-in for params, without leaves, that collects the recorders that it reaches."""
 
     def __init__(self) -> None:
         self.recorders: list[Recorder] = []
 
 
-jax.tree_util.register_pytree_node(Probe, lambda probe: ((), probe), lambda probe, _: probe)
+jax.tree_util.register_pytree_node(_Probe, lambda probe: ((), probe), lambda probe, _: probe)
 
 
-class Recorder(OneObject):
+class Recorder(optax.GradientTransformationExtraArgs):
     """Wraps an optax transformation and records the input of each update.
 
     Example::
@@ -156,6 +160,18 @@ class Recorder(OneObject):
         self._pinned = PinnedFunction(self._updated)
         return self
 
+    # It has a memory: whoever copies it, as a part of a config or of a tree, gets it itself.
+    def __copy__(self) -> Recorder:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Recorder:
+        return self
+
+    @classmethod
+    def _make(cls, iterable: Iterable[Any]) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """A stock transformation: other functions make no Recorder."""
+        return optax.GradientTransformationExtraArgs(*iterable)
+
     def once(self, key: Hashable, make: Callable[[], _Value]) -> _Value:
         """Make a value once for all handlers of this recorder, such as its exported update.
 
@@ -224,7 +240,7 @@ class Recorder(OneObject):
 
     def _init(self, params: PyTree) -> RecorderState:
         """The state before the first update."""
-        if isinstance(params, Probe):
+        if isinstance(params, _Probe):
             params.recorders.append(self)
             return RecorderState((), (), {}, {}, InnerElsewhere())
         inner, extra = self.tx.init(params), self._extra.zeros()
@@ -333,6 +349,21 @@ class Recorder(OneObject):
         params, inner, record, extra = shapes
         self.signatures.append(UpdateSignature(params, inner, record, extra, passed))
         return passed
+
+
+# A node without leaves, as an optax transformation has none.
+jax.tree_util.register_pytree_node(Recorder, lambda one: ((), one), lambda one, _: one)
+
+
+def reached_by(tx: optax.GradientTransformation) -> tuple[list[Recorder], Exception | None]:
+    """The recorders in a transformation, each once, and the error of an ``init`` without params."""
+    probe: Any = _Probe()
+    problem = None
+    try:
+        tx.init(probe)
+    except Exception as error:  # masks and labels need the params themselves
+        problem = error
+    return [*dict.fromkeys(probe.recorders)], problem
 
 
 def _check_arguments(tx: Any, dtype: Any) -> None:
