@@ -13,10 +13,9 @@ others hold too, and the sums of single devices only where its own disagree.
 from __future__ import annotations
 
 import collections
-import functools
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -164,32 +163,22 @@ def summary(divergences: Sequence[Divergence]) -> str:
     return f"{boxes} of {leaves} whose replicas are declared equal and are not"
 
 
-@functools.lru_cache(maxsize=4096)
-def _replicated(
-    sharding: jax.sharding.Sharding, shape: tuple[int, ...]
-) -> tuple[tuple[Box, tuple[Holder, ...]], ...]:
-    """Boxes with elements that several devices hold, ascending, with their holders."""
-    held = holders_of(sharding, shape).items()
-    return tuple((box, holders) for box, holders in held if box.size and len(holders) > 1)
+def replicated_sites(paths: Sequence[str], arrays: Sequence[Any]) -> tuple[Site, ...]:
+    """Boxes with elements that several devices hold, by leaf and box; only jax arrays have any.
 
-
-ReplicatedLeaf = tuple[int, str, jax.sharding.Sharding, tuple[int, ...]]
-"""Index, path, sharding and shape of a leaf that has replicas."""
-
-
-def replicated_leaves(paths: Sequence[str], arrays: Sequence[Any]) -> tuple[ReplicatedLeaf, ...]:
-    """Leaves that have replicas; only jax arrays have.
+    Boxes that several processes hold come in the same order in every process.
 
     Args:
         paths: leaf paths.
         arrays: plain arrays, one a path.
     """
-    found = (
-        (i, path, array.sharding, tuple(array.shape))
+    return tuple(
+        Site(i, path, box, holders)
         for i, (path, array) in enumerate(zip(paths, arrays, strict=True))
         if isinstance(array, jax.Array)
+        for box, holders in holders_of(array.sharding, tuple(array.shape)).items()
+        if box.size and len(holders) > 1
     )
-    return tuple(each for each in found if _replicated(*each[2:]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,16 +196,6 @@ class Verdict:
     leaves: frozenset[int] = frozenset()
 
 
-def _sites(where: Sequence[ReplicatedLeaf]) -> Iterator[Site]:
-    """Yields the boxes that several devices hold, by leaf and box.
-
-    Boxes that several processes hold come in the same order in every process.
-    """
-    for i, path, sharding, shape in where:
-        for box, holders in _replicated(sharding, shape):
-            yield Site(i, path, box, holders)
-
-
 class ReplicaCheck:
     """Compares the replicas of one state that is being saved.
 
@@ -225,7 +204,7 @@ class ReplicaCheck:
 
     Args:
         mode: reaction to replicas that differ.
-        where: leaves that have replicas.
+        sites: boxes that have replicas.
         leaves: all leaves, with the processes that write their boxes.
         devices: devices of the state.
         lead: the one of them whose replica is saved.
@@ -234,13 +213,13 @@ class ReplicaCheck:
     def __init__(
         self,
         mode: Mode,
-        where: Sequence[ReplicatedLeaf],
+        sites: Sequence[Site],
         leaves: Sequence[Leaf],
         devices: DeviceGrid,
         lead: Lead,
     ) -> None:
         self.mode: Mode = mode
-        self._places = where if mode != "off" else ()
+        self._sites = sites if mode != "off" else ()
         self._leaves, self._devices, self._lead = leaves, devices, lead
 
     def part(self, sums: ReplicaSums) -> dict[str, Any]:
@@ -255,7 +234,7 @@ class ReplicaCheck:
         """
         shared: list[int] = []
         divergent: list[Any] = []
-        for site in _sites(self._places):
+        for site in self._sites:
             here = sums.get(site.leaf, {}).get(site.box, {})
             if not here:
                 continue
@@ -274,7 +253,7 @@ class ReplicaCheck:
         """
         table: dict[tuple[int, Box], tuple[str, dict[Holder, int]]] = {}
         shared = [iter(part["shared"]) for part in parts]
-        for site in _sites(self._places):
+        for site in self._sites:
             if site.is_shared:
                 value = {process: next(shared[process]) for process in _processes(site)}
                 sums = {holder: value[holder.process] for holder in site.holders}
@@ -301,7 +280,7 @@ class ReplicaCheck:
             ReplicaError: replicas differ, and the mode is ``"raise"``; or the processes have
                 written parts of several of them.
         """
-        sums = self.differing(parts) if self.mode != "off" else {}
+        sums = self.differing(parts)
         if not sums:
             return Verdict("", self._lead)
         found = compare(sums)
@@ -397,12 +376,11 @@ def replica_report(state: trees.PyTree) -> ReplicaReport:
     arrays: list[Any] = [
         transfer.raw(leaf) if isinstance(leaf, jax.Array) else None for leaf in named.values()
     ]
-    where = replicated_leaves(tuple(named), arrays)
-    sites = tuple(_sites(where))
+    sites = replicated_sites(tuple(named), arrays)
     watched = {site.leaf: arrays[site.leaf] for site in sites}
     sums = fingerprint.Contributions(watched, dict.fromkeys(watched, ()), every_replica=True)
     sums.sums()
-    check = ReplicaCheck("warn", where, (), DeviceGrid((), ()), Lead())
+    check = ReplicaCheck("warn", sites, (), DeviceGrid((), ()), Lead())
     parts = _gathered(check.part(sums.replicas))
     replica_count = sum(len(site.holders) for site in sites)
     found = compare(check.differing(parts))

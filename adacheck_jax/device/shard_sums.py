@@ -35,12 +35,10 @@ class Summing:
             passes arrays of equal shapes and shardings.
 
     Attributes:
-        indices: leaf indices of the arrays.
         placed: sharding and shape of each array.
     """
 
     def __init__(self, arrays: Mapping[int, jax.Array]) -> None:
-        self.indices = tuple(arrays)
         self.placed = {i: (array.sharding, array.shape) for i, array in arrays.items()}
         self._groups: list[tuple[Sequence[tuple[int, int | None]], _Program]] = []
         on_mesh: dict[Mesh, dict[int, NamedSharding]] = {}

@@ -1,4 +1,9 @@
-"""Copies of boxes from devices to the host, and global arrays built from boxes."""
+"""Copies of boxes from devices to the host, and global arrays built from boxes.
+
+Two threads may meet in :class:`Staged`: the one that writes takes blocks out, and another one waits
+until the arrays may be donated. Its one lock is held while an array comes to the host; then nothing
+else is called.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +107,6 @@ class Staged(Mapping[int, Blocks]):
         self._taken: dict[int, list[tuple[Box, Any, tuple[slice, ...]]]] = {}
         self._blocks: dict[int, Blocks] = {}
         self._has_begun = False
-        # A writing thread and one that waits until the arrays may be donated may meet here.
         self._lock = threading.RLock()
 
     def begin(self) -> Staged:

@@ -335,22 +335,14 @@ class Cast(Operation):
 
 
 def _position(axis: int, axes: int) -> int:
-    """The position of an axis, which may be counted from the end.
-
-    Raises:
-        ValueError: there is no such axis.
-    """
+    """The position of an axis, which may be counted from the end."""
     if not -axes <= axis < axes:
         raise ValueError(f"expected an axis of {axes}, found axis {axis}")
     return axis % axes
 
 
 def _one_along(taken: Sequence[Kind], axis: int) -> tuple[Kind, int]:
-    """The only leaf that is taken, and the position of an axis of it.
-
-    Raises:
-        ValueError: there is no such axis.
-    """
+    """The only leaf that is taken, and the position of an axis of it."""
     (only,) = taken
     return only, _position(axis, len(only.shape))
 
@@ -366,11 +358,7 @@ def _without_axis(shape: Shape, axis: int) -> Shape:
 
 
 def _same_kind(taken: Sequence[Kind], name: str, but: int | None = None) -> Kind:
-    """The kind of all leaves; refuses leaves of several, but for the length of one axis.
-
-    Raises:
-        ValueError: two leaves differ; it names them, and the operation.
-    """
+    """The kind of all leaves; refuses leaves of several, but for the length of one axis."""
 
     def compared(kind: Kind) -> tuple[object, ...]:
         shape = kind.shape if but is None else _without_axis(kind.shape, but)

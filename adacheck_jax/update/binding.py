@@ -321,16 +321,7 @@ def _is_per_example(
 
 
 def _fit(tree: PyTree, paths: Mapping[str, str], leaves: Mapping[str, LeafType]) -> bool | None:
-    """True if the data types of a tree are those of a state's leaves.
-
-    Args:
-        tree: the tree.
-        paths: leaf paths in the state, by path relative to the tree's root.
-        leaves: types of all leaves of the state.
-
-    Returns:
-        None if already the paths or the shapes differ.
-    """
+    """True if a tree has the data types of a state's leaves; None if its paths or shapes differ."""
     wanted = leaf_types(_flat(tree))
     found = matched_paths(list(wanted), paths)
     if not len(wanted) == len(found) == len(paths):

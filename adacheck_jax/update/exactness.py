@@ -90,11 +90,7 @@ def of(
 
 
 class _Walk:
-    """One walk through a function.
-
-    Attributes:
-        primitives: names of the operations that made results depend on an order.
-    """
+    """One walk through a function, which notes the operations that depend on an order."""
 
     def __init__(self, *, pinned: bool) -> None:
         self.primitives: set[str] = set()

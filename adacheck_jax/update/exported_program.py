@@ -2,6 +2,9 @@
 
 A process that has never seen the optimizer can replay such a program on any mesh: exported for one
 device, it is partitioned like the arrays that it is called with.
+
+Any thread may load a program; what is shared is in :class:`~adacheck_jax.update.program.Kept`. An
+export (:func:`tracing`) changes a setting of the whole process that only debug locations depend on.
 """
 
 from __future__ import annotations

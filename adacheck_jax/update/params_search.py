@@ -5,6 +5,7 @@ Knows the nodes of recorders and the types of leaves, and no recorder object.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -156,9 +157,8 @@ def _nearest(node: RecorderNode, candidates: list[str]) -> list[str]:
 
 def _shared_count(a: str, b: str) -> int:
     """Number of components that two leaf paths share, from the root on."""
-    ours, theirs = a.split("/"), b.split("/")
-    pairs = list(zip(ours, theirs, strict=False))
-    return next((i for i, (x, y) in enumerate(pairs) if x != y), len(pairs))
+    pairs = zip(a.split("/"), b.split("/"), strict=False)
+    return len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
 
 
 def _ends_with(path: str, end: str) -> bool:
@@ -182,15 +182,13 @@ def named_root(
     Raises:
         RecorderError: several such subtrees are equally near.
     """
-    parts, found = name.split("/"), dict[str, float]()
-    inside = tuple(_join(each.prefix, "") for each in nodes)
+    inside, shared = tuple(_join(each.prefix, "") for each in nodes), dict[str, float]()
     for path in leaves:
-        own = path.split("/")
-        ends = [n for n in range(len(parts), len(own) + 1) if own[n - len(parts) : n] == parts]
-        if ends and not path.startswith(inside):
-            root = "/".join(own[: ends[0]])
-            found[root] = math.inf if root == name else _shared_count(root, node.prefix)
-    nearest = [root for root, shared in found.items() if shared == max(found.values())]
+        above = itertools.accumulate(path.split("/"), _join)
+        root = next((each for each in above if _ends_with(each, name)), None)
+        if root is not None and not path.startswith(inside):
+            shared[root] = math.inf if root == name else _shared_count(root, node.prefix)
+    nearest = [root for root, count in shared.items() if count == max(shared.values())]
     if len(nearest) > 1:
         raise RecorderError(
             f"expected one subtree {name!r} for the Recorder at {node.prefix!r}, found "
@@ -214,14 +212,7 @@ def params_under(
     node: RecorderNode,
     leaves: Mapping[str, LeafType],
 ) -> tuple[str, ...]:
-    """Leaf paths of a node's params below their root.
-
-    Args:
-        root: leaf path of the params' root.
-        relative: paths of the params relative to the root.
-        recorded: paths of the gradients relative to the root; params without one are left out.
-        node: the node.
-        leaves: types of all leaves of the state.
+    """Leaf paths of a node's params, from the paths of params and gradients below their root.
 
     Raises:
         RecorderError: a param is missing, or has another shape than its gradient.
@@ -240,16 +231,7 @@ def params_under(
 
 
 def pick(relative: Sequence[str], available: Mapping[str, str], what: str) -> tuple[str, ...]:
-    """Leaf paths in a state for paths relative to a tree.
-
-    Args:
-        relative: paths relative to the tree.
-        available: leaf paths in the state, by relative path.
-        what: name of the tree, for the message.
-
-    Raises:
-        RecorderError: names the paths that the state does not have.
-    """
+    """Leaf paths in a state for paths relative to a tree; an error names those that it lacks."""
     matched = matched_paths(relative, available)
     missing = [path for path in relative if path not in matched]
     if missing:

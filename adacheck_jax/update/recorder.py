@@ -6,6 +6,10 @@ delta, and a restore replays ``tx`` over it.
 
 Put it last in the chain, after clipping. An element-wise ``tx`` then replays bit-exactly on every
 mesh, since its roundings are pinned (:mod:`~adacheck_jax.update.pinning.pinned_function`).
+
+The thread that trains traces updates and notes what it saw; a save reads that on the caller's
+thread, and a restore, which may trace a replay, on one in the background. There is no lock: what a
+Recorder keeps is replaced or appended whole, and two threads at worst make one value twice.
 """
 
 from __future__ import annotations
@@ -335,11 +339,7 @@ class Recorder(optax.GradientTransformationExtraArgs):
     def _learn(
         self, params: PyTree, inner: PyTree, record: PyTree, extra: dict[str, Any]
     ) -> tuple[str, ...]:
-        """Note the trees of an update, so that the handler can trace the update again.
-
-        Returns:
-            Leaf paths of the small leaves of ``inner`` that the update returns unchanged.
-        """
+        """Note the trees of an update; leaf paths of the small leaves that it passes through."""
         shapes = [jax.tree.map(abstract, tree) for tree in (params, inner, record, extra)]
         for known in self.signatures:
             if [known.params, known.inner, known.record, known.extra] == shapes:

@@ -4,6 +4,8 @@ Leaves that go through the same operations lie one behind another in a vector, a
 chunk at a time by one small program. With each step a vector slides by one chunk, forward and back
 in turns, so that no chunk is overwritten before its successor is complete: a step that was stopped
 in the middle is gone on with, if it is known how many chunks are complete.
+
+All work on a copy is done by one thread at a time; there is no lock.
 """
 
 from __future__ import annotations
@@ -36,26 +38,15 @@ class UnfitError(Exception):
 
 @dataclass(slots=True)
 class _Vector:
-    """Elements of leaves that play the same part in one batch.
-
-    Attributes:
-        dtype: data type of the elements.
-        elements: number of elements in use, without padding.
-        chunk: elements of a chunk.
-        slides: True if the vector is computed, and slides.
-        memory: chunks for all elements, and chunks to spare.
-        spare: number of chunks to spare: one of a vector that slides, as many as there are of one
-            that is put twice.
-        shift: first element in use.
-    """
+    """Elements of one role, in chunks; a computed vector slides by one chunk at each step."""
 
     dtype: np.dtype
-    elements: int
-    chunk: int
+    elements: int  # in use, without padding
+    chunk: int  # elements of a chunk
     slides: bool
     memory: np.ndarray = field(default_factory=lambda: np.empty(0))
-    spare: int = 0
-    shift: int = 0
+    spare: int = 0  # chunks: one if it slides, all of them once more if it is put twice
+    shift: int = 0  # first element in use
 
     @property
     def count(self) -> int:
@@ -320,11 +311,7 @@ class HostFold:
 
 
 def _copy_plan(places: Sequence[tuple[Box, int]], given: Sequence[Box]) -> list[Any]:
-    """Copies that fill the boxes of a leaf from others.
-
-    Raises:
-        UnfitError: the others do not cover it.
-    """
+    """Copies that fill the boxes of a leaf from others, which have to cover them."""
     plan = []
     for box, start in places:
         found = 0

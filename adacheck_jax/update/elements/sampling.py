@@ -4,6 +4,9 @@ An update whose elements stay in their places computes an element of each leaf f
 of the leaves that it takes. So a sample of one save and a sample of the next, at the same places
 (:mod:`~adacheck_jax.update.elements.sample_sites`), show if a replay of the update between them
 gives the trained state, without a copy of the state.
+
+One thread in the background compiles (:meth:`Taker.compile`) and hands over one future; the thread
+that saves takes samples, and whichever compares them waits for their elements. There is no lock.
 """
 
 from __future__ import annotations
@@ -27,12 +30,7 @@ from adacheck_jax.update.elements.sample_sites import Sites, Starts
 
 
 class _Places:
-    """The places of the elements of each leaf in the parts of a sample.
-
-    Args:
-        parts: leaves of each part, whose elements lie one behind another.
-        sizes: number of elements of each leaf.
-    """
+    """The places of each leaf's elements in parts, where those of some lie one behind another."""
 
     def __init__(self, parts: Iterable[Sequence[int]], sizes: Mapping[int, int]) -> None:
         self._of: dict[int, tuple[int, int, int]] = {}

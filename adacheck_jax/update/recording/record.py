@@ -79,11 +79,7 @@ def _dtype_of(value: Any, dtype: Any) -> Any:
 
 
 def _arrays(tree: PyTree) -> PyTree:
-    """A tree with its Python numbers made arrays.
-
-    Raises:
-        RecorderError: a leaf is neither an array nor a number.
-    """
+    """A tree with its Python numbers made arrays; refuses what is neither."""
 
     def as_array(path: Any, leaf: Any) -> Any:
         if hasattr(leaf, "dtype"):
