@@ -125,14 +125,7 @@ class ReplicaReport:
 
 
 def compare(sums: Mapping[Site, Mapping[Holder, int]]) -> tuple[Divergence, ...]:
-    """Finds the boxes whose replicas differ.
-
-    Args:
-        sums: known sums of the replicas of each box, by holder.
-
-    Returns:
-        One divergence for every box whose sums differ, in the order of ``sums``.
-    """
+    """The boxes whose replicas differ, in the order of the sums, which are given by holder."""
     found = []
     for site, by_holder in sums.items():
         counts = collections.Counter(by_holder.values()).most_common(2)
@@ -167,10 +160,6 @@ def replicated_sites(paths: Sequence[str], arrays: Sequence[Any]) -> tuple[Site,
     """Boxes with elements that several devices hold, by leaf and box; only jax arrays have any.
 
     Boxes that several processes hold come in the same order in every process.
-
-    Args:
-        paths: leaf paths.
-        arrays: plain arrays, one a path.
     """
     return tuple(
         Site(i, path, box, holders)
@@ -246,11 +235,7 @@ class ReplicaCheck:
         return {"shared": shared, "divergent": divergent}
 
     def differing(self, parts: Sequence[Mapping[str, Any]]) -> dict[Site, dict[Holder, int]]:
-        """The boxes whose replicas differ, within and across processes, with all their sums.
-
-        Args:
-            parts: reports of all processes, in order.
-        """
+        """The boxes whose replicas differ, with their sums, by the reports of all processes."""
         table: dict[tuple[int, Box], tuple[str, dict[Holder, int]]] = {}
         shared = [iter(part["shared"]) for part in parts]
         for site in self._sites:

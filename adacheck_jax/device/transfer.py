@@ -29,12 +29,7 @@ def raw(leaf: Any) -> Any:
 
 
 def keyed(data: Any, like: Any) -> Any:
-    """Elements as a leaf: typed PRNG keys of another one's kind if that has keys.
-
-    Args:
-        data: plain elements, from :func:`raw`.
-        like: the other leaf, also an abstract one.
-    """
+    """Plain elements as a leaf: typed PRNG keys of another leaf's kind if that has keys."""
     if not is_key(like):
         return data
     impls: list[Any] = []
@@ -191,15 +186,7 @@ class Joined(Mapping[int, Blocks]):
 
 
 def stage(arrays: Mapping[int, Any], picks: Mapping[int, Sequence[Pick]]) -> Staged:
-    """Brings boxes of several arrays to the host; the arrays may be donated when this returns.
-
-    Args:
-        arrays: jax or numpy arrays by leaf index (see :func:`raw`).
-        picks: boxes to take, by leaf index.
-
-    Returns:
-        The blocks of each array.
-    """
+    """Brings boxes of several arrays to the host; the arrays may be donated when this returns."""
     return Staged(arrays, picks).wait()
 
 
@@ -326,10 +313,10 @@ def row_each(sharding: jax.sharding.NamedSharding, rows: Mapping[int, np.ndarray
         rows: rows of the devices of this process, by device id; of one shape.
     """
     mesh: Any = sharding.mesh
-    every = [rows.get(device.id) for device in mesh.devices.flat]
+    every: list[Any] = [rows.get(device.id) for device in mesh.devices.flat]
     shape = next(iter(rows.values())).shape
     return jax.make_array_from_callback(
-        (len(every), *shape), sharding, lambda index: np.asarray(every[index[0].start or 0])[None]
+        (len(every), *shape), sharding, lambda index: every[index[0].start or 0][None]
     )
 
 

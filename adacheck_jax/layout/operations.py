@@ -225,62 +225,42 @@ class Transpose(Operation):
 
 
 @dataclass(frozen=True, slots=True)
-class Pad(Operation):
-    """Zeros are added at the end of an axis.
+class Resize(Operation):
+    """Zeros are added at the end of an axis, or its end is cut off.
+
+    The inverse of a cut gives the bits back if only zeros were there.
 
     Attributes:
         axis: the axis.
         size: its new length.
-    """
-
-    axis: int
-    size: int
-
-    def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
-        only, axis = _one_along(taken, self.axis)
-        if self.size < only.shape[axis]:
-            raise ValueError(f"expected a size of at least {only.shape[axis]}, found {self.size}")
-        return [Kind(_with_length(only.shape, axis, self.size), only.dtype)]
-
-    def apply(self, xp: Any, arrays: Arrays) -> list[Any]:
-        (only,) = arrays
-        axis = _position(self.axis, only.ndim)
-        missing = _with_length(only.shape, axis, self.size - only.shape[axis])
-        return [xp.concatenate([only, xp.zeros(missing, only.dtype)], axis=axis)]
-
-    def inverse(self, taken: Sequence[Kind]) -> Operation:
-        axis = _position(self.axis, len(taken[0].shape))
-        return Strip(axis, taken[0].shape[axis])
-
-
-@dataclass(frozen=True, slots=True)
-class Strip(Operation):
-    """The end of an axis is cut off; its inverse gives the bits back if only zeros were.
-
-    Attributes:
-        axis: the axis.
-        size: its new length.
+        is_longer: True if zeros are added.
         is_lossy: True if other elements than zeros may be lost.
     """
 
     axis: int
     size: int
+    is_longer: bool
     is_lossy: bool = False
 
     def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
         only, axis = _one_along(taken, self.axis)
-        if not 0 <= self.size <= only.shape[axis]:
-            raise ValueError(f"expected a size of at most {only.shape[axis]}, found {self.size}")
+        length = only.shape[axis]
+        if self.size < 0 or self.size != (max if self.is_longer else min)(self.size, length):
+            limit = "least" if self.is_longer else "most"
+            raise ValueError(f"expected a size of at {limit} {length}, found {self.size}")
         return [Kind(_with_length(only.shape, axis, self.size), only.dtype)]
 
     def apply(self, xp: Any, arrays: Arrays) -> list[Any]:
         (only,) = arrays
         axis = _position(self.axis, only.ndim)
-        return [only[(*(slice(None),) * axis, slice(0, self.size))]]
+        if not self.is_longer:
+            return [only[(*(slice(None),) * axis, slice(0, self.size))]]
+        missing = _with_length(only.shape, axis, self.size - only.shape[axis])
+        return [xp.concatenate([only, xp.zeros(missing, only.dtype)], axis=axis)]
 
     def inverse(self, taken: Sequence[Kind]) -> Operation | None:
         axis = _position(self.axis, len(taken[0].shape))
-        return None if self.is_lossy else Pad(axis, taken[0].shape[axis])
+        return None if self.is_lossy else Resize(axis, taken[0].shape[axis], not self.is_longer)
 
 
 @dataclass(frozen=True, slots=True)

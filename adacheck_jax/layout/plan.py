@@ -77,11 +77,7 @@ class Plan:
         return [path for path, value in self.inputs.items() if self.outputs.get(path) == value]
 
     def needed_for(self, wanted: Iterable[str]) -> Plan:
-        """The part of the plan that gives some leaves of the new state.
-
-        Args:
-            wanted: their leaf paths; others are left out.
-        """
+        """The part of the plan that gives some leaves of the new state, by their leaf paths."""
         outputs = {path: self.outputs[path] for path in wanted}
         values, steps = set(outputs.values()), list[LayoutStep]()
         for step in reversed(self.steps):
@@ -339,11 +335,11 @@ def within(root: str, path: str) -> str | None:
 
 
 def params_of(params: Sequence[str], ends: Sequence[str]) -> Params:
-    """The tree of the params of a recorder.
+    """The tree of the params of a recorder, which has the paths of the tree of their gradients.
 
     Args:
         params: leaf paths of the trained params.
-        ends: paths of their gradients in the tree of the gradients, which has the params' paths.
+        ends: paths of their gradients in that tree.
     """
     common: set[str] | None = None
     for end in ends:
@@ -363,13 +359,8 @@ def _ends_with(path: str, end: str) -> bool:
 def find_trees(leaves: Mapping[str, Kind], params: Params) -> list[str]:
     """Paths of the params and of all trees that are like them, the params first.
 
-    Args:
-        leaves: shapes and data types of the state's leaves, by leaf path.
-        params: the params.
-
-    Returns:
-        Paths of trees. Such a tree has a leaf for each param; or for some of them, of the same
-        shapes (an optimizer that is masked).
+    Such a tree has a leaf for each param; or for some of them, of the same shapes (an optimizer
+    that is masked).
     """
     candidates: dict[str, set[str]] = {}
     for path in leaves:

@@ -269,7 +269,7 @@ def pad(
         to: pattern of their new paths; None to keep the paths.
         trees: see :func:`rename`.
     """
-    made = operations.Pad(_integer("axis", axis), _integer("size", size))
+    made = operations.Resize(_integer("axis", axis), _integer("size", size), is_longer=True)
     return _one_to_one("pad", source, to, made, trees)
 
 
@@ -292,7 +292,9 @@ def strip(
         to: pattern of their new paths; None to keep the paths.
         trees: see :func:`rename`.
     """
-    made = operations.Strip(_integer("axis", axis), _integer("size", size), lossy)
+    made = operations.Resize(
+        _integer("axis", axis), _integer("size", size), is_longer=False, is_lossy=lossy
+    )
     return _one_to_one("strip", source, to, made, trees)
 
 

@@ -25,11 +25,7 @@ class LeafType(NamedTuple):
 
 
 def leaf_types(named: Mapping[str, Any]) -> dict[str, LeafType]:
-    """Shape and data type of every leaf, by leaf path.
-
-    Args:
-        named: arrays, abstract arrays or scalars, by leaf path.
-    """
+    """Shape and data type of every array, abstract array or scalar, by leaf path."""
     return {
         path: LeafType(tuple(getattr(leaf, "shape", ())), str(trees.dtype_of(leaf)))
         for path, leaf in named.items()
@@ -41,13 +37,7 @@ def recorded_params(
     leaves: Mapping[str, LeafType],
     params_path: str | Mapping[str, str] | None,
 ) -> tuple[str, ...]:
-    """Leaf paths of the params whose gradients are recorded.
-
-    Args:
-        nodes: the nodes of all recorders in the state.
-        leaves: types of all leaves of the state, from :func:`leaf_types`.
-        params_path: leaf path of the params' root; or a mapping to such paths by prefix of the
-            nodes; or None to find the params.
+    """Leaf paths of the params whose gradients are recorded; see :func:`params_roots`.
 
     Raises:
         RecorderError: the params of a node are ambiguous, or there are none.
@@ -76,7 +66,8 @@ def params_roots(
     Args:
         nodes: the nodes that record anything.
         leaves: types of all leaves of the state.
-        params_path: path or paths of the params, as :func:`recorded_params` takes them.
+        params_path: leaf path of the params' root; or a mapping to such paths by prefix of the
+            nodes; or None to find the params.
         others: leaf paths that are no params.
 
     Raises:

@@ -103,12 +103,9 @@ def joined(is_passed: Sequence[bool], computed: Leaves, passed: Leaves) -> list[
 
 
 def joint_function(bindings: Sequence[Binding]) -> UpdateFunction:
-    """The updates of all recorders as one function over flat leaves.
+    """The updates of all recorders as one function over flat leaves, joined in their order.
 
     With several recorders, a switch of each says whether its update is made; see :func:`switches`.
-
-    Args:
-        bindings: the recorders' updates, in the order in which their leaves are joined.
     """
     functions = [update_function(each.recorder, each.signature, each.derived) for each in bindings]
     if len(functions) == 1:
@@ -159,11 +156,7 @@ def switches(
 
 
 def in_background(work: Callable[[], _Result]) -> Future[_Result]:
-    """Load or compile a program on a new thread, with this library's own settings.
-
-    Args:
-        work: function that returns the program.
-    """
+    """Load or compile a program on a new thread, with this library's own settings."""
     x64, future = transfer.x64_enabled(), Future[_Result]()
 
     def run() -> None:

@@ -179,11 +179,8 @@ class Recorder(optax.GradientTransformationExtraArgs):
     def once(self, key: Hashable, make: Callable[[], _Value]) -> _Value:
         """Make a value once for all handlers of this recorder, such as its exported update.
 
-        It lives no longer than the recorder, which it may refer to.
-
-        Args:
-            key: all that the value depends on besides this recorder.
-            make: function that makes it.
+        It lives no longer than the recorder, which it may refer to. The key says all else that it
+        depends on.
         """
         if key not in self._kept:
             if len(self._kept) >= _KEPT_COUNT:
@@ -285,12 +282,7 @@ class Recorder(optax.GradientTransformationExtraArgs):
         return outputs, RecorderState(count, record, extra, passed, inner)
 
     def sealed(self, zero: Any, consumed: PyTree) -> PyTree:
-        """Fence arrays, so that the recorded bits are those that the update consumes.
-
-        Args:
-            zero: uint32 scalar, zero at run time.
-            consumed: a tree of gradients or extra arguments.
-        """
+        """Fence a tree, so that the recorded bits are those that the update consumes."""
         if not self.pin:
             return jax.tree.map(jax.lax.optimization_barrier, consumed)
         return jax.tree.map(lambda x: fence(x, zero, canonical=True), consumed)
@@ -355,7 +347,9 @@ class Recorder(optax.GradientTransformationExtraArgs):
 jax.tree_util.register_pytree_node(Recorder, lambda one: ((), one), lambda one, _: one)
 
 
-def reached_by(tx: optax.GradientTransformation) -> tuple[list[Recorder], Exception | None]:
+def reached_by(
+    tx: optax.GradientTransformation | optax.MultiSteps,
+) -> tuple[list[Recorder], Exception | None]:
     """The recorders in a transformation, each once, and the error of an ``init`` without params."""
     probe: Any = _Probe()
     problem = None

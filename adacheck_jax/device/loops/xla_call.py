@@ -41,8 +41,7 @@ def sums(shards: Sequence[jax.Array], table: jax.Array) -> jax.Array:
 
     Args:
         shards: arrays on one device.
-        table: the shards' positions and widths
-            (:func:`~adacheck_jax.device.loops.shard_tables.of_sums`).
+        table: their positions and widths, from ``shard_tables.of_sums``.
 
     Returns:
         uint32 of shape (shards, 2): the low and the high half of each sum.

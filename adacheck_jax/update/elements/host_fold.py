@@ -218,9 +218,7 @@ class HostFold:
     def put(self, leaf: int, blocks: Blocks) -> None:
         """Copy elements of a leaf into the memory; of a leaf that no update takes nothing.
 
-        Args:
-            leaf: index of the leaf.
-            blocks: boxes that cover those of the copy.
+        The blocks have to cover the boxes of the copy.
         """
         if leaf in self._scalars:
             self._scalars[leaf] = np.array(next(iter(blocks.values())))

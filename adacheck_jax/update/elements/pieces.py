@@ -90,12 +90,7 @@ class Batch:
         return [x.reshape(-1)[:length] for x in outputs]
 
     def evaluated(self, values: Mapping[int, Any], arrays: Sequence[Any] = ()) -> list[Any]:
-        """Evaluate one group.
-
-        Args:
-            values: scalars by number.
-            arrays: a row of each input that is no scalar.
-        """
+        """Evaluate one group, from scalars by number and a row of each input that is no scalar."""
         env = {**values, **dict(zip(self._refs(), arrays, strict=True))}
         evaluate(self.group.ops, env)
         return [env[ref] for ref in self.group.outputs]
@@ -300,11 +295,7 @@ class Pieces:
         return {leaf: env[ref] for ref, leaf in pairs if self._is_scalar(leaf)}, env
 
     def wrong(self, results: Vectors, after: Vectors) -> dict[int, float]:
-        """Compare computed samples with the state.
-
-        Args:
-            results: results of a call.
-            after: the same samples as in that call, on the host.
+        """Compare computed samples with those of the state, on the host.
 
         Returns:
             The share of sampled elements that differ, by index of each leaf that does.

@@ -77,14 +77,7 @@ class Sample:
 
 
 def from_host(arrays: Sequence[Any], sites: Sites, starts: Starts, roles: Iterable[Role]) -> Sample:
-    """Take a sample by way of the host; waits for the arrays.
-
-    Args:
-        arrays: plain arrays, one a leaf.
-        sites: places to sample.
-        starts: first elements of the sample.
-        roles: roles of the leaves to sample.
-    """
+    """Take a sample of the leaves of some roles by way of the host; waits for the arrays."""
     leaves = _leaves_of(roles)
     parts = [_on_host(arrays[i], i, sites, starts) for i in leaves]
     return Sample(starts, parts, _Places(([i] for i in leaves), sites.sizes))
@@ -156,13 +149,7 @@ class Taker:
             self._compiled.set_exception(error)
 
     def take(self, arrays: Sequence[Any], first: Starts, second: Starts) -> tuple[Sample, Sample]:
-        """Start to take two samples; the arrays may be donated at once.
-
-        Args:
-            arrays: plain arrays, one a leaf.
-            first: first elements of one sample.
-            second: first elements of the other sample.
-        """
+        """Start to take two samples, by their starts; the arrays may be donated at once."""
         samplers, places = self._compiled.result()
         pairs = [pair for each in samplers for pair in each.dispatch(arrays, first, second)]
 

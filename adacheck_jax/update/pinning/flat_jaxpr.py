@@ -98,10 +98,9 @@ class Flat:
 
 
 def flatten(jaxpr: Any) -> Flat:
-    """Inline the calls of a jaxpr, and remove its dead operations.
+    """Inline the calls of an open jaxpr, and remove its dead operations.
 
-    Args:
-        jaxpr: an open jaxpr; its constants count as its first inputs.
+    Its constants count as its first inputs.
     """
     ops: list[Op] = []
     numbers = iter(range(1 << 62))

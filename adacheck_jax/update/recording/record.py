@@ -52,9 +52,7 @@ def check_types(record: PyTree, before: PyTree) -> None:
 def widened(record: PyTree, known: Iterable[PyTree]) -> PyTree:
     """A record cast to the params' data type, where that has more digits.
 
-    Args:
-        record: the record.
-        known: trees of params; the first one with the record's shapes counts.
+    Of several trees of params the first one with the record's shapes counts.
     """
     paths, treedef = trees.flatten(record)
     for params in known:
