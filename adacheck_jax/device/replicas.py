@@ -240,7 +240,8 @@ class ReplicaCheck:
         shared = [iter(part["shared"]) for part in parts]
         for site in self._sites:
             if site.is_shared:
-                value = {process: next(shared[process]) for process in _processes(site)}
+                processes = sorted({holder.process for holder in site.holders})
+                value = {process: next(shared[process]) for process in processes}
                 sums = {holder: value[holder.process] for holder in site.holders}
                 table[site.leaf, site.box] = (site.path, sums)
         for part in parts:
@@ -380,7 +381,3 @@ def _gathered(part: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     sizes = multihost_utils.process_allgather(np.int32(data.size))
     rows = multihost_utils.process_allgather(np.pad(data, (0, max(sizes) - data.size)))
     return [json.loads(bytes(row[:size])) for row, size in zip(rows, sizes, strict=True)]
-
-
-def _processes(site: Site) -> list[int]:
-    return sorted({holder.process for holder in site.holders})

@@ -315,9 +315,11 @@ def row_each(sharding: jax.sharding.NamedSharding, rows: Mapping[int, np.ndarray
     mesh: Any = sharding.mesh
     every: list[Any] = [rows.get(device.id) for device in mesh.devices.flat]
     shape = next(iter(rows.values())).shape
-    return jax.make_array_from_callback(
-        (len(every), *shape), sharding, lambda index: every[index[0].start or 0][None]
-    )
+
+    def row(index: Any) -> np.ndarray:
+        return every[index[0].start or 0][None]
+
+    return jax.make_array_from_callback((len(every), *shape), sharding, row)
 
 
 def moved(array: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:

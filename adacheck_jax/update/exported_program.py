@@ -10,7 +10,6 @@ export (:func:`tracing`) changes a setting of the whole process that only debug 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,6 +21,7 @@ from adacheck_jax.errors import FormatError, IntegrityError, first_line
 from adacheck_jax.format.manifest import Update
 from adacheck_jax.update import untrusted
 from adacheck_jax.update.program import Kept, Leaves, UpdateFunction, platform
+from adacheck_jax.update.untrusted import digest_of
 
 _log = logging.getLogger(__name__)
 
@@ -70,11 +70,6 @@ def export(
             programs[each] = bytes(exported.serialize())
             untrusted.trust(programs[each])
     return programs
-
-
-def digest_of(program: bytes) -> str:
-    """The digest by which a program is known."""
-    return hashlib.sha256(program).hexdigest()
 
 
 def load(data: bytes, update: Update, where: str) -> UpdateFunction:

@@ -86,7 +86,7 @@ buffers, and placement in host memory.
 
 def trust(data: bytes) -> None:
     """Note a program that this process exported: it is not parsed in another process."""
-    _verdicts[_digest(data)] = ""
+    _verdicts[digest_of(data)] = ""
 
 
 def check_parses(data: bytes, where: str) -> None:
@@ -99,7 +99,7 @@ def check_parses(data: bytes, where: str) -> None:
     Raises:
         FormatError: the program ended the process that parsed it, or took too long.
     """
-    digest = _digest(data)
+    digest = digest_of(data)
     if digest not in _verdicts:
         _verdicts[digest] = _verdict_of(data)
     if verdict := _verdicts[digest]:
@@ -136,8 +136,9 @@ def _tried(module: bytes) -> str:
     return f"ends the parser by signal {-done.returncode}" if done.returncode < 0 else ""
 
 
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
+def digest_of(program: bytes) -> str:
+    """The digest by which a program is known."""
+    return hashlib.sha256(program).hexdigest()
 
 
 def check_operations(exported: jax.export.Exported, where: str) -> None:

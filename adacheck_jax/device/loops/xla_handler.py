@@ -80,16 +80,12 @@ def _take(buffer: Any, row: Any, start: Any, output: Any) -> Any:
 @numba.njit(inline="always")
 def _copy(source: Any, to: Any, width: Any) -> Any:
     """Copies one element."""
-    if width == 4:
-        _carray(_at(to), (1,), np.uint32)[0] = _carray(_at(source), (1,), np.uint32)[0]
-    elif width == 2:
-        _carray(_at(to), (1,), np.uint16)[0] = _carray(_at(source), (1,), np.uint16)[0]
-    elif width == 1:
-        _carray(_at(to), (1,), np.uint8)[0] = _carray(_at(source), (1,), np.uint8)[0]
-    else:
-        words = width // 8
-        for n in range(words):
-            _carray(_at(to), (words,), np.uint64)[n] = _carray(_at(source), (words,), np.uint64)[n]
+    if width < 4:
+        for n in range(width):
+            _carray(_at(to), (width,), np.uint8)[n] = _carray(_at(source), (width,), np.uint8)[n]
+    words = width // 4
+    for n in range(words):
+        _carray(_at(to), (words,), np.uint32)[n] = _carray(_at(source), (words,), np.uint32)[n]
 
 
 @numba.njit

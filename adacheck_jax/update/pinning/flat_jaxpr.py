@@ -7,7 +7,6 @@ equal groups, and the evaluation of one group serves all of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,18 +50,9 @@ class Op:
         return {ref: var.aval.shape for ref, var in pairs if isinstance(ref, int)}
 
     @property
-    def grows(self) -> bool:
-        """True if the result has more elements than the first input."""
-        return self.avals[0].size > self.eqn.invars[0].aval.size
-
-    @property
     def has_arrays(self) -> bool:
         """True if an input or a result is no scalar."""
         return any(var.aval.shape for var in [*self.eqn.invars, *self.eqn.outvars])
-
-    def context(self) -> AbstractContextManager[Any]:
-        """The mesh and the settings that the operation was traced with."""
-        return self.eqn.ctx.manager
 
     def bind(self, values: Sequence[Any]) -> list[Any]:
         """Evaluate the operation as it is."""
@@ -144,7 +134,7 @@ def evaluate(
     """
     for op in ops:
         taken = [values[ref] if isinstance(ref, int) else ref.val for ref in op.inputs]
-        with op.context():
+        with op.eqn.ctx.manager:  # the mesh and the settings that it was traced with
             values.update(zip(op.outputs, bind(op, taken), strict=True))
 
 
@@ -227,10 +217,6 @@ class Group:
     ops: tuple[Op, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-
-    def is_known(self, names: Collection[str]) -> bool:
-        """True if all operations have one of these names."""
-        return all(op.name in names for op in self.ops)
 
     def key(self, rules: Sequence[Any]) -> Any:
         """A key that is equal for equal groups, evaluated by equal rules."""

@@ -197,7 +197,8 @@ class _GroupFunction:
     def __init__(self, group: Group, rules: Sequence[PinningRule]) -> None:
         self._group, self._rules = group, rules
         self.uses = 0
-        self.compiled: Any = jax.jit(self.run) if group.is_known(KNOWN) else self.run
+        is_known = all(op.name in KNOWN for op in group.ops)
+        self.compiled: Any = jax.jit(self.run) if is_known else self.run
 
     def run(self, zero: Any, *values: Any) -> list[Any]:
         """Evaluate the operations one by one, with their fences."""
