@@ -28,8 +28,8 @@ from adacheck_jax.format.manifest import (
 from adacheck_jax.plan.situation import BackgroundFacts
 from adacheck_jax.save import share, validation
 from adacheck_jax.save.attempt import Report
+from adacheck_jax.save.pending import Pending
 from adacheck_jax.save.share import Written
-from adacheck_jax.save.staged import StagedStep
 from adacheck_jax.save.staged_save import StagedSave
 from adacheck_jax.schedule.stopwatch import Clock, Measurement
 from adacheck_jax.store import claims, links, volumes
@@ -38,6 +38,7 @@ from adacheck_jax.store.steps import lineage, manifest_file, references
 from adacheck_jax.store.steps.lineage import Lineage, LineageStep
 from adacheck_jax.store.storage.interface import Stamp
 from adacheck_jax.store.storage.location import AnyPath, at
+from adacheck_jax.update import exported_program
 from adacheck_jax.update import program as update_program
 
 
@@ -129,10 +130,6 @@ class Save:
     def write(self, directory: AnyPath, layout: ArrayLayout) -> None:
         """Writes this process's share.
 
-        Args:
-            directory: the item's temporary directory.
-            layout: form of the arrays of a base.
-
         Raises:
             AdaCheckError: as :func:`~adacheck_jax.save.share.write` raises it; names the deferred
                 steps that are lost with this one.
@@ -164,10 +161,6 @@ class Save:
 
         The bytes of all that it speaks of are durable before this is called; the names of the
         files, links and directories are made so here.
-
-        Args:
-            directory: the item's temporary directory.
-            described: digests of the files that describe a base's arrays.
 
         Raises:
             StorageError: the disk is full, gone, or cannot be written.
@@ -225,7 +218,9 @@ def _base_manifest(
             passed=exported.passed,
             placement=structure.placement if exported.reducing else "",
             problem=exported.problem,
-            programs=exported.digests,
+            programs={
+                name: exported_program.digest_of(data) for name, data in exported.files().items()
+            },
             jax_version=jax.__version__,
             pinned=exported.pinned,
         )
@@ -282,7 +277,7 @@ def _delta_manifest(staged: StagedSave, parent: Lineage, written: Written) -> De
 
 
 def _delta(
-    step: StagedStep, reports: Sequence[Report], before: BaseManifest | Delta, replica: str
+    step: Pending, reports: Sequence[Report], before: BaseManifest | Delta, replica: str
 ) -> Delta:
     """The delta of a step, from the reports of all processes on it, behind another step."""
     letters: list[dict[int, str]] = [dict(report["letters"]) for report in reports]

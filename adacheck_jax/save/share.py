@@ -26,7 +26,7 @@ from adacheck_jax.format.manifest import Caution
 from adacheck_jax.plan.situation import BackgroundFacts
 from adacheck_jax.save import validation
 from adacheck_jax.save.attempt import SHARES, Report
-from adacheck_jax.save.staged import StagedStep
+from adacheck_jax.save.pending import Pending
 from adacheck_jax.save.staged_save import StagedSave
 from adacheck_jax.schedule.stopwatch import Clock, Measurement
 from adacheck_jax.store import claims, delta_writer, equality, links
@@ -116,12 +116,13 @@ def _write(
     clock: Clock,
 ) -> Report:
     for each in staged.steps:
-        each.bring()
+        each.begin()
+    for each in staged.steps:
+        has_spare = each.settled().spare
         if each.fingerprints.holds_blocks:
             each.sums()  # else packing could not let go of them
-        if each.settled().spare:
+        if has_spare:
             each.compared()  # else it would be told too late what is stored after all
-        each.begin_proof()
     report: Report = {
         "is_base": base is not None,
         "makes_base": staged.plan.makes_base,
@@ -133,13 +134,13 @@ def _write(
     }
     written: Sequence[dict[str, Any]] = [{}]
     if base is not None:
+        sums = staged.own.sums()  # by which an earlier base's unchanged files are found
+        report |= dataclasses.replace(base, layout=layout).write(directory, process, sums)
         if process == 0:
-            for platform, data in staged.update.files.items():
+            for platform, data in staged.update.files().items():
                 program = at(directory / manifest_file.update_file(platform))
                 program.write(data)
                 program.sync()
-        sums = staged.own.sums()  # by which an earlier base's unchanged files are found
-        report |= dataclasses.replace(base, layout=layout).write(directory, process, sums)
     else:
         if process == 0 and staged.parent and staged.links:
             # First of all: what is linked can no longer be deleted under this step.
@@ -166,7 +167,7 @@ def _write(
 
 
 def _write_deltas(
-    steps: Sequence[StagedStep], directory: AnyPath, process: int
+    steps: Sequence[Pending], directory: AnyPath, process: int
 ) -> list[dict[str, Any]]:
     if (own := steps[-1].delta) is None:
         raise AdaCheckError(f"step {steps[-1].step} was given up before it was written")
@@ -178,12 +179,12 @@ def _write_deltas(
     return delta_writer.write(packed, folders.pack_in(directory, process), codec, buffers)
 
 
-def _pack(step: StagedStep, process: int) -> delta_writer.Packed:
-    delta = dataclasses.replace(step.take_delta(), candidates=step.settled().stored)
+def _pack(step: Pending, process: int) -> delta_writer.Packed:
+    delta = dataclasses.replace(step.take_delta(), candidates=step.plan.stored)
     return delta.packed(process, jax.process_count())
 
 
-def _reported(staged: StagedSave, step: StagedStep) -> dict[str, Any]:
+def _reported(staged: StagedSave, step: Pending) -> dict[str, Any]:
     """The report of one step, but for the files that were written of it."""
     sums = step.sums()
     return {

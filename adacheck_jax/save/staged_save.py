@@ -11,7 +11,7 @@ from adacheck_jax.format.manifest import Caution
 from adacheck_jax.plan.save_plan import SavePlan
 from adacheck_jax.plan.situation import BackgroundFacts
 from adacheck_jax.save.attempt import Attempt
-from adacheck_jax.save.staged import StagedStep
+from adacheck_jax.save.pending import Pending
 from adacheck_jax.schedule.stopwatch import Measurement
 from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Structure
@@ -55,7 +55,7 @@ class StagedSave:
         background: what this process knows of bases made in the background.
     """
 
-    steps: Sequence[StagedStep]
+    steps: Sequence[Pending]
     destination: Destination
     parent: Lineage | None
     parent_files: frozenset[str]
@@ -71,7 +71,7 @@ class StagedSave:
     background: BackgroundFacts
 
     @property
-    def own(self) -> StagedStep:
+    def own(self) -> Pending:
         """The saved step itself."""
         return self.steps[-1]
 
@@ -88,7 +88,7 @@ class StagedSave:
     @property
     def update(self) -> ExportedUpdate:
         """The update that a base holds."""
-        return self.plan.update if self.replayable else ExportedUpdate({}, {}, "cast")
+        return self.plan.update if self.replayable else ExportedUpdate(problem="cast")
 
     @property
     def depth(self) -> int:

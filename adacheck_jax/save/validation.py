@@ -10,9 +10,9 @@ from adacheck_jax.device.lead import Lead
 from adacheck_jax.device.replicas import Verdict
 from adacheck_jax.errors import AdaCheckError, MismatchError, ReplayError, ReplicaError
 from adacheck_jax.format.fingerprint import combine
-from adacheck_jax.save import staged as staged_steps
+from adacheck_jax.save import pending
 from adacheck_jax.save.attempt import Report
-from adacheck_jax.save.staged import StagedStep
+from adacheck_jax.save.pending import Pending
 from adacheck_jax.save.staged_save import StagedSave
 from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update import program as update_program
@@ -83,7 +83,7 @@ def _validate_local(step: int, reports: Sequence[Report], structure: Structure) 
 
 
 def _validate_unchanged(
-    staged: StagedSave, step: StagedStep, before: Sequence[int], found: Sequence[int]
+    staged: StagedSave, step: Pending, before: Sequence[int], found: Sequence[int]
 ) -> None:
     changed = next((i for i in step.plan.unchanged if found[i] != before[i]), None)
     if changed is not None:
@@ -96,7 +96,7 @@ def _validate_unchanged(
         )
 
 
-def _validate_healed(staged: StagedSave, step: StagedStep, reports: Sequence[Report]) -> None:
+def _validate_healed(staged: StagedSave, step: Pending, reports: Sequence[Report]) -> None:
     """Raises where a process found wrong what another one owns, and did not store."""
     leaves = step.plan.structure.leaves
     stored = [frozenset(i for i, _ in report.get("letters", ())) for report in reports]
@@ -104,14 +104,14 @@ def _validate_healed(staged: StagedSave, step: StagedStep, reports: Sequence[Rep
     if wrong := sorted(i for i in found if not all(i in stored[n] for n in leaves[i].owners)):
         raise ReplayError(
             f"{staged.destination.directory}: step {step.step}: "
-            f"{staged_steps.told(step.plan.structure, wrong)}. A process found this that does not "
+            f"{pending.told(step.plan.structure, wrong)}. A process found this that does not "
             "own what it found, so it could not store it: the step is not saved. "
-            f"{staged_steps.CAUSES} The next save is a base, and from then on all processes store "
+            f"{pending.CAUSES} The next save is a base, and from then on all processes store "
             "these leaves."
         )
 
 
-def _validate_sampled(step: StagedStep, reports: Sequence[Report], verdict: Verdict) -> None:
+def _validate_sampled(step: Pending, reports: Sequence[Report], verdict: Verdict) -> None:
     """Raises where samples that devices took in turns do not tell of the replica that is saved."""
     plan, structure = step.plan, step.plan.structure
     if plan.update.engine != "sample" or structure.lead.is_apart or is_proved(reports):
@@ -121,7 +121,7 @@ def _validate_sampled(step: StagedStep, reports: Sequence[Report], verdict: Verd
     if wrong := sorted(verdict.leaves & (replayed | structure.consumed_by(updates))):
         raise ReplicaError(
             f"step {step.step}: expected replicas that are equal, of which each device compares a "
-            f"part with the replay; found that those of {staged_steps.few(structure, wrong)} "
+            f"part with the replay; found that those of {pending.few(structure, wrong)} "
             "differ. The step is not saved; the next save is a base, and from then on each device "
             "compares all that it holds. check_replicas, in the guide on several processes, says "
             "what to look for."
@@ -129,7 +129,7 @@ def _validate_sampled(step: StagedStep, reports: Sequence[Report], verdict: Verd
 
 
 def _validate_replayed(
-    staged: StagedSave, step: StagedStep, reports: Sequence[Report], found: Sequence[int]
+    staged: StagedSave, step: Pending, reports: Sequence[Report], found: Sequence[int]
 ) -> None:
     """Compares the shadows of all processes, which hold the state in parts, with the state."""
     told = [report["replayed"] for report in reports]
@@ -142,19 +142,15 @@ def _validate_replayed(
         step.disproved = frozenset(wrong)
         raise ReplayError(
             f"{staged.destination.directory}: step {step.step}: "
-            f"{staged_steps.told(step.plan.structure, wrong)}. This was found after the save had "
+            f"{pending.told(step.plan.structure, wrong)}. This was found after the save had "
             "returned, when the state could not be had any more: the step is not saved. "
-            f"{staged_steps.CAUSES} The next save is a base, and from then on all processes store "
+            f"{pending.CAUSES} The next save is a base, and from then on all processes store "
             "these leaves."
         )
 
 
 def is_proved(reports: Sequence[Report]) -> bool:
-    """True if the shadows of all processes were compared with a step's state.
-
-    Args:
-        reports: of all processes on the step, which were validated.
-    """
+    """True if the shadows of all processes were compared with a step's state."""
     is_compared = len(reports) == 1 or update_program.platform() == "cpu"
     return is_compared and all(report["replayed"] is not None for report in reports)
 
