@@ -7,6 +7,7 @@ path in the nested dictionary that Orbax returns when it is asked for no particu
 
 from __future__ import annotations
 
+import collections
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -61,9 +62,8 @@ def flatten(tree: PyTree) -> tuple[dict[str, Any], TreeDef]:
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree)
     leaves = {leaf_path(key_path): leaf for key_path, leaf in pairs}
     if len(leaves) != len(pairs):
-        seen: set[str] = set()
-        paths = [leaf_path(key_path) for key_path, _ in pairs]
-        doubled = sorted({path for path in paths if path in seen or seen.add(path)})
+        counts = collections.Counter(leaf_path(key_path) for key_path, _ in pairs)
+        doubled = sorted(path for path, count in counts.items() if count > 1)
         raise MismatchError(
             f"{len(doubled)} leaf paths occur twice: {_listed(doubled)}. Expected unique paths; "
             "rename the keys that contain a slash."

@@ -11,7 +11,7 @@ All work on a copy is done by one thread at a time; there is no lock.
 from __future__ import annotations
 
 import contextlib
-import math
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -120,7 +120,6 @@ class HostFold:
         self._device = jax.local_devices(backend="cpu")[0]
         self._scalars = {i: np.zeros((), pieces.specs[i].dtype) for i in pieces.scalar_leaves}
         self._places: dict[int, tuple[_Vector, list[tuple[Box, int]]]] = {}
-        self._copies: dict[int, Any] = {}
         self._is_turned = False
         self._vectors: list[_Vector] = []
         self._work: list[_Work] = []
@@ -226,12 +225,15 @@ class HostFold:
         if leaf not in self._places:
             return
         vector, places = self._places[leaf]
-        plan = self._copies.get(leaf)
-        if plan is None or plan[0] != blocks.keys():
-            plan = self._copies[leaf] = ({*blocks}, _copy_plan(places, [*blocks]))
-        for start, shape, into, box, out in plan[1]:
-            target = vector.part(start, math.prod(shape)).reshape(shape)
-            np.copyto(target[into], blocks[box][out], casting="no")
+        for box, start in places:
+            target, found = vector.part(start, box.size).reshape(box.shape), 0
+            for other, block in blocks.items():
+                if (common := _common(box, other)) is not None:
+                    into, out, size = common
+                    np.copyto(target[into], block[out], casting="no")
+                    found += size
+            if found != box.size:
+                raise UnfitError("this process has not all elements that a leaf is computed from")
 
     @property
     def place(self) -> tuple[bool, bool]:
@@ -308,18 +310,11 @@ class HostFold:
         self._scalars.update(results)
 
 
-def _copy_plan(places: Sequence[tuple[Box, int]], given: Sequence[Box]) -> list[Any]:
-    """Copies that fill the boxes of a leaf from others, which have to cover them."""
-    plan = []
-    for box, start in places:
-        found = 0
-        for other in given:
-            common = box.intersect(other) if box.shape else box
-            if common is None:
-                continue
-            found += common.size
-            into, out = (common.relative_to(each.start).slices for each in (box, other))
-            plan.append((start, box.shape, into, other, out))
-        if found != box.size:
-            raise UnfitError("this process has not all elements that a leaf is computed from")
-    return plan
+@functools.lru_cache(maxsize=1 << 16)
+def _common(box: Box, other: Box) -> tuple[Any, Any, int] | None:
+    """Slices of two boxes where their common elements lie, and the number of these."""
+    common = box.intersect(other) if box.shape else box
+    if common is None:
+        return None
+    into, out = (common.relative_to(each.start).slices for each in (box, other))
+    return into, out, common.size
