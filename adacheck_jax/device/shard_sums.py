@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from adacheck_jax.device import transfer
 from adacheck_jax.device.loops import shard_tables, xla_call
+from adacheck_jax.device.sharding import boxes_by_device
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.fingerprint import from_words, weights
 
@@ -55,14 +56,8 @@ class Summing:
                 entry = (i, None if is_whole else position, box)
                 on_device.setdefault(shard.device, []).append(entry)
         for mesh, group in on_mesh.items():
-            held = [
-                (shape, placed.addressable_devices_indices_map(shape))
-                for placed, shape in map(self.placed.__getitem__, group)
-            ]
-            boxes = [
-                tuple(Box.from_slices(indices[device] or (), shape) for shape, indices in held)
-                for device in mesh.local_devices
-            ]
+            held = [boxes_by_device(*self.placed[i]) for i in group]
+            boxes = [tuple(each[device] for each in held) for device in mesh.local_devices]
             if boxes:  # else the mesh is of other processes
                 specs = tuple(each.spec for each in group.values())
                 self._add(mesh, [(i, None) for i in group], specs, boxes, arrays)

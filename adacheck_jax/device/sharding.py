@@ -49,6 +49,15 @@ def holder_of(device: Any) -> Holder:
 
 
 @functools.lru_cache(maxsize=4096)
+def boxes_by_device(
+    sharding: jax.sharding.Sharding, shape: tuple[int, ...]
+) -> Mapping[jax.Device, Box]:
+    """The box of a sharding that each device, of all processes, holds."""
+    indices = sharding.devices_indices_map(shape)
+    return {device: Box.from_slices(index or (), shape) for device, index in indices.items()}
+
+
+@functools.lru_cache(maxsize=4096)
 def holders_of(
     sharding: jax.sharding.Sharding, shape: tuple[int, ...]
 ) -> Mapping[Box, tuple[Holder, ...]]:
@@ -57,8 +66,8 @@ def holders_of(
     Both are ascending. The holders of one box are declared to hold the same bits.
     """
     found: dict[Box, list[Holder]] = {}
-    for device, index in sharding.devices_indices_map(shape).items():
-        found.setdefault(Box.from_slices(index or (), shape), []).append(holder_of(device))
+    for device, box in boxes_by_device(sharding, shape).items():
+        found.setdefault(box, []).append(holder_of(device))
     return {box: tuple(sorted(found[box])) for box in sorted(found)}
 
 
@@ -85,7 +94,7 @@ def devices_of(array: Any) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _order_of(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(each.id for each in sharding.devices_indices_map(shape))
+    return tuple(each.id for each in boxes_by_device(sharding, shape))
 
 
 def in_device_memory(array: Any) -> bool:

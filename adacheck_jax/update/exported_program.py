@@ -3,8 +3,9 @@
 A process that has never seen the optimizer can replay such a program on any mesh: exported for one
 device, it is partitioned like the arrays that it is called with.
 
-Any thread may load a program; what is shared is in :class:`~adacheck_jax.update.program.Kept`. An
-export (:func:`tracing`) changes a setting of the whole process that only debug locations depend on.
+Any thread may load a program; what is shared is in :class:`~adacheck_jax.update.program.Kept`. One
+thread at a time traces or exports: the lock of :func:`tracing` guards a setting of the process.
+While it is held no other lock is waited for.
 """
 
 from __future__ import annotations

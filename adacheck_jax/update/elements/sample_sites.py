@@ -16,6 +16,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 
+from adacheck_jax.device.sharding import boxes_by_device
 from adacheck_jax.format.boxes import Box
 
 WHOLE_ELEMENTS = 4096
@@ -125,12 +126,10 @@ class Sites:
         return self._shape_of[index]
 
 
-def boxes_held(array: Any) -> dict[Any, Box]:
+def boxes_held(array: Any) -> Mapping[Any, Box]:
     """The box that each device holds of an array, in any of its memories; none of a numpy array."""
-    if not isinstance(array, jax.Array):
-        return {}
-    indices = array.sharding.devices_indices_map(tuple(array.shape))
-    return {d: Box.from_slices(index or (), array.shape) for d, index in indices.items()}
+    is_placed = isinstance(array, jax.Array)
+    return boxes_by_device(array.sharding, tuple(array.shape)) if is_placed else {}
 
 
 def _common(boxes: Sequence[Box | None], shape: tuple[int, ...]) -> Box | None:
