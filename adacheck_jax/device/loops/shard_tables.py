@@ -28,7 +28,7 @@ def of_sums(starts: Sequence[Sequence[int]], element_bytes: Sequence[int]) -> np
         in a type that JAX always has. A row is the width, and the first index along each axis and
         along that of the words of wide elements.
     """
-    axes = max(MAX_RANK, *(len(start) + 1 for start in starts))
+    axes = max([MAX_RANK, *(len(start) + 1 for start in starts)])
     table = np.zeros((max(len(starts), _MIN_ROWS), axes + 1), np.int64)
     for row, start, width in zip(table, starts, element_bytes, strict=False):
         row[: 1 + len(start)] = width, *start
