@@ -49,9 +49,7 @@ def holder_of(device: Any) -> Holder:
 
 
 @functools.lru_cache(maxsize=4096)
-def boxes_by_device(
-    sharding: jax.sharding.Sharding, shape: tuple[int, ...]
-) -> Mapping[jax.Device, Box]:
+def boxes_by_device(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Mapping[Any, Box]:
     """The box of a sharding that each device, of all processes, holds."""
     indices = sharding.devices_indices_map(shape)
     return {device: Box.from_slices(index or (), shape) for device, index in indices.items()}

@@ -16,7 +16,7 @@ import numpy as np
 Ref = Any
 """An input of an operation: the number of a value, or a literal."""
 
-_CALLS = frozenset({"call", "checkpoint", "closed_call", "core_call", "jit", "pjit", "remat2"})
+CALLS = frozenset({"call", "checkpoint", "closed_call", "core_call", "jit", "pjit", "remat2"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -167,7 +167,7 @@ class _Constant:
 
 def called(eqn: Any) -> Any:
     """The jaxpr that a plain call runs; None for any other operation."""
-    if eqn.primitive.name not in _CALLS:
+    if eqn.primitive.name not in CALLS:
         return None
     shardings = [*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ())]
     if any(isinstance(each, jax.sharding.Sharding) for each in shardings):
