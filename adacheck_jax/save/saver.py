@@ -1,8 +1,8 @@
 """The way of a save, up to where it leaves the caller's thread; knows no Orbax.
 
-:meth:`Saver.begin` takes a state apart, has its save planned, takes the copies that must leave the
-devices, and hands a :class:`~adacheck_jax.save.commit.Save` to whoever writes and commits it. When
-it returns, the state may be donated. Nothing here decides.
+:meth:`Saver.begin` takes a state apart, has its save planned, and takes the copies that must leave
+the devices. What it returns, a :class:`~adacheck_jax.save.one_save.Save`, is for others to write
+and to commit; the state may be donated then. Nothing here decides.
 """
 
 # Threads: begin and defer run on the caller's threads, follow on one that restores. ``_lock`` is
@@ -39,14 +39,13 @@ from adacheck_jax.save import copies as host_copies
 from adacheck_jax.save import recovered
 from adacheck_jax.save.attempt import Attempt, Exchange
 from adacheck_jax.save.background_bases import BackgroundBases
-from adacheck_jax.save.commit import Save
 from adacheck_jax.save.copies import HostCopies
 from adacheck_jax.save.line.notices import Notices
 from adacheck_jax.save.line.parents import Parent, Tip
 from adacheck_jax.save.line.planner import Course, Planner
+from adacheck_jax.save.one_save import Save
 from adacheck_jax.save.pending import Pending
 from adacheck_jax.save.recovered import Newest
-from adacheck_jax.save.staged_save import Destination, StagedSave
 from adacheck_jax.save.staging import Stager, with_others
 from adacheck_jax.schedule.line import LineSchedule
 from adacheck_jax.schedule.stopwatch import Clock, Stopwatch
@@ -209,7 +208,8 @@ class Saver:
 
     def begin(
         self,
-        destination: Destination,
+        directory: AnyPath,
+        number: int | None,
         state: PyTree,
         step: int | None,
         *,
@@ -220,7 +220,8 @@ class Saver:
         """Plans and stages a save; the only part of it that blocks the caller.
 
         Args:
-            destination: place of the item once it is committed.
+            directory: the item's directory once it is committed.
+            number: the number in the name of the step's directory, None if there is none.
             state: the state to save.
             step: its number; None takes it from the directory's name, else from the counter.
             cast: leaf paths that are stored in another data type than they are trained in.
@@ -239,26 +240,28 @@ class Saver:
             if not (self._has_recorder or self._options.delta == "bits"):
                 self._hint_at_recorder(snapshot.structure)
             replayable = not cast & _bound_paths(snapshot.structure)
-            step = destination.step if step is None else step
-            save = self._begin(snapshot, destination, step, replayable, custom_metadata, exchange)
+            save = self._begin(
+                snapshot, directory, number, step, replayable, custom_metadata, exchange
+            )
             if save.is_base and (
                 chosen := self._schedule.begin_lineage(sizes_of(snapshot.structure))
             ):
                 _log.info("%s", chosen)
             self._note_position()
-            self._watch.leave_saved(is_base=save.is_base, deltas=len(save.staged.steps))
+            self._watch.leave_saved(is_base=save.is_base, deltas=len(save.steps))
             return save
 
     def _begin(
         self,
         snapshot: Snapshot,
-        destination: Destination,
+        directory: AnyPath,
+        number: int | None,
         step: int | None,
         replayable: bool,
         custom_metadata: Any,
         exchange: Exchange | None,
     ) -> Save:
-        planner, directory = self._planner, destination.directory
+        planner, step = self._planner, number if step is None else step
         again = planner.superseded(step)
         course = planner.plan_save(snapshot, directory, step, again, replayable=replayable)
         course, copies = self._copied(snapshot, course)
@@ -269,16 +272,17 @@ class Saver:
             planner.give_up(0, planned.given_up)
         own, witness = self._stager.stage(snapshot, course, copies, again, str(directory))
         self._tell(planned, again)
-        planner.parents.note_parent(destination.step, parent)
+        planner.parents.note_parent(number, parent)
         copies.wait()
         saved = planner.parents.saved
         self._attempt = self._attempt.next(
             exchange, repeats=saved is not None and saved.directory == directory
         )
         found = parent.lineage if parent else None
-        ready = StagedSave(
+        save = Save(
             steps=[*planner.deferred.steps, own],
-            destination=destination,
+            directory=directory,
+            number=number,
             parent=found,
             parent_files=parent.files if parent else frozenset(),
             parent_stamp=parent.stamp if parent else None,
@@ -292,13 +296,14 @@ class Saver:
             measured=self._watch.take(),
             # Those of the line that a base ends are nothing to the line that it begins.
             background=BackgroundFacts() if planned.is_base else self._background(directory),
+            base=None if parent else self._stager.base_writer(course, copies, directory),
+            clock=self._clock,
+            before_commit=self._bases.put,
         )
-        share = self._stager.base_writer(course, copies, destination) if not parent else None
-        save = Save(ready, share, self._clock, self._bases.put)
         # Until the save is committed this directory does not exist, and if it fails it never will:
         # the next save looks at the disk, finds no parent, and writes a base.
-        tip = Tip(planned.step, ready.depth, own, copies.kept, witness)
-        following = Parent(directory, destination.step, tip, save)
+        tip = Tip(planned.step, save.depth, own, copies.kept, witness)
+        following = Parent(directory, number, tip, save)
         planner.parents.advance(following)
         planner.deferred.restart(following)
         if planned.is_base:
@@ -318,7 +323,7 @@ class Saver:
         self, saved: Parent, own: Pending, copies: HostCopies, exchange: Exchange | None
     ) -> None:
         """Has a step that is saved as a delta become a base in the background."""
-        followed, sums = saved.save.staged.parent if saved.save else None, None
+        followed, sums = saved.save.parent if saved.save else None, None
         if followed is not None and exchange is not None:
             sums = self._stager.earlier_base(followed).sums
         if self._bases.take(own.proof, copies.staged, saved.directory, exchange, sums):
@@ -435,7 +440,7 @@ class Saver:
         # What has not changed since is linked from its volumes.
         self._taken, self._stager.last_base = None, taken.save
         self._schedule.add([("base_blocking_s", 0.0, 1), ("base_write_s", seconds, 1)])
-        if chosen := self._schedule.begin_lineage(sizes_of(taken.save.staged.structure)):
+        if chosen := self._schedule.begin_lineage(sizes_of(taken.save.structure)):
             _log.info("%s", chosen)
 
     def _note_position(self) -> None:

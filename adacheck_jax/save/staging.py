@@ -20,17 +20,17 @@ from adacheck_jax.proof.checker import CheckedState, Witness
 from adacheck_jax.proof.shadow import ShadowThread
 from adacheck_jax.proof.shadow_state import ShadowStep
 from adacheck_jax.save import copies as host_copies
-from adacheck_jax.save.commit import Save
 from adacheck_jax.save.copies import HostCopies
 from adacheck_jax.save.line.parents import Tip
 from adacheck_jax.save.line.planner import Course, Planner
+from adacheck_jax.save.one_save import Save
 from adacheck_jax.save.pending import Pending
-from adacheck_jax.save.staged_save import Destination
 from adacheck_jax.state.snapshot import Snapshot, Structure
 from adacheck_jax.store.base_writer import ArrayLayout, BaseWriter, EarlierBase, seldom_changed
 from adacheck_jax.store.delta_writer import DeltaEncodings, DeltaWriter
 from adacheck_jax.store.host_memory import ReusedMemory
 from adacheck_jax.store.steps.lineage import Lineage
+from adacheck_jax.store.storage.location import AnyPath
 
 _REUSED_BYTES = 1 << 30
 """Host memory that is kept from one save to the next."""
@@ -122,14 +122,12 @@ class Stager:
             return own, own.begin_check(checker, tip.witness, snapshot.arrays)
         return own, checker.witness(CheckedState(snapshot.arrays, planned.step, own.sums))
 
-    def base_writer(
-        self, course: Course, copies: HostCopies, destination: Destination
-    ) -> BaseWriter:
+    def base_writer(self, course: Course, copies: HostCopies, directory: AnyPath) -> BaseWriter:
         """The writer of this process's part of a base."""
         structure, parent = course.plan.structure, course.parent
         found = parent.lineage if parent else None
         earlier = None
-        if found is not None and self._planner.parents.has_links(destination.directory):
+        if found is not None and self._planner.parents.has_links(directory):
             earlier = self.earlier_base(found)
         return BaseWriter(
             structure.leaves,
@@ -144,8 +142,8 @@ class Stager:
         """The base before the one that is written, whose files serve where nothing changed."""
         base, last = parent.base, self.last_base
         sums: Mapping[int, int] = {}
-        if last is not None and _is_of(last.staged.plan, parent):
-            sums = last.staged.own.sums()
+        if last is not None and _is_of(last.plan, parent):
+            sums = last.own.sums()
         elif base.process_count == 1:
             sums = dict(enumerate(base.fingerprints))
         return EarlierBase(parent.base_directory, base.step, base.leaves, sums)

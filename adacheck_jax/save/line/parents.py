@@ -17,7 +17,7 @@ from adacheck_jax.plan.decision import advanced
 from adacheck_jax.plan.situation import Counts, Facts, SavedFacts
 from adacheck_jax.proof.checker import Witness
 from adacheck_jax.proof.shadow_state import Position
-from adacheck_jax.save.commit import Save
+from adacheck_jax.save.one_save import Save
 from adacheck_jax.save.pending import Pending
 from adacheck_jax.store import links
 from adacheck_jax.store.retention import KeepLineage
@@ -116,7 +116,7 @@ class Parent:
     @property
     def base_depth(self) -> int:
         """Number that its base, as far as it is known, has in its line of deltas."""
-        followed = self.save.staged.parent if self.save else None
+        followed = self.save.parent if self.save else None
         known = self._lineage or followed
         return known.base.depth if known else 0
 
@@ -157,7 +157,7 @@ class Parent:
         self._lineage = None
 
     def _known(self) -> list[Lineage]:
-        followed = self.save.staged.parent if self.save else None
+        followed = self.save.parent if self.save else None
         return [each for each in (self._lineage, followed) if each is not None]
 
     def _committed(self, known: list[Lineage]) -> Lineage | None:
@@ -173,9 +173,9 @@ class Parent:
                     return None
             except OSError:
                 return None
-        parent, manifest = save.staged.parent, committed.manifest
+        parent, manifest = save.parent, committed.manifest
         if isinstance(manifest, DeltaManifest) and parent is not None:
-            return parent.followed_by(manifest, self.directory, linked=save.staged.links)
+            return parent.followed_by(manifest, self.directory, linked=save.links)
         # A base is read from the disk once.
         return next((x for x in known if x.manifest.checksum == manifest.checksum), None)
 
@@ -314,12 +314,11 @@ def facts_of(
 def _saved_facts(save: Save | None) -> SavedFacts | None:
     if save is None:
         return None
-    staged = save.staged
     return SavedFacts(
-        structure=staged.structure,
-        kind=staged.plan.decision.kind,
-        interval=staged.own.step - staged.before,
-        replayable=staged.replayable,
-        follows_saved=staged.parent is not None,
+        structure=save.structure,
+        kind=save.plan.decision.kind,
+        interval=save.own.step - save.before,
+        replayable=save.replayable,
+        follows_saved=save.parent is not None,
         failure=save.error is not None,
     )

@@ -333,17 +333,17 @@ class Planner:
             AdaCheckError: deferred steps are lost by it; told once.
         """
         saved = self.parents.saved
-        staged_steps = [*saved.save.staged.steps] if saved and saved.save else []
+        staged_steps = [*saved.save.steps] if saved and saved.save else []
         for each in (*staged_steps, *self.deferred.steps):
             if each.saved:
                 self.distrust.tell(each.plan, each.saved)
         if saved is not None and (save := saved.save) is not None:
-            known, leaves = save.agreed_caution, save.staged.structure.leaves
+            known, leaves = save.agreed_caution, save.structure.leaves
             self.distrust.learn(known.reason, [leaves[i].path for i in known.distrusted])
             if not len(self.deferred):  # else those before are of another replica
                 self.snapshots.follow(save.agreed_lead)
             if isinstance(save.error, ReplayError):  # without the path of the step's directory
-                steps = save.staged.steps
+                steps = save.steps
                 self._learn_disproved(str(save.error.__cause__ or save.error), steps)
         # Of several processes one alone may have found a deferred step wrong: the save that writes
         # it fails in all of them.
