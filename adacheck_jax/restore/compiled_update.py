@@ -22,9 +22,8 @@ from adacheck_jax.store.storage.location import at
 from adacheck_jax.update import exported_program
 from adacheck_jax.update import program as update_program
 from adacheck_jax.update.binding import Recorders, bind_all
-from adacheck_jax.update.kept import Kept
 from adacheck_jax.update.params_search import LeafType
-from adacheck_jax.update.program import UpdateFunction
+from adacheck_jax.update.program import Kept, UpdateFunction
 
 _log = logging.getLogger(__name__)
 

@@ -481,8 +481,8 @@ def _check_same(counts: Counts, parent: Parent, number: int) -> None:
 
 
 def _replica_check(mode: replicas.Mode, structure: Structure) -> replicas.ReplicaCheck:
-    where, leaves = structure.replicated, structure.leaves
-    return replicas.ReplicaCheck(mode, where, leaves, structure.grid, structure.lead)
+    sites, leaves = structure.replicated, structure.leaves
+    return replicas.ReplicaCheck(mode, sites, leaves, structure.grid, structure.lead)
 
 
 def _bound_paths(structure: Structure) -> frozenset[str]:

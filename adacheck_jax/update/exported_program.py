@@ -2,12 +2,15 @@
 
 A process that has never seen the optimizer can replay such a program on any mesh: exported for one
 device, it is partitioned like the arrays that it is called with.
+
+Any thread may load a program; what is shared is in :class:`~adacheck_jax.update.program.Kept`. One
+thread at a time traces or exports: the lock of :func:`tracing` guards a setting of the process.
+While it is held no other lock is waited for.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import threading
 from collections.abc import Iterator, Sequence
@@ -19,8 +22,8 @@ import jax.export
 from adacheck_jax.errors import FormatError, IntegrityError, first_line
 from adacheck_jax.format.manifest import Update
 from adacheck_jax.update import untrusted
-from adacheck_jax.update.kept import Kept
-from adacheck_jax.update.program import Leaves, UpdateFunction, platform
+from adacheck_jax.update.program import Kept, Leaves, UpdateFunction, platform
+from adacheck_jax.update.untrusted import digest_of
 
 _log = logging.getLogger(__name__)
 
@@ -71,11 +74,6 @@ def export(
             programs[each] = bytes(exported.serialize())
             untrusted.trust(programs[each])
     return programs
-
-
-def digest_of(program: bytes) -> str:
-    """The digest by which a program is known."""
-    return hashlib.sha256(program).hexdigest()
 
 
 def load(data: bytes, update: Update, where: str) -> UpdateFunction:

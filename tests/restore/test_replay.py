@@ -19,8 +19,7 @@ from adacheck_jax.store.packs import reader
 from adacheck_jax.store.steps import lookup
 from adacheck_jax.store.steps.manifest_file import update_file
 from adacheck_jax.tools.history.walk import Walk
-from adacheck_jax.update.kept import Kept
-from adacheck_jax.update.program import platform
+from adacheck_jax.update.program import Kept, platform
 from tests import support
 from tests.campaigns import growth
 
