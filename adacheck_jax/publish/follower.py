@@ -203,7 +203,7 @@ class Follower:
         loaded, changes = self._reader.load(route, None if route.base else self._weights)
         former = None if route.base else self._have
         self._weights = None  # its words have changed, and are not known to be right
-        changed = {each.leaf for each in changes} if former else {*range(len(leaves.leaves))}
+        changed = loaded.changed(changes) if former else range(len(leaves.leaves))
         try:
             made = self._verified(route.end, loaded, changed, former)
         except IntegrityError as error:
@@ -288,14 +288,11 @@ def changed_words(
         weights: the weights after all changes.
         changes: the changes.
     """
-    places: dict[int, list[np.ndarray]] = {}
-    for each in changes:
-        places.setdefault(each.leaf, []).append(each.positions)
     found = {}
-    for leaf in sorted(places):
-        positions = np.unique(np.concatenate(places[leaf]))
-        path = weights.leaves.leaves[leaf].path
-        found[path] = positions, weights.words(leaf)[positions]
+    for index, places in sorted(weights.changed(changes).items()):
+        positions = np.unique(np.concatenate(places))
+        path = weights.leaves.leaves[index].path
+        found[path] = positions, weights.words_of(index)[positions]
     return found
 
 

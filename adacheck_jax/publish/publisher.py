@@ -20,12 +20,12 @@ from adacheck_jax.device.fingerprint import Contributions
 from adacheck_jax.device.lead import grid_of
 from adacheck_jax.device.sharding import distinct_boxes
 from adacheck_jax.errors import MismatchError, StorageError, first_line
-from adacheck_jax.format.boxes import Blocks, Box
 from adacheck_jax.format.manifest import ITEMSIZES_BYTES
 from adacheck_jax.format.one_process import OneProcess
 from adacheck_jax.publish import root as roots
 from adacheck_jax.publish.records import Leaves, PublishedLeaf
 from adacheck_jax.publish.root import GoneError, Root, TakenOverError
+from adacheck_jax.publish.weights import Weights
 from adacheck_jax.publish.writing import Published, Writer
 from adacheck_jax.store.storage.location import AnyPath
 
@@ -135,9 +135,12 @@ class Publisher:
         staged.wait()
 
         def write() -> Published:
-            whole = [_whole(leaf, staged[i]) for i, leaf in enumerate(leaves.leaves)]
-            sums = contributions.sums()
-            return self._writer.write(version, leaves, whole, [sums[i] for i in range(len(whole))])
+            sums, made = contributions.sums(), Weights(leaves)
+            while staged:  # whose memory goes as it is copied
+                index, blocks = staged.popitem()
+                for box, block in blocks.items():
+                    made.arrays[index][box.slices] = block
+            return self._writer.write(version, made, [sums[i] for i in sorted(sums)])
 
         with self._condition:
             self._jobs.append((version, write))
@@ -217,17 +220,6 @@ class Publisher:
                 else:
                     self._jobs.pop(0)
                 self._condition.notify_all()
-
-
-def _whole(leaf: PublishedLeaf, blocks: Blocks) -> np.ndarray:
-    """A leaf's elements, contiguous; a view where they lie in one box."""
-    block = blocks.get(Box.full(leaf.shape))
-    if block is not None:
-        return np.ascontiguousarray(block).reshape(leaf.shape)
-    whole = np.empty(leaf.shape, np.dtype(leaf.dtype))
-    for box, each in blocks.items():
-        whole[box.slices] = each
-    return whole
 
 
 def _params_of(state: Any, params_path: str | None) -> dict[str, Any]:

@@ -41,13 +41,11 @@ class VersionReader:
         self.root = root
         self.problem = ""
         self._claims: tuple[Claim, ...] = ()
-        self._known: dict[int, Known] = {}
         self._leaves: dict[str, Leaves] = {}
         self._refused: set[str] = set()
         self._gone: set[str] = set()
         self._stuck: tuple[list[int], list[int]] | None = None
         self._again_s = 0.0
-        self._lost = ""
 
     def sequences(self) -> list[int]:
         """Sequence numbers of versions, of which some may not count.
@@ -67,13 +65,9 @@ class VersionReader:
             sequences: sequence numbers that were listed.
         """
         self._claims = self.root.claims(self._claims)  # read after the listing
-        missing = [each for each in sequences if each not in self._known]
-        if missing:
-            with ThreadPoolExecutor(_THREADS) as threads:
-                found = [*threads.map(self._version, missing)]
-            self._known |= {x.record.sequence: x for x in found if x is not None}
-        every = {each: self._known[each] for each in sequences if each in self._known}
-        return {n: x for n, x in every.items() if plan.counts(x.record, self._claims)}
+        with ThreadPoolExecutor(_THREADS) as threads:
+            found = [x for x in threads.map(self._version, sequences) if x is not None]
+        return {x.record.sequence: x for x in found if plan.counts(x.record, self._claims)}
 
     def _version(self, sequence: int) -> Known | None:
         try:
@@ -115,45 +109,30 @@ class VersionReader:
             last: largest sequence number to go to; None for any.
         """
         sequences = [each for each in self.sequences() if last is None or each <= last]
-        listed = {*sequences}
-        self._known = {n: x for n, x in self._known.items() if n in listed}
-        if not sequences:
+        newest = max(sequences, default=-1)
+        if have is not None and newest < have.record.sequence:
+            have = None
+        first = -1 if have is None else have.record.sequence
+        if newest == first:
             return None
-        if have is not None and sequences[-1] < have.record.sequence:
-            if self._lost != have.checksum:
-                self._known.clear()  # records of the same numbers may be others
-            self._lost, have = have.checksum, None
         if have is not None:
-            if sequences[-1] == have.record.sequence:
-                return None
-            after = self.versions([each for each in sequences if each > have.record.sequence])
+            after = self.versions([each for each in sequences if each > first])
             deltas = plan.onwards(have, after.values(), self._refused)
             if deltas and deltas[-1].record.sequence == max(after):
                 return Route(None, have, deltas)
-            listing = (sequences, self.root.numbers(BASES))
-            if listing == self._stuck and time.monotonic() < self._again_s:
-                return None  # nothing came since no way was found
-            self._stuck, self._again_s = listing, time.monotonic() + _AGAIN_S
-        found, is_newest = self._way(have, sequences)
-        if not is_newest:
-            self._known.clear()  # records that were lost may have come back as others
-            found, _ = self._way(have, sequences)
-        if found is not None:
-            self._stuck = None
-        return found
-
-    def _way(self, have: Known | None, sequences: Sequence[int]) -> tuple[Route | None, bool]:
-        """The way that leads furthest, and True if it leads to the newest version."""
+        listing = (sequences, self.root.numbers(BASES))
+        if listing == self._stuck and time.monotonic() < self._again_s:
+            return None  # nothing came since no way was found
         every = self.versions(sequences)
-        bases = [each for each in self.bases() if each.sequence <= sequences[-1]]
+        bases = [each for each in self.bases() if each.sequence <= newest]
         ways = [plan.from_base(bases, every, self._refused)]
-        if have is not None:
-            deltas = plan.onwards(have, every.values(), self._refused)
-            ways.insert(0, Route(None, have, deltas))  # of two that end alike the first is taken
-        first = -1 if have is None else have.record.sequence
+        if have is not None:  # of two ways that end alike the first is taken
+            ways.insert(0, Route(None, have, plan.onwards(have, every.values(), self._refused)))
         ahead = [each for each in ways if each and each.end.record.sequence > first]
-        best = max(ahead, key=lambda each: each.end.record.sequence, default=None)
-        return best, best is not None and best.end.record.sequence == max(every)
+        found = max(ahead, key=lambda each: each.end.record.sequence, default=None)
+        self._stuck = listing if found is None else None
+        self._again_s = time.monotonic() + _AGAIN_S
+        return found
 
     def leaves(self, version: Version) -> Leaves:
         """Leaves of a version.
@@ -222,7 +201,7 @@ class VersionReader:
                     f"{weights.part_count(leaves)} parts, found {len(base.parts)}. A later base "
                     "heals followers."
                 )
-            found = Weights.empty(leaves)
+            found = Weights(leaves)
             places = (
                 self.root.part_at(base.sequence, base.epoch, n) for n in range(len(base.parts))
             )
