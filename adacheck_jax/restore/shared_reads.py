@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,27 +86,34 @@ def put_together(box: Box, parts: Sequence[tuple[Box, np.ndarray]]) -> np.ndarra
 
 
 def members(
-    shared: Sequence[SharedPart], choice: ReadOnce, where: AnyPath, *, times: int = 1
+    arrays: Iterable[tuple[tuple[int, ...], int, jax.sharding.Sharding | None]],
+    choice: ReadOnce,
+    where: AnyPath,
+    *,
+    times: int = 1,
 ) -> tuple[int, ...]:
-    """The processes that read together, ascending; none if each reads for itself.
+    """The processes that read together, ascending; none if this one reads for itself.
 
     Args:
-        shared: all shared parts of a restore, of all processes.
+        arrays: shape, bytes of an element, and target sharding of each array; the same in all
+            processes.
         choice: the caller's wish.
         where: directory that is read from.
         times: number of times that they are read.
     """
-    found = {process for each in shared for process in each.holders}
-    is_worthwhile = may_share(choice, where)
-    if choice is None and is_worthwhile:
-        saved_bytes = times * sum(each.nbytes * (len(each.holders) - 1) for each in shared)
-        is_worthwhile = saved_bytes >= WORTHWHILE_BYTES * len(found)
-    return tuple(sorted(found)) if is_worthwhile else ()
-
-
-def may_share(choice: ReadOnce, where: AnyPath) -> bool:
-    """True if processes read together, given that enough bytes are saved; see :func:`members`."""
-    return at(where).spec()["driver"] != "file" if choice is None else choice
+    if not (at(where).spec()["driver"] != "file" if choice is None else choice):
+        return ()
+    found, saved_bytes = set[int](), 0
+    for shape, itemsize_bytes, sharding in arrays:
+        processes = {d.process_index for d in sharding.device_set} if sharding is not None else ()
+        if sharding is None or len(processes) < 2:
+            continue
+        found |= {*processes}
+        for box, devices in holders_of(sharding, shape).items():
+            again = len({each.process for each in devices}) - 1
+            saved_bytes += times * again * box.size * itemsize_bytes
+    is_worthwhile = choice is not None or saved_bytes >= WORTHWHILE_BYTES * len(found)
+    return tuple(sorted(found)) if is_worthwhile and jax.process_index() in found else ()
 
 
 class SharedReads:

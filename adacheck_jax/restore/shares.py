@@ -6,12 +6,13 @@ Every process computes the same plan from shardings, shapes and cut points, with
 
 from __future__ import annotations
 
-import bisect
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from adacheck_jax.format.boxes import Box, Cuts, cuts_of, grid
+import numpy as np
+
+from adacheck_jax.format.boxes import Box, Cuts, grid
 
 _ALIGNMENT_BYTES = 64
 
@@ -69,28 +70,21 @@ def users_of(
     """The processes that need elements of each stored part of an array, ascending.
 
     Args:
-        needed: boxes of an array that tile it as a grid, with the processes that need each.
+        needed: boxes of an array, with the processes that need each.
         shape: global shape, of an array that has elements.
         stored: cut points at which the array is stored in parts.
     """
-    targets = cuts_of(needed, shape)
-    spans = [[*itertools.pairwise(points)] for points in targets]
-    met = [
-        [
-            (bisect.bisect_right(points, start) - 1, bisect.bisect_left(points, stop))
-            for start, stop in itertools.pairwise(parts)
-        ]
-        for points, parts in zip(targets, stored, strict=True)
-    ]
-    known: dict[tuple[tuple[int, int], ...], tuple[int, ...]] = {}
+    users = [frozenset(each) for each in needed.values()]
+    starts = np.array([box.start for box in needed], int).reshape(len(needed), len(shape))
+    stops = np.array([box.stop for box in needed], int).reshape(len(needed), len(shape))
+    known: dict[bytes, tuple[int, ...]] = {}
     found = {}
-    for part, corner in zip(grid(stored), itertools.product(*met), strict=True):
-        if corner not in known:
-            inside = (own[a:b] for own, (a, b) in zip(spans, corner, strict=True))
-            touched = itertools.product(*inside)
-            boxes = [Box(tuple(a for a, _ in each), tuple(b for _, b in each)) for each in touched]
-            known[corner] = tuple(sorted({user for box in boxes for user in needed[box]}))
-        found[part] = known[corner]
+    for part in grid(stored):
+        is_met = (starts < part.stop).all(1) & (stops > part.start).all(1)
+        key = is_met.tobytes()
+        if key not in known:
+            known[key] = tuple(sorted(frozenset().union(*itertools.compress(users, is_met))))
+        found[part] = known[key]
     return found
 
 

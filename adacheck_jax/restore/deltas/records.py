@@ -17,7 +17,7 @@ from adacheck_jax.restore import shared_reads, shares
 from adacheck_jax.restore.compiled_update import Shardings, abstract_leaf
 from adacheck_jax.restore.deltas.delta_reader import DeltaReader
 from adacheck_jax.restore.shared_reads import Blocks, OwnShare, ReadOnce, SharedReads
-from adacheck_jax.restore.shares import ShareExchange
+from adacheck_jax.restore.shares import SharedPart, ShareExchange
 from adacheck_jax.store.storage.location import AnyPath
 
 _READ_AHEAD = 2
@@ -62,26 +62,30 @@ class Records:
         self._wanted = [abstract_leaf(specs[i], shardings[i]) for i in update.consumed]
         leaves = [specs[i] for i in update.consumed]
         self._dtypes = {n: np.dtype(leaf.dtype) for n, leaf in enumerate(leaves)}
-        parts = [
-            shared_reads.shared_parts(n, leaf.shape, shardings[i], leaf.itemsize_bytes, leaf.cuts)
-            for n, (i, leaf) in enumerate(zip(update.consumed, leaves, strict=True))
-        ]
-        shared = [*itertools.chain.from_iterable(parts)]
-        members = shared_reads.members(shared, read_once, where, times=len(self._readers))
+        targets = [shardings[i] for i in update.consumed]
+        members = shared_reads.members(
+            [(x.shape, x.itemsize_bytes, y) for x, y in zip(leaves, targets, strict=True)],
+            read_once,
+            where,
+            times=len(self._readers),
+        )
+        parts: list[list[SharedPart]] = [[] for _ in leaves]
         self._exchanges: tuple[ShareExchange, ...] = ()
         self._together: SharedReads | None = None
-        if jax.process_index() in members:
-            self._exchanges = shares.plan(shared)
+        if members:
+            parts = [
+                shared_reads.shared_parts(n, leaf.shape, target, leaf.itemsize_bytes, leaf.cuts)
+                for n, (leaf, target) in enumerate(zip(leaves, targets, strict=True))
+            ]
+            self._exchanges = shares.plan(itertools.chain.from_iterable(parts))
             self._together = SharedReads(members, where, [self._exchanges] * len(self._readers))
             self._together.agree(None)
         self._checked = checked or self._together is not None
         self._own = [
             (n, box)
-            for n, leaf in enumerate(leaves)
+            for n, (leaf, target) in enumerate(zip(leaves, targets, strict=True))
             for box in shares.own_boxes(
-                transfer.boxes_here(leaf.shape, shardings[update.consumed[n]]),
-                leaf.cuts,
-                parts[n] if self._together is not None else (),
+                transfer.boxes_here(leaf.shape, target), leaf.cuts, parts[n]
             )
         ]
 
