@@ -75,7 +75,7 @@ class Publisher:
             mine = roots.claim(self._root)
             self._writer = Writer(self._root, mine, base_every, keep_versions)
         last = self._writer.last
-        self._latest = -1 if last is None else last.record.version
+        self._latest = -1 if last is None else last.version
         self._process = OneProcess("a Publisher")
         self._process.enter()
         self._condition = threading.Condition()
@@ -215,7 +215,7 @@ class Publisher:
                     # What waits was not compared with what readers have; the next one will be.
                     self._error = self._error or error
                     last = self._writer.last
-                    self._latest = -1 if last is None else last.record.version
+                    self._latest = -1 if last is None else last.version
                     self._jobs.clear()
                 else:
                     self._jobs.pop(0)

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from adacheck_jax.errors import FormatError, IntegrityError, LineageError
 from adacheck_jax.publish import plan, weights
-from adacheck_jax.publish.plan import Known, Route
+from adacheck_jax.publish.plan import Route
 from adacheck_jax.publish.records import Base, Claim, Leaves, Version
 from adacheck_jax.publish.root import BASES, LEAVES, VERSIONS, GoneError, Root
 from adacheck_jax.publish.weights import WeightChange, Weights
@@ -58,7 +58,7 @@ class VersionReader:
             self.root.check_own()
         return found
 
-    def versions(self, sequences: Sequence[int]) -> dict[int, Known]:
+    def versions(self, sequences: Sequence[int]) -> dict[int, Version]:
         """The versions among some that can be read and count.
 
         Args:
@@ -67,11 +67,11 @@ class VersionReader:
         self._claims = self.root.claims(self._claims)  # read after the listing
         with ThreadPoolExecutor(_THREADS) as threads:
             found = [x for x in threads.map(self._version, sequences) if x is not None]
-        return {x.record.sequence: x for x in found if plan.counts(x.record, self._claims)}
+        return {x.sequence: x for x in found if plan.counts(x, self._claims)}
 
-    def _version(self, sequence: int) -> Known | None:
+    def _version(self, sequence: int) -> Version | None:
         try:
-            return Known(*self.root.read(VERSIONS, sequence, Version))
+            return self.root.read(VERSIONS, sequence, Version)
         except GoneError:
             return None
         except (FormatError, IntegrityError) as error:  # or it is being written
@@ -88,7 +88,7 @@ class VersionReader:
         found = []
         for sequence in self.root.numbers(BASES):
             try:
-                base = self.root.read(BASES, sequence, Base)[0]
+                base = self.root.read(BASES, sequence, Base)
             except GoneError:
                 continue
             except (FormatError, IntegrityError) as error:
@@ -98,7 +98,7 @@ class VersionReader:
                 found.append(base)
         return found
 
-    def route(self, have: Known | None, last: int | None = None) -> Route | None:
+    def route(self, have: Version | None, last: int | None = None) -> Route | None:
         """The way to the newest version that can be reached, and is newer than the one in hand.
 
         Where all records end before the one in hand the root was lost, or begun anew: the way is
@@ -110,15 +110,15 @@ class VersionReader:
         """
         sequences = [each for each in self.sequences() if last is None or each <= last]
         newest = max(sequences, default=-1)
-        if have is not None and newest < have.record.sequence:
+        if have is not None and newest < have.sequence:
             have = None
-        first = -1 if have is None else have.record.sequence
+        first = -1 if have is None else have.sequence
         if newest == first:
             return None
         if have is not None:
             after = self.versions([each for each in sequences if each > first])
             deltas = plan.onwards(have, after.values(), self._refused)
-            if deltas and deltas[-1].record.sequence == max(after):
+            if deltas and deltas[-1].sequence == max(after):
                 return Route(None, have, deltas)
         listing = (sequences, self.root.numbers(BASES))
         if listing == self._stuck and time.monotonic() < self._again_s:
@@ -128,8 +128,8 @@ class VersionReader:
         ways = [plan.from_base(bases, every, self._refused)]
         if have is not None:  # of two ways that end alike the first is taken
             ways.insert(0, Route(None, have, plan.onwards(have, every.values(), self._refused)))
-        ahead = [each for each in ways if each and each.end.record.sequence > first]
-        found = max(ahead, key=lambda each: each.end.record.sequence, default=None)
+        ahead = [each for each in ways if each and each.end.sequence > first]
+        found = max(ahead, key=lambda each: each.end.sequence, default=None)
         self._stuck = listing if found is None else None
         self._again_s = time.monotonic() + _AGAIN_S
         return found
@@ -142,7 +142,7 @@ class VersionReader:
             AdaCheckError: it is damaged, or another than the version's.
         """
         if version.leaves not in self._leaves:
-            self._leaves[version.leaves] = self.root.read(LEAVES, version.leaves, Leaves)[0]
+            self._leaves[version.leaves] = self.root.read(LEAVES, version.leaves, Leaves)
         found = self._leaves[version.leaves]
         if len(version.fingerprints) != len(found.leaves):
             raise IntegrityError(
@@ -154,7 +154,7 @@ class VersionReader:
     def leaves_at(self, route: Route) -> Leaves:
         """Leaves of the version that a route leads to; raises as :meth:`load`."""
         with self._judged(_last_step(route)):
-            return self.leaves(route.end.record)
+            return self.leaves(route.end)
 
     def load(self, route: Route, have: Weights | None) -> tuple[Weights, list[WeightChange]]:
         """Weights at the end of a route, not compared with fingerprints yet.
@@ -174,16 +174,15 @@ class VersionReader:
         with ThreadPoolExecutor(_THREADS) as threads:
             reading = [threads.submit(self._delta, each, leaves) for each in route.deltas]
             if route.base is not None:
-                have = self._base(route.base, self.leaves(route.start.record), threads)
+                have = self._base(route.base, self.leaves(route.start), threads)
             changes = [each.result() for each in reading]
         assert have is not None
         for each in changes:
             have.apply(each)
         return have, [change for each in changes for change in each]
 
-    def _delta(self, known: Known, leaves: Leaves) -> list[WeightChange]:
-        record = known.record
-        with self._judged(known.checksum):
+    def _delta(self, record: Version, leaves: Leaves) -> list[WeightChange]:
+        with self._judged(record.checksum):
             if self.leaves(record) is not leaves:
                 raise IntegrityError(f"{self.root}: version {record.version} has other leaves.")
             if record.delta and record.delta.nbytes > _MOST_DELTA * leaves.nbytes + _SPARE_BYTES:
@@ -299,17 +298,17 @@ def read_version(root: Root, number: int) -> tuple[Version, Weights, list[Weight
     """
     reader = VersionReader(root)
     every = reader.versions(reader.sequences())
-    found = [each for each in every.values() if each.record.version == number]
-    kept = sorted(each.record.version for each in every.values())
+    found = [each for each in every.values() if each.version == number]
+    kept = sorted(each.version for each in every.values())
     if not found:
         shown = f"versions {kept[0]} to {kept[-1]}" if kept else "none"
         raise LineageError(
             f"{root}: expected version {number}, found {shown}. Give a version that is kept."
             f"{reader.problem and ' ' + reader.problem}"
         )
-    wanted = max(found, key=lambda each: each.record.sequence)
+    wanted = max(found, key=lambda each: each.sequence)
     try:
-        route = reader.route(None, wanted.record.sequence)
+        route = reader.route(None, wanted.sequence)
         if route is None or route.end != wanted:
             raise LineageError(
                 f"{root}: expected a base for version {number}, found none that leads to it: what "
@@ -317,10 +316,10 @@ def read_version(root: Root, number: int) -> tuple[Version, Weights, list[Weight
                 f"{reader.problem and ' ' + reader.problem}"
             )
         made, _ = reader.load(route, None)
-        check(wanted.record, made.leaves, made.fingerprints(), root)
-        changes = _changes(root, wanted.record, made.leaves)
+        check(wanted, made.leaves, made.fingerprints(), root)
+        changes = _changes(root, wanted, made.leaves)
     except GoneError as error:
         raise LineageError(
             f"{root}: version {number} was pruned while it was read ({error}). Give a newer one."
         ) from error
-    return wanted.record, made, changes
+    return wanted, made, changes

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 from adacheck_jax.errors import FormatError, IntegrityError
 from adacheck_jax.publish import plan, reading, records, weights
-from adacheck_jax.publish.plan import Known
 from adacheck_jax.publish.reading import VersionReader
 from adacheck_jax.publish.records import Base, Claim, Leaves, ParentVersion, Stored, Version
 from adacheck_jax.publish.root import BASES, LEAVES, VERSIONS, GoneError, Root, check_owner
@@ -102,8 +101,8 @@ class Writer:
             parent, leaves = None, self._described(made.leaves)
             data, changed = b"", 0
         else:
-            parent = ParentVersion(last.record.sequence, last.checksum)
-            leaves = last.record.leaves
+            parent = ParentVersion(last.sequence, last.checksum)
+            leaves = last.leaves
             data, changed = weights.encode(before, made)
         epoch = self._mine.epoch
         record = Version(self._next, epoch, version, parent, leaves, (*sums,), None, changed)
@@ -117,11 +116,11 @@ class Writer:
             self._prune()
         return Published(
             version=version,
-            sequence=known.record.sequence,
+            sequence=known.sequence,
             changed=words if parent is None else changed,
             words=words,
             delta_bytes=len(data),
-            record_bytes=len(records.encode(known.record)[0]),
+            record_bytes=len(records.encode(known)),
             base_bytes=made.leaves.nbytes if has_base else 0,
         )
 
@@ -133,27 +132,27 @@ class Writer:
             return None
         return self._weights
 
-    def _read_back(self, last: Known, leaves: Leaves) -> Weights | None:
+    def _read_back(self, last: Version, leaves: Leaves) -> Weights | None:
         """Weights that a publisher before this one wrote last, if they can be read."""
         try:
             route = self._reader.route(None)
             if route is None or route.end != last:
                 raise IntegrityError(f"{self._root}: the newest version cannot be reached.")
-            if self._reader.leaves(last.record) != leaves:
+            if self._reader.leaves(last) != leaves:
                 return None
             found, _ = self._reader.load(route, None)
-            reading.check(last.record, leaves, found.fingerprints(), self._root)
+            reading.check(last, leaves, found.fingerprints(), self._root)
         except (FormatError, IntegrityError, GoneError) as error:
             _log.warning("Publishing goes on with a base: %s", error)
             return None
         self._since_base = len(route.deltas)
-        stored = (each.record.delta for each in route.deltas)
+        stored = (each.delta for each in route.deltas)
         self._since_base_bytes = sum(each.nbytes for each in stored if each is not None)
         return found
 
     def _described(self, leaves: Leaves) -> str:
         """Checksum of the record of the leaves, which is written if it is not there."""
-        checksum = records.encode(leaves)[1]
+        checksum = records.sealed(leaves, self._root)[1].checksum
         try:
             self._root.write(LEAVES, leaves)
         except FileExistsError:
@@ -164,7 +163,7 @@ class Writer:
                 return self._described(leaves)
         return checksum
 
-    def _committed(self, made: Version, data: bytes, own: Weights) -> Known:
+    def _committed(self, made: Version, data: bytes, own: Weights) -> Version:
         """Writes a version under the next sequence number that is free."""
         while True:
             try:
@@ -177,18 +176,17 @@ class Writer:
         self.last, self._weights, self._next = known, own, self._next + 1
         return known
 
-    def _write_version(self, record: Version, data: bytes, own: Weights) -> Known:
+    def _write_version(self, record: Version, data: bytes, own: Weights) -> Version:
         """Writes what a version needs, and then its record."""
         if data:
             place = self._root.delta_at(record.sequence, record.epoch)
             record = replace(record, delta=self._root.store(place, data))
-        known = Known(record, records.encode(record)[1])
         if record.parent is None:
-            self._write_base(known, own)
-        self._root.write(VERSIONS, record)
-        return known
+            sealed = records.sealed(record, self._root)[1]
+            self._write_base(sealed, own)
+        return self._root.write(VERSIONS, record)
 
-    def _write_due_base(self, known: Known, own: Weights) -> bool:
+    def _write_due_base(self, known: Version, own: Weights) -> bool:
         """Writes a base if one is due; True if it did."""
         since, since_bytes = self._since_base, self._since_base_bytes
         if not plan.base_is_due(since, since_bytes, own.leaves.nbytes, self._base_every):
@@ -200,9 +198,7 @@ class Writer:
             return False
         return True
 
-    def _write_base(self, known: Known, own: Weights) -> None:
-        record = known.record
-
+    def _write_base(self, record: Version, own: Weights) -> None:
         def write(number: int) -> Stored:
             place = self._root.part_at(record.sequence, record.epoch, number)
             return self._root.store(place, own.part(number))
@@ -210,7 +206,7 @@ class Writer:
         with ThreadPoolExecutor(_THREADS) as threads:
             parts = tuple(threads.map(write, range(weights.part_count(own.leaves))))
         check_owner(self._root, self._mine)  # who takes over deletes parts without a record
-        self._root.write(BASES, Base(record.sequence, record.epoch, known.checksum, parts))
+        self._root.write(BASES, Base(record.sequence, record.epoch, record.checksum, parts))
         self._since_base, self._since_base_bytes = 0, 0
 
     def _prune(self) -> None:

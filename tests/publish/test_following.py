@@ -479,8 +479,8 @@ def test_a_delta_larger_than_its_leaves_can_have_is_not_read(tmp_path, monkeypat
     published(tmp_path, 2, training)
     reader = VersionReader(Root(tmp_path))
     known = reader.versions([0, 1])
-    record = dataclasses.replace(known[1].record, delta=Stored(2**50, "0" * 32))
-    (tmp_path / "versions" / f"{1:012}").write_bytes(records.encode(record)[0])
+    record = dataclasses.replace(known[1], delta=Stored(2**50, "0" * 32))
+    (tmp_path / "versions" / f"{1:012}").write_bytes(records.encode(record))
     load = Root.load
 
     def refusing(root, place, stored):

@@ -180,7 +180,7 @@ class VersionSource(Source):
     def __init__(self, root: AnyPath, version: int | None, changes: bool) -> None:
         if version is None or version < 0:
             reader = VersionReader(Root(root))
-            kept = [x.record.version for x in reader.versions(reader.sequences()).values()]
+            kept = [x.version for x in reader.versions(reader.sequences()).values()]
             version = numbered(kept, -1 if version is None else version, root)
         record, weights, found = read_version(Root(root), version)
         arrays = {x.path: y for x, y in zip(weights.leaves.leaves, weights.arrays, strict=True)}
