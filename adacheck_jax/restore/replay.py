@@ -137,7 +137,7 @@ def apply_deltas(
         IntegrityError, FormatError: the stored data is damaged or cannot be read.
     """
     specs, update, shardings = lineage.base.leaves, lineage.base.update, {}
-    has_updates = any(reader.has_update for reader in readers)
+    has_updates = any(reader.delta.has_update for reader in readers)
     if has_updates and update is not None and update.programs:
         shardings = replay_shardings(leaves, update)
     elif has_updates:
@@ -197,14 +197,14 @@ class _Replay:
         """
         for done, reader in enumerate(readers):
             self._progress.tell(done, len(readers))
-            if not reader.has_update:
+            if not reader.delta.has_update:
                 self._patches.add(reader)
                 continue
             own = next(consumed)
             self._replay(reader, own)
             if reader is readers[-1]:  # then the arrays that it consumed are leaves of the state
                 for index, array in zip(self._update.consumed, own.record + own.extra, strict=True):
-                    if index in reader.stored:
+                    if index in reader.delta.stored:
                         self._patches.replace(index, array)
         self._put_back()
 
@@ -213,13 +213,12 @@ class _Replay:
         # update's inputs and those read ahead. All results of a program are ready at once.
         jax.block_until_ready((self._params or self._inner)[0])
         unreplayed = self._patch_before(reader)
-        switches = self._switches.get(reader.updates)
-        if switches is None:
+        updates = reader.delta.updates
+        if updates not in self._switches:
             counts = len(self._update.counts)
-            switches = update_program.switches(counts, reader.updates, self._shardings)
-            self._switches[reader.updates] = switches
+            self._switches[updates] = update_program.switches(counts, updates, self._shardings)
         self._params, self._inner = self._program(
-            self._params, self._inner, consumed.record, consumed.extra, switches
+            self._params, self._inner, consumed.record, consumed.extra, self._switches[updates]
         )
         if unreplayed:
             self._put_back()
@@ -239,9 +238,9 @@ class _Replay:
         update, patches = self._update, self._patches
         computed = update.explained - self._passed
         if not (
-            reader.unreplayed
+            reader.delta.unreplayed
             or patches.touches(update.explained)
-            or not self._passed.isdisjoint(reader.stored)
+            or not self._passed.isdisjoint(reader.delta.stored)
         ):
             patches.add(reader)
             return {}
@@ -249,7 +248,7 @@ class _Replay:
         patches.apply(computed)
         patches.add(reader)
         patches.apply(self._passed)
-        unreplayed = {i: self._working[i] for i in reader.unreplayed}
+        unreplayed = {i: self._working[i] for i in reader.delta.unreplayed}
         self._take(copied=unreplayed)
         return unreplayed
 

@@ -33,7 +33,7 @@ class Patches:
 
     def add(self, reader: DeltaReader) -> None:
         """Note what the next delta stores."""
-        for index in reader.stored:
+        for index in reader.delta.stored:
             pending = self._pending.setdefault(index, [])
             if reader.stores_whole(index):
                 pending.clear()

@@ -58,7 +58,7 @@ class Records:
         checked: bool,
     ) -> None:
         self._update, self._x64 = update, transfer.x64_enabled()
-        self._readers = [reader for reader in readers if reader.has_update]
+        self._readers = [reader for reader in readers if reader.delta.has_update]
         self._wanted = [abstract_leaf(specs[i], shardings[i]) for i in update.consumed]
         leaves = [specs[i] for i in update.consumed]
         self._dtypes = {n: np.dtype(leaf.dtype) for n, leaf in enumerate(leaves)}
@@ -124,7 +124,7 @@ class Records:
     def _read(self, reader: DeltaReader, wanted: Sequence[tuple[int, Box]]) -> Blocks:
         """Boxes of the arrays, by position and box; zeros for a recorder without an update."""
         consumed = self._update.consumed
-        of_updates = self._update.consumed_by(reader.updates)
+        of_updates = self._update.consumed_by(reader.delta.updates)
         stored = [each for each in wanted if consumed[each[0]] in of_updates]
         read = reader.read_many([(consumed[n], box) for n, box in stored], checked=self._checked)
         data = dict(zip(stored, read, strict=True))
