@@ -6,7 +6,6 @@ Every process computes the same plan from shardings, shapes and cut points, with
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -80,10 +79,11 @@ def users_of(
     known: dict[bytes, tuple[int, ...]] = {}
     found = {}
     for part in grid(stored):
-        is_met = (starts < part.stop).all(1) & (stops > part.start).all(1)
+        is_met = np.all((starts < part.stop) & (stops > part.start), axis=1)
         key = is_met.tobytes()
         if key not in known:
-            known[key] = tuple(sorted(frozenset().union(*itertools.compress(users, is_met))))
+            met = frozenset().union(*(users[i] for i in np.flatnonzero(is_met)))
+            known[key] = tuple(sorted(met))
         found[part] = known[key]
     return found
 
