@@ -67,10 +67,6 @@ def file_bytes(size: Any) -> int | None:
 def checked_state(state: PyTree, save_args: PyTree | None = None) -> PyTree:
     """Refuse a state that no base can hold: leaves that ``StandardSave`` refuses or loses.
 
-    Args:
-        state: the state to save.
-        save_args: tree of ``ocp.SaveArgs``, as for ``StandardSave``.
-
     Returns:
         The state, with an array in place of each leaf that only has ``__array__``, and one of this
         machine's byte order in place of each leaf of the other: Orbax restores it as such, too.

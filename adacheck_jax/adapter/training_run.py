@@ -411,9 +411,6 @@ def absolute(directory: epath.Path) -> AnyPath:
 def described_lineage(directory: AnyPath) -> Lineage:
     """The lineage of a step whose base has whole files that describe its arrays.
 
-    Args:
-        directory: absolute directory of the item.
-
     Raises:
         LineageError: a step that this one builds on is missing.
         IntegrityError: a file that describes the base is damaged.

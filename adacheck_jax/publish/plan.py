@@ -29,12 +29,7 @@ class Route:
 
 
 def counts(record: Version, claims: Iterable[Claim]) -> bool:
-    """True if a version was written by the publisher that owned its sequence number.
-
-    Args:
-        record: the version.
-        claims: claims of all publishers.
-    """
+    """True if a version was written by the publisher that owned its sequence number."""
     governing = [each.epoch for each in claims if each.first <= record.sequence]
     return record.epoch >= max(governing, default=0)
 
@@ -62,13 +57,7 @@ def onwards(
 def from_base(
     bases: Sequence[Base], versions: Mapping[int, Version], refused: Set[str] = frozenset()
 ) -> Route | None:
-    """The way from the newest base that belongs to a version.
-
-    Args:
-        bases: bases that are not damaged.
-        versions: versions that count, by sequence number.
-        refused: as for :func:`onwards`.
-    """
+    """The way from the newest base that belongs to a version."""
     for base in sorted(bases, key=lambda each: -each.sequence):
         start = versions.get(base.sequence)
         if start is not None and start.checksum == base.of:

@@ -30,9 +30,6 @@ _MOST_DELTA, _SPARE_BYTES = 3, 1 << 20
 class VersionReader:
     """Knowledge of one process about a root.
 
-    Args:
-        root: the root.
-
     Attributes:
         problem: the last thing that was found damaged; empty if nothing was.
     """
@@ -59,11 +56,7 @@ class VersionReader:
         return found
 
     def versions(self, sequences: Sequence[int]) -> dict[int, Version]:
-        """The versions among some that can be read and count.
-
-        Args:
-            sequences: sequence numbers that were listed.
-        """
+        """The versions among some that can be read and count."""
         self._claims = self.root.claims(self._claims)  # read after the listing
         with ThreadPoolExecutor(_THREADS) as threads:
             found = [x for x in threads.map(self._version, sequences) if x is not None]
@@ -229,12 +222,7 @@ class VersionReader:
             raise lost from error
 
     def refuse(self, route: Route, error: Exception) -> None:
-        """Takes the last step of a route, which did not prove right, for damaged from now on.
-
-        Args:
-            route: the route.
-            error: the error that it led to.
-        """
+        """Takes the last step of a route, which did not prove right, for damaged from now on."""
         self._refuse(_last_step(route), error)
 
     def _refuse(self, key: str, error: Exception) -> None:
@@ -262,12 +250,6 @@ def _changes(root: Root, record: Version, leaves: Leaves) -> list[WeightChange]:
 
 def check(version: Version, leaves: Leaves, found: Sequence[int], where: object) -> None:
     """Compares fingerprints of weights with those of their version.
-
-    Args:
-        version: the version.
-        leaves: its leaves.
-        found: fingerprint of each leaf.
-        where: the root, for messages.
 
     Raises:
         IntegrityError: names leaves that differ.

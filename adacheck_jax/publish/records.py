@@ -177,10 +177,6 @@ class Base(Record):
 def sealed(record: _T, where: object) -> tuple[bytes, _T]:
     """Bytes of a record's file, and the record as a reader has it, with its checksum.
 
-    Args:
-        record: the record.
-        where: the file, for messages.
-
     Raises:
         FormatError: followers would refuse them.
     """
@@ -206,11 +202,6 @@ def encode(record: Record) -> bytes:
 
 def decode(data: bytes, kind: type[_T], where: object) -> _T:
     """A record, with its checksum.
-
-    Args:
-        data: bytes of its file.
-        kind: class of the record.
-        where: the file, for messages.
 
     Raises:
         FormatError: the bytes are no such record.

@@ -128,11 +128,7 @@ class Root:
         return record
 
     def claims(self, known: Sequence[Claim] = ()) -> tuple[Claim, ...]:
-        """Claims of all publishers that can be read.
-
-        Args:
-            known: claims that were read before: they do not change.
-        """
+        """Claims of all publishers that can be read."""
         found = {each.epoch: each for each in known}
         for epoch in self.numbers(PUBLISHERS):
             if epoch not in found:

@@ -42,9 +42,6 @@ class WeightChange:
 class Weights:
     """All leaves of one version, in memory of their own, whose elements are not set yet.
 
-    Args:
-        leaves: the leaves.
-
     Attributes:
         words: the bits of all leaves as flat words, by bytes of a word.
         arrays: the leaves' elements, as views of these words.
@@ -148,11 +145,6 @@ def encode(before: Weights, after: Weights) -> tuple[bytes, int]:
 
 def decode(leaves: Leaves, data: bytes, where: object) -> list[WeightChange]:
     """Changes that a delta holds.
-
-    Args:
-        leaves: the leaves.
-        data: bytes of the delta.
-        where: the delta, for messages.
 
     Raises:
         IntegrityError: the bytes are no delta of such leaves.

@@ -116,10 +116,6 @@ _Parts = dict[int, list[tuple[Box, np.ndarray]]]
 class _Arrays:
     """The arrays of one read, in batches.
 
-    Args:
-        directory: the base's directory.
-        requests: the arrays to read.
-
     Attributes:
         batches: positions of the arrays of each batch.
         plans: exchanges of each batch.

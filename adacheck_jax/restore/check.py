@@ -150,10 +150,6 @@ def bound_to_mesh(lineage: Lineage) -> frozenset[int]:
 def tolerance(lineage: Lineage, rounded: Sequence[int]) -> float:
     """Approximate bound of the error of leaves that were replayed on other devices.
 
-    Args:
-        lineage: the lineage that ends at the step.
-        rounded: indices of those leaves.
-
     Returns:
         A bound relative to each leaf's largest value, for updates that are continuous: the effect
         of the order of sums in float32 for each update, and one rounding to the leaf's own type.

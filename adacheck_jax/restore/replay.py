@@ -161,16 +161,7 @@ def apply_deltas(
 
 
 class _Replay:
-    """Updates replayed one after another by one compiled program.
-
-    Args:
-        update: the update.
-        program: the update compiled for these shardings.
-        working: all leaves of the state.
-        patches: stored leaves that wait to be put in place.
-        shardings: the shardings for replay, by leaf index.
-        progress: told after each delta.
-    """
+    """Updates replayed one after another by one compiled program."""
 
     def __init__(
         self,

@@ -66,12 +66,7 @@ def shared_parts(
 
 
 def put_together(box: Box, parts: Sequence[tuple[Box, np.ndarray]]) -> np.ndarray:
-    """Elements of a box, from parts that cover it: a view of one, or a copy of several.
-
-    Args:
-        box: the box.
-        parts: boxes of the same array, with their elements.
-    """
+    """Elements of a box, from parts that cover it: a view of one, or a copy of several."""
     for around, data in parts:
         if around.contains(box):
             return data[(*box.relative_to(around.start).slices, ...)]
@@ -135,9 +130,6 @@ class SharedReads:
 
     def finish(self, share: OwnShare) -> Blocks:
         """Exchange what each process read of one batch. Collective; in the order of the batches.
-
-        Args:
-            share: this process's share, from :func:`begin`.
 
         Returns:
             Elements of each shared part that this process needs.

@@ -143,12 +143,7 @@ class WorkingSet:
         return jnp.copy(placed) if is_copied else placed
 
     def put_back(self, indices: Sequence[int], replayed: Sequence[jax.Array]) -> None:
-        """Put the results of an update in the places of the leaves that were taken out.
-
-        Args:
-            indices: indices of the leaves.
-            replayed: an array for each, on the shardings for replay.
-        """
+        """Put the results of an update in the places of the leaves that were taken out."""
         for index, array in zip(indices, replayed, strict=True):
             like, target = self._targets[index]
             if target is None:

@@ -88,12 +88,6 @@ class StockCheckpoints:
     ) -> tuple[list[ocp.Future], dict[str, ArrayEntry]]:
         """Start to write a state without its arrays.
 
-        Args:
-            directory: directory of the base.
-            state: the full state.
-            save_args: tree of ``ocp.SaveArgs`` like the state, or None.
-            custom_metadata: JSON of the caller.
-
         Returns:
             Futures that complete when that is durable, and the arrays left to be written, by leaf
             path; :meth:`finalize` takes them. Arrays without elements are not among them: Orbax
@@ -130,11 +124,6 @@ class StockCheckpoints:
         chunk_shapes: Mapping[str, tuple[int, ...]],
     ) -> dict[str, str]:
         """Merge the files that Orbax wrote, and describe the arrays as it would; for one process.
-
-        Args:
-            directory: directory of the base.
-            entries: the arrays, by leaf path, from :meth:`write`.
-            chunk_shapes: chunk shape of each array, by leaf path.
 
         Returns:
             SHA-256 digests of the files that describe the arrays, by file name.

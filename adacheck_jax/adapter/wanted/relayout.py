@@ -31,11 +31,6 @@ _log = logging.getLogger(__name__)
 class Relayout:
     """The rules of a restore, planned for the leaves of a base.
 
-    Args:
-        args: arguments of the restore, with its rules.
-        base: manifest that describes the saved leaves.
-        where: directory of the step, for messages.
-
     Attributes:
         plan: operations on the leaves that are wanted.
 

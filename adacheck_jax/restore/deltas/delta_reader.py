@@ -103,10 +103,6 @@ class DeltaReader:
     def read(self, index: int, box: Box) -> np.ndarray:
         """Read one box of a leaf that the delta stores whole.
 
-        Args:
-            index: the leaf's index.
-            box: the box to read.
-
         Returns:
             The elements, which the caller must not change.
 
@@ -178,9 +174,6 @@ class DeltaReader:
     @contextlib.contextmanager
     def prefetched(self, wanted: Mapping[int, Sequence[Box]]) -> Iterator[None]:
         """Read all bytes of some boxes in few large pieces, and keep them inside the context.
-
-        Args:
-            wanted: boxes by leaf index.
 
         Raises:
             FormatError: a pack is missing. Damaged bytes raise later, from :meth:`read`.

@@ -20,10 +20,6 @@ class Patches:
     """Stored leaves of several deltas, put in place as late as possible.
 
     A leaf that many deltas store is then taken off its devices and put back once.
-
-    Args:
-        working: the leaves.
-        specs: the base's description of each leaf.
     """
 
     def __init__(self, working: WorkingSet, specs: Sequence[Leaf]) -> None:
