@@ -64,6 +64,7 @@ class Begun:
         begin_s: reading of the clock when the caller called.
         returned_s: reading of the clock when the rest was left to the background.
         entries: arrays of a base that Orbax left to this library, by leaf path.
+        names: the same as they are stored.
     """
 
     line: Line
@@ -71,6 +72,7 @@ class Begun:
     begin_s: float
     returned_s: float = 0.0
     entries: Mapping[str, ArrayEntry] = dataclasses.field(default_factory=dict)
+    names: Mapping[str, Name] = dataclasses.field(default_factory=dict)
 
     @property
     def final(self) -> AnyPath:
@@ -185,7 +187,6 @@ class TrainingRun:
             directories that Orbax makes.
         """
         futures: list[ocp.Future] = []
-        names: dict[str, Name] = {}
         save = begun.save
         if save.is_base:
             with _told(begun.exchange):
@@ -195,14 +196,14 @@ class TrainingRun:
                     stored.save_args,
                     stored.custom_metadata,
                 )
-            names = {
+            begun.names = {
                 leaf.path: Name(
                     entry.name, stored_dtype(leaf.dtype), chunk_shape(leaf, entry.chunk_bytes)
                 )
                 for leaf in save.staged.structure.leaves
                 if (entry := begun.entries.get(leaf.path))
             }
-        layout = ArrayLayout(names, stored.ocdbt_target_data_file_size)
+        layout = ArrayLayout(begun.names, stored.ocdbt_target_data_file_size)
         written = _written(save, directory, layout)
         futures.append(CommitFutureAwaitingContractedSignals(written, name="adacheck_write"))
         with self._lock:
@@ -217,11 +218,7 @@ class TrainingRun:
         with storage_named(begun.final), begun.save.committing(directory):
             described: Mapping[str, str] = {}
             if begun.save.is_base:
-                leaves = {leaf.path: leaf for leaf in begun.save.staged.structure.leaves}
-                entries = begun.entries.items()
-                chunks = {
-                    each: chunk_shape(leaves[each], entry.chunk_bytes) for each, entry in entries
-                }
+                chunks = {path: each.chunk_shape for path, each in begun.names.items()}
                 described = self.stock.finalize(epath.Path(str(directory)), begun.entries, chunks)
             begun.save.commit(directory, described)
         report = report_of(begun.save, directory, begun.begin_s, begun.returned_s)

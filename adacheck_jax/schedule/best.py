@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+
 import numpy as np
 
 from adacheck_jax.schedule.waste import Costs, Schedule, restore_s, wastes
@@ -88,10 +90,7 @@ def _longest_lineage(costs: Costs, restore_budget_s: float | None) -> int:
             f"expected restore_budget_s of at least {restore_s(costs, Schedule(1, 1)):.3g} (a base "
             f"and one delta), found {restore_budget_s!r}"
         )
-    left_s = restore_budget_s - costs.open_s - costs.base_restore_s
-    if left_s >= LONGEST_LINEAGE * costs.replay_s:
-        return LONGEST_LINEAGE
-    longest = max(int(left_s / costs.replay_s), 1)
-    while restore_s(costs, Schedule(longest, 1)) > restore_budget_s:  # the quotient was rounded
-        longest -= 1
-    return longest
+    lengths = range(1, LONGEST_LINEAGE + 1)
+    return bisect.bisect_right(
+        lengths, restore_budget_s, key=lambda n: restore_s(costs, Schedule(n, 1))
+    )
