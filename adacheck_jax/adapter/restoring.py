@@ -215,6 +215,7 @@ class StepRestorer:
             leaves = replay.replay_onto(
                 base.leaves, lineage, base.programs, args.read_once, checked=bool(base.rounded)
             )
+            leaves = [None if working_set.is_abstract(leaf) else leaf for leaf in leaves]
             replayed_s = self._clock()
             rounded = check.check_bits(leaves, lineage, path, rounded=base.rounded)
         except IntegrityError:
@@ -259,21 +260,14 @@ class StepRestorer:
         there |= _apart(lineage, placements | there)
         wanted = placements | there
         programs.begin_compiling(lineage, wanted)
-        empty = {
-            leaf.path: target.empty(leaf, wanted.pop(leaf.path))
-            for leaf in lineage.base.leaves
-            if not leaf.nbytes
-        }
-        specs = {leaf.path: leaf for leaf in lineage.base.leaves}
+        specs = lineage.base.leaves
+        from_deltas = target.taken_from_deltas(lineage)
         abstract = {
-            path: abstract_leaf(specs[path], wanted[path])
-            for path in target.taken_from_deltas(lineage)
-            if path not in empty
+            x.path: abstract_leaf(x, wanted[x.path]) for x in specs if x.path in from_deltas
         }
         wanted |= dict.fromkeys(abstract)
-        read = self._stock.read(lineage.base_directory, wanted, specs, saved_tree, args.read_once)
-        read |= abstract | empty
-        leaves = [read[leaf.path] for leaf in lineage.base.leaves]
+        read = self._stock.read(lineage.base_directory, specs, wanted, saved_tree, args.read_once)
+        leaves = [*(read | abstract).values()]
         check.check_types(leaves, lineage.base, lineage.base_directory)
         moved = {each: placements[each] for each in there}
         return _Base(target, programs, leaves, rounded, moved, relayout)
