@@ -17,9 +17,15 @@ import numpy as np
 from adacheck_jax.device import transfer
 from adacheck_jax.device.sharding import holders_of
 from adacheck_jax.format.boxes import Box, Cuts
-from adacheck_jax.restore import shared_reads, shares
-from adacheck_jax.restore.shared_reads import OwnShare, ReadOnce, SharedReads, put_together
-from adacheck_jax.restore.shares import SharedPart, ShareExchange
+from adacheck_jax.restore import shared_reads
+from adacheck_jax.restore.shared_reads import (
+    OwnShare,
+    ReadOnce,
+    SharedPart,
+    SharedReads,
+    ShareExchange,
+    put_together,
+)
 from adacheck_jax.store import host_memory, volume_reader
 from adacheck_jax.store.storage.location import AnyPath
 
@@ -141,7 +147,7 @@ class _Arrays:
             sizes_bytes[i] = max(sizes_bytes[i], sum(part.nbytes for part in parts))
         self.batches = [*_batches(sizes_bytes)]
         self.plans = [
-            shares.plan(part for i in batch for part in self._shared.get(i, ()))
+            shared_reads.plan(part for i in batch for part in self._shared.get(i, ()))
             for batch in self.batches
         ]
 
@@ -164,8 +170,10 @@ class _Arrays:
             for i in batch:
                 boxes = self._requests[i].boxes
                 # The box around them might reach into chunks that another process reads.
-                shared = self._shared.get(i)
-                boxes = shares.own_boxes(boxes, self._cuts(i), shared) if shared else _merged(boxes)
+                if shared := self._shared.get(i):
+                    boxes = shared_reads.own_boxes(boxes, self._cuts(i), shared)
+                else:
+                    boxes = _merged(boxes)
                 for box in boxes:
                     data, future = host_memory.begin_read(stores[i][(*box.slices, ...)])
                     parts[i].append((box, data))

@@ -18,8 +18,8 @@ import adacheck_jax as adacheck
 from adacheck_jax.device import exchange
 from adacheck_jax.device.sharding import Holder
 from adacheck_jax.format.boxes import Box, grid
-from adacheck_jax.restore import shared_reads, shares
-from adacheck_jax.restore.shares import SharedPart
+from adacheck_jax.restore import shared_reads
+from adacheck_jax.restore.shared_reads import SharedPart
 from adacheck_jax.store.steps import roots
 from adacheck_jax.store.storage.kvstore import KvStore
 from adacheck_jax.store.storage.location import Location
@@ -49,7 +49,7 @@ def lines(draw, length, most):
 
 @given(shared_parts())
 def test_every_part_is_read_once_by_a_holder(parts):
-    exchanges = shares.plan(parts)
+    exchanges = shared_reads.plan(parts)
     assert [each.holders for each in exchanges] == sorted({part.holders for part in parts})
     read = [piece.part for each in exchanges for piece in each.pieces]
     assert len(read) == len(parts)
@@ -69,7 +69,7 @@ def test_every_part_is_read_once_by_a_holder(parts):
 
 @given(shared_parts())
 def test_the_bytes_are_shared_out_evenly(parts):
-    for each in shares.plan(parts):
+    for each in shared_reads.plan(parts):
         loads = [0] * len(each.holders)
         for piece in each.pieces:
             loads[piece.reader] += piece.part.nbytes
@@ -86,7 +86,7 @@ def test_a_stored_part_is_read_by_one_process(data):
         for box in grid(tuple(lines(data.draw, length, 3) for length in shape))
     }
     stored = tuple(lines(data.draw, length, 4) for length in shape)
-    users = shares.users_of(needed, shape, stored)
+    users = shared_reads.users_of(needed, shape, stored)
     assert [*users] == grid(stored)
     for part, found in users.items():
         assert found == tuple(
@@ -96,7 +96,7 @@ def test_a_stored_part_is_read_by_one_process(data):
     whole = np.arange(np.prod(shape)).reshape(shape)
     for process in range(4):
         boxes = [box for box, each in needed.items() if process in each]
-        own = shares.own_boxes(boxes, stored, shared)
+        own = shared_reads.own_boxes(boxes, stored, shared)
         for part in own:
             assert {p for b, e in users.items() if b.intersect(part) for p in e} == {process}
         given = [part.box for part in shared if process in part.holders]

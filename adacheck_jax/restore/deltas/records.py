@@ -13,11 +13,17 @@ import numpy as np
 from adacheck_jax.device import jax_settings, transfer
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.manifest import Leaf, Update
-from adacheck_jax.restore import shared_reads, shares
+from adacheck_jax.restore import shared_reads
 from adacheck_jax.restore.compiled_update import Shardings, abstract_leaf
 from adacheck_jax.restore.deltas.delta_reader import DeltaReader
-from adacheck_jax.restore.shared_reads import Blocks, OwnShare, ReadOnce, SharedReads
-from adacheck_jax.restore.shares import SharedPart, ShareExchange
+from adacheck_jax.restore.shared_reads import (
+    Blocks,
+    OwnShare,
+    ReadOnce,
+    SharedPart,
+    SharedReads,
+    ShareExchange,
+)
 from adacheck_jax.store.storage.location import AnyPath
 
 _READ_AHEAD = 2
@@ -77,14 +83,14 @@ class Records:
                 shared_reads.shared_parts(n, leaf.shape, target, leaf.itemsize_bytes, leaf.cuts)
                 for n, (leaf, target) in enumerate(zip(leaves, targets, strict=True))
             ]
-            self._exchanges = shares.plan(itertools.chain.from_iterable(parts))
+            self._exchanges = shared_reads.plan(itertools.chain.from_iterable(parts))
             self._together = SharedReads(members, where, [self._exchanges] * len(self._readers))
             self._together.agree(None)
         self._checked = checked or self._together is not None
         self._own = [
             (n, box)
             for n, (leaf, target) in enumerate(zip(leaves, targets, strict=True))
-            for box in shares.own_boxes(
+            for box in shared_reads.own_boxes(
                 transfer.boxes_here(leaf.shape, target), leaf.cuts, parts[n]
             )
         ]
