@@ -11,15 +11,17 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from adacheck_jax.errors import FormatError, IntegrityError, LineageError
 from adacheck_jax.publish import plan, weights
 from adacheck_jax.publish.plan import Route
-from adacheck_jax.publish.records import Base, Claim, Leaves, Version
+from adacheck_jax.publish.records import Base, Claim, Leaves, Record, Version
 from adacheck_jax.publish.root import BASES, LEAVES, VERSIONS, GoneError, Root
 from adacheck_jax.publish.weights import WeightChange, Weights
 
 _log = logging.getLogger(__name__)
+_R = TypeVar("_R", bound=Record)
 _THREADS = 8
 _AGAIN_S = 2.0
 """Time after which a root is read again in which no way was found, and nothing came since."""
@@ -58,18 +60,23 @@ class VersionReader:
     def versions(self, sequences: Sequence[int]) -> dict[int, Version]:
         """The versions among some that can be read and count."""
         self._claims = self.root.claims(self._claims)  # read after the listing
-        with ThreadPoolExecutor(_THREADS) as threads:
-            found = [x for x in threads.map(self._version, sequences) if x is not None]
+        found = self._readable(VERSIONS, Version, sequences)
         return {x.sequence: x for x in found if plan.counts(x, self._claims)}
 
-    def _version(self, sequence: int) -> Version | None:
-        try:
-            return self.root.read(VERSIONS, sequence, Version)
-        except GoneError:
-            return None
-        except (FormatError, IntegrityError) as error:  # or it is being written
-            self._note(error)
-            return None
+    def _readable(self, folder: str, kind: type[_R], numbers: Sequence[int]) -> list[_R]:
+        """Records that can be read; damage of others is noted."""
+
+        def read(number: int) -> _R | None:
+            try:
+                return self.root.read(folder, number, kind)
+            except GoneError:
+                return None
+            except (FormatError, IntegrityError) as error:  # or it is being written
+                self._note(error)
+                return None
+
+        with ThreadPoolExecutor(_THREADS) as threads:
+            return [x for x in threads.map(read, numbers) if x is not None]
 
     def _note(self, error: Exception) -> None:
         if str(error) != self.problem:
@@ -78,18 +85,8 @@ class VersionReader:
 
     def bases(self) -> list[Base]:
         """Bases that can be read and were not refused."""
-        found = []
-        for sequence in self.root.numbers(BASES):
-            try:
-                base = self.root.read(BASES, sequence, Base)
-            except GoneError:
-                continue
-            except (FormatError, IntegrityError) as error:
-                self._note(error)
-                continue
-            if _base_key(base) not in self._refused:
-                found.append(base)
-        return found
+        found = self._readable(BASES, Base, self.root.numbers(BASES))
+        return [each for each in found if _base_key(each) not in self._refused]
 
     def route(self, have: Version | None, last: int | None = None) -> Route | None:
         """The way to the newest version that can be reached, and is newer than the one in hand.

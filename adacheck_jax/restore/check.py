@@ -94,10 +94,11 @@ def check_bits(
     different = sorted(differing(leaves, end.fingerprints))
     wrong = [specs[i].path for i in different if i not in rounded]
     if wrong:
+        count = len(_present(leaves))
         raise IntegrityError(
-            f"{where}: {len(wrong)} of {len(_present(leaves))} leaves of step {end.step} do not "
-            f"have the bits that were saved: {_shown(wrong)}. The stored data is damaged, or "
-            f"replay of the update is not exact here.{_other_settings(lineage)} Nothing was returned; "
+            f"{where}: {len(wrong)} of {count} leaves of step {end.step} do not have "
+            f"the bits that were saved: {_shown(wrong)}. The stored data is damaged, or replay of "
+            f"the update is not exact here.{_other_settings(lineage)} Nothing was returned; "
             "restore another step, or a base step."
         )
     return different
