@@ -303,7 +303,9 @@ class TrainingRun:
         every = journal.places_in(directory)
         found = [x for x in every if x.root == wanted and item in (None, x.item)]
         if not found:
-            others = ", ".join(sorted(map(_told_place, every)))
+            others = ", ".join(
+                sorted(f"{x.root} (item {x.item!r})" if x.item else x.root for x in every)
+            )
             told = f"; there are some of {others}" if others else ""
             named = "" if item is None else f" of item {item!r}"
             raise ShadowFileError(f"{directory} has no states{named} of {wanted}{told}")
@@ -390,10 +392,6 @@ def _told_root(root: AnyPath) -> str:
     """A root as a shadow's file names it: one text, by whatever links it is reached."""
     there = at(root)
     return there.storage.physical(there.key) if there.on_file_system else str(there)
-
-
-def _told_place(place: FilePlace) -> str:
-    return f"{place.root} (item {place.item!r})" if place.item else place.root
 
 
 def absolute(directory: epath.Path) -> AnyPath:
