@@ -107,11 +107,7 @@ def report_of(save: Save, directory: AnyPath, begin_s: float, returned_s: float)
 
 
 class Announcer:
-    """Tells of the saves and restores of one training run.
-
-    Args:
-        on_save: the caller's callback; None for none.
-    """
+    """Tells of the saves and restores of one training run."""
 
     def __init__(self, on_save: OnSave | None = None) -> None:
         self._on_save = on_save

@@ -56,11 +56,7 @@ class CompiledUpdates:
         self._compiled: dict[tuple[Hashable, ...], Future[UpdateFunction]] = {}
 
     def begin_loading(self, lineage: Lineage) -> None:
-        """Load the update on a new thread, while the shardings of its leaves are chosen.
-
-        Args:
-            lineage: the lineage to restore.
-        """
+        """Load the update on a new thread, while the shardings of its leaves are chosen."""
         update = lineage.base.update
         if update is not None and update.programs and lineage.replayed_count:
             self._loading(lineage, update)
@@ -82,11 +78,6 @@ class CompiledUpdates:
 
     def get(self, lineage: Lineage, update: Update, shardings: Shardings) -> UpdateFunction:
         """The program for leaves on these shardings; waits until it is compiled.
-
-        Args:
-            lineage: the lineage to replay.
-            update: the update of its base.
-            shardings: the shardings for replay, by leaf index.
 
         Raises:
             FormatError: there is no update that can be read here.

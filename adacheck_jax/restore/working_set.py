@@ -66,17 +66,12 @@ def _shardings_of(
 ) -> tuple[dict[int, jax.sharding.Sharding | None], jax.sharding.Sharding]:
     """Shardings of the leaves that an update takes, and that of the largest of them."""
     touched = [*update.params, *update.inner, *update.consumed]
-    own = {i: _sharding_of(leaves[i]) for i in touched}
+    own = {i: getattr(_plain(leaves[i]), "sharding", None) for i in touched}  # None on the host
     sizes = [(len(each.device_set), leaves[i].size, i) for i, each in own.items() if each]
     main: Any = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     if sizes:
         main = own[max(sizes)[-1]]
     return own, main
-
-
-def _sharding_of(leaf: Any) -> jax.sharding.Sharding | None:
-    """The sharding of a leaf's elements; None for a leaf that is no array on devices."""
-    return getattr(_plain(leaf), "sharding", None)
 
 
 def _plain(leaf: Any) -> Any:
@@ -143,12 +138,7 @@ class WorkingSet:
         return jnp.copy(placed) if is_copied else placed
 
     def put_back(self, indices: Sequence[int], replayed: Sequence[jax.Array]) -> None:
-        """Put the results of an update in the places of the leaves that were taken out.
-
-        Args:
-            indices: indices of the leaves.
-            replayed: an array for each, on the shardings for replay.
-        """
+        """Put the results of an update in the places of the leaves that were taken out."""
         for index, array in zip(indices, replayed, strict=True):
             like, target = self._targets[index]
             if target is None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from adacheck_jax.adapter.stock.base_checkpoint import StockCheckpoints
@@ -85,7 +84,7 @@ class Reached:
             keys, leaves = wanted[:1], base_leaves(self._stock, lineage)
         readers = delta_reader.readers_of(lineage)[len(keys) - 1 :]
         if readers:
-            leaves = replay.apply_deltas(leaves, lineage, readers, self._programs)
+            leaves = replay.replay_onto(leaves, lineage, self._programs, readers=readers)
         self._keys, self._leaves = wanted, leaves
         return leaves
 
@@ -158,15 +157,8 @@ def base_leaves(stock: StockCheckpoints, lineage: Lineage) -> list[Any]:
     wanted = {
         leaf.path: device if leaf.key_type or i in on_device else np.ndarray
         for i, leaf in enumerate(base.leaves)
-        if leaf.nbytes
     }
-    specs = {leaf.path: leaf for leaf in base.leaves}
-    read = stock.read(directory, wanted, specs, stock.described(directory))
-    for i, leaf in enumerate(base.leaves):
-        if not leaf.nbytes:
-            empty = np.empty(leaf.shape, jnp.dtype(leaf.dtype))
-            read[leaf.path] = jax.device_put(empty, device) if i in on_device else empty
-    return [read[leaf.path] for leaf in base.leaves]
+    return [*stock.read(directory, base.leaves, wanted, stock.described(directory)).values()]
 
 
 def touched(base: BaseManifest) -> frozenset[int]:

@@ -127,7 +127,7 @@ def _readable(lineage: Lineage) -> Lineage | None:
     with contextlib.suppress(IntegrityError, FormatError):
         for number, reader in enumerate(delta_reader.readers_of(lineage)[-count:]):
             try:
-                for index in reader.stored:
+                for index in reader.delta.stored:
                     for _ in reader.blocks(index):
                         pass
             except (IntegrityError, FormatError):
@@ -341,7 +341,7 @@ def _delta_data(entry: LineageStep, base: BaseManifest) -> list[Damage]:
     except AdaCheckError as error:
         return [damage_of(error, entry.place)]
     for reader, delta in zip(readers, lineage.deltas, strict=True):
-        for index in reader.stored:
+        for index in reader.delta.stored:
             path = base.leaves[index].path
             try:
                 parts = [fingerprint_of(b, box.start) for box, b in reader.blocks(index)]

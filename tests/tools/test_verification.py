@@ -207,12 +207,12 @@ class TestClean:
 
     def test_shared_files_are_read_once_and_updates_replayed_once(self, replayed, monkeypatch):
         read, folded = [], []
-        opened, apply = verification.volume_reader.ArrayReader, recompute.replay.apply_deltas
+        opened, apply = verification.volume_reader.ArrayReader, recompute.replay.replay_onto
         monkeypatch.setattr(
             verification.volume_reader, "ArrayReader", lambda *a: read.append(a[1]) or opened(*a)
         )
         monkeypatch.setattr(
-            recompute.replay, "apply_deltas", lambda *a: folded.append(1) or apply(*a)
+            recompute.replay, "replay_onto", lambda *a, **k: folded.append(1) or apply(*a, **k)
         )
         assert not any(damaged(replayed[0], ALL).values())
         leaves = manifest_file.read(item(replayed[0], 1)).leaves

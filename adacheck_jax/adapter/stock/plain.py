@@ -24,10 +24,6 @@ _KEY_IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
 def write(path: Path, tree: PyTree) -> None:
     """Write a tree of host arrays, numbers and PRNG keys as a checkpoint of stock Orbax.
 
-    Args:
-        path: path of the new directory.
-        tree: the tree.
-
     Raises:
         StorageError: Orbax cannot write it.
     """
@@ -45,11 +41,7 @@ def write(path: Path, tree: PyTree) -> None:
 
 
 def read(path: Path) -> dict[str, np.ndarray]:
-    """Elements of a checkpoint by leaf path, as stock Orbax restores them; keys as key data.
-
-    Args:
-        path: directory of the checkpoint.
-    """
+    """Elements of a checkpoint by leaf path, as stock Orbax restores them; keys as key data."""
     with ocp.StandardCheckpointer() as checkpointer:
         found, _ = trees.flatten(checkpointer.restore(path))
     return {path: np.asarray(transfer.raw(leaf)) for path, leaf in found.items()}

@@ -118,12 +118,6 @@ def handler_class(run: TrainingRun) -> type[StateHandler]:
 class _Rest:
     """The rest of a save, after the caller's thread: wait for what is written, and commit.
 
-    Args:
-        run: the training run.
-        directory: temporary directory of the item.
-        begun: the save.
-        futures: futures of what this process writes.
-
     Attributes:
         commit_futures: the futures, under the name by which Orbax cancels them.
     """

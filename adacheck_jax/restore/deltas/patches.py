@@ -20,10 +20,6 @@ class Patches:
     """Stored leaves of several deltas, put in place as late as possible.
 
     A leaf that many deltas store is then taken off its devices and put back once.
-
-    Args:
-        working: the leaves.
-        specs: the base's description of each leaf.
     """
 
     def __init__(self, working: WorkingSet, specs: Sequence[Leaf]) -> None:
@@ -33,7 +29,7 @@ class Patches:
 
     def add(self, reader: DeltaReader) -> None:
         """Note what the next delta stores."""
-        for index in reader.stored:
+        for index in reader.delta.stored:
             pending = self._pending.setdefault(index, [])
             if reader.stores_whole(index):
                 pending.clear()

@@ -44,11 +44,6 @@ class SharedWork:
     ) -> pack_plan.WritePlan:
         """The layout of a delta's packs, computed as its writer did, and compared with theirs.
 
-        Args:
-            entry: the save that wrote the delta.
-            delta: the delta.
-            leaves: the base's leaves.
-
         Raises:
             IntegrityError: the delta's manifest does not fit the base's.
         """
