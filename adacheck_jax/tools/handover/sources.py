@@ -164,10 +164,9 @@ def version_source(root: AnyPath, version: int | None) -> Iterator[Source]:
         LineageError: there is no such version.
         AdaCheckError: the version is damaged.
     """
-<<<<<<< HEAD
     if version is None or version < 0:
         reader = VersionReader(Root(root))
-        kept = [x.record.version for x in reader.versions(reader.sequences()).values()]
+        kept = [x.version for x in reader.versions(reader.sequences()).values()]
         version = numbered(kept, version, root)
     _, weights, _ = read_version(Root(root), version)
     arrays = {x.path: y for x, y in zip(weights.leaves.leaves, weights.arrays, strict=True)}
@@ -183,40 +182,6 @@ def version_source(root: AnyPath, version: int | None) -> Iterator[Source]:
         tree=arrays[""] if {*arrays} == {""} else trees.nested(arrays),
         read=elements.__getitem__,
     )
-=======
-
-    def __init__(self, root: AnyPath, version: int | None, changes: bool) -> None:
-        if version is None or version < 0:
-            reader = VersionReader(Root(root))
-            kept = [x.version for x in reader.versions(reader.sequences()).values()]
-            version = numbered(kept, -1 if version is None else version, root)
-        record, weights, found = read_version(Root(root), version)
-        arrays = {x.path: y for x, y in zip(weights.leaves.leaves, weights.arrays, strict=True)}
-        if changes:
-            if record.parent is None:
-                raise LineageError(
-                    f"{root}: expected a version with one before it, found that {version} begins "
-                    "with a base. Export all its weights."
-                )
-            arrays = {
-                f"{name}/{part}": array
-                for name, pair in changed_words(weights, found).items()
-                for part, array in zip(_PARTS, pair, strict=True)
-            }
-        self.number, self.kind = version, "changes" if changes else "version"
-        self.leaves = [_leaf(name, array) for name, array in arrays.items()]
-        self.fingerprints = [fingerprint_of(array) for array in arrays.values()]
-        self.tree = arrays[""] if {*arrays} == {""} else trees.nested(arrays)
-        self._elements = [*arrays.values()]
-
-    def opened(self) -> ReadLeaf:
-        """A function that gives one leaf."""
-        return self._elements.__getitem__
-
-    def close(self) -> None:
-        """Release the weights."""
-        self._elements = []
->>>>>>> fix-D
 
 
 def _leaf(name: str, array: np.ndarray) -> Leaf:
