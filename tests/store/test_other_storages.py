@@ -63,10 +63,11 @@ def test_volumes_are_merged_and_read_as_they_were_written(root):
     volumes.merge(item, {f"{folders.BASE}/{process}": None for process in (0, 1)})
     for name, store in zip("abc", volume_reader.opened(item, "abc"), strict=True):
         np.testing.assert_array_equal(store.read().result(), arrays[name])
-    (found,) = volume_reader.descriptions(item, "a")
+    database = zarr.database_in(item)
+    (found,) = volume_reader.descriptions(database, "a")
     assert found == volume_reader.Description((60, 100), "uint8", (20, 100), ("bytes", "crc32c"))
-    reader = volume_reader.ArrayReader(zarr.database_in(item), "b", item.context())
-    np.testing.assert_array_equal(np.concatenate([b for _, b in reader.pieces()]), arrays["b"])
+    pieces = volume_reader.pieces(database, "b")
+    np.testing.assert_array_equal(np.concatenate([b for _, b in pieces]), arrays["b"])
 
 
 def write_steps(root):

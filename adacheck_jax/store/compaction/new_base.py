@@ -28,7 +28,7 @@ from adacheck_jax.format.manifest import (
     Replaced,
     Update,
 )
-from adacheck_jax.store import links, volume_reader, volumes
+from adacheck_jax.store import links, volume_reader, volumes, zarr
 from adacheck_jax.store.base_writer import (
     ArrayLayout,
     BaseWriter,
@@ -275,7 +275,9 @@ def _names(
         entries = json.loads(tree)["tree_metadata"].values()
         keys = [[str(key["key"]) for key in each["key_metadata"]] for each in entries]
         known = {"/".join(each): ".".join(each) for each in keys}
-        described = volume_reader.descriptions(source, [known[leaf.path] for leaf in leaves])
+        described = volume_reader.descriptions(
+            zarr.database_in(source), [known[leaf.path] for leaf in leaves]
+        )
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise IntegrityError(
             f"{source}: expected Orbax's description of {len(leaves)} arrays, found that it cannot "
