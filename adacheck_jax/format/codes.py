@@ -56,10 +56,10 @@ class Code:
     body: np.ndarray
     rest: np.ndarray
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of both parts."""
-        return self.body.size + self.rest.size
+    def sizes(self, *, is_split: bool) -> tuple[int, int]:
+        """Bytes for a raw and for a compressed array: all of them raw, or split by part."""
+        body, rest = self.body.size, self.rest.size
+        return (body, rest) if is_split else (body + rest, 0)
 
 
 def may_pay(block: np.ndarray) -> bool:
@@ -83,7 +83,7 @@ def encode(block: np.ndarray) -> Code:
 def pay(codes: Iterable[Code], blocks: Iterable[np.ndarray]) -> bool:
     """True if codes are shorter than their blocks without rows of zeros, which take no bytes."""
     whole_bytes = sum(_bytes_without_zeros(planes.words_of(block)) for block in blocks)
-    return sum(code.size_bytes for code in codes) < _WORTHWHILE * whole_bytes
+    return sum(code.body.size + code.rest.size for code in codes) < _WORTHWHILE * whole_bytes
 
 
 def decode(stream: np.ndarray, block: np.ndarray) -> None:

@@ -99,18 +99,16 @@ class WritePlan:
     compressed_bytes: tuple[int, ...]
 
 
-Aliases = Sequence[tuple[int, int]]
-"""Pairs of extents of one process, numbered in plan order; see ``manifest.Pack``."""
-Sizes = Sequence[tuple[int, int]]
-"""Bytes in either array of the coded extents of one process, in plan order."""
+Pairs = Sequence[tuple[int, int]]
+"""Aliases or sizes of one process's extents; see ``manifest.Pack``."""
 
 
 def plan_delta(
     leaves: Sequence[Leaf],
     stored: Sequence[int],
     encodings: Sequence[str],
-    aliases: Sequence[Aliases],
-    coded: Sequence[Sizes] = (),
+    aliases: Sequence[Pairs],
+    coded: Sequence[Pairs] = (),
 ) -> WritePlan:
     """Lays out the boxes of the stored leaves in their owners' packs.
 

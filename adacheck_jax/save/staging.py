@@ -144,7 +144,7 @@ class Stager:
             sums = last.staged.own.sums()
         elif base.process_count == 1:
             sums = dict(enumerate(base.fingerprints))
-        return EarlierBase(parent.base_directory, base.step, base.leaves, sums)
+        return EarlierBase(parent, sums)
 
     def _delta_writer(self, planned: SavePlan, copies: HostCopies, tip: Tip | None) -> DeltaWriter:
         return DeltaWriter(

@@ -15,6 +15,7 @@ from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.store import volumes
 from adacheck_jax.store.steps import folders
+from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import AnyPath, at
 from adacheck_jax.store.zarr import Compression, codec_of
 
@@ -54,15 +55,12 @@ class EarlierBase:
     """The base before this one, whose data is good where nothing changed.
 
     Attributes:
-        directory: its item directory.
-        step: its step number.
-        leaves: its leaves.
-        sums: this process's contributions to their fingerprints, by leaf index; empty if unknown.
+        lineage: a lineage that begins with it.
+        sums: this process's contributions to the fingerprints of its leaves, by leaf index; empty
+            if unknown.
     """
 
-    directory: AnyPath
-    step: int
-    leaves: tuple[Leaf, ...]
+    lineage: Lineage
     sums: Mapping[int, int]
 
 
@@ -99,35 +97,27 @@ class BaseWriter:
             volume; ``aliases``, pairs of leaves that share data; ``kept``, pairs of a leaf and the
             step that wrote its data.
         """
-        own = {
-            i: piece
-            for i, blocks in self.blocks.items()
-            if blocks and (piece := self._piece(i)) is not None
-        }
+        own = {i: piece for i in self.blocks if (piece := self._piece(i)) is not None}
         index = {piece.name: i for i, piece in own.items()}
         kept: dict[str, str] = {}
         still = self.still
         if self.earlier is not None:
-            same = self._unchanged(self.earlier, sums).intersection(own)
-            still |= same
-            kept = volumes.keep(
-                _volumes_of(self.earlier, process),
-                [own[i] for i in sorted(same)],
-                directory / folders.KEPT,
-            )
-        contents: dict[str, list[str] | None] = {}
-        for name, volume in kept.items():
-            names = contents.setdefault(f"{folders.KEPT}/{volume}", [])
-            assert names is not None
-            names.append(name)
-        left = {i: self._with_codec(piece) for i, piece in own.items() if piece.name not in kept}
+            leaves = self.earlier.lineage.base.leaves
+            before = {leaf: self.earlier.sums.get(i) for i, leaf in enumerate(leaves)}
+            same = [i for i in sorted(own) if before.get(self.leaves[i]) == sums.get(i, -1)]
+            still = still.union(same)
+            earlier = _volumes_of(self.earlier.lineage, process)
+            kept = volumes.keep(earlier, [own[i] for i in same], directory / folders.KEPT)
+        contents: dict[str, list[str] | None] = {
+            f"{folders.KEPT}/{volume}": [name for name, its in kept.items() if its == volume]
+            for volume in dict.fromkeys(kept.values())
+        }
+        left = [(i, piece) for i, piece in own.items() if piece.name not in kept]
         aliases = []
         # Arrays that do not change get a volume of their own, so that a later base finds all of it
         # worth keeping.
-        for suffix, chosen in (
-            ("", [piece for i, piece in left.items() if i not in still]),
-            (folders.STILL, [piece for i, piece in left.items() if i in still]),
-        ):
+        for suffix, is_still in (("", False), (folders.STILL, True)):
+            chosen = [self._with_codec(piece) for i, piece in left if (i in still) == is_still]
             if chosen:
                 path = f"{folders.BASE}/{process}{suffix}"
                 shared = volumes.write(directory / path, chosen, self.layout.file_bytes)
@@ -140,27 +130,19 @@ class BaseWriter:
         }
 
     def _piece(self, index: int) -> volumes.ArrayPiece | None:
-        """This process's piece of a leaf's array; None if Orbax writes the leaf."""
-        leaf = self.leaves[index]
+        """This process's piece of a leaf's array; None if it has none, or Orbax writes the leaf."""
+        leaf, blocks = self.leaves[index], self.blocks[index]
         name = self.layout.names.get(leaf.path)
-        if name is None:
+        if name is None or not blocks:
             return None
-        blocks = {
-            box: block.astype(np.dtype(name.dtype), copy=False)
-            for box, block in self.blocks[index].items()
-        }
+        dtype = np.dtype(name.dtype)
+        blocks = {box: block.astype(dtype, copy=False) for box, block in blocks.items()}
         return volumes.ArrayPiece(name.name, leaf.shape, name.chunk_shape, blocks)
 
     def _with_codec(self, piece: volumes.ArrayPiece) -> volumes.ArrayPiece:
         if piece.nbytes < _MIN_COMPRESSED_BYTES:
             return piece
         return dataclasses.replace(piece, codec=codec_of(self.compression))
-
-    def _unchanged(self, earlier: EarlierBase, sums: Mapping[int, int]) -> frozenset[int]:
-        """Indices of the leaves of which this process's boxes have the sum that they had."""
-        before = {leaf: earlier.sums.get(i) for i, leaf in enumerate(earlier.leaves)}
-        same = (i for i, leaf in enumerate(self.leaves) if before.get(leaf) == sums.get(i, -1))
-        return frozenset(same)
 
 
 _MIN_STILL_BYTES = 1 << 16
@@ -203,11 +185,11 @@ def chunk_shape(leaf: Leaf, wanted_bytes: int | None) -> tuple[int, ...]:
     return boxes.chunk_shape(leaf.cuts, leaf.itemsize_bytes, max_bytes)
 
 
-def _volumes_of(base: EarlierBase, process: int) -> list[tuple[str, AnyPath]]:
+def _volumes_of(lineage: Lineage, process: int) -> list[tuple[str, AnyPath]]:
     """One process's volumes in a base, each under the name that a later base keeps it by."""
     own = [f"{process}", f"{process}{folders.STILL}"]
-    top, kept = base.directory / folders.BASE, base.directory / folders.KEPT
-    found: list[tuple[str, AnyPath]] = [(f"{base.step}.{name}", top / name) for name in own]
+    top, kept = (lineage.base_directory / name for name in (folders.BASE, folders.KEPT))
+    found: list[tuple[str, AnyPath]] = [(f"{lineage.base.step}.{name}", top / name) for name in own]
     names = [name for name in at(kept).folders() if name.split(".", 1)[1] in own]
     return found + [(n, kept / n) for n in sorted(names, key=_step_of, reverse=True)]
 

@@ -23,10 +23,7 @@ _GRAIN_BYTES = 1 << 20
 
 
 def begin_read(store: Any) -> tuple[np.ndarray, Any]:
-    """Begins to read a whole tensorstore, or a part of one.
-
-    Args:
-        store: an open tensorstore, or an indexed part of one, that fits into memory.
+    """Begins to read an open tensorstore, or a part of one.
 
     Returns:
         The elements, valid once the future has a result; and that future, which raises the errors
@@ -38,7 +35,7 @@ def begin_read(store: Any) -> tuple[np.ndarray, Any]:
 
 
 def begin_read_into(store: Any, elements: np.ndarray) -> Any:
-    """Begins to read into memory of the caller's; returns the future as :func:`begin_read`."""
+    """Begins to read into memory of the caller's; returns the future."""
     return ts.array(elements).write(store)
 
 

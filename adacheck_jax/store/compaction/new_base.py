@@ -171,7 +171,7 @@ def _write_part(
         own = blocks.get(i, {})
         sums[i] = combine([fingerprint_of(each, box.start) for box, each in own.items()])
         sizes[i] = sum(box.size for box in own)
-    earlier = EarlierBase(draft.lineage.base_directory, base.step, base.leaves, earlier_sums)
+    earlier = EarlierBase(draft.lineage, earlier_sums)
     seldom = frozenset[int]()
     if update := base.update:
         seldom = seldom_changed(base.leaves, update.explained.union(update.consumed, update.counts))
