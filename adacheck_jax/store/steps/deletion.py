@@ -58,7 +58,12 @@ def told(item_directory: AnyPath) -> Iterator[None]:
         gone = first_deleted(looked_at, 0.0 if is_damage else _STILL_S)
         if gone is None:
             raise
-        raise _error(gone, item_directory) from error
+        builds = "" if gone == item_directory else f", and {item_directory} builds on it"
+        raise StepDeletedError(
+            f"{gone}: expected a step to read, found that it was deleted{builds}. It is gone and "
+            "not damaged, as a manager's retention deletes steps: call manager.reload() and "
+            "restore the newest step, or restore with skip_damaged=True."
+        ) from error
 
 
 def is_deleted(item_directory: AnyPath) -> bool:
@@ -111,12 +116,3 @@ def _parents(item_directory: AnyPath) -> list[AnyPath]:
             item_directory = references.referred(item_directory, manifest.parent.reference)
             found.append(item_directory)
     return found
-
-
-def _error(gone: AnyPath, wanted: AnyPath) -> StepDeletedError:
-    builds = "" if gone == wanted else f", and {wanted} builds on it"
-    return StepDeletedError(
-        f"{gone}: expected a step to read, found that it was deleted{builds}. It is gone and not "
-        "damaged, as a manager's retention deletes steps: call manager.reload() and restore the "
-        "newest step, or restore with skip_damaged=True."
-    )

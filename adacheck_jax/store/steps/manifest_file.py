@@ -5,6 +5,8 @@ It is written last, after every byte that it speaks of, and it carries a checksu
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from adacheck_jax.errors import FormatError, unreadable
 from adacheck_jax.format import manifest_json
 from adacheck_jax.format.manifest import Manifest
@@ -47,34 +49,28 @@ def read_file(path: AnyPath) -> Manifest:
             f"({error.strerror}). A step that stock Orbax saved is read with "
             "ocp.StandardCheckpointer; a step that lost its manifest cannot be verified."
         ) from error
-    if len(data) > manifest_json.MAX_MANIFEST_BYTES:
-        raise FormatError(
-            f"{path}: expected a manifest of at most {manifest_json.MAX_MANIFEST_BYTES} bytes, "
-            "found more. The file is not a manifest; restore another step."
-        )
     return manifest_json.decode(data, where=str(path))
 
 
-class ManifestReader:
-    """Reads manifests; of files that are hard links to each other the first.
+def remembering() -> Callable[[AnyPath], Manifest]:
+    """A :func:`read_file` that reads of files which are hard links to each other the first.
 
     For a look at many steps: each of them has links to the manifests of those before it.
     """
+    known: dict[Stamp, Manifest] = {}
 
-    def __init__(self) -> None:
-        self._known: dict[Stamp, Manifest] = {}
-
-    def read_file(self, path: AnyPath) -> Manifest:
-        """Reads a manifest from its own path; raises as :func:`read` does."""
+    def read(path: AnyPath) -> Manifest:
         if not at(path).on_file_system:  # where to ask for the identity is to read
             return read_file(path)
         try:
             stamp = at(path).stamp
         except OSError:
             return read_file(path)  # for its error
-        if stamp not in self._known:
-            self._known[stamp] = read_file(path)
-        return self._known[stamp]
+        if stamp not in known:
+            known[stamp] = read_file(path)
+        return known[stamp]
+
+    return read
 
 
 def stamp(item_directory: AnyPath) -> Stamp:

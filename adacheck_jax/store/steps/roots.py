@@ -45,25 +45,21 @@ class Step:
     delta_count: int | None = None
 
 
-def items_of(root: AnyPath) -> list[AnyPath]:
-    """Committed item directories of ours under a checkpoint root, in no particular order.
+def items_of(root: AnyPath, *, committed: bool = True) -> list[AnyPath]:
+    """Item directories of ours under a checkpoint root, in no particular order.
 
     Steps that a manager deletes meanwhile are left out.
+
+    Args:
+        root: the root.
+        committed: False for those whose save was interrupted or is under way instead, though they
+            are named as committed.
     """
-    return [path for path in _ours_under(root) if is_committed(path)]
-
-
-def uncommitted_of(root: AnyPath) -> list[AnyPath]:
-    """Item directories whose save was interrupted or is under way, though named as committed."""
-    return [path for path in _ours_under(root) if not is_committed(path)]
-
-
-def _ours_under(root: AnyPath) -> list[AnyPath]:
     found = []
     for step_directory in _directories(root if at(root).on_file_system else at(root).listed()):
         candidates = [step_directory, *_directories(step_directory)]
         found += [path for path in candidates if _is_ours(path)]
-    return found
+    return [path for path in found if is_committed(path) == committed]
 
 
 def _is_ours(path: AnyPath) -> bool:
@@ -83,24 +79,24 @@ def _directories(parent: AnyPath) -> list[AnyPath]:
 def steps_of(root: AnyPath, item: str | None = None) -> list[Step]:
     """Steps under a root, of one item or of all, with the errors that keep them from a restore."""
     steps = []
-    manifests = manifest_file.ManifestReader()
+    read = manifest_file.remembering()
     for directory in items_of(root):
         if item is not None and directory.name != item:
             continue
+        manifest: Manifest | None = None
+        error: AdaCheckError | None = None
+        delta_count: int | None = None
         try:
-            path = directory / manifest_file.FILE
-            manifest: Manifest | None = manifests.read_file(path)
-            error: AdaCheckError | None = None
-        except AdaCheckError as unreadable:
-            manifest, error = None, unreadable
-        delta_count = None
-        if manifest is not None:
-            try:
-                delta_count = _delta_count(directory, manifest, manifests)
-            except AdaCheckError as unresolved:
-                error = unresolved
-        if error is not None and not at(directory).is_folder:
-            continue  # deleted while it was looked at
+            manifest = read(directory / manifest_file.FILE)
+            if isinstance(manifest, DeltaManifest):
+                delta_count = resolve(directory, read).delta_count
+            else:
+                manifest_file.refuse_links(directory)
+                delta_count = 0
+        except AdaCheckError as refused:
+            error = refused
+            if not at(directory).is_folder:
+                continue  # deleted while it was looked at
         number = manifest.step if manifest else place_of(directory).step
         number = -1 if number is None else number
         steps.append(Step(number, directory, manifest, error, delta_count))
@@ -182,26 +178,6 @@ def misplaced(item_directory: AnyPath, manifest: Manifest) -> str:
     if found is None or saved is None or found == saved:
         return ""
     return f"expected what was saved as step {found}, found what was saved as step {saved}"
-
-
-def siblings(item_directory: AnyPath) -> list[Step]:
-    """Steps of an item directory's root, its own included."""
-    root, item = place_of(item_directory).line
-    return steps_of(root, item)
-
-
-def _delta_count(
-    directory: AnyPath, manifest: Manifest, manifests: manifest_file.ManifestReader
-) -> int:
-    """Number of deltas after the base of a step.
-
-    Raises:
-        AdaCheckError: its lineage does not resolve.
-    """
-    if isinstance(manifest, DeltaManifest):
-        return resolve(directory, manifests.read_file).delta_count
-    manifest_file.refuse_links(directory)
-    return 0
 
 
 def is_stock(directory: AnyPath) -> bool:
