@@ -145,11 +145,6 @@ def _plain(words: np.ndarray) -> Code:
     return Code(_bytes(bytes([_PLAIN]), low), high[0])
 
 
-def _decode_plain(reader: Reader, words: np.ndarray) -> None:
-    split = reader.take(words.itemsize * words.size).reshape(words.itemsize, words.size)
-    planes.decode(Encoding.PLANES, words, split[:-1], split[-1:])
-
-
 # Sparse.
 
 
@@ -270,7 +265,8 @@ def _packed(indices: np.ndarray, bits: int) -> np.ndarray:
 def _decode(reader: Reader, words: np.ndarray, *, is_inner: bool = False) -> None:
     kind = int(reader.take(1)[0])
     if kind == _PLAIN:
-        _decode_plain(reader, words)
+        split = reader.take(words.itemsize * words.size).reshape(words.itemsize, words.size)
+        planes.decode(Encoding.PLANES, words, split[:-1], split[-1:])
     elif kind == _PALETTE:
         _decode_palette(reader, words)
     elif kind == _SPARSE and not is_inner:  # nested codes would take a stack
