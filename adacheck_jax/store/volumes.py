@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from adacheck_jax.format.boxes import Box
+from adacheck_jax.format.boxes import Box, grid
 from adacheck_jax.store import equality, volume_reader, zarr
 from adacheck_jax.store.storage.location import AnyPath, at
 from adacheck_jax.store.zarr import Codec
@@ -69,15 +69,7 @@ class ArrayPiece:
 
 @dataclass(slots=True)
 class _Chunk:
-    """One zarr chunk.
-
-    Attributes:
-        piece: the array that it belongs to.
-        key: its key below the array's name.
-        box: its box in the array's coordinates.
-        data: its elements.
-        source: the first chunk with the same bytes: another one, or itself.
-    """
+    """One zarr chunk; its source is the first one with the same bytes: another one, or itself."""
 
     piece: ArrayPiece
     key: str
@@ -130,15 +122,11 @@ def write(
 
 
 def _chunks(piece: ArrayPiece) -> Iterator[_Chunk]:
+    lengths = piece.chunk_shape
     for box, block in piece.blocks.items():
-        steps = [
-            range(start, stop, length)
-            for start, stop, length in zip(box.start, box.stop, piece.chunk_shape, strict=True)
-        ]
-        for corner in itertools.product(*steps):
-            stop = tuple(map(min, box.stop, map(sum, zip(corner, piece.chunk_shape, strict=True))))
-            chunk = Box(corner, stop)
-            index = [str(a // n) for a, n in zip(corner, piece.chunk_shape, strict=True)]
+        bounds = zip(box.start, box.stop, lengths, strict=True)
+        for chunk in grid(tuple((*range(start, stop, n), stop) for start, stop, n in bounds)):
+            index = [str(a // n) for a, n in zip(chunk.start, lengths, strict=True)]
             data = block[(*chunk.relative_to(box.start).slices, ...)]
             yield _Chunk(piece, "/".join(["c", *index]), chunk, data)
 
