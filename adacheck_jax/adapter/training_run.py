@@ -42,7 +42,7 @@ from adacheck_jax.save.recovered import Newest
 from adacheck_jax.save.saver import Saver
 from adacheck_jax.save.staged_save import Destination
 from adacheck_jax.schedule.stopwatch import Clock
-from adacheck_jax.store.base_writer import ArrayLayout, Name, chunk_shape
+from adacheck_jax.store.base_writer import ArrayLayout, Name
 from adacheck_jax.store.steps import manifest_file, roots
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.steps.marks import FINALIZED, IN_PLACE
@@ -197,7 +197,7 @@ class TrainingRun:
                 )
             names = {
                 leaf.path: Name(
-                    entry.name, stored_dtype(leaf.dtype), chunk_shape(leaf, entry.chunk_bytes)
+                    entry.name, stored_dtype(leaf.dtype), leaf.chunk_shape(entry.chunk_bytes)
                 )
                 for leaf in save.staged.structure.leaves
                 if (entry := begun.entries.get(leaf.path))
@@ -220,7 +220,7 @@ class TrainingRun:
                 leaves = {leaf.path: leaf for leaf in begun.save.staged.structure.leaves}
                 entries = begun.entries.items()
                 chunks = {
-                    each: chunk_shape(leaves[each], entry.chunk_bytes) for each, entry in entries
+                    each: leaves[each].chunk_shape(entry.chunk_bytes) for each, entry in entries
                 }
                 described = self.stock.finalize(epath.Path(str(directory)), begun.entries, chunks)
             begun.save.commit(directory, described)

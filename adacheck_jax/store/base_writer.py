@@ -10,7 +10,6 @@ from typing import Any
 import ml_dtypes  # noqa: F401  gives numpy bfloat16 and its kin
 import numpy as np
 
-from adacheck_jax.format import boxes
 from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.store import volumes
@@ -29,7 +28,7 @@ class Name:
     Attributes:
         name: the array's name.
         dtype: name of the type that its elements are stored in.
-        chunk_shape: shape of its chunks, as from :func:`chunk_shape`.
+        chunk_shape: shape of its chunks.
     """
 
     name: str
@@ -177,12 +176,6 @@ def agreed(
         if len(values) == 1 and None not in values:
             pairs.append((i, values.pop()))
     return tuple(pairs)
-
-
-def chunk_shape(leaf: Leaf, wanted_bytes: int | None) -> tuple[int, ...]:
-    """Shape of a leaf's chunks in a base: the caller may want smaller or larger ones."""
-    max_bytes = wanted_bytes or boxes.MAX_CHUNK_BYTES
-    return boxes.chunk_shape(leaf.cuts, leaf.itemsize_bytes, max_bytes)
 
 
 def _volumes_of(lineage: Lineage, process: int) -> list[tuple[str, AnyPath]]:

@@ -47,7 +47,14 @@ def writing(directory: AnyPath, process: int, token: str) -> Iterator[Stamp | No
         StorageError: another handler saves the same step.
     """
     if not at(directory).on_file_system:
-        yield _taken(directory, token) if process == 0 else None
+        stamp = None
+        if process == 0:  # an earlier attempt of the same handler had the same claim
+            claim = json.dumps({"claim": token}).encode()
+            try:
+                stamp = at(directory / manifest_file.FILE).write(claim, if_absent=True)
+            except FileExistsError:
+                raise lost(directory) from None
+        yield stamp
         return
     with roots.beside(directory, f"{process}").lock():  # waits where there are locks
         _take(directory, process, token)
@@ -62,15 +69,6 @@ def writing(directory: AnyPath, process: int, token: str) -> Iterator[Stamp | No
             raise
         if not _is_held(directory, process, token):
             raise lost(directory)
-
-
-def _taken(directory: AnyPath, token: str) -> Stamp:
-    """Claims a step in a store; an earlier attempt of the same handler had the same claim."""
-    try:
-        claim = json.dumps({"claim": token}).encode()
-        return at(directory / manifest_file.FILE).write(claim, if_absent=True)
-    except FileExistsError:
-        raise lost(directory) from None
 
 
 def check(directory: AnyPath, claim: Stamp) -> None:

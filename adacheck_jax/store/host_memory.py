@@ -57,16 +57,14 @@ class ReusedMemory:
     def __init__(self, kept_bytes: int) -> None:
         self._kept_bytes = kept_bytes
         self._lock = threading.Lock()
-        self._free: list[np.ndarray] = []
+        self._free: list[np.ndarray] = []  # the largest first
 
     def take(self, size_bytes: int) -> np.ndarray:
         """A buffer to write into: uint8 of that size, with any content."""
         with self._lock:
-            fitting = [each for each in self._free if each.nbytes >= size_bytes]
-            if fitting:
-                found = min(fitting, key=lambda each: each.nbytes)
-                self._free = [each for each in self._free if each is not found]
-                return found[:size_bytes]
+            fitting = [n for n, each in enumerate(self._free) if each.nbytes >= size_bytes]
+            if fitting:  # the smallest
+                return self._free.pop(fitting[-1])[:size_bytes]
         rounded_bytes = -(-size_bytes // _GRAIN_BYTES) * _GRAIN_BYTES
         return np.empty(rounded_bytes, np.uint8)[:size_bytes]
 

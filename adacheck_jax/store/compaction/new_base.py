@@ -94,16 +94,8 @@ def write(
 ) -> BaseManifest | None:
     """Writes this process's part of a base durably; and process 0 the base, of all parts.
 
-    Args:
-        directory: directory for the files, where nothing is; below the same root as the step.
-        lineage: the step's lineage, which ends at a saved delta.
-        blocks: elements of the leaves by leaf index and box, boxes of whole chunks; those of all
-            processes together are every element once.
-        read_back: True to compare not the blocks alone with the saved fingerprints, but what was
-            written of them, too.
-        team: the processes that write it.
-        earlier_sums: this process's contributions to the fingerprints of the old base, as far as
-            they are known.
+    The directory, where nothing is, lies below the same root as the step. The other arguments are
+    those of :func:`~adacheck_jax.store.compaction.in_place.prepared`.
 
     Returns:
         The base's manifest, as it was written; None in other processes than 0.

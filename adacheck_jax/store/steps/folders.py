@@ -17,14 +17,9 @@ KEPT = f"{manifest_file.DIRECTORY}/kept"
 """Folder of hard links to volumes of earlier bases whose arrays have not changed since."""
 
 
-def pack_name(process: int) -> str:
-    """Beginning of the names of the files of one process's pack; a dot follows."""
-    return f"{DELTA}.{process}"
-
-
 def pack_in(item_directory: AnyPath, process: int) -> AnyPath:
     """Beginning of the paths of the pack that a process writes; a dot follows."""
-    return item_directory / manifest_file.DIRECTORY / pack_name(process)
+    return item_directory / manifest_file.DIRECTORY / f"{DELTA}.{process}"
 
 
 def new_bytes(directory: AnyPath) -> int | None:

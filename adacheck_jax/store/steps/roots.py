@@ -120,10 +120,21 @@ class Place:
     step: int | None
 
 
-def place_of(item_directory: AnyPath) -> Place:
-    """Place of an item directory, which may be temporary or not exist yet."""
-    in_step = TMP_SUFFIX in item_directory.parent.name or is_item(item_directory)
-    return place_in_step(item_directory) if in_step else place_of_step(item_directory)
+def place_of(item_directory: AnyPath, *, in_step: bool | None = None) -> Place:
+    """Place of an item directory, which may be temporary or not exist yet.
+
+    Args:
+        item_directory: the directory.
+        in_step: True if it is known to be one of several items of a step, False if it is known to
+            be the step's own; None to look.
+    """
+    step = item_directory.parent
+    if in_step is None:
+        in_step = TMP_SUFFIX in step.name or is_item(item_directory)
+    if in_step:
+        line = step.parent, _committed(item_directory.name)
+        return Place(line, _number_in(_committed(step.name)))
+    return Place((step, None), _number_in(_committed(item_directory.name)))
 
 
 def place_of_lost(item_directory: AnyPath) -> Place:
@@ -131,18 +142,7 @@ def place_of_lost(item_directory: AnyPath) -> Place:
     step = item_directory.parent
     is_numbered = _number_in(step.name) is not None and is_told_by_names(item_directory)
     in_step = is_item(item_directory) or is_numbered or not at(step).is_folder
-    return place_in_step(item_directory) if in_step else place_of_step(item_directory)
-
-
-def place_in_step(item_directory: AnyPath) -> Place:
-    """Place of a directory that is known to be one of several items of a step."""
-    step = item_directory.parent
-    return Place((step.parent, _committed(item_directory.name)), _number_in(_committed(step.name)))
-
-
-def place_of_step(directory: AnyPath) -> Place:
-    """Place of a directory that is known to be a step's own."""
-    return Place((directory.parent, None), _number_in(_committed(directory.name)))
+    return place_of(item_directory, in_step=in_step)
 
 
 def beside(item_directory: AnyPath, what: str) -> Location:
@@ -194,7 +194,7 @@ def stock_steps(root: AnyPath, item: str | None = None) -> dict[int, list[AnyPat
     root = root if at(root).on_file_system else at(root).listed()
     for name in at(root).folders():
         step = root / name
-        number = place_of_step(step).step
+        number = place_of(step, in_step=False).step
         if number is None or TMP_SUFFIX in name:
             continue
         if not at(root).on_file_system and not at(step / COMMIT_MARK).exists:
