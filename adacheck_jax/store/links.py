@@ -145,7 +145,7 @@ def _compacted(entry: LineageStep, directory: AnyPath, stamp: Stamp | None) -> B
             and (found.step, found.saved_checksum) == (entry.manifest.step, entry.manifest.checksum)
             and marks.is_committed(directory)
         ):
-            manifest_file.refuse_links(directory)
+            at(directory).check_plain()
             return found
     return None
 

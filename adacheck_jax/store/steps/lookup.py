@@ -72,7 +72,7 @@ def held(item_directory: AnyPath) -> Lineage:
     except StorageError:
         raise
     except AdaCheckError as error:
-        manifest_file.refuse_links(item_directory)
+        at(item_directory).check_plain()
         for entry in _linked(item_directory):
             with contextlib.suppress(LineageError, IntegrityError, FormatError):
                 return _resolved(entry)
@@ -91,7 +91,7 @@ def linked_manifests(item_directory: AnyPath) -> Iterator[Location]:
 
 def _looked_up(item_directory: AnyPath, read: ReadManifest) -> Lineage:
     item_directory = _for_many_looks(item_directory)
-    manifest_file.refuse_links(item_directory)
+    at(item_directory).check_plain()
     marks.refuse_uncommitted(item_directory)
     manifest = read(item_directory / manifest_file.FILE)
     return _resolved(LineageStep(manifest, item_directory), read)

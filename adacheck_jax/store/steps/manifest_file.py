@@ -39,8 +39,8 @@ def read_file(path: AnyPath) -> Manifest:
     """Reads a manifest from its own path; raises as :func:`read` does."""
     try:
         data = at(path).read(stop=manifest_json.MAX_MANIFEST_BYTES + 1)
-    except NotPlainError as error:
-        raise not_plain(error) from error
+    except NotPlainError:
+        raise
     except OSError as error:
         if refused := unreadable(path, error):
             raise refused from error
@@ -80,30 +80,6 @@ def stamp(item_directory: AnyPath) -> Stamp:
         OSError: there is no manifest.
     """
     return at(item_directory / FILE).stamp
-
-
-def not_plain(error: NotPlainError) -> FormatError:
-    """Error for an entry of a step's directory that is neither a file nor a directory."""
-    return FormatError(
-        f"{error.key}: expected plain files and directories in a step's directory, found "
-        f"{error.kind}, which is not followed: it may lead anywhere. Put what it stands for in its "
-        "place, or restore another step."
-    )
-
-
-def refuse_links(directory: AnyPath) -> None:
-    """Refuses symbolic links, pipes and devices anywhere below a step's item directory.
-
-    No save writes such entries: one that is there leads to other files. The directory itself and
-    those above it may be links: they are the user's.
-
-    Raises:
-        FormatError: names the first such entry.
-    """
-    try:
-        at(directory).check_plain()
-    except NotPlainError as error:
-        raise not_plain(error) from error
 
 
 def write(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import posixpath
 from pathlib import PurePosixPath
 
-from adacheck_jax.store.steps import manifest_file
 from adacheck_jax.store.storage.interface import NotPlainError
 from adacheck_jax.store.storage.location import AnyPath, at
 
@@ -41,10 +40,10 @@ def found(directory: AnyPath, relative: str) -> AnyPath | None:
     path = referred(directory.resolve(), relative)
     for each in (path.parent, path)[-len(_names(relative)) :]:
         if each.resolve() != each:
-            raise manifest_file.not_plain(NotPlainError(str(each), "a symbolic link"))
+            raise NotPlainError(str(each), "a symbolic link")
     if not at(path).is_folder:
         return None
-    manifest_file.refuse_links(path)
+    at(path).check_plain()
     return path
 
 

@@ -91,7 +91,7 @@ def steps_of(root: AnyPath, item: str | None = None) -> list[Step]:
             if isinstance(manifest, DeltaManifest):
                 delta_count = resolve(directory, read).delta_count
             else:
-                manifest_file.refuse_links(directory)
+                at(directory).check_plain()
                 delta_count = 0
         except AdaCheckError as refused:
             error = refused
