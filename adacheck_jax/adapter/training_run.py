@@ -45,8 +45,8 @@ from adacheck_jax.schedule.stopwatch import Clock
 from adacheck_jax.store.base_writer import ArrayLayout, Name
 from adacheck_jax.store.steps import manifest_file, roots
 from adacheck_jax.store.steps.lineage import Lineage
+from adacheck_jax.store.steps.lookup import referred
 from adacheck_jax.store.steps.marks import FINALIZED, IN_PLACE
-from adacheck_jax.store.steps.references import referred
 from adacheck_jax.store.steps.roots import Line, Place
 from adacheck_jax.store.storage.location import AnyPath, at, located
 from adacheck_jax.update.binding import RecorderArgument, recorders_of

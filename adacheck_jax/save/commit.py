@@ -34,7 +34,7 @@ from adacheck_jax.save.staged_save import StagedSave
 from adacheck_jax.schedule.stopwatch import Clock, Measurement
 from adacheck_jax.store import claims, links, volumes
 from adacheck_jax.store.base_writer import ArrayLayout, BaseWriter, agreed
-from adacheck_jax.store.steps import lineage, manifest_file, references
+from adacheck_jax.store.steps import lineage, lookup, manifest_file
 from adacheck_jax.store.steps.lineage import Lineage, LineageStep
 from adacheck_jax.store.storage.interface import Stamp
 from adacheck_jax.store.storage.location import AnyPath, at
@@ -256,7 +256,7 @@ def _delta_manifest(staged: StagedSave, parent: Lineage, written: Written) -> De
         before = _delta(step, own, before, replica)
         deltas.append(before)
     *deferred, own = deltas
-    reference = references.reference(staged.destination.directory, parent.entries[-1].holder)
+    reference = lookup.reference(staged.destination.directory, parent.entries[-1].holder)
     if reference is None:
         raise AdaCheckError(
             f"step {own.step}: its parent does not lie under the same root any more"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from adacheck_jax.errors import AdaCheckError, LineageError
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest
-from adacheck_jax.store.steps import manifest_file, marks, references
+from adacheck_jax.store.steps import lookup, manifest_file, marks
 from adacheck_jax.store.steps.folders import DELTA, LINEAGE
 from adacheck_jax.store.steps.lineage import Lineage, LineageStep
 from adacheck_jax.store.steps.roots import PROBE_PREFIX, TMP_SUFFIX
@@ -129,7 +129,7 @@ def _shortened(known: Lineage, stamp: Stamp | None) -> Lineage | None:
         if base := _compacted(entry, directory, stamp):
             first = LineageStep(base, directory)
             return Lineage((first, *known.entries[count + 1 :]), known.left_out)
-        directory = references.referred(directory, entry.manifest.parent.reference)
+        directory = lookup.referred(directory, entry.manifest.parent.reference)
     return None
 
 

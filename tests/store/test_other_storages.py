@@ -12,7 +12,7 @@ from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.manifest import NO_CAUTION, Link
 from adacheck_jax.store import claims, links, volume_reader, volumes, zarr
 from adacheck_jax.store.packs import arrays, writer
-from adacheck_jax.store.steps import folders, lookup, manifest_file, marks, references, roots
+from adacheck_jax.store.steps import folders, lookup, manifest_file, marks, roots
 from adacheck_jax.store.storage.kvstore import KvStore
 from adacheck_jax.store.storage.location import Location, at
 from adacheck_jax.store.storage.posix import Posix
@@ -76,7 +76,7 @@ def write_steps(root):
     for step in ("10", "11"):
         for mark in (marks.STEP_METADATA, marks.COMMIT_MARK):
             (root / step / mark).write(b"")
-    link = Link(10, references.reference(root / "11", root / "10"), base.checksum)
+    link = Link(10, lookup.reference(root / "11", root / "10"), base.checksum)
     delta = dataclasses.replace(A_DELTA, step=11, parent=link, depth=1, caution=NO_CAUTION)
     return base, manifest_file.write(root / "11", delta)[0]
 

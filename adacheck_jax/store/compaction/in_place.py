@@ -343,6 +343,8 @@ def _named(directory: Location, state: str = "The step is as it was") -> Iterato
     """Tells what the operating system refused as a ``StorageError``, or that the step is gone."""
     try:
         yield
+    except AdaCheckError:  # some are errors of a system, too
+        raise
     except (OSError, ValueError) as error:
         system = system_error(error)
         if system is None:

@@ -20,7 +20,7 @@ from adacheck_jax.errors import (
     tells_of_absence,
 )
 from adacheck_jax.format.manifest import DeltaManifest
-from adacheck_jax.store.steps import manifest_file, marks, references
+from adacheck_jax.store.steps import lookup, manifest_file, marks
 from adacheck_jax.store.steps.folders import LINEAGE
 from adacheck_jax.store.storage.location import AnyPath, at
 
@@ -113,6 +113,6 @@ def _parents(item_directory: AnyPath) -> list[AnyPath]:
             manifest = manifest_file.read(item_directory)
             if not isinstance(manifest, DeltaManifest):
                 break
-            item_directory = references.referred(item_directory, manifest.parent.reference)
+            item_directory = lookup.referred(item_directory, manifest.parent.reference)
             found.append(item_directory)
     return found

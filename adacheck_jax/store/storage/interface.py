@@ -29,6 +29,7 @@ class NotPlainError(FormatError, OSError):
             "which is not followed: it may lead anywhere. Put what it stands for in its place, or "
             "restore another step."
         )
+        self.strerror = f"found {kind}, which is not followed"
 
 
 @dataclass(frozen=True, slots=True)
