@@ -139,7 +139,7 @@ def _write(
                 program.write(data)
                 program.sync()
         sums = staged.own.sums()  # by which an earlier base's unchanged files are found
-        report |= dataclasses.replace(base, layout=layout).write(directory, process, sums)
+        report |= base.write(directory, process, sums, layout)
     else:
         if process == 0 and staged.parent and staged.links:
             # First of all: what is linked can no longer be deleted under this step.

@@ -25,7 +25,7 @@ from adacheck_jax.save.line.planner import Course, Planner
 from adacheck_jax.save.staged import HostCopies, StagedStep
 from adacheck_jax.save.staged_save import Destination
 from adacheck_jax.state.snapshot import Snapshot, Structure
-from adacheck_jax.store.base_writer import ArrayLayout, BaseWriter, EarlierBase, seldom_changed
+from adacheck_jax.store.base_writer import BaseWriter, EarlierBase, seldom_changed
 from adacheck_jax.store.delta_writer import DeltaEncodings, DeltaWriter
 from adacheck_jax.store.host_memory import ReusedMemory
 from adacheck_jax.store.steps.lineage import Lineage
@@ -132,7 +132,6 @@ class Stager:
             copies.staged,
             earlier,
             _still(structure),
-            ArrayLayout({}),
             compression=self._options.compression,
         )
 

@@ -72,7 +72,6 @@ class BaseWriter:
         blocks: this process's boxes, by leaf index.
         earlier: the base before this one, where its files can be linked; else None.
         still: indices of the leaves that are likely to be equal in the next base.
-        layout: form of the arrays.
         compression: the caller's choice.
     """
 
@@ -80,23 +79,25 @@ class BaseWriter:
     blocks: Mapping[int, Blocks]
     earlier: EarlierBase | None
     still: frozenset[int]
-    layout: ArrayLayout
     compression: Compression
 
-    def write(self, directory: AnyPath, process: int, sums: Mapping[int, int]) -> dict[str, Any]:
+    def write(
+        self, directory: AnyPath, process: int, sums: Mapping[int, int], layout: ArrayLayout
+    ) -> dict[str, Any]:
         """Writes this process's volumes durably.
 
         Args:
             directory: item directory of the base.
             process: index of this process.
             sums: this process's contributions to the leaves' fingerprints, by leaf index.
+            layout: form of the arrays.
 
         Returns:
             The report for the other processes, as JSON: ``volumes``, the arrays to take from each
             volume; ``aliases``, pairs of leaves that share data; ``kept``, pairs of a leaf and the
             step that wrote its data.
         """
-        own = {i: piece for i in self.blocks if (piece := self._piece(i)) is not None}
+        own = {i: piece for i in self.blocks if (piece := self._piece(i, layout)) is not None}
         index = {piece.name: i for i, piece in own.items()}
         kept: dict[str, str] = {}
         still = self.still
@@ -119,7 +120,7 @@ class BaseWriter:
             chosen = [self._with_codec(piece) for i, piece in left if (i in still) == is_still]
             if chosen:
                 path = f"{folders.BASE}/{process}{suffix}"
-                shared = volumes.write(directory / path, chosen, self.layout.file_bytes)
+                shared = volumes.write(directory / path, chosen, layout.file_bytes)
                 aliases += [(index[name], index[other]) for name, other in shared.items()]
                 contents[path] = None
         return {
@@ -128,10 +129,10 @@ class BaseWriter:
             "kept": [(index[name], _step_of(volume)) for name, volume in kept.items()],
         }
 
-    def _piece(self, index: int) -> volumes.ArrayPiece | None:
+    def _piece(self, index: int, layout: ArrayLayout) -> volumes.ArrayPiece | None:
         """This process's piece of a leaf's array; None if it has none, or Orbax writes the leaf."""
         leaf, blocks = self.leaves[index], self.blocks[index]
-        name = self.layout.names.get(leaf.path)
+        name = layout.names.get(leaf.path)
         if name is None or not blocks:
             return None
         dtype = np.dtype(name.dtype)

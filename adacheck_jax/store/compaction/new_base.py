@@ -158,9 +158,8 @@ def _write_part(
     seldom = frozenset[int]()
     if update := base.update:
         seldom = seldom_changed(base.leaves, update.explained.union(update.consumed, update.counts))
-    layout = ArrayLayout(draft.names)
-    writer = BaseWriter(base.leaves, own, earlier, seldom, layout, draft.compression)
-    report = writer.write(directory, process, sums)
+    writer = BaseWriter(base.leaves, own, earlier, seldom, draft.compression)
+    report = writer.write(directory, process, sums, ArrayLayout(draft.names))
     sizes = [sum(box.size for box in own.get(i, ())) for i in draft.stored]
     return report | {"sums": [*sums.values()], "sizes": sizes}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -76,13 +76,17 @@ class PackArray:
             IntegrityError: a chunk is missing, truncated, or its checksum does not match.
             StorageError: the array cannot be read now.
         """
-        begin = self._begin if checked or self.kind.is_compressed else self._begin_unchecked
+        whole = checked or self.kind.is_compressed
+        read = [host_memory.empty(max(0, stop - start)) for start, stop in spans]
         try:
-            begun = [begin(a, b) for a, b in spans]
-            for _, futures in begun:
-                for each in futures:
-                    each.result()
-            return [data for data, _ in begun]
+            reading = [
+                host_memory.begin_read_into(part, data[at : at + part.size])
+                for (start, stop), data in zip(spans, read, strict=True)
+                for at, part in self._parts(start, stop, whole=whole)
+            ]
+            for each in reading:
+                each.result()
+            return read
         except Exception as error:
             if refused := unreadable(self.start, error):
                 raise refused from error
@@ -91,23 +95,16 @@ class PackArray:
                 f"({first_line(error)}). Restore another step."
             ) from error
 
-    def _begin(self, start: int, stop: int) -> tuple[np.ndarray, list[Any]]:
-        if start >= stop:
-            return np.empty(0, np.uint8), []
-        data, future = host_memory.begin_read(self._store[start:stop])
-        return data, [future]
-
-    def _begin_unchecked(self, start: int, stop: int) -> tuple[np.ndarray, list[Any]]:
-        if start >= stop:
-            return np.empty(0, np.uint8), []
-        data, futures = host_memory.empty(stop - start), []
-        for number in range(start // self._chunk_bytes, -(-stop // self._chunk_bytes)):
-            first = number * self._chunk_bytes
-            a, b = max(start, first), min(stop, first + self._chunk_bytes)
-            skipped = number * _CHECKSUM_BYTES
-            part = self._plain[a + skipped : b + skipped]
-            futures.append(host_memory.begin_read_into(part, data[a - start : b - start]))
-        return data, futures
+    def _parts(self, start: int, stop: int, *, whole: bool) -> Iterator[tuple[int, Any]]:
+        """Parts of a range, to be read at once, and the position of each: the range, or chunks."""
+        if whole and start < stop:
+            yield 0, self._store[start:stop]
+        elif start < stop:
+            for number in range(start // self._chunk_bytes, -(-stop // self._chunk_bytes)):
+                first = number * self._chunk_bytes
+                a, b = max(start, first), min(stop, first + self._chunk_bytes)
+                skipped = number * _CHECKSUM_BYTES
+                yield a - start, self._plain[a + skipped : b + skipped]
 
     @functools.cached_property
     def _plain(self) -> Any:
