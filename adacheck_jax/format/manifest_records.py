@@ -153,7 +153,8 @@ def _check_base(base: BaseManifest) -> None:
     _check_pairs(base.kept, count, None)
     if not DESCRIPTIONS.issuperset(base.described):  # their paths are opened
         raise ValueError(f"expected {sorted(DESCRIPTIONS)}, found {shown([*base.described])}")
-    _check_state(base, count)
+    check_ascending(base.caution.distrusted, "distrusted leaves", count)
+    _check_stale(base, count)
 
 
 def _check_leaf(leaf: Leaf) -> None:
@@ -231,13 +232,8 @@ def _check_delta_manifest(manifest: DeltaManifest) -> None:
         raise ValueError(
             f"delta number {manifest.depth} of its lineage with {len(manifest.recorded)} before it"
         )
-    _check_state(manifest, len(manifest.fingerprints))
-
-
-def _check_state(manifest: BaseManifest | DeltaManifest, leaf_count: int) -> None:
-    """Refuses stale or distrusted leaves that the state does not have."""
-    check_ascending(manifest.caution.distrusted, "distrusted leaves", leaf_count)
-    _check_stale(manifest, leaf_count)
+    count = len(manifest.fingerprints)
+    check_ascending(manifest.caution.distrusted, "distrusted leaves", count)
 
 
 def _check_stale(step: BaseManifest | Delta, leaf_count: int) -> None:

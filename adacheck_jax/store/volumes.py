@@ -100,9 +100,8 @@ def write(
     """
     chunks = [[*_chunks(piece)] for piece in pieces]
     every = [*itertools.chain.from_iterable(chunks)]
-    for chunk, first in zip(
-        every, equality.firsts([c.data for c in every], [*map(_kind, every)]), strict=True
-    ):
+    firsts = equality.firsts([chunk.data for chunk in every], [*map(_kind, every)])
+    for chunk, first in zip(every, firsts, strict=True):
         chunk.source = every[first]
     database = zarr.database_in(directory, file_bytes)
     for batch in _batches(chunks):
