@@ -35,7 +35,7 @@ from adacheck_jax.device import shard_sums, transfer
 from adacheck_jax.restore import check, compiled_update
 from adacheck_jax.restore import replay as replaying
 from adacheck_jax.restore.deltas import delta_reader
-from adacheck_jax.save import commit, saver, staged
+from adacheck_jax.save import commit, pending, saver, share, staging
 from adacheck_jax.save.line import planner
 from adacheck_jax.store import delta_writer, links
 from adacheck_jax.store.steps import manifest_file
@@ -51,16 +51,16 @@ SAVE = [
     ("  begin", saver.Saver, "begin"),
     ("    take the state apart", planner.Snapshots, "take"),
     ("    plan", planner.Planner, "plan_save"),
-    ("    copy", saver.Saver, "_copies"),
+    ("    copy", staging.Stager, "copies"),
     ("      copy on the devices", transfer, "copies"),
     ("      dispatch fingerprints", shard_sums.Summing, "dispatch"),
-    ("write, in the background", commit.Save, "write"),
-    ("  wait for the record", staged.StagedStep, "bring"),
-    ("  wait for fingerprints", staged.StagedStep, "sums"),
+    ("write, in the background", share, "write"),
+    ("  wait for the record and the counters", pending.Pending, "settled"),
+    ("  wait for fingerprints", pending.Pending, "sums"),
     ("  link ancestors", links, "link_ancestors"),
     ("  pack", delta_writer.DeltaWriter, "packed"),
     ("  store and sync the pack", delta_writer, "write"),
-    ("commit", commit.Save, "commit"),
+    ("commit", commit, "commit"),
     ("  write the manifest", manifest_file, "write"),
     ("  sync, that of the pack included", posix.Posix, "sync"),
 ]

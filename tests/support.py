@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import re
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -399,3 +400,12 @@ def tell_of_checks(monkeypatch: Any, checks: dict[int, str]) -> None:
         )
 
     monkeypatch.setattr(DeltaManifest, "deltas", property(told))
+
+
+def finish_in_background(handler):
+    """Waits until nothing prepares the save that follows a restored step."""
+    for saver in handler._run._savers.values():
+        saver._stager.finish()
+    for thread in threading.enumerate():
+        if thread.name == "adacheck_compile":
+            thread.join()

@@ -18,7 +18,7 @@ from jax import monitoring
 from adacheck_jax.adapter.arguments import RestoreInfo
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.manifest import DeltaManifest
-from adacheck_jax.save.commit import Save
+from adacheck_jax.save.one_save import Save
 from adacheck_jax.store.steps import folders
 from adacheck_jax.store.steps.lineage import shown_steps
 from adacheck_jax.store.storage.location import AnyPath
@@ -89,13 +89,13 @@ def report_of(save: Save, directory: AnyPath, begin_s: float, returned_s: float)
         returned_s: reading when the rest was left to the background.
     """
     if (committed := save.committed) is None or save.durable_s is None:
-        raise AdaCheckError(f"step {save.staged.own.step}: expected a save that was committed")
+        raise AdaCheckError(f"step {save.own.step}: expected a save that was committed")
     manifest = committed.manifest
     delta = manifest if isinstance(manifest, DeltaManifest) else None
     return SaveReport(
         step=manifest.step,
         kind="base" if delta is None else "delta",
-        reason=save.staged.plan.decision.reason,
+        reason=save.plan.decision.reason,
         parent=None if delta is None else delta.parent.step,
         deferred=() if delta is None else tuple(each.step for each in delta.recorded),
         new_bytes=folders.new_bytes(directory),

@@ -36,11 +36,11 @@ from adacheck_jax.plan.options import Options
 from adacheck_jax.proof import journal
 from adacheck_jax.proof.journal import FilePlace
 from adacheck_jax.proof.shadow_file import ShadowFileError
+from adacheck_jax.save import commit, share
 from adacheck_jax.save.attempt import SHARES, Exchange
-from adacheck_jax.save.commit import Save
+from adacheck_jax.save.one_save import Save
 from adacheck_jax.save.recovered import Newest
 from adacheck_jax.save.saver import Saver
-from adacheck_jax.save.staged_save import Destination
 from adacheck_jax.schedule.stopwatch import Clock
 from adacheck_jax.store.base_writer import ArrayLayout, Name
 from adacheck_jax.store.steps import manifest_file, roots
@@ -75,12 +75,12 @@ class Begun:
     @property
     def final(self) -> AnyPath:
         """Directory of the item once it is committed."""
-        return self.save.staged.destination.directory
+        return self.save.directory
 
     @property
     def exchange(self) -> Exchange | None:
         """Exchange with the other processes; None if there is none."""
-        return self.save.staged.attempt.exchange
+        return self.save.attempt.exchange
 
 
 class TrainingRun:
@@ -162,7 +162,8 @@ class TrainingRun:
         custom_metadata = inputs.json_copy(args.custom_metadata)
         with storage_named(final):
             save = self._saver_of(found).begin(
-                Destination(final, found.step),
+                final,
+                found.step,
                 state,
                 step,
                 cast=cast,
@@ -199,7 +200,7 @@ class TrainingRun:
                 leaf.path: Name(
                     entry.name, stored_dtype(leaf.dtype), leaf.chunk_shape(entry.chunk_bytes)
                 )
-                for leaf in save.staged.structure.leaves
+                for leaf in save.structure.leaves
                 if (entry := begun.entries.get(leaf.path))
             }
         layout = ArrayLayout(names, stored.ocdbt_target_data_file_size)
@@ -214,16 +215,16 @@ class TrainingRun:
     @jax_settings.own()
     def commit(self, directory: AnyPath, begun: Begun) -> None:
         """Commit a save, in one process, once every process has written its share."""
-        with storage_named(begun.final), begun.save.committing(directory):
+        with storage_named(begun.final), commit.committing(begun.save, directory):
             described: Mapping[str, str] = {}
             if begun.save.is_base:
-                leaves = {leaf.path: leaf for leaf in begun.save.staged.structure.leaves}
+                leaves = {leaf.path: leaf for leaf in begun.save.structure.leaves}
                 entries = begun.entries.items()
                 chunks = {
                     each: leaves[each].chunk_shape(entry.chunk_bytes) for each, entry in entries
                 }
                 described = self.stock.finalize(epath.Path(str(directory)), begun.entries, chunks)
-            begun.save.commit(directory, described)
+            commit.commit(begun.save, directory, described)
         report = report_of(begun.save, directory, begun.begin_s, begun.returned_s)
         self.last_save = report
         self._announcer.tell_saved(report)
@@ -435,4 +436,4 @@ async def _written(save: Save, directory: AnyPath, layout: ArrayLayout) -> None:
         mark.sync()
         at(directory / FINALIZED).delete()  # of an earlier save into the same directory
     with jax_settings.own():  # set for this thread, so nothing may be awaited inside
-        save.write(directory, layout)
+        share.write(save, directory, layout)

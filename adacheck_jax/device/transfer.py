@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -220,6 +220,11 @@ def is_ready(array: Any) -> bool:
     return not isinstance(array, jax.Array) or on_device.is_ready()
 
 
+def are_ready(arrays: Iterable[Any]) -> bool:
+    """True if no device is computing any of the arrays."""
+    return all(map(is_ready, arrays))
+
+
 def copies(arrays: Mapping[int, Any]) -> dict[int, Any]:
     """Copies arrays on their devices, without waiting for them or for the copies.
 
@@ -257,6 +262,33 @@ _EFFORT = np.ones((16, 16), np.float32)
 @functools.partial(jax.jit, static_argnums=2)
 def _cut(data: jax.Array, start: Sequence[int], shape: tuple[int, ...]) -> jax.Array:
     return jax.lax.dynamic_slice(data, start, shape)
+
+
+def held(array: Any) -> Callable[[], Any]:
+    """Keeps what an array on CPU devices has, also when it is donated.
+
+    Args:
+        array: plain array.
+
+    Returns:
+        Makes an array of the same elements, which lies as it did.
+    """
+    if not isinstance(array, jax.Array):
+        copied = np.array(array)
+        return lambda: copied
+    shape, sharding, dtype = array.shape, array.sharding, array.dtype
+    # A view keeps XLA from reusing the buffer.
+    views = [(each.device, np.asarray(each.data)) for each in array.addressable_shards]
+
+    def again() -> jax.Array:
+        kind = sharding.memory_kind
+        shards = [
+            jax.device_put(view, jax.sharding.SingleDeviceSharding(device, memory_kind=kind))
+            for device, view in views
+        ]
+        return jax.make_array_from_single_device_arrays(shape, sharding, shards, dtype=dtype)
+
+    return again
 
 
 def boxes_here(shape: Sequence[int], sharding: jax.sharding.Sharding) -> list[Box]:

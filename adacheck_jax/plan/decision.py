@@ -78,7 +78,7 @@ def replays(update: ExportedUpdate, options: Options, *, replayable: bool = True
         options: the caller's choices.
         replayable: True if no leaf of an update is stored in another data type.
     """
-    return bool(update.files) and replayable and options.delta != "bits" and options.has_deltas
+    return bool(update.program) and replayable and options.delta != "bits" and options.has_deltas
 
 
 def fits(lineage: Lineage, structure: Structure, update: ExportedUpdate) -> bool:
@@ -139,11 +139,6 @@ def by_counters(situation: Situation, counts: Counts, options: Options) -> Decis
 
     A counter that skipped means that records were missed, so a base is due where updates are
     replayed.
-
-    Args:
-        situation: the step to save, and the step that it would follow.
-        counts: update counters of the state to save; none without a recorder.
-        options: the caller's choices.
     """
     parent = situation.parent
     if options.delta != "bits" and not counts:
@@ -201,7 +196,7 @@ def _checked_bits(
 def _checked_replay(
     decision: Decision, base: BaseManifest, structure: Structure, update: ExportedUpdate
 ) -> Decision:
-    if not update.files:
+    if not update.program:
         return unplanned(update.problem)
     saved = base.update
     if saved is None or update.digest != saved.programs.get(update_program.platform()):

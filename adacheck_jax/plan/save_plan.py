@@ -155,12 +155,7 @@ class SavePlan:
 
 
 def plan(situation: Situation, options: Options) -> SavePlan:
-    """Plans a save whose update counters are known.
-
-    Args:
-        situation: the state and the step that it would follow.
-        options: the caller's choices.
-    """
+    """Plans a save whose update counters are known."""
     return _with_deferred(situation, decide(situation, situation.counts or (), options), options)
 
 
@@ -169,10 +164,6 @@ def speculate(situation: Situation, options: Options) -> SavePlan | None:
 
     Saves that are as far apart as the last two were lie one update apart, or none, if those did; so
     do a save and a step that was deferred before.
-
-    Args:
-        situation: the state, whose update counters are still being computed.
-        options: the caller's choices.
 
     Returns:
         The plan; None if the counters have to be known first.
@@ -186,13 +177,13 @@ def speculate(situation: Situation, options: Options) -> SavePlan | None:
     goes_on = (
         saved.kind == "replay"
         and saved.follows_saved
-        and situation.step - saved.step == saved.interval
+        and situation.step - parent.step == saved.interval
     )
     if (
         not (goes_on or parent.deferred_count)
         or not situation.replayable
         or update.engine == "identity"  # which has nothing to wait for
-        or not update.files
+        or not update.program
         or not situation.is_checker_ready
         or lineage is None
         or lineage.problem
@@ -235,32 +226,19 @@ def plan_deferred(situation: Situation, options: Options) -> SavePlan | str:
     if not situation.keeps_ancestors:
         return "nothing keeps the steps that it builds on"
     if saved is not None and saved.failure and situation.process_count == 1:
-        return f"step {saved.step}, which it would follow, was not saved"
+        return f"the step before step {situation.step} was not saved"
     return _planned(situation, one_update(structure, "deferred"), options)
 
 
 def as_base(situation: Situation, decision: Decision, options: Options) -> SavePlan:
-    """The plan of a base where a check found that no delta can be.
-
-    Args:
-        situation: as of the plan that was checked.
-        decision: the base, with its reason.
-        options: the caller's choices.
-    """
+    """The plan of a base where a check found that no delta can be."""
     return _with_deferred(situation, (decision, ()), options)
 
 
 def with_wrong(
     planned: SavePlan, situation: Situation, wrong: frozenset[int], options: Options
 ) -> SavePlan:
-    """The plan of a delta that stores the leaves which replay was found to get wrong.
-
-    Args:
-        planned: the plan that was checked.
-        situation: as of that plan.
-        wrong: leaves that differ from the state.
-        options: the caller's choices.
-    """
+    """The plan of a delta that stores the leaves which replay was found to get wrong."""
     return _planned(situation, planned.decision, options, wrong=wrong, notices=planned.notices)
 
 

@@ -18,6 +18,27 @@ Kind = Literal["base", "replay", "bits"]
 
 
 @dataclass(frozen=True, slots=True)
+class SavedFacts:
+    """Facts that only a step has which this process saved.
+
+    Attributes:
+        structure: structure of its state.
+        kind: kind of its save.
+        interval: steps between its own parent and it.
+        replayable: True if no leaf of an update was stored in another data type.
+        follows_saved: True if it has a parent on the disk.
+        failure: the step is known not to have been saved.
+    """
+
+    structure: Structure
+    kind: Kind
+    interval: int
+    replayable: bool
+    follows_saved: bool
+    failure: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
     """Facts about the step that the next one would follow.
 
@@ -28,7 +49,7 @@ class Facts:
         lineage: the saved step on the disk that it is, or is deferred behind; None where there is
             none to build on.
         deferred_count: number of deferred steps between that saved step and the next one.
-        saved: the facts that only a step saved by this process has; None for a restored one.
+        saved: facts of that saved step; None for a restored one.
         has_witness: True if an update of its state can be checked.
         copied: leaves of which host copies are kept.
         has_moved: True if its state lay on other devices or had another update.
@@ -43,29 +64,6 @@ class Facts:
     has_witness: bool
     copied: Collection[int]
     has_moved: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class SavedFacts:
-    """Facts about a step that this process saved.
-
-    Attributes:
-        step: step number.
-        structure: structure of its state.
-        kind: kind of its save.
-        interval: steps between its own parent and it.
-        replayable: True if no leaf of an update was stored in another data type.
-        follows_saved: True if it has a parent on the disk.
-        failure: the step is known not to have been saved.
-    """
-
-    step: int
-    structure: Structure
-    kind: Kind
-    interval: int
-    replayable: bool
-    follows_saved: bool
-    failure: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,12 +181,7 @@ class Journal:
         self._write({"step": None})
 
     def receive(self, taken: Collection[int], blocks: Mapping[int, Blocks]) -> None:
-        """Store what a step brings beside that of the step before.
-
-        Args:
-            taken: leaves that the update takes and does not compute.
-            blocks: blocks of the step's leaves.
-        """
+        """Store what a step brings beside that of the step before."""
         before = {i: self._own(i) for i in self._places}
         brought = [i for i in taken if blocks.get(i)]
         self._fold.turn(frozenset(taken).difference(brought))
@@ -200,13 +195,7 @@ class Journal:
                 new[...] = old
 
     def begin(self, step: int, updates: Sequence[int], sums: Mapping[int, int]) -> None:
-        """Say that all is there of a step, but for what its updates compute.
-
-        Args:
-            step: its number.
-            updates: positions of the recorders that made an update, which comes next.
-            sums: the fingerprint of each leaf.
-        """
+        """Say that all is there of a step, but for what its updates compute."""
         numbers = {str(i): x.tobytes().hex() for i, x in self._fold.scalars.items()}
         self._write(
             {

@@ -58,24 +58,14 @@ def state_of(abstract_state: PyTree, found: Found) -> PyTree:
 
 
 def trained(leaves: Sequence[Any], found: Found) -> list[Any]:
-    """The leaves of a state that was made, with the arrays in place of Python numbers.
-
-    Args:
-        leaves: its leaves.
-        found: what it was made of.
-    """
+    """The leaves of a state that was made, with the arrays in place of Python numbers."""
     return [
         np.array(found.arrays[i]) if _is_number(leaf) else leaf for i, leaf in enumerate(leaves)
     ]
 
 
 def differing(leaves: Sequence[Any], found: Found) -> list[int]:
-    """The leaves whose fingerprints are not those that were taken of the trained state.
-
-    Args:
-        leaves: leaves of a state that was made, as they were trained.
-        found: what it was made of.
-    """
+    """The leaves whose fingerprints are not those that were taken of the trained state."""
     own = fingerprint.of_leaves({i: transfer.raw(leaves[i]) for i in found.arrays})
     return sorted(i for i, each in own.items() if each != found.sums[i])
 

@@ -8,10 +8,14 @@ the record leaves the devices. What it holds is this process's part of a base.
 Other systems keep such a replica for recovery alone (LowDiff+, AdaCheck); none proves it.
 """
 
+# Threads: start, follow, is_beyond and recover are called by whoever saves or restores; a Proof by
+# the thread that moves the run's steps on. All work on the copy itself (``shadow_state``) is done
+# by the one thread made here, in the order in which it was asked for. No lock: the callers change
+# the references here alone, and the thread never reads them.
+
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -21,9 +25,9 @@ from adacheck_jax.proof.journal import FilePlace, Found, Journal
 from adacheck_jax.proof.shadow_file import ShadowFileError
 from adacheck_jax.proof.shadow_state import (
     Position,
-    ShadowStart,
     ShadowState,
     ShadowStep,
+    StepChange,
     fold_of,
     size_of,
 )
@@ -32,6 +36,10 @@ from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update import program as update_program
 
 _log = logging.getLogger(__name__)
+
+_Sums = Future[dict[int, int] | None]
+Copies = Mapping[int, Blocks] | None
+"""The blocks of every leaf that has elements; None if they cannot be had."""
 
 
 class ShadowThread:
@@ -55,7 +63,7 @@ class ShadowThread:
         self,
         structure: Structure,
         update: ExportedUpdate,
-        begun: ShadowStart,
+        begun: ShadowStep,
         *,
         is_restored: bool = False,
     ) -> None:
@@ -87,7 +95,7 @@ class ShadowThread:
         if copy is None or copy.is_lost:
             return None
         self._told, self._follows_saves = step.own, True
-        return Proof(self, lambda: self._thread.submit(copy.follow, step))
+        return Proof(self, step.own, lambda change: self._thread.submit(copy.follow, step, change))
 
     def is_beyond(self, position: Position | None) -> bool:
         """True if it was told to follow a step after another one, from which it cannot go back."""
@@ -100,20 +108,19 @@ class ShadowThread:
         copy = self._state
         return copy is not None and not copy.is_lost and copy.has_room_for_copy
 
-    def copied(
-        self, position: Position, others: Mapping[int, Blocks]
-    ) -> Future[Mapping[int, Blocks] | None]:
-        """Copies the state of a step, when the shadow is there and before it goes on.
+    def copy(
+        self, position: Position, others: Mapping[int, Blocks], copies: Future[Copies]
+    ) -> None:
+        """Copies the state of a step, if the shadow is there; see :meth:`Proof.copied`."""
+        copy = self._state
 
-        Args:
-            position: a step that it was told to follow.
-            others: leaves that it does not hold.
+        def answer() -> None:
+            try:
+                copies.set_result(None if copy is None else copy.copied(position, others))
+            except Exception as error:
+                copies.set_exception(error)
 
-        Returns:
-            Gives the blocks of every leaf that has elements; None if that step cannot be had.
-        """
-        assert self._state is not None
-        return self._thread.submit(self._state.copied, position, others)
+        self._thread.submit(answer)
 
     def give_up(self, reason: str) -> None:
         """Follows no more, and says so."""
@@ -125,10 +132,6 @@ class ShadowThread:
 
     def recover(self, structure: Structure, update: ExportedUpdate) -> Found:
         """Takes the state that another process has left in the file.
-
-        Args:
-            structure: structure of the state.
-            update: its exported update.
 
         Returns:
             The state, which nobody has compared with its fingerprints yet.
@@ -154,11 +157,7 @@ class ShadowThread:
         return state
 
     def stand_at(self, position: Position) -> None:
-        """Goes on from the state that was recovered.
-
-        Args:
-            position: the step that it is.
-        """
+        """Goes on from the state that was recovered."""
         self._told = position
         if self._state is not None:
             self._state.position = position
@@ -208,31 +207,53 @@ class ShadowThread:
 class Proof:
     """The comparison of all of a step with the trained state, by the shadow that follows it.
 
+    One thread begins it, waits for it and ends it: the one that moves the run's steps on.
+
     Args:
         shadow: the shadow.
+        own: the step.
         follow: has the shadow follow the step, after those that it was told to follow before.
     """
 
     def __init__(
-        self, shadow: ShadowThread, follow: Callable[[], Future[dict[int, int] | None]]
+        self, shadow: ShadowThread, own: Position, follow: Callable[[StepChange], _Sums]
     ) -> None:
-        self._shadow, self._follow = shadow, follow
-        self._found: Future[dict[int, int] | None] | None = None
-        self._lock = threading.Lock()
+        self._shadow, self._own, self._follow = shadow, own, follow
+        self._found: _Sums | None = None
+        self._copies: tuple[Mapping[int, Blocks], Future[Copies]] | None = None
 
-    def begin(self) -> Future[dict[int, int] | None]:
-        """Begins to fold the step. A save does so when it has returned: it would be held up."""
-        with self._lock:
-            if self._found is None:
-                self._found = self._follow()
-            return self._found
+    def copied(self, others: Mapping[int, Blocks]) -> Future[Copies]:
+        """Has the state be copied when the shadow is at the step, before it goes on.
+
+        Args:
+            others: leaves that it does not hold.
+
+        Returns:
+            Gives the blocks of every leaf that has elements; None if that step cannot be had.
+        """
+        copies: Future[Copies] = Future()
+        self._copies = others, copies
+        return copies
+
+    def begin(self, change: StepChange) -> None:
+        """Begins to fold the step; once."""
+        if self._found is None:
+            self._found = self._follow(change)
+            if self._copies is not None:
+                self._shadow.copy(self._own, *self._copies)
+                self._copies = None
 
     def sums(self) -> dict[int, int] | None:
         """This process's contribution to the fingerprints of the leaves that are compared; waits.
 
         None if the shadow is at another step.
         """
-        return self.begin().result()
+        return None if self._found is None else self._found.result()
+
+    def end(self) -> None:
+        """Tells who waits for copies that there are none, if the step was not followed."""
+        if self._copies is not None:
+            self._copies[1].set_result(None)
 
     def is_trusted(self) -> bool:
         """False if a difference may be the arithmetic of the host: on any platform but the CPU.

@@ -150,11 +150,7 @@ class ShadowFile:
         return self._memory[start : start + self._header_bytes]
 
     def close(self, *, remove: bool = False) -> None:
-        """Let go of the file; what was mapped stays until nobody uses it.
-
-        Args:
-            remove: True to delete it.
-        """
+        """Let go of the file; what was mapped stays until nobody uses it."""
         self._memory = np.zeros(0, np.uint8)
         if self._descriptor < 0:
             return

@@ -1,5 +1,8 @@
 """The copy of the state that the shadow holds: loaded, moved on step by step, and summed up."""
 
+# Threads: everything but the constructor runs on the shadow's thread; ``is_lost`` and
+# ``has_room_for_copy`` are read by others, as one value that may be a step old.
+
 from __future__ import annotations
 
 import dataclasses
@@ -33,11 +36,6 @@ class StepChange(Protocol):
     """A step as it changes the state before it, once its update counters are known."""
 
     @property
-    def step(self) -> int:
-        """Its number."""
-        ...
-
-    @property
     def updates(self) -> tuple[int, ...]:
         """Positions of the recorders whose update is replayed."""
         ...
@@ -60,41 +58,24 @@ class StepChange(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShadowStep:
-    """A step that the shadow is to follow.
-
-    Attributes:
-        before: the step before it.
-        own: the step.
-        again: the same state, if it was followed already.
-        blocks: this process's boxes of the leaves that are stored, perhaps on their way.
-        settled: gives the change that it is; may wait, and raise.
-        sums: gives this process's contribution to the fingerprint of each leaf; may wait.
-    """
-
-    before: Position
-    own: Position
-    again: Position | None
-    blocks: Mapping[int, Blocks]
-    settled: Callable[[], StepChange]
-    sums: Callable[[], Mapping[int, int]]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ShadowStart:
-    """A step from which the shadow follows training.
+    """A step that the shadow is to follow, or to begin with.
 
     Attributes:
         own: the step.
         number: its number.
-        blocks: this process's boxes of the leaves, perhaps on their way: of all of the update, and
-            for a file of all others, too.
+        blocks: this process's boxes, perhaps on their way: of the leaves that are stored, or of all
+            that the shadow begins with.
         sums: gives this process's contribution to the fingerprint of each leaf; may wait.
+        before: the step before it; None for a step to begin with.
+        again: the same state, if it was followed already.
     """
 
     own: Position
     number: int
     blocks: Mapping[int, Blocks]
     sums: Callable[[], Mapping[int, int]]
+    before: Position | None = None
+    again: Position | None = None
 
 
 class ShadowState:
@@ -175,7 +156,7 @@ class ShadowState:
         if self.journal is not None:
             self.journal.close()
 
-    def load(self, begun: ShadowStart) -> None:
+    def load(self, begun: ShadowStep) -> None:
         """Takes the state of one step."""
         self.position, blocks = None, begun.blocks
         try:
@@ -197,9 +178,8 @@ class ShadowState:
             # What was given up before may have been followed until now.
             self.position, self.is_lost = begun.own, False
 
-    def follow(self, step: ShadowStep) -> dict[int, int] | None:
+    def follow(self, step: ShadowStep, change: StepChange) -> dict[int, int] | None:
         """Moves on to a step; gives contributions to the fingerprints of what is compared."""
-        change = step.settled()
         position, self.position = self.position, None
         try:
             if position is step.before:
@@ -276,11 +256,11 @@ class ShadowState:
             journal.lift()
             journal.receive(self._taken, blocks)
             self._take(blocks, updates, after)
-            journal.begin(change.step, (), sums)
+            journal.begin(step.number, (), sums)
         else:
             sums = step.sums()
             journal.receive(self._taken, blocks)
-            journal.begin(change.step, updates, sums)
+            journal.begin(step.number, updates, sums)
             self._take(blocks, updates, after)
 
     def _take(
@@ -331,7 +311,7 @@ def fold_of(structure: Structure, update: ExportedUpdate, *, is_kept: bool) -> H
     """
     leaves, pieces = structure.leaves, update.pieces
     if pieces is None or not update.pinned:
-        return "the update is not one that the host computes alike" if update.files else ""
+        return "the update is not one that the host computes alike" if update.program else ""
     touched = [i for each in structure.arguments for i in each]
     if not is_kept and max(math.prod(leaves[i].shape) for i in touched) <= WHOLE_ELEMENTS:
         return ""  # a sample has all elements

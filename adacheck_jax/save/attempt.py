@@ -1,5 +1,8 @@
 """One attempt to save a step, and what the processes tell each other about it."""
 
+# Threads: an attempt is made on the caller's thread, and written on Orbax's. ``turn`` is held by
+# the save that writes, through all its file operations; no other lock is taken before it.
+
 from __future__ import annotations
 
 import threading
@@ -54,11 +57,7 @@ class Exchange(Protocol):
         """Lets go of what was told, once all processes are past this attempt."""
 
     def beside(self, name: str) -> Exchange:
-        """An exchange about something that begins with this attempt, and outlives it.
-
-        Args:
-            name: name of it, once an attempt.
-        """
+        """An exchange about something that begins with this attempt, and outlives it."""
         ...
 
 

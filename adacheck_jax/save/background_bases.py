@@ -12,6 +12,10 @@ begin at the same save; process 0 puts the base into its place, and tells the ot
 save. What is decided follows from what all of them were told, so that they go on alike.
 """
 
+# Threads: take, go_on, learn and restart are called by saves, which are one at a time; put by
+# Orbax's writing thread; one thread of this class writes. ``_lock`` guards who has a pending base:
+# the thread that puts it into its place, or the save that drops it. Nothing is called under it.
+
 from __future__ import annotations
 
 import logging
@@ -27,8 +31,7 @@ import jax
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.plan.situation import BackgroundFacts
-from adacheck_jax.proof.shadow import ShadowThread
-from adacheck_jax.proof.shadow_state import Position
+from adacheck_jax.proof.shadow import Copies, Proof, ShadowThread
 from adacheck_jax.save.attempt import Exchange
 from adacheck_jax.store.compaction import in_place
 from adacheck_jax.store.compaction.in_place import Prepared
@@ -58,7 +61,7 @@ class _Pending:
     """
 
     directory: AnyPath
-    copies: Future[Mapping[int, Blocks] | None]
+    copies: Future[Copies]
     earlier_sums: Mapping[int, int] | None
     exchange: Exchange | None
     written: Future[_Written | None] | None = None
@@ -124,18 +127,14 @@ class BackgroundBases:
         )
 
     def restart(self, depth: int = 0) -> None:
-        """Notes that a line begins: at a base of the loop's, or behind a step that was restored.
-
-        Args:
-            depth: number of that base among the deltas of its line.
-        """
+        """Notes that a line begins: at a base of the loop's, or behind a step that was restored."""
         self._has_failed, self._placed = False, (0.0, depth)
         self.newest_depth, self.known = depth, BackgroundFacts()
         self._drop()
 
     def take(
         self,
-        position: Position,
+        proof: Proof | None,
         others: Mapping[int, Blocks],
         directory: AnyPath,
         exchange: Exchange | None,
@@ -144,7 +143,7 @@ class BackgroundBases:
         """Copies the state of a step as soon as the shadow is there; False if one is in work.
 
         Args:
-            position: the step, which the shadow was told to follow.
+            proof: its proof by the shadow, which has not begun yet; None if there is none.
             others: leaves of its state that the shadow does not hold.
             directory: the step's item directory.
             exchange: exchange of its save with the other processes; None if there is none.
@@ -153,7 +152,11 @@ class BackgroundBases:
         """
         if self._pending is not None:
             return False
-        copies = self._shadow.copied(position, others)
+        copies: Future[Copies] = Future()
+        if proof is None:
+            copies.set_result(None)
+        else:
+            copies = proof.copied(others)
         beside = exchange.beside("base") if exchange is not None else None
         self._pending = _Pending(directory, copies, earlier_sums, beside)
         return True
@@ -189,9 +192,6 @@ class BackgroundBases:
 
     def learn(self, facts: BackgroundFacts) -> float | None:
         """Learns what all processes know; each of them does so at the same save.
-
-        Args:
-            facts: what they agreed on.
 
         Returns:
             Seconds that a base took which is in its place; told once.

@@ -33,33 +33,20 @@ class Newest:
     lineage: Lineage | None
 
 
-@dataclass(frozen=True, slots=True)
-class Recovered:
-    """A state from the shadow's file, of which every fingerprint was compared.
-
-    Attributes:
-        step: its number.
-        state: the state that the caller gets.
-        leaves: its leaves as they are trained.
-        lineage: lineage of the same step in storage; None if storage has an older one.
-    """
-
-    step: int
-    state: PyTree
-    leaves: Sequence[Any]
-    lineage: Lineage | None
-
-
 def state_from(
     shadow: ShadowThread, planner: Planner, abstract_state: PyTree, newest: Newest | None
-) -> Recovered:
-    """Takes the state in the shadow's file.
+) -> tuple[Lineage | None, int, PyTree, Sequence[Any]]:
+    """Takes the state in the shadow's file, and compares all its fingerprints.
 
     Args:
         shadow: the shadow; to be closed where this fails.
         planner: the planner of the run's saves.
         abstract_state: arrays, or their ``jax.ShapeDtypeStruct``.
         newest: the newest step in storage; None if there is none.
+
+    Returns:
+        The lineage of the same step in storage, None if storage has an older one; the step's
+        number; the state that the caller gets; and its leaves as they are trained.
 
     Raises:
         ShadowFileError: there is none that can be taken; the message says why.
@@ -78,7 +65,7 @@ def state_from(
     lineage = newest.lineage if newest and newest.step == found.step else None
     if lineage is not None and [*lineage.manifest.fingerprints] != [*found.sums]:
         raise ShadowFileError(f"storage has another state as step {found.step}")
-    return Recovered(found.step, state, leaves, lineage)
+    return lineage, found.step, state, leaves
 
 
 def _found_like(

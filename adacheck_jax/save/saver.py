@@ -1,9 +1,15 @@
 """The way of a save, up to where it leaves the caller's thread; knows no Orbax.
 
-:meth:`Saver.begin` takes a state apart, has its save planned, takes the copies that must leave the
-devices, and hands a :class:`~adacheck_jax.save.commit.Save` to whoever writes and commits it. When
-it returns, the state may be donated. Nothing here decides.
+:meth:`Saver.begin` takes a state apart, has its save planned, and takes the copies that must leave
+the devices. What it returns, a :class:`~adacheck_jax.save.one_save.Save`, is for others to write
+and to commit; the state may be donated then. Nothing here decides.
 """
+
+# Threads: begin and defer run on the caller's threads, follow on one that restores. ``_lock`` is
+# held through a whole save or record_step, waits for devices and compilers included: two callers
+# would plan on the same parent. Under it the locks of a step (``pending``) and of a base in work
+# may be taken, never the other way round. What Orbax's thread does to a Save is read from its
+# fields.
 
 from __future__ import annotations
 
@@ -16,7 +22,8 @@ from typing import Any
 
 import jax
 
-from adacheck_jax.device import replicas, transfer
+from adacheck_jax.device import jax_settings, replicas, transfer
+from adacheck_jax.device.jax_settings import Arithmetic
 from adacheck_jax.device.loops import xla_call
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.plan.decision import shown
@@ -24,19 +31,21 @@ from adacheck_jax.plan.options import Options
 from adacheck_jax.plan.save_plan import SavePlan
 from adacheck_jax.plan.situation import BackgroundFacts, Counts
 from adacheck_jax.plan.sizes import sizes_of
+from adacheck_jax.proof.checker import Witness
 from adacheck_jax.proof.journal import FilePlace
 from adacheck_jax.proof.shadow import ShadowThread
-from adacheck_jax.proof.shadow_state import ShadowStart
-from adacheck_jax.save import recovered, staged
+from adacheck_jax.proof.shadow_state import ShadowStep
+from adacheck_jax.save import copies as host_copies
+from adacheck_jax.save import recovered
 from adacheck_jax.save.attempt import Attempt, Exchange
 from adacheck_jax.save.background_bases import BackgroundBases
-from adacheck_jax.save.commit import Save
+from adacheck_jax.save.copies import HostCopies
 from adacheck_jax.save.line.notices import Notices
 from adacheck_jax.save.line.parents import Parent, Tip
 from adacheck_jax.save.line.planner import Course, Planner
+from adacheck_jax.save.one_save import Save
+from adacheck_jax.save.pending import Pending
 from adacheck_jax.save.recovered import Newest
-from adacheck_jax.save.staged import HostCopies, StagedStep
-from adacheck_jax.save.staged_save import Destination, StagedSave
 from adacheck_jax.save.staging import Stager, with_others
 from adacheck_jax.schedule.line import LineSchedule
 from adacheck_jax.schedule.stopwatch import Clock, Stopwatch
@@ -104,21 +113,20 @@ class Saver:
         needed = range(len(leaves)) if update is None else (*update.explained, *update.consumed)
         if any(leaves[i] is None for i in needed):
             return  # what was left out will be made anew, and no update leads there
-        copies, witness = staged.NOTHING, None
+        copies, saves_deltas = host_copies.NOTHING, False
         saved, specs = restored.manifest, restored.base.leaves
         if self._has_recorder or self._options.delta == "bits":
-            kept = None
+            kept, saves_deltas = None, True
             if self._options.delta != "bits" and update is not None and not restored.problem:
                 replayed = update.explained.difference(update.passed, saved.caution.distrusted)
                 kept = frozenset(range(len(leaves))) - replayed - frozenset(update.consumed)
-            copies = staged.copies_of_restored(restored, leaves, kept)
-            witness = self._planner.witness_of_restored(restored, state)
-        tip = Tip(saved.step, saved.depth, None, copies, witness)
+            copies = host_copies.copies_of_restored(restored, leaves, kept)
+        tip = Tip(saved.step, saved.depth, None, copies, None)
         parent = Parent(restored.entries[-1].holder, number, tip, None, restored)
         if has_shadow:
             self._shadow.stand_at(tip)
-        elif witness is not None:
-            self._shadow_restored(tip, restored, state)
+        if saves_deltas and (snapshot := self._planner.snapshot_of_restored(restored, state)):
+            self._prepare_next(tip, restored, snapshot, has_shadow=has_shadow)
         with self._lock:
             distrusted = [specs[i].path for i in saved.caution.distrusted]
             self._planner.distrust.learn(saved.caution.reason, distrusted)
@@ -127,16 +135,37 @@ class Saver:
                 self._watch.note(name, seconds)
             self._note_position()
 
-    def _shadow_restored(self, tip: Tip, restored: Lineage, state: PyTree) -> None:
-        """Has the shadow follow a restored step, where that costs no transfer."""
-        snapshot = self._planner.snapshots.take(state)
-        structure = snapshot.structure
-        if not any(map(transfer.on_accelerator, snapshot.arrays)):
+    def _prepare_next(
+        self, tip: Tip, restored: Lineage, snapshot: Snapshot, *, has_shadow: bool
+    ) -> None:
+        """Prepares the check of the save that follows a restored step, behind the caller's back.
+
+        The update has to be exported and looked through for that, which takes longer than to read
+        a state; whoever plans the next save waits for it. On an accelerator the arrays, which the
+        caller may donate, are looked at before this returns.
+        """
+        structure, arithmetic = snapshot.structure, Arithmetic.current()
+        is_on_host = not any(map(transfer.on_accelerator, snapshot.arrays))
+        blocks = None
+        if is_on_host and not has_shadow:
             blocks = transfer.stage(dict(enumerate(snapshot.arrays)), structure.picks)
-            update, sums = self._planner.update_of(structure), restored.manifest.fingerprints
             blocks = with_others(snapshot, blocks, structure.touched)
-            begun = ShadowStart(tip, tip.step, blocks, lambda: dict(enumerate(sums)))
-            self._shadow.start(structure, update, begun, is_restored=True)
+        held = [transfer.held(each) for each in snapshot.arrays] if is_on_host else None
+
+        def witness() -> Witness | None:
+            with jax_settings.own(), arithmetic.applied():
+                arrays = [each() for each in held] if held is not None else snapshot.arrays
+                found = self._planner.witness_of(structure, arrays, tip.step)
+                if found is not None and blocks is not None:
+                    sums = dict(enumerate(restored.manifest.fingerprints))
+                    begun = ShadowStep(tip, tip.step, blocks, lambda: sums)
+                    self._shadow.start(structure, found.program, begun, is_restored=True)
+                return found
+
+        if held is None:
+            tip.witness = witness()
+        else:
+            tip.prepare(self._stager.worker.submit(witness))
 
     def recover(self, abstract_state: PyTree, newest: Newest | None) -> tuple[int, PyTree]:
         """Takes the state that another process has left in the shadow's file.
@@ -153,17 +182,17 @@ class Saver:
             RecorderError: the recorder cannot be tied to the state.
         """
         try:
-            found = recovered.state_from(self._shadow, self._planner, abstract_state, newest)
+            lineage, step, state, leaves = recovered.state_from(
+                self._shadow, self._planner, abstract_state, newest
+            )
         except BaseException:
             self._shadow.close()
             raise
-        if newest is None or found.lineage is None:
+        if newest is None or lineage is None:
             self.forget()
         else:
-            self.follow(
-                found.lineage, newest.number, found.leaves, found.state, {}, has_shadow=True
-            )
-        return found.step, found.state
+            self.follow(lineage, newest.number, leaves, state, {}, has_shadow=True)
+        return step, state
 
     def forget(self) -> None:
         """Makes the next save a base: what was restored is no step that another can build on."""
@@ -179,7 +208,8 @@ class Saver:
 
     def begin(
         self,
-        destination: Destination,
+        directory: AnyPath,
+        number: int | None,
         state: PyTree,
         step: int | None,
         *,
@@ -190,7 +220,8 @@ class Saver:
         """Plans and stages a save; the only part of it that blocks the caller.
 
         Args:
-            destination: place of the item once it is committed.
+            directory: the item's directory once it is committed.
+            number: the number in the name of the step's directory, None if there is none.
             state: the state to save.
             step: its number; None takes it from the directory's name, else from the counter.
             cast: leaf paths that are stored in another data type than they are trained in.
@@ -209,26 +240,28 @@ class Saver:
             if not (self._has_recorder or self._options.delta == "bits"):
                 self._hint_at_recorder(snapshot.structure)
             replayable = not cast & _bound_paths(snapshot.structure)
-            step = destination.step if step is None else step
-            save = self._begin(snapshot, destination, step, replayable, custom_metadata, exchange)
+            save = self._begin(
+                snapshot, directory, number, step, replayable, custom_metadata, exchange
+            )
             if save.is_base and (
                 chosen := self._schedule.begin_lineage(sizes_of(snapshot.structure))
             ):
                 _log.info("%s", chosen)
             self._note_position()
-            self._watch.leave_saved(is_base=save.is_base, deltas=len(save.staged.steps))
+            self._watch.leave_saved(is_base=save.is_base, deltas=len(save.steps))
             return save
 
     def _begin(
         self,
         snapshot: Snapshot,
-        destination: Destination,
+        directory: AnyPath,
+        number: int | None,
         step: int | None,
         replayable: bool,
         custom_metadata: Any,
         exchange: Exchange | None,
     ) -> Save:
-        planner, directory = self._planner, destination.directory
+        planner, step = self._planner, number if step is None else step
         again = planner.superseded(step)
         course = planner.plan_save(snapshot, directory, step, again, replayable=replayable)
         course, copies = self._copied(snapshot, course)
@@ -239,16 +272,17 @@ class Saver:
             planner.give_up(0, planned.given_up)
         own, witness = self._stager.stage(snapshot, course, copies, again, str(directory))
         self._tell(planned, again)
-        planner.parents.note_parent(destination.step, parent)
+        planner.parents.note_parent(number, parent)
         copies.wait()
         saved = planner.parents.saved
         self._attempt = self._attempt.next(
             exchange, repeats=saved is not None and saved.directory == directory
         )
         found = parent.lineage if parent else None
-        ready = StagedSave(
+        save = Save(
             steps=[*planner.deferred.steps, own],
-            destination=destination,
+            directory=directory,
+            number=number,
             parent=found,
             parent_files=parent.files if parent else frozenset(),
             parent_stamp=parent.stamp if parent else None,
@@ -262,13 +296,14 @@ class Saver:
             measured=self._watch.take(),
             # Those of the line that a base ends are nothing to the line that it begins.
             background=BackgroundFacts() if planned.is_base else self._background(directory),
+            base=None if parent else self._stager.base_writer(course, copies, directory),
+            clock=self._clock,
+            before_commit=self._bases.put,
         )
-        share = self._stager.base_writer(course, copies, destination) if not parent else None
-        save = Save(ready, share, self._clock, self._bases.put)
         # Until the save is committed this directory does not exist, and if it fails it never will:
         # the next save looks at the disk, finds no parent, and writes a base.
-        tip = Tip(planned.step, ready.depth, own, copies.kept, witness)
-        following = Parent(directory, destination.step, tip, save)
+        tip = Tip(planned.step, save.depth, own, copies.kept, witness)
+        following = Parent(directory, number, tip, save)
         planner.parents.advance(following)
         planner.deferred.restart(following)
         if planned.is_base:
@@ -285,14 +320,13 @@ class Saver:
         return corrected, self._stager.copies(snapshot, corrected.plan)
 
     def _make_base(
-        self, saved: Parent, own: StagedStep, copies: HostCopies, exchange: Exchange | None
+        self, saved: Parent, own: Pending, copies: HostCopies, exchange: Exchange | None
     ) -> None:
         """Has a step that is saved as a delta become a base in the background."""
-        own.begin_proof()  # behind which the shadow is copied
-        followed, sums = saved.save.staged.parent if saved.save else None, None
+        followed, sums = saved.save.parent if saved.save else None, None
         if followed is not None and exchange is not None:
             sums = self._stager.earlier_base(followed).sums
-        if self._bases.take(own, copies.staged, saved.directory, exchange, sums):
+        if self._bases.take(own.proof, copies.staged, saved.directory, exchange, sums):
             self._taken = saved
 
     def _background(self, directory: AnyPath) -> BackgroundFacts:
@@ -357,15 +391,14 @@ class Saver:
             return course
         before = parent.tip.staged
         counters = {i: snapshot.arrays[i] for i in snapshot.structure.counts}
-        is_known = staged.are_ready(counters) and not (before and before.plan.is_speculative)
+        is_known = transfer.are_ready(counters.values()) and not (
+            before and before.plan.is_speculative
+        )
         copies = self._stager.copies(snapshot, course.plan)
         own, witness = self._stager.stage(snapshot, course, copies, None, f"recorded step {number}")
         copies.wait()
         depth = parent.tip.depth + len(deferred) + 1
         drains = any(map(transfer.on_accelerator, snapshot.arrays))
-        if before is not None:
-            before.begin_proof()  # its save may not have come to that: the shadow goes in order
-        own.begin_proof()
         deferred.add(Tip(number, depth, own, copies.kept, witness), own, drains=drains)
         self._watch.leave_deferred()
         if jax.process_count() == 1 and (planner.distrust.is_cautious or is_known):
@@ -379,6 +412,7 @@ class Saver:
         if steps := [each.step for each in self._planner.deferred.steps]:
             numbers = lineages.shown_steps(steps)
             _log.warning("Recorded steps that are not saved: %s; a manager is closed.", numbers)
+        self._stager.finish()
         self._shadow.close()
 
     def _enter(self, *, is_save: bool) -> None:
@@ -406,7 +440,7 @@ class Saver:
         # What has not changed since is linked from its volumes.
         self._taken, self._stager.last_base = None, taken.save
         self._schedule.add([("base_blocking_s", 0.0, 1), ("base_write_s", seconds, 1)])
-        if chosen := self._schedule.begin_lineage(sizes_of(taken.save.staged.structure)):
+        if chosen := self._schedule.begin_lineage(sizes_of(taken.save.structure)):
             _log.info("%s", chosen)
 
     def _note_position(self) -> None:
@@ -422,7 +456,7 @@ class Saver:
         if self._options.max_deltas:
             self._notices.hint_at_recorder(structure)
 
-    def _tell(self, planned: SavePlan, again: StagedStep | None) -> None:
+    def _tell(self, planned: SavePlan, again: Pending | None) -> None:
         """Tells of a plan, in the log and in warnings."""
         _log.debug("step %d: %s (%s)", planned.step, planned.decision.kind, planned.decision.reason)
         self._notices.note_plan(planned)

@@ -11,10 +11,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -26,80 +24,70 @@ from adacheck_jax.format.manifest import Caution
 from adacheck_jax.plan.situation import BackgroundFacts
 from adacheck_jax.save import validation
 from adacheck_jax.save.attempt import SHARES, Report
-from adacheck_jax.save.staged import StagedStep
-from adacheck_jax.save.staged_save import StagedSave
-from adacheck_jax.schedule.stopwatch import Clock, Measurement
+from adacheck_jax.save.one_save import Agreed, Save
+from adacheck_jax.save.pending import Pending
 from adacheck_jax.store import claims, delta_writer, equality, links
 from adacheck_jax.store.base_writer import ArrayLayout, BaseWriter
 from adacheck_jax.store.steps import folders, manifest_file
+from adacheck_jax.store.steps import lineage as lineages
 from adacheck_jax.store.storage.location import AnyPath, at
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """The shares that all processes wrote of a save, as they agreed on them.
-
-    Attributes:
-        caution: findings of the checks of any process.
-        measured: seconds that process 0 measured before this save.
-        background: bases made in the background, possible if all processes say so.
-        replicas: for each step the device whose replica was written; empty if all are equal.
-        lead: the device whose replica the next saves write.
-        reports: gives the reports of all processes.
-    """
-
-    caution: Caution
-    measured: Sequence[Measurement]
-    background: BackgroundFacts
-    replicas: Sequence[str]
-    lead: Lead
-    reports: Callable[[], Sequence[Report]]
-
-
-def write(
-    staged: StagedSave,
-    directory: AnyPath,
-    base: BaseWriter | None,
-    layout: ArrayLayout,
-    clock: Clock = time.monotonic,
-) -> Written:
+def write(save: Save, directory: AnyPath, layout: ArrayLayout) -> None:
     """Writes this process's share, and agrees on it with all processes.
 
     Args:
-        staged: the save.
+        save: the save.
         directory: the item's temporary directory.
-        base: copies of what a base stores; None for a delta.
         layout: form of the arrays of a base.
-        clock: a monotonic clock.
 
     Raises:
         AdaCheckError: another process failed or is gone, or they did not decide alike; or the step
-            is being saved again.
+            is being saved again. Any error names the deferred steps that are lost with this one.
         MismatchError: leaves that each process has for itself are not equal.
         ReplicaError: replicas differ, and the handler was told to refuse such steps, or parts of
             several of them were written.
         ReplayError: replay does not give a state that is gone.
         StorageError: the disk is full, gone, or cannot be written.
     """
-    process, attempt = jax.process_index(), staged.attempt
+    base, save.base = save.base, None  # a save that failed is kept, the copies are not
+    try:
+        save.agreed = _agreed(save, directory, base, layout)
+        save.durable_s = save.clock()
+        save.before_commit()
+    except AdaCheckError as error:
+        save.error = error
+        if deferred := [each.step for each in save.steps[:-1]]:
+            raise type(error)(
+                f"{error} Not saved either, as they were to be written with it: the recorded "
+                f"steps {lineages.shown_steps(deferred)}."
+            ) from error
+        raise
+    except Exception as error:
+        save.error = error
+        raise
+
+
+def _agreed(save: Save, directory: AnyPath, base: BaseWriter | None, layout: ArrayLayout) -> Agreed:
+    process, attempt = jax.process_index(), save.attempt
     exchange = attempt.exchange
     try:
-        with attempt.turn, storage_named(staged.destination.directory):
+        with attempt.turn, storage_named(save.directory):
             if attempt.is_over:
-                raise AdaCheckError(f"step {staged.own.step}: given up, it is being saved again")
+                raise AdaCheckError(f"step {save.own.step}: given up, it is being saved again")
             with claims.writing(directory, process, attempt.token) as attempt.claim:
-                own = _write(staged, directory, process, base, layout, clock)
+                own = _write(save, directory, process, base, layout)
     except Exception as error:
         if exchange is not None and not attempt.is_over:
             exchange.fail(SHARES, error)
         raise
     finally:
-        for each in staged.steps:
+        for each in save.steps:
             each.release()
-    answer = attempt.agree(own, functools.partial(validation.validated, staged))
-    return Written(
+    answer = attempt.agree(own, functools.partial(validation.validated, save))
+    save.measured = [(name, seconds, deltas) for name, seconds, deltas in answer["measured"]]
+    return Agreed(
         caution=Caution(answer["reason"], tuple(answer["distrusted"])),
-        measured=[(name, seconds, deltas) for name, seconds, deltas in answer["measured"]],
         background=BackgroundFacts(*answer["background"]),
         replicas=answer["replicas"],
         lead=Lead(*answer["lead"]),
@@ -108,65 +96,65 @@ def write(
 
 
 def _write(
-    staged: StagedSave,
+    save: Save,
     directory: AnyPath,
     process: int,
     base: BaseWriter | None,
     layout: ArrayLayout,
-    clock: Clock,
 ) -> Report:
-    for each in staged.steps:
-        each.bring()
+    for each in save.steps:
+        each.begin()
+    for each in save.steps:
+        has_spare = each.settled().spare
         if each.fingerprints.holds_blocks:
             each.sums()  # else packing could not let go of them
-        if each.settled().spare:
+        if has_spare:
             each.compared()  # else it would be told too late what is stored after all
-        each.begin_proof()
     report: Report = {
         "is_base": base is not None,
-        "makes_base": staged.plan.makes_base,
-        "parent": staged.parent.manifest.saved_checksum if staged.parent else None,
-        "numbers": [each.step for each in staged.steps],
-        "caution": [staged.caution.reason, staged.caution.distrusted],
-        "measured": staged.measured if process == 0 else (),
-        "background": dataclasses.astuple(staged.background),
+        "makes_base": save.plan.makes_base,
+        "parent": save.parent.manifest.saved_checksum if save.parent else None,
+        "numbers": [each.step for each in save.steps],
+        "caution": [save.caution.reason, save.caution.distrusted],
+        "measured": save.measured if process == 0 else (),
+        "background": dataclasses.astuple(save.background),
     }
     written: Sequence[dict[str, Any]] = [{}]
     if base is not None:
+        sums = save.own.sums()  # by which an earlier base's unchanged files are found
+        report |= base.write(directory, process, sums, layout)
         if process == 0:
-            for platform, data in staged.update.files.items():
+            for platform, data in save.update.files().items():
                 program = at(directory / manifest_file.update_file(platform))
                 program.write(data)
                 program.sync()
-        sums = staged.own.sums()  # by which an earlier base's unchanged files are found
-        report |= base.write(directory, process, sums, layout)
     else:
-        if process == 0 and staged.parent and staged.links:
+        if process == 0 and save.parent and save.links:
             # First of all: what is linked can no longer be deleted under this step.
-            links.link_ancestors(staged.parent, directory, staged.parent_files, staged.parent_stamp)
+            links.link_ancestors(save.parent, directory, save.parent_files, save.parent_stamp)
         with ThreadPoolExecutor(1) as thread:  # in a store requests need not wait for each other
             looked = None
-            if process == 0 and staged.parent and not staged.links:
+            if process == 0 and save.parent and not save.links:
                 looked = thread.submit(
-                    links.check_ancestors, staged.parent, staged.parent_stamp, directory
+                    links.check_ancestors, save.parent, save.parent_stamp, directory
                 )
-            written = _write_deltas(staged.steps, directory, process)
+            written = _write_deltas(save.steps, directory, process)
             if looked is not None:
                 looked.result()
     # Devices compute fingerprints while the delta is written.
     report["steps"] = [
-        _reported(staged, each) | own for each, own in zip(staged.steps, written, strict=True)
+        _reported(save, each) | own for each, own in zip(save.steps, written, strict=True)
     ]
-    begin_s = clock()
-    for each, told in zip(staged.steps, report["steps"], strict=True):
+    begin_s = save.clock()
+    for each, told in zip(save.steps, report["steps"], strict=True):
         each.verify()  # no manifest speaks of a delta whose replay was not compared
         told["replayed"] = None if each.replayed is None else sorted(each.replayed.items())
-    report["check_s"] = clock() - begin_s
+    report["check_s"] = save.clock() - begin_s
     return report
 
 
 def _write_deltas(
-    steps: Sequence[StagedStep], directory: AnyPath, process: int
+    steps: Sequence[Pending], directory: AnyPath, process: int
 ) -> list[dict[str, Any]]:
     if (own := steps[-1].delta) is None:
         raise AdaCheckError(f"step {steps[-1].step} was given up before it was written")
@@ -178,16 +166,16 @@ def _write_deltas(
     return delta_writer.write(packed, folders.pack_in(directory, process), codec, buffers)
 
 
-def _pack(step: StagedStep, process: int) -> delta_writer.Packed:
-    delta = dataclasses.replace(step.take_delta(), candidates=step.settled().stored)
+def _pack(step: Pending, process: int) -> delta_writer.Packed:
+    delta = dataclasses.replace(step.take_delta(), candidates=step.plan.stored)
     return delta.packed(process, jax.process_count())
 
 
-def _reported(staged: StagedSave, step: StagedStep) -> dict[str, Any]:
+def _reported(save: Save, step: Pending) -> dict[str, Any]:
     """The report of one step, but for the files that were written of it."""
     sums = step.sums()
     return {
-        "replicas": staged.replicas.part(step.fingerprints.replicas),
+        "replicas": save.replicas.part(step.fingerprints.replicas),
         "unhealed": step.plan.unhealed,
         "fingerprints": [value for _, value in sorted(sums.items())],
         "local": [(i, _digest(blocks)) for i, blocks in sorted(step.local.items())],

@@ -1,12 +1,13 @@
 """Stages a planned save: copies what must leave the devices, and begins what checks it.
 
-Nothing here decides. What it makes of a plan is a :class:`~adacheck_jax.save.staged.StagedStep`,
+Nothing here decides. What it makes of a plan is a :class:`~adacheck_jax.save.pending.Pending`,
 whose state may be donated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 
@@ -17,18 +18,19 @@ from adacheck_jax.plan.options import Options
 from adacheck_jax.plan.save_plan import SavePlan
 from adacheck_jax.proof.checker import CheckedState, Witness
 from adacheck_jax.proof.shadow import ShadowThread
-from adacheck_jax.proof.shadow_state import ShadowStart, ShadowStep
-from adacheck_jax.save import staged
-from adacheck_jax.save.commit import Save
+from adacheck_jax.proof.shadow_state import ShadowStep
+from adacheck_jax.save import copies as host_copies
+from adacheck_jax.save.copies import HostCopies
 from adacheck_jax.save.line.parents import Tip
 from adacheck_jax.save.line.planner import Course, Planner
-from adacheck_jax.save.staged import HostCopies, StagedStep
-from adacheck_jax.save.staged_save import Destination
+from adacheck_jax.save.one_save import Save
+from adacheck_jax.save.pending import Pending
 from adacheck_jax.state.snapshot import Snapshot, Structure
 from adacheck_jax.store.base_writer import BaseWriter, EarlierBase, seldom_changed
 from adacheck_jax.store.delta_writer import DeltaEncodings, DeltaWriter
 from adacheck_jax.store.host_memory import ReusedMemory
 from adacheck_jax.store.steps.lineage import Lineage
+from adacheck_jax.store.storage.location import AnyPath
 
 _REUSED_BYTES = 1 << 30
 """Host memory that is kept from one save to the next."""
@@ -43,6 +45,7 @@ class Stager:
         shadow: the copy of the state that follows training.
 
     Attributes:
+        worker: the thread that moves the line's steps on, in order.
         last_base: the save of the base that was begun last, or of the step that became one; None
             if it failed, or there is none.
     """
@@ -51,24 +54,29 @@ class Stager:
         self._options, self._planner, self._shadow = options, planner, shadow
         self.last_base: Save | None = None
         self._encodings, self._memory = DeltaEncodings(), ReusedMemory(_REUSED_BYTES)
+        self.worker = ThreadPoolExecutor(1, thread_name_prefix="adacheck_line")
 
     def begin_line(self, base: Save) -> None:
         """Notes the base that following deltas build on."""
         self.last_base, self._encodings = base, DeltaEncodings()
 
+    def finish(self) -> None:
+        """Waits until the worker has done all that it was given."""
+        self.worker.submit(lambda: None).result()
+
     def copies(self, snapshot: Snapshot, planned: SavePlan) -> HostCopies:
         """Host copies of what a save stores, and of what the next one compares with."""
         every_replica = self._options.check_replicas != "off"
-        return staged.take_copies(snapshot, planned, every_replica=every_replica)
+        return host_copies.take_copies(snapshot, planned, every_replica=every_replica)
 
     def stage(
         self,
         snapshot: Snapshot,
         course: Course,
         copies: HostCopies,
-        again: StagedStep | None,
+        again: Pending | None,
         label: str,
-    ) -> tuple[StagedStep, Witness | None]:
+    ) -> tuple[Pending, Witness | None]:
         """The step on its way to the disk, and the witness of its state for the next one."""
         planned, tip = course.plan, course.tip
         before = tip.staged if tip else None
@@ -76,14 +84,13 @@ class Stager:
         if tip is not None and before is None and course.parent is not None:
             parent = (tip.step, course.parent.counts())
         picks = planned.structure.local_picks
-        own = StagedStep(
+        own = Pending(
             planned,
             label,
-            copies.fingerprints,
+            copies,
             None if planned.is_base else self._delta_writer(planned, copies, tip),
             transfer.stage({i: snapshot.arrays[i] for i in picks}, picks),
-            spare=copies.spare,
-            counters=copies.counters,
+            self.worker,
             parent=parent,
             before=before if planned.is_speculative else None,
             again=again if planned.is_speculative else None,
@@ -100,14 +107,11 @@ class Stager:
             wrong = structure.computed.intersection(planned.stored)
             numbers = structure.everywhere.intersection(structure.consumed)
             blocks = with_others(snapshot, blocks, wrong | numbers)
-            # What is stored after all has to be put into the shadow, too.
-            settled = own.compared if planned.spare else own.settled
-            own.proof = self._shadow.follow(
-                ShadowStep(tip.position, own, repeated, blocks, settled, own.sums)
-            )
+            step = ShadowStep(own, own.step, blocks, own.sums, tip.position, repeated)
+            own.proof = self._shadow.follow(step)
         elif planned.has_witness:
             blocks = with_others(snapshot, copies.staged, planned.structure.touched)
-            begun = ShadowStart(own, planned.step, blocks, own.sums)
+            begun = ShadowStep(own, own.step, blocks, own.sums)
             self._shadow.start(planned.structure, planned.update, begun)
         if course.check is not None:
             return own, course.check.witness
@@ -118,14 +122,12 @@ class Stager:
             return own, own.begin_check(checker, tip.witness, snapshot.arrays)
         return own, checker.witness(CheckedState(snapshot.arrays, planned.step, own.sums))
 
-    def base_writer(
-        self, course: Course, copies: HostCopies, destination: Destination
-    ) -> BaseWriter:
+    def base_writer(self, course: Course, copies: HostCopies, directory: AnyPath) -> BaseWriter:
         """The writer of this process's part of a base."""
         structure, parent = course.plan.structure, course.parent
         found = parent.lineage if parent else None
         earlier = None
-        if found is not None and self._planner.parents.has_links(destination.directory):
+        if found is not None and self._planner.parents.has_links(directory):
             earlier = self.earlier_base(found)
         return BaseWriter(
             structure.leaves,
@@ -139,8 +141,8 @@ class Stager:
         """The base before the one that is written, whose files serve where nothing changed."""
         base, last = parent.base, self.last_base
         sums: Mapping[int, int] = {}
-        if last is not None and _is_of(last.staged.plan, parent):
-            sums = last.staged.own.sums()
+        if last is not None and _is_of(last.plan, parent):
+            sums = last.own.sums()
         elif base.process_count == 1:
             sums = dict(enumerate(base.fingerprints))
         return EarlierBase(parent, sums)
@@ -150,7 +152,7 @@ class Stager:
             planned.structure.leaves,
             copies.staged,
             planned.stored,
-            staged.comparable(tip.host_copies if tip else staged.NOTHING, planned),
+            host_copies.comparable(tip.host_copies if tip else host_copies.NOTHING, planned),
             self._options.compression,
             self._encodings,
             self._memory,

@@ -10,17 +10,17 @@ from adacheck_jax.device.lead import Lead
 from adacheck_jax.device.replicas import Verdict
 from adacheck_jax.errors import AdaCheckError, MismatchError, ReplayError, ReplicaError
 from adacheck_jax.format.fingerprint import combine
-from adacheck_jax.save import staged as staged_steps
+from adacheck_jax.save import pending
 from adacheck_jax.save.attempt import Report
-from adacheck_jax.save.staged import StagedStep
-from adacheck_jax.save.staged_save import StagedSave
+from adacheck_jax.save.one_save import Save
+from adacheck_jax.save.pending import Pending
 from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.update import program as update_program
 
 
-def validated(staged: StagedSave, reports: Sequence[Report]) -> Report:
+def validated(save: Save, reports: Sequence[Report]) -> Report:
     """The answer to the reports of all processes; raises where the step may not be committed."""
-    step = staged.own.step
+    step = save.own.step
     for what in ("is_base", "makes_base", "parent", "numbers"):
         if any(report[what] != reports[0][what] for report in reports):
             found = ", ".join(f"{report[what]} in process {n}" for n, report in enumerate(reports))
@@ -30,22 +30,22 @@ def validated(staged: StagedSave, reports: Sequence[Report]) -> Report:
                 "the same options; check that it is a shared file system. The step is not saved; "
                 "the next one will be a base."
             )
-    before, verdicts = staged.parent.end.fingerprints if staged.parent else (), list[Verdict]()
-    for each, own in zip(staged.steps, by_step(reports), strict=True):
-        _validate_local(each.step, own, staged.structure)
-        verdicts.append(staged.replicas.settle(each.step, [report["replicas"] for report in own]))
+    before, verdicts = save.parent.end.fingerprints if save.parent else (), list[Verdict]()
+    for each, own in zip(save.steps, by_step(reports), strict=True):
+        _validate_local(each.step, own, save.structure)
+        verdicts.append(save.replicas.settle(each.step, [report["replicas"] for report in own]))
         _validate_sampled(each, own, verdicts[-1])
         found = fingerprints_of(own)
-        _validate_unchanged(staged, each, before, found)
-        _validate_healed(staged, each, own)
-        _validate_replayed(staged, each, own, found)
+        _validate_unchanged(save, each, before, found)
+        _validate_healed(save, each, own)
+        _validate_replayed(save, each, own, found)
         before = found
     cautions = [report["caution"] for report in reports]
     return {
         "reason": next(filter(None, (reason for reason, _ in cautions)), ""),
         "distrusted": sorted({i for _, indices in cautions for i in indices}),
         "replicas": [each.replica for each in verdicts],
-        "lead": dataclasses.astuple(_lead_of(staged, verdicts)),
+        "lead": dataclasses.astuple(_lead_of(save, verdicts)),
         "measured": reports[0]["measured"],
         "background": [
             all(each["background"][0] for each in reports),
@@ -54,9 +54,9 @@ def validated(staged: StagedSave, reports: Sequence[Report]) -> Report:
     }
 
 
-def _lead_of(staged: StagedSave, verdicts: Sequence[Verdict]) -> Lead:
+def _lead_of(save: Save, verdicts: Sequence[Verdict]) -> Lead:
     """The lead of the saves that follow: the last one that differs from that of this save."""
-    known = staged.structure.lead
+    known = save.structure.lead
     return next((each.lead for each in reversed(verdicts) if each.lead != known), known)
 
 
@@ -83,35 +83,35 @@ def _validate_local(step: int, reports: Sequence[Report], structure: Structure) 
 
 
 def _validate_unchanged(
-    staged: StagedSave, step: StagedStep, before: Sequence[int], found: Sequence[int]
+    save: Save, step: Pending, before: Sequence[int], found: Sequence[int]
 ) -> None:
     changed = next((i for i in step.plan.unchanged if found[i] != before[i]), None)
     if changed is not None:
         raise AdaCheckError(
-            f"{staged.destination.directory}: expected at step {step.step} the state of the step "
+            f"{save.directory}: expected at step {step.step} the state of the step "
             "before, since the update counter is the same; but "
-            f"{staged.structure.leaves[changed].path} changed without an update (edited by hand, "
-            f"or rolled back in memory?). Step {staged.own.step} is not saved; the next one will "
+            f"{save.structure.leaves[changed].path} changed without an update (edited by hand, "
+            f"or rolled back in memory?). Step {save.own.step} is not saved; the next one will "
             "be a base."
         )
 
 
-def _validate_healed(staged: StagedSave, step: StagedStep, reports: Sequence[Report]) -> None:
+def _validate_healed(save: Save, step: Pending, reports: Sequence[Report]) -> None:
     """Raises where a process found wrong what another one owns, and did not store."""
     leaves = step.plan.structure.leaves
     stored = [frozenset(i for i, _ in report.get("letters", ())) for report in reports]
     found = {i for report in reports for i in report["unhealed"]}
     if wrong := sorted(i for i in found if not all(i in stored[n] for n in leaves[i].owners)):
         raise ReplayError(
-            f"{staged.destination.directory}: step {step.step}: "
-            f"{staged_steps.told(step.plan.structure, wrong)}. A process found this that does not "
+            f"{save.directory}: step {step.step}: "
+            f"{pending.told(step.plan.structure, wrong)}. A process found this that does not "
             "own what it found, so it could not store it: the step is not saved. "
-            f"{staged_steps.CAUSES} The next save is a base, and from then on all processes store "
+            f"{pending.CAUSES} The next save is a base, and from then on all processes store "
             "these leaves."
         )
 
 
-def _validate_sampled(step: StagedStep, reports: Sequence[Report], verdict: Verdict) -> None:
+def _validate_sampled(step: Pending, reports: Sequence[Report], verdict: Verdict) -> None:
     """Raises where samples that devices took in turns do not tell of the replica that is saved."""
     plan, structure = step.plan, step.plan.structure
     if plan.update.engine != "sample" or structure.lead.is_apart or is_proved(reports):
@@ -121,7 +121,7 @@ def _validate_sampled(step: StagedStep, reports: Sequence[Report], verdict: Verd
     if wrong := sorted(verdict.leaves & (replayed | structure.consumed_by(updates))):
         raise ReplicaError(
             f"step {step.step}: expected replicas that are equal, of which each device compares a "
-            f"part with the replay; found that those of {staged_steps.few(structure, wrong)} "
+            f"part with the replay; found that those of {pending.few(structure, wrong)} "
             "differ. The step is not saved; the next save is a base, and from then on each device "
             "compares all that it holds. check_replicas, in the guide on several processes, says "
             "what to look for."
@@ -129,7 +129,7 @@ def _validate_sampled(step: StagedStep, reports: Sequence[Report], verdict: Verd
 
 
 def _validate_replayed(
-    staged: StagedSave, step: StagedStep, reports: Sequence[Report], found: Sequence[int]
+    save: Save, step: Pending, reports: Sequence[Report], found: Sequence[int]
 ) -> None:
     """Compares the shadows of all processes, which hold the state in parts, with the state."""
     told = [report["replayed"] for report in reports]
@@ -141,20 +141,16 @@ def _validate_replayed(
     if wrong := sorted(i for i, each in sums.items() if combine(each) != found[i]):
         step.disproved = frozenset(wrong)
         raise ReplayError(
-            f"{staged.destination.directory}: step {step.step}: "
-            f"{staged_steps.told(step.plan.structure, wrong)}. This was found after the save had "
+            f"{save.directory}: step {step.step}: "
+            f"{pending.told(step.plan.structure, wrong)}. This was found after the save had "
             "returned, when the state could not be had any more: the step is not saved. "
-            f"{staged_steps.CAUSES} The next save is a base, and from then on all processes store "
+            f"{pending.CAUSES} The next save is a base, and from then on all processes store "
             "these leaves."
         )
 
 
 def is_proved(reports: Sequence[Report]) -> bool:
-    """True if the shadows of all processes were compared with a step's state.
-
-    Args:
-        reports: of all processes on the step, which were validated.
-    """
+    """True if the shadows of all processes were compared with a step's state."""
     is_compared = len(reports) == 1 or update_program.platform() == "cpu"
     return is_compared and all(report["replayed"] is not None for report in reports)
 

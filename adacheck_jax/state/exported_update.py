@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -33,13 +35,13 @@ _COPIED_BYTES = 64 * 2**20
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ExportedUpdate:
     """The exported updates of a structure, and their exactness.
 
     Attributes:
-        files: serialized program of each platform; none where there is a problem.
-        digests: digest of each file.
+        program: serialized program of this platform; empty where there is a problem.
+        others: gives those of other platforms, which are exported in the background.
         problem: reason why no update can be replayed; empty if one can.
         reducing: indices of the leaves that depend on the order of a sum.
         passed: indices of the leaves that the update returns as it took them.
@@ -53,8 +55,8 @@ class ExportedUpdate:
         arithmetic: settings that the updates were traced with.
     """
 
-    files: Mapping[str, bytes]
-    digests: Mapping[str, str]
+    program: bytes = b""
+    others: Future[dict[str, bytes]] | None = None
     problem: str = ""
     reducing: tuple[int, ...] = ()
     passed: tuple[int, ...] = ()
@@ -66,10 +68,17 @@ class ExportedUpdate:
     warnings: tuple[str, ...] = ()
     arithmetic: Arithmetic = dataclasses.field(default_factory=Arithmetic.current)
 
-    @property
+    @functools.cached_property
     def digest(self) -> str:
         """Digest of this platform's program; empty where there is none."""
-        return self.digests.get(update_program.platform(), "")
+        return exported_program.digest_of(self.program) if self.program else ""
+
+    def files(self) -> dict[str, bytes]:
+        """The serialized program of each platform; waits for those of others."""
+        if not self.program:
+            return {}
+        others = self.others.result() if self.others is not None else {}
+        return {update_program.platform(): self.program, **others}
 
     def compared(self, structure: Structure) -> list[int]:
         """The leaves whose replay is relied on."""
@@ -103,7 +112,7 @@ class ExportedUpdates:
     def of(self, structure: Structure) -> ExportedUpdate:
         """The updates of a structure; exported once, however many handlers a recorder has."""
         if not structure.bindings:
-            return ExportedUpdate({}, {}, "no recorder")
+            return ExportedUpdate(problem="no recorder")
         recorders, now = [each.recorder for each in structure.bindings], Arithmetic.current()
         state = (
             self._identity_fails,  # a recorder whose update was not traced yet will be, as now
@@ -147,7 +156,7 @@ class ExportedUpdates:
     def _export(self, structure: Structure, specs: list[list[Any]]) -> ExportedUpdate:
         recorders = [each.recorder for each in structure.bindings]
         if reasons := [each.unreplayable for each in recorders if each.unreplayable]:
-            return ExportedUpdate({}, {}, reasons[0])
+            return ExportedUpdate(problem=reasons[0])
         try:
             function = update_program.joint_function(structure.bindings)
             jitted: Any = jax.jit(function)  # traced once, whoever looks at its operations
@@ -155,13 +164,21 @@ class ExportedUpdates:
                 program = self._classify(structure, jitted, specs)
             if program.problem:
                 return program
-            files = exported_program.export(jitted, specs, update_program.switches(len(recorders)))
+            here, switches = update_program.platform(), update_program.switches(len(recorders))
+            own = exported_program.export(jitted, specs, switches, [here])[here]
         except Exception as error:
-            return ExportedUpdate({}, {}, f"the update cannot be exported: {error}")
+            return ExportedUpdate(problem=f"the update cannot be exported: {error}")
         if program.engine != "sample":  # what a restore will run, and not what it was exported from
-            function = exported_program.load_own(files[update_program.platform()])
-        digests = {name: exported_program.digest_of(data) for name, data in files.items()}
-        return dataclasses.replace(program, files=files, digests=digests, function=function)
+            function = exported_program.load_own(own)
+        arithmetic = Arithmetic.current()
+
+        def others() -> dict[str, bytes]:
+            elsewhere = [each for each in exported_program.PLATFORMS if each != here]
+            with arithmetic.applied():
+                return exported_program.export(jitted, specs, switches, elsewhere)
+
+        exporting = update_program.in_background(others)  # needed when a base is written
+        return dataclasses.replace(program, program=own, others=exporting, function=function)
 
     def _classify(
         self, structure: Structure, function: update_program.UpdateFunction, specs: list[list[Any]]
@@ -184,7 +201,7 @@ class ExportedUpdates:
             unreplayed.update(reducing)
             problem = _not_exact([leaves[i].path for i in reducing], found.primitives)
             if unreplayed.issuperset(arrays):  # replay would leave nothing but counters
-                return ExportedUpdate({}, {}, problem, reducing)
+                return ExportedUpdate(problem=problem, reducing=reducing)
             warnings.append(problem)
         engine: Engine = "full"
         pieces: Pieces | None = None
@@ -205,12 +222,18 @@ class ExportedUpdates:
                 unreplayed |= moved
                 problem = _not_sampled([leaves[i].path for i in sorted(moved)])
                 if unreplayed.issuperset(arrays):
-                    return ExportedUpdate({}, {}, problem, reducing)
+                    return ExportedUpdate(problem=problem, reducing=reducing)
                 warnings.append(problem)
         own = tuple(i for i in reducing if i not in unreplayed)
         return ExportedUpdate(
-            *({}, {}, "", own, passed, frozenset(unreplayed), pinned and not own),
-            *(engine, pieces if engine == "sample" else None, function, tuple(warnings)),
+            reducing=own,
+            passed=passed,
+            unreplayed=frozenset(unreplayed),
+            pinned=pinned and not own,
+            engine=engine,
+            pieces=pieces if engine == "sample" else None,
+            function=function,
+            warnings=tuple(warnings),
         )
 
 

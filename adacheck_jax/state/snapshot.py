@@ -348,13 +348,7 @@ def _donated(state: PyTree) -> MismatchError:
 def _picks(
     leaves: Sequence[Leaf], arrays: Sequence[Any], ranks: Ranks
 ) -> tuple[dict[int, tuple[transfer.Pick, ...]], dict[int, tuple[transfer.Pick, ...]]]:
-    """The boxes that this process owns, and all boxes of leaves that each process has for itself.
-
-    Args:
-        leaves: descriptions of the leaves.
-        arrays: plain arrays, one a leaf.
-        ranks: distances of the devices from the lead.
-    """
+    """This process's boxes, and all boxes of leaves that each process has for itself."""
     process, pairs = jax.process_index(), list(zip(leaves, arrays, strict=True))
     own = {
         i: transfer.picks_of(array, leaf.boxes_of(process), ranks)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ _log = logging.getLogger(__name__)
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 
+_tracing = threading.RLock()
 _parsed: Kept[UpdateFunction] = Kept(8)
 """Functions of programs that were vetted, by digest of their bytes."""
 
@@ -33,9 +35,9 @@ def export(
     function: UpdateFunction,
     arguments: Sequence[Sequence[jax.ShapeDtypeStruct]],
     switches: Any,
-    platforms: Sequence[str] = PLATFORMS,
+    platforms: Sequence[str],
 ) -> dict[str, bytes]:
-    """Export the update program for each platform, over one device.
+    """Export the update program for some platforms, over one device.
 
     One program a platform: a program for several platforms takes the platform as an argument, and
     XLA then rewrites divisions in another way than in the train step.
@@ -45,17 +47,18 @@ def export(
             ``jax.jit`` it is not traced again.
         arguments: shapes and data types of its four lists of leaves.
         switches: an example of its last argument.
-        platforms: platforms to export for, besides this process's own.
+        platforms: platforms to export for.
 
     Returns:
-        The serialized programs by platform; this process's platform is always among them. The same
-        update gives the same bytes in every process.
+        The serialized programs by platform; one is left out for which the update cannot be
+        exported, unless it is this process's own. The same update gives the same bytes in every
+        process.
     """
     jitted: Any = function if isinstance(function, jax.stages.Wrapped) else jax.jit(function)
     here = platform()
     programs = {}
     with tracing():
-        for each in dict.fromkeys((here, *platforms)):
+        for each in platforms:
             try:
                 exported = jax.export.export(jitted, platforms=(each,))(*arguments, switches)
                 # No restore would run a program that is refused here.
@@ -178,10 +181,11 @@ def tracing() -> Iterator[None]:
     it to its devices.
     """
     name = "jax_traceback_in_locations_limit"
-    limit = getattr(jax.config, name)
-    jax.config.update(name, 0)
-    try:
-        with jax.set_mesh(None):
-            yield
-    finally:
-        jax.config.update(name, limit)
+    with _tracing:  # the setting is that of all threads
+        limit = getattr(jax.config, name)
+        jax.config.update(name, 0)
+        try:
+            with jax.set_mesh(None):
+                yield
+        finally:
+            jax.config.update(name, limit)

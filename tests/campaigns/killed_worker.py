@@ -26,8 +26,7 @@ from jax.experimental import multihost_utils
 
 import adacheck_jax as adacheck
 from adacheck_jax.adapter.processes import ServiceExchange
-from adacheck_jax.save import share
-from adacheck_jax.save.commit import Save
+from adacheck_jax.save import commit, share
 from adacheck_jax.store.steps import manifest_file
 from tests import support
 from tests.campaigns.children import tell
@@ -85,7 +84,7 @@ def arm(phase: str, victim: int) -> None:
     if phase == "commit":  # by process 0
         patch(manifest_file, "write", die)
     if phase == "committed":
-        patch(Save, "commit", die, after=True)
+        patch(commit, "commit", die, after=True)
 
 
 def save(phase: str, victim: int) -> None:

@@ -20,7 +20,8 @@ import jax
 import numpy as np
 
 import adacheck_jax as adacheck
-from adacheck_jax.save import commit
+from adacheck_jax.save import share
+from adacheck_jax.save.one_save import Save
 from adacheck_jax.store import base_writer, delta_writer
 from tests import support
 
@@ -34,16 +35,16 @@ def save(manager: Any) -> None:
 
 def hold(step: int) -> None:
     """Lets the save of a step wait for the test."""
-    write_share = commit.Save.write
+    write_share = share.write
 
-    def held(self: commit.Save, directory: Path, names: Any) -> None:
-        if self.staged.own.step == step:
+    def held(save: Save, directory: Path, layout: Any) -> None:
+        if save.own.step == step:
             Path(f"{out}-held{process}").touch()
             while not Path(f"{out}-go-on").exists():
                 time.sleep(0.01)
-        write_share(self, directory, names)
+        write_share(save, directory, layout)
 
-    commit.Save.write = held
+    share.write = held
 
 
 def train_until_preempted() -> dict[str, Any]:
@@ -70,14 +71,14 @@ def restore_last() -> dict[str, Any]:
 def fail_next() -> None:
     """Lets this process fail to write its next share."""
     todo = [OSError(28, "No space left on device")]
-    for share in (base_writer.BaseWriter, delta_writer):
+    for owner in (base_writer.BaseWriter, delta_writer):
 
-        def write_share(*args: Any, inner: Any = share.write) -> Any:
+        def write_share(*args: Any, inner: Any = owner.write) -> Any:
             if todo:
                 raise todo.pop()
             return inner(*args)
 
-        share.write = write_share
+        owner.write = write_share
 
 
 def error_of(task: Callable[..., Any], *args: Any) -> str:

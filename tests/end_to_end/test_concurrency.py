@@ -22,9 +22,8 @@ from etils import epath
 import adacheck_jax as adacheck
 from adacheck_jax.errors import StorageError
 from adacheck_jax.plan.options import Options
-from adacheck_jax.save import commit
+from adacheck_jax.save import share
 from adacheck_jax.save.saver import Saver
-from adacheck_jax.save.staged_save import Destination
 from adacheck_jax.store import base_writer, delta_writer, volumes
 from adacheck_jax.store.packs import writer
 from adacheck_jax.store.steps import lookup, roots
@@ -89,14 +88,14 @@ class Pair:
 
 def fail_item(patch, name):
     """Lets the writes of one item fail: ours, or that of Orbax's own handler."""
-    for share in (base_writer.BaseWriter, delta_writer):
+    for owner in (base_writer.BaseWriter, delta_writer):
 
-        def write(self, directory, *args, inner=share.write):
+        def write(self, directory, *args, inner=owner.write):
             if any(part.startswith(f"{name}.") for part in directory.parts):
                 raise OSError(28, "No space left on device")
             return inner(self, directory, *args)
 
-        patch.setattr(share, "write", write)
+        patch.setattr(owner, "write", write)
 
     async def full():
         raise OSError(28, "No space left on device")
@@ -241,8 +240,8 @@ def test_several_threads_restore_at_once(tmp_path, restless):
     with ThreadPoolExecutor(4) as threads:
         assert list(threads.map(follow, range(4))) == [None] * 4
     after = {"x": np.full(8, 4)}
-    save = followed.begin(Destination(tmp_path / "4" / "default", 4), after, None)
-    assert save.staged.plan.decision.kind == "bits"
+    save = followed.begin(tmp_path / "4" / "default", 4, after, None)
+    assert save.plan.decision.kind == "bits"
 
 
 def test_older_steps_are_restored_while_another_thread_saves(tmp_path, restless):
@@ -290,18 +289,18 @@ def test_one_handler_serves_the_managers_of_several_threads(tmp_path, restless):
 @pytest.mark.parametrize("fails", [False, True])
 def test_several_threads_wait_for_one_save(tmp_path, monkeypatch, fails):
     run, go_on = new_run(), threading.Event()
-    target, write = abstract(run.state), commit.Save.write
+    target, write = abstract(run.state), share.write
 
-    def slowly(self, directory, names):
+    def slowly(save, directory, layout):
         assert go_on.wait(60)
         if fails:
             raise OSError(28, "No space left on device")
-        write(self, directory, names)
+        write(save, directory, layout)
 
     manager = manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder))
     saved = save_steps(manager, run, 1)
     with monkeypatch.context() as patch, ThreadPoolExecutor(3) as threads:
-        patch.setattr(commit.Save, "write", slowly)
+        patch.setattr(share, "write", slowly)
         saved[2] = host_copy(run.advance())
         manager.save(2, args=adacheck.SaveArgs(run.state))
         leave = manager.wait_until_finished if fails else manager.close

@@ -15,7 +15,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import AxisType
 
 import adacheck_jax as adacheck
-from adacheck_jax.save import staged
+from adacheck_jax.device import transfer
 from adacheck_jax.schedule import line
 from adacheck_jax.schedule.waste import Schedule
 from tests import support
@@ -342,7 +342,7 @@ def test_what_is_computed_otherwise_is_stored_and_nothing_is_lost(
 ):
     """Also where the state is gone when this is found."""
     if not waits:
-        monkeypatch.setattr(staged, "are_ready", lambda _: False)
+        monkeypatch.setattr(transfer, "are_ready", lambda _: False)
     run = dict_program(mesh_of((4, 2)), {"ema": average}).run()
     handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=9, shadow=support.SHADOWS[check])
     saved = {}
@@ -369,7 +369,7 @@ def test_what_is_computed_otherwise_is_stored_and_nothing_is_lost(
 
 @pytest.mark.slow
 def test_an_edit_of_a_recorded_step_is_stored_too(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(staged, "are_ready", lambda _: False)
+    monkeypatch.setattr(transfer, "are_ready", lambda _: False)
     run = dict_program(mesh_of((4, 2)), {"ema": average}).run()
     handler, saved = adacheck.AdaCheckHandler(run.recorder), {}
     with manager_of(tmp_path, handler) as manager:
@@ -405,7 +405,7 @@ def test_another_function_begins_a_lineage_of_its_own(tmp_path):
 def test_micro_steps_that_derive_without_an_update_are_stored(tmp_path, monkeypatch, waits):
     """The counter stands still, and yet the tree changes."""
     if not waits:
-        monkeypatch.setattr(staged, "are_ready", lambda _: False)
+        monkeypatch.setattr(transfer, "are_ready", lambda _: False)
     wrapped = lambda tx: optax.MultiSteps(tx, 2)  # noqa: E731
     run = dict_program(mesh_of((4, 2)), {"ema": average}, wrapped=wrapped).run()
     handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=9, params_path="params")
@@ -420,7 +420,7 @@ def test_micro_steps_that_derive_without_an_update_are_stored(tmp_path, monkeypa
 @pytest.mark.parametrize("waits", [False, True], ids=["runs ahead", "waits"])
 def test_micro_steps_behind_recorded_ones_are_stored_too(tmp_path, monkeypatch, waits):
     if not waits:
-        monkeypatch.setattr(staged, "are_ready", lambda _: False)
+        monkeypatch.setattr(transfer, "are_ready", lambda _: False)
     wrapped = lambda tx: optax.MultiSteps(tx, 3)  # noqa: E731
     run = dict_program(mesh_of((4, 2)), {"ema": average}, wrapped=wrapped).run()
     handler = adacheck.AdaCheckHandler(run.recorder, max_deltas=19, params_path="params")

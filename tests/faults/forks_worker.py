@@ -30,8 +30,8 @@ from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.publish import Follower, Publisher
 from adacheck_jax.publish.writing import Writer
+from adacheck_jax.save import share
 from adacheck_jax.save.background_bases import BackgroundBases
-from adacheck_jax.save.commit import Save
 from adacheck_jax.schedule import line
 from adacheck_jax.schedule.waste import Schedule
 from adacheck_jax.store.compaction import new_base
@@ -43,7 +43,7 @@ SITUATIONS = ("idle", "saving", "folding", "writing", "written", "publishing")
 DEEDS = ("close", "leave", "collect", "use", "load")
 PATIENCE_S = 15.0
 HELD = {
-    "saving": (Save, "write"),
+    "saving": (share, "write"),
     "folding": (HostFold, "advance"),
     "writing": (new_base, "write"),
     "publishing": (Writer, "write"),

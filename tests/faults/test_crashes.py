@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import adacheck_jax as adacheck
-from adacheck_jax.save import commit
+from adacheck_jax.save import share
 from adacheck_jax.store.steps import roots
 from tests import support
 from tests.campaigns import crashes, shim
@@ -184,16 +184,16 @@ def leave_by_sigterm(manager):
 @pytest.mark.parametrize("step", [1, 3], ids=["base", "delta"])
 @pytest.mark.parametrize("leave", [close, leave_by_error, leave_by_sigterm])
 def test_a_save_in_flight_is_finished_by_whoever_leaves(tmp_path, monkeypatch, leave, step):
-    write = commit.Save.write
+    write = share.write
 
-    def slowly(self, directory, names):
+    def slowly(save, directory, layout):
         time.sleep(0.3)
-        write(self, directory, names)
+        write(save, directory, layout)
 
     run = support.dict_run(mesh_of((4, 2)))
     manager = manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder))
     save_steps(manager, run, step - 1)
-    monkeypatch.setattr(commit.Save, "write", slowly)
+    monkeypatch.setattr(share, "write", slowly)
     expected = host_copy(run.advance())
     manager.save(step, args=adacheck.SaveArgs(run.state))
     leave(manager)

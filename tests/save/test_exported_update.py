@@ -27,18 +27,19 @@ def test_an_update_is_exported_once_for_all_handlers_of_a_recorder(monkeypatch):
     export, count = exported_program.export, []
 
     def counted(*args):
-        count.append(1)
+        if "cpu" in args[3]:  # those for other platforms are exported in the background
+            count.append(1)
         return export(*args)
 
     monkeypatch.setattr(exported_program, "export", counted)
     recorder, params = adacheck.Recorder(optax.sgd(0.1, momentum=0.9)), {"w": jnp.ones(8)}
     first = exported_by_a_new_handler(recorder, params)
-    assert first.files
+    assert first.files().keys() == {*exported_program.PLATFORMS}
     assert exported_by_a_new_handler(recorder, params) is first
     assert len(count) == 1
     assert exported_by_a_new_handler(recorder, params, check="sample") is not first
     other = exported_by_a_new_handler(recorder, {"w": jnp.ones(9)})
-    assert other.digests != first.digests
+    assert other.digest != first.digest
     another = adacheck.Recorder(optax.sgd(0.1, momentum=0.9))
     assert exported_by_a_new_handler(another, params) is not first
     assert len(count) == 4
@@ -65,7 +66,7 @@ def test_an_update_is_called_once_more_for_its_export_and_its_samples(is_compile
     update(params, opt, params)
     calls.clear()
     exported = exported_by_a_new_handler(recorder, params, check="auto")
-    assert exported.files
+    assert exported.program
     assert exported.engine == "sample"
     assert calls == [3], "on rows, since an update may look at the shapes of what it takes"
 
@@ -78,7 +79,7 @@ def test_what_is_exported_is_what_was_trained_with_though_the_update_reads_anoth
     rate[0] = 0.25  # the compiled step goes on with what it was traced with
     updates, _ = step(params, opt, params)
     program = exported_by_a_new_handler(recorder, params)
-    function = exported_program.load_own(program.files["cpu"])
+    function = exported_program.load_own(program.program)
     (found,), _ = function([params["w"]], [], [params["w"]], [], jnp.uint32(0))
     assert np.array_equal(found, params["w"] + updates["w"])
 

@@ -234,17 +234,17 @@ def structure():
     return Snapshots(recorders_of(run.recorder), None).take(run.state).structure
 
 
-UPDATED = ExportedUpdate({"cpu": b""}, {update_program.platform(): "0" * 64})
+UPDATED = ExportedUpdate(b"a program")
 
 
 def situation_of(structure, counts, *, leaves=None, deferred_count=0, step=7, longest=20):
     """A state behind step 6, which had made 6 updates and was saved as a replayed delta."""
     update = types.SimpleNamespace(
-        programs={update_program.platform(): "0" * 64}, reducing=(), placement=""
+        programs={update_program.platform(): UPDATED.digest}, reducing=(), placement=""
     )
     base = types.SimpleNamespace(leaves=leaves or structure.leaves, update=update)
     lineage = types.SimpleNamespace(base=base, problem="")
-    saved = situation.SavedFacts(6, structure, "replay", 1, True, True, False)
+    saved = situation.SavedFacts(structure, "replay", 1, True, True, False)
     known = None if counts is None else (6,)
     facts = situation.Facts(6, 5, known, lineage, deferred_count, saved, True, structure.leaves)
     return situation.Situation(

@@ -138,7 +138,9 @@ def test_a_shadow_that_fails_costs_no_step(tmp_path, monkeypatch, caplog):
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 def test_on_other_platforms_a_difference_may_be_the_arithmetic_of_the_host(platform, monkeypatch):
     monkeypatch.setattr(shadow.update_program, "platform", lambda: platform)
-    assert shadow.Proof(shadow.ShadowThread(None), Future).is_trusted() is (platform == "cpu")
+    assert shadow.Proof(shadow.ShadowThread(None), object(), lambda _: Future()).is_trusted() is (
+        platform == "cpu"
+    )
 
 
 def test_free_memory_is_a_number_of_bytes():

@@ -28,7 +28,7 @@ class Writers:
         self.root, self.run = root, support.dict_run(mesh_of((1, 1)))
         self.managers = [manager_of(root, self.new_handler()) for _ in range(2)]
         self.reached, self.goes_on = threading.Event(), threading.Event()
-        owner = share if method == "_write" else commit.Save
+        owner = share if method == "_write" else commit
         inner = getattr(owner, method)
 
         def held(save, *args):
@@ -82,7 +82,7 @@ def left_in(root):
     return [path for path in root.rglob("*") if path.name.startswith(marks)]
 
 
-@pytest.mark.parametrize("method", ["_write", "_commit"])
+@pytest.mark.parametrize("method", ["_write", "_committed"])
 def test_the_later_of_two_writers_saves_the_step_and_the_other_is_told(
     tmp_path, monkeypatch, method
 ):

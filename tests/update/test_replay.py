@@ -65,6 +65,7 @@ def exported(recorder, state):
         update_program.update_function(recorder, binding.signature),
         arguments,
         update_program.switches(1),
+        ["cpu"],
     )["cpu"]
     return data, note_of(data)
 
@@ -87,7 +88,8 @@ state = recorder.init(params)
 leaves = [jax.tree.leaves(t) for t in (params, state.adacheck_inner, state.adacheck_record, {})]
 arguments = [[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in each] for each in leaves]
 function = update_program.update_function(recorder, recorder.signatures[0])
-programs = exported_program.export(function, arguments, update_program.switches(1))
+switches, platforms = update_program.switches(1), exported_program.PLATFORMS
+programs = exported_program.export(function, arguments, switches, platforms)
 print(hashlib.sha256(b"".join(programs.values())).hexdigest())
 """
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from concurrent.futures import Future, ThreadPoolExecutor
 
-from adacheck_jax.device import jax_settings
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.save.line.parents import Parent, Tip
-from adacheck_jax.save.staged import StagedStep
+from adacheck_jax.save.pending import Pending
 
 _DRAINING_COUNT = 2
 _UNCHECKED_COUNT = 4
@@ -30,14 +28,13 @@ class DeferredSteps:
     def __init__(self) -> None:
         self.follows: Parent | None = None
         self._tips: list[Tip] = []
-        self._draining: list[Future[None]] = []
-        self._pool: ThreadPoolExecutor | None = None
+        self._unproved: list[Pending] = []
 
     def __len__(self) -> int:
         return len(self._tips)
 
     @property
-    def steps(self) -> list[StagedStep]:
+    def steps(self) -> list[Pending]:
         """The staged steps."""
         return [each.staged for each in self._tips if each.staged is not None]
 
@@ -46,14 +43,10 @@ class DeferredSteps:
         return self._tips[-1] if self._tips else parent.tip
 
     def restart(self, parent: Parent) -> None:
-        """Begins anew, after a save or a restore.
-
-        Args:
-            parent: the step that the next one follows.
-        """
+        """Begins anew, after a save or a restore."""
         self.follows, self._tips = parent, []
 
-    def add(self, tip: Tip, staged: StagedStep, *, drains: bool) -> None:
+    def add(self, tip: Tip, staged: Pending, *, drains: bool) -> None:
         """Adds a step.
 
         Args:
@@ -62,17 +55,14 @@ class DeferredSteps:
             drains: True if it takes device memory until it was copied to the host.
         """
         self._tips.append(tip)
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="adacheck_drain")
-        while len(self._draining) >= (_DRAINING_COUNT if drains else _UNCHECKED_COUNT):
-            self._draining.pop(0).result()
-        self._draining.append(self._pool.submit(_drain, staged))
+        staged.begin()
+        while len(self._unproved) >= (_DRAINING_COUNT if drains else _UNCHECKED_COUNT):
+            with contextlib.suppress(AdaCheckError):  # raised for whoever saves or defers next
+                self._unproved.pop(0).verify()
+        self._unproved.append(staged)
 
-    def cut(self, count: int) -> list[StagedStep]:
+    def cut(self, count: int) -> list[Pending]:
         """Gives up all but the first ones.
-
-        Args:
-            count: number of steps to keep.
 
         Returns:
             The steps that were given up.
@@ -83,9 +73,6 @@ class DeferredSteps:
 
     def settle(self, *, verify: bool) -> None:
         """Settles the steps in order; waits for those that are still being computed.
-
-        Args:
-            verify: True if the replay of the last one, and so of all, is to be compared too.
 
         Raises:
             AdaCheckError: some are not one update apart; or a replay is wrong.
@@ -106,10 +93,3 @@ class DeferredSteps:
         """The first step that is known not to be what it was planned as, and the reason."""
         pairs = enumerate(each.refused for each in self.steps)
         return next(((i, error) for i, error in pairs if error is not None), None)
-
-
-@jax_settings.own()
-def _drain(staged: StagedStep) -> None:
-    staged.drain()
-    with contextlib.suppress(AdaCheckError):  # raised for whoever saves or defers the next step
-        staged.verify()

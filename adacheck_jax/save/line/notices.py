@@ -8,7 +8,7 @@ from collections.abc import Collection
 from adacheck_jax.format.manifest import Caution
 from adacheck_jax.plan.decision import Decision
 from adacheck_jax.plan.save_plan import SavePlan
-from adacheck_jax.save.staged import CAUSES, told
+from adacheck_jax.save.pending import CAUSES, told
 from adacheck_jax.state.snapshot import Structure
 from adacheck_jax.store.steps import lineage
 from adacheck_jax.update.recorder_state import find_nodes
@@ -49,12 +49,7 @@ class Distrust:
         return Caution(self._reason, tuple(sorted(self.leaves_of(structure))))
 
     def tell(self, plan: SavePlan, wrong: Collection[int]) -> None:
-        """Notes leaves that replay gets wrong, and warns of those that are new.
-
-        Args:
-            plan: the plan of the step that was checked.
-            wrong: indices of the leaves.
-        """
+        """Notes leaves that replay gets wrong, and warns of those that are new."""
         structure, indices = plan.structure, sorted(wrong)
         text = told(structure, indices)
         self.learn(f"step {plan.step}: {text}")
@@ -77,12 +72,7 @@ class Notices:
         self._missed: tuple[int, str] | None = None
 
     def warn_once(self, message: str, key: str = "") -> None:
-        """Warns, unless a warning with the same key was given before.
-
-        Args:
-            message: the warning.
-            key: its identity, where the message itself varies.
-        """
+        """Warns, unless a warning with the same key was given before."""
         if (key or message) not in self._said:
             self._said.add(key or message)
             _log.warning("%s", message)
@@ -127,23 +117,13 @@ class Notices:
             )
 
     def note_missed(self, step: int, why: str) -> None:
-        """Notes a step that could not be deferred, and has to be saved.
-
-        Args:
-            step: its number.
-            why: the reason.
-        """
+        """Notes a step that could not be deferred, and has to be saved."""
         self.note_step(step)
         self._missed = (step, why)
 
 
 def tell_given_up(steps: Collection[int], why: str) -> None:
-    """Warns of deferred steps that will not be saved.
-
-    Args:
-        steps: their numbers; none for no warning.
-        why: the reason.
-    """
+    """Warns of deferred steps that will not be saved."""
     if steps:
         shown = lineage.shown_steps([*steps])
         _log.warning("Recorded steps that are not saved: %s; %s.", shown, why)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import jax
@@ -16,8 +17,8 @@ from adacheck_jax.plan.decision import advanced
 from adacheck_jax.plan.situation import Counts, Facts, SavedFacts
 from adacheck_jax.proof.checker import Witness
 from adacheck_jax.proof.shadow_state import Position
-from adacheck_jax.save.commit import Save
-from adacheck_jax.save.staged import StagedStep
+from adacheck_jax.save.one_save import Save
+from adacheck_jax.save.pending import Pending
 from adacheck_jax.store import links
 from adacheck_jax.store.retention import KeepLineage
 from adacheck_jax.store.steps import lookup, marks
@@ -28,7 +29,7 @@ from adacheck_jax.store.storage.location import AnyPath, at
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Tip:
     """A step that the next one may follow, as this process has it in memory.
 
@@ -42,14 +43,33 @@ class Tip:
 
     step: int
     depth: int
-    staged: StagedStep | None
+    staged: Pending | None
     host_copies: Mapping[int, Blocks]
     witness: Witness | None
+    _preparing: Future[Witness | None] | None = None
 
     @property
     def position(self) -> Position:
         """The step, as the shadow knows it."""
         return self if self.staged is None else self.staged
+
+    def prepare(self, witness: Future[Witness | None]) -> None:
+        """Has the witness be what another thread makes of a restored state."""
+        self._preparing = witness
+
+    def drop(self) -> None:
+        """Nothing follows this step any more: the witness is not made if that has not begun."""
+        if self._preparing is not None:
+            self._preparing.cancel()
+
+    def wait(self) -> None:
+        """Waits until the witness is there."""
+        if (preparing := self._preparing) is not None:
+            try:
+                self.witness = preparing.result()
+            except Exception:  # costs a base, and no step
+                _log.exception("The check of the next save cannot be prepared; it will be a base.")
+            self._preparing = None
 
 
 class Parent:
@@ -96,7 +116,7 @@ class Parent:
     @property
     def base_depth(self) -> int:
         """Number that its base, as far as it is known, has in its line of deltas."""
-        followed = self.save.staged.parent if self.save else None
+        followed = self.save.parent if self.save else None
         known = self._lineage or followed
         return known.base.depth if known else 0
 
@@ -107,11 +127,7 @@ class Parent:
         return self._lineage.manifest.counts if self._lineage else ()
 
     def look(self, others: list[Lineage]) -> None:
-        """Looks for its lineage on the disk.
-
-        Args:
-            others: lineages that were read before, whose manifests need not be read again.
-        """
+        """Looks for its lineage on the disk."""
         known, self._lineage = [*others, *self._known()], None
         if self.save is not None and self.save.error is not None:
             return  # it was told that it is not saved
@@ -141,7 +157,7 @@ class Parent:
         self._lineage = None
 
     def _known(self) -> list[Lineage]:
-        followed = self.save.staged.parent if self.save else None
+        followed = self.save.parent if self.save else None
         return [each for each in (self._lineage, followed) if each is not None]
 
     def _committed(self, known: list[Lineage]) -> Lineage | None:
@@ -157,9 +173,9 @@ class Parent:
                     return None
             except OSError:
                 return None
-        parent, manifest = save.staged.parent, committed.manifest
+        parent, manifest = save.parent, committed.manifest
         if isinstance(manifest, DeltaManifest) and parent is not None:
-            return parent.followed_by(manifest, self.directory, linked=save.staged.links)
+            return parent.followed_by(manifest, self.directory, linked=save.links)
         # A base is read from the disk once.
         return next((x for x in known if x.manifest.checksum == manifest.checksum), None)
 
@@ -200,6 +216,8 @@ class Parents:
         # The step saved last stays a candidate: an older one may be restored for a look.
         saved = self.saved
         others = (saved,) if saved is not None and saved.directory != restored.directory else ()
+        for each in self._candidates:
+            each.tip.drop()
         self._candidates = (restored, *others)
 
     def forget(self) -> None:
@@ -207,12 +225,7 @@ class Parents:
         self._candidates = ()
 
     def look(self, parent: Parent, final_directory: AnyPath) -> bool:
-        """True if a delta can follow a step by what is on the disk now.
-
-        Args:
-            parent: the step.
-            final_directory: directory of the delta.
-        """
+        """True if a delta can follow a step by what is on the disk now."""
         others = [each.lineage for each in self._candidates if each.lineage is not None]
         parent.look(others)
         keep = self._keep_lineage  # what the policy wants deleted, a manager may delete later
@@ -222,12 +235,7 @@ class Parents:
         return parent.lineage is not None
 
     def choose(self, final_directory: AnyPath, counts: Counts) -> Parent | None:
-        """The step that a delta would follow: of those on the disk the first that counters follow.
-
-        Args:
-            final_directory: directory of the delta.
-            counts: update counters of its state.
-        """
+        """The step to follow: of those on the disk the first that the counters follow."""
         found = [each for each in self._candidates if self.look(each, final_directory)]
         for each in found:
             before = each.lineage.manifest.counts if each.lineage else ()
@@ -306,13 +314,11 @@ def facts_of(
 def _saved_facts(save: Save | None) -> SavedFacts | None:
     if save is None:
         return None
-    staged = save.staged
     return SavedFacts(
-        step=staged.own.step,
-        structure=staged.structure,
-        kind=staged.plan.decision.kind,
-        interval=staged.own.step - staged.before,
-        replayable=staged.replayable,
-        follows_saved=staged.parent is not None,
+        structure=save.structure,
+        kind=save.plan.decision.kind,
+        interval=save.own.step - save.before,
+        replayable=save.replayable,
+        follows_saved=save.parent is not None,
         failure=save.error is not None,
     )

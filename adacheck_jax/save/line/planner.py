@@ -13,6 +13,7 @@ import functools
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -27,13 +28,12 @@ from adacheck_jax.plan.situation import Counts, Situation
 from adacheck_jax.proof import engines
 from adacheck_jax.proof.checker import Check, CheckedState, Checker, Witness, is_sparse
 from adacheck_jax.proof.shadow import ShadowThread
-from adacheck_jax.save import staged
 from adacheck_jax.save.background_bases import BackgroundBases
 from adacheck_jax.save.line import parents
 from adacheck_jax.save.line.deferred import DeferredSteps
 from adacheck_jax.save.line.notices import Distrust, tell_given_up
 from adacheck_jax.save.line.parents import Parent, Parents, Tip
-from adacheck_jax.save.staged import StagedStep
+from adacheck_jax.save.pending import Pending, told
 from adacheck_jax.schedule.line import LineSchedule
 from adacheck_jax.state.exported_update import ExportedUpdate, ExportedUpdates
 from adacheck_jax.state.snapshot import Snapshot, Snapshots, Structure
@@ -108,7 +108,7 @@ class Planner:
         snapshot: Snapshot,
         directory: AnyPath,
         step: int | None,
-        again: StagedStep | None,
+        again: Pending | None,
         *,
         replayable: bool,
     ) -> Course:
@@ -129,7 +129,7 @@ class Planner:
         """
         counters = {i: snapshot.arrays[i] for i in snapshot.structure.counts}
         only = self.parents.only
-        waits = self.distrust.is_cautious or staged.are_ready(counters)
+        waits = self.distrust.is_cautious or transfer.are_ready(counters.values())
         if not waits and step is not None and only is not None and only.save is not None:
             self.parents.look(only, directory)
             facts = self._situation(snapshot, directory, step, None, only, again, replayable)
@@ -148,7 +148,7 @@ class Planner:
         return self._compared(snapshot, course) if course.plan.is_replayed else course
 
     def plan_deferred(
-        self, snapshot: Snapshot, parent: Parent, step: int, again: StagedStep | None
+        self, snapshot: Snapshot, parent: Parent, step: int, again: Pending | None
     ) -> Course | str:
         """Plans a step that stays in memory until the next save.
 
@@ -177,11 +177,13 @@ class Planner:
         step: int | None,
         counts: Counts | None,
         parent: Parent | None,
-        again: StagedStep | None,
+        again: Pending | None,
         replayable: bool,
     ) -> Situation:
         """All that a plan may know."""
         structure, options, facts, is_beyond = snapshot.structure, self._options, None, False
+        if parent is not None:
+            self.deferred.tip_behind(parent).wait()  # the update is exported there already
         update = self._updates.of(structure)
         is_checked = replays(update, options, replayable=replayable)
         if parent is not None:
@@ -212,7 +214,7 @@ class Planner:
             is_shadow_beyond=is_beyond,
         )
 
-    def _is_shadow_beyond(self, tip: Tip, again: StagedStep | None, counts: Counts | None) -> bool:
+    def _is_shadow_beyond(self, tip: Tip, again: Pending | None, counts: Counts | None) -> bool:
         """True if the shadow followed what is not saved: a step that was given up.
 
         Of several processes all have to plan alike, and each knows its own shadow alone.
@@ -232,9 +234,6 @@ class Planner:
         """True if this process could make a base of the next delta in the background.
 
         A number of deltas that the caller chose is kept to; and in a store nothing can be renamed.
-
-        Args:
-            directory: directory of the delta.
         """
         return (
             (shadow := self._options.host_shadow) is not None
@@ -259,10 +258,6 @@ class Planner:
 
     def corrected(self, snapshot: Snapshot, course: Course) -> Course:
         """Compares replay with a state that is still there, and plans anew what it gets wrong.
-
-        Args:
-            snapshot: the state.
-            course: its plan.
 
         Returns:
             The same course if there is nothing to compare, or replay gives the state.
@@ -293,7 +288,7 @@ class Planner:
         wrong_bytes = sum(structure.leaves[i].nbytes for i in wrong)
         whole_bytes = sum(leaf.nbytes for leaf in structure.leaves)
         if facts.process_count == 1 and 2 * wrong_bytes > whole_bytes:
-            reason = staged.told(structure, sorted(wrong))
+            reason = told(structure, sorted(wrong))
             return self._as_base(course, facts, Decision("base", reason))
         check.renew(CheckedState(snapshot.arrays, planned.step, dict), wrong)
         made = save_plan.with_wrong(planned, facts, wrong, self._options)
@@ -315,24 +310,21 @@ class Planner:
         """The exported update of a structure."""
         return self._updates.of(structure)
 
-    def witness_of_restored(self, restored: Lineage, state: PyTree) -> Witness | None:
-        """A witness of a restored state; None where the next save cannot be a replayed delta.
-
-        Args:
-            restored: the step's lineage.
-            state: the state.
-        """
+    def snapshot_of_restored(self, restored: Lineage, state: PyTree) -> Snapshot | None:
+        """A restored state taken apart; None where the next save cannot be a replayed delta."""
         try:
             snapshot = self.snapshots.take(state)
         except AdaCheckError as error:
             _log.info("The next save will be a base: %s", error)
             return None
-        structure = snapshot.structure
+        return snapshot if snapshot.structure.leaves == restored.base.leaves else None
+
+    def witness_of(self, structure: Structure, arrays: Sequence[Any], step: int) -> Witness | None:
+        """A witness of a state; None where its updates cannot be replayed."""
         update = self._updates.of(structure)
-        if structure.leaves != restored.base.leaves or not replays(update, self._options):
+        if not replays(update, self._options):
             return None
-        step = restored.manifest.step
-        return self.checker_of(structure, update).witness(CheckedState(snapshot.arrays, step, dict))
+        return self.checker_of(structure, update).witness(CheckedState(arrays, step, dict))
 
     def learn(self) -> None:
         """Becomes cautious where replay was found to be wrong in the background.
@@ -341,17 +333,17 @@ class Planner:
             AdaCheckError: deferred steps are lost by it; told once.
         """
         saved = self.parents.saved
-        staged_steps = [*saved.save.staged.steps] if saved and saved.save else []
+        staged_steps = [*saved.save.steps] if saved and saved.save else []
         for each in (*staged_steps, *self.deferred.steps):
             if each.saved:
                 self.distrust.tell(each.plan, each.saved)
         if saved is not None and (save := saved.save) is not None:
-            known, leaves = save.agreed_caution, save.staged.structure.leaves
+            known, leaves = save.agreed_caution, save.structure.leaves
             self.distrust.learn(known.reason, [leaves[i].path for i in known.distrusted])
             if not len(self.deferred):  # else those before are of another replica
                 self.snapshots.follow(save.agreed_lead)
             if isinstance(save.error, ReplayError):  # without the path of the step's directory
-                steps = save.staged.steps
+                steps = save.steps
                 self._learn_disproved(str(save.error.__cause__ or save.error), steps)
         # Of several processes one alone may have found a deferred step wrong: the save that writes
         # it fails in all of them.
@@ -364,7 +356,7 @@ class Planner:
                 f"before are kept. {error}"
             ) from error
 
-    def _learn_disproved(self, reason: str, steps: Sequence[StagedStep]) -> None:
+    def _learn_disproved(self, reason: str, steps: Sequence[Pending]) -> None:
         """Notes what the shadow found wrong: the sample of a later step may miss it.
 
         Of several processes all have to plan alike: there the next save is a base, as after any
@@ -402,11 +394,8 @@ class Planner:
             return str(error)
         return ""
 
-    def superseded(self, step: int | None) -> StagedStep | None:
+    def superseded(self, step: int | None) -> Pending | None:
         """Gives up the deferred steps that a save replaces.
-
-        Args:
-            step: number of the step that is saved.
 
         Returns:
             The step that it saves again, if it was deferred last.
@@ -421,12 +410,7 @@ class Planner:
         return None
 
     def give_up(self, count: int, why: str) -> None:
-        """Gives up deferred steps but for the first ones, and says so.
-
-        Args:
-            count: number of steps to keep.
-            why: the reason.
-        """
+        """Gives up deferred steps but for the first ones, and says so."""
         tell_given_up([each.step for each in self.deferred.cut(count)], why)
 
 

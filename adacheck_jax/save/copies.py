@@ -1,0 +1,132 @@
+"""Copies of a state, taken before the caller may donate it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from adacheck_jax.device import fingerprint, transfer
+from adacheck_jax.device.transfer import Joined, Staged
+from adacheck_jax.format.boxes import Blocks
+from adacheck_jax.plan.save_plan import SavePlan
+from adacheck_jax.state.snapshot import Snapshot
+from adacheck_jax.store.steps.lineage import Lineage
+
+_COPIED_BYTES = 1 << 18
+"""Largest leaf that is copied where it could be viewed."""
+
+NOTHING: Mapping[int, Blocks] = {}
+"""Copies of no leaf."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostCopies:
+    """Copies of a state; some of them are perhaps still on their way.
+
+    Attributes:
+        staged: this process's boxes of the leaves that the save stores or keeps.
+        spare: those of the leaves that it may have to store; nothing waits for them.
+        kept: those of them that the next save will compare with.
+        fingerprints: the fingerprints, perhaps still being computed.
+        counters: the update counters, by leaf index, of a speculative plan.
+        waiting: what reads the state until it returns.
+    """
+
+    staged: Joined
+    spare: Mapping[int, Blocks]
+    kept: Mapping[int, Blocks]
+    fingerprints: fingerprint.Contributions
+    counters: Mapping[int, Any]
+    waiting: list[Callable[[], Any]]
+
+    def wait(self) -> None:
+        """Waits until the state may be donated."""
+        while self.waiting:
+            self.waiting[-1]()
+            self.waiting.pop()
+
+
+def take_copies(snapshot: Snapshot, plan: SavePlan, *, every_replica: bool) -> HostCopies:
+    """Takes all that a save needs of a state; it may be donated after :meth:`HostCopies.wait`.
+
+    What lies on an accelerator, or is still being computed, is copied there first, and nothing
+    waits for that. So are small leaves of a delta that is computed, since one program for all is
+    quicker than a look at each; large ones are viewed where the host can.
+    """
+    structure, arrays = snapshot.structure, dict(enumerate(snapshot.arrays))
+    summing = structure.summing(snapshot.arrays)
+    counters = structure.counts if plan.is_speculative else ()
+    # One program makes the copies of all processes; on CPU devices each would make its own.
+    on_accelerator = any(map(transfer.on_accelerator, snapshot.arrays))
+    owned = (plan.is_speculative or not plan.is_base) and (
+        jax.process_count() == 1 or on_accelerator
+    )
+    viewed = list[int]()
+    if owned:
+        copied = {*plan.stored, *plan.kept, *plan.spare, *counters}
+        copied |= {i for i in arrays if i not in summing.placed}
+        if not plan.is_speculative and not on_accelerator:
+            viewed = [i for i in copied if structure.leaves[i].nbytes > _COPIED_BYTES]
+        arrays |= transfer.copies({i: arrays[i] for i in copied.difference(viewed)})
+    kept = frozenset(plan.kept)
+    groups = [plan.kept, tuple(i for i in plan.stored if i not in kept)]
+    staged = [Staged({i: arrays[i] for i in each}, structure.picks) for each in groups]
+    if not owned:  # all transfers are started before the first is awaited
+        for each in staged:
+            each.begin()
+    joined = Joined({i: group for group in staged for i in group})
+    fingerprints = fingerprint.Contributions(
+        arrays,
+        structure.picks,
+        structure.whole_picks,
+        every_replica=every_replica,
+        staged=joined,
+        owned=owned,
+        summing=summing,
+    )
+    values = {i: arrays[i] if owned else np.array(arrays[i]) for i in counters}
+    waiting: list[Callable[[], Any]] = [*(each.wait for each in staged), fingerprints.wait]
+    if owned:
+        waiting = [lambda: [joined[i] for i in viewed if i in joined]]
+        if not joined.keys() >= {*viewed}:
+            waiting.append(fingerprints.wait)
+    spare = Staged({i: arrays[i] for i in plan.spare}, structure.picks)
+    return HostCopies(joined, spare, staged[0], fingerprints, values, waiting)
+
+
+def copies_of_restored(
+    restored: Lineage, leaves: Sequence[Any], kept: Collection[int] | None
+) -> Mapping[int, Blocks]:
+    """Copies of a restored state that the first save after it may be stored as differences from.
+
+    Args:
+        restored: the step's lineage.
+        leaves: its leaves; None for one that was left out.
+        kept: indices of the leaves to copy; None for all.
+    """
+    specs, process = restored.base.leaves, jax.process_index()
+    plain = {i: transfer.raw(leaf) for i, leaf in enumerate(leaves) if leaf is not None}
+    boxes = {i: specs[i].boxes_of(process) for i in plain if kept is None or i in kept}
+    picks = {i: transfer.picks_of(plain[i], wanted) for i, wanted in boxes.items()}
+    picks = {i: found for i, found in picks.items() if len(found) == len(boxes[i])}
+    return transfer.stage({i: plain[i] for i in picks}, picks)
+
+
+def comparable(copies: Mapping[int, Blocks], plan: SavePlan) -> Mapping[int, Blocks]:
+    """The parent's leaves from which differences may be stored.
+
+    A record is read by itself. Of a leaf that is replayed elsewhere one process may store its boxes
+    and another not: then all of them have to do without what was there before.
+    """
+    if plan.is_base or plan.is_whole:
+        return NOTHING
+    if plan.decision.kind == "bits" or not copies:
+        return copies
+    without = plan.structure.consumed
+    if jax.process_count() > 1:
+        without |= plan.structure.computed
+    return Joined({i: copies for i in copies if i not in without})  # perhaps still on their way

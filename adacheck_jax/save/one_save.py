@@ -1,0 +1,178 @@
+"""One save: its steps and its place, what was planned, and how it went so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from adacheck_jax.device import replicas
+from adacheck_jax.device.lead import Lead
+from adacheck_jax.errors import ReplicaError
+from adacheck_jax.format.manifest import Caution, Manifest
+from adacheck_jax.plan.save_plan import SavePlan
+from adacheck_jax.plan.situation import BackgroundFacts
+from adacheck_jax.save.attempt import Attempt, Report
+from adacheck_jax.save.pending import Pending
+from adacheck_jax.schedule.stopwatch import Clock, Measurement
+from adacheck_jax.state.exported_update import ExportedUpdate
+from adacheck_jax.state.snapshot import Structure
+from adacheck_jax.store.base_writer import BaseWriter
+from adacheck_jax.store.steps.lineage import Lineage
+from adacheck_jax.store.storage.interface import Stamp
+from adacheck_jax.store.storage.location import AnyPath
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """The answer to the shares that all processes wrote of a save.
+
+    Attributes:
+        caution: findings of the checks of any process.
+        background: bases made in the background, possible if all processes say so.
+        replicas: for each step the device whose replica was written; empty if all are equal.
+        lead: the device whose replica the next saves write.
+        reports: gives the reports of all processes.
+    """
+
+    caution: Caution
+    background: BackgroundFacts
+    replicas: Sequence[str]
+    lead: Lead
+    reports: Callable[[], Sequence[Report]]
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A step as this process committed it.
+
+    Attributes:
+        manifest: the manifest as it was written.
+        stamp: identity of its file, by which another one in its place is noticed.
+        files: names of the step's files, while it was whole.
+    """
+
+    manifest: Manifest
+    stamp: Stamp
+    files: frozenset[str]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Save:
+    """A planned save whose state may be donated by now.
+
+    Attributes:
+        steps: the deferred steps that are saved with it, oldest first, and the saved step itself.
+        directory: the item's directory once it is committed.
+        number: the number in the name of the step's directory, None if there is none.
+        parent: lineage that a delta follows; None for a base.
+        parent_files: names of the parent's files; empty if this process does not know them.
+        parent_stamp: identity of the parent's manifest; None if this process did not write it.
+        links: True if the parent's files are hard-linked.
+        before: number of the step that the saved one followed, saved or deferred; its own number if
+            there is none.
+        caution: findings of checks before this step.
+        replicas: comparison of the replicas.
+        attempt: the attempt that this save is.
+        replayable: True if no leaf of an update is stored in another data type.
+        custom_metadata: the caller's own JSON.
+        measured: seconds that this process measured since the last save; once the shares are
+            written those that all processes learned of with it.
+        background: facts of this process on bases made in the background.
+        base: copies of what a base stores, until they are written; None for a delta.
+        clock: a monotonic clock.
+        before_commit: called in the background when this process's part is written.
+        durable_s: reading of the clock when this process's part was durable; None before.
+        error: reason why this process could not write its share.
+        agreed: what all processes agreed on when they had written their shares; None before.
+        committed: the step, if this process committed it.
+    """
+
+    steps: Sequence[Pending]
+    directory: AnyPath
+    number: int | None
+    parent: Lineage | None
+    parent_files: frozenset[str]
+    parent_stamp: Stamp | None
+    links: bool
+    before: int
+    caution: Caution
+    replicas: replicas.ReplicaCheck
+    attempt: Attempt
+    replayable: bool
+    custom_metadata: Any
+    measured: Sequence[Measurement]
+    background: BackgroundFacts
+    base: BaseWriter | None
+    clock: Clock
+    before_commit: Callable[[], None]
+    durable_s: float | None = None
+    error: Exception | None = None
+    agreed: Agreed | None = None
+    committed: Committed | None = None
+
+    @property
+    def own(self) -> Pending:
+        """The saved step itself."""
+        return self.steps[-1]
+
+    @property
+    def plan(self) -> SavePlan:
+        """The plan of the saved step."""
+        return self.own.plan
+
+    @property
+    def is_base(self) -> bool:
+        """True if the caller has to write a stock checkpoint of the full state."""
+        return self.plan.is_base
+
+    @property
+    def structure(self) -> Structure:
+        """Structure of the saved state."""
+        return self.plan.structure
+
+    @property
+    def update(self) -> ExportedUpdate:
+        """The update that a base holds."""
+        return self.plan.update if self.replayable else ExportedUpdate(problem="cast")
+
+    @property
+    def depth(self) -> int:
+        """Number of deltas since the base that began its line, its own included."""
+        return self.parent.manifest.depth + len(self.steps) if self.parent else 0
+
+    @property
+    def agreed_caution(self) -> Caution:
+        """Findings of the checks of any process, as all know them once their shares are written."""
+        return self.agreed.caution if self.agreed else self.caution
+
+    @property
+    def agreed_lead(self) -> Lead:
+        """The device whose replica the next saves write, as all processes know it."""
+        own = self.structure.lead
+        if isinstance(self.error, ReplicaError) and self.replicas.mode == "warn":
+            return Lead(own.position, is_apart=True)
+        return self.agreed.lead if self.agreed else own
+
+    @property
+    def agreed_background(self) -> BackgroundFacts | None:
+        """Facts that all processes agreed on about bases in the background; None before that.
+
+        A save that failed says that none can be made.
+        """
+        if self.error is not None:
+            return BackgroundFacts()
+        return self.agreed.background if self.agreed else None
+
+    @property
+    def check_s(self) -> float:
+        """Seconds for which the slowest process waited for the check, once shares are written."""
+        reports = self.agreed.reports() if self.agreed else ()
+        return max((report["check_s"] for report in reports), default=0.0)
+
+    def take_measured(self) -> Sequence[Measurement]:
+        """The seconds that all processes learned of with this save; once."""
+        if self.agreed is None:
+            return ()
+        measured, self.measured = self.measured, ()
+        return measured

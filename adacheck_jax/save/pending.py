@@ -1,0 +1,330 @@
+"""One step on its way to the disk: what of it is in memory, and how far it is known to be right.
+
+A step that was appended to the line goes through the phases of :data:`MOVES`, moved on by the
+line's worker alone, in the order of the steps:
+
+- *staged*: its state may be donated; the plan may be speculative.
+- *settled*: the update counters are known, so the plan holds, and what it stores is on the host.
+- *compared*: samples were replayed, and spare leaves that were wrong are stored in this very step.
+- *proved*: the shadow followed it, and nothing differs.
+- *failed*: it cannot be saved; the reason is raised for whoever waits for a later phase.
+
+Threads: whoever needs a phase waits for it (:meth:`Pending.settled`, :meth:`Pending.compared`,
+:meth:`Pending.verify`); the fields that say how the comparisons went are the worker's until the
+step is proved. The writer alone takes the delta. One lock guards the fingerprints, which are added
+up by whoever needs them first; nothing else is called under it but the wait for the devices.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from typing import Any
+
+import jax
+
+from adacheck_jax.device import jax_settings
+from adacheck_jax.device.transfer import Joined
+from adacheck_jax.errors import AdaCheckError, ReplayError
+from adacheck_jax.format.boxes import Blocks
+from adacheck_jax.plan.decision import shown
+from adacheck_jax.plan.save_plan import SavePlan
+from adacheck_jax.plan.situation import Counts
+from adacheck_jax.proof.checker import Check, CheckedState, Checker, Findings, Witness
+from adacheck_jax.proof.shadow import Proof
+from adacheck_jax.save.copies import NOTHING, HostCopies
+from adacheck_jax.state.snapshot import Structure
+from adacheck_jax.store.delta_writer import DeltaWriter
+from adacheck_jax.update.recorder_state import count_of
+
+
+class Phase(enum.Enum):
+    """How far a step is."""
+
+    STAGED = enum.auto()
+    SETTLED = enum.auto()
+    COMPARED = enum.auto()
+    PROVED = enum.auto()
+    FAILED = enum.auto()
+
+
+MOVES: Mapping[Phase, frozenset[Phase]] = {
+    Phase.STAGED: frozenset({Phase.SETTLED, Phase.FAILED}),
+    Phase.SETTLED: frozenset({Phase.COMPARED, Phase.FAILED}),
+    Phase.COMPARED: frozenset({Phase.PROVED, Phase.FAILED}),
+    Phase.PROVED: frozenset(),
+    Phase.FAILED: frozenset(),
+}
+"""The phases that may follow each."""
+
+
+class Pending:
+    """A planned step, with the copies of its state that are written.
+
+    Args:
+        plan: the plan of the step; perhaps speculative.
+        label: name of the step in messages of background checks.
+        copies: copies of its state, and its fingerprints, perhaps still on their way.
+        delta: copies of what a delta stores; None for a base.
+        local: copies of the leaves that every process has for itself.
+        worker: the thread that moves the line's steps on.
+        parent: number and update counters of a step before that was restored, or is on the disk.
+        before: the step before, if it is on its way too.
+        again: the same step, if it was deferred before it is saved.
+
+    Attributes:
+        phase: how far it is.
+        label, delta, local: as above.
+        fingerprints: the fingerprints of its state, perhaps still being computed.
+        proof: comparison of the whole replay with the state by the shadow; None without one.
+        replayed: this process's contribution to the fingerprints of the shadow, where it followed
+            the step and the step is proved. Of several processes no one can tell alone whether they
+            are those of the state.
+        disproved: the leaves in which they were not, as a process alone or process 0 knows.
+        saved: the spare leaves that are stored, since replay was found to get them wrong.
+    """
+
+    def __init__(
+        self,
+        plan: SavePlan,
+        label: str,
+        copies: HostCopies,
+        delta: DeltaWriter | None,
+        local: Mapping[int, Blocks],
+        worker: Executor,
+        *,
+        parent: tuple[int, Counts] | None,
+        before: Pending | None,
+        again: Pending | None,
+    ) -> None:
+        self._plan, self.label, self.delta, self.local = plan, label, delta, local
+        self.fingerprints, self._counters = copies.fingerprints, copies.counters
+        self._spare: Mapping[int, Blocks] = copies.spare
+        self._check: Check | None = None
+        self.proof: Proof | None = None
+        self.replayed: dict[int, int] | None = None
+        self.disproved = frozenset[int]()
+        self.saved = frozenset[int]()
+        self._parent, self._before, self._again = parent, before, again
+        self._sums: dict[int, int] = {}
+        self._is_released = False
+        self._refused: AdaCheckError | None = None
+        self._lock = threading.Lock()
+        self._worker, self._has_begun, self._begin_lock = worker, False, threading.Lock()
+        self.phase = Phase.STAGED
+        self._waits: Mapping[Phase, Future[SavePlan]] = {
+            each: Future() for each in (Phase.SETTLED, Phase.COMPARED, Phase.PROVED)
+        }
+
+    def begin_check(self, checker: Checker, before: Witness, arrays: Sequence[Any]) -> Witness:
+        """Takes what comparing the replay with the state needs.
+
+        Returns:
+            The witness of this state.
+        """
+        self._check = checker.begin(before, CheckedState(arrays, self.step, self.sums))
+        return self._check.witness
+
+    @property
+    def step(self) -> int:
+        """Step number."""
+        return self._plan.step
+
+    @property
+    def plan(self) -> SavePlan:
+        """The plan as far as it is known; see :meth:`settled`."""
+        return self._plan
+
+    @property
+    def refused(self) -> AdaCheckError | None:
+        """Reason why the step cannot be saved, once a check has found one."""
+        return self._refused
+
+    def counts(self) -> Counts:
+        """Update counters of the state; waits for them."""
+        if self._plan.counts is not None:
+            return self._plan.counts
+        indices = self._plan.structure.counts
+        return tuple(count_of(self._counters[i]) for i in indices)
+
+    def sums(self) -> Mapping[int, int]:
+        """This process's contribution to the fingerprint of each leaf; waits for the devices."""
+        with self._lock:
+            if not self._sums:
+                self._sums |= self.fingerprints.sums()
+            return self._sums
+
+    def begin(self) -> None:
+        """Has the worker move the step on, behind the step before it; once."""
+        with self._begin_lock:
+            if self._has_begun:
+                return
+            self._has_begun = True
+            if self._before is not None:
+                self._before.begin()
+            self._worker.submit(self._advance)
+
+    def settled(self) -> SavePlan:
+        """The plan that holds; waits for the update counters, and until copies are on the host.
+
+        Raises:
+            AdaCheckError: a recorder made another number of updates than one or none.
+        """
+        return self._reached(Phase.SETTLED)
+
+    def compared(self) -> SavePlan:
+        """The plan that holds, with the spare leaves that are stored; waits for the devices.
+
+        Raises:
+            AdaCheckError: as from :meth:`settled`.
+        """
+        return self._reached(Phase.COMPARED)
+
+    def verify(self) -> SavePlan:
+        """The plan that holds, once the replay was compared with the state.
+
+        Raises:
+            AdaCheckError: as from :meth:`settled`.
+            ReplayError: replay gives something else, and the state is gone.
+        """
+        return self._reached(Phase.PROVED)
+
+    def _reached(self, phase: Phase) -> SavePlan:
+        self.begin()
+        return self._waits[phase].result()
+
+    @jax_settings.own()
+    def _advance(self) -> None:
+        """Moves the step on, to its end."""
+        check, proof, before = self._check, self.proof, self._before
+        try:
+            self._bring()
+            plan = self._settled()
+            self._move(Phase.SETTLED, plan)
+            if not plan.spare and proof is not None:
+                proof.begin(plan)
+            found = check.findings(plan.decision.updates) if check is not None else {}
+            plan = self._with_spare(plan, {*found, *self._changed(plan, before)})
+            if proof is not None:
+                proof.begin(plan)
+            self._move(Phase.COMPARED, plan)
+            self._prove(plan, found, proof)
+            self._move(Phase.PROVED, plan)
+        except BaseException as error:
+            self._fail(error)
+        finally:
+            if proof is not None:
+                proof.end()
+            self._check = self._before = self._again = self.proof = None
+
+    def _move(self, phase: Phase, plan: SavePlan) -> None:
+        assert phase in MOVES[self.phase]
+        self.phase, self._plan = phase, plan
+        self._waits[phase].set_result(plan)
+
+    def _fail(self, error: BaseException) -> None:
+        self.phase = Phase.FAILED
+        if isinstance(error, AdaCheckError):
+            self._refused = error
+        for each in self._waits.values():
+            if not each.done():
+                each.set_exception(error)
+
+    def _bring(self) -> None:
+        """Copies to the host what a delta stores."""
+        if (delta := self.delta) is not None:  # a save may let go of it meanwhile
+            for index in delta.blocks:
+                _ = delta.blocks[index]
+
+    def _settled(self) -> SavePlan:
+        if not self._plan.is_speculative:
+            return self._plan
+        counts, again = self.counts(), self._again
+        if again is not None and again.counts() != counts:
+            raise AdaCheckError(
+                f"{self.label}: expected step {self.step} as it was recorded, with "
+                f"{shown(again.counts())} updates; found {shown(counts)}. The step is not saved. "
+                "Give record_step the numbers of the steps, as the manager counts them."
+            )
+        before = self._before
+        parent = (before.step, before.counts()) if before is not None else self._parent
+        if self._is_released or parent is None:
+            raise AdaCheckError(
+                f"{self.label}: step {self.step} was given up before it was written"
+            )
+        try:
+            return self._plan.check(counts, parent[1], parent[0])
+        except AdaCheckError as error:
+            raise AdaCheckError(f"{self.label}: {error}") from None
+
+    def _changed(self, plan: SavePlan, before: Pending | None) -> frozenset[int]:
+        """The spare leaves that ought to be those of the step before, and are not."""
+        same = frozenset(plan.unchanged).intersection(plan.spare)
+        if not same or before is None:
+            return frozenset()
+        own, last = self.sums(), before.sums()
+        return frozenset(i for i in same if own[i] != last[i])
+
+    def _with_spare(self, plan: SavePlan, wrong: Collection[int]) -> SavePlan:
+        """The plan that stores what is wrong of the spare leaves, if there still is a delta."""
+        wrong, spare, delta = frozenset(plan.spare).intersection(wrong), self._spare, self.delta
+        self._spare = NOTHING
+        if not wrong or delta is None:
+            return plan
+        blocks = dict.fromkeys(delta.blocks, delta.blocks)
+        delta.blocks = Joined(blocks | dict.fromkeys(wrong, spare))
+        self.saved = wrong
+        return plan.storing(wrong)
+
+    def _prove(self, plan: SavePlan, found: Collection[int], proof: Proof | None) -> None:
+        wrong = {i for i in found if i not in self.saved}
+        if proof is not None and (replayed := proof.sums()) is not None:
+            if jax.process_count() == 1:
+                own = self.sums()
+                self.disproved = frozenset(i for i in replayed if replayed[i] != own[i])
+            if not self.disproved or proof.is_trusted():
+                self.replayed = replayed
+                wrong |= self.disproved
+        if paths := sorted(i for i in wrong if i not in plan.unreplayed):
+            raise ReplayError(
+                f"{self.label}: step {self.step}: {told(plan.structure, paths)}. This was found "
+                "after the save had returned, when the state could not be had any more: the step "
+                f"is not saved. {CAUSES} From now on each save is checked before it returns, and "
+                "stores what replay does not reproduce."
+            )
+
+    def take_delta(self) -> DeltaWriter:
+        """Hands over the copies of a delta, so that they live no longer than its packing."""
+        delta, self.delta = self.delta, None
+        if delta is None:
+            raise AdaCheckError(f"step {self.step} was given up before it was written")
+        return delta
+
+    def release(self) -> None:
+        """Lets go of all copies of the state."""
+        self.delta, self.local, self._is_released = None, {}, True
+        self._spare = NOTHING
+        if not self._has_begun:
+            self._check = self._before = self._again = self.proof = None
+
+
+CAUSES = (
+    "Look for: params or optimizer state edited by hand, rolled back or swapped between the update "
+    "and the save; a transformation or projection after the Recorder; another optimizer than the "
+    "handler's recorder; arithmetic that is not pinned (pin=False)."
+)
+
+
+def told(structure: Structure, wrong: Collection[int] | Findings) -> str:
+    """Names of the leaves that replay gets wrong, in a message."""
+    return (
+        f"replaying the update does not give the state that was trained, in {few(structure, wrong)}"
+    )
+
+
+def few(structure: Structure, leaves: Collection[int] | Findings) -> str:
+    """The paths of some leaves, the first of many."""
+    paths = [structure.leaves[i].path for i in leaves]
+    return ", ".join(paths[:5]) + (", ..." if len(paths) > 5 else "")
