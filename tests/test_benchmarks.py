@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import many_leaves
+from benchmarks import accelerator, many_leaves
 from benchmarks.speed import child, report, ways
 
 ABOUT = {"command": "python -m benchmarks", "cores": 2, "machine": "x", "versions": {"jax": "1"}}
@@ -113,3 +113,21 @@ def test_states_of_many_leaves_are_measured_beside_stock_orbax():
         durable_s >= blocking_s > 0 for row in rows.values() for blocking_s, durable_s, _ in row
     )
     assert many_leaves.lines(12, rows).count("| 12 | first") == 3
+
+
+@pytest.mark.slow
+def test_an_accelerator_is_tried_in_minutes(monkeypatch):
+    """Here on the devices that there are."""
+    chosen = {name: accelerator.OPTIMIZERS[name] for name in ("adamw", "lion")}
+    monkeypatch.setattr(accelerator, "OPTIMIZERS", chosen)
+    result = accelerator.measured([0.001], 5, leaves=2, params=2000)
+    assert not result["left_out"]
+    assert [row["optimizer"] for row in result["exactness"]] == [*chosen]
+    for row in result["exactness"]:
+        assert row["kind"] == "delta"
+        assert (row["elements that differ"], row["error"]) == (0, "")
+        assert row["on the host"] == "exact"
+    assert result["saves of 0.001 GB"]["delta: blocking_ms"] > 0
+    table = accelerator.markdown(result)
+    assert "| adamw | delta | full | 0 | exact |" in table
+    assert accelerator.measured([0.001], 0, leaves=2, params=2000)["left_out"]

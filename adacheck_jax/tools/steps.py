@@ -15,6 +15,12 @@ from adacheck_jax.store.steps.roots import Step
 from adacheck_jax.store.storage.location import AnyPath, at
 
 Found = TypeVar("Found")
+Progress = Callable[[int, int, str], None]
+"""A callback that takes the number of things done, the number of all, and what comes next."""
+
+
+def quiet(done: int, total: int, what: str) -> None:
+    """Tell nobody of the progress."""
 
 
 class InputError(Exception):
@@ -69,7 +75,7 @@ def selected(root: AnyPath, number: int | None, item: str | None) -> Step:
         InputError: there is no such root, step or item.
     """
     steps = of_item(root, steps_under(root), item)
-    number = numbered([step.step for step in steps], -1 if number is None else number, root)
+    number = numbered([step.step for step in steps], number, root)
     chosen = [step for step in steps if step.step == number]
     if not chosen:
         raise no_step(root, number, steps)
@@ -117,34 +123,19 @@ def resolved(steps: Iterable[Step]) -> Iterator[tuple[Step, Lineage | AdaCheckEr
         yield step, found
 
 
-def newest(root: AnyPath, wanted: int | None, item: str | None = None) -> int:
-    """The number of the step that a caller means, which need not be a saved one.
-
-    Args:
-        root: the directory given to the checkpoint manager.
-        wanted: a step number; None for the newest step; -1 is the newest too, -2 the one before it.
-        item: name of the item directory, None for any.
-
-    Raises:
-        InputError: there is no such root, or it has fewer steps.
-    """
-    if wanted is not None and wanted >= 0:
-        return wanted
-    steps = [step.step for step in steps_under(root) if item in (None, step.directory.name)]
-    return numbered(steps, -1 if wanted is None else wanted, root)
-
-
-def numbered(numbers: Sequence[int], wanted: int, root: AnyPath) -> int:
+def numbered(numbers: Sequence[int], wanted: int | None, root: AnyPath) -> int:
     """The step number that a caller means.
 
     Args:
         numbers: numbers of all steps.
-        wanted: a step number, or below zero a place counted from the newest step, which is -1.
+        wanted: a step number, or below zero a place counted from the newest step, which is -1, and
+            is meant by None too.
         root: the directory given to the checkpoint manager.
 
     Raises:
         InputError: there are not so many steps.
     """
+    wanted = -1 if wanted is None else wanted
     if wanted >= 0:
         return wanted
     known = sorted({number for number in numbers if number >= 0})

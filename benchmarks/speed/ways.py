@@ -59,17 +59,17 @@ class Managed(_Rooted):
     def __init__(self, root: Path, handler: Any, args_of: Callable[[Any], Any]) -> None:
         super().__init__(root)
         options = ocp.CheckpointManagerOptions(max_to_keep=2)
-        self._manager = ocp.CheckpointManager(root, item_handlers=handler, options=options)
+        self.manager = ocp.CheckpointManager(root, item_handlers=handler, options=options)
         self._args_of = args_of
 
     def save(self, step: int, state: Any) -> None:
-        self._manager.save(step, args=self._args_of(state))
+        self.manager.save(step, args=self._args_of(state))
 
     def wait(self) -> None:
-        self._manager.wait_until_finished()
+        self.manager.wait_until_finished()
 
     def close(self) -> None:
-        self._manager.close()
+        self.manager.close()
 
 
 class VersionOne(_Rooted):

@@ -169,11 +169,6 @@ class Lineage:
         return self.to(max((each for each in self.steps if each <= step), default=step))
 
     @property
-    def unchecked(self) -> list[int]:
-        """Numbers of steps whose delta was not compared with the state when it was saved."""
-        return [delta.step for delta in self.deltas if not delta.checked]
-
-    @property
     def checksums(self) -> tuple[str, ...]:
         """Checksums of all manifests: others where a step has become a base meanwhile."""
         return tuple(entry.manifest.checksum for entry in self.entries)
