@@ -414,7 +414,7 @@ def resolve(path: AnyPath) -> Lineage:
     try:
         return lookup.resolve(path)
     except LineageError as error:
-        steps = [s.step for s in roots.siblings(path) if s.error is None]
+        steps = [s.step for s in roots.steps_of(*roots.place_of(path).line) if s.error is None]
         hint = ", ".join(map(str, steps[-10:])) or "none"
         raise LineageError(f"{error} Steps that can be restored: {hint}.") from error
 
@@ -429,7 +429,7 @@ def _earlier(path: AnyPath, step: int) -> Lineage:
     try:
         return lookup.held(path).to(step)
     except LineageError as error:
-        for saved in roots.siblings(path):
+        for saved in roots.steps_of(*roots.place_of(path).line):
             recorded = getattr(saved.manifest, "recorded", ())
             if saved.error is None and step in (saved.step, *(each.step for each in recorded)):
                 raise LineageError(f"{error} Restore it from step {saved.step}.") from error

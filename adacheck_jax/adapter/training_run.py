@@ -42,11 +42,11 @@ from adacheck_jax.save.one_save import Save
 from adacheck_jax.save.recovered import Newest
 from adacheck_jax.save.saver import Saver
 from adacheck_jax.schedule.stopwatch import Clock
-from adacheck_jax.store.base_writer import ArrayLayout, Name, chunk_shape
+from adacheck_jax.store.base_writer import ArrayLayout, Name
 from adacheck_jax.store.steps import manifest_file, roots
 from adacheck_jax.store.steps.lineage import Lineage
+from adacheck_jax.store.steps.lookup import referred
 from adacheck_jax.store.steps.marks import FINALIZED, IN_PLACE
-from adacheck_jax.store.steps.references import referred
 from adacheck_jax.store.steps.roots import Line, Place
 from adacheck_jax.store.storage.location import AnyPath, at, located
 from adacheck_jax.update.binding import RecorderArgument, recorders_of
@@ -199,7 +199,7 @@ class TrainingRun:
                 )
             begun.names = {
                 leaf.path: Name(
-                    entry.name, stored_dtype(leaf.dtype), chunk_shape(leaf, entry.chunk_bytes)
+                    entry.name, stored_dtype(leaf.dtype), leaf.chunk_shape(entry.chunk_bytes)
                 )
                 for leaf in save.structure.leaves
                 if (entry := begun.entries.get(leaf.path))

@@ -122,7 +122,7 @@ def _write(
     written: Sequence[dict[str, Any]] = [{}]
     if base is not None:
         sums = save.own.sums()  # by which an earlier base's unchanged files are found
-        report |= dataclasses.replace(base, layout=layout).write(directory, process, sums)
+        report |= base.write(directory, process, sums, layout)
         if process == 0:
             for platform, data in save.update.files().items():
                 program = at(directory / manifest_file.update_file(platform))

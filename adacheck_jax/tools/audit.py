@@ -283,7 +283,9 @@ def leftovers(root: AnyPath) -> list[Leftover]:
     top = at(root)
     items = roots.items_of(top)
     ours = {path for each in items for path in (each, each.parent)}
-    unfinished = {path for each in roots.uncommitted_of(top) for path in (each, each.parent)}
+    unfinished = {
+        path for each in roots.items_of(top, committed=False) for path in (each, each.parent)
+    }
     for path in _directories(top):
         relative = path.below(top)
         is_named_temporary = TMP_SUFFIX in path.name or path.name.startswith(PROBE_PREFIX)

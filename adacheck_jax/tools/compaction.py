@@ -132,7 +132,8 @@ def _lost(directory: AnyPath, lineage: Lineage) -> tuple[int, ...]:
     """Steps before the lineage's last one that no other directory holds."""
     # A number alone would be too little: after a restart a step may be saved anew.
     left = {(each.step, each.fingerprints) for each in (lineage.base, *lineage.deltas[:-1])}
-    others = (x for x in roots.siblings(directory) if x.directory != directory)
+    every = roots.steps_of(*roots.place_of(directory).line)
+    others = (each for each in every if each.directory != directory)
     for _, other in resolved(others):
         for entry in () if isinstance(other, AdaCheckError) else other.entries:
             manifest = entry.manifest

@@ -179,7 +179,7 @@ def _others(root: AnyPath, steps: Sequence[Step]) -> list[StepSummary]:
         for path in paths
     ]
     for name in at(root).folders():
-        number = roots.place_of_step(root / name).step
+        number = roots.place_of(root / name, in_step=False).step
         if number is None or name in ours or number in known or roots.TMP_SUFFIX in name:
             continue
         if at(root).on_file_system:  # in a store it may be a save that is under way

@@ -10,7 +10,7 @@ from adacheck_jax.errors import AdaCheckError, StepDeletedError
 from adacheck_jax.store.steps import deletion, identity, roots
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.steps.lookup import resolve
-from adacheck_jax.store.steps.manifest_file import DIRECTORY, ManifestReader
+from adacheck_jax.store.steps.manifest_file import DIRECTORY, remembering
 from adacheck_jax.store.steps.roots import Step
 from adacheck_jax.store.storage.location import AnyPath, at
 
@@ -111,13 +111,13 @@ def no_step(root: AnyPath, number: int, steps: Sequence[Step]) -> InputError:
 
 def resolved(steps: Iterable[Step]) -> Iterator[tuple[Step, Lineage | AdaCheckError]]:
     """The lineage of each step, or the reason why it has none."""
-    manifests = ManifestReader()
+    read = remembering()
     for step in steps:
         found: Lineage | AdaCheckError | None = step.error
         if found is None:
             try:
                 with undeleted(step.directory):
-                    found = resolve(step.directory, manifests.read_file)
+                    found = resolve(step.directory, read)
             except AdaCheckError as error:
                 found = error
         yield step, found

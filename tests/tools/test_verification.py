@@ -207,9 +207,9 @@ class TestClean:
 
     def test_shared_files_are_read_once_and_updates_replayed_once(self, replayed, monkeypatch):
         read, folded = [], []
-        opened, apply = verification.volume_reader.ArrayReader, recompute.replay.replay_onto
+        opened, apply = verification.volume_reader._opened, recompute.replay.replay_onto
         monkeypatch.setattr(
-            verification.volume_reader, "ArrayReader", lambda *a: read.append(a[1]) or opened(*a)
+            verification.volume_reader, "_opened", lambda *a: read.append(a[1]) or opened(*a)
         )
         monkeypatch.setattr(
             recompute.replay, "replay_onto", lambda *a, **k: folded.append(1) or apply(*a, **k)
@@ -335,8 +335,7 @@ class TestDamage:
         verification.check(item(copy, 3), read_data=False)
 
     def test_a_chunk_that_a_pack_has_lost_is_found_without_reading_data(self, copy):
-        database = zarr.database_at(folders.pack_in(item(copy, 3), 0))
-        store = ts.KvStore.open(database, context=ts.Context()).result()
+        store = zarr.database_at(folders.pack_in(item(copy, 3), 0))
         chunk = next(key for key in store.list().result() if b"/c/" in key)
         store.delete_range(ts.KvStore.KeyRange(chunk, chunk + b"\0")).result()
         report = audit.verify_root(copy)

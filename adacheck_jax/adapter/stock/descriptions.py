@@ -22,7 +22,7 @@ from adacheck_jax.device import transfer, trees
 from adacheck_jax.errors import AdaCheckError, IntegrityError, unreadable
 from adacheck_jax.format import manifest as manifests
 from adacheck_jax.format.manifest import BaseManifest, Leaf
-from adacheck_jax.store import volume_reader
+from adacheck_jax.store import volume_reader, zarr
 from adacheck_jax.store.storage.location import AnyPath, at, located
 
 
@@ -88,7 +88,7 @@ class _Described(ocp.type_handlers.TypeHandler):
         # Damage of this file is found by its digest in the manifest.
         with contextlib.suppress(OSError, ValueError):
             shardings = json.loads(at(directory / manifests.SHARDINGS).read())
-        found = volume_reader.descriptions(directory, [info.name for info in infos])
+        found = volume_reader.descriptions(zarr.database_in(directory), [x.name for x in infos])
         return [
             ocp.metadata.ArrayMetadata(
                 name=info.name,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from adacheck_jax.errors import LineageError
 from adacheck_jax.format.manifest import BaseManifest, Delta, DeltaManifest, Manifest
 from adacheck_jax.store.steps import manifest_file
-from adacheck_jax.store.steps.folders import DELTA, LINEAGE, pack_name
+from adacheck_jax.store.steps.folders import DELTA, LINEAGE
 from adacheck_jax.store.storage.location import AnyPath, at
 
 
@@ -66,7 +66,7 @@ class LineageStep:
 
     def pack(self, process: int) -> AnyPath:
         """Beginning of the paths of one process's pack."""
-        return self.path(pack_name(process))
+        return self.path(f"{DELTA}.{process}")
 
 
 @dataclass(frozen=True, slots=True)

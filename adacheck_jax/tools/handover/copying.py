@@ -146,7 +146,7 @@ def _asked(sources: Sequence[str]) -> tuple[Path, list[str]]:
     try:
         steps_under(root)
     except InputError:
-        if roots.place_of_step(root).step is not None and deletion.is_deleted(root):
+        if roots.place_of(root, in_step=False).step is not None and deletion.is_deleted(root):
             raise deleted(root) from None  # it is a step
         raise
     return root, [] if root in paths else list(dict.fromkeys(path.name for path in paths))
@@ -208,7 +208,8 @@ def _plan(root: Path, names: Sequence[str]) -> tuple[list[CopiedStep], dict[str,
     while waiting:
         chosen.add(name := waiting.pop())
         waiting += needs.get(name, set()) - chosen
-    ordered = sorted(chosen, key=lambda name: (roots.place_of_step(root / name).step or 0, name))
+    numbers = {name: roots.place_of(root / name, in_step=False).step or 0 for name in chosen}
+    ordered = sorted(chosen, key=lambda name: (numbers[name], name))
     return [replace(rows[n], is_added=bool(names) and n not in names) for n in ordered], needs
 
 
