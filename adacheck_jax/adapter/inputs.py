@@ -29,10 +29,6 @@ def step_number(
 ) -> int | None:
     """A caller's step number as a Python integer; None stays None.
 
-    Args:
-        step: an integer of Python, numpy or JAX.
-        remedy: advice at the end of the message.
-
     Raises:
         ValueError: it is not an integer, or negative, or needs more than 63 bits.
     """

@@ -131,11 +131,6 @@ class TrainingRun:
 
         When this returns, every buffer of the state may be donated.
 
-        Args:
-            directory: absolute temporary directory of the item; it need not exist yet.
-            place: line and step of the directory, asked for once the arguments are checked.
-            args: arguments of the save.
-
         Returns:
             The save, and the state as it is to be stored with the arguments for Orbax.
         """

@@ -20,9 +20,6 @@ if TYPE_CHECKING:  # which loads JAX
 def state_of(target: str) -> tuple[Any, Recorder | None]:
     """Call a function that returns an abstract state.
 
-    Args:
-        target: as for :func:`function_of`.
-
     Returns:
         The state, and the Recorder if the function returns a tuple of both.
 

@@ -48,12 +48,7 @@ class Groups(TyperGroup):
     """Commands listed by group, with the whole first sentence of each one's help."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the lists.
-
-        Args:
-            ctx: context of the call.
-            formatter: what the help is written with.
-        """
+        """Write the lists."""
         groups: dict[str, list[tuple[str, str]]] = {}
         for name in self.list_commands(ctx):
             command: Any = self.commands[name]
@@ -147,9 +142,6 @@ _CREDENTIALS = {
 
 def root_of(text: str) -> AnyPath:
     """The root that a user names.
-
-    Args:
-        text: path or URL.
 
     Raises:
         InputError: a URL of an unknown kind, or of an object store that does not answer.

@@ -258,10 +258,6 @@ class ReplicaCheck:
     def settle(self, step: int, parts: Sequence[Mapping[str, Any]]) -> Verdict:
         """Warns of replicas that differ, or refuses the step.
 
-        Args:
-            step: number of the step that is being committed.
-            parts: reports of all processes, in order.
-
         Raises:
             ReplicaError: replicas differ, and the mode is ``"raise"``; or the processes have
                 written parts of several of them.

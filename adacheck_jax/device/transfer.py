@@ -258,9 +258,6 @@ def _cut(data: jax.Array, start: Sequence[int], shape: tuple[int, ...]) -> jax.A
 def held(array: Any) -> Callable[[], Any]:
     """Keeps what an array on CPU devices has, also when it is donated.
 
-    Args:
-        array: plain array.
-
     Returns:
         Makes an array of the same elements, which lies as it did.
     """

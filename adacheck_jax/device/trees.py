@@ -50,9 +50,6 @@ def matches(path: str, pattern: str) -> bool:
 def flatten(tree: PyTree) -> tuple[dict[str, Any], TreeDef]:
     """Flattens a pytree into ``{leaf path: leaf}``, in tree order.
 
-    Args:
-        tree: any pytree.
-
     Returns:
         The leaves by leaf path, and the treedef that :func:`unflatten` takes.
 

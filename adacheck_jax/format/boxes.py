@@ -89,10 +89,6 @@ class Box:
 def cuts_of(boxes: Iterable[Box], shape: Sequence[int]) -> Cuts:
     """The cut points of a grid of boxes.
 
-    Args:
-        boxes: the distinct boxes of one leaf, in any order.
-        shape: the leaf's global shape.
-
     Returns:
         The cuts for which :func:`grid` gives these boxes back, sorted.
 

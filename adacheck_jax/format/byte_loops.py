@@ -79,10 +79,6 @@ def wait_until_compiled() -> None:
 def fingerprint_of(block: np.ndarray, start: Sequence[int] = ()) -> int:
     """Contribution of one block to the fingerprint of its leaf.
 
-    Args:
-        block: elements of one box.
-        start: first index of the box in the leaf; left out for a whole leaf.
-
     Returns:
         A partial sum modulo 2**64; :func:`~adacheck_jax.format.fingerprint.combine` adds up those
         of boxes that tile the leaf.

@@ -58,9 +58,6 @@ class Extent:
     def spans(self, rows: Box) -> tuple[Spans, Spans]:
         """Bytes of some rows of the box in the raw and the compressed array.
 
-        Args:
-            rows: the rows, from :meth:`rows`.
-
         Returns:
             One range a plane; of a code all its bytes, one range in each array.
         """

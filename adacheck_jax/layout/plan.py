@@ -335,12 +335,7 @@ def within(root: str, path: str) -> str | None:
 
 
 def params_of(params: Sequence[str], ends: Sequence[str]) -> Params:
-    """The tree of the params of a recorder, which has the paths of the tree of their gradients.
-
-    Args:
-        params: leaf paths of the trained params.
-        ends: paths of their gradients in that tree.
-    """
+    """The tree of the params of a recorder, which has the paths of the tree of their gradients."""
     common: set[str] | None = None
     for end in ends:
         own = {path[: -len(end)].removesuffix("/") for path in params if _ends_with(path, end)}

@@ -282,12 +282,7 @@ class Follower:
 def changed_words(
     weights: Weights, changes: list[WeightChange]
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Places of words that changed, and the words that are there now, by leaf path.
-
-    Args:
-        weights: the weights after all changes.
-        changes: the changes.
-    """
+    """Places of words that changed, and the words that are there now, by leaf path."""
     found = {}
     for index, places in sorted(weights.changed(changes).items()):
         positions = np.unique(np.concatenate(places))
@@ -326,12 +321,7 @@ class _Targets:
         )
 
     def placed(self, weights: Weights, indices: Collection[int]) -> dict[int, jax.Array]:
-        """Some leaves on their devices, in the data types that they were published in.
-
-        Args:
-            weights: the weights, which may change afterwards.
-            indices: indices of leaves.
-        """
+        """Some leaves on their devices, in the data types that they were published in."""
         chosen, kinds = [*indices], []
         for index in chosen:
             leaf = weights.leaves.leaves[index]

@@ -37,13 +37,7 @@ def counts(record: Version, claims: Iterable[Claim]) -> bool:
 def onwards(
     start: Version, versions: Iterable[Version], refused: Set[str] = frozenset()
 ) -> tuple[Version, ...]:
-    """The versions that build on one, each on the one before, as far as they go.
-
-    Args:
-        start: the version.
-        versions: versions that count.
-        refused: checksums of versions whose delta is damaged.
-    """
+    """The versions that build on one, each on the one before, as far as they go."""
     # Of two that build on one version the later one goes on: the other was given up.
     ascending = sorted(versions, key=lambda each: each.sequence)
     children = {each.parent.checksum: each for each in ascending if each.parent}

@@ -149,10 +149,6 @@ class VersionReader:
     def load(self, route: Route, have: Weights | None) -> tuple[Weights, list[WeightChange]]:
         """Weights at the end of a route, not compared with fingerprints yet.
 
-        Args:
-            route: the route.
-            have: weights at its start, which are changed in place once all was read.
-
         Returns:
             The weights, and all changes that were applied.
 
@@ -263,10 +259,6 @@ def check(version: Version, leaves: Leaves, found: Sequence[int], where: object)
 
 def read_version(root: Root, number: int) -> tuple[Version, Weights, list[WeightChange]]:
     """One version that is kept, compared with its fingerprints on the host.
-
-    Args:
-        root: the root.
-        number: the caller's number of the version.
 
     Returns:
         The record, the weights, and the changes of its own delta: none if it has none.

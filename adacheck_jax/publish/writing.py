@@ -80,11 +80,6 @@ class Writer:
     def write(self, version: int, made: Weights, sums: Sequence[int]) -> Published:
         """Writes one version, and a base if one is due; prunes.
 
-        Args:
-            version: the caller's number.
-            made: its weights, which the writer keeps.
-            sums: fingerprint of each leaf.
-
         Raises:
             StorageError: it cannot be written, or another publisher has taken over.
         """

@@ -32,11 +32,6 @@ def check_types(leaves: Sequence[Any], base: BaseManifest, where: AnyPath) -> No
 
     Orbax takes shapes, data types and key types from files that no checksum protects.
 
-    Args:
-        leaves: the leaves as they were read; None or abstract for one that was not.
-        base: the base's manifest.
-        where: the base's directory, for the message.
-
     Raises:
         MismatchError: leaves have 64-bit elements, and jax makes none in this thread.
         IntegrityError: names every leaf of another shape or data type.

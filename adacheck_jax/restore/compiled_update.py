@@ -62,12 +62,7 @@ class CompiledUpdates:
             self._loading(lineage, update)
 
     def begin_compiling(self, lineage: Lineage, placements: Mapping[str, Any]) -> None:
-        """Compile on a new thread, while the base is read.
-
-        Args:
-            lineage: the lineage, after :meth:`begin_loading`.
-            placements: the sharding that each leaf is read onto, by leaf path.
-        """
+        """Compile on a new thread, while the base is read."""
         update, specs = lineage.base.update, lineage.base.leaves
         if update is None or lineage.base.checksum not in self._loaded:
             return

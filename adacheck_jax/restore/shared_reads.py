@@ -128,9 +128,6 @@ def plan(shared: Iterable[SharedPart]) -> tuple[ShareExchange, ...]:
 
     Runs, since parts that follow one another may lie in one stored chunk, which is read whole.
 
-    Args:
-        shared: the parts, in the order in which they are stored.
-
     Returns:
         One exchange for each set of holders, in an order that is the same in every process.
     """

@@ -21,10 +21,6 @@ def replay_shardings(leaves: Sequence[Any], update: Update) -> dict[int, jax.sha
     that these compute in. Those of the largest leaf are taken; a leaf that lies elsewhere (a
     counter on one device, a host value) is replicated there.
 
-    Args:
-        leaves: every leaf of the state, or its ``jax.ShapeDtypeStruct``.
-        update: the update.
-
     Returns:
         A sharding for each leaf that the update takes, by leaf index.
     """
@@ -43,10 +39,6 @@ def apart_shardings(leaves: Sequence[Any], update: Update) -> dict[int, jax.shar
     """Shardings for replay of the leaves that some of the replaying processes do not hold.
 
     These are read onto them at once: a process without a leaf could not give it to the program.
-
-    Args:
-        leaves: the ``jax.ShapeDtypeStruct`` of every leaf of the state.
-        update: the update.
     """
     own, main = _shardings_of(leaves, update)
     everyone = _processes(main)

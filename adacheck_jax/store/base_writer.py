@@ -150,12 +150,7 @@ _MIN_STILL_BYTES = 1 << 16
 
 
 def seldom_changed(leaves: Sequence[Leaf], touched: Collection[int]) -> frozenset[int]:
-    """The leaves that may well be the same at the next base: no update computes them.
-
-    Args:
-        leaves: every leaf of the state.
-        touched: indices of the leaves that updates take or return.
-    """
+    """The leaves that may well be the same at the next base: no update computes them."""
     large = {i for i, leaf in enumerate(leaves) if leaf.nbytes >= _MIN_STILL_BYTES}
     return frozenset(large.difference(touched))
 
@@ -163,13 +158,7 @@ def seldom_changed(leaves: Sequence[Leaf], touched: Collection[int]) -> frozense
 def agreed(
     reports: Sequence[Mapping[str, Any]], key: str, writers: Mapping[int, Collection[int]]
 ) -> tuple[tuple[int, int], ...]:
-    """The pairs of a leaf and something that hold in every process that wrote some of the leaf.
-
-    Args:
-        reports: of all processes, in their order.
-        key: name of the pairs in a report.
-        writers: processes that wrote some of each leaf.
-    """
+    """The pairs of a leaf and something that hold in every process that wrote some of the leaf."""
     told = [dict(report[key]) for report in reports]
     pairs = []
     for i in sorted(set().union(*told)):

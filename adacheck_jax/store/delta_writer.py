@@ -201,12 +201,6 @@ def write(
 ) -> list[dict[str, Any]]:
     """Writes one process's sections of successive deltas as one pack, durably.
 
-    Args:
-        packed: one section a delta, oldest first.
-        start: beginning of the paths of the pack's files.
-        codec: codec of the compressed array.
-        memory: owner of the sections' memory, which is given back.
-
     Returns:
         One report a delta, with the runs of ``zeros`` that were left out.
     """

@@ -15,12 +15,7 @@ _HEAD_BYTES = 64
 
 
 def firsts(blocks: Sequence[np.ndarray], kinds: Sequence[Hashable]) -> list[int]:
-    """Position of the first block with the same kind, size and bits, for each block: often its own.
-
-    Args:
-        blocks: arrays of any element type.
-        kinds: properties of each block that must agree too, such as its data type.
-    """
+    """Position of the first block of the same kind, size and bits, for each: often its own."""
     groups: dict[Hashable, list[int]] = {}
     for i, (block, kind) in enumerate(zip(blocks, kinds, strict=True)):
         head = block.flat[: _HEAD_BYTES // block.itemsize].tobytes()  # most differ there

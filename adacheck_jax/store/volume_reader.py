@@ -143,12 +143,6 @@ def fingerprint_of_array(
 ) -> int:
     """Fingerprint of an array's stored elements, as those of the type that was saved.
 
-    Args:
-        directory: directory of the array's database.
-        name: the array's name.
-        dtype: name of the type that was saved.
-        into: an array of the same shape that the elements are put into; None for none.
-
     Raises:
         ValueError: a chunk is missing, truncated, or its checksum does not match.
     """

@@ -194,11 +194,6 @@ def keep(
 
     Every bit is read and compared, so that no damaged volume is relied on.
 
-    Args:
-        earlier: names and directories of volumes, the latest first.
-        pieces: pieces of arrays that may not have changed.
-        directory: directory for the links, which go into a folder of each volume's name.
-
     Returns:
         Names of the pieces that need not be written again, each with the name of its volume.
     """

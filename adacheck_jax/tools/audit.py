@@ -213,10 +213,6 @@ class _Audit:
     def look(self, steps: Sequence[Step], progress: Progress) -> list[Step]:
         """Verify steps; damaged ones again, until their files do not change.
 
-        Args:
-            steps: the steps.
-            progress: callback before the first look at each step.
-
         Returns:
             The steps that were deleted meanwhile; the others have a report.
         """

@@ -237,11 +237,7 @@ class Note:
 
 
 def note_of(step_directory: AnyPath) -> Note:
-    """Read the note of a step; a note that is missing or damaged tells nothing, and hurts nothing.
-
-    Args:
-        step_directory: the step's own directory, not one of its items.
-    """
+    """Read the note of a step; one that is missing or damaged tells nothing and hurts nothing."""
     found = _json(step_directory, _NOTE)
     nanoseconds = found.get("commit_timestamp_nsecs") or found.get("init_timestamp_nsecs")
     saved_at = None

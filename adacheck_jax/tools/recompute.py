@@ -109,11 +109,7 @@ class Recomputation:
         self._failed: dict[tuple[Hashable, ...], Damage] = {}
 
     def replay(self, lineage: Lineage) -> Replayed:
-        """Recompute the steps of the last save of a lineage.
-
-        Args:
-            lineage: the lineage of a saved step.
-        """
+        """Recompute the steps of the last save of a lineage."""
         problem = cannot_replay_here(lineage)
         if problem is not None:
             return Replayed(problem=problem)
@@ -145,12 +141,7 @@ class Recomputation:
 
 
 def base_leaves(stock: StockCheckpoints, lineage: Lineage) -> list[Any]:
-    """Read a base: on one device the leaves that updates touch, all others on the host.
-
-    Args:
-        stock: reader of bases.
-        lineage: a lineage that begins with it.
-    """
+    """Read a base: on one device the leaves that updates touch, all others on the host."""
     base, directory = lineage.base, lineage.base_directory
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     on_device = touched(base)
@@ -171,9 +162,6 @@ def wide_integers(dtypes: Iterable[str]) -> Iterator[None]:
     """This library's own settings; and 64-bit elements, if there are any, on all threads.
 
     Orbax reads on threads of its own.
-
-    Args:
-        dtypes: data types of the leaves that are made device arrays.
     """
     wide = frozenset({"int64", "uint64", "float64", "complex128"})
     before = jax.enable_x64.get_global()  # jax.config has what this thread has set

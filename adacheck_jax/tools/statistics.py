@@ -69,9 +69,6 @@ CODED = "left out by a code"
 def statistics_of(root: AnyPath) -> RootStatistics:
     """Tell where the bytes of a root go.
 
-    Args:
-        root: the directory given to the checkpoint manager.
-
     Raises:
         InputError: the root is missing, is not a directory, or holds no step of ours.
     """

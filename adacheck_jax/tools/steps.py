@@ -30,9 +30,6 @@ class InputError(Exception):
 def steps_under(root: AnyPath) -> list[Step]:
     """The steps under a root, damaged ones included.
 
-    Args:
-        root: the directory given to the checkpoint manager.
-
     Raises:
         InputError: the root is missing, is not a directory, or holds no step of ours.
     """
@@ -167,10 +164,6 @@ def settled(
 
     A step that is being deleted looks damaged; :mod:`~adacheck_jax.store.steps.deletion` tells.
 
-    Args:
-        look: the look.
-        suspects: item directories of the steps that look damaged in what a look found.
-
     Returns:
         Findings of the last look, and the suspects that are gone.
     """
@@ -189,9 +182,6 @@ def settled(
 def undeleted(directory: AnyPath) -> Iterator[None]:
     """Tell an error of reading a step that was deleted meanwhile from one of a step that is there.
 
-    Args:
-        directory: the step's item directory.
-
     Raises:
         StepDeletedError: in place of the error, if the step is gone.
     """
@@ -206,11 +196,7 @@ def undeleted(directory: AnyPath) -> Iterator[None]:
 
 
 def deleted(directory: AnyPath) -> StepDeletedError:
-    """Error for a step that was deleted while it was looked at.
-
-    Args:
-        directory: the step's item directory.
-    """
+    """Error for a step that was deleted while it was looked at."""
     return StepDeletedError(
         f"{directory}: expected a step to read, found that it was deleted meanwhile. Take another "
         "step (adacheck ls lists them)."

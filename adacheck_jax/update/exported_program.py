@@ -79,11 +79,6 @@ def export(
 def load(data: bytes, update: Update, where: str) -> UpdateFunction:
     """Load an exported update program; refuse one that does more than compute.
 
-    Args:
-        data: the serialized program.
-        update: the manifest's description of the update, with the program's digest.
-        where: file name, for error messages.
-
     Returns:
         The update. It raises FormatError if the program does not take the leaves that it is called
         with, or returns others.

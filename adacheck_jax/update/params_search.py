@@ -161,12 +161,6 @@ def named_root(
 ) -> str | None:
     """Leaf path of the subtree outside all recorders that has a name, nearest to a node.
 
-    Args:
-        name: leaf path of the subtree, or the end of one.
-        node: the node.
-        nodes: the nodes of all recorders in the state.
-        leaves: all leaf paths of the state.
-
     Returns:
         The path; None if there is no such subtree.
 

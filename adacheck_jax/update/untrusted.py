@@ -92,10 +92,6 @@ def trust(data: bytes) -> None:
 def check_parses(data: bytes, where: str) -> None:
     """Parse a program in another process, if that was not done before; waits for it.
 
-    Args:
-        data: the serialized program.
-        where: name of its file, for the message.
-
     Raises:
         FormatError: the program ended the process that parsed it, or took too long.
     """
@@ -143,10 +139,6 @@ def digest_of(program: bytes) -> str:
 
 def check_operations(exported: jax.export.Exported, where: str) -> None:
     """Refuse a program that may do anything but compute.
-
-    Args:
-        exported: the program from ``jax.export.deserialize``, which has not parsed it yet.
-        where: name of its file, for the message.
 
     Raises:
         FormatError: names the operations that are not allowed.

@@ -51,11 +51,6 @@ def tree_of(described: PyTree, wanted: Collection[str], value: Callable[[str], A
     """The tree of a base with values in the place of metadata, and of the wanted leaves alone.
 
     Positions in a list stay: None is in the place of what is left out before a wanted leaf.
-
-    Args:
-        described: Orbax's metadata tree.
-        wanted: leaf paths of the wanted leaves.
-        value: the value for a leaf path, as :func:`stored` makes it.
     """
     above = {""} | {p[:i] for p in wanted for i, c in enumerate(p) if c == "/"} | {*wanted}
 

@@ -202,11 +202,6 @@ class DeltaReader:
 
         Only the stored boxes that meet the box are read, and of these only the rows in it.
 
-        Args:
-            index: the leaf's index.
-            box: the box whose elements the block holds.
-            block: the elements, to be changed.
-
         Raises:
             IntegrityError, FormatError: as from :meth:`read`.
         """

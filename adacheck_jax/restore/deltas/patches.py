@@ -40,12 +40,7 @@ class Patches:
         return not self._pending.keys().isdisjoint(indices)
 
     def replace(self, index: int, array: jax.Array) -> None:
-        """Take an array in place of a leaf's pending patches, if it lies where the leaf does.
-
-        Args:
-            index: the leaf's index.
-            array: the leaf's stored elements in the newest delta, already on devices.
-        """
+        """Take an array in place of a leaf's pending patches, if it lies where the leaf does."""
         leaf = self._working[index]
         is_plain = isinstance(leaf, jax.Array) and not transfer.is_key(leaf)
         if is_plain and leaf.sharding == array.sharding:

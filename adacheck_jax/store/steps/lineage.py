@@ -183,13 +183,7 @@ class Lineage:
         return all(at(entry.manifest_path).exists for entry in chosen)
 
     def followed_by(self, manifest: DeltaManifest, directory: AnyPath, *, linked: bool) -> Lineage:
-        """The lineage of the next delta.
-
-        Args:
-            manifest: the delta's manifest.
-            directory: its item directory.
-            linked: True if that directory holds links to all of this lineage.
-        """
+        """The lineage of the next delta."""
         entries = self.entries
         if linked:
             entries = tuple(

@@ -51,11 +51,6 @@ class ExportedLeaf:
 def planned(leaves: Sequence[Leaf], indices: Iterable[int], wanted: Format) -> list[ExportedLeaf]:
     """The leaves of an export; those that Orbax does not store (empty arrays) left out.
 
-    Args:
-        leaves: the leaves of the step.
-        indices: indices of the leaves to export.
-        wanted: the format.
-
     Raises:
         MismatchError: names every leaf that the format cannot hold, or two leaves of one name.
     """
@@ -117,12 +112,7 @@ def check_safetensors() -> None:
 
 
 def shards_of(leaves: Sequence[ExportedLeaf], most_bytes: int) -> dict[str, list[ExportedLeaf]]:
-    """Leaves by file name: in their order, each file as full as it may be.
-
-    Args:
-        leaves: the leaves.
-        most_bytes: largest size of a file's arrays; a larger leaf gets a file of its own.
-    """
+    """Leaves by file name: in their order, each file as full as it may be."""
     shards: list[list[ExportedLeaf]] = [[]]
     size_bytes = 0
     for each in leaves:
@@ -143,14 +133,7 @@ def write_safetensors(
     read_leaf: Callable[[int], np.ndarray],
     metadata: Mapping[str, str],
 ) -> None:
-    """Write leaves into one file, or several and an index.
-
-    Args:
-        directory: path of the new directory.
-        leaves: the leaves.
-        read_leaf: reads one of them.
-        metadata: texts for each file's header.
-    """
+    """Write leaves into one file, or several and an index."""
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
@@ -176,10 +159,6 @@ def read_safetensors(
     directory: Path, leaves: Sequence[ExportedLeaf]
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Read leaves back by the library, each from the file that the index names.
-
-    Args:
-        directory: directory of the files.
-        leaves: the leaves.
 
     Yields:
         Each leaf's index and elements.

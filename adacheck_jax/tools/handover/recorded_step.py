@@ -45,10 +45,6 @@ class RecordedStep:
     def restored(self, stock: StockCheckpoints, rules: Sequence[Rule] | None = None) -> Restored:
         """Restore the step, exactly, on its own devices or on one of this machine.
 
-        Args:
-            stock: reader of bases.
-            rules: rules that give it another layout; None for its own.
-
         Raises:
             AdaCheckError: the step is damaged, cannot be restored exactly on this machine, or rules
                 do not fit it.

@@ -65,12 +65,6 @@ def compare_steps(before: Walk, old: int, after: Walk, new: int) -> StepComparis
 
     Leaves with the same fingerprint are equal, and steps of which all are equal are not restored.
 
-    Args:
-        before: run of the one step.
-        old: its number.
-        after: run of the other step.
-        new: its number.
-
     Raises:
         InputError: this machine cannot replay one of them.
         AdaCheckError: one of them is damaged.
@@ -108,11 +102,6 @@ def compare_runs(
 
     Fingerprints of all leaves are compared step by step, which reads manifests alone. The first
     step that differs is restored from both.
-
-    Args:
-        first: the one run.
-        second: the other run.
-        progress: is told of the progress.
 
     Raises:
         InputError: they have no step in common, or other leaves.

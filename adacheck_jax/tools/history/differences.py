@@ -80,12 +80,6 @@ def difference(
 ) -> LeafDifference | None:
     """Compare a leaf of two states.
 
-    Args:
-        before: its elements.
-        after: others, of the same shape and data type.
-        leaf: its description.
-        role: one of :func:`roles_of`.
-
     Returns:
         None if every bit is the same.
     """

@@ -102,14 +102,7 @@ def log(
 
 
 def row_of(walk: Walk, state: State, before: Sequence[np.ndarray]) -> StepLog:
-    """Log of one step.
-
-    Args:
-        walk: the run.
-        state: the step's state.
-        before: the params that its change is told from, as from :func:`params_of`; none to tell
-            no change.
-    """
+    """Log of one step."""
     params, change = params_of(state), None
     if before and [p.shape for p in params] == [p.shape for p in before]:
         pairs = zip(params, before, strict=True)

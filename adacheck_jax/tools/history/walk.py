@@ -110,10 +110,6 @@ class Walk:
     def number(self, wanted: int | None) -> int:
         """The recorded step that a caller means.
 
-        Args:
-            wanted: a step number; None for the newest step; -1 is the newest too, -2 the one before
-                it.
-
         Raises:
             InputError: it is not recorded.
         """
@@ -145,9 +141,6 @@ class Walk:
 
     def at(self, step: int) -> State:
         """The state of a recorded step, verified.
-
-        Args:
-            step: its number, one of :attr:`steps`.
 
         Raises:
             InputError: this machine cannot replay it.

@@ -25,9 +25,6 @@ Figure = tuple[str, str, Markup]  # title, value and chart
 def page_of(report: Report) -> str:
     """Draw a report.
 
-    Args:
-        report: the report.
-
     Returns:
         The text of an HTML file.
     """

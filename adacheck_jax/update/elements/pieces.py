@@ -72,10 +72,6 @@ class Batch:
     def mapped(self, values: Mapping[int, Any], arrays: Sequence[Any]) -> list[Any]:
         """Evaluate the groups on long vectors, row by row.
 
-        Args:
-            values: scalars by number; see :meth:`Pieces.scalars`.
-            arrays: elements of the leaves in :attr:`taken`, in their order.
-
         Returns:
             Elements of the leaves in :attr:`outputs`.
         """
@@ -277,10 +273,6 @@ class Pieces:
         self, given: Mapping[int, Any], switches: Any
     ) -> tuple[dict[int, Any], dict[int, Any]]:
         """Compute all that depends on scalars alone.
-
-        Args:
-            given: values of the :attr:`scalar_leaves`.
-            switches: the update's last argument.
 
         Returns:
             The scalars of the state after the update, by leaf index; and what batches take.

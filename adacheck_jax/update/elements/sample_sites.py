@@ -108,11 +108,7 @@ class Sites:
         return {i: each.count for i, each in self._shape_of.items()}
 
     def starts_at(self, number: int) -> Starts:
-        """The first elements of one sample.
-
-        Args:
-            number: the sample's number, which seeds the choice of elements.
-        """
+        """The first elements of one sample."""
         starts = np.zeros((len(self.devices), len(self.shapes)), np.int32)
         for row, device in enumerate(self.devices):
             random = np.random.default_rng([number, device])

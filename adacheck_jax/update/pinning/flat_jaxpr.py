@@ -125,13 +125,7 @@ def evaluate(
     values: dict[int, Any],
     bind: Callable[[Op, list[Any]], Sequence[Any]] = Op.bind,
 ) -> None:
-    """Evaluate operations one by one.
-
-    Args:
-        ops: operations, in order.
-        values: values by number, to which those that the operations compute are added.
-        bind: function that evaluates one operation.
-    """
+    """Evaluate operations one by one."""
     for op in ops:
         taken = [values[ref] if isinstance(ref, int) else ref.val for ref in op.inputs]
         with op.eqn.ctx.manager:  # the mesh and the settings that it was traced with

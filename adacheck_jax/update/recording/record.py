@@ -18,10 +18,6 @@ from adacheck_jax.errors import RecorderError
 def record_of(gradients: PyTree, dtype: Any) -> PyTree:
     """The record of gradients.
 
-    Args:
-        gradients: arrays and Python numbers.
-        dtype: data type of the record; None for the gradients' own. Integers keep theirs.
-
     Raises:
         RecorderError: a leaf is neither an array nor a number.
     """
