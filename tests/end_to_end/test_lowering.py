@@ -32,9 +32,10 @@ class Lowered:
         for platform in ("cuda", "tpu"):
             try:
                 jax.export.export(self._jitted, platforms=[platform])(*args, **kwargs)
-            except ValueError as error:  # of an update there is a program for each platform
-                assert "was exported for platforms '('cpu',)'" in str(error), error
-                return
+            except ValueError as error:
+                if "was exported for platforms '('cpu',)'" not in str(error):
+                    raise
+                return  # of an update there is a program for each platform
         self._names.append(getattr(self._jitted, "__name__", "?"))
 
 
