@@ -20,7 +20,7 @@ from adacheck_jax.schedule import line
 from adacheck_jax.schedule.waste import Schedule
 from adacheck_jax.store.steps import roots
 from tests import support
-from tests.end_to_end.test_multiprocess import launch
+from tests.processes import launch
 from tests.save.test_background_bases import trained
 from tests.support import abstract, assert_same_bits, manager_of, mesh_of, save_steps
 

@@ -24,7 +24,7 @@ from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.store.steps import lookup
 from benchmarks.redundancy import with_master_weights
 from tests import support
-from tests.end_to_end.test_multiprocess import launch, leaves
+from tests.processes import launch, leaves
 
 LAYERS = 2
 
