@@ -1,4 +1,4 @@
-"""Runs of several processes, each forked from one that has imported what all of them import.
+"""Processes that are forked from one that has imported what all of them import.
 
 To import JAX and Orbax takes a process longer than what most tests have it do.
 """
@@ -6,14 +6,17 @@ To import JAX and Orbax takes a process longer than what most tests have it do.
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing
 import os
 import runpy
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +26,9 @@ ROOT = Path(__file__).parents[1]
 WORKER = "tests.end_to_end.multiprocess_worker"
 
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["orbax.checkpoint.v1", "tests.support"])
+_FORKS.set_forkserver_preload(
+    ["orbax.checkpoint.v1", "adacheck_jax.device.loops.xla_handler", "tests.support"]
+)
 
 
 @dataclass(frozen=True)
@@ -52,19 +57,40 @@ class Child:
         return said
 
 
-def _run(module: str, arguments: list[str], environment: dict[str, str], output: Path) -> None:
-    """Runs a module in this process, as ``python -m`` would."""
+def _run(program: str, arguments: list[str], environment: dict[str, str], output: Path) -> None:
+    """Runs a module, or a script, in this process as Python would in a new one."""
+    gc.freeze()  # what was imported stays
+    gc.set_threshold(20_000, 10, 50)
     os.chdir(ROOT)
     os.environ.clear()
     os.environ.update(environment)  # the parent's as it is now, not when this was forked
     file = os.open(output, os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(file, stream)
-    sys.argv = [module, *arguments]
+    sys.argv = [program, *arguments]
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if program.endswith(".py"):
+            sys.path.insert(0, str(Path(program).parent))
+            runpy.run_path(program, run_name="__main__")
+        else:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
     finally:
         atexit._run_exitfuncs()  # JAX takes leave of the other processes; a fork does not run them
+
+
+def forked(program: str, *arguments: Any, environment: Mapping[str, str] = os.environ) -> Child:
+    """Starts a process that runs a module, or a script.
+
+    Args:
+        program: name of the module, or path of the script, which ends with ``.py``.
+        arguments: of its command line.
+        environment: of the process; JAX reads some of it as it is imported, which was before.
+    """
+    output = Path(tempfile.mkstemp(prefix=f"{Path(program).name}.", suffix=".txt")[1])
+    given = (program, [*map(str, arguments)], dict(environment), output)
+    process = _FORKS.Process(target=_run, args=given)
+    process.start()
+    return Child(process, output)
 
 
 def start(
@@ -72,15 +98,10 @@ def start(
 ) -> list[Child]:
     """Starts all processes of a run; ``tests/one_process.py`` says what they are given."""
     port = free_port()
-    children = []
-    for index in range(processes):
-        arguments = [str(value) for value in (mode, index, processes, port, root, out, devices)]
-        output = Path(tempfile.mkstemp(prefix=f"{mode}-{index}.", suffix=".txt")[1])
-        given = (worker, arguments, dict(os.environ), output)
-        process = _FORKS.Process(target=_run, args=given)
-        process.start()
-        children.append(Child(process, output))
-    return children
+    return [
+        forked(worker, mode, index, processes, port, root, out, devices)
+        for index in range(processes)
+    ]
 
 
 def outputs(children: list[Child]) -> list[str]:

@@ -182,6 +182,7 @@ def checked_of(root):
     return [getattr(each, "checked", "base") for each in found]
 
 
+@pytest.mark.slow
 def test_the_shadows_of_all_processes_prove_a_delta_together(run_of_two):
     base, *deltas = checked_of(run_of_two / "run")  # which another test goes on with
     assert (base, {*deltas}) == ("base", {"full"})
