@@ -212,6 +212,7 @@ def test_derived_trees_are_replayed_on_every_mesh(tmp_path, derived, dtypes, mes
     assert_derived_is_replayed(tmp_path, program.run(), names=(*derived,))
 
 
+@pytest.mark.slow
 def test_a_field_of_a_train_state_is_replayed(tmp_path):
     assert_derived_is_replayed(
         tmp_path, linen_program(mesh_of((4, 2))).run(), names=("ema_params",)

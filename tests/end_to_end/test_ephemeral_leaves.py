@@ -161,6 +161,7 @@ def test_deferred_steps_and_a_compacted_step_are_stale_too(tmp_path):
         assert set(info.stale.values()) == {1}
 
 
+@pytest.mark.slow
 def test_bases_that_are_made_in_the_background_have_the_residual(tmp_path, monkeypatch):
     monkeypatch.setattr(line, "BEGINNING", Schedule(3, 1))
     policy = adacheck.AdaptivePolicy(most_deltas=3)

@@ -286,6 +286,7 @@ def rule_sets(draw):
     return rules, back
 
 
+@pytest.mark.slow
 @settings(max_examples=max(4, settings().max_examples // 3))  # each saves and restores
 @given(rule_sets(), st.sampled_from(sorted(KINDS)), st.sampled_from([1, 2, 8]))
 def test_rules_drawn_at_random_come_back(tmp_path_factory, saved_steps, drawn, kind, devices):
