@@ -109,7 +109,7 @@ def fail_item(patch, name):
         patch.setattr(ocp.JsonCheckpointHandler, "async_save", async_save)
 
 
-@pytest.mark.first(1)
+@pytest.mark.first(0, slow=1)
 @pytest.mark.parametrize(
     ("failing", "max_deltas", "kinds", "again"),
     [

@@ -189,7 +189,7 @@ def saved_steps(tmp_path_factory):
     return there
 
 
-@pytest.mark.covering(1, quick=1)
+@pytest.mark.covering(1, quick=0)
 @pytest.mark.parametrize("devices", [1, 8], ids=["one device", "eight devices"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", TABLE)
