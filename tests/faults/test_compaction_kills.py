@@ -19,7 +19,7 @@ __all__ = ["library"]
 def test_a_compaction_that_is_stopped_or_fails_at_any_call_harms_nothing(
     library, tmp_path, step, modes
 ):
-    options = ("--directory", tmp_path, "--step", step, "--stride", 53)
+    options = ("--directory", tmp_path, "--step", step, "--stride", 37)
     printed = printed_by(
         *("-m", "tests.campaigns.compaction", *modes, *options), variables=shim.loading(library)
     )
