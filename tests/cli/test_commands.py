@@ -165,7 +165,7 @@ VERBS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.first(0, slow=1)
 @pytest.mark.parametrize("columns", [80, 120])
 def test_tables_fit_a_terminal(root: Path, columns):
     commands = [[word.format(root=root) for word in words] for words in VERBS]

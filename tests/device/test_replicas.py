@@ -23,7 +23,7 @@ from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.store.steps import lookup
 from adacheck_jax.tools import replica_report
 from tests import support
-from tests.end_to_end.test_multiprocess import launch
+from tests.processes import launch
 from tests.strategies import DTYPES, any_bits
 
 

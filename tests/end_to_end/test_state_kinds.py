@@ -598,7 +598,7 @@ def test_leaves_of_each_kind_come_back_as_they_were(tmp_path, kind, delta, has_r
         assert_comes_back(tmp_path, kind, KINDS[kind], delta, has_recorder)
 
 
-@pytest.mark.covering(1, quick=1)
+@pytest.mark.covering(1, quick=0)
 @pytest.mark.parametrize("kind", ["64 bits", "uint4", "zero-size"])
 def test_leaves_of_rare_kinds_come_back_as_they_were(tmp_path, kind):
     with jax.enable_x64(True) if kind == "64 bits" else contextlib.nullcontext():

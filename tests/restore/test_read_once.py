@@ -23,7 +23,7 @@ from adacheck_jax.restore.shared_reads import SharedPart
 from adacheck_jax.store.steps import roots
 from adacheck_jax.store.storage.kvstore import KvStore
 from adacheck_jax.store.storage.location import Location
-from tests.end_to_end.test_multiprocess import start
+from tests.processes import outputs, start
 from tests.restore.read_once_state import advance, saved_run
 from tests.support import host_copy
 
@@ -163,14 +163,7 @@ def words(array):
 
 def restored(root, processes, devices):
     children = start("restore", processes, root / "run", root / "bits.npz", devices, WORKER)
-    try:
-        outputs = [child.communicate(timeout=400)[0] for child in children]
-    finally:
-        for child in children:
-            child.kill()
-    for child, output in zip(children, outputs, strict=True):
-        assert child.returncode == 0, output
-    return [[json.loads(line) for line in output.splitlines()[-2:]] for output in outputs]
+    return [[json.loads(line) for line in output.splitlines()[-2:]] for output in outputs(children)]
 
 
 @pytest.mark.slow

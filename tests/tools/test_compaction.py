@@ -133,6 +133,7 @@ def not_here(_: Any, fallback: Any) -> Any:
     return fallback
 
 
+@pytest.mark.slow
 def test_an_update_that_adds_up_elements_needs_the_devices_it_ran_on(tmp_path, monkeypatch):
     trained = recorded_run(REDUCING["lamb"](), separate=True)
     with manager_of(tmp_path, adacheck.AdaCheckHandler(trained.recorder)) as manager:

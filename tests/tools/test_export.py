@@ -308,6 +308,7 @@ def test_what_a_killed_export_left_goes_with_the_next_one(recorded, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
+@pytest.mark.slow
 def test_an_export_that_goes_on_is_waited_for_and_left_alone(recorded, tmp_path):
     words = (recorded[0], 1, tmp_path / "x")
     with exporting(*words) as process:

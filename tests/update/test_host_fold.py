@@ -66,7 +66,7 @@ def blocks_of(array, cuts=None):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.first(1, slow=3)
+@pytest.mark.first(0, slow=2)
 def test_every_step_has_the_bits_of_training(name, dtype, monkeypatch):
     monkeypatch.setattr(host_fold, "CHUNK_ELEMENTS", 256)  # several chunks, and some with padding
     states, update = trained(OPTIMIZERS[name](), dtype, 5)

@@ -72,7 +72,7 @@ def assert_same_samples(arrays, numbers=(0, 1, 5)):
 DTYPES = ("float32", "bfloat16", "int32", "bool", "complex64", "float8_e4m3fn", "int4")
 
 
-@pytest.mark.covering(1, quick=2)
+@pytest.mark.covering(1, quick=1)
 @pytest.mark.parametrize("has_loops", [True, False])
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("shape", MESHES, ids=str)
@@ -80,9 +80,11 @@ def test_devices_and_host_take_the_same_samples(monkeypatch, shape, axis_type, h
     if not has_loops:
         monkeypatch.setattr(xla_call, "wait", lambda: False)
     assert xla_call.wait() == has_loops
-    assert_same_samples(arrays_on(mesh_of(shape, axis_type), DTYPES))
+    dtypes = DTYPES if shape == (1,) else ("bfloat16", "complex64", "int4")
+    assert_same_samples(arrays_on(mesh_of(shape, axis_type), dtypes))
 
 
+@pytest.mark.slow
 def test_64_bit_leaves_are_sampled():
     with jax.enable_x64(True):
         dtypes = ("float64", "int64", "complex128")
