@@ -24,9 +24,6 @@ _KILL_AT = (6, 30)
 def run(keep: Path | None) -> bool:
     """Train, kill, resume and restore on other meshes; print what is seen.
 
-    Args:
-        keep: new or empty directory to work in; None makes one among the temporary files.
-
     Returns:
         True if every bit was equal.
 

@@ -60,13 +60,7 @@ def from_base(
 
 
 def oldest_kept(sequences: Sequence[int], bases: Sequence[int], keep: int) -> int:
-    """The first sequence number that is not pruned: that of a base.
-
-    Args:
-        sequences: sequence numbers of all versions, ascending.
-        bases: sequence numbers of all bases, ascending.
-        keep: number of the newest versions that must stay readable.
-    """
+    """The first sequence number that is not pruned: that of a base."""
     if len(sequences) <= keep:
         return 0
     return max((each for each in bases if each <= sequences[-keep]), default=0)

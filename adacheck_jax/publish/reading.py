@@ -93,10 +93,6 @@ class VersionReader:
 
         Where all records end before the one in hand the root was lost, or begun anew: the way is
         that to its newest version then, whose number may be lower.
-
-        Args:
-            have: version of the weights in hand; None if there are none.
-            last: largest sequence number to go to; None for any.
         """
         sequences = [each for each in self.sequences() if last is None or each <= last]
         newest = max(sequences, default=-1)

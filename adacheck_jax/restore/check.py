@@ -73,12 +73,6 @@ def check_bits(
 ) -> list[int]:
     """Compare every leaf with the fingerprint taken when the step was saved.
 
-    Args:
-        leaves: the restored leaves; None for one that was not asked for.
-        lineage: the lineage that ends at the step.
-        where: the step's directory, for the message.
-        rounded: indices of the leaves that need only be right to rounding.
-
     Returns:
         Indices of those leaves of ``rounded`` whose bits differ.
 

@@ -148,12 +148,7 @@ class _Replay:
         self._take()
 
     def run(self, readers: Sequence[DeltaReader], consumed: Iterator[Consumed]) -> None:
-        """Replay deltas, and put all leaves back.
-
-        Args:
-            readers: readers of the deltas, oldest first; those without an update too.
-            consumed: the arrays that each update consumes.
-        """
+        """Replay deltas, and put all leaves back."""
         for done, reader in enumerate(readers):
             self._progress.tell(done, len(readers))
             if not reader.delta.has_update:

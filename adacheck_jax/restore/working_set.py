@@ -108,13 +108,7 @@ class WorkingSet:
         self._leaves[index] = leaf
 
     def take(self, indices: Sequence[int], copied: Collection[int] = ()) -> list[jax.Array]:
-        """Take leaves out, onto the shardings for replay.
-
-        Args:
-            indices: indices of the leaves.
-            copied: indices of the leaves of which a copy is given, since their arrays must
-                outlive a donation.
-        """
+        """Take leaves out, onto the shardings for replay."""
         return [self._take(index, index in copied) for index in indices]
 
     def _take(self, index: int, is_copied: bool) -> jax.Array:

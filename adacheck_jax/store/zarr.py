@@ -46,12 +46,7 @@ def database_in(
 
 
 def database_at(start: AnyPath, context: ts.Context | None = None) -> ts.KvStore:
-    """Opens an OCDBT database whose files lie side by side, among others.
-
-    Args:
-        start: beginning of the files' paths; a dot follows.
-        context: tensorstore's context; None for a new one.
-    """
+    """Opens an OCDBT database whose files lie side by side, among others."""
     # By itself OCDBT would take the path for a directory.
     base = {"driver": "kvstack", "layers": [{"base": at(start).spec(".")}]}
     names = ("value_data_prefix", "btree_node_data_prefix", "version_tree_node_data_prefix")
@@ -97,12 +92,7 @@ def key_of(name: str) -> str:
 
 
 def chain(codec: Codec | None, word_bytes: int = 1) -> list[dict[str, Any]]:
-    """Codecs of an array's chunks; crc32c comes last, so that the stored bytes are checked.
-
-    Args:
-        codec: the compressor, None for none.
-        word_bytes: width of the elements, whose bits are shuffled.
-    """
+    """Codecs of an array's chunks; crc32c comes last, so that the stored bytes are checked."""
     codecs: list[dict[str, Any]] = []
     if codec == "zstd" and word_bytes == 1:
         codecs = [{"name": "zstd", "configuration": {"level": 1, "checksum": False}}]

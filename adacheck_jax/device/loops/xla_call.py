@@ -39,10 +39,6 @@ _SUMS, _SAMPLES = "adacheck_fingerprints", "adacheck_samples"
 def sums(shards: Sequence[jax.Array], table: jax.Array) -> jax.Array:
     """Partial sums of shards; to be traced into a program for CPU devices.
 
-    Args:
-        shards: arrays on one device.
-        table: their positions and widths, from ``shard_tables.of_sums``.
-
     Returns:
         uint32 of shape (shards, 2): the low and the high half of each sum.
     """

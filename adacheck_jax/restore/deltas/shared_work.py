@@ -100,12 +100,6 @@ class SharedWork:
     ) -> PackReader:
         """A reader of a delta's section of a pack.
 
-        Args:
-            entry: the save that wrote the delta.
-            number: the delta's position among those of the save, from 0.
-            process: the pack's process.
-            kind: kind of its array. The deltas of one save lie one after another in it.
-
         Raises:
             FormatError: the pack is missing, or has another length than the manifest says.
         """

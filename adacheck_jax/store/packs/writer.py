@@ -26,12 +26,6 @@ def write_pack(
 ) -> list[list[Ranges]]:
     """Writes one pack durably, in one transaction.
 
-    Args:
-        start: beginning of the paths of its files; their directory is made if absent.
-        contents: kind and sections of each array. An array without bytes is not written; the
-            sections may be changed again after the call.
-        codec: codec of the compressed array.
-
     Returns:
         Ranges of blocks of zeros that were left out, by array and section.
     """

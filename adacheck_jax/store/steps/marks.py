@@ -52,9 +52,6 @@ def _is_of_orbax(item_directory: AnyPath) -> bool:
 def finalize(item_directory: AnyPath) -> bool:
     """Commits a step that was written in place, if nobody but its handler will.
 
-    Args:
-        item_directory: directory that a handler was called with; its manifest is durable.
-
     Returns:
         False if Orbax commits it.
     """
