@@ -19,7 +19,7 @@ from adacheck_jax.store.storage.interface import Entry, Kind, Stamp
 _NO_VALUE = b"\x02"
 """Generation of a key that has no value, by which a write is made conditional."""
 _PATIENCE = {"max_retries": 4, "initial_delay": "500ms", "max_delay": "4s"}
-"""Tensorstore's own goes on for a quarter of an hour."""
+"""Retries of a first look alone: reads and writes keep tensorstore's own, about 15 minutes."""
 _ANSWER_S = 15.0
 """Time within which a store answers, where a first look is all that is wanted."""
 Span = tuple[str, str]
