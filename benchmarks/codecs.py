@@ -55,7 +55,7 @@ def coded(block: np.ndarray, repeats: int) -> dict[str, float]:
     return {
         "encode M/s": round(1e3 * encode),
         "decode M/s": round(1e3 * decode),
-        "bytes": round(code.size_bytes / block.size, 4),
+        "bytes": round(stream.size / block.size, 4),
     }
 
 

@@ -25,6 +25,8 @@ os.environ.setdefault(
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # what is forked has one thread
+
 import pytest
 from hypothesis import settings
 

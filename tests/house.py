@@ -100,14 +100,13 @@ MAY_TOUCH_FILES = {
     "tools.handover.copying": "it copies files and their hard links",
     "tools.handover.importing": "callers give it a path",
     "tools.handover.destination": "it makes what a user names, outside of checkpoint roots",
-    "tools.handover.export": "numpy writes files",
-    "tools.history.what_if": "callers give it a path",
-    "tools.handover.safetensors_files": "the safetensors library writes files",
+    "tools.handover.export": "it writes what a user names",
+    "tools.handover.formats": "the safetensors library writes files",
     "cli.callables": "it imports files of the user's",
     "cli.demo": "the demonstration works in a directory of its own",
     "cli.demo_child": "the demonstration works in a directory of its own",
     "cli.models": "an argument is a path",
-    "cli.report": "it writes the file that a user names",
+    "cli.travel": "it writes the page that a user names",
     "cli.handover": "a file of rules, which users write",
 }
 """Modules that import the operating system's files and paths, each with the reason; to all others

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,17 @@ if own.processes > 1:
     )
 
 import numpy as np  # noqa: E402
+from jax._src import compilation_cache, compiler  # noqa: E402
 from jax.experimental import multihost_utils  # noqa: E402
+
+
+def _keep(key: str, seconds: float, name: str, backend: Any, program: Any, calls: Any) -> None:
+    """Keeps a compiled program for the next run: JAX has the first process alone do that."""
+    if not calls:
+        compilation_cache.put_executable_and_time(key, name, program, backend, int(seconds))
+
+
+compiler._cache_write = _keep
 
 
 def write(state: object, name: str) -> None:

@@ -343,8 +343,8 @@ def other_record(known: lineage.Lineage) -> str:
     """Writes the last pack of a lineage again, right checksums and one leaf changed; names it."""
     delta, entry = known.saves[-1]
     reader = delta_reader.readers_of(known)[-1]
-    index = max(reader.stored, key=lambda i: known.base.leaves[i].nbytes)
-    extents = [e for each in reader.stored for e in reader._extents[each]]
+    index = max(reader.delta.stored, key=lambda i: known.base.leaves[i].nbytes)
+    extents = [e for each in reader.delta.stored for e in reader._extents[each]]
     assert {each.process for each in extents} == {0}
     contents = []
     for kind in (arrays.RAW, arrays.COMPRESSED):

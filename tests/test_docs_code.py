@@ -24,7 +24,7 @@ MOST_NOT_RUN = 8
 
 
 @pytest.mark.timeout(900)  # several processes, and examples
-@pytest.mark.first(1, slow=4)
+@pytest.mark.first(0, slow=4)
 @pytest.mark.parametrize(
     "names",
     [[FIRST], [LONG], OTHERS[::2], OTHERS[1::2]],

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests import docs_code
+from tests import docs_code, processes
 from tests.docs_code import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -39,7 +39,7 @@ RUNS = {
     "preemption": ("--steps 100000 --preempt-after 4", "--steps 100000 --preempt-after 1"),
     "reinforce": STEPS,
     "rl_weight_sync": ("--steps 6",),
-    "train_lm": (f"--steps 3 {ON_A_MESH}", "--steps 5 --devices 4 --mesh 1x4"),
+    "train_lm": (f"--steps 3 {ON_A_MESH}", f"--steps 5 {ON_A_MESH}"),
     "train_muon": (f"--steps 3 {ON_A_MESH}",),
     "v1": STEPS,
 }
@@ -67,7 +67,12 @@ def test_every_example_is_run():
 def test_examples_run_and_resume_in_one_process(names, tmp_path):
     """What they import and compile takes longer than what they do."""
     runs = [(str(EXAMPLES / f"{name}.py"), str(tmp_path / name), RUNS[name]) for name in names]
-    *said, rest = printed_by("-c", IN_ONE_PROCESS, json.dumps(runs)).split("END OF A RUN")
+    command = [sys.executable, "-c", IN_ONE_PROCESS, json.dumps(runs)]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, env=environment(), timeout=250, check=False
+    )
+    assert ended.returncode == 0, f"{ended.stdout}{ended.stderr}"
+    *said, rest = ended.stdout.split("END OF A RUN")
     assert not rest.strip()
     for name, first, second in zip(names, said[::2], said[1::2], strict=True):
         if name != "observe":  # which prints its metrics alone
@@ -79,20 +84,16 @@ def test_examples_run_and_resume_in_one_process(names, tmp_path):
 @pytest.mark.parametrize("name", [name for name in RUNS if name not in ALIKE])
 def test_an_example_runs_and_resumes(name, tmp_path):
     path, root = str(EXAMPLES / f"{name}.py"), str(tmp_path / "root")
-    said = [printed_by(path, "--root", root, *arguments.split()) for arguments in RUNS[name]]
+    said = []
+    for arguments in RUNS[name]:
+        run = processes.forked(path, "--root", root, *arguments.split(), environment=environment())
+        said += processes.outputs([run])
     if len(said) > 1:
         assert "resuming after step" in said[1]
     if name == "preemption":
         assert all("preempted after step" in each for each in said)
 
 
-def printed_by(*arguments: str) -> str:
-    """What a process prints that ends well."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    environment.pop("XLA_FLAGS", None)  # each makes the devices that it needs
-    command = [sys.executable, *arguments]
-    ended = subprocess.run(
-        command, capture_output=True, text=True, env=environment, timeout=250, check=False
-    )
-    assert ended.returncode == 0, f"{' '.join(command)}\n{ended.stdout}{ended.stderr}"
-    return ended.stdout
+def environment() -> dict[str, str]:
+    """The environment of examples: each makes the devices that it needs."""
+    return {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}

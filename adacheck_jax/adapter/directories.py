@@ -88,9 +88,6 @@ def _comes_true(condition: Callable[[], bool], place: Location, most_s: float) -
 def check_writable(directory: AnyPath) -> None:
     """Refuse a step directory that cannot be made, or not be committed.
 
-    Args:
-        directory: temporary directory of an item; it and its parents may not exist yet.
-
     Raises:
         StorageError: the nearest existing parent is a file or cannot be written; or Orbax would
             rename a directory of an object store, which has none.

@@ -29,10 +29,6 @@ def step_number(
 ) -> int | None:
     """A caller's step number as a Python integer; None stays None.
 
-    Args:
-        step: an integer of Python, numpy or JAX.
-        remedy: advice at the end of the message.
-
     Raises:
         ValueError: it is not an integer, or negative, or needs more than 63 bits.
     """
@@ -66,10 +62,6 @@ def file_bytes(size: Any) -> int | None:
 
 def checked_state(state: PyTree, save_args: PyTree | None = None) -> PyTree:
     """Refuse a state that no base can hold: leaves that ``StandardSave`` refuses or loses.
-
-    Args:
-        state: the state to save.
-        save_args: tree of ``ocp.SaveArgs``, as for ``StandardSave``.
 
     Returns:
         The state, with an array in place of each leaf that only has ``__array__``, and one of this
@@ -138,18 +130,15 @@ def apply_casts(state: PyTree, save_args: PyTree | None) -> tuple[PyTree, PyTree
     if save_args is None:
         return state, None, frozenset()
     leaves, treedef = trees.flatten(state)
-    stored, rest, cast = [], [], set()
+    rest, cast = [], set()
     for (path, leaf), arg in zip(leaves.items(), treedef.flatten_up_to(save_args), strict=True):
         dtype = None if arg is None or arg.dtype is None else trees.native(np.dtype(arg.dtype))
         if dtype is not None and dtype != trees.dtype_of(leaf):
             cast.add(path)
-        stored.append(_astype(leaf, dtype) if path in cast else leaf)
+            leaves[path] = (leaf if hasattr(leaf, "astype") else np.asarray(leaf)).astype(dtype)
         rest.append(None if arg is None else dataclasses.replace(arg, dtype=None))
-    return trees.unflatten(treedef, stored), trees.unflatten(treedef, rest), frozenset(cast)
-
-
-def _astype(leaf: Any, dtype: Any) -> Any:
-    return leaf.astype(dtype) if hasattr(leaf, "astype") else np.asarray(leaf).astype(dtype)
+    stored = trees.unflatten(treedef, leaves.values())
+    return stored, trees.unflatten(treedef, rest), frozenset(cast)
 
 
 def _is_like_an_array(leaf: Any) -> bool:

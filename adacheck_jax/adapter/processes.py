@@ -144,12 +144,7 @@ class Processes:
         return ServiceExchange(self, self._new_key(directory), str(directory), self.patience)
 
     def barrier(self, name: str, longest_s: float) -> None:
-        """Waits until all processes are here.
-
-        Args:
-            name: the same in all processes; may be used again.
-            longest_s: longest wait for a process that is alive, in seconds.
-        """
+        """Waits until all processes are here."""
         patience = dataclasses.replace(self.patience, report_s=longest_s, answer_s=longest_s)
         key = self._new_key(name)
         here = ServiceExchange(self, key, f"barrier {name}", patience, is_save=False)

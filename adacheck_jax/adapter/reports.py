@@ -80,14 +80,7 @@ class RestoreTimes:
 
 
 def report_of(save: Save, directory: AnyPath, begin_s: float, returned_s: float) -> SaveReport:
-    """The report of a save that this process has just committed.
-
-    Args:
-        save: the save.
-        directory: the item's directory, which may still have its temporary name.
-        begin_s: reading of its clock when the caller called.
-        returned_s: reading when the rest was left to the background.
-    """
+    """The report of a save that this process has just committed."""
     if (committed := save.committed) is None or save.durable_s is None:
         raise AdaCheckError(f"step {save.own.step}: expected a save that was committed")
     manifest = committed.manifest
@@ -107,11 +100,7 @@ def report_of(save: Save, directory: AnyPath, begin_s: float, returned_s: float)
 
 
 class Announcer:
-    """Tells of the saves and restores of one training run.
-
-    Args:
-        on_save: the caller's callback; None for none.
-    """
+    """Tells of the saves and restores of one training run."""
 
     def __init__(self, on_save: OnSave | None = None) -> None:
         self._on_save = on_save

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from adacheck_jax.adapter.arguments import RestoreArgs, RestoreInfo
-from adacheck_jax.adapter.other_steps import OtherSteps
 from adacheck_jax.adapter.reports import RestoreTimes
 from adacheck_jax.adapter.stock import descriptions
 from adacheck_jax.adapter.stock import restoring as stock_restoring
@@ -32,6 +31,7 @@ from adacheck_jax.restore import check, replay, working_set
 from adacheck_jax.restore.compiled_update import CompiledUpdates, abstract_leaf
 from adacheck_jax.schedule.stopwatch import Clock
 from adacheck_jax.store.steps import deletion, identity, lookup, roots
+from adacheck_jax.store.steps import lineage as lineages
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import AnyPath, at
 from adacheck_jax.update.binding import Recorders
@@ -147,7 +147,7 @@ class StepRestorer:
         In the place of a step that was deleted it is the newest one of all.
         """
         is_gone = isinstance(error, StepDeletedError) and not at(path).is_folder
-        others = OtherSteps(path, args.step, is_gone=is_gone)
+        others = _OtherSteps(path, args.step, is_gone=is_gone)
         bad: set[tuple[str, ...]] = set()  # files of the steps that cannot be restored
         inner, last = self._newest_within(path, args, bad), error
         plain = dataclasses.replace(args, step=None)
@@ -215,6 +215,7 @@ class StepRestorer:
             leaves = replay.replay_onto(
                 base.leaves, lineage, base.programs, args.read_once, checked=bool(base.rounded)
             )
+            leaves = [None if working_set.is_abstract(leaf) else leaf for leaf in leaves]
             replayed_s = self._clock()
             rounded = check.check_bits(leaves, lineage, path, rounded=base.rounded)
         except IntegrityError:
@@ -226,11 +227,9 @@ class StepRestorer:
             base.target.move(base.moved, named)
         state = base.relayout.finish(named) if base.relayout else base.target.finish(named)
         begin_s = found_s if begin_s is None else begin_s
-        # Looking for a lineage means reading the manifest of each delta.
-        deltas_s = found_s - begin_s + replayed_s - read_s - base.programs.waited_s
         total_s, waited_s = self._clock() - begin_s, base.programs.waited_s
-        measured = _measured(total_s, read_s - found_s, deltas_s, len(lineage.deltas))
         times = RestoreTimes(total_s, read_s - found_s, replayed_s - read_s - waited_s, waited_s)
+        measured = _measured(times, found_s - begin_s, len(lineage.deltas))
         is_own = is_own and not lineage.left_out and base.relayout is None
         return Restored(state, info, path, lineage, leaves, is_own, measured, times)
 
@@ -259,32 +258,74 @@ class StepRestorer:
         there |= _apart(lineage, placements | there)
         wanted = placements | there
         programs.begin_compiling(lineage, wanted)
-        empty = {
-            leaf.path: target.empty(leaf, wanted.pop(leaf.path))
-            for leaf in lineage.base.leaves
-            if not leaf.nbytes
-        }
-        specs = {leaf.path: leaf for leaf in lineage.base.leaves}
+        specs = lineage.base.leaves
+        from_deltas = target.taken_from_deltas(lineage)
         abstract = {
-            path: abstract_leaf(specs[path], wanted[path])
-            for path in target.taken_from_deltas(lineage)
-            if path not in empty
+            x.path: abstract_leaf(x, wanted[x.path]) for x in specs if x.path in from_deltas
         }
         wanted |= dict.fromkeys(abstract)
-        read = self._stock.read(lineage.base_directory, wanted, specs, saved_tree, args.read_once)
-        read |= abstract | empty
-        leaves = [read[leaf.path] for leaf in lineage.base.leaves]
+        read = self._stock.read(lineage.base_directory, specs, wanted, saved_tree, args.read_once)
+        leaves = [*(read | abstract).values()]
         check.check_types(leaves, lineage.base, lineage.base_directory)
         moved = {each: placements[each] for each in there}
         return _Base(target, programs, leaves, rounded, moved, relayout)
 
 
-def _measured(
-    all_s: float, base_restore_s: float, deltas_s: float, deltas: int
-) -> dict[str, float]:
+class _OtherSteps:
+    """Steps that may be restored in the place of one that cannot be, newest first.
+
+    Args:
+        path: item directory of the step that was asked for.
+        end: number of the earlier step that was asked for in it; None for its own.
+        is_gone: True if it was deleted. Then any other step may stand for it: retention deletes the
+            oldest steps first.
+    """
+
+    def __init__(self, path: AnyPath, end: int | None, *, is_gone: bool) -> None:
+        place = roots.place_of_lost(path)
+        self._line, self._tried = place.line, {path}
+        self.wanted, self._stop = place.step, place.step
+        if self.wanted is not None and end is not None:
+            self.wanted, self._stop = end, end + 1
+        if is_gone:
+            self._stop = None
+        self._left = [] if self.wanted is None else self._listed()
+
+    def _listed(self) -> list[roots.Step]:
+        found = roots.steps_of(*self._line)
+        if self._stop is not None:
+            found = [each for each in found if each.step < self._stop]
+        return [each for each in found if each.directory not in self._tried]
+
+    @property
+    def newest(self) -> roots.Step | None:
+        """The newest one that was not taken; None if there is none."""
+        return self._left[-1] if self._left else None
+
+    def take(self) -> AnyPath:
+        """Item directory of the newest one, which is taken out."""
+        directory = self._left.pop().directory
+        self._tried.add(directory)
+        return directory
+
+    def look_again(self) -> None:
+        """Look for steps that were saved since, where a step was deleted while it was read."""
+        self._left = self._listed()
+
+    def tell_passed_over(self, found: int) -> None:
+        """Log which steps that stock Orbax saved lie between a bad step and the one restored."""
+        there = roots.stock_steps(*self._line) if self.wanted is not None else {}
+        passed = sorted(step for step in there if found < step < (self.wanted or 0))
+        if passed:
+            told = "Passed over steps %s, which stock Orbax saved: nothing can verify them."
+            _log.warning(told, lineages.shown_steps(passed))
+
+
+def _measured(times: RestoreTimes, look_up_s: float, deltas: int) -> dict[str, float]:
     """The costs that one restore tells; of few deltas not how long one more would take."""
-    open_s = max(all_s - base_restore_s - deltas_s, 0.0)
-    measured = {"open_s": open_s, "base_restore_s": base_restore_s}
+    deltas_s = look_up_s + times.replay_s  # to look for a lineage is to read each manifest
+    open_s = max(times.total_s - times.base_s - deltas_s, 0.0)
+    measured = {"open_s": open_s, "base_restore_s": times.base_s}
     if deltas >= _TELLING:
         measured["replay_s"] = max(deltas_s, 0.0) / deltas
     return measured
@@ -373,7 +414,7 @@ def resolve(path: AnyPath) -> Lineage:
     try:
         return lookup.resolve(path)
     except LineageError as error:
-        steps = [s.step for s in roots.siblings(path) if s.error is None]
+        steps = [s.step for s in roots.steps_of(*roots.place_of(path).line) if s.error is None]
         hint = ", ".join(map(str, steps[-10:])) or "none"
         raise LineageError(f"{error} Steps that can be restored: {hint}.") from error
 
@@ -388,7 +429,7 @@ def _earlier(path: AnyPath, step: int) -> Lineage:
     try:
         return lookup.held(path).to(step)
     except LineageError as error:
-        for saved in roots.siblings(path):
+        for saved in roots.steps_of(*roots.place_of(path).line):
             recorded = getattr(saved.manifest, "recorded", ())
             if saved.error is None and step in (saved.step, *(each.step for each in recorded)):
                 raise LineageError(f"{error} Restore it from step {saved.step}.") from error

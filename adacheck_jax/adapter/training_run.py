@@ -42,11 +42,11 @@ from adacheck_jax.save.one_save import Save
 from adacheck_jax.save.recovered import Newest
 from adacheck_jax.save.saver import Saver
 from adacheck_jax.schedule.stopwatch import Clock
-from adacheck_jax.store.base_writer import ArrayLayout, Name, chunk_shape
+from adacheck_jax.store.base_writer import ArrayLayout, Name
 from adacheck_jax.store.steps import manifest_file, roots
 from adacheck_jax.store.steps.lineage import Lineage
+from adacheck_jax.store.steps.lookup import referred
 from adacheck_jax.store.steps.marks import FINALIZED, IN_PLACE
-from adacheck_jax.store.steps.references import referred
 from adacheck_jax.store.steps.roots import Line, Place
 from adacheck_jax.store.storage.location import AnyPath, at, located
 from adacheck_jax.update.binding import RecorderArgument, recorders_of
@@ -64,6 +64,7 @@ class Begun:
         begin_s: reading of the clock when the caller called.
         returned_s: reading of the clock when the rest was left to the background.
         entries: arrays of a base that Orbax left to this library, by leaf path.
+        names: the same as they are stored.
     """
 
     line: Line
@@ -71,6 +72,7 @@ class Begun:
     begin_s: float
     returned_s: float = 0.0
     entries: Mapping[str, ArrayEntry] = dataclasses.field(default_factory=dict)
+    names: Mapping[str, Name] = dataclasses.field(default_factory=dict)
 
     @property
     def final(self) -> AnyPath:
@@ -129,11 +131,6 @@ class TrainingRun:
 
         When this returns, every buffer of the state may be donated.
 
-        Args:
-            directory: absolute temporary directory of the item; it need not exist yet.
-            place: line and step of the directory, asked for once the arguments are checked.
-            args: arguments of the save.
-
         Returns:
             The save, and the state as it is to be stored with the arguments for Orbax.
         """
@@ -186,7 +183,6 @@ class TrainingRun:
             directories that Orbax makes.
         """
         futures: list[ocp.Future] = []
-        names: dict[str, Name] = {}
         save = begun.save
         if save.is_base:
             with _told(begun.exchange):
@@ -196,14 +192,14 @@ class TrainingRun:
                     stored.save_args,
                     stored.custom_metadata,
                 )
-            names = {
+            begun.names = {
                 leaf.path: Name(
-                    entry.name, stored_dtype(leaf.dtype), chunk_shape(leaf, entry.chunk_bytes)
+                    entry.name, stored_dtype(leaf.dtype), leaf.chunk_shape(entry.chunk_bytes)
                 )
                 for leaf in save.structure.leaves
                 if (entry := begun.entries.get(leaf.path))
             }
-        layout = ArrayLayout(names, stored.ocdbt_target_data_file_size)
+        layout = ArrayLayout(begun.names, stored.ocdbt_target_data_file_size)
         written = _written(save, directory, layout)
         futures.append(CommitFutureAwaitingContractedSignals(written, name="adacheck_write"))
         with self._lock:
@@ -218,11 +214,7 @@ class TrainingRun:
         with storage_named(begun.final), commit.committing(begun.save, directory):
             described: Mapping[str, str] = {}
             if begun.save.is_base:
-                leaves = {leaf.path: leaf for leaf in begun.save.structure.leaves}
-                entries = begun.entries.items()
-                chunks = {
-                    each: chunk_shape(leaves[each], entry.chunk_bytes) for each, entry in entries
-                }
+                chunks = {path: each.chunk_shape for path, each in begun.names.items()}
                 described = self.stock.finalize(epath.Path(str(directory)), begun.entries, chunks)
             commit.commit(begun.save, directory, described)
         report = report_of(begun.save, directory, begun.begin_s, begun.returned_s)
@@ -307,7 +299,9 @@ class TrainingRun:
         every = journal.places_in(directory)
         found = [x for x in every if x.root == wanted and item in (None, x.item)]
         if not found:
-            others = ", ".join(sorted(map(_told_place, every)))
+            others = ", ".join(
+                sorted(f"{x.root} (item {x.item!r})" if x.item else x.root for x in every)
+            )
             told = f"; there are some of {others}" if others else ""
             named = "" if item is None else f" of item {item!r}"
             raise ShadowFileError(f"{directory} has no states{named} of {wanted}{told}")
@@ -396,10 +390,6 @@ def _told_root(root: AnyPath) -> str:
     return there.storage.physical(there.key) if there.on_file_system else str(there)
 
 
-def _told_place(place: FilePlace) -> str:
-    return f"{place.root} (item {place.item!r})" if place.item else place.root
-
-
 def absolute(directory: epath.Path) -> AnyPath:
     """An absolute path, which Orbax demands for numbers and PRNG keys; or a place in a store.
 
@@ -411,9 +401,6 @@ def absolute(directory: epath.Path) -> AnyPath:
 
 def described_lineage(directory: AnyPath) -> Lineage:
     """The lineage of a step whose base has whole files that describe its arrays.
-
-    Args:
-        directory: absolute directory of the item.
 
     Raises:
         LineageError: a step that this one builds on is missing.

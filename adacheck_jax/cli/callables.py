@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,9 +20,6 @@ if TYPE_CHECKING:  # which loads JAX
 def state_of(target: str) -> tuple[Any, Recorder | None]:
     """Call a function that returns an abstract state.
 
-    Args:
-        target: as for :class:`Callee`.
-
     Returns:
         The state, and the Recorder if the function returns a tuple of both.
 
@@ -31,12 +29,12 @@ def state_of(target: str) -> tuple[Any, Recorder | None]:
     from adacheck_jax.update.recorder import Recorder
 
     takes = "without arguments and must return an abstract state, or a tuple of it and a Recorder"
-    made = Callee(target).call(takes)
+    made = function_of(target, takes)()
     has_recorder = isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Recorder)
     return made if has_recorder else (made, None)
 
 
-class Callee:
+def function_of(target: str, takes: str) -> Callable[..., Any]:
     """A function of the user's.
 
     The directory of its file, or for a module the working directory, is where imports are looked
@@ -44,68 +42,63 @@ class Callee:
 
     Args:
         target: ``path/to/file.py:function`` or ``package.module:function``.
+        takes: the arguments that it is called with, for messages.
+
+    Returns:
+        The function. What it raises is an InputError, which says ``where`` in a run it was called
+        if that argument is given too.
 
     Raises:
         InputError: there is no such function, or its module raises.
     """
+    place, colon, name = target.rpartition(":")
+    if not (place and colon and name):
+        raise InputError(
+            f"{target}: expected path/to/file.py:function or package.module:function. Name a "
+            "function."
+        )
+    is_file = place.endswith(".py") or Path(place).name != place
+    if is_file and not Path(place).is_file():
+        raise InputError(f"{place}: expected a Python file, found none. Check the path.")
+    directory = Path(place).absolute().parent if is_file else Path.cwd()
+    try:
+        with _first_on_path(directory):
+            module = _from_file(Path(place)) if is_file else importlib.import_module(place)
+    except (Exception, SystemExit) as error:
+        raise InputError(
+            f"{place}: cannot be imported: {_described(error)}. Run python "
+            f"{place if is_file else f'-m {place}'} to see where."
+        ) from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        found = f"a value of type {type(function).__name__}" if function else "no such name"
+        own = inspect.getmembers(module, inspect.isfunction)
+        names = ", ".join(x for x, value in own if value.__module__ == module.__name__)
+        raise InputError(
+            f"{target}: expected a function {name} in {place}, found {found}. It has "
+            f"{names or 'no functions'}."
+        )
 
-    def __init__(self, target: str) -> None:
-        place, colon, name = target.rpartition(":")
-        if not (place and colon and name):
-            raise InputError(
-                f"{target}: expected path/to/file.py:function or package.module:function. Name a "
-                "function."
-            )
-        is_file = place.endswith(".py") or Path(place).name != place
-        if is_file and not Path(place).is_file():
-            raise InputError(f"{place}: expected a Python file, found none. Check the path.")
-        self._target = target
-        self._directory = Path(place).absolute().parent if is_file else Path.cwd()
+    def call(*arguments: Any, where: str = "") -> Any:
         try:
-            with self._first_on_path():
-                module = _from_file(Path(place)) if is_file else importlib.import_module(place)
+            with _first_on_path(directory):
+                return function(*arguments)
         except (Exception, SystemExit) as error:
             raise InputError(
-                f"{place}: cannot be imported: {_described(error)}. Run python "
-                f"{place if is_file else f'-m {place}'} to see where."
-            ) from error
-        found = getattr(module, name, None)
-        if not callable(found):
-            found = "no such name" if found is None else f"a value of type {type(found).__name__}"
-            raise InputError(
-                f"{target}: expected a function {name} in {place}, found {found}. It has "
-                f"{', '.join(_functions_of(module)) or 'no functions'}."
-            )
-        self._function = found
-
-    def call(self, takes: str, *arguments: Any, where: str = "") -> Any:
-        """Call the function.
-
-        Args:
-            takes: what it is called with, for the message.
-            arguments: its arguments.
-            where: place in a run, for the message.
-
-        Raises:
-            InputError: it raises.
-        """
-        try:
-            with self._first_on_path():
-                return self._function(*arguments)
-        except (Exception, SystemExit) as error:
-            raise InputError(
-                f"{self._target}: {where}the function raised {_described(error)}. It is called "
-                f"{takes}."
+                f"{target}: {where}the function raised {_described(error)}. It is called {takes}."
             ) from error
 
-    @contextlib.contextmanager
-    def _first_on_path(self) -> Iterator[None]:
-        before = list(sys.path)
-        sys.path.insert(0, str(self._directory))
-        try:
-            yield
-        finally:
-            sys.path[:] = before
+    return call
+
+
+@contextlib.contextmanager
+def _first_on_path(directory: Path) -> Iterator[None]:
+    before = list(sys.path)
+    sys.path.insert(0, str(directory))
+    try:
+        yield
+    finally:
+        sys.path[:] = before
 
 
 def _from_file(path: Path) -> Any:
@@ -117,17 +110,6 @@ def _from_file(path: Path) -> Any:
     sys.modules[name] = module  # dataclasses look up the module they are defined in
     spec.loader.exec_module(module)
     return module
-
-
-def _functions_of(module: Any) -> list[str]:
-    """Names of the functions that a module itself defines."""
-    return [
-        name
-        for name, value in vars(module).items()
-        if isinstance(value, Callable)
-        and not isinstance(value, type)
-        and getattr(value, "__module__", None) == module.__name__
-    ]
 
 
 def _described(error: BaseException) -> str:

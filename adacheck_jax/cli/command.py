@@ -11,17 +11,14 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 from typer.core import TyperGroup
 
 from adacheck_jax.errors import AdaCheckError, StorageError
 from adacheck_jax.store.storage.location import AnyPath, at, located
-from adacheck_jax.tools.steps import InputError
-
-if TYPE_CHECKING:
-    from adacheck_jax.tools.audit import Progress
+from adacheck_jax.tools.steps import InputError, Progress, quiet
 
 Report = TypeVar("Report")
 Root = Annotated[
@@ -51,12 +48,7 @@ class Groups(TyperGroup):
     """Commands listed by group, with the whole first sentence of each one's help."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the lists.
-
-        Args:
-            ctx: context of the call.
-            formatter: what the help is written with.
-        """
+        """Write the lists."""
         groups: dict[str, list[tuple[str, str]]] = {}
         for name in self.list_commands(ctx):
             command: Any = self.commands[name]
@@ -80,7 +72,6 @@ def command(
     show: Callable[[Report], None],
     code: Callable[[Report], int] = lambda report: 0,
     *,
-    name: str | None = None,
     has_steps: bool = False,
 ) -> Callable[[Callable[..., Report]], Callable[..., Report]]:
     """Make a command of a function that returns a report; ``--json`` prints its fields.
@@ -89,7 +80,6 @@ def command(
         group: heading in the list of commands.
         show: prints the report for people.
         code: exit code for a report.
-        name: name of the command, if it is not the function's.
         has_steps: True if it takes steps: ``-1`` is one then, and no option.
     """
 
@@ -111,7 +101,7 @@ def command(
         )
         run.__annotations__ = kinds
         settings = {"ignore_unknown_options": has_steps}
-        app.command(name, rich_help_panel=group, context_settings=settings)(run)
+        app.command(rich_help_panel=group, context_settings=settings)(run)
         return function
 
     return register
@@ -130,13 +120,13 @@ def step_of(text: str | None, name: str = "STEP") -> int | None:
         name: name of the argument, for the message.
 
     Returns:
-        The number; below zero a place; None for the newest step, and if nothing is named.
+        The number; below zero a place; None if nothing is named.
 
     Raises:
         InputError: it is none of these.
     """
     if text is None or text == "latest":
-        return None
+        return text and -1
     if not re.fullmatch(r"-?\d{1,18}", text):
         raise InputError(
             f"{name}: expected a step number, latest, or -1 for the newest step, found {text!r}."
@@ -152,9 +142,6 @@ _CREDENTIALS = {
 
 def root_of(text: str) -> AnyPath:
     """The root that a user names.
-
-    Args:
-        text: path or URL.
 
     Raises:
         InputError: a URL of an unknown kind, or of an object store that does not answer.
@@ -173,23 +160,6 @@ def root_of(text: str) -> AnyPath:
     return root
 
 
-def bytes_of(option: str, text: str) -> int:
-    """Bytes of a size such as ``5GB``.
-
-    Args:
-        option: name of the option, for the message.
-        text: a number, and a unit of 1000 (``GB``) or 1024 bytes (``GiB``).
-
-    Raises:
-        InputError: it is none.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([kKMGT]?)(i?)B)?", text)
-    if found is None or not float(found[1]):
-        raise InputError(f"{option}: expected a size such as 5GB or 512MiB, found {text!r}.")
-    power = " KMGT".index((found[2] or " ").upper())
-    return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
-
-
 @contextlib.contextmanager
 def errors() -> Iterator[None]:
     """Turn errors into one line on stderr and an exit code."""
@@ -203,10 +173,10 @@ def errors() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def progress_bar() -> Iterator[Progress | None]:
-    """A progress bar on stderr if that is a terminal, else None."""
+def progress_bar() -> Iterator[Progress]:
+    """A progress bar on stderr if that is a terminal."""
     if not sys.stderr.isatty():
-        yield None
+        yield quiet
         return
     import rich.progress  # only here: it takes a tenth of the time of a listing
     from rich.console import Console

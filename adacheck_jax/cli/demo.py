@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.filesize import decimal
-
 from adacheck_jax.cli.printing import print_rows, print_text
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.tools.steps import InputError
@@ -24,10 +22,7 @@ _KILL_AT = (6, 30)
 
 
 def run(keep: Path | None) -> bool:
-    """Train, kill, resume, restore on other meshes, and measure; print what is seen.
-
-    Args:
-        keep: new or empty directory to work in; None makes one among the temporary files.
+    """Train, kill, resume and restore on other meshes; print what is seen.
 
     Returns:
         True if every bit was equal.
@@ -45,12 +40,15 @@ def run(keep: Path | None) -> bool:
     print_text("1/2 train a small language model on 8 virtual devices, save every step, kill -9")
     losses = dict(_lines("train", root, random.randint(*_KILL_AT)))
     killed, was_saving = max(losses), any("tmp" in path.name for path in root.iterdir())
-    print_text("2/2 resume in a new process; then train without interruption, restore, measure\n")
+    print_text("2/2 resume in a new process; then train without interruption, restore\n")
     *resumed, result = _lines("resume", root)
     losses_of_all = [*losses.items(), *resumed]
     wrong = [n for n, loss in losses_of_all if loss != result["expected"][n - 1]]
     is_exact = not wrong and all(x[2] == result["leaf_count"] for x in result["restores"])
-    _show(result)
+    count = result["leaf_count"]
+    rows = [(mesh, f"{s:.2f} s", f"{n} of {count}") for mesh, s, n in result["restores"]]
+    print_rows(("restore on", "time", "leaves with equal bits"), rows, right=("time",))
+    print_text("")
     moment = "in the middle of a save" if was_saving else "between two saves"
     equal = f"do NOT all equal (first: step {wrong[0]})" if wrong else "equal bit for bit"
     print_text(
@@ -92,27 +90,3 @@ def _lines(task: str, root: Path, fatal_step: int | None = None) -> Iterator[Any
     if not killed and (child.returncode or fatal_step is not None):
         said = log.read_text().strip().rpartition("\n")[2]
         raise AdaCheckError(f"the child process ended with {child.returncode}: {said} (see {log})")
-
-
-def _show(result: dict[str, Any]) -> None:
-    """Print tables of saves and restores."""
-    saves, count = result["saves"], result["leaf_count"]
-    stock_size, stock_ms = next(save[1:] for save in saves if save[0].startswith("stock"))
-    print_rows(
-        ("one save", "bytes", "of stock", "blocks the loop", "of stock"),
-        [
-            (
-                kind,
-                decimal(size),
-                f"{size / stock_size:.2f}",
-                f"{ms:.1f} ms",
-                f"{ms / stock_ms:.2f}",
-            )
-            for kind, size, ms in saves
-        ],
-        right=("bytes", "of stock", "blocks the loop"),
-    )
-    print_text("")
-    rows = [(mesh, f"{s:.2f} s", f"{n} of {count}") for mesh, s, n in result["restores"]]
-    print_rows(("restore on", "time", "leaves with equal bits"), rows, right=("time",))
-    print_text("")

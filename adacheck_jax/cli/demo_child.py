@@ -1,4 +1,4 @@
-"""Child processes of the demonstration: they train, restore and measure on virtual CPU devices.
+"""Child processes of the demonstration: they train and restore on virtual CPU devices.
 
 A small language model reads Python's standard library, byte by byte. Each line that a process
 prints is one JSON value: after each step its number and loss, and results at the end::
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import json
-import statistics
 import sys
 import sysconfig
 import time
@@ -27,13 +26,9 @@ import orbax.checkpoint as ocp
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 import adacheck_jax as adacheck
-from adacheck_jax.store.steps.folders import new_bytes
 
 STEPS, CONTEXT, EMBEDDED, WIDTH, LAYERS, BATCH = 40, 8, 32, 256, 12, 64
 MESHES = ("4x2", "2x4", "8x1", "1x1")
-WARM_UP, TIMED = 4, 9
-"""Saves of a measurement; meanwhile programs are compiled in the background."""
-
 State = dict[str, Any]
 recorder = adacheck.Recorder(optax.adamw(2e-3), dtype=jnp.bfloat16)
 
@@ -96,15 +91,15 @@ def train_step(state: State, tokens: jax.Array) -> tuple[State, jax.Array]:
     return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, loss
 
 
-def train(root: Path | None = None, steps: int = STEPS) -> Iterator[tuple[int, State, float]]:
+def train(root: Path | None = None) -> Iterator[tuple[int, State, float]]:
     """Train from the newest step under a root, if one is given; yield step, state and loss."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(mesh_of(MESHES[0])))
     compiled = jax.jit(train_step, out_shardings=(shardings, None))
     state, newest = jax.jit(init_state, out_shardings=shardings)(), 0
-    manager = manager_of(root, adacheck.AdaCheckHandler(recorder)) if root else None
+    manager = manager_of(root, recorder) if root else None
     if manager and (newest := manager.latest_step() or 0):
         state = manager.restore(newest, args=adacheck.RestoreArgs(state))
-    for step in range(newest + 1, steps + 1):
+    for step in range(newest + 1, STEPS + 1):
         state, loss = compiled(state, batch(step))
         if manager:
             manager.save(step, args=adacheck.SaveArgs(state))
@@ -113,8 +108,9 @@ def train(root: Path | None = None, steps: int = STEPS) -> Iterator[tuple[int, S
         manager.close()
 
 
-def manager_of(root: Path, handler: Any) -> ocp.CheckpointManager:
-    """A stock manager."""
+def manager_of(root: Path, recorder: adacheck.Recorder | None = None) -> ocp.CheckpointManager:
+    """A stock manager with a handler."""
+    handler = adacheck.AdaCheckHandler(recorder)
     options = ocp.CheckpointManagerOptions(max_to_keep=10)
     return ocp.CheckpointManager(root, item_handlers=handler, options=options)
 
@@ -122,7 +118,7 @@ def manager_of(root: Path, handler: Any) -> ocp.CheckpointManager:
 def restored(root: Path, expected: State) -> Iterator[tuple[str, float, int]]:
     """Restore the last step on each mesh; yield mesh, seconds, and the number of equal leaves."""
     for name in MESHES:
-        with manager_of(root, adacheck.AdaCheckHandler()) as manager:
+        with manager_of(root) as manager:
             start_s = time.perf_counter()
             args = adacheck.RestoreArgs(abstract_state(mesh_of(name)))
             state = jax.block_until_ready(manager.restore(STEPS, args=args))
@@ -130,30 +126,6 @@ def restored(root: Path, expected: State) -> Iterator[tuple[str, float, int]]:
         pairs = zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True)
         equal = [np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs]
         yield name, seconds, sum(equal)
-
-
-def measured(root: Path) -> Iterator[tuple[str, int, float]]:
-    """Save the same states by both libraries; yield kind, bytes, milliseconds of the last saves."""
-    kinds = {
-        "stock Orbax": (ocp.StandardCheckpointHandler(), ocp.args.StandardSave),
-        "base": (adacheck.AdaCheckHandler(recorder, max_deltas=0), adacheck.SaveArgs),
-        "delta": (adacheck.AdaCheckHandler(recorder), adacheck.SaveArgs),
-    }
-    states = [(step, state) for step, state, _ in train(steps=WARM_UP + TIMED)]
-    for kind, (handler, args_of) in kinds.items():
-        times_ms = []
-        with manager_of(root / kind, handler) as manager:
-            for step, state in states:
-                jax.block_until_ready(state)
-                start_s = time.perf_counter()
-                manager.save(step, args=args_of(state))
-                times_ms.append(1e3 * (time.perf_counter() - start_s))
-                manager.wait_until_finished()
-        yield (
-            kind,
-            new_bytes(root / kind / f"{len(states)}") or 0,
-            statistics.median(times_ms[WARM_UP:]),
-        )
 
 
 def main() -> None:
@@ -169,7 +141,6 @@ def main() -> None:
             "expected": [loss.hex() for _, _, loss in uninterrupted],
             "leaf_count": len(jax.tree.leaves(last)),
             "restores": [*restored(root, last)],
-            "saves": [*measured(root.with_name("measured"))],
         }
         print(json.dumps(result))
 

@@ -1,4 +1,4 @@
-"""Commands that hand steps over: to other formats and other directories, and from stock Orbax."""
+"""Commands that hand steps over, to other formats and other directories."""
 
 from __future__ import annotations
 
@@ -9,37 +9,27 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.filesize import decimal
 
-from adacheck_jax.cli.command import (
-    DryRun,
-    Item,
-    Root,
-    Target,
-    bytes_of,
-    command,
-    root_of,
-    step_of,
-)
+from adacheck_jax.cli.command import DryRun, Item, Root, command, root_of, step_of
 from adacheck_jax.cli.printing import print_rows, print_text, some_of
-from adacheck_jax.tools.steps import InputError, newest
+from adacheck_jax.tools.steps import InputError
 
 if TYPE_CHECKING:  # which import JAX, or are not needed by other commands
     from adacheck_jax.tools.handover.copying import CopyReport
     from adacheck_jax.tools.handover.export import ExportReport
-    from adacheck_jax.tools.handover.importing import ImportReport
     from adacheck_jax.tools.handover.transform import TransformReport
 
 _GROUP = "Hand steps over"
-_FORMATS = ("orbax", "safetensors", "npz")
+_FORMATS = ("orbax", "safetensors")
 
 
 def _show_export(report: ExportReport) -> None:
     """Print the files of an export, and what was compared."""
-    files = [(each.name, decimal(each.size_bytes)) for each in report.files[:20]]
-    print_rows(("file", "bytes"), files, right=("bytes",))
-    if len(report.files) > 20:
-        print_text(f"and {len(report.files) - 20} more files")
+    files = [(name, decimal(size_bytes)) for name, size_bytes in report.files.items()]
+    print_rows(("file", "bytes"), files[:20], right=("bytes",))
+    if len(files) > 20:
+        print_text(f"and {len(files) - 20} more files")
     what = "params" if report.params_only else "all leaves"
-    named = "Version" if report.kind in ("version", "changes") else "Step"
+    named = "Version" if report.kind == "version" else "Step"
     replayed = f", {report.replayed_count} updates replayed" if report.replayed_count else ""
     print_text(
         f"{named} {report.step} ({report.kind}{replayed}) is at {report.destination}: {what}, "
@@ -57,36 +47,23 @@ def export(
         str,
         typer.Argument(metavar="STEP", help="Step (saved or deferred) or version; latest, -1."),
     ],
-    dest: Annotated[str, typer.Argument(metavar="DEST", help="New directory; a new file for npz.")],
-    kind: Annotated[
-        str, typer.Option("--format", help="orbax, safetensors or npz.")
-    ] = "safetensors",
-    changes: Annotated[
-        bool,
-        typer.Option("--changes", help="Of a version, what changed since the one before, alone."),
-    ] = False,
+    dest: Annotated[str, typer.Argument(metavar="DEST", help="New directory.")],
+    kind: Annotated[str, typer.Option("--format", help="orbax or safetensors.")] = "safetensors",
     params_only: Annotated[
         bool, typer.Option("--params-only/--all", help="The params alone, or every leaf.")
     ] = True,
-    max_shard_size: Annotated[
-        str, typer.Option(help="Largest safetensors file: 5GB is 5,000,000,000 bytes.")
-    ] = "5GB",
     item: Item = None,
 ) -> ExportReport:
     """Write one recorded step, or published version, to DEST for those who lack this library.
 
     \b
-    Examples:
-      adacheck export checkpoints 1200 model --format safetensors
-      adacheck export published 1200 model --changes
+    Example: adacheck export checkpoints 1200 model --format safetensors
 
     orbax: a checkpoint that ocp.StandardCheckpointer().restore(path) reads, and v1's load(path).
-    safetensors: model.safetensors, or shards and their index; npz: one file for numpy.load. There
-    a leaf's name is its path with dots. The export is read back and compared with the step before
-    it gets its name. Exit code 1 if the step is damaged, not exact on this machine, or has leaves
-    of a type that the format does not hold; 2 if there is no such step, or something is at DEST.
-    With --changes each leaf that changed has two arrays: NAME.indices, flat and ascending, and
-    NAME.bits, the new elements' bits.
+    safetensors: model.safetensors, or shards of 5 GB and their index; a leaf's name is its path
+    with dots. The export is read back and compared with the step before it gets its name. Exit
+    code 1 if the step is damaged, not exact on this machine, or has leaves of a type that the
+    format does not hold; 2 if there is no such step, or something is at DEST.
 
     With --json: the fields of adacheck_jax.tools.handover.export.ExportReport.
     """
@@ -100,9 +77,7 @@ def export(
         step_of(step),
         dest,
         Format(kind),
-        changes=changes,
         params_only=params_only,
-        shard_bytes=bytes_of("--max-shard-size", max_shard_size),
         item=item,
     )
 
@@ -157,21 +132,20 @@ def transform(
     from adacheck_jax.tools.handover import transform as transforms
 
     read = read_rules(rules.read_bytes(), str(rules))
-    number = newest(root_of(root), step_of(step, "--step"), item)
+    number = step_of(step, "--step")
     return transforms.transform(root_of(root), dest, read, number, item, dry_run=dry_run)
 
 
 def _show_copy(report: CopyReport) -> None:
     """Print a row for each step, and what was saved by links."""
-    numbers = ("files", "links", "written")
     rows = []
     for each in report.steps:
         result = each.result if each.why is None else f"{each.result}: {each.why}"
         if each.is_added:
             result += " (another step builds on it)"
-        counts = (each.file_count, each.link_count, decimal(each.written_bytes))
-        rows.append((each.name, result, *(counts if each.file_count else (None, None, None))))
-    print_rows(("step", "result", *numbers), rows, right=numbers)
+        written = decimal(each.written_bytes) if each.plain_bytes else None
+        rows.append((each.name, result, written))
+    print_rows(("step", "result", "written"), rows, right=("written",))
     print_text(
         f"{decimal(report.written_bytes)} written to {report.destination}; as files of their own "
         f"the links would make it {decimal(report.plain_bytes)}. Every file was read back."
@@ -211,40 +185,3 @@ def cp(
         raise InputError("expected SRC[/STEP]... and DEST, found one path.")
     *sources, dest = paths
     return copying.copy(sources, dest)
-
-
-def _show_import(report: ImportReport) -> None:
-    """Print where a checkpoint is now, and what was not in it."""
-    made = f" Made, since no checkpoint has them: {some_of(report.made)}." if report.made else ""
-    print_text(
-        f"{report.source} is step {report.step} under {report.destination}, a base of "
-        f"{report.leaf_count:,} leaves.{made} Nothing could verify what was read."
-    )
-
-
-@command(_GROUP, _show_import, name="import")
-def import_(
-    target: Target,
-    src: Annotated[
-        str, typer.Argument(metavar="SRC", help="Checkpoint of stock Orbax, or safetensors files.")
-    ],
-    dest: Annotated[str, typer.Argument(metavar="DEST", help="New checkpoint root.")],
-    step: Annotated[int, typer.Option(min=0, help="Step number of the base.")],
-) -> ImportReport:
-    """Put a checkpoint of stock Orbax, or safetensors, as a base under a new root.
-
-    \b
-    Example: adacheck import train.py:state old/1200/default new_run --step 1200
-
-    TARGET takes no argument and returns the abstract state, built with the Recorder, or a tuple of
-    it and the Recorder. The state of the optimizer goes where the Recorder keeps it. In a program
-    adacheck.tools.import_checkpoint does the same, onto your mesh. Exit code 1 if leaves do not
-    fit.
-
-    With --json: the fields of adacheck_jax.tools.handover.importing.ImportReport.
-    """
-    from adacheck_jax.cli import callables
-    from adacheck_jax.tools.handover import importing
-
-    state, recorder = callables.state_of(target)
-    return importing.import_base(src, dest, step, state, recorder)

@@ -19,7 +19,6 @@ from adacheck_jax.cli.command import (
 )
 from adacheck_jax.cli.printing import counted, print_rows, print_text, tell_deleted
 from adacheck_jax.store.steps.lineage import shown_steps
-from adacheck_jax.tools.steps import newest
 
 if TYPE_CHECKING:  # which import JAX
     from adacheck_jax.tools.audit import RootReport, StepReport
@@ -121,8 +120,7 @@ def verify(
     """
     from adacheck_jax.tools import audit
 
-    place = root_of(root)
-    number = None if step is None else newest(place, step_of(step), item)
+    place, number = root_of(root), step_of(step)
     with progress_bar() as progress:
         return audit.verify_root(
             place, number, item, read_data=read_data, replay=replay, progress=progress
@@ -132,9 +130,8 @@ def verify(
 def _show_repair(report: RepairReport) -> None:
     """Print removed and kept directories."""
     would = report.is_dry_run
-    titles = ("remove" if would else "removed", "frees", "why")
-    rows = [(each.path, decimal(each.freed_bytes), each.why) for each in report.removals]
-    print_rows(titles, rows, right=("frees",))
+    rows = [(each.path, each.why) for each in report.removals]
+    print_rows(("remove" if would else "removed", "why"), rows)
     for each in report.kept:
         print_text(f"Kept {each.path}: {each.why}")
     for path in report.cleared:
@@ -142,8 +139,7 @@ def _show_repair(report: RepairReport) -> None:
         print_text(f"{path} {lost} what an interrupted compaction left in it")
     print_text(
         f"{counted(len(report.removals), 'directory', 'directories')} "
-        f"{'would be removed' if would else 'removed'}, {decimal(report.freed_bytes)} freed; "
-        f"{counted(report.step_count, 'step')} left."
+        f"{'would be removed' if would else 'removed'}; {counted(report.step_count, 'step')} left."
     )
     _tell_not_looked_at(report.not_looked_at)
 
@@ -185,8 +181,6 @@ def _show_compaction(report: CompactionReport) -> None:
         f"Step {report.step} {'would be' if would else 'is'} a base of "
         f"{decimal(report.state_bytes)}; restoring it read base {report.base} and "
         f"{counted(report.delta_count, 'delta')}.",
-        f"{decimal(report.freed_bytes)} {'would be' if would else 'were'} freed; what other steps "
-        "link stays.",
     ]
     if report.lost_steps:
         held, lost = "holds" if would else "held", shown_steps(report.lost_steps)

@@ -121,8 +121,11 @@ def _show_step(details: StepDetails) -> None:
     ]
     print_facts(facts)
     print_text("")
-    groups = [(x.name, x.leaf_count, decimal(x.leaf_bytes)) for x in details.groups]
-    print_rows(("group", "leaves", "bytes"), groups, right=("leaves", "bytes"))
+    groups: dict[str, list[int]] = {}
+    for leaf in details.leaves:
+        groups.setdefault(leaf.group, []).append(leaf.leaf_bytes)
+    rows = [(name, len(sizes), decimal(sum(sizes))) for name, sizes in groups.items()]
+    print_rows(("group", "leaves", "bytes"), rows, right=("leaves", "bytes"))
     print_text("")
     print_rows(
         ("leaf path", "type", "update", "restored", "boxes", "fingerprint"),
@@ -147,8 +150,8 @@ _CHECKS = {
 def _shown_checks(details: StepDetails) -> str:
     """Checks of the deltas, grouped by kind of check."""
     kinds: dict[str, list[int]] = {}
-    for each in details.checks:
-        kinds.setdefault(each.checked, []).append(each.step)
+    for step, kind in details.checks.items():
+        kinds.setdefault(kind, []).append(step)
     return ", ".join(
         f"step{'' if len(steps) == 1 else 's'} {shown_steps(steps)} {_CHECKS.get(kind, kind)}"
         for kind, steps in kinds.items()
@@ -181,17 +184,6 @@ def inspect(
 
 
 def _show_statistics(report: RootStatistics) -> None:
-    numbers = ("names", "files", "bytes", "named bytes")
-    if report.files:
-        counts = [[x.name_count, x.file_count, x.file_bytes, x.named_bytes] for x in report.files]
-        counts.append([sum(column) for column in zip(*counts, strict=True)])
-        kinds = [*(x.kind for x in report.files), "all"]
-        rows = [
-            (kind, names, files, decimal(once), decimal(named))
-            for kind, (names, files, once, named) in zip(kinds, counts, strict=True)
-        ]
-        print_rows(("kind", *numbers), rows, numbers)
-        print_text("")
     right = ("bytes", "share")
     rows = [
         (name, decimal(count), f"{count / report.full_bytes:.1%}")
@@ -217,14 +209,13 @@ def _show_statistics(report: RootStatistics) -> None:
 
 @command(_GROUP, _show_statistics)
 def stats(root: Root) -> RootStatistics:
-    """Show where the bytes under ROOT go: by kind of file, by redundancy, and by leaf.
+    """Show where the bytes under ROOT go: by redundancy, and by leaf.
 
     \b
     Example: adacheck stats checkpoints
 
-    Of files, names count hard links and files count inodes; named bytes are what a copy takes that
-    makes each link a file of its own, such as cp -r. Redundancy says what became of the bytes of
-    all recorded states in full; sizes of leaves are those in memory, before compression.
+    Redundancy says what became of the bytes of all recorded states in full; sizes of leaves are
+    those in memory, before compression. adacheck ls has the bytes on disk.
 
     With --json: the fields of adacheck_jax.tools.statistics.RootStatistics.
     """

@@ -48,7 +48,11 @@ def _show_plan(report: RedundancyReport) -> None:
     )
     print_text("")
     kinds = (
-        ("declared replicas", report.replica_bytes, "another device holds the same: never written"),
+        (
+            "declared replicas",
+            report.held_bytes - report.state_bytes,
+            "another device holds the same: never written",
+        ),
         ("computed by the update", report.computed_bytes, "replayed, so no delta has it"),
         ("record", report.record_bytes, "what the update consumes: in every delta"),
         ("other leaves", report.other_bytes, "no update computes them: in every delta"),
@@ -61,9 +65,9 @@ def _show_plan(report: RedundancyReport) -> None:
     )
 
 
-def _ratio(ratio: float | None) -> str:
+def _ratio(ratio: float) -> str:
     """A ratio with as many digits as a person wants to read."""
-    return "?" if ratio is None else f"{ratio:,.0f}" if ratio >= 100 else f"{ratio:.1f}"
+    return f"{ratio:,.0f}" if ratio >= 100 else f"{ratio:.1f}"
 
 
 def _in_words(report: RedundancyReport) -> str:
@@ -73,10 +77,11 @@ def _in_words(report: RedundancyReport) -> str:
             f"One step costs {stock} instead of {held}, and every step is a base: there is no "
             "Recorder in this state. Wrap the optimizer in one to see what deltas cost."
         )
+    least = max(report.delta_bytes, 1)
     return (
         f"One step costs {decimal(report.delta_bytes)} instead of the {held} that all devices "
-        f"hold ({_ratio(report.held_to_delta)} times less) or the {stock} that stock Orbax "
-        f"writes ({_ratio(report.stock_to_delta)} times less); "
+        f"hold ({_ratio(report.held_bytes / least)} times less) or the {stock} that stock Orbax "
+        f"writes ({_ratio(report.state_bytes / least)} times less); "
         f"{decimal(round(report.amortised_bytes))} a step with a base after every "
         f"{report.max_deltas} deltas."
     )

@@ -94,11 +94,7 @@ def print_text(text: str) -> None:
 
 
 def tell_deleted(steps: Sequence[int]) -> None:
-    """Print the numbers of steps that were deleted while a command looked, if there are any.
-
-    Args:
-        steps: the numbers, ascending.
-    """
+    """Print the numbers of steps that were deleted while a command looked, if there are any."""
     if steps:
         what = f"Step {steps[0]} was" if len(steps) == 1 else f"Steps {shown_steps(steps)} were"
         print_text(f"{what} deleted meanwhile.")

@@ -1,15 +1,36 @@
-"""Commands that look back through a run: log, diff, bisect and compare."""
+"""Commands that look back through a run: log, diff, bisect, compare and report."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from adacheck_jax.cli.command import Item, Last, Root, command, progress_bar, root_of, step_of
-from adacheck_jax.cli.printing import counted, print_rows, print_text, some_of, tell_deleted
+from adacheck_jax.cli.command import (
+    Item,
+    Json,
+    Last,
+    Root,
+    app,
+    command,
+    errors,
+    print_json,
+    progress_bar,
+    root_of,
+    step_of,
+)
+from adacheck_jax.cli.printing import (
+    counted,
+    print_rows,
+    print_text,
+    shown_bytes,
+    some_of,
+    tell_deleted,
+)
+from adacheck_jax.store.storage.location import AnyPath, Location, at
 from adacheck_jax.tools.steps import InputError
 
 if TYPE_CHECKING:
@@ -18,6 +39,7 @@ if TYPE_CHECKING:
     from adacheck_jax.tools.history.differences import LeafDifference
     from adacheck_jax.tools.history.log import RunLog
     from adacheck_jax.tools.history.walk import State, Walk
+    from adacheck_jax.tools.report.gather import Report
 
 _GROUP = "Look back through a run"
 _SHOWN = 30
@@ -153,12 +175,12 @@ def diff(
 
 def _show_bisection(report: Bisection) -> None:
     """Print the steps that were looked at, and the first one."""
-    rows = [(each.step, "yes" if each.holds else "no", each.says) for each in report.tried]
+    rows = [(step, "no" if says is None else "yes", says) for step, says in report.tried.items()]
     print_rows(("step", "holds", ""), rows, right=("step",))
     steps = counted(report.searched_count, "recorded step")
     restored = f"{counted(report.restored_count, 'state')} of {steps} restored"
     if report.step is None:
-        print_text(f"It does not hold at step {report.tried[0].step}, the last one: {restored}.")
+        print_text(f"It does not hold at step {rows[0][0]}, the last one: {restored}.")
     else:
         before = "" if report.before is None else f", and does not at step {report.before}"
         print_text(f"Step {report.step} is the first at which it holds{before}: {restored}.")
@@ -203,18 +225,17 @@ def bisect(
             raise InputError("expected --predicate FILE.py:FUNCTION or --non-finite, one of them.")
         asked = bisects.not_finite if predicate is None else _asked(predicate)
         ends = [None if each is None else walk.number(step_of(each)) for each in (first, last)]
-        return bisects.bisect(walk, asked, *ends, tell=progress)
+        return bisects.bisect(walk, asked, *ends, progress=progress)
 
 
 def _asked(target: str) -> Callable[[State], str | None]:
     """A function of the user's as a predicate."""
-    from adacheck_jax.cli.callables import Callee
+    from adacheck_jax.cli.callables import function_of
 
-    callee, takes = Callee(target), "with the state, nested dicts of arrays, and the step number"
+    asked = function_of(target, "with the state, nested dicts of arrays, and the step number")
 
     def holds(state: State) -> str | None:
-        where = f"at step {state.step} "
-        found = callee.call(takes, state.tree(), state.step, where=where)
+        found = asked(state.tree(), state.step, where=f"at step {state.step} ")
         return None if not found else found if isinstance(found, str) else "it holds"
 
     return holds
@@ -269,3 +290,75 @@ def compare(
         from adacheck_jax.tools.history import compare as compares
 
         return compares.compare_runs(one, two, progress)
+
+
+@app.command(rich_help_panel=_GROUP)
+def report(
+    root: Root,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="HTML file to write.")
+    ] = Path("report.html"),
+    norms: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="N", help="Restore at most N steps for norms, evenly spread."),
+    ] = None,
+    item: Item = None,
+    as_json: Json = False,
+) -> None:
+    """Draw a page about a run: bytes, costs, norms, changes of leaves, and what was verified.
+
+    \b
+    Examples:
+      adacheck report checkpoints -o report.html
+      adacheck report checkpoints --norms 50
+
+    The page is one file that loads nothing and runs no script; drawing it takes
+    pip install 'adacheck-jax[report]'. The root is only read. Norms are those of restored steps,
+    one after another on one device: of all steps where the run is small, else of none unless
+    --norms says of how many. Beside a training that holds the accelerators set JAX_PLATFORMS=cpu.
+
+    Exit code 1 if a step is damaged; the page is written all the same. An existing FILE is
+    replaced.
+
+    With --json: the fields of adacheck_jax.tools.report.gather.Report, and no page.
+    """
+    from adacheck_jax.tools.report.gather import gather
+
+    with errors():
+        place = root_of(root)
+        if not as_json:
+            _check(output, place)
+        with progress_bar() as progress:
+            found = gather(place, item, norms, progress)
+        print_json(found) if as_json else _write(found, output)
+    if found.damage:
+        raise typer.Exit(1)
+
+
+def _check(output: Path, root: AnyPath) -> None:
+    """Refuse to draw without the packages for it, or where no page can be written."""
+    try:
+        from adacheck_jax.tools.report import page  # noqa: F401
+    except ImportError as error:
+        raise InputError(
+            f"report draws with packages that are not all there ({error}): pip install "
+            "'adacheck-jax[report]', or print the facts with --json."
+        ) from error
+    folder = output.absolute().parent.resolve()
+    if output.is_dir() or not folder.is_dir():
+        raise InputError(f"{output}: expected a file in a directory. Give another path with -o.")
+    if not isinstance(root, Location) and folder.is_relative_to(root.resolve()):
+        raise InputError(
+            f"{output}: expected a place outside of the checkpoint root {root}, where a "
+            "manager keeps its steps. Give another path with -o."
+        )
+
+
+def _write(found: Report, output: Path) -> None:
+    """Write the page; a reader finds all of it, or the one before."""
+    from adacheck_jax.tools.report.page import page_of
+
+    at(output).write(page_of(found).encode())
+    steps = counted(len(found.kept), "step")
+    wrong = f", {len(found.damage):,} damaged" if found.damage else ""
+    typer.echo(f"{output}: {steps}, {shown_bytes(found.summary.disk_bytes)} on disk{wrong}")

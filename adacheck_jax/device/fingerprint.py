@@ -2,17 +2,18 @@
 
 A leaf's fingerprint takes the partial sum of one replica of each box; the sums of the other
 replicas are there to be compared.
+
+One thread sums up (:meth:`Contributions.sums`); another one, which lets the arrays be donated, may
+wait at the same time (:meth:`Contributions.wait`). They meet in
+:class:`~adacheck_jax.device.transfer.Staged` alone, which has the lock.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.experimental import multihost_utils
 
 from adacheck_jax.device import transfer
@@ -21,6 +22,7 @@ from adacheck_jax.device.shard_sums import Summing, is_narrow
 from adacheck_jax.device.sharding import (
     Holder,
     has_replicas,
+    holder_of,
     holders_of,
     in_device_memory,
     is_local,
@@ -79,26 +81,28 @@ class Contributions:
         self._elsewhere = {i: staged for i in on_host if staged is not None and i in staged}
         rest = {i: array for i, array in on_host.items() if i not in self._elsewhere}
         self._staged = transfer.Staged(rest, picks)
-        self._host: list[_HostShard] = []
-        self._lock = threading.Lock()
         self._every_replica = every_replica
         self.replicas: ReplicaSums = {}
-        if every_replica:
-            self._host = _host_shards(on_host, picks)
+        self._shards: list[tuple[int, Box, Holder]] = []
+        others: dict[int, Any] = {}
+        for leaf, box, holder, data in _replica_shards(on_host, picks) if every_replica else ():
+            if data is not None:  # else it is a pick, and its sum is known
+                others[len(self._shards)] = data
+            self._shards.append((leaf, box, holder))
+        boxes = {n: [(self._shards[n][1], None, ())] for n in others}
+        self._others = transfer.Staged(others, boxes).begin()
         if not owned:
             self.wait()
 
     @property
     def holds_blocks(self) -> bool:
         """True if host copies are still held, to be fingerprinted on the host."""
-        return bool(self._staged or self._elsewhere or self._host)
+        return bool(self._staged or self._elsewhere or self._others)
 
     def wait(self) -> None:
         """Waits until the arrays may be donated."""
         self._staged.wait()
-        with self._lock:
-            for shard in self._host:
-                shard.wait()
+        self._others.wait()
 
     def sums(self) -> dict[int, int]:
         """Partial sums modulo 2**64 by leaf index; host copies are let go of one by one."""
@@ -112,15 +116,15 @@ class Contributions:
                 blocks = staged[index]
             picked[index] = {box: fingerprint_of(block, box.start) for box, block in blocks.items()}
             result[index] = combine(list(picked[index].values()))
-        while self._host:
-            with self._lock:  # copy to the host before removing it from the wait list
-                data, shard = self._host[-1].wait(), self._host.pop()
-            if data is None:  # a pick: its sum is known
-                total = picked[shard.leaf][shard.box]
-            else:
-                total = fingerprint_of(data, shard.box.start)
-            boxes = self.replicas.setdefault(shard.leaf, {})
-            boxes.setdefault(shard.box, {})[shard.holder] = total
+        totals: dict[int, int] = {}
+        while self._others:
+            n, blocks = self._others.popitem()
+            ((box, block),) = blocks.items()
+            totals[n] = fingerprint_of(block, box.start)
+        for n, (leaf, box, holder) in enumerate(self._shards):
+            boxes = self.replicas.setdefault(leaf, {})
+            boxes.setdefault(box, {})[holder] = totals[n] if n in totals else picked[leaf][box]
+        self._shards = []
         for i, by_device in self._device.sums().items():
             sharding, shape = self._placed[i]
             devices = list(sharding.addressable_devices_indices_map(shape))  # as shards are ordered
@@ -143,50 +147,17 @@ def hashes_on_device(array: Any) -> bool:
     return xla_call.is_ready() and array.ndim < shard_tables.MAX_RANK and not is_narrow(array.dtype)
 
 
-@dataclass(slots=True)
-class _HostShard:
-    """A shard to fingerprint on the host.
-
-    Attributes:
-        leaf: leaf index.
-        box: the shard's box in global coordinates.
-        holder: the device that holds the shard.
-        data: the shard's elements; None if the shard is picked, so that its sum is known.
-    """
-
-    leaf: int
-    box: Box
-    holder: Holder
-    data: Any
-
-    def wait(self) -> Any:
-        """Waits for the data; on CPU devices a view keeps XLA from reusing the buffer."""
-        self.data = None if self.data is None else np.asarray(self.data)
-        return self.data
-
-
-def _host_shards(
+def _replica_shards(
     arrays: Mapping[int, Any], picks: Mapping[int, Sequence[transfer.Pick]]
-) -> list[_HostShard]:
-    """All addressable shards of the arrays that have replicas."""
-    found = []
+) -> Iterator[tuple[int, Box, Holder, Any]]:
+    """All addressable shards of the arrays that have replicas; without data if they are picked."""
     for i, array in arrays.items():
-        if not isinstance(array, jax.Array) or not has_replicas(array.sharding, array.shape):
-            continue
-        whole = {position: box for box, position, _ in picks[i]}
-        places = {
-            each.device: (box, each)
-            for box, holders in holders_of(array.sharding, array.shape).items()
-            for each in holders
-        }
-        for position, shard in enumerate(array.addressable_shards):
-            box, holder = places[shard.device.id]
-            is_picked = whole.get(position) == box
-            found.append(_HostShard(i, box, holder, None if is_picked else shard.data))
-    for each in found:
-        if each.data is not None and transfer.on_accelerator(each.data):
-            each.data.copy_to_host_async()
-    return found
+        if isinstance(array, jax.Array) and has_replicas(array.sharding, array.shape):
+            whole = {position: box for box, position, _ in picks[i]}
+            for position, shard in enumerate(array.addressable_shards):
+                box = Box.from_slices(shard.index or (), array.shape)
+                is_picked = whole.get(position) == box
+                yield i, box, holder_of(shard.device), None if is_picked else shard.data
 
 
 def of_leaves(arrays: Mapping[int, Any]) -> dict[int, int]:

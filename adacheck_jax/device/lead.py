@@ -49,11 +49,7 @@ class DeviceGrid:
     devices: tuple[Holder, ...]
 
     def ranks(self, position: int) -> Ranks:
-        """Distances from one device: that along the last axis counts least.
-
-        Args:
-            position: position of the device.
-        """
+        """Distances from the device at a position: that along the last axis counts least."""
         if not self.devices:
             return {}
         at = np.unravel_index(position, self.shape)
@@ -80,13 +76,7 @@ def nearest(holders: Collection[Holder], ranks: Ranks) -> Holder:
 
 
 def sole(layout: Layout, array: Any, ranks: Ranks) -> Layout:
-    """A layout in which only the process of the nearest device holds each box.
-
-    Args:
-        layout: layout of the array.
-        array: jax or numpy array.
-        ranks: distances of devices from the lead.
-    """
+    """A layout in which only the process of the nearest device holds each box."""
     if is_local(array):  # each process has one for itself
         return layout
     holders = holders_of(array.sharding, tuple(array.shape)).values()

@@ -13,9 +13,9 @@ others hold too, and the sums of single devices only where its own disagree.
 from __future__ import annotations
 
 import collections
-import functools
+import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,7 +29,6 @@ from adacheck_jax.device.lead import DeviceGrid, Lead, nearest
 from adacheck_jax.device.sharding import Holder, holders_of
 from adacheck_jax.errors import ReplicaError
 from adacheck_jax.format.boxes import Box
-from adacheck_jax.format.fingerprint import from_words, to_words
 from adacheck_jax.format.manifest import Leaf
 
 _log = logging.getLogger(__name__)
@@ -126,14 +125,7 @@ class ReplicaReport:
 
 
 def compare(sums: Mapping[Site, Mapping[Holder, int]]) -> tuple[Divergence, ...]:
-    """Finds the boxes whose replicas differ.
-
-    Args:
-        sums: known sums of the replicas of each box, by holder.
-
-    Returns:
-        One divergence for every box whose sums differ, in the order of ``sums``.
-    """
+    """The boxes whose replicas differ, in the order of the sums, which are given by holder."""
     found = []
     for site, by_holder in sums.items():
         counts = collections.Counter(by_holder.values()).most_common(2)
@@ -164,32 +156,18 @@ def summary(divergences: Sequence[Divergence]) -> str:
     return f"{boxes} of {leaves} whose replicas are declared equal and are not"
 
 
-@functools.lru_cache(maxsize=4096)
-def _replicated(
-    sharding: jax.sharding.Sharding, shape: tuple[int, ...]
-) -> tuple[tuple[Box, tuple[Holder, ...]], ...]:
-    """Boxes with elements that several devices hold, ascending, with their holders."""
-    held = holders_of(sharding, shape).items()
-    return tuple((box, holders) for box, holders in held if box.size and len(holders) > 1)
+def replicated_sites(paths: Sequence[str], arrays: Sequence[Any]) -> tuple[Site, ...]:
+    """Boxes with elements that several devices hold, by leaf and box; only jax arrays have any.
 
-
-ReplicatedLeaf = tuple[int, str, jax.sharding.Sharding, tuple[int, ...]]
-"""Index, path, sharding and shape of a leaf that has replicas."""
-
-
-def replicated_leaves(paths: Sequence[str], arrays: Sequence[Any]) -> tuple[ReplicatedLeaf, ...]:
-    """Leaves that have replicas; only jax arrays have.
-
-    Args:
-        paths: leaf paths.
-        arrays: plain arrays, one a path.
+    Boxes that several processes hold come in the same order in every process.
     """
-    found = (
-        (i, path, array.sharding, tuple(array.shape))
+    return tuple(
+        Site(i, path, box, holders)
         for i, (path, array) in enumerate(zip(paths, arrays, strict=True))
         if isinstance(array, jax.Array)
+        for box, holders in holders_of(array.sharding, tuple(array.shape)).items()
+        if box.size and len(holders) > 1
     )
-    return tuple(each for each in found if _replicated(*each[2:]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,16 +185,6 @@ class Verdict:
     leaves: frozenset[int] = frozenset()
 
 
-def _sites(where: Sequence[ReplicatedLeaf]) -> Iterator[Site]:
-    """Yields the boxes that several devices hold, by leaf and box.
-
-    Boxes that several processes hold come in the same order in every process.
-    """
-    for i, path, sharding, shape in where:
-        for box, holders in _replicated(sharding, shape):
-            yield Site(i, path, box, holders)
-
-
 class ReplicaCheck:
     """Compares the replicas of one state that is being saved.
 
@@ -225,7 +193,7 @@ class ReplicaCheck:
 
     Args:
         mode: reaction to replicas that differ.
-        where: leaves that have replicas.
+        sites: boxes that have replicas.
         leaves: all leaves, with the processes that write their boxes.
         devices: devices of the state.
         lead: the one of them whose replica is saved.
@@ -234,13 +202,13 @@ class ReplicaCheck:
     def __init__(
         self,
         mode: Mode,
-        where: Sequence[ReplicatedLeaf],
+        sites: Sequence[Site],
         leaves: Sequence[Leaf],
         devices: DeviceGrid,
         lead: Lead,
     ) -> None:
         self.mode: Mode = mode
-        self._places = where if mode != "off" else ()
+        self._sites = sites if mode != "off" else ()
         self._leaves, self._devices, self._lead = leaves, devices, lead
 
     def part(self, sums: ReplicaSums) -> dict[str, Any]:
@@ -255,7 +223,7 @@ class ReplicaCheck:
         """
         shared: list[int] = []
         divergent: list[Any] = []
-        for site in _sites(self._places):
+        for site in self._sites:
             here = sums.get(site.leaf, {}).get(site.box, {})
             if not here:
                 continue
@@ -267,16 +235,13 @@ class ReplicaCheck:
         return {"shared": shared, "divergent": divergent}
 
     def differing(self, parts: Sequence[Mapping[str, Any]]) -> dict[Site, dict[Holder, int]]:
-        """The boxes whose replicas differ, within and across processes, with all their sums.
-
-        Args:
-            parts: reports of all processes, in order.
-        """
+        """The boxes whose replicas differ, with their sums, by the reports of all processes."""
         table: dict[tuple[int, Box], tuple[str, dict[Holder, int]]] = {}
         shared = [iter(part["shared"]) for part in parts]
-        for site in _sites(self._places):
+        for site in self._sites:
             if site.is_shared:
-                value = {process: next(shared[process]) for process in _processes(site)}
+                processes = sorted({holder.process for holder in site.holders})
+                value = {process: next(shared[process]) for process in processes}
                 sums = {holder: value[holder.process] for holder in site.holders}
                 table[site.leaf, site.box] = (site.path, sums)
         for part in parts:
@@ -293,15 +258,11 @@ class ReplicaCheck:
     def settle(self, step: int, parts: Sequence[Mapping[str, Any]]) -> Verdict:
         """Warns of replicas that differ, or refuses the step.
 
-        Args:
-            step: number of the step that is being committed.
-            parts: reports of all processes, in order.
-
         Raises:
             ReplicaError: replicas differ, and the mode is ``"raise"``; or the processes have
                 written parts of several of them.
         """
-        sums = self.differing(parts) if self.mode != "off" else {}
+        sums = self.differing(parts)
         if not sums:
             return Verdict("", self._lead)
         found = compare(sums)
@@ -377,7 +338,7 @@ def replica_report(state: trees.PyTree) -> ReplicaReport:
     """Compares all replicas of a state, on its devices, bit by bit.
 
     In a multi-process program every process calls this with the same state, and gets the same
-    report, but for arrays that lie on the devices of one process alone: that process reports them.
+    report; of arrays that lie on the devices of one process alone that process counts the replicas.
 
     Args:
         state: any pytree of arrays, typed PRNG keys included. Only jax arrays have replicas.
@@ -397,39 +358,22 @@ def replica_report(state: trees.PyTree) -> ReplicaReport:
     arrays: list[Any] = [
         transfer.raw(leaf) if isinstance(leaf, jax.Array) else None for leaf in named.values()
     ]
-    sites = tuple(_sites(replicated_leaves(tuple(named), arrays)))
+    sites = replicated_sites(tuple(named), arrays)
     watched = {site.leaf: arrays[site.leaf] for site in sites}
-    parts = fingerprint.Contributions(watched, dict.fromkeys(watched, ()), every_replica=True)
-    parts.sums()
-    sums = {site: dict(parts.replicas.get(site.leaf, {}).get(site.box, {})) for site in sites}
-    if jax.process_count() > 1:
-        _gather(sums, {i for i, array in watched.items() if not array.is_fully_addressable})
+    sums = fingerprint.Contributions(watched, dict.fromkeys(watched, ()), every_replica=True)
+    sums.sums()
+    check = ReplicaCheck("warn", sites, (), DeviceGrid((), ()), Lead())
+    parts = _gathered(check.part(sums.replicas))
     replica_count = sum(len(site.holders) for site in sites)
-    return ReplicaReport(len(named), len(sites), replica_count, compare(sums))
+    found = compare(check.differing(parts))
+    return ReplicaReport(len(named), len(sites), replica_count, found)
 
 
-def _gather(sums: dict[Site, dict[Holder, int]], everywhere: set[int]) -> None:
-    """Fills in the sums of other processes' devices; collective.
-
-    Args:
-        sums: sums of this process's devices; changed.
-        everywhere: indices of the leaves that lie on several processes. All processes know these,
-            so that all have the same slots in the same order.
-    """
-    slots: dict[int, list[tuple[Site, Holder]]] = {p: [] for p in range(jax.process_count())}
-    for site in sums:
-        if site.leaf in everywhere:
-            for holder in site.holders:
-                slots[holder.process].append((site, holder))
-    own = [sums[site][holder] for site, holder in slots[jax.process_index()]]
-    length = max(map(len, slots.values()))  # every process gathers a table of one shape
-    words = to_words([*own, *[0] * (length - len(own))])
-    gathered = np.asarray(multihost_utils.process_allgather(words))  # (processes, length, 2)
-    for process, where in slots.items():
-        values = from_words(gathered[process])
-        for (site, holder), value in zip(where, values, strict=False):
-            sums[site][holder] = value
-
-
-def _processes(site: Site) -> list[int]:
-    return sorted({holder.process for holder in site.holders})
+def _gathered(part: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The reports of all processes, in order; collective."""
+    if jax.process_count() == 1:
+        return [part]
+    data = np.frombuffer(json.dumps(part).encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.int32(data.size))
+    rows = multihost_utils.process_allgather(np.pad(data, (0, max(sizes) - data.size)))
+    return [json.loads(bytes(row[:size])) for row, size in zip(rows, sizes, strict=True)]

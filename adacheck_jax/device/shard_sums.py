@@ -2,7 +2,8 @@
 
 The sums are those that :mod:`~adacheck_jax.format.fingerprint` defines. CPU devices call compiled
 loops (:mod:`~adacheck_jax.device.loops.xla_call`), since XLA does not vectorize integer reductions
-there; accelerators run XLA's own programs.
+there; accelerators run XLA's own operations. Both are given one table, of the place and the width
+of each shard.
 """
 
 from __future__ import annotations
@@ -17,25 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from adacheck_jax.device import transfer
 from adacheck_jax.device.loops import shard_tables, xla_call
+from adacheck_jax.device.sharding import boxes_by_device
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.fingerprint import from_words, weights
-
-
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """Arrays whose shards one program sums up.
-
-    Attributes:
-        indices: leaf indices.
-        positions: for each leaf the position of its shard, None where the array is the shard; None
-            for arrays over a whole mesh.
-        program: function from the arrays, or the shards, to uint32 of shape (devices, arrays, 2).
-    """
-
-    indices: tuple[int, ...]
-    positions: tuple[int | None, ...] | None
-    program: Callable[[Sequence[jax.Array]], jax.Array]
 
 
 class Summing:
@@ -49,57 +36,59 @@ class Summing:
             passes arrays of equal shapes and shardings.
 
     Attributes:
-        indices: leaf indices of the arrays.
         placed: sharding and shape of each array.
     """
 
     def __init__(self, arrays: Mapping[int, jax.Array]) -> None:
-        self.indices = tuple(arrays)
         self.placed = {i: (array.sharding, array.shape) for i, array in arrays.items()}
-        on_mesh: dict[Mesh, list[int]] = {}
-        on_device: dict[Any, list[tuple[int, int | None, Box, int]]] = {}
+        self._groups: list[tuple[Sequence[tuple[int, int | None]], _Program]] = []
+        on_mesh: dict[Mesh, dict[int, NamedSharding]] = {}
+        on_device: dict[Any, list[tuple[int, int | None, Box]]] = {}
         for i, array in arrays.items():
             if isinstance(array.sharding, NamedSharding):
-                on_mesh.setdefault(cast(Mesh, array.sharding.mesh), []).append(i)
+                mesh = cast(Mesh, array.sharding.mesh)
+                on_mesh.setdefault(mesh, {})[i] = array.sharding
                 continue
             # Any other sharding: its shards need not be of one shape, so each goes by itself.
             is_whole = array.is_fully_addressable and len(array.sharding.device_set) == 1
             for position, shard in enumerate(array.addressable_shards):
                 box = Box.from_slices(shard.index or (), array.shape)
-                entry = (i, None if is_whole else position, box, array.dtype.itemsize)
+                entry = (i, None if is_whole else position, box)
                 on_device.setdefault(shard.device, []).append(entry)
-        self._groups: list[_Group] = []
         for mesh, group in on_mesh.items():
-            if jax.process_index() not in {each.process_index for each in mesh.devices.flat}:
-                continue
-            kinds = tuple(
-                (
-                    cast(NamedSharding, arrays[i].sharding).spec,
-                    arrays[i].shape,
-                    arrays[i].dtype.itemsize,
-                )
-                for i in group
-            )
-            calls_loops = _calls_loops(mesh.devices.flat[0], [arrays[i].dtype for i in group])
-            program = _mesh_program(mesh, kinds, calls_loops)
-            self._groups.append(_Group(tuple(group), None, program))
+            held = [boxes_by_device(*self.placed[i]) for i in group]
+            boxes = [tuple(each[device] for each in held) for device in mesh.local_devices]
+            if boxes:  # else the mesh is of other processes
+                specs = tuple(each.spec for each in group.values())
+                self._add(mesh, [(i, None) for i in group], specs, boxes, arrays)
         for device, entries in on_device.items():
-            group, positions, boxes, widths = zip(*entries, strict=True)
-            calls_loops = _calls_loops(device, [arrays[i].dtype for i in group])
-            program = _device_program(device, boxes, widths, calls_loops)
-            self._groups.append(_Group(group, positions, program))
+            mesh, places = Mesh(np.array([device]), ("d",)), [(i, n) for i, n, _ in entries]
+            boxes = [tuple(box for *_, box in entries)]
+            self._add(mesh, places, (PartitionSpec(),) * len(entries), boxes, arrays)
+
+    def _add(
+        self,
+        mesh: Mesh,
+        places: Sequence[tuple[int, int | None]],
+        specs: tuple[PartitionSpec, ...],
+        boxes: Sequence[tuple[Box, ...]],
+        arrays: Mapping[int, jax.Array],
+    ) -> None:
+        """Add a program, for arrays or for the shards at some positions of them."""
+        dtypes = [arrays[i].dtype for i, _ in places]
+        is_cpu = mesh.devices.flat[0].platform == "cpu"
+        calls_loops = is_cpu and xla_call.is_ready() and not any(map(is_narrow, dtypes))
+        widths = tuple(each.itemsize for each in dtypes)
+        self._groups.append((places, _program(mesh, specs, widths, tuple(boxes), calls_loops)))
 
     def dispatch(self, arrays: Mapping[int, jax.Array]) -> DeviceSums:
         """Starts the programs without waiting; the arrays may be donated at once."""
         words = []
-        for group in self._groups:
-            given = [arrays[i] for i in group.indices]
-            if group.positions is not None:
-                given = [
-                    x if n is None else x.addressable_shards[n].data
-                    for x, n in zip(given, group.positions, strict=True)
-                ]
-            words.append((group.indices, group.program(given)))
+        for places, program in self._groups:
+            given = [
+                arrays[i] if n is None else arrays[i].addressable_shards[n].data for i, n in places
+            ]
+            words.append(([i for i, _ in places], program(given)))
         return DeviceSums(words)
 
 
@@ -123,124 +112,57 @@ class DeviceSums:
         return result
 
 
-_Kinds = tuple[tuple[PartitionSpec, tuple[int, ...], int], ...]
-"""Spec, shape and bytes of an element of each array."""
+_Program = Callable[[Sequence[jax.Array]], jax.Array]
+"""From arrays, or shards, to uint32 of shape (devices, arrays, 2), sharded by device."""
 
 
 @functools.lru_cache(maxsize=64)
-def _mesh_program(
-    mesh: Mesh, kinds: _Kinds, calls_loops: bool
-) -> Callable[[Sequence[jax.Array]], jax.Array]:
-    """Program for arrays on one mesh; its result is sharded by device."""
+def _program(
+    mesh: Mesh,
+    specs: tuple[PartitionSpec, ...],
+    widths: tuple[int, ...],
+    boxes: tuple[tuple[Box, ...], ...],
+    calls_loops: bool,
+) -> _Program:
+    """Program for arrays on one mesh, with the boxes that each local device holds of them."""
     rows = PartitionSpec(mesh.axis_names)
-    specs = [spec for spec, _, _ in kinds]
+    tables = {
+        device.id: shard_tables.of_sums([box.start for box in each], widths)
+        for device, each in zip(mesh.local_devices, boxes, strict=True)
+    }
+    table = transfer.row_each(NamedSharding(mesh, rows), tables)
+    sums = xla_call.sums if calls_loops else _sums
+
+    def local(shards: Sequence[jax.Array], own: jax.Array) -> jax.Array:
+        return sums(shards, own[0])[None]
+
     # Replicas may differ, which these sums are there to find: nothing is declared equal.
-    mapped = functools.partial(jax.shard_map, mesh=mesh, out_specs=rows, check_vma=False)
-    if calls_loops:
-        sharding = NamedSharding(mesh, rows)
-        table = _mesh_table(sharding, kinds)
-
-        def call(shards: Sequence[jax.Array], own: jax.Array) -> jax.Array:
-            return xla_call.sums(shards, own[0])[None]
-
-        jitted: Any = jax.jit(mapped(call, in_specs=(specs, rows)))
-        return _on(mesh, lambda arrays: jitted(arrays, table))
-
-    def local(shards: Sequence[jax.Array]) -> jax.Array:
-        starts = [
-            [_first_index(names, n) for names, n in zip(spec, shard.shape, strict=False)]
-            for spec, shard in zip(specs, shards, strict=True)
-        ]
-        return _stack_sums(shards, starts)[None]
-
-    return _on(mesh, jax.jit(mapped(local, in_specs=(specs,))))
-
-
-def _on(mesh: Mesh, program: Any) -> Callable[[Sequence[jax.Array]], jax.Array]:
-    """A program run with 64-bit types and on its own mesh, whatever the caller has set."""
+    mapped = jax.shard_map(
+        local, mesh=mesh, in_specs=([*specs], rows), out_specs=rows, check_vma=False
+    )
+    jitted: Any = jax.jit(mapped)
 
     def run(arrays: Sequence[jax.Array]) -> jax.Array:
-        with jax.enable_x64(True), jax.set_mesh(mesh):
-            return program(arrays)
+        with jax.enable_x64(True), jax.set_mesh(mesh):  # whatever the caller has set
+            return jitted(arrays, table)
 
     return run
 
 
-def _mesh_table(sharding: NamedSharding, kinds: _Kinds) -> jax.Array:
-    """Table of the shards on each device of a mesh, for the compiled loops."""
-    widths = [width for _, _, width in kinds]
-    boxes: dict[Any, list[Box]] = {}
-    for spec, shape, _ in kinds:
-        indices = NamedSharding(cast(Mesh, sharding.mesh), spec).devices_indices_map(shape)
-        for device, index in indices.items():
-            boxes.setdefault(device, []).append(Box.from_slices(index or (), shape))
-    devices: list[Any] = list(cast(Mesh, sharding.mesh).devices.flat)
-    tables = {
-        device: shard_tables.of_sums([box.start for box in boxes[device]], widths)
-        for device in devices
-        if device.process_index == jax.process_index()
-    }
-    one = next(iter(tables.values()))
-    return jax.make_array_from_callback(
-        (len(devices), *one.shape),
-        sharding,
-        lambda index: tables[devices[_start_of(index)]][None],
-    )
-
-
-def _start_of(index: Any) -> int:
-    return index[0].start or 0
-
-
-def _device_program(
-    device: Any, boxes: Sequence[Box], widths: Sequence[int], calls_loops: bool
-) -> Callable[[Sequence[jax.Array]], jax.Array]:
-    """Program for shards on one device, each of its own box."""
-    starts = [box.start for box in boxes]
-    if calls_loops:
-        table = jax.device_put(shard_tables.of_sums(starts, widths), device)
-        return _on(Mesh(np.array([device]), ("d",)), lambda shards: _call_of_shards(shards, table))
-    with jax.enable_x64(True):
-        placed = [jax.device_put(np.array(start, np.uint64), device) for start in starts]
-    return _on(Mesh(np.array([device]), ("d",)), lambda shards: _of_shards(shards, placed))
-
-
-@jax.jit
-def _call_of_shards(shards: Sequence[jax.Array], table: jax.Array) -> jax.Array:
-    return xla_call.sums(shards, table)[None]
-
-
-def _calls_loops(device: Any, dtypes: Sequence[Any]) -> bool:
-    return device.platform == "cpu" and xla_call.is_ready() and not any(map(is_narrow, dtypes))
-
-
-def _first_index(names: Any, length: int) -> Any:
-    """First index of a device's shard along an axis that is cut over mesh axes."""
-    if not names:
-        return jnp.uint64(0)
-    return jax.lax.axis_index(names).astype(jnp.uint64) * jnp.uint64(length)
-
-
-@jax.jit
-def _of_shards(shards: Sequence[jax.Array], starts: Sequence[Any]) -> jax.Array:
-    return _stack_sums(shards, starts)[None]
-
-
-def _stack_sums(shards: Sequence[jax.Array], starts: Sequence[Any]) -> jax.Array:
-    sums = [_of_shard(shard, start) for shard, start in zip(shards, starts, strict=True)]
-    total = jnp.stack(sums)
+def _sums(shards: Sequence[jax.Array], table: jax.Array) -> jax.Array:
+    """The sums that :func:`xla_call.sums` gives, by XLA's own operations."""
+    starts = table[:, 1:, 0].astype(jnp.uint64) | table[:, 1:, 1].astype(jnp.uint64) << 32
+    total = jnp.stack([_of_shard(shard, starts[row]) for row, shard in enumerate(shards)])
     low = (total & jnp.uint64(0xFFFFFFFF)).astype(jnp.uint32)
     return jnp.stack([low, (total >> jnp.uint64(32)).astype(jnp.uint32)], axis=-1)
 
 
-def _of_shard(shard: jax.Array, start: Sequence[Any]) -> jax.Array:
-    """Partial sum of one shard; axes past the end of ``start`` start at zero."""
+def _of_shard(shard: jax.Array, start: jax.Array) -> jax.Array:
+    """Partial sum of one shard."""
     words = _device_words(shard)
     total = words.astype(jnp.uint64)
     for axis, length in enumerate(words.shape):
-        position = jax.lax.iota(jnp.uint64, length)
-        if axis < len(start):
-            position = position + start[axis]
+        position = start[axis] + jax.lax.iota(jnp.uint64, length)
         total = total * weights(position, axis).reshape(-1, *[1] * (words.ndim - axis - 1))
     return jnp.sum(total, dtype=jnp.uint64)
 

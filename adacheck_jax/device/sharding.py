@@ -49,31 +49,29 @@ def holder_of(device: Any) -> Holder:
 
 
 @functools.lru_cache(maxsize=4096)
+def boxes_by_device(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Mapping[Any, Box]:
+    """The box of a sharding that each device, of all processes, holds."""
+    indices = sharding.devices_indices_map(shape)
+    return {device: Box.from_slices(index or (), shape) for device, index in indices.items()}
+
+
+@functools.lru_cache(maxsize=4096)
 def holders_of(
     sharding: jax.sharding.Sharding, shape: tuple[int, ...]
 ) -> Mapping[Box, tuple[Holder, ...]]:
     """Distinct boxes of a sharding, and all devices, of all processes, that hold each.
 
-    Args:
-        sharding: any JAX sharding.
-        shape: global shape of the array.
-
-    Returns:
-        Holders of each box, both ascending; holders of one box are declared to hold the same bits.
+    Both are ascending. The holders of one box are declared to hold the same bits.
     """
     found: dict[Box, list[Holder]] = {}
-    for device, index in sharding.devices_indices_map(shape).items():
-        found.setdefault(Box.from_slices(index or (), shape), []).append(holder_of(device))
+    for device, box in boxes_by_device(sharding, shape).items():
+        found.setdefault(box, []).append(holder_of(device))
     return {box: tuple(sorted(found[box])) for box in sorted(found)}
 
 
 @functools.lru_cache(maxsize=4096)
 def layout_of(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Layout:
     """Layout of a sharding; declared replicas fall together into one box.
-
-    Args:
-        sharding: any JAX sharding.
-        shape: global shape of the array.
 
     Raises:
         FormatError: the shards do not tile the array as a grid.
@@ -86,8 +84,7 @@ def layout_of(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Layout
 def devices_of(array: Any) -> tuple[int, ...]:
     """Ids of the devices that an array lies on, in the order in which programs take them.
 
-    Args:
-        array: jax or numpy array, or a ``jax.ShapeDtypeStruct``; a numpy array lies on none.
+    The array may be abstract; a numpy array lies on none.
     """
     placed = getattr(array, "sharding", None)
     return () if placed is None else _order_of(placed, tuple(array.shape))
@@ -95,7 +92,7 @@ def devices_of(array: Any) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _order_of(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(each.id for each in sharding.devices_indices_map(shape))
+    return tuple(each.id for each in boxes_by_device(sharding, shape))
 
 
 def in_device_memory(array: Any) -> bool:
@@ -148,11 +145,7 @@ def distinct_boxes(array: Any) -> list[Box]:
 
 
 def describe(array: Any) -> str:
-    """Text that describes an array's devices and cuts, the same in every process.
-
-    Args:
-        array: jax or numpy array.
-    """
+    """Text that describes an array's devices and cuts, the same in every process."""
     placed = array.sharding if isinstance(array, jax.Array) else None
     if not isinstance(placed, jax.sharding.NamedSharding):
         return f"{type(placed).__name__} {0 if placed is None else len(placed.device_set)}"

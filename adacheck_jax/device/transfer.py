@@ -1,4 +1,9 @@
-"""Copies of boxes from devices to the host, and global arrays built from boxes."""
+"""Copies of boxes from devices to the host, and global arrays built from boxes.
+
+Two threads may meet in :class:`Staged`: the one that writes takes blocks out, and another one waits
+until the arrays may be donated. Its one lock is held while an array comes to the host; then nothing
+else is called.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +29,7 @@ def raw(leaf: Any) -> Any:
 
 
 def keyed(data: Any, like: Any) -> Any:
-    """Elements as a leaf: typed PRNG keys of another one's kind if that has keys.
-
-    Args:
-        data: plain elements, from :func:`raw`.
-        like: the other leaf, also an abstract one.
-    """
+    """Plain elements as a leaf: typed PRNG keys of another leaf's kind if that has keys."""
     if not is_key(like):
         return data
     impls: list[Any] = []
@@ -102,7 +102,6 @@ class Staged(Mapping[int, Blocks]):
         self._taken: dict[int, list[tuple[Box, Any, tuple[slice, ...]]]] = {}
         self._blocks: dict[int, Blocks] = {}
         self._has_begun = False
-        # A writing thread and one that waits until the arrays may be donated may meet here.
         self._lock = threading.RLock()
 
     def begin(self) -> Staged:
@@ -187,15 +186,7 @@ class Joined(Mapping[int, Blocks]):
 
 
 def stage(arrays: Mapping[int, Any], picks: Mapping[int, Sequence[Pick]]) -> Staged:
-    """Brings boxes of several arrays to the host; the arrays may be donated when this returns.
-
-    Args:
-        arrays: jax or numpy arrays by leaf index (see :func:`raw`).
-        picks: boxes to take, by leaf index.
-
-    Returns:
-        The blocks of each array.
-    """
+    """Brings boxes of several arrays to the host; the arrays may be donated when this returns."""
     return Staged(arrays, picks).wait()
 
 
@@ -266,9 +257,6 @@ def _cut(data: jax.Array, start: Sequence[int], shape: tuple[int, ...]) -> jax.A
 
 def held(array: Any) -> Callable[[], Any]:
     """Keeps what an array on CPU devices has, also when it is donated.
-
-    Args:
-        array: plain array.
 
     Returns:
         Makes an array of the same elements, which lies as it did.
@@ -344,6 +332,23 @@ def place(wanted: jax.ShapeDtypeStruct, read: Callable[[Box], np.ndarray]) -> ja
         return cache[box]
 
     return jax.make_array_from_callback(wanted.shape, sharding, block)
+
+
+def row_each(sharding: jax.sharding.NamedSharding, rows: Mapping[int, np.ndarray]) -> jax.Array:
+    """An array that has a row for each device of a mesh, on that device.
+
+    Args:
+        sharding: cuts the first axis over all axes of the mesh.
+        rows: rows of the devices of this process, by device id; of one shape.
+    """
+    mesh: Any = sharding.mesh
+    every: list[Any] = [rows.get(device.id) for device in mesh.devices.flat]
+    shape = next(iter(rows.values())).shape
+
+    def row(index: Any) -> np.ndarray:
+        return every[index[0].start or 0][None]
+
+    return jax.make_array_from_callback((len(every), *shape), sharding, row)
 
 
 def moved(array: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:

@@ -7,6 +7,7 @@ path in the nested dictionary that Orbax returns when it is asked for no particu
 
 from __future__ import annotations
 
+import collections
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -39,9 +40,7 @@ def _key_name(key: Any) -> str:
 def matches(path: str, pattern: str) -> bool:
     """True if a leaf, or a node that it lies below, has a path that a pattern of the shell fits.
 
-    Args:
-        path: leaf path.
-        pattern: a pattern in which ``*`` stands for any text, slashes included.
+    In the pattern ``*`` stands for any text, slashes included.
     """
     parts = path.split("/")
     starts = ("/".join(parts[: n + 1]) for n in range(len(parts)))
@@ -50,9 +49,6 @@ def matches(path: str, pattern: str) -> bool:
 
 def flatten(tree: PyTree) -> tuple[dict[str, Any], TreeDef]:
     """Flattens a pytree into ``{leaf path: leaf}``, in tree order.
-
-    Args:
-        tree: any pytree.
 
     Returns:
         The leaves by leaf path, and the treedef that :func:`unflatten` takes.
@@ -63,9 +59,8 @@ def flatten(tree: PyTree) -> tuple[dict[str, Any], TreeDef]:
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree)
     leaves = {leaf_path(key_path): leaf for key_path, leaf in pairs}
     if len(leaves) != len(pairs):
-        seen: set[str] = set()
-        paths = [leaf_path(key_path) for key_path, _ in pairs]
-        doubled = sorted({path for path in paths if path in seen or seen.add(path)})
+        counts = collections.Counter(leaf_path(key_path) for key_path, _ in pairs)
+        doubled = sorted(path for path, count in counts.items() if count > 1)
         raise MismatchError(
             f"{len(doubled)} leaf paths occur twice: {_listed(doubled)}. Expected unique paths; "
             "rename the keys that contain a slash."
@@ -81,8 +76,7 @@ def unflatten(treedef: TreeDef, leaves: Iterable[Any]) -> PyTree:
 def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """Nested dictionaries of leaves, a level for each name in their paths.
 
-    Args:
-        leaves: the leaves by leaf path, none of them below another one.
+    No leaf may lie below another one.
     """
     root: dict[str, Any] = {}
     for path, leaf in leaves.items():
@@ -119,23 +113,19 @@ def check_same_leaves(
     Raises:
         MismatchError: lists missing, extra and differing leaves.
     """
-    missing = [path for path in expected if path not in found]
-    extra = [path for path in found if path not in expected]
-    differing = [
-        f"{path}: expected {expected[path]}, found {found[path]}"
-        for path in expected
-        if path in found and expected[path] != found[path]
-    ]
-    if not (missing or extra or differing):
-        return
-    parts = [f"{where}: {len(missing) + len(extra) + len(differing)} leaves differ."]
-    if missing:
-        parts.append(f"missing ({len(missing)}): {_listed(missing)}.")
-    if extra:
-        parts.append(f"not expected ({len(extra)}): {_listed(extra)}.")
-    if differing:
-        parts.append(f"different ({len(differing)}): {_listed(differing)}.")
-    raise MismatchError("\n  ".join([*parts, remedy]))
+    differences = {
+        "missing": [path for path in expected if path not in found],
+        "not expected": [path for path in found if path not in expected],
+        "different": [
+            f"{path}: expected {expected[path]}, found {found[path]}"
+            for path in expected
+            if path in found and expected[path] != found[path]
+        ],
+    }
+    count = sum(map(len, differences.values()))
+    if count:
+        lists = [f"{k} ({len(x)}): {_listed(x)}." for k, x in differences.items() if x]
+        raise MismatchError("\n  ".join([f"{where}: {count} leaves differ.", *lists, remedy]))
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -89,10 +89,6 @@ class Box:
 def cuts_of(boxes: Iterable[Box], shape: Sequence[int]) -> Cuts:
     """The cut points of a grid of boxes.
 
-    Args:
-        boxes: the distinct boxes of one leaf, in any order.
-        shape: the leaf's global shape.
-
     Returns:
         The cuts for which :func:`grid` gives these boxes back, sorted.
 
@@ -131,19 +127,17 @@ Blocks: TypeAlias = "dict[Box, np.ndarray]"
 MAX_CHUNK_BYTES = 8 << 20
 
 
-def chunk_shape(
-    cuts: Cuts, itemsize_bytes: int, max_bytes: int = MAX_CHUNK_BYTES
-) -> tuple[int, ...]:
+def chunk_shape(cuts: Cuts, itemsize_bytes: int, max_bytes: int | None = None) -> tuple[int, ...]:
     """Shape of the zarr chunks of a leaf in a base: every box consists of whole ones.
 
     Args:
         cuts: cut points of the boxes that are written.
         itemsize_bytes: bytes of one element.
-        max_bytes: largest size of a chunk, unless the boxes cannot be cut so small.
+        max_bytes: largest size of a chunk, unless the boxes cannot be cut so small; None for ours.
     """
-    chunk = [_common_length(points) for points in cuts]
+    chunk, most_bytes = [*map(_common_length, cuts)], max_bytes or MAX_CHUNK_BYTES
     for axis, points in enumerate(cuts):
-        excess = math.prod(chunk) * itemsize_bytes / max_bytes
+        excess = math.prod(chunk) * itemsize_bytes / most_bytes
         if excess <= 1:
             break
         most = max(1, int(chunk[axis] / excess))

@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from adacheck_jax.format import fingerprint
-from adacheck_jax.format.one_process import OneProcess
 
 _log = logging.getLogger(__name__)
 
@@ -36,13 +35,12 @@ class _Compiler:
     def __init__(self) -> None:
         self._loop: Callable[..., Any] | None = None
         self._thread: threading.Thread | None = None
-        self._process = OneProcess("a compiler")
 
     def loop(self) -> Callable[..., Any] | None:
         """The compiled loop; None until there is one."""
-        # A forked child has what was compiled before: a lock of the compiler may be held for ever.
-        if self._thread is None and not self._process.is_elsewhere:
-            self._process.enter()
+        # A forked child has a copy of the thread, which does not run, and thus what was compiled
+        # before: a lock of the compiler may be held for ever.
+        if self._thread is None:
             self._thread = threading.Thread(target=self._compile, name="adacheck_compile")
             with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
                 self._thread.start()
@@ -80,10 +78,6 @@ def wait_until_compiled() -> None:
 
 def fingerprint_of(block: np.ndarray, start: Sequence[int] = ()) -> int:
     """Contribution of one block to the fingerprint of its leaf.
-
-    Args:
-        block: elements of one box.
-        start: first index of the box in the leaf; left out for a whole leaf.
 
     Returns:
         A partial sum modulo 2**64; :func:`~adacheck_jax.format.fingerprint.combine` adds up those

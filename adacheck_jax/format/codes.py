@@ -56,10 +56,10 @@ class Code:
     body: np.ndarray
     rest: np.ndarray
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of both parts."""
-        return self.body.size + self.rest.size
+    def sizes(self, *, is_split: bool) -> tuple[int, int]:
+        """Bytes for a raw and for a compressed array: all of them raw, or split by part."""
+        body, rest = self.body.size, self.rest.size
+        return (body, rest) if is_split else (body + rest, 0)
 
 
 def may_pay(block: np.ndarray) -> bool:
@@ -83,7 +83,7 @@ def encode(block: np.ndarray) -> Code:
 def pay(codes: Iterable[Code], blocks: Iterable[np.ndarray]) -> bool:
     """True if codes are shorter than their blocks without rows of zeros, which take no bytes."""
     whole_bytes = sum(_bytes_without_zeros(planes.words_of(block)) for block in blocks)
-    return sum(code.size_bytes for code in codes) < _WORTHWHILE * whole_bytes
+    return sum(code.body.size + code.rest.size for code in codes) < _WORTHWHILE * whole_bytes
 
 
 def decode(stream: np.ndarray, block: np.ndarray) -> None:
@@ -143,11 +143,6 @@ def _plain(words: np.ndarray) -> Code:
     high = np.empty((1, words.size), np.uint8)
     planes.encode(Encoding.PLANES, words, None, low, high)
     return Code(_bytes(bytes([_PLAIN]), low), high[0])
-
-
-def _decode_plain(reader: Reader, words: np.ndarray) -> None:
-    split = reader.take(words.itemsize * words.size).reshape(words.itemsize, words.size)
-    planes.decode(Encoding.PLANES, words, split[:-1], split[-1:])
 
 
 # Sparse.
@@ -270,7 +265,8 @@ def _packed(indices: np.ndarray, bits: int) -> np.ndarray:
 def _decode(reader: Reader, words: np.ndarray, *, is_inner: bool = False) -> None:
     kind = int(reader.take(1)[0])
     if kind == _PLAIN:
-        _decode_plain(reader, words)
+        split = reader.take(words.itemsize * words.size).reshape(words.itemsize, words.size)
+        planes.decode(Encoding.PLANES, words, split[:-1], split[-1:])
     elif kind == _PALETTE:
         _decode_palette(reader, words)
     elif kind == _SPARSE and not is_inner:  # nested codes would take a stack

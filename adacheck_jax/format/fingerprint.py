@@ -113,10 +113,9 @@ def from_words(words: Any) -> list[int]:
     Args:
         words: uint32 of shape (sums, 2): the low and the high half of each sum.
     """
-    return [int(low) | int(high) << 32 for low, high in np.asarray(words)]
+    return np.ascontiguousarray(words, "<u4").view("<u8").reshape(-1).tolist()
 
 
 def to_words(sums: Sequence[int]) -> np.ndarray:
     """Halves of sums: uint32 of shape (sums, 2), the low half first."""
-    words = [[each & 0xFFFFFFFF, each >> 32] for each in sums]
-    return np.array(words, np.uint32).reshape(len(sums), 2)
+    return np.array(sums, "<u8").reshape(-1, 1).view("<u4")

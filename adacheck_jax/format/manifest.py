@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from adacheck_jax.format.boxes import Box, Cuts, grid
+from adacheck_jax.format.boxes import Box, Cuts, chunk_shape, grid
 
 SHARDINGS = "_sharding"
 DESCRIPTIONS = frozenset({"_METADATA", SHARDINGS, "array_metadatas/process_0"})
@@ -109,6 +109,10 @@ class Leaf:
         """Boxes that one process writes."""
         pairs = zip(self.boxes, self.owners, strict=True)
         return [box for box, owner in pairs if owner == process]
+
+    def chunk_shape(self, wanted_bytes: int | None) -> tuple[int, ...]:
+        """Shape of its chunks in a base: the caller may want smaller or larger ones."""
+        return chunk_shape(self.cuts, self.itemsize_bytes, wanted_bytes)
 
     @property
     def description(self) -> str:

@@ -134,21 +134,11 @@ def decode(data: bytes, *, where: str) -> Manifest:
 
 
 def parsed(data: bytes, where: str) -> Any:
-    """JSON of an untrusted file.
+    """JSON of an untrusted file, which is measured before it is parsed.
 
     Raises:
         FormatError: it would take too much memory as Python objects.
         ValueError: it is no JSON, or a key appears twice in an object.
-    """
-    check_counts(data, where)
-    return json.loads(data, object_pairs_hook=_object)
-
-
-def check_counts(data: bytes, where: str) -> None:
-    """Refuses, before parsing, JSON that would take too much memory as Python objects.
-
-    Raises:
-        FormatError: it has too many bytes, lists, objects or values.
     """
     containers = data.count(b"[") + data.count(b"{")
     values = containers + data.count(b",")
@@ -158,6 +148,7 @@ def check_counts(data: bytes, where: str) -> None:
             f"{MAX_CONTAINERS} lists and {MAX_VALUES} values, found {len(data)} bytes with about "
             f"{containers} and {values}. Restore another step."
         )
+    return json.loads(data, object_pairs_hook=_object)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

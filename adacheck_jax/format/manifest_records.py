@@ -73,11 +73,6 @@ def text(value: Any) -> str:
     return value
 
 
-def texts(value: Any) -> dict[str, str]:
-    """Texts by name."""
-    return {text(name): text(each) for name, each in value.items()}
-
-
 def digits(value: Any, count: int) -> str:
     """A text of so many hexadecimal digits."""
     if not isinstance(value, str) or not re.fullmatch(f"[0-9a-f]{{{count}}}", value):
@@ -85,28 +80,12 @@ def digits(value: Any, count: int) -> str:
     return value
 
 
-def fingerprint(value: Any) -> int:
-    """A fingerprint, from its hexadecimal digits."""
-    return int(digits(value, 16), 16)
-
-
-def tuple_of(read: Callable[[Any], _T], items: Any) -> tuple[_T, ...]:
-    """The items of a list, each read by a function."""
-    if not isinstance(items, list):
-        raise TypeError(f"expected a list, found {type(items).__name__}")
+def tuple_of(read: Callable[[Any], _T], items: Any, count: int | None = None) -> tuple[_T, ...]:
+    """The items of a list, each read by a function; of so many, if a number is given."""
+    if not isinstance(items, list) or count not in (None, len(items)):
+        wanted = "a list" if count is None else f"{count} numbers"
+        raise TypeError(f"expected {wanted}, found {shown(items)}")
     return tuple(read(item) for item in items)
-
-
-def numbers(count: int, items: Any) -> tuple[int, ...]:
-    """So many numbers."""
-    if not isinstance(items, list) or len(items) != count:
-        raise TypeError(f"expected {count} numbers, found {shown(items)}")
-    return tuple_of(natural, items)
-
-
-def optional(read: Callable[[Any], _T], value: Any) -> _T | None:
-    """None, or a value read by a function."""
-    return None if value is None else read(value)
 
 
 def check_ascending(values: Sequence[int], what: str, end: int = MAX_NUMBER + 1) -> None:
@@ -118,10 +97,7 @@ def check_ascending(values: Sequence[int], what: str, end: int = MAX_NUMBER + 1)
 def record(kind: type[_T], body: Any) -> _T:
     """A record of a class that :mod:`~adacheck_jax.format.manifest` declares."""
     given = _readers(kind).items()
-    values = {
-        name: read(body[name]) for name, read in given if name in body or name not in LEFT_OUT
-    }
-    found = kind(**values)
+    found = kind(**{n: read(body[n]) for n, read in given if n in body or n not in LEFT_OUT})
     if kind in _CHECKS:
         _CHECKS[kind](found)
     return found
@@ -131,7 +107,7 @@ def record(kind: type[_T], body: Any) -> _T:
 def _readers(kind: Any) -> dict[str, Callable[[Any], Any]]:
     readers = {name: _reader_of(each) for name, each in typing.get_type_hints(kind).items()}
     if "fingerprints" in readers:
-        readers["fingerprints"] = functools.partial(tuple_of, fingerprint)
+        readers["fingerprints"] = lambda items: tuple_of(lambda x: int(digits(x, 16), 16), items)
     return readers
 
 
@@ -141,14 +117,14 @@ def _reader_of(kind: Any) -> Callable[[Any], Any]:
     if kind in _PLAIN:
         return _PLAIN[kind]
     if origin is Mapping:
-        return texts
+        return lambda value: {text(name): text(each) for name, each in value.items()}
+    if origin is None:
+        return functools.partial(record, kind)
+    read = _reader_of(inner[0])
     if origin is types.UnionType:
-        return functools.partial(optional, _reader_of(inner[0]))
-    if origin is tuple and inner[-1] is Ellipsis:
-        return functools.partial(tuple_of, _reader_of(inner[0]))
-    if origin is tuple:
-        return functools.partial(numbers, len(inner))
-    return functools.partial(record, kind)
+        return lambda value: None if value is None else read(value)
+    count = None if inner[-1] is Ellipsis else len(inner)
+    return lambda value: tuple_of(read, value, count)
 
 
 _PLAIN: dict[Any, Callable[[Any], Any]] = {
@@ -177,7 +153,8 @@ def _check_base(base: BaseManifest) -> None:
     _check_pairs(base.kept, count, None)
     if not DESCRIPTIONS.issuperset(base.described):  # their paths are opened
         raise ValueError(f"expected {sorted(DESCRIPTIONS)}, found {shown([*base.described])}")
-    _check_state(base, count)
+    check_ascending(base.caution.distrusted, "distrusted leaves", count)
+    _check_stale(base, count)
 
 
 def _check_leaf(leaf: Leaf) -> None:
@@ -255,13 +232,8 @@ def _check_delta_manifest(manifest: DeltaManifest) -> None:
         raise ValueError(
             f"delta number {manifest.depth} of its lineage with {len(manifest.recorded)} before it"
         )
-    _check_state(manifest, len(manifest.fingerprints))
-
-
-def _check_state(manifest: BaseManifest | DeltaManifest, leaf_count: int) -> None:
-    """Refuses stale or distrusted leaves that the state does not have."""
-    check_ascending(manifest.caution.distrusted, "distrusted leaves", leaf_count)
-    _check_stale(manifest, leaf_count)
+    count = len(manifest.fingerprints)
+    check_ascending(manifest.caution.distrusted, "distrusted leaves", count)
 
 
 def _check_stale(step: BaseManifest | Delta, leaf_count: int) -> None:

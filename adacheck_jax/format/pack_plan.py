@@ -58,9 +58,6 @@ class Extent:
     def spans(self, rows: Box) -> tuple[Spans, Spans]:
         """Bytes of some rows of the box in the raw and the compressed array.
 
-        Args:
-            rows: the rows, from :meth:`rows`.
-
         Returns:
             One range a plane; of a code all its bytes, one range in each array.
         """
@@ -99,18 +96,16 @@ class WritePlan:
     compressed_bytes: tuple[int, ...]
 
 
-Aliases = Sequence[tuple[int, int]]
-"""Pairs of extents of one process, numbered in plan order; see ``manifest.Pack``."""
-Sizes = Sequence[tuple[int, int]]
-"""Bytes in either array of the coded extents of one process, in plan order."""
+Pairs = Sequence[tuple[int, int]]
+"""Aliases or sizes of one process's extents; see ``manifest.Pack``."""
 
 
 def plan_delta(
     leaves: Sequence[Leaf],
     stored: Sequence[int],
     encodings: Sequence[str],
-    aliases: Sequence[Aliases],
-    coded: Sequence[Sizes] = (),
+    aliases: Sequence[Pairs],
+    coded: Sequence[Pairs] = (),
 ) -> WritePlan:
     """Lays out the boxes of the stored leaves in their owners' packs.
 
@@ -181,17 +176,17 @@ def _place(
     for number in sorted(range(len(extents)), key=rank):
         extent = extents[number]
         if number in sources:
-            extents[number] = _at(extent, extents[sources[number]])
-            continue
-        raw = raw_end
-        if extent.encoding is Encoding.RAW:  # elements start where they can be viewed
-            raw += -raw_end % leaves[extent.leaf].itemsize_bytes
-        extents[number] = dataclasses.replace(
-            extent, raw_start=raw, compressed_start=compressed_end
-        )
-        if extent.raw_bytes:
-            raw_end = raw + extent.raw_bytes
-        compressed_end += extent.compressed_bytes
+            source = extents[sources[number]]
+            if _form(extent) != _form(source):
+                raise ValueError(f"an alias of another kind: {extent} of {source}")
+            raw, compressed = source.raw_start, source.compressed_start
+        else:
+            raw, compressed = raw_end, compressed_end
+            if extent.encoding is Encoding.RAW:  # elements start where they can be viewed
+                raw += -raw_end % leaves[extent.leaf].itemsize_bytes
+            raw_end = raw + extent.raw_bytes if extent.raw_bytes else raw_end
+            compressed_end += extent.compressed_bytes
+        extents[number] = dataclasses.replace(extent, raw_start=raw, compressed_start=compressed)
     return raw_end, compressed_end
 
 
@@ -202,11 +197,6 @@ def _checked(size: tuple[int, int] | None, whole_bytes: int) -> tuple[int, int]:
     return size
 
 
-def _at(extent: Extent, source: Extent) -> Extent:
-    """An extent in the place of another one."""
-    alike = (extent.encoding, extent.planes, extent.raw_bytes, extent.compressed_bytes)
-    if alike != (source.encoding, source.planes, source.raw_bytes, source.compressed_bytes):
-        raise ValueError(f"an alias of another kind: {extent} of {source}")
-    return dataclasses.replace(
-        extent, raw_start=source.raw_start, compressed_start=source.compressed_start
-    )
+def _form(extent: Extent) -> tuple[Encoding, int, int, int]:
+    """Everything that an alias has in common with its source, besides the place."""
+    return extent.encoding, extent.planes, extent.raw_bytes, extent.compressed_bytes

@@ -54,9 +54,6 @@ def choose_whole(blocks: Iterable[np.ndarray]) -> Encoding:
 def choose_difference(pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> Encoding:
     """Chooses an encoding for blocks of one leaf whose old elements are known, from a sample.
 
-    Args:
-        pairs: new and old elements of each block; equal shapes and one data type.
-
     Returns:
         ``SAME`` if no bit changed in any block, else the encoding with the smallest estimate.
     """

@@ -56,11 +56,7 @@ def packed(bits: np.ndarray) -> np.ndarray:
 
 
 def encode(mask: np.ndarray) -> np.ndarray:
-    """Code of a set, uint8.
-
-    Args:
-        mask: flat bool, True for the positions that are in it.
-    """
+    """Code of a set, uint8."""
     count = int(np.count_nonzero(mask))
     shift = _shift_of(count, mask.size)
     head = np.frombuffer(_HEAD.pack(shift, count), np.uint8)

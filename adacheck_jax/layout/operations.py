@@ -58,40 +58,30 @@ class Operation:
 
 
 @dataclass(frozen=True, slots=True)
-class Keep(Operation):
-    """The leaf as it is, under another path."""
-
-    def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
-        return list(taken)
-
-    def apply(self, xp: Any, arrays: Arrays) -> list[Any]:
-        return list(arrays)
-
-    def inverse(self, taken: Sequence[Kind]) -> Operation:
-        return self
-
-
-@dataclass(frozen=True, slots=True)
 class Stack(Operation):
     """Equal leaves become one with an axis more.
 
     Attributes:
         axis: position of the new axis in the result.
+        copies: number of times that the leaves are taken, one after another.
     """
 
     axis: int = 0
+    copies: int = 1
 
     def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
+        if self.copies < 1:
+            raise ValueError(f"expected at least one copy, found {self.copies}")
         first = _same_kind(taken, "stack")
         axis = _position(self.axis, len(first.shape) + 1)
-        shape = (*first.shape[:axis], len(taken), *first.shape[axis:])
+        shape = (*first.shape[:axis], len(taken) * self.copies, *first.shape[axis:])
         return [Kind(shape, first.dtype)]
 
     def apply(self, xp: Any, arrays: Arrays) -> list[Any]:
-        return [xp.stack(arrays, axis=self.axis)]
+        return [xp.stack([*arrays] * self.copies, axis=self.axis)]
 
     def inverse(self, taken: Sequence[Kind]) -> Operation:
-        return Unstack(len(taken), self.axis)
+        return Unstack(len(taken) * self.copies, self.axis, self.copies)
 
     def source_axes(self, axes: int) -> list[int | None]:
         axis = _position(self.axis, axes + 1)
@@ -100,28 +90,31 @@ class Stack(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Unstack(Operation):
-    """A leaf becomes one for each index of an axis.
+    """A leaf becomes one for each index of an axis: the inverse of :class:`Stack`.
 
     Attributes:
         count: length of the axis.
         axis: its position.
+        copies: number of equal parts of the axis, of which the first is taken.
     """
 
     count: int
     axis: int = 0
+    copies: int = 1
 
     def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
         only, axis = _one_along(taken, self.axis)
         if only.shape[axis] != self.count:
             raise ValueError(f"expected {self.count} along axis {axis}, found {only.shape[axis]}")
-        return [Kind(_without_axis(only.shape, axis), only.dtype)] * self.count
+        part = Kind(_without_axis(only.shape, axis), only.dtype)
+        return [part] * (self.count // self.copies)
 
     def apply(self, xp: Any, arrays: Arrays) -> list[Any]:
         (only,) = arrays
-        return [xp.take(only, k, axis=self.axis) for k in range(self.count)]
+        return [xp.take(only, k, axis=self.axis) for k in range(self.count // self.copies)]
 
     def inverse(self, taken: Sequence[Kind]) -> Operation:
-        return Stack(self.axis)
+        return Stack(self.axis, self.copies)
 
     def source_axes(self, axes: int) -> list[int | None]:
         axis = _position(self.axis, axes)
@@ -232,98 +225,42 @@ class Transpose(Operation):
 
 
 @dataclass(frozen=True, slots=True)
-class Pad(Operation):
-    """Zeros are added at the end of an axis.
+class Resize(Operation):
+    """Zeros are added at the end of an axis, or its end is cut off.
+
+    The inverse of a cut gives the bits back if only zeros were there.
 
     Attributes:
         axis: the axis.
         size: its new length.
-    """
-
-    axis: int
-    size: int
-
-    def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
-        only, axis = _one_along(taken, self.axis)
-        if self.size < only.shape[axis]:
-            raise ValueError(f"expected a size of at least {only.shape[axis]}, found {self.size}")
-        return [Kind(_with_length(only.shape, axis, self.size), only.dtype)]
-
-    def apply(self, xp: Any, arrays: Arrays) -> list[Any]:
-        (only,) = arrays
-        axis = _position(self.axis, only.ndim)
-        missing = _with_length(only.shape, axis, self.size - only.shape[axis])
-        return [xp.concatenate([only, xp.zeros(missing, only.dtype)], axis=axis)]
-
-    def inverse(self, taken: Sequence[Kind]) -> Operation:
-        axis = _position(self.axis, len(taken[0].shape))
-        return Strip(axis, taken[0].shape[axis])
-
-
-@dataclass(frozen=True, slots=True)
-class Strip(Operation):
-    """The end of an axis is cut off; its inverse gives the bits back if only zeros were.
-
-    Attributes:
-        axis: the axis.
-        size: its new length.
+        is_longer: True if zeros are added.
         is_lossy: True if other elements than zeros may be lost.
     """
 
     axis: int
     size: int
+    is_longer: bool
     is_lossy: bool = False
 
     def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
         only, axis = _one_along(taken, self.axis)
-        if not 0 <= self.size <= only.shape[axis]:
-            raise ValueError(f"expected a size of at most {only.shape[axis]}, found {self.size}")
+        length = only.shape[axis]
+        if self.size < 0 or self.size != (max if self.is_longer else min)(self.size, length):
+            limit = "least" if self.is_longer else "most"
+            raise ValueError(f"expected a size of at {limit} {length}, found {self.size}")
         return [Kind(_with_length(only.shape, axis, self.size), only.dtype)]
 
     def apply(self, xp: Any, arrays: Arrays) -> list[Any]:
         (only,) = arrays
         axis = _position(self.axis, only.ndim)
-        return [only[(*(slice(None),) * axis, slice(0, self.size))]]
+        if not self.is_longer:
+            return [only[(*(slice(None),) * axis, slice(0, self.size))]]
+        missing = _with_length(only.shape, axis, self.size - only.shape[axis])
+        return [xp.concatenate([only, xp.zeros(missing, only.dtype)], axis=axis)]
 
     def inverse(self, taken: Sequence[Kind]) -> Operation | None:
         axis = _position(self.axis, len(taken[0].shape))
-        return None if self.is_lossy else Pad(axis, taken[0].shape[axis])
-
-
-@dataclass(frozen=True, slots=True)
-class Repeat(Stack):
-    """Copies of a leaf along a new axis.
-
-    Attributes:
-        count: number of copies.
-    """
-
-    count: int = 1
-
-    def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
-        if self.count < 1:
-            raise ValueError(f"expected at least one copy, found {self.count}")
-        return Stack.kinds(self, [*taken] * self.count)
-
-    def apply(self, xp: Any, arrays: Arrays) -> list[Any]:
-        return Stack.apply(self, xp, [*arrays] * self.count)
-
-    def inverse(self, taken: Sequence[Kind]) -> Operation:
-        return First(self.count, self.axis)
-
-
-@dataclass(frozen=True, slots=True)
-class First(Unstack):
-    """The first of equal copies along an axis: the inverse of :class:`Repeat`."""
-
-    def kinds(self, taken: Sequence[Kind]) -> list[Kind]:
-        return Unstack.kinds(self, taken)[:1]
-
-    def apply(self, xp: Any, arrays: Arrays) -> list[Any]:
-        return [xp.take(arrays[0], 0, axis=self.axis)]
-
-    def inverse(self, taken: Sequence[Kind]) -> Operation:
-        return Repeat(self.axis, self.count)
+        return None if self.is_lossy else Resize(axis, taken[0].shape[axis], not self.is_longer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,22 +315,14 @@ class Cast(Operation):
 
 
 def _position(axis: int, axes: int) -> int:
-    """The position of an axis, which may be counted from the end.
-
-    Raises:
-        ValueError: there is no such axis.
-    """
+    """The position of an axis, which may be counted from the end."""
     if not -axes <= axis < axes:
         raise ValueError(f"expected an axis of {axes}, found axis {axis}")
     return axis % axes
 
 
 def _one_along(taken: Sequence[Kind], axis: int) -> tuple[Kind, int]:
-    """The only leaf that is taken, and the position of an axis of it.
-
-    Raises:
-        ValueError: there is no such axis.
-    """
+    """The only leaf that is taken, and the position of an axis of it."""
     (only,) = taken
     return only, _position(axis, len(only.shape))
 
@@ -409,11 +338,7 @@ def _without_axis(shape: Shape, axis: int) -> Shape:
 
 
 def _same_kind(taken: Sequence[Kind], name: str, but: int | None = None) -> Kind:
-    """The kind of all leaves; refuses leaves of several, but for the length of one axis.
-
-    Raises:
-        ValueError: two leaves differ; it names them, and the operation.
-    """
+    """The kind of all leaves; refuses leaves of several, but for the length of one axis."""
 
     def compared(kind: Kind) -> tuple[object, ...]:
         shape = kind.shape if but is None else _without_axis(kind.shape, but)

@@ -7,12 +7,13 @@ the paths that the params have in theirs.
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from adacheck_jax.errors import MismatchError
-from adacheck_jax.layout.operations import Keep, Kind, Operation
+from adacheck_jax.layout.operations import Kind, Operation
 from adacheck_jax.layout.rules import Rule
 
 _SHOWN = 10
@@ -76,11 +77,7 @@ class Plan:
         return [path for path, value in self.inputs.items() if self.outputs.get(path) == value]
 
     def needed_for(self, wanted: Iterable[str]) -> Plan:
-        """The part of the plan that gives some leaves of the new state.
-
-        Args:
-            wanted: their leaf paths; others are left out.
-        """
+        """The part of the plan that gives some leaves of the new state, by their leaf paths."""
         outputs = {path: self.outputs[path] for path in wanted}
         values, steps = set(outputs.values()), list[LayoutStep]()
         for step in reversed(self.steps):
@@ -250,7 +247,7 @@ class _Planning:
         kinds = [self._kinds[value] for value in taken]
         try:
             operation = rule.making(kinds)
-            if isinstance(operation, Keep):
+            if operation is None:
                 return taken
             if keys := [path for path, k in zip(sources, kinds, strict=True) if "<" in k.dtype]:
                 raise ValueError(f"typed PRNG keys can only be renamed, and {keys[0]} is one")
@@ -338,18 +335,14 @@ def within(root: str, path: str) -> str | None:
 
 
 def params_of(params: Sequence[str], ends: Sequence[str]) -> Params:
-    """The tree of the params of a recorder.
-
-    Args:
-        params: leaf paths of the trained params.
-        ends: paths of their gradients in the tree of the gradients, which has the params' paths.
-    """
+    """The tree of the params of a recorder, which has the paths of the tree of their gradients."""
     common: set[str] | None = None
     for end in ends:
         own = {path[: -len(end)].removesuffix("/") for path in params if _ends_with(path, end)}
         common = own if common is None else common & own
     inside = [root for root in common or () if all(within(root, p) is not None for p in params)]
-    root = min(inside, key=len, default=_common_root(params))
+    common_root = posixpath.commonpath([*map(posixpath.dirname, params)] or [""])
+    root = min(inside, key=len, default=common_root)
     return Params(root, frozenset(within(root, path) or "" for path in params))
 
 
@@ -358,26 +351,11 @@ def _ends_with(path: str, end: str) -> bool:
     return path == end or path.endswith(f"/{end}")
 
 
-def _common_root(paths: Sequence[str]) -> str:
-    """The path of the smallest tree that holds all leaves."""
-    shared: list[str] = []
-    for parts in zip(*(path.split("/")[:-1] for path in paths), strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return "/".join(shared)
-
-
 def find_trees(leaves: Mapping[str, Kind], params: Params) -> list[str]:
     """Paths of the params and of all trees that are like them, the params first.
 
-    Args:
-        leaves: shapes and data types of the state's leaves, by leaf path.
-        params: the params.
-
-    Returns:
-        Paths of trees. Such a tree has a leaf for each param; or for some of them, of the same
-        shapes (an optimizer that is masked).
+    Such a tree has a leaf for each param; or for some of them, of the same shapes (an optimizer
+    that is masked).
     """
     candidates: dict[str, set[str]] = {}
     for path in leaves:

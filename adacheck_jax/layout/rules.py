@@ -69,8 +69,8 @@ class Pattern:
         return "".join([*parts, re.escape(self.text[end:])])
 
 
-Making = Callable[[Sequence[Kind]], Operation]
-"""Makes the operation on some leaves, when their shapes are known."""
+Making = Callable[[Sequence[Kind]], Operation | None]
+"""Makes the operation on some leaves, when their shapes are known; None to keep them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,9 @@ def _shown(names: frozenset[str | None]) -> str:
 Trees = Sequence[str] | None
 
 
-def _one_to_one(name: str, source: str, to: str | None, made: Operation, trees: Trees) -> Rule:
+def _one_to_one(
+    name: str, source: str, to: str | None, made: Operation | None, trees: Trees
+) -> Rule:
     taken, given = (Pattern(source),), (Pattern(source if to is None else to),)
     return Rule(name, taken, given, lambda _: made, trees=_trees(trees))
 
@@ -160,7 +162,7 @@ def rename(source: str, to: str, *, trees: Trees = None) -> Rule:
         to: pattern of their new paths.
         trees: the trees that it is applied to; see :class:`Rule`. So for all rules.
     """
-    return _one_to_one("rename", source, to, operations.Keep(), trees)
+    return _one_to_one("rename", source, to, None, trees)
 
 
 def stack(source: str, to: str, *, over: str = "i", axis: int = 0, trees: Trees = None) -> Rule:
@@ -267,7 +269,7 @@ def pad(
         to: pattern of their new paths; None to keep the paths.
         trees: see :func:`rename`.
     """
-    made = operations.Pad(_integer("axis", axis), _integer("size", size))
+    made = operations.Resize(_integer("axis", axis), _integer("size", size), is_longer=True)
     return _one_to_one("pad", source, to, made, trees)
 
 
@@ -290,7 +292,9 @@ def strip(
         to: pattern of their new paths; None to keep the paths.
         trees: see :func:`rename`.
     """
-    made = operations.Strip(_integer("axis", axis), _integer("size", size), lossy)
+    made = operations.Resize(
+        _integer("axis", axis), _integer("size", size), is_longer=False, is_lossy=lossy
+    )
     return _one_to_one("strip", source, to, made, trees)
 
 
@@ -306,7 +310,7 @@ def repeat(
         to: pattern of their new paths; None to keep the paths.
         trees: see :func:`rename`.
     """
-    made = operations.Repeat(_integer("axis", axis), _integer("count", count))
+    made = operations.Stack(_integer("axis", axis), _integer("count", count))
     return _one_to_one("repeat", source, to, made, trees)
 
 

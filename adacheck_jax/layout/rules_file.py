@@ -35,10 +35,6 @@ _MAKERS: Mapping[str, Callable[..., Rule]] = {
 def read_rules(text: str | bytes, where: str = "rules") -> list[Rule]:
     """Read rules from the text of a TOML file.
 
-    Args:
-        text: the text.
-        where: name of the file, for messages.
-
     Raises:
         FormatError: it is no TOML, or a table is no rule; the message names the table.
     """

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from adacheck_jax.device import jax_settings
 from adacheck_jax.proof.checker import Check, Findings, Sums, Witness
@@ -36,14 +35,7 @@ class Sampling:
         return self._taker is not None and self._taker.is_ready and self._compiled.done()
 
     def _compile(self) -> Any:
-        rows = len(self._sites.devices)
-        specs = [
-            {
-                dtype: jax.ShapeDtypeStruct((rows, length), jnp.dtype(dtype))
-                for dtype, length in order.lengths.items()
-            }
-            for order in (self._pieces.before, self._pieces.after)
-        ]
+        specs = self._pieces.abstract_samples(len(self._sites.devices))
         with self._arithmetic.applied():
             switches = update_program.switches(len(self._structure.bindings))
             return jax.jit(self._pieces.__call__).lower(*specs, switches).compile()

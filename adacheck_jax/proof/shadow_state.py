@@ -107,9 +107,8 @@ class ShadowState:
         self.position: Position | None = None
         pieces = update.pieces
         assert pieces is not None
-        computed = frozenset(pieces.before.leaves)
-        self._taken = [i for i in pieces.after.leaves if i not in computed]
-        self._compared = sorted(computed - update.stored)
+        self._taken = [i for i in pieces.leaves if i not in pieces.computed]
+        self._compared = sorted(pieces.computed - update.stored)
         self._tellers = _tellers_of(structure, pieces)
         process = jax.process_index()
         self._scalars = [i for i in self._compared if self._tellers.get(i) == process]
@@ -301,17 +300,16 @@ def fold_of(structure: Structure, update: ExportedUpdate, *, is_kept: bool) -> H
     touched = [i for each in structure.arguments for i in each]
     if not is_kept and max(math.prod(leaves[i].shape) for i in touched) <= WHOLE_ELEMENTS:
         return ""  # a sample has all elements
-    consumed = frozenset(pieces.after.leaves).difference(pieces.before.leaves)
+    consumed = frozenset(pieces.leaves) - pieces.computed
     behind = consumed.intersection(pieces.scalars_behind()[1])
     if jax.process_count() > 1 and not behind <= structure.everywhere:
         return "arrays are computed from a number that not every process has"
     boxes = {i: [Box.full(leaves[i].shape)] for i in touched}
-    dtypes = {i: jax.numpy.dtype(leaves[i].dtype) for i in touched}
     count = len(structure.bindings)
     try:
         if jax.process_count() > 1:
             boxes |= _boxes_of_records(structure, pieces, consumed)
-        return HostFold(pieces, dtypes, boxes, count, update.arithmetic)
+        return HostFold(pieces, boxes, count, update.arithmetic)
     except UnfitError as error:
         return str(error)
 
@@ -342,7 +340,7 @@ def _tellers_of(structure: Structure, pieces: Pieces) -> dict[int, int]:
     """
     tellers = {}
     for leaf, behind in pieces.scalars_behind()[0].items():
-        brought = behind.difference(pieces.before.leaves)
+        brought = behind - pieces.computed
         owners = {owner for i in brought for owner in structure.leaves[i].owners}
         if len(owners) <= 1:
             tellers[leaf] = min(owners, default=0)

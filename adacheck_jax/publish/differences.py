@@ -47,11 +47,6 @@ def encode(positions: np.ndarray, steps: np.ndarray, size: int) -> bytes:
 def decode(data: bytes | memoryview, size: int, width: int) -> tuple[np.ndarray, np.ndarray]:
     """Positions and steps that :func:`encode` took.
 
-    Args:
-        data: the code.
-        size: number of words in the segment.
-        width: bytes of a word.
-
     Raises:
         ValueError: the bytes are no code of such words.
     """

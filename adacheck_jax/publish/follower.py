@@ -26,9 +26,9 @@ from adacheck_jax.errors import (
 )
 from adacheck_jax.format.one_process import OneProcess
 from adacheck_jax.publish import reading
-from adacheck_jax.publish.plan import Known, Route
+from adacheck_jax.publish.plan import Route
 from adacheck_jax.publish.reading import VersionReader
-from adacheck_jax.publish.records import Leaves
+from adacheck_jax.publish.records import Leaves, Version
 from adacheck_jax.publish.root import GoneError, Root
 from adacheck_jax.publish.weights import WeightChange, Weights
 from adacheck_jax.store.storage.location import AnyPath
@@ -73,7 +73,7 @@ class Follower:
         self._reader = VersionReader(self._root)
         self._targets = _Targets(abstract_params)
         self._poll_s = poll_s
-        self._have: Known | None = None
+        self._have: Version | None = None
         self._weights: Weights | None = None
         self._arrays: dict[str, jax.Array] = {}
         self._changes: list[WeightChange] | None = None
@@ -185,7 +185,7 @@ class Follower:
     def _is_newer(self, route: Route) -> bool:
         if self._have is None:
             return True
-        have, end = self._have.record, route.end.record
+        have, end = self._have, route.end
         if end.sequence != have.sequence and end.version <= have.version:
             # Records were lost, and the publisher that began then did not know of this version.
             self._trouble = (
@@ -203,7 +203,7 @@ class Follower:
         loaded, changes = self._reader.load(route, None if route.base else self._weights)
         former = None if route.base else self._have
         self._weights = None  # its words have changed, and are not known to be right
-        changed = {each.leaf for each in changes} if former else {*range(len(leaves.leaves))}
+        changed = loaded.changed(changes) if former else range(len(leaves.leaves))
         try:
             made = self._verified(route.end, loaded, changed, former)
         except IntegrityError as error:
@@ -212,17 +212,17 @@ class Follower:
         if former is None and self._have is not None:
             _log.warning(
                 "%s: version %d is read from a base: deltas do not lead there from version %d.",
-                *(self._root, route.end.record.version, self._have.record.version),
+                *(self._root, route.end.version, self._have.version),
             )
         # Nothing fails from here on: what is held is of one version.
         self._arrays = {**self._arrays, **made}
         self._have, self._weights = route.end, loaded
         self._changes = changes if former else None
-        self.version = route.end.record.version
+        self.version = route.end.version
         self.bases_read += former is None
 
     def _verified(
-        self, version: Known, weights: Weights, indices: Collection[int], former: Known | None
+        self, version: Version, weights: Weights, indices: Collection[int], former: Version | None
     ) -> dict[str, jax.Array]:
         """Some leaves on their devices, verified there with all others, and cast.
 
@@ -237,10 +237,10 @@ class Follower:
         """
         leaves = weights.leaves.leaves
         arrays = self._targets.placed(weights, indices)
-        found = [0] * len(leaves) if former is None else [*former.record.fingerprints]
+        found = [0] * len(leaves) if former is None else [*former.fingerprints]
         for index, total in fingerprint.of_leaves(arrays).items():
             found[index] = total
-        reading.check(version.record, weights.leaves, found, self._root)
+        reading.check(version, weights.leaves, found, self._root)
         paths = {index: leaves[index].path for index in arrays}
         return {paths[i]: self._targets.cast(paths[i], array) for i, array in arrays.items()}
 
@@ -282,20 +282,12 @@ class Follower:
 def changed_words(
     weights: Weights, changes: list[WeightChange]
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Places of words that changed, and the words that are there now, by leaf path.
-
-    Args:
-        weights: the weights after all changes.
-        changes: the changes.
-    """
-    places: dict[int, list[np.ndarray]] = {}
-    for each in changes:
-        places.setdefault(each.leaf, []).append(each.positions)
+    """Places of words that changed, and the words that are there now, by leaf path."""
     found = {}
-    for leaf in sorted(places):
-        positions = np.unique(np.concatenate(places[leaf]))
-        path = weights.leaves.leaves[leaf].path
-        found[path] = positions, weights.words(leaf)[positions]
+    for index, places in sorted(weights.changed(changes).items()):
+        positions = np.unique(np.concatenate(places))
+        path = weights.leaves.leaves[index].path
+        found[path] = positions, weights.words_of(index)[positions]
     return found
 
 
@@ -329,12 +321,7 @@ class _Targets:
         )
 
     def placed(self, weights: Weights, indices: Collection[int]) -> dict[int, jax.Array]:
-        """Some leaves on their devices, in the data types that they were published in.
-
-        Args:
-            weights: the weights, which may change afterwards.
-            indices: indices of leaves.
-        """
+        """Some leaves on their devices, in the data types that they were published in."""
         chosen, kinds = [*indices], []
         for index in chosen:
             leaf = weights.leaves.leaves[index]

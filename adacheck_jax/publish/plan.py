@@ -9,19 +9,6 @@ from adacheck_jax.publish.records import Base, Claim, Version
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """A version and the checksum of its record.
-
-    Attributes:
-        record: the record.
-        checksum: its checksum.
-    """
-
-    record: Version
-    checksum: str
-
-
-@dataclass(frozen=True, slots=True)
 class Route:
     """The way to a version.
 
@@ -32,39 +19,28 @@ class Route:
     """
 
     base: Base | None
-    start: Known
-    deltas: tuple[Known, ...]
+    start: Version
+    deltas: tuple[Version, ...]
 
     @property
-    def end(self) -> Known:
+    def end(self) -> Version:
         """The version that it leads to."""
         return self.deltas[-1] if self.deltas else self.start
 
 
 def counts(record: Version, claims: Iterable[Claim]) -> bool:
-    """True if a version was written by the publisher that owned its sequence number.
-
-    Args:
-        record: the version.
-        claims: claims of all publishers.
-    """
+    """True if a version was written by the publisher that owned its sequence number."""
     governing = [each.epoch for each in claims if each.first <= record.sequence]
     return record.epoch >= max(governing, default=0)
 
 
 def onwards(
-    start: Known, versions: Iterable[Known], refused: Set[str] = frozenset()
-) -> tuple[Known, ...]:
-    """The versions that build on one, each on the one before, as far as they go.
-
-    Args:
-        start: the version.
-        versions: versions that count.
-        refused: checksums of versions whose delta is damaged.
-    """
+    start: Version, versions: Iterable[Version], refused: Set[str] = frozenset()
+) -> tuple[Version, ...]:
+    """The versions that build on one, each on the one before, as far as they go."""
     # Of two that build on one version the later one goes on: the other was given up.
-    ascending = sorted(versions, key=lambda each: each.record.sequence)
-    children = {each.record.parent.checksum: each for each in ascending if each.record.parent}
+    ascending = sorted(versions, key=lambda each: each.sequence)
+    children = {each.parent.checksum: each for each in ascending if each.parent}
     found, checksum = [], start.checksum
     while (child := children.get(checksum)) and child.checksum not in refused:
         found.append(child)
@@ -73,15 +49,9 @@ def onwards(
 
 
 def from_base(
-    bases: Sequence[Base], versions: Mapping[int, Known], refused: Set[str] = frozenset()
+    bases: Sequence[Base], versions: Mapping[int, Version], refused: Set[str] = frozenset()
 ) -> Route | None:
-    """The way from the newest base that belongs to a version.
-
-    Args:
-        bases: bases that are not damaged.
-        versions: versions that count, by sequence number.
-        refused: as for :func:`onwards`.
-    """
+    """The way from the newest base that belongs to a version."""
     for base in sorted(bases, key=lambda each: -each.sequence):
         start = versions.get(base.sequence)
         if start is not None and start.checksum == base.of:
@@ -90,13 +60,7 @@ def from_base(
 
 
 def oldest_kept(sequences: Sequence[int], bases: Sequence[int], keep: int) -> int:
-    """The first sequence number that is not pruned: that of a base.
-
-    Args:
-        sequences: sequence numbers of all versions, ascending.
-        bases: sequence numbers of all bases, ascending.
-        keep: number of the newest versions that must stay readable.
-    """
+    """The first sequence number that is not pruned: that of a base."""
     if len(sequences) <= keep:
         return 0
     return max((each for each in bases if each <= sequences[-keep]), default=0)

@@ -1,15 +1,16 @@
 """The publisher: params of a training, published version by version."""
 
-# Threads: the caller's threads publish and wait, one daemon thread writes. ``_condition`` guards
-# ``_jobs``, ``_error`` and ``_is_closed``; it is held to change or await them, and nothing of a
-# storage or a device is called while it is held. The thread that writes owns the writer, and leaves
-# the first job in the list until it is done.
+# Threads: the caller's threads publish, wait and close, one at a time: ``_lock`` is held through
+# each of these calls, waits included. One thread writes, and owns the writer; it takes no lock.
+# Callers look at the writer once no job runs.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -20,12 +21,12 @@ from adacheck_jax.device.fingerprint import Contributions
 from adacheck_jax.device.lead import grid_of
 from adacheck_jax.device.sharding import distinct_boxes
 from adacheck_jax.errors import MismatchError, StorageError, first_line
-from adacheck_jax.format.boxes import Blocks, Box
 from adacheck_jax.format.manifest import ITEMSIZES_BYTES
 from adacheck_jax.format.one_process import OneProcess
 from adacheck_jax.publish import root as roots
 from adacheck_jax.publish.records import Leaves, PublishedLeaf
 from adacheck_jax.publish.root import GoneError, Root, TakenOverError
+from adacheck_jax.publish.weights import Weights
 from adacheck_jax.publish.writing import Published, Writer
 from adacheck_jax.store.storage.location import AnyPath
 
@@ -75,17 +76,15 @@ class Publisher:
             mine = roots.claim(self._root)
             self._writer = Writer(self._root, mine, base_every, keep_versions)
         last = self._writer.last
-        self._latest = -1 if last is None else last.record.version
+        self._latest = -1 if last is None else last.version
         self._process = OneProcess("a Publisher")
         self._process.enter()
-        self._condition = threading.Condition()
-        self._jobs: list[tuple[int, Callable[[], Published]]] = []  # versions on their way
-        self._error: Exception | None = None
+        self._lock = threading.RLock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="adacheck_publish")
+        self._jobs: list[Future[Published]] = []  # versions on their way
         self._taken_over: TakenOverError | None = None
         self._published: Published | None = None
         self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name="adacheck_publish", daemon=True)
-        self._thread.start()
 
     @property
     def version(self) -> int | None:
@@ -114,38 +113,42 @@ class Publisher:
                 next one may be.
         """
         self._process.enter()
-        self._raise()
-        if self._taken_over is not None:
-            raise self._taken_over
-        if type(version) is not int or version <= self._latest:
-            raise MismatchError(
-                f"{self._root}: expected a version above {self._latest}, found {version!r}: "
-                "versions only go up. Give the number of the step."
-            )
-        named = _params_of(state, self._params_path)
-        leaves = Leaves(tuple(_leaf(path, array) for path, array in named.items()))
-        arrays = dict(enumerate(named.values()))
-        ranks = grid_of(arrays.values()).ranks(0)  # of all leaves the same replica
-        picks = {i: transfer.picks_of(x, distinct_boxes(x), ranks) for i, x in arrays.items()}
-        with self._condition:
-            self._condition.wait_for(lambda: len(self._jobs) <= _WAITING)
-        self._raise()
-        staged = transfer.Staged(arrays, picks).begin()
-        contributions = Contributions(arrays, picks, staged=staged)
-        staged.wait()
-
-        def write() -> Published:
-            whole = [_whole(leaf, staged[i]) for i, leaf in enumerate(leaves.leaves)]
-            sums = contributions.sums()
-            return self._writer.write(version, leaves, whole, [sums[i] for i in range(len(whole))])
-
-        with self._condition:
-            self._jobs.append((version, write))
+        with self._lock:
+            self._await(_WAITING + 1)
+            if self._taken_over is not None:
+                raise self._taken_over
+            if type(version) is not int or version <= self._latest:
+                raise MismatchError(
+                    f"{self._root}: expected a version above {self._latest}, found {version!r}: "
+                    "versions only go up. Give the number of the step."
+                )
+            named = _params_of(state, self._params_path)
+            leaves = Leaves(tuple(_leaf(path, array) for path, array in named.items()))
+            self._await(_WAITING)
+            arrays = dict(enumerate(named.values()))
+            ranks = grid_of(arrays.values()).ranks(0)  # of all leaves the same replica
+            picks = {i: transfer.picks_of(x, distinct_boxes(x), ranks) for i, x in arrays.items()}
+            staged = transfer.Staged(arrays, picks).begin()
+            contributions = Contributions(arrays, picks, staged=staged)
+            staged.wait()
+            job = self._thread.submit(self._write, version, leaves, staged, contributions)
+            self._jobs.append(job)
             self._latest = version
-            self._condition.notify_all()
-        if wait:
-            self.wait()
-        return version
+            if wait:
+                self.wait()
+            return version
+
+    def _write(
+        self, version: int, leaves: Leaves, staged: transfer.Staged, contributions: Contributions
+    ) -> Published:
+        """Writes a version; on the thread that writes."""
+        with _named(self._root, f"version {version}"), jax_settings.own():
+            sums, made = contributions.sums(), Weights(leaves)
+            while staged:  # whose memory goes as it is copied
+                index, blocks = staged.popitem()
+                for box, block in blocks.items():
+                    made.arrays[index][box.slices] = block
+            return self._writer.write(version, made, [sums[i] for i in sorted(sums)])
 
     def wait(self) -> Published | None:
         """Waits until all versions are durable.
@@ -157,25 +160,24 @@ class Publisher:
             StorageError: one could not be written.
         """
         self._process.enter()
-        with self._condition:
-            self._condition.wait_for(lambda: not self._jobs)
-        self._raise()
-        return self._published
+        with self._lock:
+            self._await(0)
+            return self._published
 
     def close(self) -> None:
         """Waits until all versions are durable, and ends; raises as :meth:`wait`.
 
         In a child that was forked it does nothing: the versions are its parent's.
         """
-        if self._is_closed or self._process.is_elsewhere:
+        if self._process.is_elsewhere:
             return
-        try:
-            self.wait()
-        finally:
-            with self._condition:
+        with self._lock:
+            try:
+                if not self._is_closed:
+                    self.wait()
+            finally:
                 self._is_closed = True
-                self._condition.notify_all()
-            self._thread.join()
+                self._thread.shutdown()
 
     def __enter__(self) -> Publisher:
         return self
@@ -183,51 +185,21 @@ class Publisher:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _raise(self) -> None:
-        """Raises the error of an earlier version, once."""
+    def _await(self, most: int) -> None:
+        """Waits until at most so many versions are on their way; raises an error of one, once."""
         if self._is_closed:
             raise StorageError(f"{self._root}: expected an open publisher, found a closed one.")
-        with self._condition:
-            error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def _run(self) -> None:
-        while True:
-            with self._condition:
-                self._condition.wait_for(lambda: self._jobs or self._is_closed)
-                if not self._jobs:
-                    return
-                version, write = self._jobs[0]
-            error = None
+        while self._jobs and (len(self._jobs) > most or self._jobs[0].done()):
             try:
-                with _named(self._root, f"version {version}"), jax_settings.own():
-                    self._published = write()
-            except Exception as raised:
-                error = raised
-                if isinstance(raised, TakenOverError):
-                    self._taken_over = raised
-            with self._condition:
-                if error is not None:
-                    # What waits was not compared with what readers have; the next one will be.
-                    self._error = self._error or error
-                    last = self._writer.last
-                    self._latest = -1 if last is None else last.record.version
-                    self._jobs.clear()
-                else:
-                    self._jobs.pop(0)
-                self._condition.notify_all()
-
-
-def _whole(leaf: PublishedLeaf, blocks: Blocks) -> np.ndarray:
-    """A leaf's elements, contiguous; a view where they lie in one box."""
-    block = blocks.get(Box.full(leaf.shape))
-    if block is not None:
-        return np.ascontiguousarray(block).reshape(leaf.shape)
-    whole = np.empty(leaf.shape, np.dtype(leaf.dtype))
-    for box, each in blocks.items():
-        whole[box.slices] = each
-    return whole
+                self._published = self._jobs.pop(0).result()
+            except Exception as error:
+                concurrent.futures.wait(each for each in self._jobs if not each.cancel())
+                self._jobs.clear()
+                last = self._writer.last
+                self._latest = -1 if last is None else last.version
+                if isinstance(error, TakenOverError):
+                    self._taken_over = error
+                raise
 
 
 def _params_of(state: Any, params_path: str | None) -> dict[str, Any]:

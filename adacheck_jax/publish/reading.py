@@ -11,15 +11,17 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from adacheck_jax.errors import FormatError, IntegrityError, LineageError
 from adacheck_jax.publish import plan, weights
-from adacheck_jax.publish.plan import Known, Route
-from adacheck_jax.publish.records import Base, Claim, Leaves, Version
+from adacheck_jax.publish.plan import Route
+from adacheck_jax.publish.records import Base, Claim, Leaves, Record, Version
 from adacheck_jax.publish.root import BASES, LEAVES, VERSIONS, GoneError, Root
 from adacheck_jax.publish.weights import WeightChange, Weights
 
 _log = logging.getLogger(__name__)
+_R = TypeVar("_R", bound=Record)
 _THREADS = 8
 _AGAIN_S = 2.0
 """Time after which a root is read again in which no way was found, and nothing came since."""
@@ -30,9 +32,6 @@ _MOST_DELTA, _SPARE_BYTES = 3, 1 << 20
 class VersionReader:
     """Knowledge of one process about a root.
 
-    Args:
-        root: the root.
-
     Attributes:
         problem: the last thing that was found damaged; empty if nothing was.
     """
@@ -41,13 +40,11 @@ class VersionReader:
         self.root = root
         self.problem = ""
         self._claims: tuple[Claim, ...] = ()
-        self._known: dict[int, Known] = {}
         self._leaves: dict[str, Leaves] = {}
         self._refused: set[str] = set()
         self._gone: set[str] = set()
         self._stuck: tuple[list[int], list[int]] | None = None
         self._again_s = 0.0
-        self._lost = ""
 
     def sequences(self) -> list[int]:
         """Sequence numbers of versions, of which some may not count.
@@ -60,29 +57,26 @@ class VersionReader:
             self.root.check_own()
         return found
 
-    def versions(self, sequences: Sequence[int]) -> dict[int, Known]:
-        """The versions among some that can be read and count.
-
-        Args:
-            sequences: sequence numbers that were listed.
-        """
+    def versions(self, sequences: Sequence[int]) -> dict[int, Version]:
+        """The versions among some that can be read and count."""
         self._claims = self.root.claims(self._claims)  # read after the listing
-        missing = [each for each in sequences if each not in self._known]
-        if missing:
-            with ThreadPoolExecutor(_THREADS) as threads:
-                found = [*threads.map(self._version, missing)]
-            self._known |= {x.record.sequence: x for x in found if x is not None}
-        every = {each: self._known[each] for each in sequences if each in self._known}
-        return {n: x for n, x in every.items() if plan.counts(x.record, self._claims)}
+        found = self._readable(VERSIONS, Version, sequences)
+        return {x.sequence: x for x in found if plan.counts(x, self._claims)}
 
-    def _version(self, sequence: int) -> Known | None:
-        try:
-            return Known(*self.root.read(VERSIONS, sequence, Version))
-        except GoneError:
-            return None
-        except (FormatError, IntegrityError) as error:  # or it is being written
-            self._note(error)
-            return None
+    def _readable(self, folder: str, kind: type[_R], numbers: Sequence[int]) -> list[_R]:
+        """Records that can be read; damage of others is noted."""
+
+        def read(number: int) -> _R | None:
+            try:
+                return self.root.read(folder, number, kind)
+            except GoneError:
+                return None
+            except (FormatError, IntegrityError) as error:  # or it is being written
+                self._note(error)
+                return None
+
+        with ThreadPoolExecutor(_THREADS) as threads:
+            return [x for x in threads.map(read, numbers) if x is not None]
 
     def _note(self, error: Exception) -> None:
         if str(error) != self.problem:
@@ -91,69 +85,40 @@ class VersionReader:
 
     def bases(self) -> list[Base]:
         """Bases that can be read and were not refused."""
-        found = []
-        for sequence in self.root.numbers(BASES):
-            try:
-                base = self.root.read(BASES, sequence, Base)[0]
-            except GoneError:
-                continue
-            except (FormatError, IntegrityError) as error:
-                self._note(error)
-                continue
-            if _base_key(base) not in self._refused:
-                found.append(base)
-        return found
+        found = self._readable(BASES, Base, self.root.numbers(BASES))
+        return [each for each in found if _base_key(each) not in self._refused]
 
-    def route(self, have: Known | None, last: int | None = None) -> Route | None:
+    def route(self, have: Version | None, last: int | None = None) -> Route | None:
         """The way to the newest version that can be reached, and is newer than the one in hand.
 
         Where all records end before the one in hand the root was lost, or begun anew: the way is
         that to its newest version then, whose number may be lower.
-
-        Args:
-            have: version of the weights in hand; None if there are none.
-            last: largest sequence number to go to; None for any.
         """
         sequences = [each for each in self.sequences() if last is None or each <= last]
-        listed = {*sequences}
-        self._known = {n: x for n, x in self._known.items() if n in listed}
-        if not sequences:
+        newest = max(sequences, default=-1)
+        if have is not None and newest < have.sequence:
+            have = None
+        first = -1 if have is None else have.sequence
+        if newest == first:
             return None
-        if have is not None and sequences[-1] < have.record.sequence:
-            if self._lost != have.checksum:
-                self._known.clear()  # records of the same numbers may be others
-            self._lost, have = have.checksum, None
         if have is not None:
-            if sequences[-1] == have.record.sequence:
-                return None
-            after = self.versions([each for each in sequences if each > have.record.sequence])
+            after = self.versions([each for each in sequences if each > first])
             deltas = plan.onwards(have, after.values(), self._refused)
-            if deltas and deltas[-1].record.sequence == max(after):
+            if deltas and deltas[-1].sequence == max(after):
                 return Route(None, have, deltas)
-            listing = (sequences, self.root.numbers(BASES))
-            if listing == self._stuck and time.monotonic() < self._again_s:
-                return None  # nothing came since no way was found
-            self._stuck, self._again_s = listing, time.monotonic() + _AGAIN_S
-        found, is_newest = self._way(have, sequences)
-        if not is_newest:
-            self._known.clear()  # records that were lost may have come back as others
-            found, _ = self._way(have, sequences)
-        if found is not None:
-            self._stuck = None
-        return found
-
-    def _way(self, have: Known | None, sequences: Sequence[int]) -> tuple[Route | None, bool]:
-        """The way that leads furthest, and True if it leads to the newest version."""
+        listing = (sequences, self.root.numbers(BASES))
+        if listing == self._stuck and time.monotonic() < self._again_s:
+            return None  # nothing came since no way was found
         every = self.versions(sequences)
-        bases = [each for each in self.bases() if each.sequence <= sequences[-1]]
+        bases = [each for each in self.bases() if each.sequence <= newest]
         ways = [plan.from_base(bases, every, self._refused)]
-        if have is not None:
-            deltas = plan.onwards(have, every.values(), self._refused)
-            ways.insert(0, Route(None, have, deltas))  # of two that end alike the first is taken
-        first = -1 if have is None else have.record.sequence
-        ahead = [each for each in ways if each and each.end.record.sequence > first]
-        best = max(ahead, key=lambda each: each.end.record.sequence, default=None)
-        return best, best is not None and best.end.record.sequence == max(every)
+        if have is not None:  # of two ways that end alike the first is taken
+            ways.insert(0, Route(None, have, plan.onwards(have, every.values(), self._refused)))
+        ahead = [each for each in ways if each and each.end.sequence > first]
+        found = max(ahead, key=lambda each: each.end.sequence, default=None)
+        self._stuck = listing if found is None else None
+        self._again_s = time.monotonic() + _AGAIN_S
+        return found
 
     def leaves(self, version: Version) -> Leaves:
         """Leaves of a version.
@@ -163,7 +128,7 @@ class VersionReader:
             AdaCheckError: it is damaged, or another than the version's.
         """
         if version.leaves not in self._leaves:
-            self._leaves[version.leaves] = self.root.read(LEAVES, version.leaves, Leaves)[0]
+            self._leaves[version.leaves] = self.root.read(LEAVES, version.leaves, Leaves)
         found = self._leaves[version.leaves]
         if len(version.fingerprints) != len(found.leaves):
             raise IntegrityError(
@@ -175,14 +140,10 @@ class VersionReader:
     def leaves_at(self, route: Route) -> Leaves:
         """Leaves of the version that a route leads to; raises as :meth:`load`."""
         with self._judged(_last_step(route)):
-            return self.leaves(route.end.record)
+            return self.leaves(route.end)
 
     def load(self, route: Route, have: Weights | None) -> tuple[Weights, list[WeightChange]]:
         """Weights at the end of a route, not compared with fingerprints yet.
-
-        Args:
-            route: the route.
-            have: weights at its start, which are changed in place once all was read.
 
         Returns:
             The weights, and all changes that were applied.
@@ -195,16 +156,15 @@ class VersionReader:
         with ThreadPoolExecutor(_THREADS) as threads:
             reading = [threads.submit(self._delta, each, leaves) for each in route.deltas]
             if route.base is not None:
-                have = self._base(route.base, self.leaves(route.start.record), threads)
+                have = self._base(route.base, self.leaves(route.start), threads)
             changes = [each.result() for each in reading]
         assert have is not None
         for each in changes:
             have.apply(each)
         return have, [change for each in changes for change in each]
 
-    def _delta(self, known: Known, leaves: Leaves) -> list[WeightChange]:
-        record = known.record
-        with self._judged(known.checksum):
+    def _delta(self, record: Version, leaves: Leaves) -> list[WeightChange]:
+        with self._judged(record.checksum):
             if self.leaves(record) is not leaves:
                 raise IntegrityError(f"{self.root}: version {record.version} has other leaves.")
             if record.delta and record.delta.nbytes > _MOST_DELTA * leaves.nbytes + _SPARE_BYTES:
@@ -222,7 +182,7 @@ class VersionReader:
                     f"{weights.part_count(leaves)} parts, found {len(base.parts)}. A later base "
                     "heals followers."
                 )
-            found = Weights.empty(leaves)
+            found = Weights(leaves)
             places = (
                 self.root.part_at(base.sequence, base.epoch, n) for n in range(len(base.parts))
             )
@@ -251,12 +211,7 @@ class VersionReader:
             raise lost from error
 
     def refuse(self, route: Route, error: Exception) -> None:
-        """Takes the last step of a route, which did not prove right, for damaged from now on.
-
-        Args:
-            route: the route.
-            error: the error that it led to.
-        """
+        """Takes the last step of a route, which did not prove right, for damaged from now on."""
         self._refuse(_last_step(route), error)
 
     def _refuse(self, key: str, error: Exception) -> None:
@@ -285,12 +240,6 @@ def _changes(root: Root, record: Version, leaves: Leaves) -> list[WeightChange]:
 def check(version: Version, leaves: Leaves, found: Sequence[int], where: object) -> None:
     """Compares fingerprints of weights with those of their version.
 
-    Args:
-        version: the version.
-        leaves: its leaves.
-        found: fingerprint of each leaf.
-        where: the root, for messages.
-
     Raises:
         IntegrityError: names leaves that differ.
     """
@@ -307,10 +256,6 @@ def check(version: Version, leaves: Leaves, found: Sequence[int], where: object)
 def read_version(root: Root, number: int) -> tuple[Version, Weights, list[WeightChange]]:
     """One version that is kept, compared with its fingerprints on the host.
 
-    Args:
-        root: the root.
-        number: the caller's number of the version.
-
     Returns:
         The record, the weights, and the changes of its own delta: none if it has none.
 
@@ -320,17 +265,17 @@ def read_version(root: Root, number: int) -> tuple[Version, Weights, list[Weight
     """
     reader = VersionReader(root)
     every = reader.versions(reader.sequences())
-    found = [each for each in every.values() if each.record.version == number]
-    kept = sorted(each.record.version for each in every.values())
+    found = [each for each in every.values() if each.version == number]
+    kept = sorted(each.version for each in every.values())
     if not found:
         shown = f"versions {kept[0]} to {kept[-1]}" if kept else "none"
         raise LineageError(
             f"{root}: expected version {number}, found {shown}. Give a version that is kept."
             f"{reader.problem and ' ' + reader.problem}"
         )
-    wanted = max(found, key=lambda each: each.record.sequence)
+    wanted = max(found, key=lambda each: each.sequence)
     try:
-        route = reader.route(None, wanted.record.sequence)
+        route = reader.route(None, wanted.sequence)
         if route is None or route.end != wanted:
             raise LineageError(
                 f"{root}: expected a base for version {number}, found none that leads to it: what "
@@ -338,10 +283,10 @@ def read_version(root: Root, number: int) -> tuple[Version, Weights, list[Weight
                 f"{reader.problem and ' ' + reader.problem}"
             )
         made, _ = reader.load(route, None)
-        check(wanted.record, made.leaves, made.fingerprints(), root)
-        changes = _changes(root, wanted.record, made.leaves)
+        check(wanted, made.leaves, made.fingerprints(), root)
+        changes = _changes(root, wanted, made.leaves)
     except GoneError as error:
         raise LineageError(
             f"{root}: version {number} was pruned while it was read ({error}). Give a newer one."
         ) from error
-    return wanted.record, made, changes
+    return wanted, made, changes

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from adacheck_jax.errors import FormatError, IntegrityError
 from adacheck_jax.format import manifest_records
@@ -33,8 +33,19 @@ PART_BYTES = 1 << 26
 _T = TypeVar("_T", bound="Record")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What a file of the root says.
+
+    Attributes:
+        checksum: checksum of all else, by which other records name it; empty before it is written.
+    """
+
+    checksum: str = field(default="", compare=False)
+
+
 @dataclass(frozen=True, slots=True)
-class Claim:
+class Claim(Record):
     """The statement of a publisher that it owns the root.
 
     Attributes:
@@ -80,8 +91,12 @@ class PublishedLeaf:
 
 
 @dataclass(frozen=True, slots=True)
-class Leaves:
-    """All leaves, in the order of their paths."""
+class Leaves(Record):
+    """All leaves, in the order of their paths.
+
+    Attributes:
+        leaves: the leaves.
+    """
 
     leaves: tuple[PublishedLeaf, ...]
 
@@ -118,7 +133,7 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Version:
+class Version(Record):
     """One version of the weights.
 
     Attributes:
@@ -143,7 +158,7 @@ class Version:
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
+class Base(Record):
     """All weights of one version.
 
     Attributes:
@@ -159,46 +174,34 @@ class Base:
     parts: tuple[Stored, ...]
 
 
-Record = Claim | Leaves | Version | Base
-
-
-def sealed(record: Record, where: object) -> tuple[bytes, str]:
-    """Bytes of a record's file, read back, and the checksum in it; nothing else is written.
-
-    Args:
-        record: the record.
-        where: the file, for messages.
+def sealed(record: _T, where: object) -> tuple[bytes, _T]:
+    """Bytes of a record's file, and the record as a reader has it, with its checksum.
 
     Raises:
         FormatError: followers would refuse them.
     """
-    data, checksum = encode(record)
+    data = encode(record)
     try:
-        decode(data, type(record), where)
+        return data, decode(data, type(record), where)
     except (FormatError, IntegrityError) as error:
         raise FormatError(
             f"{where}: expected a record that can be read back, found one that cannot, and wrote "
             f"nothing ({error}). Report this with its message."
         ) from error
-    return data, checksum
 
 
-def encode(record: Record) -> tuple[bytes, str]:
-    """Bytes of a record's file, and the checksum in it."""
+def encode(record: Record) -> bytes:
+    """Bytes of a record's file."""
     body = dataclasses.asdict(record)
+    del body["checksum"]
     if isinstance(record, Version):
         body["fingerprints"] = "".join(f"{each:016x}" for each in record.fingerprints)
     kind = type(record).__name__.lower()
-    return checksummed({"format": FORMAT_VERSION, "kind": kind, **body})
+    return checksummed({"format": FORMAT_VERSION, "kind": kind, **body})[0]
 
 
-def decode(data: bytes, kind: type[_T], where: object) -> tuple[_T, str]:
-    """A record, and its checksum.
-
-    Args:
-        data: bytes of its file.
-        kind: class of the record.
-        where: the file, for messages.
+def decode(data: bytes, kind: type[_T], where: object) -> _T:
+    """A record, with its checksum.
 
     Raises:
         FormatError: the bytes are no such record.
@@ -226,7 +229,12 @@ def decode(data: bytes, kind: type[_T], where: object) -> tuple[_T, str]:
     try:
         if body.pop("kind") != kind.__name__.lower():
             raise ValueError(f"expected a {kind.__name__.lower()}")
-        return _record(kind, body), found
+        if kind is Version:
+            letters = text(body["fingerprints"])
+            body["fingerprints"] = [letters[at : at + 16] for at in range(0, len(letters), 16)]
+        record = manifest_records.record(kind, {**body, "checksum": found})
+        _check(record)
+        return record
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise FormatError(
             f"{where}: a field of the record is missing or wrong ({error!r}). A later base heals "
@@ -234,25 +242,13 @@ def decode(data: bytes, kind: type[_T], where: object) -> tuple[_T, str]:
         ) from error
 
 
-def _record(kind: type[_T], body: dict[str, Any]) -> _T:
-    """A record, by the types of its fields, and then by what must fit."""
-    if kind is Version:
-        letters = text(body["fingerprints"])
-        each = [letters[at : at + 16] for at in range(0, len(letters), 16)]
-        body = {**body, "fingerprints": each}
-    found = manifest_records.record(kind, body)
-    _check(found)
-    return found
-
-
 def _check(record: Record) -> None:
     """Refuse a record that is not consistent in itself."""
+    for name in {"epoch", "first", "sequence"} & {each.name for each in dataclasses.fields(record)}:
+        natural(getattr(record, name), MAX_NUMBER)
     if isinstance(record, Leaves):
         _check_leaves(record)
-        return
-    natural(record.epoch, MAX_NUMBER)
-    natural(record.first if isinstance(record, Claim) else record.sequence, MAX_NUMBER)
-    if isinstance(record, Version):
+    elif isinstance(record, Version):
         _check_version(record)
     elif isinstance(record, Base):
         digits(record.of, 64)

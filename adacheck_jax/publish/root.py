@@ -22,7 +22,7 @@ from adacheck_jax.errors import (
 )
 from adacheck_jax.format.manifest_json import MAX_MANIFEST_BYTES
 from adacheck_jax.publish import records
-from adacheck_jax.publish.records import Base, Claim, Leaves, Record, Stored, Version
+from adacheck_jax.publish.records import Base, Claim, Record, Stored, Version
 from adacheck_jax.store.steps.marks import STEP_METADATA
 from adacheck_jax.store.storage.location import AnyPath, Location, at, located
 
@@ -114,31 +114,26 @@ class Root:
         """Place of a record."""
         return self.top / folder / (_name(number) if isinstance(number, int) else number)
 
-    def read(self, folder: str, number: int | str, kind: type[_R]) -> tuple[_R, str]:
-        """A record and its checksum.
+    def read(self, folder: str, number: int | str, kind: type[_R]) -> _R:
+        """A record.
 
         Raises:
             GoneError: it is not there.
             AdaCheckError: it is damaged, or cannot be read now.
         """
         place = self.record_at(folder, number)
-        record, checksum = records.decode(_read(place), kind, place)
-        own = checksum if isinstance(record, Leaves) else _number(record)
-        if own != number:
+        record = records.decode(_read(place), kind, place)
+        if (own := _name_of(record)) != number:
             raise FormatError(f"{place}: expected the record of {number}, found that of {own}.")
-        return record, checksum
+        return record
 
     def claims(self, known: Sequence[Claim] = ()) -> tuple[Claim, ...]:
-        """Claims of all publishers that can be read.
-
-        Args:
-            known: claims that were read before: they do not change.
-        """
+        """Claims of all publishers that can be read."""
         found = {each.epoch: each for each in known}
         for epoch in self.numbers(PUBLISHERS):
             if epoch not in found:
                 try:
-                    found[epoch] = self.read(PUBLISHERS, epoch, Claim)[0]
+                    found[epoch] = self.read(PUBLISHERS, epoch, Claim)
                 except (GoneError, FormatError, IntegrityError):
                     continue  # it governs nothing; its publisher's versions count all the same
         return tuple(found[epoch] for epoch in sorted(found))
@@ -165,22 +160,22 @@ class Root:
         place.parent.sync()
         return Stored(len(data), digest(data))
 
-    def write(self, folder: str, record: Record) -> str:
+    def write(self, folder: str, record: _R) -> _R:
         """Writes a record whole and durable, if it is absent.
 
         Returns:
-            Its checksum.
+            The record, with its checksum.
 
         Raises:
-            FileExistsError: there is a record of that number.
+            FileExistsError: there is a record of that name.
         """
-        data, checksum = records.sealed(record, self.top / folder)
+        data, record = records.sealed(record, self.top / folder)
         if isinstance(record, Base) and record.parts:
             (self.top / PARTS).sync()
-        place = self.record_at(folder, checksum if isinstance(record, Leaves) else _number(record))
+        place = self.record_at(folder, _name_of(record))
         if not place.on_file_system:
             place.write(data, if_absent=True)
-            return checksum
+            return record
         made = place.with_name(f".{place.name}.{uuid.uuid4().hex}.tmp")
         try:
             made.write(data)
@@ -193,7 +188,7 @@ class Root:
             made.delete()
         place.parent.sync()
         self.top.sync()
-        return checksum
+        return record
 
     def delete(self, *places: Location) -> None:
         """Deletes values and folders, which another publisher may be deleting at the same time."""
@@ -264,8 +259,11 @@ def _name(number: int) -> str:
     return f"{number:0{_DIGITS}}"
 
 
-def _number(record: Claim | Version | Base) -> int:
-    return record.epoch if isinstance(record, Claim) else record.sequence
+def _name_of(record: Record) -> int | str:
+    """The number that a record's file is named by, or the checksum."""
+    if isinstance(record, Claim):
+        return record.epoch
+    return record.sequence if isinstance(record, Version | Base) else record.checksum
 
 
 @contextlib.contextmanager

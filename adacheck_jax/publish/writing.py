@@ -1,21 +1,18 @@
 """Versions written in the background: the delta from the last one, a base where one is due.
 
-Host memory holds the weights of the version that was written last. They take over a new version's
-words only once its record is written: after an error the next delta begins where readers are.
+Host memory holds the weights of the version that was written last. Those of a new version take
+their place only once its record is written: after an error the next delta begins where readers are.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from adacheck_jax.errors import FormatError, IntegrityError
 from adacheck_jax.publish import plan, reading, records, weights
-from adacheck_jax.publish.plan import Known
 from adacheck_jax.publish.reading import VersionReader
 from adacheck_jax.publish.records import Base, Claim, Leaves, ParentVersion, Stored, Version
 from adacheck_jax.publish.root import BASES, LEAVES, VERSIONS, GoneError, Root, check_owner
@@ -69,7 +66,6 @@ class Writer:
         self.last = found[max(found)] if found else None
         self._next = mine.first
         self._weights: Weights | None = None
-        self._leaves: tuple[Leaves | None, str] = (None, "")
         self._since_base, self._since_base_bytes = 0, 0
         self._clear()
 
@@ -81,143 +77,92 @@ class Writer:
             if sequence not in kept[kind] and epoch < self._mine.epoch:
                 self._root.delete(place)
 
-    def resume(self, leaves: Leaves) -> None:
-        """Reads the newest version back, to go on with a delta, if it has the same leaves.
-
-        Args:
-            leaves: the leaves of the next version.
-        """
-        if self._weights is not None or self.last is None:
-            return
-        try:
-            route = self._reader.route(None)
-            if route is None or route.end != self.last:
-                raise IntegrityError(f"{self._root}: the newest version cannot be reached.")
-            if self._reader.leaves(self.last.record) != leaves:
-                return
-            found, _ = self._reader.load(route, None)
-            reading.check(self.last.record, leaves, found.fingerprints(), self._root)
-        except (FormatError, IntegrityError, GoneError) as error:
-            _log.warning("Publishing goes on with a base: %s", error)
-            return
-        self._weights = found
-        self._since_base = len(route.deltas)
-        stored = (each.record.delta for each in route.deltas)
-        self._since_base_bytes = sum(each.nbytes for each in stored if each is not None)
-
-    def write(
-        self, version: int, leaves: Leaves, arrays: Sequence[np.ndarray], sums: Sequence[int]
-    ) -> Published:
+    def write(self, version: int, made: Weights, sums: Sequence[int]) -> Published:
         """Writes one version, and a base if one is due; prunes.
-
-        Args:
-            version: the caller's number.
-            leaves: the leaves.
-            arrays: elements of each leaf, contiguous.
-            sums: fingerprint of each leaf.
 
         Raises:
             StorageError: it cannot be written, or another publisher has taken over.
         """
         try:
-            return self._written(version, leaves, arrays, sums)
+            return self._written(version, made, sums)
         except FileNotFoundError:  # a newer publisher clears what this one was writing
             check_owner(self._root, self._mine)
             raise
 
-    def _written(
-        self, version: int, leaves: Leaves, arrays: Sequence[np.ndarray], sums: Sequence[int]
-    ) -> Published:
-        self.resume(leaves)
-        if self._weights is not None and self._weights.leaves != leaves:
-            self._weights = None
-        made = Version(
-            sequence=self._next,
-            epoch=self._mine.epoch,
+    def _written(self, version: int, made: Weights, sums: Sequence[int]) -> Published:
+        before, last = self._before(made.leaves), self.last
+        words = sum(each.size for each in made.words.values())
+        if before is None or last is None:
+            parent, leaves = None, self._described(made.leaves)
+            data, changed = b"", 0
+        else:
+            parent = ParentVersion(last.sequence, last.checksum)
+            leaves = last.leaves
+            data, changed = weights.encode(before, made)
+        epoch = self._mine.epoch
+        record = Version(self._next, epoch, version, parent, leaves, (*sums,), None, changed)
+        known = self._committed(record, data, made)
+        has_base = parent is None
+        if parent is not None:
+            self._since_base += 1
+            self._since_base_bytes += len(data)
+            has_base = self._write_due_base(known, made)
+        if has_base:
+            self._prune()
+        return Published(
             version=version,
-            parent=None,
-            leaves=self._described(leaves),
-            fingerprints=tuple(sums),
-            delta=None,
-            changed=0,
+            sequence=known.sequence,
+            changed=words if parent is None else changed,
+            words=words,
+            delta_bytes=len(data),
+            record_bytes=len(records.encode(known)),
+            base_bytes=made.leaves.nbytes if has_base else 0,
         )
-        if self._weights is None or self.last is None:
-            return self._first(made, Weights(leaves, [np.array(each) for each in arrays]))
-        return self._following(made, self._weights, self.last, arrays)
+
+    def _before(self, leaves: Leaves) -> Weights | None:
+        """Weights of the newest version, if it has these leaves; else one begins with a base."""
+        if self._weights is None and self.last is not None:
+            self._weights = self._read_back(self.last, leaves)
+        if self._weights is None or self._weights.leaves != leaves:
+            return None
+        return self._weights
+
+    def _read_back(self, last: Version, leaves: Leaves) -> Weights | None:
+        """Weights that a publisher before this one wrote last, if they can be read."""
+        try:
+            route = self._reader.route(None)
+            if route is None or route.end != last:
+                raise IntegrityError(f"{self._root}: the newest version cannot be reached.")
+            if self._reader.leaves(last) != leaves:
+                return None
+            found, _ = self._reader.load(route, None)
+            reading.check(last, leaves, found.fingerprints(), self._root)
+        except (FormatError, IntegrityError, GoneError) as error:
+            _log.warning("Publishing goes on with a base: %s", error)
+            return None
+        self._since_base = len(route.deltas)
+        stored = (each.delta for each in route.deltas)
+        self._since_base_bytes = sum(each.nbytes for each in stored if each is not None)
+        return found
 
     def _described(self, leaves: Leaves) -> str:
-        """Checksum of the record of the leaves, which is there."""
-        if leaves != self._leaves[0]:
+        """Checksum of the record of the leaves, which is written if it is not there."""
+        checksum = records.sealed(leaves, self._root)[1].checksum
+        try:
+            self._root.write(LEAVES, leaves)
+        except FileExistsError:
             try:
-                self._leaves = leaves, self._root.write(LEAVES, leaves)
-            except FileExistsError:
-                checksum = records.encode(leaves)[1]
-                try:
-                    self._root.read(LEAVES, checksum, Leaves)
-                except (FormatError, IntegrityError):
-                    self._root.record_at(LEAVES, checksum).delete()
-                    return self._described(leaves)
-                self._leaves = leaves, checksum
-        return self._leaves[1]
+                self._root.read(LEAVES, checksum, Leaves)
+            except (FormatError, IntegrityError):
+                self._root.delete(self._root.record_at(LEAVES, checksum))
+                return self._described(leaves)
+        return checksum
 
-    def _first(self, made: Version, own: Weights) -> Published:
-        """Writes a version with nothing before it: the base, then its record."""
-
-        def attempt(sequence: int) -> Known:
-            known = _known(replace(made, sequence=sequence))
-            self._write_base(known, own)
-            self._root.write(VERSIONS, known.record)
-            return known
-
-        self._commit(attempt, own)
-        self._prune()
-        words = sum(each.size for each in weights.segments_of(own.leaves))
-        return self._published(words, words, own.leaves.nbytes)
-
-    def _following(
-        self, made: Version, own: Weights, parent: Known, arrays: Sequence[np.ndarray]
-    ) -> Published:
-        """Writes a version as a delta, and a base of it if one is due."""
-        changes = own.changes_to(arrays)
-        changed = weights.changed_count(changes)
-        data = weights.encode(own.leaves, changes) if changed else b""
-        link = ParentVersion(parent.record.sequence, parent.checksum)
-
-        def attempt(sequence: int) -> Known:
-            place = self._root.delta_at(sequence, made.epoch)
-            stored = self._root.store(place, data) if changed else None
-            record = replace(made, sequence=sequence, parent=link, delta=stored, changed=changed)
-            return Known(record, self._root.write(VERSIONS, record))
-
-        known = self._commit(attempt, own)
-        own.apply([change for of_segment in changes for change in of_segment])
-        self._since_base += 1
-        self._since_base_bytes += len(data)
-        base_bytes = 0
-        if plan.base_is_due(
-            self._since_base, self._since_base_bytes, own.leaves.nbytes, self._base_every
-        ):
-            try:
-                self._write_base(known, own)
-            except FileExistsError as error:  # of a publisher that has stopped: one comes later
-                _log.warning("The next version tries to write the base: %s", error)
-            else:
-                base_bytes = own.leaves.nbytes
-                self._prune()
-        return self._published(
-            changed, sum(each.size for each in weights.segments_of(own.leaves)), base_bytes
-        )
-
-    def _commit(self, attempt: Callable[[int], Known], own: Weights) -> Known:
-        """Writes a version under the next sequence number that is free.
-
-        Args:
-            attempt: function that writes the version under a number.
-            own: weights that the next version is compared with; let go if this one does not count.
-        """
+    def _committed(self, made: Version, data: bytes, own: Weights) -> Version:
+        """Writes a version under the next sequence number that is free."""
         while True:
             try:
-                known = attempt(self._next)
+                known = self._write_version(replace(made, sequence=self._next), data, own)
                 break
             except FileExistsError:  # of a publisher that did not know yet that it had to stop
                 check_owner(self._root, self._mine)
@@ -226,9 +171,29 @@ class Writer:
         self.last, self._weights, self._next = known, own, self._next + 1
         return known
 
-    def _write_base(self, known: Known, own: Weights) -> None:
-        record = known.record
+    def _write_version(self, record: Version, data: bytes, own: Weights) -> Version:
+        """Writes what a version needs, and then its record."""
+        if data:
+            place = self._root.delta_at(record.sequence, record.epoch)
+            record = replace(record, delta=self._root.store(place, data))
+        if record.parent is None:
+            sealed = records.sealed(record, self._root)[1]
+            self._write_base(sealed, own)
+        return self._root.write(VERSIONS, record)
 
+    def _write_due_base(self, known: Version, own: Weights) -> bool:
+        """Writes a base if one is due; True if it did."""
+        since, since_bytes = self._since_base, self._since_base_bytes
+        if not plan.base_is_due(since, since_bytes, own.leaves.nbytes, self._base_every):
+            return False
+        try:
+            self._write_base(known, own)
+        except FileExistsError as error:  # of a publisher that has stopped: one comes later
+            _log.warning("The next version tries to write the base: %s", error)
+            return False
+        return True
+
+    def _write_base(self, record: Version, own: Weights) -> None:
         def write(number: int) -> Stored:
             place = self._root.part_at(record.sequence, record.epoch, number)
             return self._root.store(place, own.part(number))
@@ -236,7 +201,7 @@ class Writer:
         with ThreadPoolExecutor(_THREADS) as threads:
             parts = tuple(threads.map(write, range(weights.part_count(own.leaves))))
         check_owner(self._root, self._mine)  # who takes over deletes parts without a record
-        self._root.write(BASES, Base(record.sequence, record.epoch, known.checksum, parts))
+        self._root.write(BASES, Base(record.sequence, record.epoch, record.checksum, parts))
         self._since_base, self._since_base_bytes = 0, 0
 
     def _prune(self) -> None:
@@ -252,20 +217,3 @@ class Writer:
         for _, sequence, _, place in self._root.payloads():
             if sequence < first:
                 self._root.delete(place)
-
-    def _published(self, changed: int, words: int, base_bytes: int) -> Published:
-        assert self.last is not None
-        record = self.last.record
-        return Published(
-            version=record.version,
-            sequence=record.sequence,
-            changed=changed,
-            words=words,
-            delta_bytes=0 if record.delta is None else record.delta.nbytes,
-            record_bytes=len(records.encode(record)[0]),
-            base_bytes=base_bytes,
-        )
-
-
-def _known(record: Version) -> Known:
-    return Known(record, records.encode(record)[1])

@@ -6,7 +6,6 @@ other is needed to open them, and the bytes in flight to the devices are bounded
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,9 +17,15 @@ import numpy as np
 from adacheck_jax.device import transfer
 from adacheck_jax.device.sharding import holders_of
 from adacheck_jax.format.boxes import Box, Cuts
-from adacheck_jax.restore import shared_reads, shares
-from adacheck_jax.restore.shared_reads import OwnShare, ReadOnce, SharedReads, put_together
-from adacheck_jax.restore.shares import SharedPart, ShareExchange
+from adacheck_jax.restore import shared_reads
+from adacheck_jax.restore.shared_reads import (
+    OwnShare,
+    ReadOnce,
+    SharedPart,
+    SharedReads,
+    ShareExchange,
+    put_together,
+)
 from adacheck_jax.store import host_memory, volume_reader
 from adacheck_jax.store.storage.location import AnyPath
 
@@ -88,15 +93,16 @@ def read(
         ValueError: an array is missing, damaged, or of another shape or type than was written.
         AdaCheckError: another process could not read its share.
     """
-    asked = _asked(directory, requests, read_once)
+    targets = [(each.shape, each.itemsize_bytes, each.sharding) for each in requests]
+    members = shared_reads.members(targets, read_once, directory)
     arrays, failure = _Arrays(directory, requests), None
     try:
-        arrays.open(asked, read_once)
+        arrays.open(is_shared=bool(members))
     except Exception as error:
-        if not asked:
+        if not members:
             raise
         failure = error
-    together = SharedReads(asked, directory, arrays.plans) if asked else None
+    together = SharedReads(members, directory, arrays.plans) if members else None
     if together is not None:
         together.agree(failure)
     result: list[Any] = []
@@ -109,28 +115,12 @@ def read(
     return result
 
 
-def _asked(
-    directory: AnyPath, requests: Sequence[ReadRequest], read_once: ReadOnce
-) -> tuple[int, ...]:
-    """Processes that may read together with this one, ascending; none if it reads for itself."""
-    if not shared_reads.may_share(read_once, directory):
-        return ()
-    shardings = {each.sharding for each in requests if each.sharding is not None}
-    spread = [each for each in shardings if not each.is_fully_addressable]
-    found = {device.process_index for each in spread for device in each.device_set}
-    return tuple(sorted(found)) if len(found) > 1 and jax.process_index() in found else ()
-
-
 _Parts = dict[int, list[tuple[Box, np.ndarray]]]
 """Boxes with their elements, by position of the array."""
 
 
 class _Arrays:
     """The arrays of one read, in batches.
-
-    Args:
-        directory: the base's directory.
-        requests: the arrays to read.
 
     Attributes:
         batches: positions of the arrays of each batch.
@@ -144,34 +134,22 @@ class _Arrays:
         self.batches: list[range] = []
         self.plans: list[tuple[ShareExchange, ...]] = []
 
-    def open(self, asked: Sequence[int], read_once: ReadOnce) -> None:
-        """Open the arrays, and plan who reads what of each batch.
-
-        Chunks are known once the arrays are open, so only then, alike in all processes, is it
-        clear whether anything is read together.
-        """
-        names = [each.name for each in self._requests]
-        self._stores = volume_reader.opened(self._directory, names)
-        sizes_bytes = [each.nbytes for each in self._requests]
-        if asked:
-            self._shared = self._parts_to_share(read_once)
-            for i, parts in self._shared.items():  # held whole, also where a piece is needed
-                sizes_bytes[i] = max(sizes_bytes[i], sum(part.nbytes for part in parts))
-        self.batches = [*_batches(sizes_bytes)]
-        self.plans = [
-            shares.plan(part for i in batch for part in self._shared.get(i, ()))
-            for batch in self.batches
-        ]
-
-    def _parts_to_share(self, read_once: ReadOnce) -> dict[int, list[SharedPart]]:
-        found = {
-            i: shared_reads.shared_parts(
+    def open(self, *, is_shared: bool) -> None:
+        """Open the arrays, and plan who reads what of each batch; chunks are known only then."""
+        requests = self._requests
+        self._stores = volume_reader.opened(self._directory, [each.name for each in requests])
+        sizes_bytes = [each.nbytes for each in requests]
+        for i, each in enumerate(requests if is_shared else ()):
+            parts = self._shared[i] = shared_reads.shared_parts(
                 i, each.shape, each.sharding, each.itemsize_bytes, self._cuts(i)
             )
-            for i, each in enumerate(self._requests)
-        }
-        every = [*itertools.chain.from_iterable(found.values())]
-        return found if shared_reads.members(every, read_once, self._directory) else {}
+            # Held whole, also where a piece is needed.
+            sizes_bytes[i] = max(sizes_bytes[i], sum(part.nbytes for part in parts))
+        self.batches = [*_batches(sizes_bytes)]
+        self.plans = [
+            shared_reads.plan(part for i in batch for part in self._shared.get(i, ()))
+            for batch in self.batches
+        ]
 
     def _cuts(self, position: int) -> Cuts:
         """Cut points between the chunks of an array."""
@@ -192,8 +170,10 @@ class _Arrays:
             for i in batch:
                 boxes = self._requests[i].boxes
                 # The box around them might reach into chunks that another process reads.
-                shared = self._shared.get(i)
-                boxes = shares.own_boxes(boxes, self._cuts(i), shared) if shared else _merged(boxes)
+                if shared := self._shared.get(i):
+                    boxes = shared_reads.own_boxes(boxes, self._cuts(i), shared)
+                else:
+                    boxes = _merged(boxes)
                 for box in boxes:
                     data, future = host_memory.begin_read(stores[i][(*box.slices, ...)])
                     parts[i].append((box, data))
@@ -207,7 +187,7 @@ class _Arrays:
         self, number: int, parts: _Parts, share: OwnShare, together: SharedReads | None
     ) -> list[Any]:
         """Arrays of a batch, once all of it is read; collective if processes read together."""
-        if together is not None and self._shared:
+        if together is not None:
             for (i, box), data in together.finish(share).items():
                 parts[i].append((box, data))
         elif failure := share.wait():

@@ -32,11 +32,6 @@ def check_types(leaves: Sequence[Any], base: BaseManifest, where: AnyPath) -> No
 
     Orbax takes shapes, data types and key types from files that no checksum protects.
 
-    Args:
-        leaves: the leaves as they were read; None or abstract for one that was not.
-        base: the base's manifest.
-        where: the base's directory, for the message.
-
     Raises:
         MismatchError: leaves have 64-bit elements, and jax makes none in this thread.
         IntegrityError: names every leaf of another shape or data type.
@@ -65,7 +60,8 @@ def check_types(leaves: Sequence[Any], base: BaseManifest, where: AnyPath) -> No
 
 def differing(leaves: Sequence[Any], fingerprints: Sequence[int]) -> set[int]:
     """Indices of the leaves whose fingerprints are not the given ones; absent ones are left out."""
-    return _differing(_fingerprints_of(leaves), fingerprints)
+    found = fingerprint.of_leaves({i: transfer.raw(leaf) for i, leaf in _present(leaves).items()})
+    return {i for i, value in found.items() if value != fingerprints[i]}
 
 
 def check_bits(
@@ -77,12 +73,6 @@ def check_bits(
 ) -> list[int]:
     """Compare every leaf with the fingerprint taken when the step was saved.
 
-    Args:
-        leaves: the restored leaves; None for one that was not asked for.
-        lineage: the lineage that ends at the step.
-        where: the step's directory, for the message.
-        rounded: indices of the leaves that need only be right to rounding.
-
     Returns:
         Indices of those leaves of ``rounded`` whose bits differ.
 
@@ -90,12 +80,12 @@ def check_bits(
         IntegrityError: names every other leaf whose bits differ.
     """
     end, specs = lineage.end, lineage.base.leaves
-    found = _fingerprints_of(leaves)
-    different = sorted(_differing(found, end.fingerprints))
+    different = sorted(differing(leaves, end.fingerprints))
     wrong = [specs[i].path for i in different if i not in rounded]
     if wrong:
+        count = len(_present(leaves))
         raise IntegrityError(
-            f"{where}: {len(wrong)} of {len(found)} leaves of step {end.step} do not have "
+            f"{where}: {len(wrong)} of {count} leaves of step {end.step} do not have "
             f"the bits that were saved: {_shown(wrong)}. The stored data is damaged, or replay of "
             f"the update is not exact here.{_other_settings(lineage)} Nothing was returned; "
             "restore another step, or a base step."
@@ -103,18 +93,9 @@ def check_bits(
     return different
 
 
-def _fingerprints_of(leaves: Sequence[Any]) -> dict[int, int]:
-    return fingerprint.of_leaves(
-        {i: transfer.raw(leaf) for i, leaf in enumerate(leaves) if not _is_absent(leaf)}
-    )
-
-
-def _is_absent(leaf: Any) -> bool:
-    return leaf is None or is_abstract(leaf)
-
-
-def _differing(found: dict[int, int], fingerprints: Sequence[int]) -> set[int]:
-    return {i for i, value in found.items() if value != fingerprints[i]}
+def _present(leaves: Sequence[Any]) -> dict[int, Any]:
+    """The leaves that were read, by their index."""
+    return {i: x for i, x in enumerate(leaves) if x is not None and not is_abstract(x)}
 
 
 def _shown(items: Sequence[str]) -> str:
@@ -149,10 +130,6 @@ def bound_to_mesh(lineage: Lineage) -> frozenset[int]:
 
 def tolerance(lineage: Lineage, rounded: Sequence[int]) -> float:
     """Approximate bound of the error of leaves that were replayed on other devices.
-
-    Args:
-        lineage: the lineage that ends at the step.
-        rounded: indices of those leaves.
 
     Returns:
         A bound relative to each leaf's largest value, for updates that are continuous: the effect

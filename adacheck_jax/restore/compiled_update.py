@@ -22,9 +22,8 @@ from adacheck_jax.store.storage.location import at
 from adacheck_jax.update import exported_program
 from adacheck_jax.update import program as update_program
 from adacheck_jax.update.binding import Recorders, bind_all
-from adacheck_jax.update.kept import Kept
 from adacheck_jax.update.params_search import LeafType
-from adacheck_jax.update.program import UpdateFunction
+from adacheck_jax.update.program import Kept, UpdateFunction
 
 _log = logging.getLogger(__name__)
 
@@ -57,22 +56,13 @@ class CompiledUpdates:
         self._compiled: dict[tuple[Hashable, ...], Future[UpdateFunction]] = {}
 
     def begin_loading(self, lineage: Lineage) -> None:
-        """Load the update on a new thread, while the shardings of its leaves are chosen.
-
-        Args:
-            lineage: the lineage to restore.
-        """
+        """Load the update on a new thread, while the shardings of its leaves are chosen."""
         update = lineage.base.update
         if update is not None and update.programs and lineage.replayed_count:
             self._loading(lineage, update)
 
     def begin_compiling(self, lineage: Lineage, placements: Mapping[str, Any]) -> None:
-        """Compile on a new thread, while the base is read.
-
-        Args:
-            lineage: the lineage, after :meth:`begin_loading`.
-            placements: the sharding that each leaf is read onto, by leaf path.
-        """
+        """Compile on a new thread, while the base is read."""
         update, specs = lineage.base.update, lineage.base.leaves
         if update is None or lineage.base.checksum not in self._loaded:
             return
@@ -83,11 +73,6 @@ class CompiledUpdates:
 
     def get(self, lineage: Lineage, update: Update, shardings: Shardings) -> UpdateFunction:
         """The program for leaves on these shardings; waits until it is compiled.
-
-        Args:
-            lineage: the lineage to replay.
-            update: the update of its base.
-            shardings: the shardings for replay, by leaf index.
 
         Raises:
             FormatError: there is no update that can be read here.

@@ -18,36 +18,21 @@ T = TypeVar("T")
 
 
 class Progress:
-    """Tells how far one part of a restore is.
-
-    Args:
-        step: number of the step that is restored.
-        clock: a monotonic clock.
-    """
+    """Tells how far one part of a restore is."""
 
     def __init__(self, step: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._step, self._clock = step, clock
         self._told_s = clock()
 
     def tell(self, done: int, total: int) -> None:
-        """Tells of deltas that were replayed, unless a line was written just before.
-
-        Args:
-            done: number of deltas that were replayed.
-            total: number of all of them.
-        """
+        """Tells of deltas that were replayed, unless a line was written just before."""
         if done < total and (now_s := self._clock()) - self._told_s >= EVERY_S:
             self._told_s = now_s
             _log.info("restoring step %d: replayed %d of %d deltas", self._step, done, total)
 
 
 def compiled(step: int, future: Future[T]) -> T:
-    """The result of a compilation; tells that it is waited for.
-
-    Args:
-        step: number of the step that is restored.
-        future: the compilation.
-    """
+    """The result of a compilation; tells that it is waited for."""
     waited_s = 0.0
     while not concurrent.futures.wait([future], timeout=EVERY_S).done:
         waited_s += EVERY_S

@@ -21,7 +21,7 @@ from adacheck_jax.restore.deltas.patches import Patches
 from adacheck_jax.restore.deltas.records import Consumed, Records
 from adacheck_jax.restore.progress import Progress
 from adacheck_jax.restore.shared_reads import ReadOnce
-from adacheck_jax.restore.working_set import WorkingSet, is_abstract, replay_shardings
+from adacheck_jax.restore.working_set import WorkingSet, replay_shardings
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.update import program as update_program
 from adacheck_jax.update.program import UpdateFunction
@@ -33,111 +33,38 @@ def replay_onto(
     leaves: Sequence[Any],
     lineage: Lineage,
     programs: CompiledUpdates,
-    read_once: ReadOnce = None,
+    read_once: ReadOnce = False,
     *,
+    readers: Sequence[DeltaReader] | None = None,
     checked: bool = True,
 ) -> list[Any]:
-    """Bring the leaves of a base to the step that ends its lineage.
+    """Bring leaves to the step that ends their lineage, or on by some of its deltas.
 
     Args:
-        leaves: the base's leaves as they were read onto their target shardings; None for one that
-            nobody asked for, or its ``jax.ShapeDtypeStruct`` if updates consume it, which take it
-            from the deltas. Those that the update computes are donated.
-        lineage: the base and the deltas to replay.
+        leaves: leaves of the step before the deltas, as they were read onto their target shardings;
+            None for one that nobody asked for, or its ``jax.ShapeDtypeStruct`` if updates consume
+            it, which take it from the deltas. Those that the update computes are donated.
+        lineage: the base, and the deltas that follow it.
         programs: update programs that may be compiled already; one that is compiled here is added.
         read_once: True to read each box of a record in one process, as for the base; collective.
+        readers: readers of deltas that follow one another, oldest first; None for those of all.
         checked: False if the caller compares every leaf with its fingerprint, and calls
             :func:`check_stored` if one differs: then the records' checksums are left unread.
 
     Returns:
-        The leaves of the step, of the types and on the shardings of the given ones; None for one
-        that was not given.
+        The leaves of the step after the deltas, of the types and on the shardings of the given
+        ones; None, or abstract, for one that was given so.
 
     Raises:
         IntegrityError, FormatError: the stored data is damaged or cannot be read.
     """
-    count, base, step = lineage.replayed_count, lineage.base.step, lineage.end.step
-    if count:
-        _log.info("Replaying %d updates onto the base of step %d, for step %d.", count, base, step)
-    readers = readers_of(lineage)
-    replayed = apply_deltas(leaves, lineage, readers, programs, read_once, checked=checked)
-    return [None if is_abstract(leaf) else leaf for leaf in replayed]
-
-
-def check_stored(lineage: Lineage) -> None:
-    """Read all stored bytes of a lineage's deltas.
-
-    Raises:
-        IntegrityError, FormatError: names the first leaf whose bytes are damaged.
-    """
-    for reader in readers_of(lineage):
-        reader.check()
-
-
-def newest_exact(
-    leaves: Sequence[Any],
-    lineage: Lineage,
-    programs: CompiledUpdates,
-    *,
-    rounded: Collection[int] = (),
-    read_once: ReadOnce = None,
-) -> Lineage | None:
-    """The newest step of a lineage that has the bits that were saved.
-
-    Every delta is applied once, and every step compared with its fingerprints.
-
-    Args:
-        leaves: the base's leaves, as for :func:`replay_onto`.
-        lineage: the lineage of a step that cannot be restored.
-        programs: update programs that may be compiled already.
-        rounded: indices of the leaves that need only be right to rounding after a replay.
-        read_once: as for :func:`replay_onto`.
-
-    Returns:
-        The part of the lineage that ends at that step; None if not even the base is exact.
-    """
-    found = lineage.to(lineage.base.step) if _is_exact(leaves, lineage.base, ()) else None
-    try:
-        for reader, delta in zip(readers_of(lineage), lineage.deltas, strict=True):
-            leaves = apply_deltas(leaves, lineage, [reader], programs, read_once)
-            if _is_exact(leaves, delta, rounded):
-                found = lineage.to(delta.step)
-    except (IntegrityError, FormatError) as error:  # no later step can be built
-        _log.debug("%s: replayed no further: %s", lineage.base_directory, error)
-    return found
-
-
-def _is_exact(leaves: Sequence[Any], step: BaseManifest | Delta, rounded: Collection[int]) -> bool:
-    return not check.differing(leaves, step.fingerprints).difference(rounded)
-
-
-def apply_deltas(
-    leaves: Sequence[Any],
-    lineage: Lineage,
-    readers: Sequence[DeltaReader],
-    programs: CompiledUpdates,
-    read_once: ReadOnce = False,
-    *,
-    checked: bool = True,
-) -> list[Any]:
-    """Apply some deltas that follow one another in a lineage.
-
-    Args:
-        leaves: the leaves of the step before these deltas; see :func:`replay_onto`.
-        lineage: the lineage that the deltas belong to.
-        readers: readers of the deltas, oldest first.
-        programs: update programs that may be compiled already.
-        read_once: as for :func:`replay_onto`.
-        checked: as for :func:`replay_onto`.
-
-    Returns:
-        The leaves of the step after these deltas.
-
-    Raises:
-        IntegrityError, FormatError: the stored data is damaged or cannot be read.
-    """
+    if readers is None:
+        readers = readers_of(lineage)
+        if count := lineage.replayed_count:
+            steps = lineage.base.step, lineage.end.step
+            _log.info("Replaying %d updates onto the base of step %d, for step %d.", count, *steps)
     specs, update, shardings = lineage.base.leaves, lineage.base.update, {}
-    has_updates = any(reader.has_update for reader in readers)
+    has_updates = any(reader.delta.has_update for reader in readers)
     if has_updates and update is not None and update.programs:
         shardings = replay_shardings(leaves, update)
     elif has_updates:
@@ -160,17 +87,49 @@ def apply_deltas(
     return working.leaves
 
 
-class _Replay:
-    """Updates replayed one after another by one compiled program.
+def check_stored(lineage: Lineage) -> None:
+    """Read all stored bytes of a lineage's deltas.
 
-    Args:
-        update: the update.
-        program: the update compiled for these shardings.
-        working: all leaves of the state.
-        patches: stored leaves that wait to be put in place.
-        shardings: the shardings for replay, by leaf index.
-        progress: told after each delta.
+    Raises:
+        IntegrityError, FormatError: names the first leaf whose bytes are damaged.
     """
+    for reader in readers_of(lineage):
+        reader.check()
+
+
+def newest_exact(
+    leaves: Sequence[Any],
+    lineage: Lineage,
+    programs: CompiledUpdates,
+    *,
+    rounded: Collection[int] = (),
+    read_once: ReadOnce = None,
+) -> Lineage | None:
+    """The newest step of a lineage that has the bits that were saved.
+
+    Every delta is applied once, and every step compared with its fingerprints. Arguments are those
+    of :func:`replay_onto`; leaves of the indices ``rounded`` need only be right to rounding.
+
+    Returns:
+        The part of the lineage that ends at that step; None if not even the base is exact.
+    """
+    found = lineage.to(lineage.base.step) if _is_exact(leaves, lineage.base, ()) else None
+    try:
+        for reader, delta in zip(readers_of(lineage), lineage.deltas, strict=True):
+            leaves = replay_onto(leaves, lineage, programs, read_once, readers=[reader])
+            if _is_exact(leaves, delta, rounded):
+                found = lineage.to(delta.step)
+    except (IntegrityError, FormatError) as error:  # no later step can be built
+        _log.debug("%s: replayed no further: %s", lineage.base_directory, error)
+    return found
+
+
+def _is_exact(leaves: Sequence[Any], step: BaseManifest | Delta, rounded: Collection[int]) -> bool:
+    return not check.differing(leaves, step.fingerprints).difference(rounded)
+
+
+class _Replay:
+    """Updates replayed one after another by one compiled program."""
 
     def __init__(
         self,
@@ -189,22 +148,17 @@ class _Replay:
         self._take()
 
     def run(self, readers: Sequence[DeltaReader], consumed: Iterator[Consumed]) -> None:
-        """Replay deltas, and put all leaves back.
-
-        Args:
-            readers: readers of the deltas, oldest first; those without an update too.
-            consumed: the arrays that each update consumes.
-        """
+        """Replay deltas, and put all leaves back."""
         for done, reader in enumerate(readers):
             self._progress.tell(done, len(readers))
-            if not reader.has_update:
+            if not reader.delta.has_update:
                 self._patches.add(reader)
                 continue
             own = next(consumed)
             self._replay(reader, own)
             if reader is readers[-1]:  # then the arrays that it consumed are leaves of the state
                 for index, array in zip(self._update.consumed, own.record + own.extra, strict=True):
-                    if index in reader.stored:
+                    if index in reader.delta.stored:
                         self._patches.replace(index, array)
         self._put_back()
 
@@ -213,13 +167,12 @@ class _Replay:
         # update's inputs and those read ahead. All results of a program are ready at once.
         jax.block_until_ready((self._params or self._inner)[0])
         unreplayed = self._patch_before(reader)
-        switches = self._switches.get(reader.updates)
-        if switches is None:
+        updates = reader.delta.updates
+        if updates not in self._switches:
             counts = len(self._update.counts)
-            switches = update_program.switches(counts, reader.updates, self._shardings)
-            self._switches[reader.updates] = switches
+            self._switches[updates] = update_program.switches(counts, updates, self._shardings)
         self._params, self._inner = self._program(
-            self._params, self._inner, consumed.record, consumed.extra, switches
+            self._params, self._inner, consumed.record, consumed.extra, self._switches[updates]
         )
         if unreplayed:
             self._put_back()
@@ -239,9 +192,9 @@ class _Replay:
         update, patches = self._update, self._patches
         computed = update.explained - self._passed
         if not (
-            reader.unreplayed
+            reader.delta.unreplayed
             or patches.touches(update.explained)
-            or not self._passed.isdisjoint(reader.stored)
+            or not self._passed.isdisjoint(reader.delta.stored)
         ):
             patches.add(reader)
             return {}
@@ -249,7 +202,7 @@ class _Replay:
         patches.apply(computed)
         patches.add(reader)
         patches.apply(self._passed)
-        unreplayed = {i: self._working[i] for i in reader.unreplayed}
+        unreplayed = {i: self._working[i] for i in reader.delta.unreplayed}
         self._take(copied=unreplayed)
         return unreplayed
 

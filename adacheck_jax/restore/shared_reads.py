@@ -1,5 +1,6 @@
 """Reads of stored parts that several processes need: each reads its share, and gives it away.
 
+Every process computes the same plan from shardings, shapes and cut points, with no exchange.
 The bytes are exchanged as they are stored, so that every bit pattern of every type survives. What
 stops one process from reading is told to all, and all of them raise: none waits for another.
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +21,7 @@ import numpy as np
 from adacheck_jax.device import exchange
 from adacheck_jax.device.sharding import holders_of
 from adacheck_jax.errors import IntegrityError, MismatchError, StorageError, unreadable
-from adacheck_jax.format.boxes import Box, Cuts
-from adacheck_jax.restore.shares import SharedPart, ShareExchange, SharePiece, users_of
+from adacheck_jax.format.boxes import Box, Cuts, grid
 from adacheck_jax.store import host_memory
 from adacheck_jax.store.storage.location import AnyPath, at
 
@@ -34,6 +34,120 @@ WORTHWHILE_BYTES = 256 << 20
 
 Blocks = dict[tuple[int, Box], np.ndarray]
 """Elements of boxes, by position of the array and box."""
+_ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPart:
+    """A stored part of an array of which devices of several processes need elements.
+
+    Attributes:
+        array: position of its array among those that are read together.
+        box: the part: a chunk of a base, or a stored box of a delta.
+        holders: processes whose devices need some of it, ascending, two at least.
+        nbytes: bytes of the part.
+    """
+
+    array: int
+    box: Box
+    holders: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SharePiece:
+    """A shared part in the row of the process that reads it.
+
+    Attributes:
+        part: the part.
+        reader: position of the reading process among the holders.
+        start: first byte in the row.
+    """
+
+    part: SharedPart
+    reader: int
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShareExchange:
+    """Rows of bytes that some processes give each other.
+
+    Attributes:
+        holders: the processes, ascending.
+        pieces: all pieces of all rows.
+        row_bytes: bytes of a row: those of the fullest one.
+    """
+
+    holders: tuple[int, ...]
+    pieces: tuple[SharePiece, ...]
+    row_bytes: int
+
+
+def users_of(
+    needed: Mapping[Box, Iterable[int]], shape: Sequence[int], stored: Cuts
+) -> dict[Box, tuple[int, ...]]:
+    """The processes that need elements of each stored part of an array, ascending.
+
+    Args:
+        needed: boxes of an array, with the processes that need each.
+        shape: global shape, of an array that has elements.
+        stored: cut points at which the array is stored in parts.
+    """
+    users = [frozenset(each) for each in needed.values()]
+    starts = np.array([box.start for box in needed], int).reshape(len(needed), len(shape))
+    stops = np.array([box.stop for box in needed], int).reshape(len(needed), len(shape))
+    known: dict[bytes, tuple[int, ...]] = {}
+    found = {}
+    for part in grid(stored):
+        is_met = np.all((starts < part.stop) & (stops > part.start), axis=1)
+        key = is_met.tobytes()
+        if key not in known:
+            met = frozenset().union(*(users[i] for i in np.flatnonzero(is_met)))
+            known[key] = tuple(sorted(met))
+        found[part] = known[key]
+    return found
+
+
+def own_boxes(boxes: list[Box], stored: Cuts, shared: Collection[SharedPart]) -> list[Box]:
+    """The boxes that a process reads of an array by itself, without the shared parts."""
+    if not shared:
+        return boxes
+    taken = {part.box for part in shared}
+    return [
+        common
+        for part in grid(stored)
+        if part not in taken
+        for box in boxes
+        if (common := part.intersect(box)) is not None
+    ]
+
+
+def plan(shared: Iterable[SharedPart]) -> tuple[ShareExchange, ...]:
+    """Choose who reads what: near-equal bytes for each holder, in contiguous runs.
+
+    Runs, since parts that follow one another may lie in one stored chunk, which is read whole.
+
+    Returns:
+        One exchange for each set of holders, in an order that is the same in every process.
+    """
+    groups: dict[tuple[int, ...], list[SharedPart]] = {}
+    for each in shared:
+        groups.setdefault(each.holders, []).append(each)
+    return tuple(_exchange(holders, groups[holders]) for holders in sorted(groups))
+
+
+def _exchange(holders: tuple[int, ...], parts: Sequence[SharedPart]) -> ShareExchange:
+    total_bytes, done_bytes = sum(part.nbytes for part in parts), 0
+    ends = [0] * len(holders)
+    pieces = []
+    for part in parts:
+        middle_bytes = done_bytes + part.nbytes // 2
+        reader = min(middle_bytes * len(holders) // max(1, total_bytes), len(holders) - 1)
+        done_bytes += part.nbytes
+        pieces.append(SharePiece(part, reader, ends[reader]))
+        ends[reader] += -(-part.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    return ShareExchange(holders, tuple(pieces), max(ends))
 
 
 def shared_parts(
@@ -66,12 +180,7 @@ def shared_parts(
 
 
 def put_together(box: Box, parts: Sequence[tuple[Box, np.ndarray]]) -> np.ndarray:
-    """Elements of a box, from parts that cover it: a view of one, or a copy of several.
-
-    Args:
-        box: the box.
-        parts: boxes of the same array, with their elements.
-    """
+    """Elements of a box, from parts that cover it: a view of one, or a copy of several."""
     for around, data in parts:
         if around.contains(box):
             return data[(*box.relative_to(around.start).slices, ...)]
@@ -86,27 +195,34 @@ def put_together(box: Box, parts: Sequence[tuple[Box, np.ndarray]]) -> np.ndarra
 
 
 def members(
-    shared: Sequence[SharedPart], choice: ReadOnce, where: AnyPath, *, times: int = 1
+    arrays: Iterable[tuple[tuple[int, ...], int, jax.sharding.Sharding | None]],
+    choice: ReadOnce,
+    where: AnyPath,
+    *,
+    times: int = 1,
 ) -> tuple[int, ...]:
-    """The processes that read together, ascending; none if each reads for itself.
+    """The processes that read together, ascending; none if this one reads for itself.
 
     Args:
-        shared: all shared parts of a restore, of all processes.
+        arrays: shape, bytes of an element, and target sharding of each array; the same in all
+            processes.
         choice: the caller's wish.
         where: directory that is read from.
         times: number of times that they are read.
     """
-    found = {process for each in shared for process in each.holders}
-    is_worthwhile = may_share(choice, where)
-    if choice is None and is_worthwhile:
-        saved_bytes = times * sum(each.nbytes * (len(each.holders) - 1) for each in shared)
-        is_worthwhile = saved_bytes >= WORTHWHILE_BYTES * len(found)
-    return tuple(sorted(found)) if is_worthwhile else ()
-
-
-def may_share(choice: ReadOnce, where: AnyPath) -> bool:
-    """True if processes read together, given that enough bytes are saved; see :func:`members`."""
-    return at(where).spec()["driver"] != "file" if choice is None else choice
+    if not (at(where).spec()["driver"] != "file" if choice is None else choice):
+        return ()
+    found, saved_bytes = set[int](), 0
+    for shape, itemsize_bytes, sharding in arrays:
+        processes = {d.process_index for d in sharding.device_set} if sharding is not None else ()
+        if sharding is None or len(processes) < 2:
+            continue
+        found |= {*processes}
+        for box, devices in holders_of(sharding, shape).items():
+            again = len({each.process for each in devices}) - 1
+            saved_bytes += times * again * box.size * itemsize_bytes
+    is_worthwhile = choice is not None or saved_bytes >= WORTHWHILE_BYTES * len(found)
+    return tuple(sorted(found)) if is_worthwhile and jax.process_index() in found else ()
 
 
 class SharedReads:
@@ -128,9 +244,6 @@ class SharedReads:
 
     def finish(self, share: OwnShare) -> Blocks:
         """Exchange what each process read of one batch. Collective; in the order of the batches.
-
-        Args:
-            share: this process's share, from :func:`begin`.
 
         Returns:
             Elements of each shared part that this process needs.

@@ -29,10 +29,6 @@ Placement = Any
 def placements_before(plan: Plan, wanted: Mapping[str, Placement]) -> dict[str, Placement]:
     """Placements of a state's leaves that suit those wanted of the new state's.
 
-    Args:
-        plan: the plan.
-        wanted: placement of each leaf of the new state, by leaf path.
-
     Returns:
         Placement of each leaf of the state that the plan takes, by leaf path. A leaf is cut over
         the devices over which the new one is cut: along the axis that becomes the other's, or else
@@ -80,11 +76,6 @@ def transformed(
     plan: Plan, leaves: Mapping[str, Any], wanted: Mapping[str, Placement]
 ) -> dict[str, Any]:
     """Compute the leaves of the new state.
-
-    Args:
-        plan: the plan.
-        leaves: verified leaves of the state, by leaf path.
-        wanted: placement of each leaf of the new state, by leaf path.
 
     Returns:
         Leaves of the new state, by leaf path.

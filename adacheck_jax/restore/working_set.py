@@ -21,10 +21,6 @@ def replay_shardings(leaves: Sequence[Any], update: Update) -> dict[int, jax.sha
     that these compute in. Those of the largest leaf are taken; a leaf that lies elsewhere (a
     counter on one device, a host value) is replicated there.
 
-    Args:
-        leaves: every leaf of the state, or its ``jax.ShapeDtypeStruct``.
-        update: the update.
-
     Returns:
         A sharding for each leaf that the update takes, by leaf index.
     """
@@ -43,10 +39,6 @@ def apart_shardings(leaves: Sequence[Any], update: Update) -> dict[int, jax.shar
     """Shardings for replay of the leaves that some of the replaying processes do not hold.
 
     These are read onto them at once: a process without a leaf could not give it to the program.
-
-    Args:
-        leaves: the ``jax.ShapeDtypeStruct`` of every leaf of the state.
-        update: the update.
     """
     own, main = _shardings_of(leaves, update)
     everyone = _processes(main)
@@ -66,17 +58,12 @@ def _shardings_of(
 ) -> tuple[dict[int, jax.sharding.Sharding | None], jax.sharding.Sharding]:
     """Shardings of the leaves that an update takes, and that of the largest of them."""
     touched = [*update.params, *update.inner, *update.consumed]
-    own = {i: _sharding_of(leaves[i]) for i in touched}
+    own = {i: getattr(_plain(leaves[i]), "sharding", None) for i in touched}  # None on the host
     sizes = [(len(each.device_set), leaves[i].size, i) for i, each in own.items() if each]
     main: Any = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     if sizes:
         main = own[max(sizes)[-1]]
     return own, main
-
-
-def _sharding_of(leaf: Any) -> jax.sharding.Sharding | None:
-    """The sharding of a leaf's elements; None for a leaf that is no array on devices."""
-    return getattr(_plain(leaf), "sharding", None)
 
 
 def _plain(leaf: Any) -> Any:
@@ -121,13 +108,7 @@ class WorkingSet:
         self._leaves[index] = leaf
 
     def take(self, indices: Sequence[int], copied: Collection[int] = ()) -> list[jax.Array]:
-        """Take leaves out, onto the shardings for replay.
-
-        Args:
-            indices: indices of the leaves.
-            copied: indices of the leaves of which a copy is given, since their arrays must
-                outlive a donation.
-        """
+        """Take leaves out, onto the shardings for replay."""
         return [self._take(index, index in copied) for index in indices]
 
     def _take(self, index: int, is_copied: bool) -> jax.Array:
@@ -143,12 +124,7 @@ class WorkingSet:
         return jnp.copy(placed) if is_copied else placed
 
     def put_back(self, indices: Sequence[int], replayed: Sequence[jax.Array]) -> None:
-        """Put the results of an update in the places of the leaves that were taken out.
-
-        Args:
-            indices: indices of the leaves.
-            replayed: an array for each, on the shardings for replay.
-        """
+        """Put the results of an update in the places of the leaves that were taken out."""
         for index, array in zip(indices, replayed, strict=True):
             like, target = self._targets[index]
             if target is None:

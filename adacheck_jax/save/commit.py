@@ -26,7 +26,7 @@ from adacheck_jax.save.attempt import Report
 from adacheck_jax.save.one_save import Agreed, Committed, Save
 from adacheck_jax.save.pending import Pending
 from adacheck_jax.store import base_writer, claims, links, volumes
-from adacheck_jax.store.steps import manifest_file, references
+from adacheck_jax.store.steps import lookup, manifest_file
 from adacheck_jax.store.steps.lineage import Lineage, LineageStep
 from adacheck_jax.store.storage.location import AnyPath, at
 from adacheck_jax.update import exported_program
@@ -132,7 +132,7 @@ def _delta_manifest(save: Save, parent: Lineage, agreed: Agreed) -> DeltaManifes
         before = _delta(step, own, before, replica)
         deltas.append(before)
     *deferred, own = deltas
-    reference = references.reference(save.directory, parent.entries[-1].holder)
+    reference = lookup.reference(save.directory, parent.entries[-1].holder)
     if reference is None:
         raise AdaCheckError(
             f"step {own.step}: its parent does not lie under the same root any more"

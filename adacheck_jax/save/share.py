@@ -46,10 +46,8 @@ def write(save: Save, directory: AnyPath, layout: ArrayLayout) -> None:
         StorageError: the disk is full, gone, or cannot be written.
     """
     base, save.base = save.base, None  # a save that failed is kept, the copies are not
-    if base is not None:
-        base = dataclasses.replace(base, layout=layout)
     try:
-        save.agreed = _agreed(save, directory, base)
+        save.agreed = _agreed(save, directory, base, layout)
         save.durable_s = save.clock()
         save.before_commit()
     except AdaCheckError as error:
@@ -65,7 +63,7 @@ def write(save: Save, directory: AnyPath, layout: ArrayLayout) -> None:
         raise
 
 
-def _agreed(save: Save, directory: AnyPath, base: BaseWriter | None) -> Agreed:
+def _agreed(save: Save, directory: AnyPath, base: BaseWriter | None, layout: ArrayLayout) -> Agreed:
     process, attempt = jax.process_index(), save.attempt
     exchange = attempt.exchange
     try:
@@ -73,7 +71,7 @@ def _agreed(save: Save, directory: AnyPath, base: BaseWriter | None) -> Agreed:
             if attempt.is_over:
                 raise AdaCheckError(f"step {save.own.step}: given up, it is being saved again")
             with claims.writing(directory, process, attempt.token) as attempt.claim:
-                own = _write(save, directory, base)
+                own = _write(save, directory, base, layout)
     except Exception as error:
         if exchange is not None and not attempt.is_over:
             exchange.fail(SHARES, error)
@@ -92,7 +90,7 @@ def _agreed(save: Save, directory: AnyPath, base: BaseWriter | None) -> Agreed:
     )
 
 
-def _write(save: Save, directory: AnyPath, base: BaseWriter | None) -> Report:
+def _write(save: Save, directory: AnyPath, base: BaseWriter | None, layout: ArrayLayout) -> Report:
     process = jax.process_index()
     for each in save.steps:
         each.begin()
@@ -114,7 +112,7 @@ def _write(save: Save, directory: AnyPath, base: BaseWriter | None) -> Report:
     written: Sequence[dict[str, Any]] = [{}]
     if base is not None:
         sums = save.own.sums()  # by which an earlier base's unchanged files are found
-        report |= base.write(directory, process, sums)
+        report |= base.write(directory, process, sums, layout)
         if process == 0:
             for platform, data in save.update.files().items():
                 program = at(directory / manifest_file.update_file(platform))

@@ -26,7 +26,7 @@ from adacheck_jax.save.line.planner import Course, Planner
 from adacheck_jax.save.one_save import Save
 from adacheck_jax.save.pending import Pending
 from adacheck_jax.state.snapshot import Snapshot
-from adacheck_jax.store.base_writer import ArrayLayout, BaseWriter, EarlierBase, seldom_changed
+from adacheck_jax.store.base_writer import BaseWriter, EarlierBase, seldom_changed
 from adacheck_jax.store.delta_writer import DeltaEncodings, DeltaWriter
 from adacheck_jax.store.host_memory import ReusedMemory
 from adacheck_jax.store.steps.lineage import Lineage
@@ -131,7 +131,6 @@ class Stager:
             copies.staged,
             earlier,
             still,
-            ArrayLayout({}),
             compression=self._options.compression,
         )
 
@@ -144,7 +143,7 @@ class Stager:
             sums = last.own.sums()
         elif base.process_count == 1:
             sums = dict(enumerate(base.fingerprints))
-        return EarlierBase(parent.base_directory, base.step, base.leaves, sums)
+        return EarlierBase(parent, sums)
 
     def _delta_writer(self, planned: SavePlan, copies: HostCopies, tip: Tip | None) -> DeltaWriter:
         return DeltaWriter(

@@ -150,11 +150,6 @@ class AdaptivePolicy:
         A save is due after as many steps as the schedule has in one, at the last delta of a
         lineage, where there is no step to build on, and before a preemption. The answer depends on
         step numbers and on what all processes know alike, on no clock.
-
-        Args:
-            step: the step.
-            previous_steps: steps that are saved; not looked at.
-            context: what Orbax knows besides.
         """
         self._is_asked = True
         at = self._position

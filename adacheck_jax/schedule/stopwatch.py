@@ -39,12 +39,7 @@ class Stopwatch:
         self._measured: dict[tuple[str, int], list[float]] = {}
 
     def enter(self, durable_s: float | None) -> None:
-        """Notes that a call begins.
-
-        Args:
-            durable_s: reading of the clock when the last save was durable; None if it is not, or
-                nothing was saved.
-        """
+        """Notes that a call begins."""
         self._entered_s = self._clock()
         if (written := self._written) is not None and durable_s is not None:
             self.note(

@@ -16,11 +16,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
 
 LARGEST = 700.0
 """Exponents up to this have a finite result."""
-_TERMS = 9
-_SMALL = 1 / 16
+_TERMS, _HALVINGS = 9, 14
+
+Floats = float | np.ndarray
+Ints = int | np.ndarray
+"""Numbers, or arrays of them, of which each element is computed alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +107,14 @@ def waste(costs: Costs, schedule: Schedule, mtbf_s: float) -> float:
     Raises:
         ValueError: ``mtbf_s`` is not positive.
     """
+    return float(wastes(costs, schedule.base_every, schedule.save_every, mtbf_s))
+
+
+def wastes(costs: Costs, base_every: Ints, save_every: Ints, mtbf_s: float) -> Floats:
+    """:func:`waste` of one schedule, or of each of many, by their two numbers."""
     if not mtbf_s > 0:
         raise ValueError(f"expected mtbf_s to be more than 0, found {mtbf_s!r}")
-    kept_s = (schedule.base_every + 1) * costs.step_s
-    return 1 - kept_s / lineage_s(costs, schedule, mtbf_s)
+    return 1 - (base_every + 1) * costs.step_s / lineage_s(costs, base_every, save_every, mtbf_s)
 
 
 def restore_s(costs: Costs, schedule: Schedule) -> float:
@@ -112,95 +122,76 @@ def restore_s(costs: Costs, schedule: Schedule) -> float:
     return costs.open_s + costs.base_restore_s + schedule.base_every * costs.replay_s
 
 
-def lineage_s(costs: Costs, schedule: Schedule, mtbf_s: float) -> float:
+def lineage_s(costs: Costs, base_every: Ints, save_every: Ints, mtbf_s: float) -> Floats:
     """Expected seconds from one durable base to the next, failures and all; may be infinite."""
-    every, total = schedule.save_every, schedule.base_every
-    delta_saves = -(-total // every)
-    last = total - (delta_saves - 1) * every
+    saves = -(-base_every // save_every)
+    last = base_every - (saves - 1) * save_every
     base = _Save(1, costs.base_blocking_s, costs.base_write_s)
-    full, short = _deltas(costs, every), _deltas(costs, last)
+    full, short = _deltas(costs, save_every), _deltas(costs, last)
     lineage = _Lineage(costs, mtbf_s)
-    if delta_saves == 1:
-        return lineage.span(base, short, 0) + lineage.span(short, base, total)
-    return (
-        lineage.span(base, full, 0)
-        + lineage.equal_spans(full, delta_saves - 2)
-        + lineage.span(full, short, total - last)
-        + lineage.span(short, base, total)
-    )
+    with np.errstate(over="ignore", invalid="ignore"):  # of what is infinite, or is not taken
+        alone_s = lineage.span(base, short, 0)
+        several_s = (
+            lineage.span(base, full, 0)
+            + lineage.equal_spans(full, saves - 2)
+            + lineage.span(full, short, base_every - last)
+        )
+        return np.where(saves == 1, alone_s, several_s) + lineage.span(short, base, base_every)
 
 
-@dataclass(frozen=True, slots=True)
-class _Save:
+class _Save(NamedTuple):
     """A save that holds some steps, the seconds that it blocks, and those that it is written."""
 
-    steps: int
+    steps: Ints
     blocking_s: float
-    write_s: float
+    write_s: Floats
 
 
-def _deltas(costs: Costs, count: int) -> _Save:
+def _deltas(costs: Costs, count: Ints) -> _Save:
     write_s = costs.delta_write_s + (count - 1) * costs.further_write_s
     return _Save(count, costs.delta_blocking_s, write_s)
 
 
-@dataclass(frozen=True, slots=True)
-class _Lineage:
+class _Lineage(NamedTuple):
     costs: Costs
     mtbf_s: float
 
-    def span(self, done: _Save, following: _Save, depth: int) -> float:
-        """Expected seconds from where one save is durable to where the following one is."""
-        ahead_s, again_s = self._without_failure(done, following)
-        costs = self.costs
-        recovery_s = costs.restart_s + costs.open_s + costs.base_restore_s + depth * costs.replay_s
-        return self._expected_s(ahead_s, recovery_s + again_s)
-
-    def equal_spans(self, save: _Save, count: int) -> float:
-        """The sum of ``count`` spans between equal saves, the first from the first such save."""
-        growth = save.steps * self.costs.replay_s / self.mtbf_s
-        if count < 1:
-            return 0.0
-        first = self.span(save, save, save.steps)
-        if growth * count > LARGEST:
-            return float("inf")
-        return first * power_sum(growth, count) / (1 + expm1(growth))
-
-    def _without_failure(self, done: _Save, following: _Save) -> tuple[float, float]:
-        """Seconds to the next durable save: from the durable one before, and after a restore.
+    def span(self, done: _Save, following: _Save, depth: Ints) -> Floats:
+        """Expected seconds from where one save is durable to where the following one is.
 
         A save waits for the write of the one before it; after a restore nothing is being written.
         """
         costs = self.costs
         gap_s = following.steps * costs.step_s + (following.steps - 1) * costs.defer_blocking_s
         end_s = following.blocking_s + following.write_s
-        return max(gap_s - done.write_s, 0.0) + end_s, gap_s + end_s
-
-    def _expected_s(self, ahead_s: float, retry_s: float) -> float:
-        """Expected seconds where a first try takes ``ahead_s``, and each later one ``retry_s``."""
-        if (ahead_s + retry_s) / self.mtbf_s > LARGEST:
-            return float("inf")
+        ahead_s = np.maximum(gap_s - done.write_s, 0.0) + end_s
+        recovery_s = costs.restart_s + costs.open_s + costs.base_restore_s + depth * costs.replay_s
+        retry_s = recovery_s + gap_s + end_s
         fails = -expm1(-ahead_s / self.mtbf_s)
-        return self.mtbf_s * fails * (1 + expm1(retry_s / self.mtbf_s))
+        finite_s = self.mtbf_s * fails * (1 + expm1(retry_s / self.mtbf_s))
+        return np.where((ahead_s + retry_s) / self.mtbf_s > LARGEST, np.inf, finite_s)
+
+    def equal_spans(self, save: _Save, count: Ints) -> Floats:
+        """The sum of ``count`` spans between equal saves, the first from the first such save."""
+        growth = save.steps * self.costs.replay_s / self.mtbf_s
+        first = self.span(save, save, save.steps)
+        total_s = first * power_sum(growth, count) / (1 + expm1(growth))
+        finite_s = np.where(growth * count > LARGEST, np.inf, total_s)
+        return np.where(np.asarray(count) < 1, 0.0, finite_s)
 
 
-def expm1(exponent: float) -> float:
+def expm1(exponent: Floats) -> Floats:
     """``e**exponent - 1`` for ``|exponent| <= LARGEST``, to a relative error below 1e-12."""
-    halvings = 0
-    while abs(exponent) > _SMALL:
-        exponent /= 2
-        halvings += 1
-    result = 0.0
+    part, result = exponent / 2.0**_HALVINGS, 0.0
     for term in range(_TERMS, 0, -1):  # x (1 + x/2 (1 + x/3 (...)))
-        result = exponent / term * (1 + result)
-    for _ in range(halvings):
-        result *= 2 + result  # e**2x - 1 = (e**x - 1)(e**x + 1)
+        result = part / term * (1 + result)
+    for _ in range(_HALVINGS):
+        result = result * (2 + result)  # e**2x - 1 = (e**x - 1)(e**x + 1)
     return result
 
 
-def power_sum(exponent: float, count: int) -> float:
+def power_sum(exponent: Floats, count: Ints) -> Floats:
     """Sum of ``e**(exponent * k)`` over k from 1 to ``count``."""
     ratio = expm1(exponent)
-    if not ratio:
-        return float(count)
-    return (1 + ratio) * expm1(exponent * count) / ratio
+    total = (1 + ratio) * expm1(exponent * count) / np.where(ratio == 0, 1.0, ratio)
+    return np.where(ratio == 0, count, total)

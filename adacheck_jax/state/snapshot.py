@@ -47,7 +47,7 @@ class Structure:
         placement: digest of where the leaves of the update lie: devices, mesh, and cuts.
         sites: places at which this process samples leaves of updates; None without a recorder.
         local_picks: all boxes of each leaf that every process of several has for itself.
-        replicated: leaves that lie on several devices in copies declared equal.
+        replicated: boxes that lie on several devices in copies declared equal.
         grid: devices of the state.
         lead: the one of them whose replica is saved.
         ephemeral: positions of the leaves that are saved with bases alone.
@@ -63,7 +63,7 @@ class Structure:
     placement: str
     sites: Sites | None
     local_picks: dict[int, tuple[transfer.Pick, ...]]
-    replicated: tuple[replicas.ReplicatedLeaf, ...]
+    replicated: tuple[replicas.Site, ...]
     grid: DeviceGrid
     lead: Lead
     ephemeral: frozenset[int] = frozenset()
@@ -312,7 +312,7 @@ class Snapshots:
             placement="",
             sites=None,
             local_picks=local_picks,
-            replicated=replicas.replicated_leaves(tuple(named), arrays),
+            replicated=replicas.replicated_sites(tuple(named), arrays),
             grid=grid,
             lead=self._lead,
             ephemeral=_ephemeral(self._ephemeral, index, bindings),

@@ -10,11 +10,11 @@ from typing import Any
 import ml_dtypes  # noqa: F401  gives numpy bfloat16 and its kin
 import numpy as np
 
-from adacheck_jax.format import boxes
 from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.store import volumes
 from adacheck_jax.store.steps import folders
+from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import AnyPath, at
 from adacheck_jax.store.zarr import Compression, codec_of
 
@@ -28,7 +28,7 @@ class Name:
     Attributes:
         name: the array's name.
         dtype: name of the type that its elements are stored in.
-        chunk_shape: shape of its chunks, as from :func:`chunk_shape`.
+        chunk_shape: shape of its chunks.
     """
 
     name: str
@@ -54,15 +54,12 @@ class EarlierBase:
     """The base before this one, whose data is good where nothing changed.
 
     Attributes:
-        directory: its item directory.
-        step: its step number.
-        leaves: its leaves.
-        sums: this process's contributions to their fingerprints, by leaf index; empty if unknown.
+        lineage: a lineage that begins with it.
+        sums: this process's contributions to the fingerprints of its leaves, by leaf index; empty
+            if unknown.
     """
 
-    directory: AnyPath
-    step: int
-    leaves: tuple[Leaf, ...]
+    lineage: Lineage
     sums: Mapping[int, int]
 
 
@@ -75,7 +72,6 @@ class BaseWriter:
         blocks: this process's boxes, by leaf index.
         earlier: the base before this one, where its files can be linked; else None.
         still: indices of the leaves that are likely to be equal in the next base.
-        layout: form of the arrays.
         compression: the caller's choice.
     """
 
@@ -83,54 +79,48 @@ class BaseWriter:
     blocks: Mapping[int, Blocks]
     earlier: EarlierBase | None
     still: frozenset[int]
-    layout: ArrayLayout
     compression: Compression
 
-    def write(self, directory: AnyPath, process: int, sums: Mapping[int, int]) -> dict[str, Any]:
+    def write(
+        self, directory: AnyPath, process: int, sums: Mapping[int, int], layout: ArrayLayout
+    ) -> dict[str, Any]:
         """Writes this process's volumes durably.
 
         Args:
             directory: item directory of the base.
             process: index of this process.
             sums: this process's contributions to the leaves' fingerprints, by leaf index.
+            layout: form of the arrays.
 
         Returns:
             The report for the other processes, as JSON: ``volumes``, the arrays to take from each
             volume; ``aliases``, pairs of leaves that share data; ``kept``, pairs of a leaf and the
             step that wrote its data.
         """
-        own = {
-            i: piece
-            for i, blocks in self.blocks.items()
-            if blocks and (piece := self._piece(i)) is not None
-        }
+        own = {i: piece for i in self.blocks if (piece := self._piece(i, layout)) is not None}
         index = {piece.name: i for i, piece in own.items()}
         kept: dict[str, str] = {}
         still = self.still
         if self.earlier is not None:
-            same = self._unchanged(self.earlier, sums).intersection(own)
-            still |= same
-            kept = volumes.keep(
-                _volumes_of(self.earlier, process),
-                [own[i] for i in sorted(same)],
-                directory / folders.KEPT,
-            )
-        contents: dict[str, list[str] | None] = {}
-        for name, volume in kept.items():
-            names = contents.setdefault(f"{folders.KEPT}/{volume}", [])
-            assert names is not None
-            names.append(name)
-        left = {i: self._with_codec(piece) for i, piece in own.items() if piece.name not in kept}
+            leaves = self.earlier.lineage.base.leaves
+            before = {leaf: self.earlier.sums.get(i) for i, leaf in enumerate(leaves)}
+            same = [i for i in sorted(own) if before.get(self.leaves[i]) == sums.get(i, -1)]
+            still = still.union(same)
+            earlier = _volumes_of(self.earlier.lineage, process)
+            kept = volumes.keep(earlier, [own[i] for i in same], directory / folders.KEPT)
+        contents: dict[str, list[str] | None] = {
+            f"{folders.KEPT}/{volume}": [name for name, its in kept.items() if its == volume]
+            for volume in dict.fromkeys(kept.values())
+        }
+        left = [(i, piece) for i, piece in own.items() if piece.name not in kept]
         aliases = []
         # Arrays that do not change get a volume of their own, so that a later base finds all of it
         # worth keeping.
-        for suffix, chosen in (
-            ("", [piece for i, piece in left.items() if i not in still]),
-            (folders.STILL, [piece for i, piece in left.items() if i in still]),
-        ):
+        for suffix, is_still in (("", False), (folders.STILL, True)):
+            chosen = [self._with_codec(piece) for i, piece in left if (i in still) == is_still]
             if chosen:
                 path = f"{folders.BASE}/{process}{suffix}"
-                shared = volumes.write(directory / path, chosen, self.layout.file_bytes)
+                shared = volumes.write(directory / path, chosen, layout.file_bytes)
                 aliases += [(index[name], index[other]) for name, other in shared.items()]
                 contents[path] = None
         return {
@@ -139,16 +129,14 @@ class BaseWriter:
             "kept": [(index[name], _step_of(volume)) for name, volume in kept.items()],
         }
 
-    def _piece(self, index: int) -> volumes.ArrayPiece | None:
-        """This process's piece of a leaf's array; None if Orbax writes the leaf."""
-        leaf = self.leaves[index]
-        name = self.layout.names.get(leaf.path)
-        if name is None:
+    def _piece(self, index: int, layout: ArrayLayout) -> volumes.ArrayPiece | None:
+        """This process's piece of a leaf's array; None if it has none, or Orbax writes the leaf."""
+        leaf, blocks = self.leaves[index], self.blocks[index]
+        name = layout.names.get(leaf.path)
+        if name is None or not blocks:
             return None
-        blocks = {
-            box: block.astype(np.dtype(name.dtype), copy=False)
-            for box, block in self.blocks[index].items()
-        }
+        dtype = np.dtype(name.dtype)
+        blocks = {box: block.astype(dtype, copy=False) for box, block in blocks.items()}
         return volumes.ArrayPiece(name.name, leaf.shape, name.chunk_shape, blocks)
 
     def _with_codec(self, piece: volumes.ArrayPiece) -> volumes.ArrayPiece:
@@ -156,24 +144,13 @@ class BaseWriter:
             return piece
         return dataclasses.replace(piece, codec=codec_of(self.compression))
 
-    def _unchanged(self, earlier: EarlierBase, sums: Mapping[int, int]) -> frozenset[int]:
-        """Indices of the leaves of which this process's boxes have the sum that they had."""
-        before = {leaf: earlier.sums.get(i) for i, leaf in enumerate(earlier.leaves)}
-        same = (i for i, leaf in enumerate(self.leaves) if before.get(leaf) == sums.get(i, -1))
-        return frozenset(same)
-
 
 _MIN_STILL_BYTES = 1 << 16
 """Smaller leaves are no reason for files of their own."""
 
 
 def seldom_changed(leaves: Sequence[Leaf], touched: Collection[int]) -> frozenset[int]:
-    """The leaves that may well be the same at the next base: no update computes them.
-
-    Args:
-        leaves: every leaf of the state.
-        touched: indices of the leaves that updates take or return.
-    """
+    """The leaves that may well be the same at the next base: no update computes them."""
     large = {i for i, leaf in enumerate(leaves) if leaf.nbytes >= _MIN_STILL_BYTES}
     return frozenset(large.difference(touched))
 
@@ -181,13 +158,7 @@ def seldom_changed(leaves: Sequence[Leaf], touched: Collection[int]) -> frozense
 def agreed(
     reports: Sequence[Mapping[str, Any]], key: str, writers: Mapping[int, Collection[int]]
 ) -> tuple[tuple[int, int], ...]:
-    """The pairs of a leaf and something that hold in every process that wrote some of the leaf.
-
-    Args:
-        reports: of all processes, in their order.
-        key: name of the pairs in a report.
-        writers: processes that wrote some of each leaf.
-    """
+    """The pairs of a leaf and something that hold in every process that wrote some of the leaf."""
     told = [dict(report[key]) for report in reports]
     pairs = []
     for i in sorted(set().union(*told)):
@@ -197,17 +168,11 @@ def agreed(
     return tuple(pairs)
 
 
-def chunk_shape(leaf: Leaf, wanted_bytes: int | None) -> tuple[int, ...]:
-    """Shape of a leaf's chunks in a base: the caller may want smaller or larger ones."""
-    max_bytes = wanted_bytes or boxes.MAX_CHUNK_BYTES
-    return boxes.chunk_shape(leaf.cuts, leaf.itemsize_bytes, max_bytes)
-
-
-def _volumes_of(base: EarlierBase, process: int) -> list[tuple[str, AnyPath]]:
+def _volumes_of(lineage: Lineage, process: int) -> list[tuple[str, AnyPath]]:
     """One process's volumes in a base, each under the name that a later base keeps it by."""
     own = [f"{process}", f"{process}{folders.STILL}"]
-    top, kept = base.directory / folders.BASE, base.directory / folders.KEPT
-    found: list[tuple[str, AnyPath]] = [(f"{base.step}.{name}", top / name) for name in own]
+    top, kept = (lineage.base_directory / name for name in (folders.BASE, folders.KEPT))
+    found: list[tuple[str, AnyPath]] = [(f"{lineage.base.step}.{name}", top / name) for name in own]
     names = [name for name in at(kept).folders() if name.split(".", 1)[1] in own]
     return found + [(n, kept / n) for n in sorted(names, key=_step_of, reverse=True)]
 

@@ -47,9 +47,16 @@ def writing(directory: AnyPath, process: int, token: str) -> Iterator[Stamp | No
         StorageError: another handler saves the same step.
     """
     if not at(directory).on_file_system:
-        yield _taken(directory, token) if process == 0 else None
+        stamp = None
+        if process == 0:  # an earlier attempt of the same handler had the same claim
+            claim = json.dumps({"claim": token}).encode()
+            try:
+                stamp = at(directory / manifest_file.FILE).write(claim, if_absent=True)
+            except FileExistsError:
+                raise lost(directory) from None
+        yield stamp
         return
-    with _turn(directory, process):
+    with roots.beside(directory, f"{process}").lock():  # waits where there are locks
         _take(directory, process, token)
         try:
             _clear(directory, process)
@@ -64,14 +71,6 @@ def writing(directory: AnyPath, process: int, token: str) -> Iterator[Stamp | No
             raise lost(directory)
 
 
-def _taken(directory: AnyPath, token: str) -> Stamp:
-    """Claims a step in a store; an earlier attempt of the same handler had the same claim."""
-    try:
-        return at(directory / manifest_file.FILE).write(_body(token), if_absent=True)
-    except FileExistsError:
-        raise lost(directory) from None
-
-
 def check(directory: AnyPath, claim: Stamp) -> None:
     """Looks for a claim in a store.
 
@@ -84,10 +83,6 @@ def check(directory: AnyPath, claim: Stamp) -> None:
     raise lost(directory)
 
 
-def _body(token: str) -> bytes:
-    return json.dumps({"claim": token}).encode()
-
-
 @contextlib.contextmanager
 def committing(directory: AnyPath, process: int, token: str) -> Iterator[None]:
     """Holds a step's lock during the commit, and checks that the claim held while it was written.
@@ -98,7 +93,7 @@ def committing(directory: AnyPath, process: int, token: str) -> Iterator[None]:
     if not at(directory).on_file_system:
         yield
         return
-    with _turn(directory, process):
+    with roots.beside(directory, f"{process}").lock():  # waits where there are locks
         final = roots.committed_path(directory)
         if not _is_held(directory, process, token) or (final != directory and at(final).exists):
             raise lost(directory)
@@ -168,10 +163,3 @@ def lost(directory: AnyPath) -> StorageError:
         "file of it is in the other's. Give each training run a root of its own, and let one "
         "manager save each step; training may go on: the next save will be a base."
     )
-
-
-@contextlib.contextmanager
-def _turn(directory: AnyPath, process: int) -> Iterator[None]:
-    """Holds the lock of a step, where there are locks; elsewhere the claims alone decide."""
-    with roots.beside(directory, f"{process}").lock():
-        yield

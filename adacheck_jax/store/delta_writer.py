@@ -12,7 +12,7 @@ from adacheck_jax.format import codes, pack_plan, planes
 from adacheck_jax.format.boxes import Blocks, Box
 from adacheck_jax.format.codes import Code
 from adacheck_jax.format.manifest import Encoding, Leaf
-from adacheck_jax.format.pack_plan import Extent, WritePlan
+from adacheck_jax.format.pack_plan import Extent, Pairs, WritePlan
 from adacheck_jax.store import equality
 from adacheck_jax.store.host_memory import ReusedMemory
 from adacheck_jax.store.packs import arrays, writer
@@ -29,15 +29,12 @@ class DeltaEncodings:
 
     Attributes:
         choices: encodings of leaves that are stored by themselves, by leaf index.
-        letters: leaf indices and encodings of everything that the last delta stored.
-        sizes: sizes of the codes that the last delta stored.
-        plan: the plan of the packs for these letters and sizes, and no aliases.
+        planned: letters and sizes of codes of the last delta, and the plan for them without
+            aliases.
     """
 
     choices: dict[int, Encoding] = field(default_factory=dict)
-    letters: tuple[tuple[int, Encoding], ...] | None = None
-    sizes: tuple[tuple[int, int], ...] = ()
-    plan: WritePlan | None = None
+    planned: tuple[Any, WritePlan] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,26 +43,14 @@ class Packed:
 
     Attributes:
         raw, compressed: bytes for the pack's two arrays.
-        letters: leaf indices and encodings of the leaves that this process stores boxes of.
-        aliases: pairs of extents, as in :class:`~adacheck_jax.format.manifest.Pack`.
-        coded: sizes of the codes, likewise.
+        report: what the other processes and the manifest are told of it, as JSON: ``letters``, leaf
+            indices and encodings of the leaves that this process stores boxes of; ``aliases`` and
+            ``coded``, as in :class:`~adacheck_jax.format.manifest.Pack`; ``sizes_bytes``.
     """
 
     raw: np.ndarray
     compressed: np.ndarray
-    letters: list[tuple[int, Encoding]]
-    aliases: list[tuple[int, int]]
-    coded: tuple[tuple[int, int], ...]
-
-    def told(self, raw_zeros: arrays.Ranges, compressed_zeros: arrays.Ranges) -> dict[str, Any]:
-        """Report for the other processes and for the manifest, as JSON."""
-        return {
-            "letters": self.letters,
-            "aliases": self.aliases,
-            "coded": self.coded,
-            "sizes_bytes": (self.raw.size, self.compressed.size),
-            "zeros": (raw_zeros, compressed_zeros),
-        }
+    report: dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -100,26 +85,27 @@ class DeltaWriter:
         coded = {i: found for i in self.candidates if (found := self._codes(i))}
         letters = {i: Encoding.CODED if i in coded else self._encoding(i) for i in self.candidates}
         letters = {i: each for i, each in sorted(letters.items()) if each is not Encoding.SAME}
-        own = "".join(letters.values())
-        others = Encoding.SAME * len(own)
-        encodings = [own if each == process else others for each in range(process_count)]
-        sizes = tuple(
-            self._sizes(coded[i][box])
+        own, none = "".join(letters.values()), Encoding.SAME * len(letters)
+        sizes = [
+            coded[i][box].sizes(is_split=self.compression != "none")
             for i in sorted(coded)
             for box in self.leaves[i].boxes_of(process)
-        )
+        ]
 
-        def plan_with(own_aliases: Sequence[tuple[int, int]]) -> WritePlan:
-            aliases, own_sizes = (
-                [values if each == process else () for each in range(process_count)]
-                for values in (own_aliases, sizes)
+        def plan_with(aliases: Pairs) -> WritePlan:
+            every = range(process_count)
+            return pack_plan.plan_delta(
+                self.leaves,
+                tuple(letters),
+                [own if each == process else none for each in every],
+                [aliases if each == process else () for each in every],
+                [sizes if each == process else () for each in every],
             )
-            return pack_plan.plan_delta(self.leaves, tuple(letters), encodings, aliases, own_sizes)
 
-        known, items = self.encodings, tuple(letters.items())
-        if known.plan is None or (known.letters, known.sizes) != (items, sizes):
-            known.letters, known.sizes, known.plan = items, sizes, plan_with(())
-        plan = known.plan
+        wanted = (letters, sizes)
+        if self.encodings.planned is None or self.encodings.planned[0] != wanted:
+            self.encodings.planned = wanted, plan_with(())
+        plan = self.encodings.planned[1]
         aliases = self._aliases(plan.extents)
         if aliases:
             plan = plan_with(aliases)
@@ -128,7 +114,13 @@ class DeltaWriter:
         skipped = {first for first, _ in aliases}
         kept = [x for i, x in enumerate(plan.extents) if i not in skipped]
         self._fill(raw, compressed, kept, coded)
-        return Packed(raw, compressed, [*letters.items()], aliases, sizes)
+        report = {
+            "letters": [*letters.items()],
+            "aliases": aliases,
+            "coded": sizes,
+            "sizes_bytes": (raw.size, compressed.size),
+        }
+        return Packed(raw, compressed, report)
 
     def _fill(
         self,
@@ -189,28 +181,16 @@ class DeltaWriter:
         made = {box: codes.encode(block) for box, block in blocks.items()}
         return made if codes.pay(made.values(), blocks.values()) else None
 
-    def _sizes(self, code: Code) -> tuple[int, int]:
-        """Bytes of a code in the raw and in the compressed array."""
-        if self.compression == "none":
-            return code.size_bytes, 0
-        return code.body.size, code.rest.size
-
     def _encoding(self, index: int) -> Encoding:
         """Encoding of this process's boxes of one leaf."""
         blocks, previous = self.blocks[index], self.previous.get(index)
         if not blocks:
             return Encoding.SAME
-        if previous is None:
-            return self._encoding_alone(index)
-        return planes.choose_difference((block, previous[box]) for box, block in blocks.items())
-
-    def _encoding_alone(self, index: int) -> Encoding:
-        """Encoding of this process's boxes of one leaf without the parent's elements."""
+        if previous is not None:
+            return planes.choose_difference((block, previous[box]) for box, block in blocks.items())
         if self.compression == "none":
             return Encoding.RAW
-        if index in self.encodings.choices:
-            return self.encodings.choices[index]
-        chosen = planes.choose_whole(self.blocks[index].values())
+        chosen = self.encodings.choices.get(index) or planes.choose_whole(blocks.values())
         if chosen is not Encoding.PLANES:  # zeros may be a matter of this step alone
             self.encodings.choices[index] = chosen
         return chosen
@@ -221,18 +201,13 @@ def write(
 ) -> list[dict[str, Any]]:
     """Writes one process's sections of successive deltas as one pack, durably.
 
-    Args:
-        packed: one section a delta, oldest first.
-        start: beginning of the paths of the pack's files.
-        codec: codec of the compressed array.
-        memory: owner of the sections' memory, which is given back.
-
     Returns:
-        One report a delta, from :meth:`Packed.told`.
+        One report a delta, with the runs of ``zeros`` that were left out.
     """
     sections = [each.raw for each in packed], [each.compressed for each in packed]
     contents = list(zip((arrays.RAW, arrays.COMPRESSED), sections, strict=True))
     zeros = writer.write_pack(start, contents, codec)
     for section in (*sections[0], *sections[1]):
         memory.give_back(section)
-    return [each.told(*left_out) for each, *left_out in zip(packed, *zeros, strict=True)]
+    pairs = zip(packed, *zeros, strict=True)
+    return [each.report | {"zeros": left_out} for each, *left_out in pairs]

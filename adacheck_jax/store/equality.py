@@ -11,42 +11,25 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 import xxhash
 
+_HEAD_BYTES = 64
+
 
 def firsts(blocks: Sequence[np.ndarray], kinds: Sequence[Hashable]) -> list[int]:
-    """Position of the first block with the same kind, size and bits, for each block: often its own.
-
-    Args:
-        blocks: arrays of any element type.
-        kinds: properties of each block that must agree too, such as its data type.
-    """
+    """Position of the first block of the same kind, size and bits, for each: often its own."""
     groups: dict[Hashable, list[int]] = {}
     for i, (block, kind) in enumerate(zip(blocks, kinds, strict=True)):
-        groups.setdefault((kind, block.nbytes, _head(block)), []).append(i)
+        head = block.flat[: _HEAD_BYTES // block.itemsize].tobytes()  # most differ there
+        groups.setdefault((kind, block.nbytes, head), []).append(i)
     result = list(range(len(blocks)))
     for group in groups.values():
-        if len(group) > 1:  # most blocks are alone, and nothing is hashed
-            _prove(blocks, group, result)
+        seen: dict[bytes, list[int]] = {}
+        for i in group if len(group) > 1 else ():  # most are alone, and nothing is hashed
+            data = flat_bytes(blocks[i])
+            alike = seen.setdefault(xxhash.xxh3_128_digest(data.data), [])
+            result[i] = next((j for j in alike if same_bits(blocks[j], data)), i)
+            if result[i] == i:
+                alike.append(i)
     return result
-
-
-def _prove(blocks: Sequence[np.ndarray], group: Sequence[int], result: list[int]) -> None:
-    seen: dict[bytes, list[int]] = {}
-    for i in group:
-        data = flat_bytes(blocks[i])
-        alike = seen.setdefault(xxhash.xxh3_128_digest(data.data), [])
-        equal = next((j for j in alike if same_bits(blocks[j], data)), None)
-        if equal is None:
-            alike.append(i)
-        else:
-            result[i] = equal
-
-
-def _head(block: np.ndarray) -> bytes:
-    """The first few bytes: blocks that differ mostly differ there."""
-    return block.flat[: _HEAD_BYTES // block.itemsize].tobytes()
-
-
-_HEAD_BYTES = 64
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:

@@ -23,10 +23,7 @@ _GRAIN_BYTES = 1 << 20
 
 
 def begin_read(store: Any) -> tuple[np.ndarray, Any]:
-    """Begins to read a whole tensorstore, or a part of one.
-
-    Args:
-        store: an open tensorstore, or an indexed part of one, that fits into memory.
+    """Begins to read an open tensorstore, or a part of one.
 
     Returns:
         The elements, valid once the future has a result; and that future, which raises the errors
@@ -38,7 +35,7 @@ def begin_read(store: Any) -> tuple[np.ndarray, Any]:
 
 
 def begin_read_into(store: Any, elements: np.ndarray) -> Any:
-    """Begins to read into memory of the caller's; returns the future as :func:`begin_read`."""
+    """Begins to read into memory of the caller's; returns the future."""
     return ts.array(elements).write(store)
 
 
@@ -60,16 +57,14 @@ class ReusedMemory:
     def __init__(self, kept_bytes: int) -> None:
         self._kept_bytes = kept_bytes
         self._lock = threading.Lock()
-        self._free: list[np.ndarray] = []
+        self._free: list[np.ndarray] = []  # the largest first
 
     def take(self, size_bytes: int) -> np.ndarray:
         """A buffer to write into: uint8 of that size, with any content."""
         with self._lock:
-            fitting = [each for each in self._free if each.nbytes >= size_bytes]
-            if fitting:
-                found = min(fitting, key=lambda each: each.nbytes)
-                self._free = [each for each in self._free if each is not found]
-                return found[:size_bytes]
+            fitting = [n for n, each in enumerate(self._free) if each.nbytes >= size_bytes]
+            if fitting:  # the smallest
+                return self._free.pop(fitting[-1])[:size_bytes]
         rounded_bytes = -(-size_bytes // _GRAIN_BYTES) * _GRAIN_BYTES
         return np.empty(rounded_bytes, np.uint8)[:size_bytes]
 

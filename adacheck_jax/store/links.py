@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from adacheck_jax.errors import AdaCheckError, LineageError
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest
-from adacheck_jax.store.steps import manifest_file, marks, references
+from adacheck_jax.store.steps import lookup, manifest_file, marks
 from adacheck_jax.store.steps.folders import DELTA, LINEAGE
 from adacheck_jax.store.steps.lineage import Lineage, LineageStep
 from adacheck_jax.store.steps.roots import PROBE_PREFIX, TMP_SUFFIX
@@ -121,15 +121,7 @@ def link_ancestors(
 
 
 def _shortened(known: Lineage, stamp: Stamp | None) -> Lineage | None:
-    """A lineage from its newest step on that has become a base since it was saved.
-
-    Args:
-        known: the lineage, as it was resolved or saved.
-        stamp: identity of the manifest at its end; None if it is not known.
-
-    Returns:
-        None if there is no such step that is on the disk.
-    """
+    """A lineage from its newest step on that has become a base since; None if there is none."""
     directory = known.entries[-1].holder
     for count in reversed(range(1, len(known.entries))):
         entry = known.entries[count]
@@ -137,7 +129,7 @@ def _shortened(known: Lineage, stamp: Stamp | None) -> Lineage | None:
         if base := _compacted(entry, directory, stamp):
             first = LineageStep(base, directory)
             return Lineage((first, *known.entries[count + 1 :]), known.left_out)
-        directory = references.referred(directory, entry.manifest.parent.reference)
+        directory = lookup.referred(directory, entry.manifest.parent.reference)
     return None
 
 
@@ -153,7 +145,7 @@ def _compacted(entry: LineageStep, directory: AnyPath, stamp: Stamp | None) -> B
             and (found.step, found.saved_checksum) == (entry.manifest.step, entry.manifest.checksum)
             and marks.is_committed(directory)
         ):
-            manifest_file.refuse_links(directory)
+            at(directory).check_plain()
             return found
     return None
 
@@ -161,18 +153,14 @@ def _compacted(entry: LineageStep, directory: AnyPath, stamp: Stamp | None) -> B
 def _link(
     lineage: Lineage, top: Location, expected: frozenset[str], stamp: Stamp | None
 ) -> str | None:
-    """Links the files of a lineage.
-
-    Returns:
-        The name of a file that is missing; None if all were linked.
-    """
+    """Links the files of a lineage; returns the name of one that is missing, None if none is."""
     starts = tuple(_start(each) for each in lineage.entries)
     made: set[str] = set()
     try:
         for entry in lineage.entries:
             if not entry.is_link:  # links are found in the directory that has them
-                new = {n: key for n, key in _files_of(entry) if n.startswith(starts)}
-                new = {name: key for name, key in new.items() if name not in made}
+                files = ((n, k) for n, k in _files_of(entry) if n not in made)
+                new = {name: key for name, key in files if name.startswith(starts)}
                 if not top.adopt(new):
                     raise OSError(errno.ENOTSUP, "hard links cannot be made any more", str(top))
                 made.update(new)
@@ -186,8 +174,12 @@ def _link(
         every |= {f"{lineage.base.step}/{name}" for name in lineage.base.replaces.files}
     end = lineage.entries[-1]
     if isinstance(end.manifest, DeltaManifest) and every <= made:
-        own = f"{_start(end)}{manifest_file.NAME}"
-        return None if _is_same(end, top / own, stamp) else own
+        # It is the delta's own, and not one in its place.
+        linked = top / f"{_start(end)}{manifest_file.NAME}"
+        is_own = stamp is not None and linked.stamp == stamp
+        if is_own or manifest_file.read_file(linked).checksum == end.manifest.checksum:
+            return None
+        return linked.name
     return min(every - made, default=None)
 
 
@@ -197,34 +189,18 @@ def _start(entry: LineageStep) -> str:
     return f"{entry.manifest.step}{end}"
 
 
-def _is_same(entry: LineageStep, linked: Location, stamp: Stamp | None) -> bool:
-    """True if the manifest that was linked is a delta's own, and not one in its place."""
-    if stamp is not None and linked.stamp == stamp:
-        return True
-    return manifest_file.read_file(linked).checksum == entry.manifest.checksum
-
-
 def _files_of(entry: LineageStep) -> Iterator[tuple[str, str]]:
-    """Files of a step in its own directory, and files that are linked into it.
-
-    What an interrupted compaction left there is not among them.
-
-    Yields:
-        The name of a link to a file, and the file's key.
-
-    Raises:
-        FileNotFoundError: the step is being deleted.
-    """
+    """Names of links to a step's own files and to those linked into it, and the files' keys."""
     assert not entry.is_link
-    start, ours = _start(entry), at(entry.holder / manifest_file.DIRECTORY)
+    files, linked = base_files(entry.holder), at(entry.holder / LINEAGE)
     if isinstance(entry.manifest, DeltaManifest):
-        for name, key in _below(ours, "", deep=False):
-            if name == manifest_file.NAME or name.startswith(f"{DELTA}."):
-                yield f"{start}{name}", key
-        yield from _below(at(entry.holder / LINEAGE), "")
-        return
-    for name, key in base_files(entry.holder):
-        yield f"{start}{name}", key
+        # What an interrupted compaction left there is not among them.
+        begins = (manifest_file.NAME, f"{DELTA}.")
+        files = ((n, k) for n, k in _below(linked.parent, "", deep=False) if n.startswith(begins))
+    for name, key in files:
+        yield f"{_start(entry)}{name}", key
+    if isinstance(entry.manifest, DeltaManifest):
+        yield from _below(linked, "")
 
 
 def base_files(item_directory: AnyPath) -> Iterator[tuple[str, str]]:

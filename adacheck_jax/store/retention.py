@@ -43,20 +43,11 @@ class KeepLineage:
         self.is_asked = False
 
     def note(self, step: int, parent: int) -> None:
-        """Remembers that a step builds on another; called by the handler.
-
-        Args:
-            step: the manager's number of the step.
-            parent: the manager's number of its parent.
-        """
+        """Remembers that a step builds on another; called by the handler."""
         self._parents.setdefault(step, set()).add(parent)
 
     def lets_go(self, step: int) -> bool:
-        """True if a step may be deleted at any moment, so that no step may build on it.
-
-        Args:
-            step: the manager's number of the step.
-        """
+        """True if a step may be deleted at any moment, so that no step may build on it."""
         return step in self._let_go
 
     def should_preserve(

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from adacheck_jax.format.boxes import Box
+from adacheck_jax.format.boxes import Box, grid
 from adacheck_jax.store import equality, volume_reader, zarr
 from adacheck_jax.store.storage.location import AnyPath, at
 from adacheck_jax.store.zarr import Codec
@@ -69,15 +69,7 @@ class ArrayPiece:
 
 @dataclass(slots=True)
 class _Chunk:
-    """One zarr chunk.
-
-    Attributes:
-        piece: the array that it belongs to.
-        key: its key below the array's name.
-        box: its box in the array's coordinates.
-        data: its elements.
-        source: the first chunk with the same bytes: another one, or itself.
-    """
+    """One zarr chunk; its source is the first one with the same bytes: another one, or itself."""
 
     piece: ArrayPiece
     key: str
@@ -108,41 +100,32 @@ def write(
     """
     chunks = [[*_chunks(piece)] for piece in pieces]
     every = [*itertools.chain.from_iterable(chunks)]
-    for chunk, first in zip(
-        every, equality.firsts([c.data for c in every], [*map(_kind, every)]), strict=True
-    ):
+    firsts = equality.firsts([chunk.data for chunk in every], [*map(_kind, every)])
+    for chunk, first in zip(every, firsts, strict=True):
         chunk.source = every[first]
-    context, database = at(directory).context(), zarr.database_in(directory, file_bytes)
+    database = zarr.database_in(directory, file_bytes)
     for batch in _batches(chunks):
         with ts.Transaction(atomic=False) as transaction:
             for own in batch:
-                _write_piece(database, own, context, transaction)
-    referring = [chunk for chunk in every if not chunk.is_own]
-    if referring:
+                _write_piece(database, own, transaction)
+    if referring := [chunk for chunk in every if not chunk.is_own]:
         with ts.Transaction(atomic=True) as transaction:
-            _refer(directory, referring, context, transaction)
-    found = {}
-    by_name = {each[0].piece.name: each for each in chunks}
-    for name, each in by_name.items():
-        others = {chunk.source.piece.name for chunk in each if chunk.source}
-        if len(others) == 1 and others != {name}:
-            other = by_name[others.pop()]
-            keys = [(chunk.key, id(chunk.source)) for chunk in each]
-            if keys == [(chunk.key, id(chunk.source)) for chunk in other]:
-                found[name] = other[0].piece.name
-    return found
+            _refer(database, referring, transaction)
+    names, aliases = dict[Any, str](), dict[str, str]()
+    for own in chunks:
+        name = own[0].piece.name
+        other = names.setdefault(tuple((chunk.key, id(chunk.source)) for chunk in own), name)
+        if other != name:
+            aliases[name] = other
+    return aliases
 
 
 def _chunks(piece: ArrayPiece) -> Iterator[_Chunk]:
+    lengths = piece.chunk_shape
     for box, block in piece.blocks.items():
-        steps = [
-            range(start, stop, length)
-            for start, stop, length in zip(box.start, box.stop, piece.chunk_shape, strict=True)
-        ]
-        for corner in itertools.product(*steps):
-            stop = tuple(map(min, box.stop, map(sum, zip(corner, piece.chunk_shape, strict=True))))
-            chunk = Box(corner, stop)
-            index = [str(a // n) for a, n in zip(corner, piece.chunk_shape, strict=True)]
+        bounds = zip(box.start, box.stop, lengths, strict=True)
+        for chunk in grid(tuple((*range(start, stop, n), stop) for start, stop, n in bounds)):
+            index = [str(a // n) for a, n in zip(chunk.start, lengths, strict=True)]
             data = block[(*chunk.relative_to(box.start).slices, ...)]
             yield _Chunk(piece, "/".join(["c", *index]), chunk, data)
 
@@ -173,37 +156,25 @@ def _batches(chunks: Sequence[Sequence[_Chunk]]) -> Iterator[list[Sequence[_Chun
 
 
 def _write_piece(
-    database: Mapping[str, Any],
-    chunks: Sequence[_Chunk],
-    context: ts.Context,
-    transaction: ts.Transaction,
+    database: ts.KvStore, chunks: Sequence[_Chunk], transaction: ts.Transaction
 ) -> None:
     piece = chunks[0].piece
     metadata = piece.metadata
-    spec = {
-        **zarr.array_in(database, piece.name),
-        "metadata": metadata,
-        "store_data_equal_to_fill_value": True,  # stock Orbax takes absence for loss
-    }
     # Not by ``create``, which first asks the storage, for each array again, if there is one.
-    within = {"context": context, "transaction": transaction}
-    store = ts.open(spec, open=True, assume_metadata=True, **within).result()
-    kvstore = ts.KvStore.open(database, context=context).result().with_transaction(transaction)
-    kvstore.write(zarr.key_of(piece.name), json.dumps(metadata).encode()).result()
-    if all(chunk.is_own for chunk in chunks):
-        blocks = [*piece.blocks.items()]
-    else:
+    options = {"open": True, "assume_metadata": True, "transaction": transaction}
+    store = zarr.array_in(database, piece.name, metadata, **options).result()
+    key, data = zarr.key_of(piece.name), json.dumps(metadata).encode()
+    database.with_transaction(transaction).write(key, data).result()
+    blocks = [*piece.blocks.items()]
+    if not all(chunk.is_own for chunk in chunks):
         blocks = [(chunk.box, chunk.data) for chunk in chunks if chunk.is_own]
-    for box, data in blocks:
+    for box, block in blocks:
         # The data was staged for this write and outlives it, so tensorstore need not copy.
-        store[(*box.slices, ...)].write(data, can_reference_source_data_indefinitely=True).result()
+        store[(*box.slices, ...)].write(block, can_reference_source_data_indefinitely=True).result()
 
 
-def _refer(
-    directory: AnyPath, chunks: Sequence[_Chunk], context: ts.Context, transaction: ts.Transaction
-) -> None:
+def _refer(database: ts.KvStore, chunks: Sequence[_Chunk], transaction: ts.Transaction) -> None:
     """Makes chunks refer to the stored bytes of their sources."""
-    database = ts.KvStore.open(zarr.database_in(directory), context=context).result()
     copies = []
     this_key = ts.KvStore.KeyRange("", "\0")  # of c/1, and not of c/10 too
     for chunk in chunks:
@@ -222,11 +193,6 @@ def keep(
     """Hard-links the volumes that hold unchanged arrays.
 
     Every bit is read and compared, so that no damaged volume is relied on.
-
-    Args:
-        earlier: names and directories of volumes, the latest first.
-        pieces: pieces of arrays that may not have changed.
-        directory: directory for the links, which go into a folder of each volume's name.
 
     Returns:
         Names of the pieces that need not be written again, each with the name of its volume.
@@ -265,22 +231,18 @@ def _names(directory: AnyPath) -> list[str]:
     """Names of the arrays that a volume holds."""
     if not at(directory).is_folder:
         return []
-    database = ts.KvStore.open(
-        zarr.database_in(directory), context=at(directory).context()
-    ).result()
-    keys = [key.decode() for key in database.list().result()]
+    keys = [key.decode() for key in zarr.database_in(directory).list().result()]
     return [key.removesuffix("/zarr.json") for key in keys if key.endswith("/zarr.json")]
 
 
 def _holds(directory: AnyPath, piece: ArrayPiece) -> bool:
     """True if a volume holds exactly a piece's elements, cut into the same chunks."""
-    database, context = zarr.database_in(directory), at(directory).context()
-    (found,) = volume_reader.stored_metadata(database, [piece.name], context)
+    database = zarr.database_in(directory)
+    (found,) = volume_reader.stored_metadata(database, [piece.name])
     wanted = piece.metadata
     if any(found.get(key) != wanted[key] for key in ("data_type", "shape", "chunk_grid")):
         return False
-    spec = zarr.array_in(database, piece.name)
-    store = ts.open(spec, open=True, read=True, context=context).result()
+    store = zarr.array_in(database, piece.name, open=True, read=True).result()
     return all(
         equality.same_bits(np.asarray(store[(*box.slices, ...)].read().result()), block)
         for box, block in piece.blocks.items()
@@ -296,13 +258,12 @@ def merge(item_directory: AnyPath, contents: Mapping[str, Sequence[str] | None])
         contents: names of the arrays to take, by path of the volume relative to the item directory;
             None for all of them.
     """
-    context = at(item_directory).context()
-    checkpoint = ts.KvStore.open(zarr.database_in(item_directory), context=context).result()
+    context = at(item_directory).context()  # one, for a copy by reference
+    checkpoint = zarr.database_in(item_directory, context=context)
     copies = []
     with ts.Transaction(atomic=True) as transaction:
         for path, names in contents.items():
-            database = zarr.database_in(item_directory / path)
-            volume = ts.KvStore.open(database, context=context).result()
+            volume = zarr.database_in(item_directory / path, context=context)
             for prefix in [""] if names is None else [f"{name}/" for name in names]:
                 target = (checkpoint / prefix).with_transaction(transaction)
                 copies.append((volume / prefix).experimental_copy_range_to(target))

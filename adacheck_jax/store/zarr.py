@@ -1,9 +1,11 @@
-"""Specifications of zarr3 arrays: their databases, metadata, and chains of codecs."""
+"""Zarr3 arrays: the databases that they lie in, their metadata, and chains of codecs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
+
+import tensorstore as ts
 
 from adacheck_jax.store.storage.location import AnyPath, at
 
@@ -28,56 +30,60 @@ def codec_of(compression: Compression) -> Codec | None:
     return _CODECS[compression]
 
 
-def database_in(directory: AnyPath, file_bytes: int | None = None) -> dict[str, Any]:
-    """Specification of an OCDBT database in a directory of its own.
+def database_in(
+    directory: AnyPath, file_bytes: int | None = None, context: ts.Context | None = None
+) -> ts.KvStore:
+    """Opens an OCDBT database in a directory of its own.
 
     Args:
         directory: the directory.
         file_bytes: size in bytes at which a data file that is written is full, 0 for no limit, None
             for OCDBT's own limit.
+        context: tensorstore's context; None for a new one.
     """
     limit = {} if file_bytes is None else {"target_data_file_size": file_bytes}
-    base = {"driver": "ocdbt", "base": at(directory).spec(), "path": ""}
-    return base | limit | _few_requests(directory)
+    return _database(directory, {"base": at(directory).spec(), **limit}, context)
 
 
-def _few_requests(path: AnyPath) -> dict[str, Any]:
-    """Settings by which ranges close to each other are read from a store with one request."""
-    if at(path).on_file_system:
-        return {}
-    return {
-        "experimental_read_coalescing_threshold_bytes": _GAP_BYTES,
-        "experimental_read_coalescing_merged_bytes": _FILE_BYTES,
-        "experimental_read_coalescing_interval": "1ms",
-    }
+def database_at(start: AnyPath, context: ts.Context | None = None) -> ts.KvStore:
+    """Opens an OCDBT database whose files lie side by side, among others."""
+    # By itself OCDBT would take the path for a directory.
+    base = {"driver": "kvstack", "layers": [{"base": at(start).spec(".")}]}
+    names = ("value_data_prefix", "btree_node_data_prefix", "version_tree_node_data_prefix")
+    spec = {"base": base, **dict.fromkeys(names, ""), "target_data_file_size": _FILE_BYTES}
+    return _database(start, spec, context)
 
 
-def database_at(start: AnyPath) -> dict[str, Any]:
-    """Specification of an OCDBT database whose files lie side by side, among others.
+def _database(path: AnyPath, spec: Mapping[str, Any], context: ts.Context | None) -> ts.KvStore:
+    few_requests = {}
+    if not at(path).on_file_system:  # ranges close to each other are read with one request
+        few_requests = {
+            "experimental_read_coalescing_threshold_bytes": _GAP_BYTES,
+            "experimental_read_coalescing_merged_bytes": _FILE_BYTES,
+            "experimental_read_coalescing_interval": "1ms",
+        }
+    spec = {"driver": "ocdbt", "path": "", **spec, **few_requests}
+    return ts.KvStore.open(spec, context=context or at(path).context()).result()
+
+
+def array_in(
+    database: ts.KvStore, name: str, metadata: Any = None, **options: Any
+) -> ts.Future[ts.TensorStore]:
+    """Opens a zarr3 array in a database; a missing chunk is an error.
 
     Args:
-        start: beginning of the files' paths; a dot follows.
+        database: the database.
+        name: the array's name.
+        metadata: the array's metadata; None if they are not known.
+        options: options of ``tensorstore.open``.
     """
-    # By itself OCDBT would take the path for a directory.
-    return {
-        "driver": "ocdbt",
-        "base": {"driver": "kvstack", "layers": [{"base": at(start).spec(".")}]},
-        "path": "",
-        "value_data_prefix": "",
-        "btree_node_data_prefix": "",
-        "version_tree_node_data_prefix": "",
-        "target_data_file_size": _FILE_BYTES,
-        **_few_requests(start),
-    }
-
-
-def array_in(database: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Specification of a zarr3 array in a database; a missing chunk is an error."""
-    return {
+    spec = {
         "driver": "zarr3",
-        "kvstore": {**database, "path": f"{name}/"},
         "fill_missing_data_reads": False,
+        "store_data_equal_to_fill_value": True,  # stock Orbax takes absence for loss
+        **({} if metadata is None else {"metadata": metadata}),
     }
+    return ts.open(spec, kvstore=database / f"{name}/", **options)
 
 
 def key_of(name: str) -> str:
@@ -86,12 +92,7 @@ def key_of(name: str) -> str:
 
 
 def chain(codec: Codec | None, word_bytes: int = 1) -> list[dict[str, Any]]:
-    """Codecs of an array's chunks; crc32c comes last, so that the stored bytes are checked.
-
-    Args:
-        codec: the compressor, None for none.
-        word_bytes: width of the elements, whose bits are shuffled.
-    """
+    """Codecs of an array's chunks; crc32c comes last, so that the stored bytes are checked."""
     codecs: list[dict[str, Any]] = []
     if codec == "zstd" and word_bytes == 1:
         codecs = [{"name": "zstd", "configuration": {"level": 1, "checksum": False}}]

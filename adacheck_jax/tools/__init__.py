@@ -11,7 +11,6 @@ from adacheck_jax import lazy
 if TYPE_CHECKING:  # for type checkers and editors; must name what follows
     from adacheck_jax.device.replicas import Divergence, ReplicaReport, replica_report
     from adacheck_jax.tools.handover.importing import import_checkpoint
-    from adacheck_jax.tools.history.what_if import replay
     from adacheck_jax.tools.plan import RedundancyReport, redundancy_report
     from adacheck_jax.tools.restorable import RestorableStep
 
@@ -22,7 +21,6 @@ __all__ = [
     "RestorableStep",
     "import_checkpoint",
     "redundancy_report",
-    "replay",
     "replica_report",
 ]
 __getattr__, __dir__ = lazy.names_of(
@@ -30,7 +28,6 @@ __getattr__, __dir__ = lazy.names_of(
     {
         ".device.replicas": "Divergence ReplicaReport replica_report",
         "handover.importing": "import_checkpoint",
-        "history.what_if": "replay",
         "plan": "RedundancyReport redundancy_report",
         "restorable": "RestorableStep",
     },

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.store.compaction import in_place
-from adacheck_jax.store.steps import lineage as lineages
 from adacheck_jax.store.steps import lookup, roots
 from adacheck_jax.store.steps.folders import LINEAGE
 from adacheck_jax.store.steps.roots import PROBE_PREFIX, TMP_SUFFIX, Step
 from adacheck_jax.store.storage.location import AnyPath, Location, at
 from adacheck_jax.tools.listing import kind_of
-from adacheck_jax.tools.recompute import RECOMPUTED, Recomputation, Replayed
-from adacheck_jax.tools.steps import InputError, deleted, no_step, of_item, settled, steps_under
-from adacheck_jax.tools.verification import NUMBER, OTHER_BITS, Damage, Verifier, damage_of
-
-_OF_ONE_LEAF = {OTHER_BITS, RECOMPUTED}
-"""Messages about a leaf, and not about its file."""
-
-Progress = Callable[[int, int, str], None]
-"""A callback that takes the number of steps done, the number of all, and the next step's path."""
+from adacheck_jax.tools.recompute import Recomputation, Replayed
+from adacheck_jax.tools.steps import (
+    InputError,
+    Progress,
+    deleted,
+    no_step,
+    numbered,
+    of_item,
+    quiet,
+    settled,
+    steps_under,
+)
+from adacheck_jax.tools.verification import NUMBER, Damage, Verifier, damage_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +41,6 @@ class StepReport:
         damage: damage found by these checks.
         rounded: paths of the leaves that a replay on this machine gives to rounding only.
         not_checked: the reason why the step could not be recomputed here, else None.
-        unchecked: numbers of the steps of its lineage whose replay was never compared with the
-            state, neither when they were saved nor now.
         replayed_count: number of updates that a restore replays.
         stale: paths of the ephemeral leaves that have an earlier step's bits, which were verified.
     """
@@ -51,7 +52,6 @@ class StepReport:
     damage: tuple[Damage, ...]
     rounded: tuple[str, ...] = ()
     not_checked: str | None = None
-    unchecked: tuple[int, ...] = ()
     replayed_count: int = 0
     stale: tuple[str, ...] = ()
 
@@ -120,13 +120,13 @@ def verify_root(
     *,
     read_data: bool = False,
     replay: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = quiet,
 ) -> RootReport:
     """Verify the steps under a root.
 
     Args:
         root: the directory given to the checkpoint manager.
-        number: step number, None for all steps.
+        number: step number, None for all steps; below zero a place counted from the newest.
         item: name of the item directory, None for all items.
         read_data: True to read every stored byte; the structure of each step is always checked.
         replay: True to recompute each step.
@@ -173,11 +173,6 @@ def _not_looked_at(reports: Sequence[StepReport]) -> Iterator[str]:
     missing = sum("replay" not in each.checked for each in replaying)
     if missing:
         yield f"the replay of {_of(missing, replaying)} with updates (verify --replay)"
-    unchecked = sorted({step for each in reports for step in each.unchecked})
-    if unchecked:
-        shown = lineages.shown_steps(unchecked)
-        what = f"whether the deltas of steps {shown} are exact, unchecked when saved"
-        yield f"{what} (verify --replay)"
 
 
 def _of(count: int, every: Sequence[StepReport]) -> str:
@@ -191,6 +186,7 @@ def _selected(
     steps = of_item(root, every, item)
     if number is None:
         return steps
+    number = numbered([step.step for step in steps], number, root)
     chosen = [step for step in steps if number in (step.step, roots.place_of(step.directory).step)]
     if not chosen:
         raise no_step(root, number, steps)
@@ -214,12 +210,8 @@ class _Audit:
         self._verifier, self._recomputation = Verifier(), Recomputation()
         self.reports: dict[AnyPath, StepReport] = {}
 
-    def look(self, steps: Sequence[Step], progress: Progress | None) -> list[Step]:
+    def look(self, steps: Sequence[Step], progress: Progress) -> list[Step]:
         """Verify steps; damaged ones again, until their files do not change.
-
-        Args:
-            steps: the steps.
-            progress: callback before the first look at each step.
 
         Returns:
             The steps that were deleted meanwhile; the others have a report.
@@ -230,7 +222,7 @@ class _Audit:
         def look() -> list[AnyPath]:
             for done, step in enumerate(ordered):
                 known = self.reports.get(step.directory)
-                if known is None and progress is not None:
+                if known is None:
                     progress(done, len(ordered), at(step.directory).below(at(self._root)))
                 if known is None or known.damage:
                     self.reports[step.directory] = self._report(step)
@@ -269,31 +261,16 @@ class _Audit:
             damage=tuple(dict.fromkeys(damage)),
             rounded=replayed.rounded,
             not_checked=replayed.problem,
-            unchecked=() if "replay" in checked else tuple(lineage.unchecked),
             replayed_count=lineage.replayed_count,
             stale=tuple(lineage.base.leaves[i].path for i, _ in lineage.end.stale),
         )
 
 
 def _new(known: Sequence[Damage], found: Sequence[Damage]) -> list[Damage]:
-    """New damage: of leaves that are not known to be damaged, the same damage of several as one.
-
-    A leaf whose bytes are damaged is damaged in every other check too.
-    """
+    """New damage: a leaf whose bytes are damaged is damaged in every other check too."""
     leaves = {each.leaf for each in known if each.leaf is not None}
     said = {(each.file, each.message) for each in known}
-    new: list[Damage] = []
-    places: dict[tuple[str, str], int] = {}
-    for each in found:
-        key = (each.file, each.message)
-        if key in said or (each.leaf is not None and each.leaf in leaves):
-            continue
-        place = places.setdefault(key, len(new))
-        if place == len(new) or each.message in _OF_ONE_LEAF:
-            new.append(each)
-        else:
-            new[place] = replace(new[place], leaf=None)
-    return new
+    return [x for x in found if x.leaf not in leaves and (x.file, x.message) not in said]
 
 
 def leftovers(root: AnyPath) -> list[Leftover]:
@@ -302,7 +279,9 @@ def leftovers(root: AnyPath) -> list[Leftover]:
     top = at(root)
     items = roots.items_of(top)
     ours = {path for each in items for path in (each, each.parent)}
-    unfinished = {path for each in roots.uncommitted_of(top) for path in (each, each.parent)}
+    unfinished = {
+        path for each in roots.items_of(top, committed=False) for path in (each, each.parent)
+    }
     for path in _directories(top):
         relative = path.below(top)
         is_named_temporary = TMP_SUFFIX in path.name or path.name.startswith(PROBE_PREFIX)
@@ -345,23 +324,18 @@ def _causes_of(root: str, found: Iterable[tuple[int | None, Damage]]) -> tuple[C
 
     Files that steps share are verified once, so that a cause has the same words in each of them.
     """
-    files: dict[object, str] = {}
-    steps: dict[object, dict[int, None]] = {}
-    leaves: dict[object, dict[str, None]] = {}
-    messages: dict[object, str] = {}
+    causes: dict[object, tuple[str, str, dict[int, None], dict[str, None]]] = {}
     for step, each in found:
         told = _without(each.message, each.leaf)
         named = bool(_QUOTED.search(told))  # then the words tell the file
         key = told if named else (told, _own_name(root, step, each.file))
-        files.setdefault(key, each.file)
-        messages.setdefault(key, told)
+        _, _, steps, leaves = causes.setdefault(key, (each.file, told, {}, {}))
         if step is not None:
-            steps.setdefault(key, {})[step] = None
+            steps[step] = None
         if each.leaf is not None:
-            leaves.setdefault(key, {})[each.leaf] = None
+            leaves[each.leaf] = None
     return tuple(
-        Cause(file, (*steps.get(key, ()),), (*leaves.get(key, ()),), messages[key])
-        for key, file in files.items()
+        Cause(file, (*steps,), (*leaves,), told) for file, told, steps, leaves in causes.values()
     )
 
 

@@ -10,27 +10,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
 
-from adacheck_jax.adapter.arguments import RestoreArgs
-from adacheck_jax.adapter.restoring import StepRestorer
 from adacheck_jax.adapter.stock.base_checkpoint import StockCheckpoints
 from adacheck_jax.device import transfer
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.boxes import Blocks, Box
 from adacheck_jax.format.manifest import BaseManifest, Leaf
 from adacheck_jax.store.compaction import in_place
-from adacheck_jax.store.steps import lookup, roots
-from adacheck_jax.store.steps.folders import DELTA, LINEAGE
+from adacheck_jax.store.steps import roots
 from adacheck_jax.store.steps.lineage import Lineage
-from adacheck_jax.store.steps.manifest_file import DIRECTORY
-from adacheck_jax.store.steps.roots import Step
 from adacheck_jax.store.storage.location import AnyPath, at
 from adacheck_jax.tools import verification
-from adacheck_jax.tools.listing import recorded_with
+from adacheck_jax.tools.handover import recorded_step
+from adacheck_jax.tools.handover.recorded_step import RecordedStep
 from adacheck_jax.tools.recompute import cannot_replay_here, wide_integers
-from adacheck_jax.tools.steps import InputError, resolved, selected, undeleted
+from adacheck_jax.tools.steps import InputError, resolved, undeleted
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +41,6 @@ class CompactionReport:
         delta_count: number of deltas that a restore read, and reads no more.
         replayed_count: number of updates that a restore replayed.
         state_bytes: bytes of the state.
-        freed_bytes: bytes of files that the step's directory alone held; those that other steps
-            link stay.
         lost_steps: steps that its directory alone held: deferred steps that were saved with it, and
             earlier steps without a directory of their own. They are gone.
     """
@@ -60,7 +53,6 @@ class CompactionReport:
     delta_count: int
     replayed_count: int
     state_bytes: int
-    freed_bytes: int
     lost_steps: tuple[int, ...]
 
 
@@ -91,19 +83,20 @@ def compact(
             "nothing can be renamed, so that no step changes at one moment. Nothing was changed; "
             "copy the root to a file system, or let the training save a base."
         )
-    try:
-        step = selected(root, number, item)
-    except InputError as error:
-        if number is not None and (why := _why_not_saved(root, number)):
-            raise InputError(f"{root}: expected a saved step, found {why}.") from error
-        raise
+    step = recorded_step.find(root, number, item)
+    if not step.is_own:
+        holder = step.lineage.manifest.step
+        raise InputError(
+            f"{root}: expected a saved step, found that step {number} was recorded and lies in "
+            f"step {holder}, with which it was saved. Only saved steps can be compacted: give "
+            f"{holder}."
+        )
     with undeleted(step.directory):
         return _compacted(root, step, dry_run)
 
 
-def _compacted(root: AnyPath, step: Step, dry_run: bool) -> CompactionReport:
-    lineage = lookup.resolve(step.directory)
-    base = lineage.base
+def _compacted(root: AnyPath, step: RecordedStep, dry_run: bool) -> CompactionReport:
+    lineage, base = step.lineage, step.lineage.base
     if isinstance(lineage.manifest, BaseManifest):
         left = ""
         if in_place.leftovers(step.directory):
@@ -121,7 +114,6 @@ def _compacted(root: AnyPath, step: Step, dry_run: bool) -> CompactionReport:
         delta_count=lineage.delta_count,
         replayed_count=lineage.replayed_count,
         state_bytes=sum(leaf.nbytes for leaf in base.leaves),
-        freed_bytes=_freed_bytes(step.directory),
         lost_steps=_lost(step.directory, lineage),
     )
     if dry_run:
@@ -130,40 +122,18 @@ def _compacted(root: AnyPath, step: Step, dry_run: bool) -> CompactionReport:
             raise InputError(f"{step.directory}: it cannot be restored here: {problem}.")
         return report
     with wide_integers(leaf.dtype for leaf in base.leaves):
-        device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        args = RestoreArgs(require_exact=True, fallback_sharding=device)
-        found = StepRestorer(StockCheckpoints(), {}, None).restore(step.directory, args)
+        found = step.restored(StockCheckpoints())
         assert found.lineage is not None
         in_place.compact(found.lineage, _blocks(found.lineage.base.leaves, found.leaves))
     return report
-
-
-def _why_not_saved(root: AnyPath, number: int) -> str:
-    """The reason why a number is none of a step that can be compacted; empty if it is unknown."""
-    for step in roots.steps_of(root):
-        if step.manifest is not None and number in recorded_with(step.manifest):
-            return (
-                f"that step {number} was recorded and lies in step {step.step}, with which it was "
-                f"saved. Only saved steps can be compacted: give {step.step}"
-            )
-    if number in roots.stock_steps(root):
-        return f"that stock Orbax saved step {number}: it is a full state already"
-    return ""
-
-
-def _freed_bytes(directory: AnyPath) -> int:
-    """Bytes of a delta's files and of its links that have no other link."""
-    ours = at(directory / DIRECTORY)
-    packs = [each for each in ours.list(deep=False) if each.name.startswith(f"{DELTA}.")]
-    entries = [each.stat() for each in (*packs, *at(directory / LINEAGE).list())]
-    return sum(entry.size_bytes for entry in entries if entry.link_count == 1)
 
 
 def _lost(directory: AnyPath, lineage: Lineage) -> tuple[int, ...]:
     """Steps before the lineage's last one that no other directory holds."""
     # A number alone would be too little: after a restart a step may be saved anew.
     left = {(each.step, each.fingerprints) for each in (lineage.base, *lineage.deltas[:-1])}
-    others = (x for x in roots.siblings(directory) if x.directory != directory)
+    every = roots.steps_of(*roots.place_of(directory).line)
+    others = (each for each in every if each.directory != directory)
     for _, other in resolved(others):
         for entry in () if isinstance(other, AdaCheckError) else other.entries:
             manifest = entry.manifest

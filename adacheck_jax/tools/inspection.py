@@ -16,23 +16,8 @@ from adacheck_jax.store.steps.roots import Step
 from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.tools.history.differences import roles_of
 from adacheck_jax.tools.listing import kind_of, parent_of, recorded_with
+from adacheck_jax.tools.statistics import computed_by
 from adacheck_jax.tools.steps import selected, undeleted
-
-
-@dataclass(frozen=True, slots=True)
-class LeafGroup:
-    """The leaves that play one role in an update.
-
-    Attributes:
-        name: ``params``, ``optimizer state`` (with derived trees), ``record`` (with extra
-            arguments), or ``other``.
-        leaf_count: number of leaves.
-        leaf_bytes: their size in memory, in bytes, without replicas.
-    """
-
-    name: str
-    leaf_count: int
-    leaf_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +27,8 @@ class LeafSummary:
     Attributes:
         path: leaf path.
         description: data type and shape.
-        group: name of its :class:`LeafGroup`.
+        group: its role in the update: ``params``, ``optimizer state`` (with derived trees),
+            ``record`` (with extra arguments), or ``other``.
         exactness: for a leaf that the update computes: ``element-wise`` (exact on every mesh),
             ``reducing`` (exact where it was saved), or ``passed through``; else None.
         source: source of a restore: ``replayed`` (computed from the base by the update),
@@ -66,21 +52,6 @@ class LeafSummary:
 
 
 @dataclass(frozen=True, slots=True)
-class StepCheck:
-    """Comparison of one delta with the state before it was committed.
-
-    Attributes:
-        step: step number.
-        checked: ``full`` (every element was replayed and compared), ``sample`` (some of every
-            leaf), ``identity`` (the saved arrays are those that the update returned), ``stored``
-            (nothing is replayed), or empty if it was not compared.
-    """
-
-    step: int
-    checked: str
-
-
-@dataclass(frozen=True, slots=True)
 class StepDetails:
     """The output of ``adacheck inspect``.
 
@@ -95,11 +66,13 @@ class StepDetails:
         depth: number of deltas since the base, 0 for a base.
         recorded: deferred steps that were saved with it.
         replayed_count: number of updates that a restore replays.
-        checks: comparisons of all deltas that a restore reads, oldest first.
+        checks: comparison of each delta that a restore reads with the state before it was
+            committed, by step number: ``full`` (every element was replayed and compared),
+            ``sample`` (some of every leaf), ``identity`` (the saved arrays are those that the
+            update returned), ``stored`` (nothing is replayed), or empty if it was not compared.
         problem: the reason why no further updates are replayed onto this step; None if they are.
         new_bytes: bytes that this step added; None in an object store.
         versions: versions of the packages that wrote the base.
-        groups: groups of leaves by role, without empty ones.
         leaves: leaves, in tree order.
     """
 
@@ -113,11 +86,10 @@ class StepDetails:
     depth: int
     recorded: tuple[int, ...]
     replayed_count: int
-    checks: tuple[StepCheck, ...]
+    checks: dict[int, str]
     problem: str | None
     new_bytes: int | None
     versions: dict[str, str]
-    groups: tuple[LeafGroup, ...]
     leaves: tuple[LeafSummary, ...]
 
 
@@ -169,11 +141,10 @@ def _described(step: Step) -> StepDetails:
         depth=len(lineage.deltas),
         recorded=recorded_with(manifest),
         replayed_count=lineage.replayed_count,
-        checks=tuple(StepCheck(d.step, d.checked) for d in lineage.deltas),
+        checks={delta.step: delta.checked for delta in lineage.deltas},
         problem=lineage.problem or (None if base.update else "the base holds no update program"),
         new_bytes=folders.new_bytes(step.directory),
         versions=dict(base.versions),
-        groups=_totals(leaves),
         leaves=leaves,
     )
 
@@ -184,15 +155,6 @@ def _reason(manifest: Manifest) -> str:
     if not manifest.has_update:
         return "no update replayed"
     return "one update" if len(manifest.updates) == 1 else f"{len(manifest.updates)} updates"
-
-
-def _totals(leaves: tuple[LeafSummary, ...]) -> tuple[LeafGroup, ...]:
-    totals = []
-    for name in ("params", "optimizer state", "record", "other"):
-        sizes = [leaf.leaf_bytes for leaf in leaves if leaf.group == name]
-        if sizes:
-            totals.append(LeafGroup(name, len(sizes), sum(sizes)))
-    return tuple(totals)
 
 
 def _exactness(update: Update | None) -> dict[int, str]:
@@ -214,10 +176,8 @@ def _sources(lineage: Lineage) -> list[str]:
         stored[index] = f"kept from {step}"
     sources: list[dict[str, None]] = [{} for _ in base.leaves]
     for delta in lineage.deltas:
-        if update is not None and delta.has_update:
-            computed = update.computed_by(delta.updates)
-            for index in computed.difference(update.passed, delta.unreplayed):
-                sources[index]["replayed"] = None
+        for index in computed_by(update, delta):
+            sources[index]["replayed"] = None
         for position, index in enumerate(delta.stored):
             letters = {pack.encodings[position] for pack in delta.packs}
             if update is not None and delta.has_update and index in update.consumed:

@@ -179,7 +179,7 @@ def _others(root: AnyPath, steps: Sequence[Step]) -> list[StepSummary]:
         for path in paths
     ]
     for name in at(root).folders():
-        number = roots.place_of_step(root / name).step
+        number = roots.place_of(root / name, in_step=False).step
         if number is None or name in ours or number in known or roots.TMP_SUFFIX in name:
             continue
         if at(root).on_file_system:  # in a store it may be a save that is under way
@@ -237,11 +237,7 @@ class Note:
 
 
 def note_of(step_directory: AnyPath) -> Note:
-    """Read the note of a step; a note that is missing or damaged tells nothing, and hurts nothing.
-
-    Args:
-        step_directory: the step's own directory, not one of its items.
-    """
+    """Read the note of a step; one that is missing or damaged tells nothing and hurts nothing."""
     found = _json(step_directory, _NOTE)
     nanoseconds = found.get("commit_timestamp_nsecs") or found.get("init_timestamp_nsecs")
     saved_at = None

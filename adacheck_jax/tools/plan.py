@@ -7,10 +7,9 @@ the content of arrays are not in them: equal leaves, unchanged leaves, runs of z
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -41,15 +40,12 @@ class RedundancyReport:
         base_bytes: bytes of a base: the state with the record.
         delta_bytes: bytes of a delta of one replayed update: the leaves that the update consumes,
             and those that it does not compute.
-        replica_bytes: bytes of declared replicas: ``held_bytes - state_bytes``.
         computed_bytes: bytes of params and optimizer state, which a replay computes.
         record_bytes: bytes that the update consumes: gradients, and declared extra arguments.
         other_bytes: bytes of leaves that the update does not compute. ``delta_bytes`` is their sum
             with ``record_bytes``.
         max_deltas: number of deltas for each base.
         amortised_bytes: mean bytes of a save over one base and ``max_deltas`` deltas.
-        held_to_delta: ``held_bytes`` divided by ``delta_bytes``; None if nothing is written.
-        stock_to_delta: ``state_bytes`` divided by ``delta_bytes``.
     """
 
     device_count: int
@@ -59,14 +55,11 @@ class RedundancyReport:
     state_bytes: int
     base_bytes: int
     delta_bytes: int | None
-    replica_bytes: int
     computed_bytes: int | None
     record_bytes: int | None
     other_bytes: int | None
     max_deltas: int
     amortised_bytes: float | None
-    held_to_delta: float | None
-    stock_to_delta: float | None
 
 
 def redundancy_report(
@@ -87,7 +80,7 @@ def redundancy_report(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere),
             jax.eval_shape(init_state),
         )
-        redundancy_report(state).held_to_delta
+        redundancy_report(state).delta_bytes
 
     Args:
         abstract_state: pytree of ``jax.ShapeDtypeStruct`` with shardings, or of arrays. If no leaf
@@ -120,8 +113,7 @@ def redundancy_report(
             "leaves. Give the pytree of jax.ShapeDtypeStruct that jax.eval_shape makes of a state."
         )
     placed = _place_all(named, devices_per_process)
-    roles = _roles_of(named, recorder, params_path)
-    return _totals(placed, roles, max_deltas)
+    return _totals(placed, _roles_of(named, recorder, params_path), max_deltas)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,23 +133,7 @@ class _Placed:
     process_count: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class _Roles:
-    """Positions of leaves by their role in the update.
-
-    Attributes:
-        added: leaves that the Recorder adds to the train state.
-        consumed: leaves that the update consumes and every delta stores.
-        computed: leaves that the update computes.
-    """
-
-    added: frozenset[int]
-    consumed: frozenset[int]
-    computed: frozenset[int]
-
-
-def _place_all(named: Mapping[str, Any], devices_per_process: int) -> list[_Placed]:
-    itemsizes_bytes = {path: _itemsize_bytes(path, leaf) for path, leaf in named.items()}
+def _place_all(named: Mapping[str, Any], devices_per_process: int) -> dict[str, _Placed]:
     without = [path for path, leaf in named.items() if _needs_sharding(leaf)]
     if without and any(_sharding_of(leaf) is not None for leaf in named.values()):
         raise FormatError(
@@ -165,13 +141,11 @@ def _place_all(named: Mapping[str, Any], devices_per_process: int) -> list[_Plac
             f"{len(named)} leaves have none. Say where it lies: jax.ShapeDtypeStruct(shape, dtype, "
             "sharding=NamedSharding(mesh, PartitionSpec()))."
         )
-    return [
-        _place(path, leaf, itemsizes_bytes[path], devices_per_process)
-        for path, leaf in named.items()
-    ]
+    return {path: _place(path, leaf, devices_per_process) for path, leaf in named.items()}
 
 
-def _place(path: str, leaf: Any, itemsize_bytes: int, devices_per_process: int) -> _Placed:
+def _place(path: str, leaf: Any, devices_per_process: int) -> _Placed:
+    itemsize_bytes = _itemsize_bytes(path, leaf)
     shape, where = tuple(np.shape(leaf)), _sharding_of(leaf)
     leaf_bytes = math.prod(shape) * itemsize_bytes
     if where is None:  # on one device, or on the host, from where the first process writes it
@@ -214,7 +188,8 @@ def _itemsize_bytes(path: str, leaf: Any) -> int:
     if isinstance(leaf, bool | int | float | complex):
         leaf = np.asarray(leaf)
     if transfer.is_key(leaf):
-        return _key_bytes(leaf.dtype)
+        words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), leaf.dtype))
+        return words.size * words.dtype.itemsize
     try:
         dtype = np.dtype(leaf.dtype)
         tuple(leaf.shape)
@@ -229,77 +204,64 @@ def _itemsize_bytes(path: str, leaf: Any) -> int:
     return dtype.itemsize
 
 
-@functools.cache
-def _key_bytes(dtype: Any) -> int:
-    """Bytes of all words of one typed PRNG key."""
-    data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
-    return data.size * data.dtype.itemsize
+@dataclass(frozen=True, slots=True)
+class _Roles:
+    """Paths of leaves by their role in the update; none without a Recorder.
+
+    Attributes:
+        counts: counters of updates.
+        consumed: leaves that the update consumes and every delta stores.
+        computed: leaves that the update computes.
+    """
+
+    counts: set[str] = field(default_factory=set)
+    consumed: set[str] = field(default_factory=set)
+    computed: set[str] = field(default_factory=set)
 
 
 def _roles_of(
     named: Mapping[str, Any],
     recorder: RecorderArgument,
     params_path: str | Mapping[str, str] | None,
-) -> _Roles | None:
-    """Roles of the leaves; None without a Recorder."""
-    index = {path: position for position, path in enumerate(named)}
-    types = leaf_types(named)
-    counts, consumed, computed = set[str](), set[str](), set[str]()
+) -> _Roles:
+    types, roles = leaf_types(named), _Roles()
     if recorder is not None:
         for binding in bind_all(recorders_of(recorder), types, params_path):
-            counts.add(binding.count)
-            consumed.update(binding.consumed)
-            computed.update(binding.explained)
-    else:
-        nodes = find_nodes(list(named))
-        if not nodes:
-            return None
+            roles.counts.add(binding.count)
+            roles.consumed.update(binding.consumed)
+            roles.computed.update(binding.explained)
+    elif nodes := find_nodes([*named]):
         for node in nodes:
-            counts.add(node.count)
-            consumed.update(node.record.values(), node.extra.values())
-            computed.update(node.inner.values())
-        computed.update(recorded_params(nodes, types, params_path))
-
-    def positions(paths: set[str]) -> frozenset[int]:
-        return frozenset(index[path] for path in paths)
-
-    return _Roles(positions(counts | consumed), positions(consumed), positions(computed))
+            roles.counts.add(node.count)
+            roles.consumed.update(node.record.values(), node.extra.values())
+            roles.computed.update(node.inner.values())
+        roles.computed.update(recorded_params(nodes, types, params_path))
+    return roles
 
 
-def _totals(placed: Sequence[_Placed], roles: _Roles | None, max_deltas: int) -> RedundancyReport:
-    added, consumed = (roles.added, roles.consumed) if roles else (frozenset(), frozenset())
-    computed = roles.computed if roles else frozenset()
-    every = range(len(placed))
+def _totals(placed: Mapping[str, _Placed], roles: _Roles, max_deltas: int) -> RedundancyReport:
+    consumed, computed = roles.consumed, roles.computed
+    added = roles.counts | consumed  # which the Recorder adds
 
-    def total_bytes(indices: Sequence[int] | frozenset[int]) -> int:
-        return sum(placed[i].leaf_bytes for i in indices)
+    def total_bytes(paths: Iterable[str]) -> int:
+        return sum(placed[path].leaf_bytes for path in paths)
 
-    train = [i for i in every if i not in added]
-    stored = [i for i in every if i not in computed]
-    state_bytes, base_bytes = total_bytes(train), total_bytes(every)
-    held_bytes = sum(placed[i].held_bytes for i in train)
-    delta_bytes = total_bytes(stored) if roles else None
-    amortised_bytes = None
-    if delta_bytes is not None:
-        amortised_bytes = (base_bytes + max_deltas * delta_bytes) / (1 + max_deltas)
+    delta_bytes = total_bytes(placed.keys() - computed)
+    base_bytes = total_bytes(placed)
+    has_deltas = bool(roles.counts)
     return RedundancyReport(
-        device_count=max(each.device_count for each in placed),
-        process_count=max(each.process_count for each in placed),
+        device_count=max(each.device_count for each in placed.values()),
+        process_count=max(each.process_count for each in placed.values()),
         leaf_count=len(placed),
-        held_bytes=held_bytes,
-        state_bytes=state_bytes,
+        held_bytes=sum(placed[path].held_bytes for path in placed.keys() - added),
+        state_bytes=total_bytes(placed.keys() - added),
         base_bytes=base_bytes,
-        delta_bytes=delta_bytes,
-        replica_bytes=held_bytes - state_bytes,
-        computed_bytes=total_bytes(computed) if roles else None,
-        record_bytes=total_bytes(consumed) if roles else None,
-        other_bytes=total_bytes(stored) - total_bytes(consumed) if roles else None,
+        delta_bytes=delta_bytes if has_deltas else None,
+        computed_bytes=total_bytes(computed) if has_deltas else None,
+        record_bytes=total_bytes(consumed) if has_deltas else None,
+        other_bytes=delta_bytes - total_bytes(consumed) if has_deltas else None,
         max_deltas=max_deltas,
-        amortised_bytes=amortised_bytes,
-        held_to_delta=_ratio(held_bytes, delta_bytes),
-        stock_to_delta=_ratio(state_bytes, delta_bytes),
+        amortised_bytes=(base_bytes + max_deltas * delta_bytes) / (1 + max_deltas)
+        if has_deltas
+        else None,
     )
-
-
-def _ratio(whole_bytes: float, part_bytes: float | None) -> float | None:
-    return whole_bytes / part_bytes if part_bytes else None

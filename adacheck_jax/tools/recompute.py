@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from adacheck_jax.adapter.stock.base_checkpoint import StockCheckpoints
@@ -85,7 +84,7 @@ class Reached:
             keys, leaves = wanted[:1], base_leaves(self._stock, lineage)
         readers = delta_reader.readers_of(lineage)[len(keys) - 1 :]
         if readers:
-            leaves = replay.apply_deltas(leaves, lineage, readers, self._programs)
+            leaves = replay.replay_onto(leaves, lineage, self._programs, readers=readers)
         self._keys, self._leaves = wanted, leaves
         return leaves
 
@@ -110,11 +109,7 @@ class Recomputation:
         self._failed: dict[tuple[Hashable, ...], Damage] = {}
 
     def replay(self, lineage: Lineage) -> Replayed:
-        """Recompute the steps of the last save of a lineage.
-
-        Args:
-            lineage: the lineage of a saved step.
-        """
+        """Recompute the steps of the last save of a lineage."""
         problem = cannot_replay_here(lineage)
         if problem is not None:
             return Replayed(problem=problem)
@@ -146,27 +141,15 @@ class Recomputation:
 
 
 def base_leaves(stock: StockCheckpoints, lineage: Lineage) -> list[Any]:
-    """Read a base: on one device the leaves that updates touch, all others on the host.
-
-    Args:
-        stock: reader of bases.
-        lineage: a lineage that begins with it.
-    """
+    """Read a base: on one device the leaves that updates touch, all others on the host."""
     base, directory = lineage.base, lineage.base_directory
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     on_device = touched(base)
     wanted = {
         leaf.path: device if leaf.key_type or i in on_device else np.ndarray
         for i, leaf in enumerate(base.leaves)
-        if leaf.nbytes
     }
-    specs = {leaf.path: leaf for leaf in base.leaves}
-    read = stock.read(directory, wanted, specs, stock.described(directory))
-    for i, leaf in enumerate(base.leaves):
-        if not leaf.nbytes:
-            empty = np.empty(leaf.shape, jnp.dtype(leaf.dtype))
-            read[leaf.path] = jax.device_put(empty, device) if i in on_device else empty
-    return [read[leaf.path] for leaf in base.leaves]
+    return [*stock.read(directory, base.leaves, wanted, stock.described(directory)).values()]
 
 
 def touched(base: BaseManifest) -> frozenset[int]:
@@ -179,9 +162,6 @@ def wide_integers(dtypes: Iterable[str]) -> Iterator[None]:
     """This library's own settings; and 64-bit elements, if there are any, on all threads.
 
     Orbax reads on threads of its own.
-
-    Args:
-        dtypes: data types of the leaves that are made device arrays.
     """
     wide = frozenset({"int64", "uint64", "float64", "complex128"})
     before = jax.enable_x64.get_global()  # jax.config has what this thread has set

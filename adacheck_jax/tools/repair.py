@@ -19,15 +19,14 @@ from adacheck_jax.errors import AdaCheckError, StorageError, first_line
 from adacheck_jax.format import manifest_json
 from adacheck_jax.store.compaction import in_place
 from adacheck_jax.store.steps import identity, lookup, manifest_file, roots
-from adacheck_jax.store.steps import lineage as lineages
+from adacheck_jax.store.steps.lineage import Lineage, shown_steps
 from adacheck_jax.store.steps.marks import COMMIT_MARK
 from adacheck_jax.store.steps.roots import TMP_SUFFIX
-from adacheck_jax.store.storage.interface import Stamp
 from adacheck_jax.store.storage.location import AnyPath, Location, at
 from adacheck_jax.tools import audit
-from adacheck_jax.tools.audit import Leftover, Progress, StepReport
+from adacheck_jax.tools.audit import Leftover, StepReport
 from adacheck_jax.tools.recompute import try_to_restore
-from adacheck_jax.tools.steps import InputError
+from adacheck_jax.tools.steps import InputError, Progress, quiet
 from adacheck_jax.tools.verification import Verifier, unreadable_file, whole_part
 
 _YOUNG_S = 60.0
@@ -43,14 +42,11 @@ class Removal:
     Attributes:
         path: path relative to the root.
         why: the reason why it goes.
-        freed_bytes: bytes of its files that have no hard link elsewhere; 0 where the storage does
-            not tell sizes.
         identity: identity of the judged files; a directory with other files is not removed.
     """
 
     path: str
     why: str
-    freed_bytes: int
     identity: str
 
 
@@ -77,7 +73,6 @@ class RepairReport:
         removals: directories that were removed, or would be.
         kept: damaged or left-over directories that stay.
         cleared: paths of the steps that lost what an interrupted compaction left in them, or would.
-        freed_bytes: bytes that all removals free, without those of ``cleared``.
         step_count: number of steps that are left.
         not_looked_at: parts that were not checked, described for people.
     """
@@ -87,7 +82,6 @@ class RepairReport:
     removals: tuple[Removal, ...]
     kept: tuple[KeptDirectory, ...]
     cleared: tuple[str, ...]
-    freed_bytes: int
     step_count: int
     not_looked_at: tuple[str, ...] = ()
 
@@ -98,7 +92,7 @@ def repair(
     read_data: bool = False,
     dry_run: bool = False,
     force: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = quiet,
 ) -> RepairReport:
     """Remove steps that cannot be restored, and leftovers.
 
@@ -128,15 +122,12 @@ def repair(
     halves = audit.half_compacted(root / step.item for step in left)
     for each in () if dry_run else halves:
         in_place.clear(each)
-    freed_bytes = sum(each.freed_bytes for each in removals)
-    cleared = tuple(each.below(root) for each in halves)
     return RepairReport(
         root=str(root),
         is_dry_run=dry_run,
         removals=tuple(removals),
         kept=tuple(kept),
-        cleared=cleared,
-        freed_bytes=freed_bytes,
+        cleared=tuple(each.below(root) for each in halves),
         step_count=len(left),
         not_looked_at=report.not_looked_at,
     )
@@ -165,17 +156,18 @@ def _check_quiet(root: Location, found: Iterable[Leftover]) -> None:
             continue
         changed_s = (root / each.path).changed_s()
         age_s = None if changed_s is None else time.time() - changed_s
-        if age_s is None or age_s < _YOUNG_S:
-            found_text, remedy = "a temporary directory", "stop the training run, and wait a minute"
-            if age_s is None:
-                found_text = "a step without Orbax's mark, of which a store does not tell the age"
-                remedy = "make sure that no training run saves here"
-            else:
-                found_text += f" that changed {max(0, round(age_s))} seconds ago"
-            raise InputError(
-                f"{root / each.path}: expected no save under way, found {found_text}. Nothing was "
-                f"removed; {remedy}, or pass --force if nothing is saving."
-            )
+        if age_s is None:
+            shown = "a step without Orbax's mark, of which a store does not tell the age"
+            remedy = "make sure that no training run saves here"
+        elif age_s < _YOUNG_S:
+            shown = f"a temporary directory that changed {max(0, round(age_s))} seconds ago"
+            remedy = "stop the training run, and wait a minute"
+        else:
+            continue
+        raise InputError(
+            f"{root / each.path}: expected no save under way, found {shown}. Nothing was removed; "
+            f"{remedy}, or pass --force if nothing is saving."
+        )
 
 
 def _plan(
@@ -191,24 +183,24 @@ def _plan(
             lost[root / step.item] = why
         else:
             kept.append(KeptDirectory(step.item, why))
-    sound = [root / step.item for step in steps if root / step.item not in lost]
-    for path, why in _alone(sound, lost).items():
+    sound: list[Lineage] = []
+    for directory in (root / step.item for step in steps):
+        if directory not in lost:
+            with contextlib.suppress(AdaCheckError):
+                sound.append(lookup.resolve(directory))
+    needed = _alone(sound, lost)
+    for each in sound:
+        for path in {at(entry.holder).resolve() for entry in each.entries} & lost.keys():
+            needed.setdefault(path, f"step {each.manifest.step} builds on it")
+    for path, why in needed.items():
         kept.append(KeptDirectory(path.below(root), why))
         del lost[path]
-    needed = _needed_by(sound)
-    for path in [each for each in lost if each in needed]:
-        kept.append(KeptDirectory(path.below(root), f"{needed[path]} builds on it"))
-        del lost[path]
-    chosen: list[tuple[Location, str]] = []
-    for each in found:
-        if not each.is_temporary:
-            continue
-        if _is_plain(root / each.path):
-            chosen.append((root / each.path, each.why))
-        else:
-            kept.append(KeptDirectory(each.path, "it is a symbolic link, which is not followed"))
-    chosen += _widened(root, lost)
-    return _planned(root, chosen), kept
+    temporary = [each for each in found if each.is_temporary]
+    plain = [each for each in temporary if _is_plain(root / each.path)]
+    why = "it is a symbolic link, which is not followed"
+    kept += [KeptDirectory(each.path, why) for each in temporary if each not in plain]
+    chosen = [*((root / each.path, each.why) for each in plain), *_widened(root, lost)]
+    return [Removal(x.below(root), why, identity.of_directory(x)) for x, why in chosen], kept
 
 
 def _judge(root: Location, step: StepReport) -> tuple[bool, str]:
@@ -246,13 +238,11 @@ def _format(manifest: Location) -> object:
     return None
 
 
-def _alone(sound: Iterable[Location], lost: Iterable[Location]) -> dict[Location, str]:
+def _alone(sound: Iterable[Lineage], lost: Iterable[Location]) -> dict[Location, str]:
     """Lost steps whose directories alone hold earlier steps, each with a reason to keep it."""
     known: dict[tuple[AnyPath, str | None], set[int]] = {}
-    for directory in sound:
-        with contextlib.suppress(AdaCheckError):
-            steps = lookup.resolve(directory).steps
-            known.setdefault(roots.place_of(directory).line, set()).update(steps)
+    for each in sound:
+        known.setdefault(roots.place_of(each.entries[-1].holder).line, set()).update(each.steps)
     found, verifier = {}, Verifier()
     for directory in lost:
         with contextlib.suppress(AdaCheckError):
@@ -261,33 +251,19 @@ def _alone(sound: Iterable[Location], lost: Iterable[Location]) -> dict[Location
             steps = [] if part is None else [each for each in part.steps if each not in others]
             if steps:
                 others.update(steps)
-                shown = lineages.shown_steps(steps)
+                shown = shown_steps(steps)
                 found[directory] = f"it alone holds steps {shown}: RestoreArgs(step={steps[-1]})"
     return found
 
 
 def _widened(root: Location, lost: dict[Location, str]) -> list[tuple[Location, str]]:
     """The directories to remove: a whole step if all its items are lost, else the lost items."""
-    chosen = []
+    chosen: dict[Location, str] = {}
     for path, why in sorted(lost.items(), key=lambda each: each[0].key):
-        if path.parent == root:
-            chosen.append((path, why))
-            continue
-        items = {path.parent / name for name in path.parent.folders()}
-        if items - {path.parent / _METRICS} <= lost.keys():
-            chosen.append((path.parent, why))
-        else:
-            chosen.append((path, why))
-    return list({path: (path, why) for path, why in reversed(chosen)}.values())[::-1]
-
-
-def _planned(root: Location, chosen: Iterable[tuple[Location, str]]) -> list[Removal]:
-    """Removals of some directories, each with the bytes that it frees after those before it."""
-    links: dict[Stamp, int] = {}
-    return [
-        Removal(path.below(root), why, _freed_bytes(path, links), identity.of_directory(path))
-        for path, why in chosen
-    ]
+        items = {path.parent / name for name in path.parent.folders()} - {path.parent / _METRICS}
+        is_whole = path.parent != root and items <= lost.keys()
+        chosen.setdefault(path.parent if is_whole else path, why)
+    return [*chosen.items()]
 
 
 def _is_removed(root: Location, removal: Removal) -> bool:
@@ -314,27 +290,3 @@ def _is_removed(root: Location, removal: Removal) -> bool:
 def _is_plain(path: Location) -> bool:
     """True if no part of a path below the root, which is resolved, is a symbolic link."""
     return path.resolve() == path
-
-
-def _needed_by(directories: Iterable[AnyPath]) -> dict[Location, str]:
-    """The directories that steps need, each with the name of such a step."""
-    found: dict[Location, str] = {}
-    for directory in directories:
-        with contextlib.suppress(AdaCheckError):
-            lineage = lookup.resolve(directory)
-            for entry in lineage.entries:
-                found.setdefault(at(entry.holder).resolve(), f"step {lineage.manifest.step}")
-    return found
-
-
-def _freed_bytes(path: Location, links: dict[Stamp, int]) -> int:
-    """Bytes of files whose last link is in a directory; ``links`` counts links removed so far."""
-    freed_bytes = 0
-    with contextlib.suppress(FileNotFoundError):
-        for each in path.list():
-            with contextlib.suppress(OSError):
-                entry = each.stat()
-                links[entry.stamp] = links.get(entry.stamp, 0) + 1
-                if links[entry.stamp] == entry.link_count:
-                    freed_bytes += entry.size_bytes
-    return freed_bytes

@@ -13,9 +13,7 @@ from adacheck_jax.errors import (
     StorageError,
     unreadable,
 )
-from adacheck_jax.store.steps import lineage as lineages
 from adacheck_jax.store.steps import lookup, roots
-from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import AnyPath, located
 from adacheck_jax.tools.steps import undeleted
 from adacheck_jax.tools.verification import Verifier, check, unreadable_file, whole_part
@@ -58,8 +56,7 @@ def latest_restorable(
     a shared root. ``RestoreArgs(skip_damaged=True)`` does the same during a restore, and so reads
     each file once.
 
-    No update is replayed. If the delta of a step was not checked when it was saved (an earlier
-    release wrote it), its bytes may be whole although its replay is not exact: the log says so.
+    No update is replayed.
 
     Args:
         root: the directory or URL given to the checkpoint manager.
@@ -81,7 +78,7 @@ def latest_restorable(
         if inner is not None and inner > number:
             break
         try:
-            _verify(number, paths, read_data, verifier)
+            _verify(paths, read_data, verifier)
         except StorageError:
             raise
         except StepDeletedError as error:
@@ -100,8 +97,6 @@ def latest_restorable(
     if inner is not None:
         told = "Step %d verifies, and is restored from step %d with RestoreArgs(step=%d)."
         _log.warning(told, inner, inner.saved, inner.step)
-        held = [lookup.held(each) for each in steps[inner.saved]]
-        _tell_unchecked(inner, [each.to(inner) for each in held])
     return inner
 
 
@@ -115,7 +110,7 @@ def _steps_of(root: AnyPath, item: str | None) -> dict[int, list[AnyPath]]:
     return steps
 
 
-def _verify(number: int, paths: Sequence[AnyPath], read_data: bool, verifier: Verifier) -> None:
+def _verify(paths: Sequence[AnyPath], read_data: bool, verifier: Verifier) -> None:
     """Verify all items of a step.
 
     Raises:
@@ -128,11 +123,9 @@ def _verify(number: int, paths: Sequence[AnyPath], read_data: bool, verifier: Ve
                 f"{path}: expected a step with fingerprints, found one that stock Orbax saved, "
                 "which nothing can verify. To go on from it, restore it by its number."
             )
-    found = []
     for path in sorted(paths, key=str):
         with undeleted(path):
-            found.append(check(path, read_data=read_data, verifier=verifier))
-    _tell_unchecked(number, found)
+            check(path, read_data=read_data, verifier=verifier)
 
 
 def _refuse_unreadable(paths: Sequence[AnyPath], error: AdaCheckError) -> None:
@@ -158,15 +151,3 @@ def _newest_within(
         steps = set() if part is None else {*part.steps}
         common = steps if common is None else common & steps
     return RestorableStep(number, max(common)) if common else None
-
-
-def _tell_unchecked(number: int, found: Sequence[Lineage]) -> None:
-    unchecked = sorted({step for each in found for step in each.unchecked})
-    if unchecked:
-        _log.warning(
-            "Step %d verifies, but nobody compared the deltas of steps %s with the state when they "
-            "were saved: whether their replay is exact only restoring the step tells, or adacheck "
-            "verify --replay.",
-            number,
-            lineages.shown_steps(unchecked),
-        )

@@ -1,42 +1,20 @@
-"""Statistics of a checkpoint root: its files, and where the bytes go, by leaf and by redundancy.
+"""Statistics of a checkpoint root: where the bytes go, by leaf and by redundancy.
 
-From manifests and file sizes alone; no array is read.
+From manifests alone; no array is read.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from adacheck_jax.errors import AdaCheckError, StepDeletedError
 from adacheck_jax.format.manifest import BaseManifest, Delta, Leaf, Update
 from adacheck_jax.format.pack_plan import Extent, plan_delta
-from adacheck_jax.store.steps import manifest_file
 from adacheck_jax.store.steps.lineage import LineageStep
-from adacheck_jax.store.storage.interface import Stamp
-from adacheck_jax.store.storage.location import AnyPath, at
+from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.tools.steps import resolved, steps_under
-
-
-@dataclass(frozen=True, slots=True)
-class FileStatistics:
-    """The files of one kind.
-
-    Attributes:
-        kind: ``arrays of bases``, ``packs of deltas``, ``manifests``, ``update programs``, or
-            ``other`` (Orbax's own, other items).
-        name_count: number of names, hard links included.
-        file_count: number of files: inodes.
-        file_bytes: their bytes, each file counted once.
-        named_bytes: bytes of all names: what copies take that make each link a file of its own.
-    """
-
-    kind: str
-    name_count: int
-    file_count: int
-    file_bytes: int
-    named_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +47,6 @@ class RootStatistics:
             in deltas``, ``replayed``, ``left out by a code`` (of a compressed gradient),
             ``unchanged``, ``equal to another leaf``, ``kept from an earlier base``. They add up
             to ``full_bytes``.
-        files: files by kind; none in an object store, which does not tell sizes.
         leaves: every leaf that takes bytes, the most expensive one first.
         skipped: numbers of steps that cannot be restored, and are left out.
     """
@@ -80,7 +57,6 @@ class RootStatistics:
     delta_count: int
     full_bytes: int
     redundancy: dict[str, int]
-    files: tuple[FileStatistics, ...]
     leaves: tuple[LeafStatistics, ...]
     skipped: tuple[int, ...]
 
@@ -92,9 +68,6 @@ CODED = "left out by a code"
 
 def statistics_of(root: AnyPath) -> RootStatistics:
     """Tell where the bytes of a root go.
-
-    Args:
-        root: the directory given to the checkpoint manager.
 
     Raises:
         InputError: the root is missing, is not a directory, or holds no step of ours.
@@ -115,7 +88,6 @@ def statistics_of(root: AnyPath) -> RootStatistics:
         delta_count=tally.delta_count,
         full_bytes=sum(tally.redundancy.values()),
         redundancy={name: tally.redundancy[name] for name in _ORDER if tally.redundancy[name]},
-        files=_files(root),
         leaves=tally.leaves(),
         skipped=tuple(skipped),
     )
@@ -165,7 +137,7 @@ class _Tally:
         self._seen.add((manifest, delta.step))
         self.delta_count += 1
         stored, equal, coded = _stored(base.leaves, delta)
-        computed = _computed(base.update, delta)
+        computed = computed_by(base.update, delta)
         for index, leaf in enumerate(base.leaves):
             self._deltas[leaf.path] += stored[index]
             self.redundancy[DELTAS] += stored[index]
@@ -206,36 +178,8 @@ def _stored(
     return stored, equal, coded
 
 
-def _computed(update: Update | None, delta: Delta) -> frozenset[int]:
+def computed_by(update: Update | None, delta: Delta) -> frozenset[int]:
     """Indices of the leaves that a restore computes from this delta."""
     if update is None or not delta.has_update:
         return frozenset()
     return update.computed_by(delta.updates).difference(update.passed, delta.unreplayed)
-
-
-_KINDS: tuple[tuple[str, Callable[[str, str], bool]], ...] = (
-    ("manifests", lambda path, name: name.endswith(manifest_file.NAME)),
-    ("update programs", lambda path, name: name.startswith("update.")),
-    ("packs of deltas", lambda path, name: "delta." in name),
-    ("arrays of bases", lambda path, name: f"/{manifest_file.DIRECTORY}/base" in path),
-)
-
-
-def _files(root: AnyPath) -> tuple[FileStatistics, ...]:
-    """The files under a root, by kind."""
-    if not at(root).on_file_system:
-        return ()
-    top = at(root)
-    names: Counter[str] = Counter()
-    named: Counter[str] = Counter()
-    files: dict[str, dict[Stamp, int]] = {}
-    for below, entry in top.described():  # without what a manager deletes or renames meanwhile
-        path, name = f"/{below}", below.rpartition("/")[2]
-        kind = next((k for k, holds in _KINDS if holds(path, name)), "other")
-        names[kind] += 1
-        named[kind] += entry.size_bytes
-        files.setdefault(kind, {})[entry.stamp] = entry.size_bytes
-    return tuple(
-        FileStatistics(kind, names[kind], len(found), sum(found.values()), named[kind])
-        for kind, found in sorted(files.items(), key=lambda each: -sum(each[1].values()))
-    )

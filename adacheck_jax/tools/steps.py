@@ -10,11 +10,17 @@ from adacheck_jax.errors import AdaCheckError, StepDeletedError
 from adacheck_jax.store.steps import deletion, identity, roots
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.steps.lookup import resolve
-from adacheck_jax.store.steps.manifest_file import DIRECTORY, ManifestReader
+from adacheck_jax.store.steps.manifest_file import DIRECTORY, remembering
 from adacheck_jax.store.steps.roots import Step
 from adacheck_jax.store.storage.location import AnyPath, at
 
 Found = TypeVar("Found")
+Progress = Callable[[int, int, str], None]
+"""A callback that takes the number of things done, the number of all, and what comes next."""
+
+
+def quiet(done: int, total: int, what: str) -> None:
+    """Tell nobody of the progress."""
 
 
 class InputError(Exception):
@@ -23,9 +29,6 @@ class InputError(Exception):
 
 def steps_under(root: AnyPath) -> list[Step]:
     """The steps under a root, damaged ones included.
-
-    Args:
-        root: the directory given to the checkpoint manager.
 
     Raises:
         InputError: the root is missing, is not a directory, or holds no step of ours.
@@ -69,7 +72,7 @@ def selected(root: AnyPath, number: int | None, item: str | None) -> Step:
         InputError: there is no such root, step or item.
     """
     steps = of_item(root, steps_under(root), item)
-    number = numbered([step.step for step in steps], -1 if number is None else number, root)
+    number = numbered([step.step for step in steps], number, root)
     chosen = [step for step in steps if step.step == number]
     if not chosen:
         raise no_step(root, number, steps)
@@ -105,46 +108,31 @@ def no_step(root: AnyPath, number: int, steps: Sequence[Step]) -> InputError:
 
 def resolved(steps: Iterable[Step]) -> Iterator[tuple[Step, Lineage | AdaCheckError]]:
     """The lineage of each step, or the reason why it has none."""
-    manifests = ManifestReader()
+    read = remembering()
     for step in steps:
         found: Lineage | AdaCheckError | None = step.error
         if found is None:
             try:
                 with undeleted(step.directory):
-                    found = resolve(step.directory, manifests.read_file)
+                    found = resolve(step.directory, read)
             except AdaCheckError as error:
                 found = error
         yield step, found
 
 
-def newest(root: AnyPath, wanted: int | None, item: str | None = None) -> int:
-    """The number of the step that a caller means, which need not be a saved one.
-
-    Args:
-        root: the directory given to the checkpoint manager.
-        wanted: a step number; None for the newest step; -1 is the newest too, -2 the one before it.
-        item: name of the item directory, None for any.
-
-    Raises:
-        InputError: there is no such root, or it has fewer steps.
-    """
-    if wanted is not None and wanted >= 0:
-        return wanted
-    steps = [step.step for step in steps_under(root) if item in (None, step.directory.name)]
-    return numbered(steps, -1 if wanted is None else wanted, root)
-
-
-def numbered(numbers: Sequence[int], wanted: int, root: AnyPath) -> int:
+def numbered(numbers: Sequence[int], wanted: int | None, root: AnyPath) -> int:
     """The step number that a caller means.
 
     Args:
         numbers: numbers of all steps.
-        wanted: a step number, or below zero a place counted from the newest step, which is -1.
+        wanted: a step number, or below zero a place counted from the newest step, which is -1, and
+            is meant by None too.
         root: the directory given to the checkpoint manager.
 
     Raises:
         InputError: there are not so many steps.
     """
+    wanted = -1 if wanted is None else wanted
     if wanted >= 0:
         return wanted
     known = sorted({number for number in numbers if number >= 0})
@@ -176,10 +164,6 @@ def settled(
 
     A step that is being deleted looks damaged; :mod:`~adacheck_jax.store.steps.deletion` tells.
 
-    Args:
-        look: the look.
-        suspects: item directories of the steps that look damaged in what a look found.
-
     Returns:
         Findings of the last look, and the suspects that are gone.
     """
@@ -198,9 +182,6 @@ def settled(
 def undeleted(directory: AnyPath) -> Iterator[None]:
     """Tell an error of reading a step that was deleted meanwhile from one of a step that is there.
 
-    Args:
-        directory: the step's item directory.
-
     Raises:
         StepDeletedError: in place of the error, if the step is gone.
     """
@@ -215,11 +196,7 @@ def undeleted(directory: AnyPath) -> Iterator[None]:
 
 
 def deleted(directory: AnyPath) -> StepDeletedError:
-    """Error for a step that was deleted while it was looked at.
-
-    Args:
-        directory: the step's item directory.
-    """
+    """Error for a step that was deleted while it was looked at."""
     return StepDeletedError(
         f"{directory}: expected a step to read, found that it was deleted meanwhile. Take another "
         "step (adacheck ls lists them)."

@@ -127,7 +127,7 @@ def _readable(lineage: Lineage) -> Lineage | None:
     with contextlib.suppress(IntegrityError, FormatError):
         for number, reader in enumerate(delta_reader.readers_of(lineage)[-count:]):
             try:
-                for index in reader.stored:
+                for index in reader.delta.stored:
                     for _ in reader.blocks(index):
                         pass
             except (IntegrityError, FormatError):
@@ -226,9 +226,7 @@ class Verifier:
                 found.append(Damage(str(entry.directory), path, message))
         names = {leaf.name: path for path, leaf in known.items() if path in specs}
         try:
-            lost = volume_reader.lost_chunks(
-                zarr.database_in(entry.directory), list(names), at(entry.directory).context()
-            )
+            lost = volume_reader.lost_chunks(zarr.database_in(entry.directory), list(names))
         except (ValueError, OSError) as error:
             return [*found, damage_of(error, entry.directory)]
         return found + [Damage(str(entry.directory), names[n], why) for n, why in lost.items()]
@@ -325,7 +323,7 @@ def _delta_structure(
             for start, names in reader.open_packs().items():
                 packs.setdefault(start, {}).update(dict.fromkeys(names))
         for start, names in packs.items():
-            lost = volume_reader.lost_chunks(zarr.database_at(start), [*names], at(start).context())
+            lost = volume_reader.lost_chunks(zarr.database_at(start), [*names])
             found += [Damage(str(start), None, f"{n}: {why}") for n, why in lost.items()]
     except (AdaCheckError, ValueError, OSError) as error:
         found.append(damage_of(error, entry.place))
@@ -341,7 +339,7 @@ def _delta_data(entry: LineageStep, base: BaseManifest) -> list[Damage]:
     except AdaCheckError as error:
         return [damage_of(error, entry.place)]
     for reader, delta in zip(readers, lineage.deltas, strict=True):
-        for index in reader.stored:
+        for index in reader.delta.stored:
             path = base.leaves[index].path
             try:
                 parts = [fingerprint_of(b, box.start) for box, b in reader.blocks(index)]

@@ -32,7 +32,7 @@ from adacheck_jax.update.params_search import (
     pick,
     quoted,
 )
-from adacheck_jax.update.recorder import Probe, Recorder
+from adacheck_jax.update.recorder import Recorder, reached_by
 from adacheck_jax.update.recorder_state import RecorderNode, find_nodes, passed_key
 from adacheck_jax.update.recording.signatures import UpdateSignature
 
@@ -129,15 +129,9 @@ def _recorders_in(argument: Any) -> tuple[Recorder, ...]:
 
 
 def _contained(tx: Transformation) -> tuple[Recorder, ...]:
-    """The recorders in a transformation: each adds itself to a probe that reaches its ``init``."""
-    probe: Any = Probe()
-    problem: Exception | None = None
-    try:
-        tx.init(probe)
-    except Exception as error:  # masks and labels need the params themselves
-        problem = error
-    if problem is None and probe.recorders:
-        return tuple(dict.fromkeys(probe.recorders))
+    recorders, problem = reached_by(tx)
+    if problem is None and recorders:
+        return tuple(recorders)
     why = f", since its init failed without params ({first_line(problem)})" if problem else ""
     raise RecorderError(
         "expected a Recorder, or an optax transformation in which one can be found; found one in "
@@ -327,16 +321,7 @@ def _is_per_example(
 
 
 def _fit(tree: PyTree, paths: Mapping[str, str], leaves: Mapping[str, LeafType]) -> bool | None:
-    """True if the data types of a tree are those of a state's leaves.
-
-    Args:
-        tree: the tree.
-        paths: leaf paths in the state, by path relative to the tree's root.
-        leaves: types of all leaves of the state.
-
-    Returns:
-        None if already the paths or the shapes differ.
-    """
+    """True if a tree has the data types of a state's leaves; None if its paths or shapes differ."""
     wanted = leaf_types(_flat(tree))
     found = matched_paths(list(wanted), paths)
     if not len(wanted) == len(found) == len(paths):

@@ -82,13 +82,7 @@ class Derived:
         self._pinned = PinnedFunction(self._without_branches)
 
     def __call__(self, zero: Any, params: PyTree, old: PyTree, count: Any) -> PyTree:
-        """The next value.
-
-        Args:
-            zero: uint32 scalar, zero at run time.
-            params: params after the update.
-            old: the last value.
-            count: number of updates so far.
+        """The next value, from new params, the last value and the number of updates so far.
 
         Raises:
             RecorderError: the function returns another tree, or other shapes, than it takes.
@@ -108,10 +102,6 @@ class Derived:
 
     def uses_count(self, params: PyTree, tree: DerivedTree) -> bool:
         """True if the next value depends on the number of updates.
-
-        Args:
-            params: abstract params.
-            tree: tree of the value.
 
         Raises:
             Exception: the function does not take these trees.

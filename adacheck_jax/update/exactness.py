@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from adacheck_jax.update.pinning.fence import NAME
-from adacheck_jax.update.pinning.flat_jaxpr import bodies
+from adacheck_jax.update.pinning.flat_jaxpr import CALLS, bodies
 from adacheck_jax.update.pinning.rules import ELEMENTWISE, PLACING, can_pin
 
 
@@ -39,6 +39,7 @@ _ELEMENTWISE = """
 """Operations on elements of the same index that cannot be pinned."""
 _LEVELS = dict.fromkeys(ELEMENTWISE.union(_ELEMENTWISE.split()), Level.ELEMENT)
 _LEVELS |= dict.fromkeys(PLACING, Level.PLACE)
+_CALLS = CALLS | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "shard_map"}
 _MODULAR = {"reduce_sum", "cumsum", "reduce_prod", "cumprod", "scatter-add"}
 """Sums and products that are associative on integers."""
 
@@ -90,11 +91,7 @@ def of(
 
 
 class _Walk:
-    """One walk through a function.
-
-    Attributes:
-        primitives: names of the operations that made results depend on an order.
-    """
+    """One walk through a function, which notes the operations that depend on an order."""
 
     def __init__(self, *, pinned: bool) -> None:
         self.primitives: set[str] = set()
@@ -128,12 +125,12 @@ class _Walk:
         if body is not None:
             return self.through(body, inputs)
         level = max((value.level for value in inputs), default=Level.ELEMENT)
-        inside = [
-            result.level
-            for each in bodies(equation)
-            for result in self.through(each, [_CONSTANT] * len(each.invars))
-        ]
-        if inside:  # a loop has the level of its bodies, and may depend on elements' places
+        if name in {"while", "scan"}:  # has the level of its bodies, and may depend on places
+            inside = [
+                result.level
+                for each in bodies(equation)
+                for result in self.through(each, [_CONSTANT] * len(each.invars))
+            ]
             return [_Value(max([level, Level.PLACE, *inside]))] * count
         own = Level.ORDER if is_free else _level(equation)
         if own is Level.ORDER and level < Level.ORDER:
@@ -172,11 +169,5 @@ def _level(equation: Any) -> Level:
 
 def _called(equation: Any) -> Any:
     """The jaxpr of a plain call, whose inputs are the equation's, else None."""
-    if equation.primitive.name in {"while", "scan"}:
-        return None
-    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        body = equation.params.get(key)
-        body = getattr(body, "jaxpr", body)
-        if body is not None and len(body.invars) == len(equation.invars):
-            return body
-    return None
+    inside = bodies(equation) if equation.primitive.name in _CALLS else ()
+    return next((each for each in inside if len(each.invars) == len(equation.invars)), None)

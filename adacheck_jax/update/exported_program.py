@@ -2,12 +2,15 @@
 
 A process that has never seen the optimizer can replay such a program on any mesh: exported for one
 device, it is partitioned like the arrays that it is called with.
+
+Any thread may load a program; what is shared is in :class:`~adacheck_jax.update.program.Kept`. One
+thread at a time traces or exports: the lock of :func:`tracing` guards a setting of the process.
+While it is held no other lock is waited for.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import threading
 from collections.abc import Iterator, Sequence
@@ -19,8 +22,8 @@ import jax.export
 from adacheck_jax.errors import FormatError, IntegrityError, first_line
 from adacheck_jax.format.manifest import Update
 from adacheck_jax.update import untrusted
-from adacheck_jax.update.kept import Kept
-from adacheck_jax.update.program import Leaves, UpdateFunction, platform
+from adacheck_jax.update.program import Kept, Leaves, UpdateFunction, platform
+from adacheck_jax.update.untrusted import digest_of
 
 _log = logging.getLogger(__name__)
 
@@ -73,18 +76,8 @@ def export(
     return programs
 
 
-def digest_of(program: bytes) -> str:
-    """The digest by which a program is known."""
-    return hashlib.sha256(program).hexdigest()
-
-
 def load(data: bytes, update: Update, where: str) -> UpdateFunction:
     """Load an exported update program; refuse one that does more than compute.
-
-    Args:
-        data: the serialized program.
-        update: the manifest's description of the update, with the program's digest.
-        where: file name, for error messages.
 
     Returns:
         The update. It raises FormatError if the program does not take the leaves that it is called

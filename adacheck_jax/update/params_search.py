@@ -5,6 +5,7 @@ Knows the nodes of recorders and the types of leaves, and no recorder object.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -24,11 +25,7 @@ class LeafType(NamedTuple):
 
 
 def leaf_types(named: Mapping[str, Any]) -> dict[str, LeafType]:
-    """Shape and data type of every leaf, by leaf path.
-
-    Args:
-        named: arrays, abstract arrays or scalars, by leaf path.
-    """
+    """Shape and data type of every array, abstract array or scalar, by leaf path."""
     return {
         path: LeafType(tuple(getattr(leaf, "shape", ())), str(trees.dtype_of(leaf)))
         for path, leaf in named.items()
@@ -40,13 +37,7 @@ def recorded_params(
     leaves: Mapping[str, LeafType],
     params_path: str | Mapping[str, str] | None,
 ) -> tuple[str, ...]:
-    """Leaf paths of the params whose gradients are recorded.
-
-    Args:
-        nodes: the nodes of all recorders in the state.
-        leaves: types of all leaves of the state, from :func:`leaf_types`.
-        params_path: leaf path of the params' root; or a mapping to such paths by prefix of the
-            nodes; or None to find the params.
+    """Leaf paths of the params whose gradients are recorded; see :func:`params_roots`.
 
     Raises:
         RecorderError: the params of a node are ambiguous, or there are none.
@@ -75,7 +66,8 @@ def params_roots(
     Args:
         nodes: the nodes that record anything.
         leaves: types of all leaves of the state.
-        params_path: path or paths of the params, as :func:`recorded_params` takes them.
+        params_path: leaf path of the params' root; or a mapping to such paths by prefix of the
+            nodes; or None to find the params.
         others: leaf paths that are no params.
 
     Raises:
@@ -156,9 +148,8 @@ def _nearest(node: RecorderNode, candidates: list[str]) -> list[str]:
 
 def _shared_count(a: str, b: str) -> int:
     """Number of components that two leaf paths share, from the root on."""
-    ours, theirs = a.split("/"), b.split("/")
-    pairs = list(zip(ours, theirs, strict=False))
-    return next((i for i, (x, y) in enumerate(pairs) if x != y), len(pairs))
+    pairs = zip(a.split("/"), b.split("/"), strict=False)
+    return len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
 
 
 def _ends_with(path: str, end: str) -> bool:
@@ -170,27 +161,19 @@ def named_root(
 ) -> str | None:
     """Leaf path of the subtree outside all recorders that has a name, nearest to a node.
 
-    Args:
-        name: leaf path of the subtree, or the end of one.
-        node: the node.
-        nodes: the nodes of all recorders in the state.
-        leaves: all leaf paths of the state.
-
     Returns:
         The path; None if there is no such subtree.
 
     Raises:
         RecorderError: several such subtrees are equally near.
     """
-    parts, found = name.split("/"), dict[str, float]()
-    inside = tuple(_join(each.prefix, "") for each in nodes)
+    inside, shared = tuple(_join(each.prefix, "") for each in nodes), dict[str, float]()
     for path in leaves:
-        own = path.split("/")
-        ends = [n for n in range(len(parts), len(own) + 1) if own[n - len(parts) : n] == parts]
-        if ends and not path.startswith(inside):
-            root = "/".join(own[: ends[0]])
-            found[root] = math.inf if root == name else _shared_count(root, node.prefix)
-    nearest = [root for root, shared in found.items() if shared == max(found.values())]
+        above = itertools.accumulate(path.split("/"), _join)
+        root = next((each for each in above if _ends_with(each, name)), None)
+        if root is not None and not path.startswith(inside):
+            shared[root] = math.inf if root == name else _shared_count(root, node.prefix)
+    nearest = [root for root, count in shared.items() if count == max(shared.values())]
     if len(nearest) > 1:
         raise RecorderError(
             f"expected one subtree {name!r} for the Recorder at {node.prefix!r}, found "
@@ -214,14 +197,7 @@ def params_under(
     node: RecorderNode,
     leaves: Mapping[str, LeafType],
 ) -> tuple[str, ...]:
-    """Leaf paths of a node's params below their root.
-
-    Args:
-        root: leaf path of the params' root.
-        relative: paths of the params relative to the root.
-        recorded: paths of the gradients relative to the root; params without one are left out.
-        node: the node.
-        leaves: types of all leaves of the state.
+    """Leaf paths of a node's params, from the paths of params and gradients below their root.
 
     Raises:
         RecorderError: a param is missing, or has another shape than its gradient.
@@ -240,16 +216,7 @@ def params_under(
 
 
 def pick(relative: Sequence[str], available: Mapping[str, str], what: str) -> tuple[str, ...]:
-    """Leaf paths in a state for paths relative to a tree.
-
-    Args:
-        relative: paths relative to the tree.
-        available: leaf paths in the state, by relative path.
-        what: name of the tree, for the message.
-
-    Raises:
-        RecorderError: names the paths that the state does not have.
-    """
+    """Leaf paths in a state for paths relative to a tree; an error names those that it lacks."""
     matched = matched_paths(relative, available)
     missing = [path for path in relative if path not in matched]
     if missing:

@@ -2,6 +2,9 @@
 
 Its arguments, the shardings of its results, and its compilation are here; its bytes are in
 :mod:`~adacheck_jax.update.exported_program`.
+
+:func:`in_background` compiles on a thread of its own, which hands over nothing but the future.
+:class:`Kept` has one lock, under which nothing is called.
 """
 
 from __future__ import annotations
@@ -9,9 +12,9 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -100,12 +103,9 @@ def joined(is_passed: Sequence[bool], computed: Leaves, passed: Leaves) -> list[
 
 
 def joint_function(bindings: Sequence[Binding]) -> UpdateFunction:
-    """The updates of all recorders as one function over flat leaves.
+    """The updates of all recorders as one function over flat leaves, joined in their order.
 
     With several recorders, a switch of each says whether its update is made; see :func:`switches`.
-
-    Args:
-        bindings: the recorders' updates, in the order in which their leaves are joined.
     """
     functions = [update_function(each.recorder, each.signature, each.derived) for each in bindings]
     if len(functions) == 1:
@@ -156,11 +156,7 @@ def switches(
 
 
 def in_background(work: Callable[[], _Result]) -> Future[_Result]:
-    """Load or compile a program on a new thread, with this library's own settings.
-
-    Args:
-        work: function that returns the program.
-    """
+    """Load or compile a program on a new thread, with this library's own settings."""
     x64, future = transfer.x64_enabled(), Future[_Result]()
 
     def run() -> None:
@@ -174,6 +170,37 @@ def in_background(work: Callable[[], _Result]) -> Future[_Result]:
     # Not a daemon: a process must not end while XLA compiles.
     threading.Thread(target=run, name="adacheck_compile").start()
     return future
+
+
+class Kept(Generic[_Result]):
+    """Programs that were used last, for the next who needs them; any thread may ask.
+
+    A key says everything that its value depends on.
+
+    Args:
+        count: largest number of values.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._lock = threading.Lock()
+        self._values: dict[Hashable, _Result] = {}
+
+    def get(self, key: Hashable) -> _Result | None:
+        """The value of a key, if it is kept."""
+        with self._lock:
+            value = self._values.pop(key, None)
+            if value is not None:
+                self._values[key] = value  # now the youngest
+            return value
+
+    def put(self, key: Hashable, value: _Result) -> None:
+        """Keep a value, and let the oldest go if there are too many."""
+        with self._lock:
+            self._values.pop(key, None)
+            self._values[key] = value
+            while len(self._values) > self._count:
+                self._values.pop(next(iter(self._values)))
 
 
 def environment() -> dict[str, str]:

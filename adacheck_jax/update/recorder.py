@@ -6,11 +6,15 @@ delta, and a restore replays ``tx`` over it.
 
 Put it last in the chain, after clipping. An element-wise ``tx`` then replays bit-exactly on every
 mesh, since its roundings are pinned (:mod:`~adacheck_jax.update.pinning.pinned_function`).
+
+The thread that trains traces updates and notes what it saw; a save reads that on the caller's
+thread, and a restore, which may trace a replay, on one in the background. There is no lock: what a
+Recorder keeps is replaced or appended whole, and two threads at worst make one value twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -33,9 +37,13 @@ from adacheck_jax.update.recorder_state import (
     passed_key,
     picked,
 )
-from adacheck_jax.update.recording.extra_arguments import ExtraArguments
-from adacheck_jax.update.recording.one_object import OneObject
-from adacheck_jax.update.recording.record import check_types, empty_record, record_of, widened
+from adacheck_jax.update.recording.record import (
+    ExtraArguments,
+    check_types,
+    empty_record,
+    record_of,
+    widened,
+)
 from adacheck_jax.update.recording.signatures import (
     SeparateCall,
     UpdateSignature,
@@ -52,17 +60,17 @@ _KEPT_COUNT = 8
 """Values that a recorder keeps for its handlers; a state's tree may change all the time."""
 
 
-class Probe:
+class _Probe:
     """A stand-in for params, without leaves, that collects the recorders that it reaches."""
 
     def __init__(self) -> None:
         self.recorders: list[Recorder] = []
 
 
-jax.tree_util.register_pytree_node(Probe, lambda probe: ((), probe), lambda probe, _: probe)
+jax.tree_util.register_pytree_node(_Probe, lambda probe: ((), probe), lambda probe, _: probe)
 
 
-class Recorder(OneObject):
+class Recorder(optax.GradientTransformationExtraArgs):
     """Wraps an optax transformation and records the input of each update.
 
     Example::
@@ -156,14 +164,23 @@ class Recorder(OneObject):
         self._pinned = PinnedFunction(self._updated)
         return self
 
+    # It has a memory: whoever copies it, as a part of a config or of a tree, gets it itself.
+    def __copy__(self) -> Recorder:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Recorder:
+        return self
+
+    @classmethod
+    def _make(cls, iterable: Iterable[Any]) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """A stock transformation: other functions make no Recorder."""
+        return optax.GradientTransformationExtraArgs(*iterable)
+
     def once(self, key: Hashable, make: Callable[[], _Value]) -> _Value:
         """Make a value once for all handlers of this recorder, such as its exported update.
 
-        It lives no longer than the recorder, which it may refer to.
-
-        Args:
-            key: all that the value depends on besides this recorder.
-            make: function that makes it.
+        It lives no longer than the recorder, which it may refer to. The key says all else that it
+        depends on.
         """
         if key not in self._kept:
             if len(self._kept) >= _KEPT_COUNT:
@@ -224,7 +241,7 @@ class Recorder(OneObject):
 
     def _init(self, params: PyTree) -> RecorderState:
         """The state before the first update."""
-        if isinstance(params, Probe):
+        if isinstance(params, _Probe):
             params.recorders.append(self)
             return RecorderState((), (), {}, {}, InnerElsewhere())
         inner, extra = self.tx.init(params), self._extra.zeros()
@@ -265,12 +282,7 @@ class Recorder(OneObject):
         return outputs, RecorderState(count, record, extra, passed, inner)
 
     def sealed(self, zero: Any, consumed: PyTree) -> PyTree:
-        """Fence arrays, so that the recorded bits are those that the update consumes.
-
-        Args:
-            zero: uint32 scalar, zero at run time.
-            consumed: a tree of gradients or extra arguments.
-        """
+        """Fence a tree, so that the recorded bits are those that the update consumes."""
         if not self.pin:
             return jax.tree.map(jax.lax.optimization_barrier, consumed)
         return jax.tree.map(lambda x: fence(x, zero, canonical=True), consumed)
@@ -319,11 +331,7 @@ class Recorder(OneObject):
     def _learn(
         self, params: PyTree, inner: PyTree, record: PyTree, extra: dict[str, Any]
     ) -> tuple[str, ...]:
-        """Note the trees of an update, so that the handler can trace the update again.
-
-        Returns:
-            Leaf paths of the small leaves of ``inner`` that the update returns unchanged.
-        """
+        """Note the trees of an update; leaf paths of the small leaves that it passes through."""
         shapes = [jax.tree.map(abstract, tree) for tree in (params, inner, record, extra)]
         for known in self.signatures:
             if [known.params, known.inner, known.record, known.extra] == shapes:
@@ -333,6 +341,23 @@ class Recorder(OneObject):
         params, inner, record, extra = shapes
         self.signatures.append(UpdateSignature(params, inner, record, extra, passed))
         return passed
+
+
+# A node without leaves, as an optax transformation has none.
+jax.tree_util.register_pytree_node(Recorder, lambda one: ((), one), lambda one, _: one)
+
+
+def reached_by(
+    tx: optax.GradientTransformation | optax.MultiSteps,
+) -> tuple[list[Recorder], Exception | None]:
+    """The recorders in a transformation, each once, and the error of an ``init`` without params."""
+    probe: Any = _Probe()
+    problem = None
+    try:
+        tx.init(probe)
+    except Exception as error:  # masks and labels need the params themselves
+        problem = error
+    return [*dict.fromkeys(probe.recorders)], problem
 
 
 def _check_arguments(tx: Any, dtype: Any) -> None:

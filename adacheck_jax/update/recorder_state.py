@@ -89,12 +89,7 @@ def consumed_leaf(path: str) -> str:
 
 
 def picked(keys: Iterable[str], inner: PyTree) -> dict[str, Any]:
-    """Copies of some leaves by their :func:`passed_key`, so that no buffer is donated twice.
-
-    Args:
-        keys: keys of the leaves.
-        inner: the wrapped transformation's state.
-    """
+    """Copies of some leaves by their :func:`passed_key`, so that no buffer is donated twice."""
     leaves = {passed_key(path): leaf for path, leaf in trees.flatten(inner)[0].items()}
     return {key: jnp.copy(leaves[key]) for key in keys}
 
@@ -121,16 +116,10 @@ class RecorderNode:
 
 
 def find_nodes(paths: Sequence[str]) -> list[RecorderNode]:
-    """Find the state of every recorder among the leaf paths of a saved state.
+    """Find the state of every recorder among all leaf paths of a saved state, ordered by prefix.
 
     A recorder inside the transformation of another one belongs to the outer one's update, and is
     no node.
-
-    Args:
-        paths: every leaf path of the state.
-
-    Returns:
-        The nodes, ordered by prefix; empty if the state holds no recorder's state.
     """
     counts = {}
     for path in paths:

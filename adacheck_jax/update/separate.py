@@ -7,7 +7,6 @@ program that a restore runs: same inputs, same shardings, nothing else.
 
 from __future__ import annotations
 
-import logging
 import operator
 import weakref
 from collections.abc import Callable
@@ -26,12 +25,9 @@ from adacheck_jax.errors import RecorderError
 from adacheck_jax.update import exported_program
 from adacheck_jax.update import program as update_program
 from adacheck_jax.update.pinning.fence import zero_of
-from adacheck_jax.update.recorder import TAKE_ARGUMENT, Probe, Recorder
+from adacheck_jax.update.recorder import TAKE_ARGUMENT, Recorder, reached_by
 from adacheck_jax.update.recorder_state import InnerElsewhere, RecorderState, passed_key, picked
 from adacheck_jax.update.recording.signatures import SeparateCall, UpdateSignature, abstract
-
-_log = logging.getLogger(__name__)
-
 
 _Compiled = tuple[Callable[..., Any], update_program.UpdateFunction, Recorder, str]
 """Programs that take the record and update the state; their recorder; the second one's digest."""
@@ -45,7 +41,9 @@ class SeparateUpdate:
 
     def __init__(self, tx: optax.GradientTransformation) -> None:
         self._tx = optax.with_extra_args_support(tx)
-        _announce(tx)
+        # A state may be saved before the first update. What the probe does not reach it marks.
+        for recorder in reached_by(tx)[0]:
+            recorder.separate = True
         self._compiled: dict[Any, _Compiled] = {}
 
     @jax_settings.compiled()
@@ -176,20 +174,6 @@ def separate_update(tx: optax.GradientTransformation) -> SeparateUpdate:
         outside ``jax.jit``. It donates ``opt_state`` and ``params``.
     """
     return SeparateUpdate(tx)
-
-
-def _announce(tx: optax.GradientTransformation) -> None:
-    """Mark the recorder as run separately before its first update: a state may be saved earlier.
-
-    If a transformation around the recorder does not pass the probe on, the first update marks it.
-    """
-    probe: Any = Probe()
-    try:
-        tx.init(probe)
-    except Exception as error:
-        _log.debug("The recorder is found at the first update: %s", error)
-    for recorder in probe.recorders:
-        recorder.separate = True
 
 
 def _is_node(tree: Any) -> bool:

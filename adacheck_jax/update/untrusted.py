@@ -6,6 +6,9 @@ exported need no such test. A program that parses is run only if it does nothing
 StableHLO can call any function that is registered in the process (Python callbacks are such custom
 calls), read and write channels to the host, and more with every release; so operations are allowed
 by name, and any other is refused.
+
+Any thread may call. There is no lock: two threads that are the first to meet a program at worst
+both have it parsed.
 """
 
 from __future__ import annotations
@@ -14,8 +17,6 @@ import hashlib
 import logging
 import subprocess
 import sys
-import threading
-from concurrent.futures import Future
 from pathlib import Path
 
 import jax.export
@@ -28,8 +29,7 @@ _log = logging.getLogger(__name__)
 
 _SCRIPT = Path(__file__).with_name("vet_program.py")
 _TIMEOUT_S = 60.0
-_lock = threading.Lock()
-_verdicts: dict[str, Future[str]] = {}
+_verdicts: dict[str, str] = {}
 """Reasons why programs cannot be parsed, by digest of their bytes; empty for good programs."""
 
 _STABLEHLO = """
@@ -86,53 +86,31 @@ buffers, and placement in host memory.
 
 def trust(data: bytes) -> None:
     """Note a program that this process exported: it is not parsed in another process."""
-    verdict: Future[str] = Future()
-    verdict.set_result("")
-    with _lock:
-        _verdicts.setdefault(_digest(data), verdict)
-
-
-def begin_parsing(data: bytes) -> None:
-    """Start to parse a program in another process; :func:`check_parses` waits for it."""
-    digest = _digest(data)
-    with _lock:
-        if digest in _verdicts:
-            return
-        verdict = _verdicts[digest] = Future()
-    try:
-        module = jax.export.deserialize(bytearray(data)).mlir_module_serialized
-    except Exception:  # raised in Python, and harmless: loading the program raises it again
-        verdict.set_result("")
-        return
-    # A daemon: a process that ends need not wait for it.
-    thread = threading.Thread(target=_vet, args=(module, verdict), daemon=True, name="vetting")
-    thread.start()
+    _verdicts[digest_of(data)] = ""
 
 
 def check_parses(data: bytes, where: str) -> None:
-    """Wait for the parse of a program in another process.
-
-    Args:
-        data: the serialized program.
-        where: name of its file, for the message.
+    """Parse a program in another process, if that was not done before; waits for it.
 
     Raises:
         FormatError: the program ended the process that parsed it, or took too long.
     """
-    begin_parsing(data)
-    verdict = _verdicts[_digest(data)].result()
-    if verdict:
+    digest = digest_of(data)
+    if digest not in _verdicts:
+        _verdicts[digest] = _verdict_of(data)
+    if verdict := _verdicts[digest]:
         raise FormatError(
             f"{where}: expected a program that can be parsed, found one that {verdict}: it was "
             "made to do so, since its digest is the manifest's. Do not trust this checkpoint."
         )
 
 
-def _vet(module: bytes, verdict: Future[str]) -> None:
+def _verdict_of(data: bytes) -> str:
     try:
-        verdict.set_result(_tried(module))
-    except BaseException as error:
-        verdict.set_exception(error)
+        module = jax.export.deserialize(bytearray(data)).mlir_module_serialized
+    except Exception:  # raised in Python, and harmless: loading the program raises it again
+        return ""
+    return _tried(module)
 
 
 def _tried(module: bytes) -> str:
@@ -154,16 +132,13 @@ def _tried(module: bytes) -> str:
     return f"ends the parser by signal {-done.returncode}" if done.returncode < 0 else ""
 
 
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
+def digest_of(program: bytes) -> str:
+    """The digest by which a program is known."""
+    return hashlib.sha256(program).hexdigest()
 
 
 def check_operations(exported: jax.export.Exported, where: str) -> None:
     """Refuse a program that may do anything but compute.
-
-    Args:
-        exported: the program from ``jax.export.deserialize``, which has not parsed it yet.
-        where: name of its file, for the message.
 
     Raises:
         FormatError: names the operations that are not allowed.

@@ -18,11 +18,7 @@ from jaxlib.mlir import ir
 
 
 def parse(module: bytes) -> None:
-    """Run all native code that reads a program before it is compiled.
-
-    Args:
-        module: the program's module, a portable artifact of StableHLO, as ``jax.export`` keeps it.
-    """
+    """Run all native code that reads a program, a portable artifact, before it is compiled."""
     with _context():
         found = _deserialize(module)
         text = io.StringIO()

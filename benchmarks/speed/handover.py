@@ -42,7 +42,7 @@ def run(root: str, leaf_bytes: int, leaves: int) -> Any:
     }
     rows = []
     for step, kind in ((BASE_STEP, "base"), (DELTA_STEP, "delta")):
-        for form in ("safetensors", "npz", "orbax", "transform"):
+        for form in ("safetensors", "orbax", "transform"):
             peaks = [_peak_bytes(folder, name, step, form) for name in sizes]
             rows.append({"form": form, "kind": kind, "peak_bytes": peaks[1] - peaks[0]})
     return {"rows": rows, "leaf_bytes": leaf_bytes, "leaves": leaves, "state_bytes": sizes["large"]}

@@ -65,6 +65,7 @@ def kinds_of(root):
     return [(step.step, type(step.manifest)) for step in roots.steps_of(located(root))]
 
 
+@pytest.mark.slow
 def test_steps_are_saved_retained_and_restored_on_other_meshes(root):
     run = dict_run(mesh_of((2, 2)))
     with manager_of(root, run, max_deltas=4) as manager:

@@ -73,7 +73,7 @@ VERBS = {
     "verify STEP": Verb("verify {root} {step} --read-data"),
     "repair": Verb("repair {root} --dry-run --force --read-data"),
     "compact": Verb("compact {root} {step}", also="is a base already", is_newest=True),
-    "export": Verb("export {root} {step} {out}/step.npz --format npz --all"),
+    "export": Verb("export {root} {step} {out}/step --all"),
     "transform": Verb("transform {root} {out}/new --rules {out}/rules.toml --step {step}"),
     "cp": Verb("cp {root} {out}/copy"),
     "cp STEP": Verb("cp {root}/{step} {out}/copy", also="found nothing there. Steps there:"),

@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from safetensors.numpy import load_file
 
 import adacheck_jax as adacheck
 from adacheck_jax.store.storage.location import located
@@ -208,12 +209,11 @@ class Trial:
         self._export(states[3]["params"])
 
     def _export(self, params: Any) -> None:
-        root, target = located(str(self._root / "run")), str(self._root / "exported.npz")
-        work = functools.partial(export, root, 3, target, Format.NPZ)
+        root, target = located(str(self._root / "run")), str(self._root / "exported")
+        work = functools.partial(export, root, 3, target, Format.SAFETENSORS)
         if self._do("export", work) is None:
             return
-        with np.load(target) as file:
-            found = sorted(x.tobytes() for x in file.values())
+        found = sorted(x.tobytes() for x in load_file(f"{target}/model.safetensors").values())
         expected = sorted(x.tobytes() for x in host_copy(params))
         if found != expected:
             self.outcomes["export"] = "other bits than saved"

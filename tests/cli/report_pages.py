@@ -8,7 +8,7 @@ from typing import Any
 
 from adacheck_jax.tools.history.log import StepLog
 from adacheck_jax.tools.listing import RootSummary, StepSummary
-from adacheck_jax.tools.report.facts import Report
+from adacheck_jax.tools.report.gather import Report
 from adacheck_jax.tools.statistics import LeafStatistics, RootStatistics
 
 BEGIN = datetime(2026, 3, 1, tzinfo=UTC)
@@ -61,7 +61,6 @@ def _statistics(count: int, names: list[str]) -> RootStatistics:
         delta_count=count - count // 25,
         full_bytes=10 * SIZE,
         redundancy={"stored in bases": SIZE, "stored in deltas": 3 * SIZE, "replayed": 6 * SIZE},
-        files=(),
         leaves=tuple(LeafStatistics(name, SIZE, SIZE, 0) for name in names),
         skipped=(),
     )

@@ -1,4 +1,4 @@
-"""``adacheck report``: the command, its page as a text, and beside a running training."""
+"""``adacheck report``: the command and its page as a text."""
 
 from __future__ import annotations
 
@@ -7,18 +7,16 @@ import json
 import re
 import shutil
 import sys
-import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import ClassVar
 
-import jax
 import pytest
 from typer.testing import CliRunner
 
 from adacheck_jax.cli.main import app
 from adacheck_jax.tools.listing import StepSummary
-from adacheck_jax.tools.report.facts import Report
+from adacheck_jax.tools.report.gather import Report
 from adacheck_jax.tools.report.page import page_of
 from adacheck_jax.tools.statistics import LeafStatistics
 from tests.cli.report_pages import many_steps, small
@@ -134,13 +132,11 @@ def test_a_place_where_no_page_can_be_is_refused(run, tmp_path, output, message)
     assert message in done.output
 
 
-def test_a_wrong_call_is_refused(tmp_path, run):
+def test_a_wrong_call_is_refused(tmp_path):
     assert "expected a checkpoint root" in report(tmp_path / "none").output
     (tmp_path / "empty").mkdir()
     done = report(tmp_path / "empty", "-o", tmp_path / "x.html")
     assert (done.exit_code, (tmp_path / "x.html").exists()) == (2, False)
-    done = report(run, "--watch", "--json")
-    assert (done.exit_code, "found both" in done.output) == (2, True)
 
 
 @pytest.mark.parametrize("package", ["matplotlib", "jinja2"])
@@ -183,8 +179,6 @@ def test_a_page_loads_nothing_and_may_run_no_script():
     assert "default-src 'none'" in text
     assert not re.search(r"script-src|url\((?!#)|@import", text)
     assert "script" not in page.tags
-    assert 'http-equiv="refresh"' not in text
-    assert '<meta http-equiv="refresh" content="5">' in page_of(many_steps(60, 9), 5)
 
 
 def test_ten_thousand_steps_are_a_small_page():
@@ -230,57 +224,3 @@ def luminance(colour):
     parts = [int(digits[n : n + 2], 16) / 255 for n in (0, 2, 4)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
     return sum(part * weight for part, weight in zip(linear, (0.2126, 0.7152, 0.0722), strict=True))
-
-
-def test_watching_follows_a_run_and_ends_clearly(run, tmp_path, monkeypatch):
-    output, later = tmp_path / "report.html", tmp_path / "later"
-    newest = max(int(each.name) for each in run.iterdir() if each.name.isdecimal())
-    shutil.move(run / str(newest), later)
-    seen = []
-
-    def pause(seconds):
-        """What happens between two looks."""
-        text = output.read_text()
-        seen.append(('content="5"' in text, f"<td>{newest}<td>" in text))
-        if len(seen) == 2:  # after a look that found nothing new
-            shutil.move(later, run / str(newest))
-        if len(seen) == 3:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(time, "sleep", pause)
-    platforms = jax.config.values["jax_platforms"]
-    try:
-        done = report(run, "--watch", "-o", output, "--norms", "0")
-    finally:
-        jax.config.update("jax_platforms", platforms)
-    assert done.exit_code == 0, done.output
-    assert seen == [(True, False), (True, False), (True, True)]
-    lines = done.output.splitlines()
-    assert "Ctrl-C ends it" in lines[0]
-    assert [line.startswith(str(output)) for line in lines[1:]] == [True, True, False, True]
-    assert lines[3] == "stopped"
-    assert "refresh" not in output.read_text()
-
-
-def test_watching_waits_for_a_first_step(tmp_path, monkeypatch, run):
-    output, root, pauses = tmp_path / "report.html", tmp_path / "new", []
-    root.mkdir()
-    first = min(
-        (each for each in run.iterdir() if each.name.isdecimal()), key=lambda e: int(e.name)
-    )
-
-    def pause(seconds):
-        pauses.append(output.exists())
-        if len(pauses) == 2:
-            shutil.copytree(first, root / first.name)
-        if len(pauses) == 3:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(time, "sleep", pause)
-    platforms = jax.config.values["jax_platforms"]
-    try:
-        done = report(root, "--watch", "-o", output, "--norms", "0")
-    finally:
-        jax.config.update("jax_platforms", platforms)
-    assert pauses == [False, False, True]
-    assert sum(line.startswith("waiting:") for line in done.output.splitlines()) == 1

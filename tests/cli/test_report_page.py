@@ -19,9 +19,9 @@ INK = "getComputedStyle(document.body).color"
 TICK = "getComputedStyle(document.querySelector('svg text')).fill"
 
 
-def written(tmp_path, report, watch_s=None):
+def written(tmp_path, report):
     path = tmp_path / "report.html"
-    path.write_text(page_of(report, watch_s))
+    path.write_text(page_of(report))
     return path
 
 
@@ -65,25 +65,5 @@ def test_text_of_charts_follows_the_scheme(tmp_path):
             found.append((await page.value(INK), await page.value(TICK)))
         assert found[0][0] != found[1][0]
         assert found[0][1] != found[1][1]
-
-    browser.look(visit)
-
-
-def test_a_watched_page_loads_itself_again_where_it_was_scrolled_to(tmp_path):
-    path = written(tmp_path, many_steps(20, 3), watch_s=1)
-    count = "document.querySelector('dd').textContent.trim()"
-
-    async def visit(page):
-        await page.open(path, *SCREENS[0])
-        assert await page.value(count) == "20"
-        await page.value("window.scrollTo(0, 300)")
-        written(tmp_path, many_steps(30, 3), watch_s=1)
-        await page.loaded()
-        while (
-            await page.value(count) == "20"
-        ):  # the page may have been loaded before it was written
-            await page.loaded()
-        assert await page.value("window.scrollY") == 300
-        await check_quiet(page, path)
 
     browser.look(visit)

@@ -90,6 +90,7 @@ def test_a_store_that_refuses_connections_is_told_soon(url, variable, remedy, tm
 
 
 @STORES
+@pytest.mark.slow
 def test_missing_credentials_are_told(url, variable, remedy, tmp_path, refusing):
     done = listed(url, tmp_path, **{variable: refusing, "AWS_REGION": "us-east-1"})
     assert done.returncode == 2

@@ -378,15 +378,15 @@ def test_the_guard_waits_for_a_replica_that_is_just_being_taken(monkeypatch):
     parts = fingerprint.Contributions(
         {0: array}, {0: [pick]}, every_replica=True, owned=True, summing=shard_sums.Summing({})
     )
-    taking, go_on, take = threading.Event(), threading.Event(), fingerprint._HostShard.wait
+    taking, go_on, take = threading.Event(), threading.Event(), transfer.Staged.__getitem__
 
-    def slowly(shard):
-        if threading.current_thread().name == "sums":
+    def slowly(staged, index):
+        if staged is parts._others and threading.current_thread().name == "sums":
             taking.set()
             assert go_on.wait(60)
-        return take(shard)
+        return take(staged, index)
 
-    monkeypatch.setattr(fingerprint._HostShard, "wait", slowly)
+    monkeypatch.setattr(transfer.Staged, "__getitem__", slowly)
     sums = threading.Thread(target=parts.sums, name="sums")
     sums.start()
     assert taking.wait(60)

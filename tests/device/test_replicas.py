@@ -23,7 +23,7 @@ from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.store.steps import lookup
 from adacheck_jax.tools import replica_report
 from tests import support
-from tests.end_to_end.test_multiprocess import launch
+from tests.processes import launch
 from tests.strategies import DTYPES, any_bits
 
 
@@ -344,8 +344,8 @@ def test_a_base_of_differing_replicas_is_restored_as_one_of_them(tmp_path, caplo
 
 def test_off_is_silent_and_looks_at_no_replica(tmp_path, caplog, monkeypatch):
     asked = []
-    original = fingerprint._host_shards
-    monkeypatch.setattr(fingerprint, "_host_shards", lambda *a: asked.append(a) or original(*a))
+    original = fingerprint._replica_shards
+    monkeypatch.setattr(fingerprint, "_replica_shards", lambda *a: asked.append(a) or original(*a))
     run = support.dict_run(support.mesh_of((4, 2)))
     run.advance()
     for mode, count in (("off", 0), ("warn", 1)):
@@ -377,15 +377,15 @@ def test_an_unknown_mode_is_refused():
 
 def test_the_documented_level_is_a_warning(tmp_path, caplog):
     good = jax.device_put(jnp.arange(8.0), NamedSharding(mesh_of((8,)), P()))
-    where, leaf = replicas.replicated_leaves(["w"], [good]), leaf_of((8,))
-    check = replicas.ReplicaCheck("warn", where, [leaf], grid_of([good]), Lead())
+    sites, leaf = replicas.replicated_sites(["w"], [good]), leaf_of((8,))
+    check = replicas.ReplicaCheck("warn", sites, [leaf], grid_of([good]), Lead())
     sums = {0: {Box((0,), (8,)): {Holder(0, i, "cpu"): int(i == 3) for i in range(8)}}}
     with caplog.at_level(logging.INFO):
         check.settle(1, [json.loads(json.dumps(check.part(sums)))])
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
-def test_processes_compare_one_sum_a_box(monkeypatch):
+def test_processes_compare_one_sum_a_box():
     """Four processes of two devices: boxes held by one process, by two, and by all."""
     holders = holders_on(4, 2)
     table = {
@@ -393,11 +393,9 @@ def test_processes_compare_one_sum_a_box(monkeypatch):
         Box((4,), (8,)): holders[2:6],
         Box((8,), (9,)): holders,
     }
-    monkeypatch.setattr(
-        replicas, "_replicated", lambda *_: tuple((b, tuple(h)) for b, h in table.items())
-    )
-    where, devices = replicas.replicated_leaves(["w"], [jnp.zeros(9)]), DeviceGrid((8,), ())
-    check = replicas.ReplicaCheck("raise", where, [leaf_of((9,))], devices, Lead())
+    sites = [replicas.Site(0, "w", box, tuple(held)) for box, held in table.items()]
+    devices = DeviceGrid((8,), ())
+    check = replicas.ReplicaCheck("raise", sites, [leaf_of((9,))], devices, Lead())
 
     def found(odd):
         parts = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
 import signal
 import sys
 import threading
@@ -28,7 +29,7 @@ from adacheck_jax.store import base_writer, delta_writer, volumes
 from adacheck_jax.store.packs import writer
 from adacheck_jax.store.steps import lookup, roots
 from tests import support
-from tests.end_to_end.test_multiprocess import finish, launch, leaves, start
+from tests.processes import launch, leaves, outputs, start
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
 
 WORKER = "tests.end_to_end.concurrency_worker"
@@ -107,7 +108,7 @@ def fail_item(patch, name):
         patch.setattr(ocp.JsonCheckpointHandler, "async_save", async_save)
 
 
-@pytest.mark.first(1)
+@pytest.mark.first(0, slow=1)
 @pytest.mark.parametrize(
     ("failing", "max_deltas", "kinds", "again"),
     [
@@ -339,11 +340,13 @@ def test_a_run_of_two_processes_is_preempted_while_it_saves(tmp_path, processes,
     children = start("preempted", 2, root, out, 2, WORKER)
     try:
         held = [Path(f"{out}-held{index}") for index in range(2)]
-        until(lambda: all(p.exists() for p in held) or any(c.poll() is not None for c in children))
-        children[1].send_signal(signal.SIGTERM)
+        until(
+            lambda: all(p.exists() for p in held) or any(c.returncode is not None for c in children)
+        )
+        os.kill(children[1].process.pid, signal.SIGTERM)
         Path(f"{out}-go-on").touch()
     finally:
-        finish(children)
+        outputs(children)
     step = told(out)[0]["step"]
     assert told(out) == [{"step": step, "latest": step}] * 2
     assert 3 < step < 2000

@@ -20,7 +20,7 @@ from adacheck_jax.schedule import line
 from adacheck_jax.schedule.waste import Schedule
 from adacheck_jax.store.steps import roots
 from tests import support
-from tests.end_to_end.test_multiprocess import launch
+from tests.processes import launch
 from tests.save.test_background_bases import trained
 from tests.support import abstract, assert_same_bits, manager_of, mesh_of, save_steps
 
@@ -161,6 +161,7 @@ def test_deferred_steps_and_a_compacted_step_are_stale_too(tmp_path):
         assert set(info.stale.values()) == {1}
 
 
+@pytest.mark.slow
 def test_bases_that_are_made_in_the_background_have_the_residual(tmp_path, monkeypatch):
     monkeypatch.setattr(line, "BEGINNING", Schedule(3, 1))
     policy = adacheck.AdaptivePolicy(most_deltas=3)

@@ -98,7 +98,7 @@ def test_elements_of_64_bits_are_refused_by_name_where_jax_makes_none(tmp_path):
             assert_same_bits(manager.restore(1, args=args), expected)
 
 
-@pytest.mark.first(1, slow=2)
+@pytest.mark.first(0, slow=2)
 @pytest.mark.parametrize(
     ("name", "delta"), [*((name, "auto") for name in SETTINGS), ("jax_transfer_guard", "bits")]
 )

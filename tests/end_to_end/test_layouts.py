@@ -24,7 +24,7 @@ from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.store.steps import lookup
 from benchmarks.redundancy import with_master_weights
 from tests import support
-from tests.end_to_end.test_multiprocess import launch, leaves
+from tests.processes import launch, leaves
 
 LAYERS = 2
 
@@ -189,7 +189,7 @@ def saved_steps(tmp_path_factory):
     return there
 
 
-@pytest.mark.covering(1, quick=1)
+@pytest.mark.covering(1, quick=0)
 @pytest.mark.parametrize("devices", [1, 8], ids=["one device", "eight devices"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", TABLE)
@@ -286,6 +286,7 @@ def rule_sets(draw):
     return rules, back
 
 
+@pytest.mark.slow
 @settings(max_examples=max(4, settings().max_examples // 3))  # each saves and restores
 @given(rule_sets(), st.sampled_from(sorted(KINDS)), st.sampled_from([1, 2, 8]))
 def test_rules_drawn_at_random_come_back(tmp_path_factory, saved_steps, drawn, kind, devices):

@@ -16,7 +16,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 import adacheck_jax as adacheck
 from adacheck_jax.device import transfer
 from adacheck_jax.device.loops import xla_call
-from adacheck_jax.update.elements.pieces import VectorLayout
 from adacheck_jax.update.elements.sample_sites import Sites
 from adacheck_jax.update.elements.sampling import Taker, from_host
 from tests.support import abstract, compiled_programs, manager_of, mesh_of
@@ -80,29 +79,28 @@ def sampled(count, mesh=None):
     arrays = [np.full(shapes[i % 4], i, dtypes[i % 2]) for i in range(count)]
     arrays = jax.device_put(arrays, mesh and NamedSharding(mesh, PartitionSpec()))
     sites = Sites(range(count), arrays)
-    names = {i: str(array.dtype) for i, array in enumerate(arrays)}
-    layout = VectorLayout(range(count), names, sites.sizes)
-    taker = Taker(sites, layout, arrays)
+    roles = [(i,) for i in range(count)]
+    taker = Taker(sites, roles, arrays)
     xla_call.wait()  # the loops are tried in programs of their own
     with compiled_programs() as programs:
         taker.compile()
-    return arrays, sites, layout, taker, programs
+    return arrays, sites, roles, taker, programs
 
 
 @pytest.mark.covering(1, quick=1)
 @pytest.mark.parametrize("shape", [None, (4, 2)], ids=str)
 def test_leaves_of_a_kind_are_sampled_by_one_program_and_each_has_its_own_elements(shape):
     mesh = shape and mesh_of(shape)
-    arrays, sites, layout, taker, programs = sampled(4 * 70, mesh)
+    arrays, sites, roles, taker, programs = sampled(4 * 70, mesh)
     fewer = sampled(4 * 38, mesh)[-1]
     assert len(programs) == len(fewer) <= 6, "one a kind, one a data type for what is left over"
     starts = sites.starts_at(3)
-    host = from_host(arrays, sites, starts, layout).vectors(layout)
+    host = from_host(arrays, sites, starts, roles).vectors(roles)
     for sample in taker.take(arrays, starts, starts):
-        found = sample.vectors(layout)
-        assert all(np.asarray(found[dtype]).tobytes() == host[dtype].tobytes() for dtype in host)
+        found = sample.vectors(roles)
+        assert all(np.asarray(found[role]).tobytes() == host[role].tobytes() for role in host)
         for i, array in enumerate(arrays):
-            assert {*layout.of(found, [i]).reshape(-1).tolist()} == {float(array.reshape(-1)[0])}
+            assert {*found[i,].reshape(-1).tolist()} == {float(array.reshape(-1)[0])}
 
 
 @pytest.mark.parametrize("has_loops", [True, False])
@@ -112,14 +110,14 @@ def test_no_program_slices_more_than_a_few_leaves(monkeypatch, has_loops):
         monkeypatch.setattr(xla_call, "wait", lambda: False)
     arrays = jax.device_put([np.zeros(n, np.float32) for n in range(1, 101)])
     sites = Sites(range(100), arrays)
-    layout = VectorLayout(range(100), dict.fromkeys(range(100), "float32"), sites.sizes)
-    taker = Taker(sites, layout, arrays)
+    role = tuple(range(100))
+    taker = Taker(sites, [role], arrays)
     assert xla_call.wait() == has_loops  # the loops are tried in programs of their own
     with compiled_programs() as programs:
         taker.compile()
     assert len(programs) == (1 if has_loops else 4)  # compiled loops take no slices
     starts = sites.starts_at(0)
-    found = taker.take(arrays, starts, starts)[0].vectors(layout)["float32"]
+    found = taker.take(arrays, starts, starts)[0].vectors([role])[role]
     assert found.shape == (1, sum(range(1, 101)))
 
 

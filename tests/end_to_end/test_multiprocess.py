@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import uuid
 from pathlib import Path
 
@@ -16,48 +14,8 @@ import adacheck_jax as adacheck
 from adacheck_jax.format import manifest
 from adacheck_jax.store.steps import lookup, roots
 from adacheck_jax.store.storage.location import located
-from benchmarks.common import free_port
 from tests import support
-
-WORKER = "tests.end_to_end.multiprocess_worker"
-
-
-def start(
-    mode: str, processes: int, root: Path | str, out: Path, devices: int, worker: str = WORKER
-) -> list[subprocess.Popen[str]]:
-    port = free_port()
-    return [
-        subprocess.Popen(
-            [sys.executable, "-m", worker, mode]
-            + [str(value) for value in (index, processes, port, root, out, devices)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=Path(__file__).parents[2],
-        )
-        for index in range(processes)
-    ]
-
-
-def finish(children: list[subprocess.Popen[str]]) -> None:
-    try:
-        outputs = [child.communicate(timeout=500)[0] for child in children]
-    finally:
-        for child in children:
-            child.kill()
-    for child, output in zip(children, outputs, strict=True):
-        assert child.returncode == 0, output
-
-
-def launch(
-    mode: str, processes: int, root: Path | str, out: Path, devices: int, worker: str = WORKER
-) -> None:
-    finish(start(mode, processes, root, out, devices, worker))
-
-
-def leaves(path: Path) -> list[bytes]:
-    with np.load(path) as arrays:
-        return [arrays[name].tobytes() for name in arrays.files]
+from tests.processes import launch, leaves
 
 
 @pytest.fixture(scope="module")
@@ -224,6 +182,7 @@ def checked_of(root):
     return [getattr(each, "checked", "base") for each in found]
 
 
+@pytest.mark.slow
 def test_the_shadows_of_all_processes_prove_a_delta_together(run_of_two):
     base, *deltas = checked_of(run_of_two / "run")  # which another test goes on with
     assert (base, {*deltas}) == ("base", {"full"})

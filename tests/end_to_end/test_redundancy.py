@@ -23,7 +23,7 @@ from adacheck_jax.store import links, volumes
 from adacheck_jax.store.steps import folders, manifest_file
 from adacheck_jax.tools import inspection
 from tests import support
-from tests.end_to_end.test_multiprocess import launch
+from tests.processes import launch
 
 MESH = support.mesh_of((4, 2))
 CUT = NamedSharding(MESH, P("data", "model"))

@@ -136,7 +136,7 @@ def assert_restores(root: Path, gan: Gan, saved: Any, handler: Any, meshes: Any)
                 assert_same_bits(restored, bits)
 
 
-@pytest.mark.first(1)
+@pytest.mark.first(0, slow=1)
 @pytest.mark.parametrize("shape", [(1, 1), (4, 2)])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_step_of_a_gan_is_a_delta_and_restores_exactly(tmp_path, name, shape):

@@ -114,7 +114,7 @@ def check_failures(found: dict[str, Any], save: str, minimum: int) -> None:
 def test_a_save_that_is_stopped_or_fails_at_any_call_harms_nothing(
     library, tmp_path, save, failure
 ):
-    options = ("--save", save, "--directory", tmp_path, "--stride", 83)
+    options = ("--save", save, "--directory", tmp_path, "--stride", 113)
     found = operations(library, "log", "stopped", failure, *options)
     check_durable(found["log"], save, tmp_path)
     stopped = found["stopped"]
@@ -131,7 +131,7 @@ def test_a_save_that_is_stopped_or_fails_at_any_call_harms_nothing(
     [("base", "once"), pytest.param("delta", "full", marks=pytest.mark.campaign)],
 )
 def test_an_operation_that_fails_fails_the_save_alone(tmp_path, save, failure):
-    options = ("--save", save, "--directory", tmp_path, "--stride", 53)
+    options = ("--save", save, "--directory", tmp_path, "--stride", 71)
     check_failures(operations(None, failure, *options)[failure], save, 2)
 
 

@@ -27,7 +27,7 @@ from adacheck_jax.format import manifest
 from adacheck_jax.store.steps import folders, manifest_file
 from adacheck_jax.store.storage.location import located
 from adacheck_jax.update import exported_program
-from adacheck_jax.update.kept import Kept
+from adacheck_jax.update.program import Kept
 from tests import support
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
 

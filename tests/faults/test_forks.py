@@ -31,9 +31,8 @@ def ran(situation: str, tmp_path: Any) -> Any:
     return json.loads(done.stdout)
 
 
-@pytest.mark.slow
-@pytest.mark.first(3)
-@pytest.mark.parametrize("situation", ["writing", "saving", "folding", *OTHERS])
+@pytest.mark.first(0, slow=2)
+@pytest.mark.parametrize("situation", ["writing", "folding", "saving", *OTHERS])
 def test_no_child_hangs_or_harms_its_parent(tmp_path, situation):
     found = ran(situation, tmp_path)
     assert found["outcomes"] == dict.fromkeys(DEEDS, "ended with 0")
@@ -47,9 +46,8 @@ def test_no_child_hangs_or_harms_its_parent(tmp_path, situation):
         assert situation == "writing" or "compaction" in ends
 
 
-@pytest.mark.slow
-@pytest.mark.first(2)
-@pytest.mark.parametrize("situation", ["writing", "saving", *OTHERS])
+@pytest.mark.first(0, slow=1)
+@pytest.mark.parametrize("situation", ["saving", "writing", "folding", *OTHERS])
 def test_a_process_ends_whatever_its_threads_do(tmp_path, situation):
     ran(f"end-{situation}", tmp_path)
 

@@ -17,7 +17,6 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-import tensorstore as ts
 
 import adacheck_jax as adacheck
 from adacheck_jax.errors import FormatError, IntegrityError, LineageError
@@ -245,9 +244,8 @@ def test_a_reference_leads_to_siblings_only(reference, tmp_path):
 
 @pytest.mark.parametrize("changes", [{"chunk": 1 << 30}, {"codec": "gzip"}, {"codec": "blosc"}])
 def test_a_pack_in_other_chunks_or_codecs_than_are_written_is_refused(changes, tmp_path):
-    spec = zarr.array_in(zarr.database_at(tmp_path / "pack"), arrays.RAW.name)
     codecs = [{"name": "bytes"}, {"name": changes.get("codec", "crc32c")}]
-    spec["metadata"] = {
+    metadata = {
         "data_type": "uint8",
         "shape": [64],
         "chunk_grid": {
@@ -256,7 +254,8 @@ def test_a_pack_in_other_chunks_or_codecs_than_are_written_is_refused(changes, t
         },
         "codecs": codecs,
     }
-    ts.open(spec, create=True).result()
+    database = zarr.database_at(tmp_path / "pack")
+    zarr.array_in(database, arrays.RAW.name, metadata, create=True).result()
     with pytest.raises(FormatError, match="expected chunks of at most"):
         reader.PackArray(tmp_path / "pack", arrays.RAW, 64)
 
@@ -265,7 +264,7 @@ def test_a_base_in_other_codecs_than_are_written_is_refused(tmp_path):
     with ocp.CheckpointManager(tmp_path, item_handlers=adacheck.AdaCheckHandler()) as manager:
         manager.save(0, args=adacheck.SaveArgs({"w": jnp.ones((4, 16))}))
         manager.wait_until_finished()
-        database = ts.KvStore.open(zarr.database_in(tmp_path / "0" / "default")).result()
+        database = zarr.database_in(tmp_path / "0" / "default")
         body = json.loads(database.read("w/zarr.json").result().value)
         body["codecs"].insert(1, {"name": "gzip", "configuration": {"level": 1}})
         database.write("w/zarr.json", json.dumps(body)).result()
@@ -439,13 +438,13 @@ def fuzz(name, count):
 
 @pytest.mark.slow
 def test_a_short_fuzz_of_manifests_finds_nothing():
-    done = fuzz("manifest", 1000)
+    done = fuzz("manifest", 500)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "accepted" in done.stdout
 
 
 @pytest.mark.slow
 def test_a_short_fuzz_of_updates_finds_nothing():
-    done = fuzz("update", 200)
+    done = fuzz("update", 100)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert "FormatError" in done.stdout  # and not only inputs that end the parser

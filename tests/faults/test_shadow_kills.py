@@ -12,11 +12,11 @@ from tests.faults.test_crashes import printed_by
 def test_a_run_that_is_killed_at_random_recovers_what_its_file_held(tmp_path):
     directory = tmp_path / "run"
     printed = printed_by(
-        *("-m", "tests.campaigns.shadow_kills", "--count", 15, "--seed", 3, "--json"),
+        *("-m", "tests.campaigns.shadow_kills", "--count", 8, "--seed", 3, "--json"),
         *("--directory", directory),
     )
     found = json.loads(printed)
     assert (found["wrong"], found["lost"], found["failures"]) == ([], [], [])
-    assert found["kills"] == 15
-    assert found["recovered"] >= 5
+    assert found["kills"] == 8
+    assert found["recovered"] >= 3
     assert found["in_fold"] >= 1

@@ -24,7 +24,9 @@ def words_of(array):
 
 def stream_of(block):
     code = codes.encode(block)
-    assert code.size_bytes == code.body.size + code.rest.size
+    whole = code.body.size + code.rest.size
+    assert code.sizes(is_split=True) == (code.body.size, code.rest.size)
+    assert code.sizes(is_split=False) == (whole, 0)
     return np.concatenate([code.body, code.rest])
 
 
@@ -75,7 +77,7 @@ def test_places_take_little_more_than_their_entropy(share):
     count = np.count_nonzero(block)
     p = count / block.size
     entropy_bytes = -(p * np.log2(p) + (1 - p) * np.log2(1 - p)) * block.size / 8
-    assert codes.encode(block).size_bytes - 2 * count < 1.13 * entropy_bytes + 32
+    assert sum(codes.encode(block).sizes(is_split=True)) - 2 * count < 1.13 * entropy_bytes + 32
 
 
 @pytest.mark.parametrize(
@@ -86,7 +88,7 @@ def test_quantized_values_take_the_bits_of_their_integers(levels, expected, dtyp
     rng = np.random.default_rng(0)
     scale = np.float32(0.0137)
     block = ((rng.integers(0, levels, 1 << 18) + 7) * scale).astype(jnp.dtype(dtype))
-    size_bytes = codes.encode(block).size_bytes
+    size_bytes = sum(codes.encode(block).sizes(is_split=True))
     distinct = len(set(words_of(block)))
     assert distinct * block.dtype.itemsize <= size_bytes - expected * block.size <= 2048
     assert codes.may_pay(block)
@@ -96,7 +98,7 @@ def test_values_that_no_look_has_seen_are_found():
     block = np.zeros(1 << 20, np.float32)
     block[:] = 1.5
     block[[3, 70_001, 1_000_003]] = [2.5, np.nan, -0.0]
-    assert codes.encode(block).size_bytes < block.size / 4 + 100
+    assert sum(codes.encode(block).sizes(is_split=True)) < block.size / 4 + 100
     assert words_of(decoded(stream_of(block), block)) == words_of(block)
 
 

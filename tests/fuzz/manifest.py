@@ -123,7 +123,7 @@ class Manifests:
             (self._root / step / manifest_file.FILE).write_bytes(data)
         found = lookup.resolve(self._root / "11")
         for delta, reader in zip(found.deltas, delta_reader.readers_of(found), strict=True):
-            assert reader.stored == delta.stored
+            assert reader.delta == delta
             _check_plan(found.base, delta)
 
 

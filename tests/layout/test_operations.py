@@ -35,13 +35,12 @@ def cases(draw):
     return draw(
         st.sampled_from(
             [
-                (ops.Keep(), [shape]),
                 (ops.Stack(new), [shape] * count),
                 (ops.Unstack(shape[axis], axis), [shape]),
                 (ops.Fuse(axis, groups), [longer(n) for n in sizes]),
                 (ops.Split(axis, tuple(sizes), groups), [longer(sum(sizes))]),
-                (operations.Pad(axis, shape[axis] + count - 1), [shape]),
-                (operations.Repeat(new, count), [shape]),
+                (ops.Resize(axis, shape[axis] + count - 1, is_longer=True), [shape]),
+                (ops.Stack(new, count), [shape]),
                 (ops.Transpose(tuple(draw(st.permutations(range(len(shape)))))), [shape]),
             ]
         )
@@ -116,9 +115,9 @@ def test_an_average_of_narrow_elements_is_taken_in_float32():
         (ops.Fuse(0, 2), [Kind((3,), "int8")], "groups that divide 3"),
         (ops.Fuse(0), [Kind((3, 1), "int8"), Kind((3, 2), "int8")], "one shape"),
         (ops.Split(0, (1, 1)), [Kind((3,), "int8")], "add up to 3"),
-        (operations.Pad(0, 2), [Kind((3,), "int8")], "at least 3"),
-        (operations.Strip(0, 4), [Kind((3,), "int8")], "at most 3"),
-        (operations.Repeat(0, 0), [Kind((3,), "int8")], "at least one copy"),
+        (ops.Resize(0, 2, is_longer=True), [Kind((3,), "int8")], "at least 3"),
+        (ops.Resize(0, 4, is_longer=False), [Kind((3,), "int8")], "at most 3"),
+        (ops.Stack(0, 0), [Kind((3,), "int8")], "at least one copy"),
         (operations.Average(0), [Kind((3,), "int8")], "have a mean"),
         (ops.Transpose((0, 0)), [Kind((3, 2), "int8")], "in some order"),
     ],

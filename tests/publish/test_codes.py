@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from adacheck_jax.errors import IntegrityError
 from adacheck_jax.publish import differences, weights
 from adacheck_jax.publish.records import Leaves, PublishedLeaf
+from adacheck_jax.publish.weights import Weights
 
 
 @given(st.sampled_from([1, 2, 4, 8]), st.integers(1, 5000), st.integers(0, 9), st.integers(1, 64))
@@ -58,39 +59,47 @@ def bits_of(arrays: list[np.ndarray]) -> list[bytes]:
     return [each.tobytes() for each in arrays]
 
 
+def weights_of(leaves: Leaves, arrays: list[np.ndarray]) -> Weights:
+    made = Weights(leaves)
+    for memory, array in zip(made.arrays, arrays, strict=True):
+        memory[...] = array
+    return made
+
+
 @pytest.mark.parametrize("share", [0, 0.01, 0.5, 1])
-@pytest.mark.parametrize("most", [64, differences.SEGMENT])
+@pytest.mark.parametrize("most", [64, 1000, differences.SEGMENT])
 def test_a_delta_leads_from_one_version_to_the_next(share, most, monkeypatch):
-    segments = weights.segments_of
-    monkeypatch.setattr(weights, "segments_of", lambda leaves: segments(leaves, most))
-    before = drawn(0)
-    after = changed(before, share, 5)
-    found = weights.Weights(LEAVES, [np.array(each) for each in before])
-    changes = found.changes_to(after)
-    data = weights.encode(LEAVES, changes)
-    found.apply(weights.decode(LEAVES, data, "here"))
+    monkeypatch.setattr(differences, "SEGMENT", most)
+    before, after = drawn(0), changed(drawn(0), share, 5)
+    found, made = weights_of(LEAVES, before), weights_of(LEAVES, after)
+    data, count = weights.encode(found, made)
+    assert bool(data) == bool(share)
+    changes = weights.decode(LEAVES, data, "here") if data else []
+    found.apply(changes)
     assert bits_of(found.arrays) == bits_of(after)
-    assert weights.changed_count(changes) == sum(
-        int((weights.words_of(x, e) != weights.words_of(y, e)).sum())
-        for x, y, e in zip(before, after, LEAVES.leaves, strict=True)
-    )
+    places = {i: np.concatenate(each) for i, each in found.changed(changes).items()}
+    old = weights_of(LEAVES, before)
+    for i, leaf in enumerate(LEAVES.leaves):
+        wanted = np.flatnonzero(old.words_of(i) != made.words_of(i))
+        assert np.array_equal(places.pop(i, []), wanted), leaf
+        count -= wanted.size
+    assert not places
+    assert not count
 
 
-def test_segments_hold_each_word_once():
-    for most in (1, 7, 64, 10_000):
-        seen = [np.zeros(each.nbytes // each.word_bytes, int) for each in LEAVES.leaves]
-        for segment in weights.segments_of(LEAVES, most):
-            assert segment.size <= most
-            for piece in segment.pieces:
-                assert LEAVES.leaves[piece.leaf].word_bytes == segment.width
-                seen[piece.leaf][piece.start : piece.stop] += 1
-        assert all((each == 1).all() for each in seen)
+def test_words_lie_one_after_another_in_the_order_of_their_leaves():
+    made = weights_of(LEAVES, drawn(1))
+    words = {1: "e", 2: "ag", 4: "bcd", 8: "f"}
+    for width, names in words.items():
+        bits = b"".join(
+            made.arrays[i].tobytes() for i, leaf in enumerate(LEAVES.leaves) if leaf.path in names
+        )
+        assert made.words[width].tobytes() == bits
 
 
 def test_a_base_comes_back_part_by_part(monkeypatch):
     monkeypatch.setattr(weights, "PART_BYTES", 100)
-    before = weights.Weights(LEAVES, drawn(3))
-    after = weights.Weights.empty(LEAVES)
+    before, after = weights_of(LEAVES, drawn(3)), Weights(LEAVES)
     for number in range(weights.part_count(LEAVES)):
         data = before.part(number)
         after.set_part(number, data)
@@ -105,18 +114,16 @@ def test_small_steps_of_bfloat16_take_a_hundredth_where_one_per_cent_changes():
     moved = master + np.float32(2e-7) * np.sign(rng.standard_normal(master.size, np.float32))
     leaves = Leaves((PublishedLeaf("w", master.shape, "bfloat16"),))
     before, after = (x.astype(ml_dtypes.bfloat16) for x in (master, moved))
-    changes = weights.Weights(leaves, [before]).changes_to([after])
-    share = weights.changed_count(changes) / master.size
-    assert 0.008 < share < 0.012
-    assert 100 * len(weights.encode(leaves, changes)) < leaves.nbytes
+    data, count = weights.encode(weights_of(leaves, [before]), weights_of(leaves, [after]))
+    assert 0.008 < count / master.size < 0.012
+    assert 100 * len(data) < leaves.nbytes
 
 
 @given(st.data())
 def test_bytes_that_are_no_delta_are_refused_or_lead_to_some_words(data):
     before = drawn(0)
-    code = bytearray(
-        weights.encode(LEAVES, weights.Weights(LEAVES, before).changes_to(changed(before, 0.3, 1)))
-    )
+    after = changed(before, 0.3, 1)
+    code = bytearray(weights.encode(weights_of(LEAVES, before), weights_of(LEAVES, after))[0])
     for _ in range(data.draw(st.integers(1, 5))):
         at = data.draw(st.integers(0, len(code) - 1))
         code[at] = data.draw(st.integers(0, 255))
@@ -126,7 +133,6 @@ def test_bytes_that_are_no_delta_are_refused_or_lead_to_some_words(data):
     except IntegrityError:
         return
     for each in found:
-        size = LEAVES.leaves[each.leaf].nbytes // LEAVES.leaves[each.leaf].word_bytes
         assert (np.diff(each.positions) > 0).all()
         assert each.positions[0] >= 0
-        assert each.positions[-1] < size
+        assert each.positions[-1] < Weights(LEAVES).words[each.width].size

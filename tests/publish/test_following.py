@@ -18,7 +18,7 @@ import pytest
 from adacheck_jax.errors import LineageError, MismatchError, StorageError
 from adacheck_jax.publish import Follower, Publisher, records
 from adacheck_jax.publish.reading import VersionReader
-from adacheck_jax.publish.records import Leaves, Stored
+from adacheck_jax.publish.records import Stored
 from adacheck_jax.publish.root import BASES, VERSIONS, Root
 from adacheck_jax.publish.weights import Weights
 from adacheck_jax.store.storage.location import at, located
@@ -107,18 +107,17 @@ def test_params_may_be_donated_at_once_on_both_sides(tmp_path):
                 training.step()
 
 
-def aligned(leaves: Leaves) -> Weights:
-    """Weights in memory that arrays on CPU devices take over as it is."""
-    arrays = []
-    for leaf in leaves.leaves:
-        memory = np.empty(leaf.nbytes + 64, np.uint8)
-        start = -memory.ctypes.data % 64
-        arrays.append(memory[start : start + leaf.nbytes].view(leaf.dtype).reshape(leaf.shape))
-    return Weights(leaves, arrays)
+def aligned(shape: Any, dtype: Any = float, *rest: Any, **options: Any) -> np.ndarray:
+    """Memory that arrays on CPU devices take over as it is."""
+    if np.dtype(dtype).hasobject:
+        return np.zeros(shape, dtype)
+    memory = np.zeros(np.prod(shape, dtype=int) * np.dtype(dtype).itemsize + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : memory.size - 64 + start].view(dtype).reshape(shape)
 
 
 def test_params_that_were_given_stay_as_they_were(tmp_path, monkeypatch):
-    monkeypatch.setattr(Weights, "empty", aligned)
+    monkeypatch.setattr(np, "empty", aligned)
     wide = {"w": np.zeros((64, 1024), np.float32)}
     follower, given = Follower(tmp_path, wide), []
     with Publisher(tmp_path) as publisher:
@@ -310,7 +309,7 @@ def test_weights_that_do_not_have_their_fingerprints_are_not_served(tmp_path, mo
 
     def wrong(self: Any, changes: Any) -> None:
         apply(self, changes)
-        self.words(0)[3] ^= 1
+        self.words_of(0)[3] ^= 1
 
     with monkeypatch.context() as patch:
         patch.setattr(Weights, "apply", wrong)
@@ -480,8 +479,8 @@ def test_a_delta_larger_than_its_leaves_can_have_is_not_read(tmp_path, monkeypat
     published(tmp_path, 2, training)
     reader = VersionReader(Root(tmp_path))
     known = reader.versions([0, 1])
-    record = dataclasses.replace(known[1].record, delta=Stored(2**50, "0" * 32))
-    (tmp_path / "versions" / f"{1:012}").write_bytes(records.encode(record)[0])
+    record = dataclasses.replace(known[1], delta=Stored(2**50, "0" * 32))
+    (tmp_path / "versions" / f"{1:012}").write_bytes(records.encode(record))
     load = Root.load
 
     def refusing(root, place, stored):

@@ -1,23 +1,21 @@
 """Versions that count, the way to the newest, and what is pruned."""
 
 from adacheck_jax.publish import plan
-from adacheck_jax.publish.plan import Known
 from adacheck_jax.publish.records import Base, Claim, ParentVersion, Version
 
 
-def known(sequence: int, parent: int | None, epoch: int = 0, name: str = "") -> Known:
+def known(sequence: int, parent: int | None, epoch: int = 0, name: str = "") -> Version:
     """A version whose checksum is its number, and a name where two have the same."""
     link = None if parent is None else ParentVersion(parent, f"{parent}")
-    record = Version(sequence, epoch, sequence, link, "", (), None, 0)
-    return Known(record, f"{sequence}{name}")
+    return Version(sequence, epoch, sequence, link, "", (), None, 0, checksum=f"{sequence}{name}")
 
 
 def base(sequence: int, of: str | None = None) -> Base:
     return Base(sequence, 0, f"{sequence}" if of is None else of, ())
 
 
-def ends(found: tuple[Known, ...]) -> list[int]:
-    return [each.record.sequence for each in found]
+def ends(found: tuple[Version, ...]) -> list[int]:
+    return [each.sequence for each in found]
 
 
 CHAIN = {n: known(n, n - 1 if n else None) for n in range(10)}
@@ -26,12 +24,10 @@ CHAIN = {n: known(n, n - 1 if n else None) for n in range(10)}
 def test_a_publisher_that_was_taken_over_counts_no_more():
     claims = [Claim(0, 0, ""), Claim(1, 5, ""), Claim(2, 5, ""), Claim(3, 8, "")]
     for epoch, first, last in [(0, 0, 4), (2, 5, 7), (3, 8, 12)]:
-        assert all(
-            plan.counts(known(n, None, epoch).record, claims) for n in range(first, last + 1)
-        )
+        assert all(plan.counts(known(n, None, epoch), claims) for n in range(first, last + 1))
     for epoch, first in [(0, 5), (1, 5), (2, 8)]:
-        assert not any(plan.counts(known(n, None, epoch).record, claims) for n in range(first, 13))
-    assert plan.counts(known(3, None, 4).record, claims), "a claim that cannot be read"
+        assert not any(plan.counts(known(n, None, epoch), claims) for n in range(first, 13))
+    assert plan.counts(known(3, None, 4), claims), "a claim that cannot be read"
 
 
 def test_a_follower_goes_on_as_far_as_parents_lead():

@@ -35,8 +35,10 @@ RECORDS = [
 
 @pytest.mark.parametrize("record", RECORDS)
 def test_a_record_comes_back(record):
-    data, checksum = records.encode(record)
-    assert records.decode(data, type(record), "here") == (record, checksum)
+    data, made = records.sealed(record, "here")
+    assert made.checksum == json.loads(data)["checksum"]
+    assert made == record
+    assert records.decode(data, type(record), "here") == made
 
 
 def test_a_record_that_no_follower_could_read_is_not_written(tmp_path):
@@ -49,7 +51,7 @@ def test_a_record_that_no_follower_could_read_is_not_written(tmp_path):
 
 def changed(record: Any, change: Callable[[dict[str, Any]], Any]) -> bytes:
     """The file of a record with another body, and a checksum that fits it."""
-    body = json.loads(records.encode(record)[0])
+    body = json.loads(records.encode(record))
     del body["checksum"]
     change(body)
     return json.dumps({**body, "checksum": checksum_of(body)}).encode()
@@ -94,7 +96,7 @@ def test_other_versions_and_changed_bytes_are_told_apart():
     other = changed(record, lambda body: body.update({"format": 1}))
     with pytest.raises(FormatError, match="format version 2, found 1"):
         records.decode(other, Version, "here")
-    data = records.encode(record)[0].replace(b'"version":17', b'"version":18')
+    data = records.encode(record).replace(b'"version":17', b'"version":18')
     with pytest.raises(IntegrityError, match="checksum"):
         records.decode(data, Version, "here")
 
@@ -133,7 +135,7 @@ def test_mutated_records_are_refused_or_consistent():
                 body[key] = rng.choice(values)
 
         try:
-            found, _ = records.decode(changed(record, mutate), type(record), "here")
+            found = records.decode(changed(record, mutate), type(record), "here")
         except FormatError:
             continue
-        assert records.decode(records.encode(found)[0], type(record), "here")[0] == found
+        assert records.decode(records.encode(found), type(record), "here") == found

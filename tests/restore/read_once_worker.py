@@ -10,28 +10,20 @@ the error.
 from __future__ import annotations
 
 import json
-import os
-import sys
 from typing import Any
 
-_, process, processes, port, root, out, devices = sys.argv[1:]
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+from tests.one_process import own  # isort: skip
 
-import jax  # noqa: E402
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+from jax.sharding import NamedSharding, PartitionSpec
 
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-if int(processes) > 1:
-    jax.distributed.initialize(f"127.0.0.1:{port}", int(processes), int(process))
-
-import numpy as np  # noqa: E402
-import orbax.checkpoint as ocp  # noqa: E402
-import tensorstore as ts  # noqa: E402
-from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
-
-import adacheck_jax as adacheck  # noqa: E402
-from adacheck_jax.errors import IntegrityError  # noqa: E402
-from adacheck_jax.store import host_memory  # noqa: E402
-from tests.restore.read_once_state import saved_run  # noqa: E402
+import adacheck_jax as adacheck
+from adacheck_jax.errors import IntegrityError
+from adacheck_jax.store import host_memory
+from tests.restore.read_once_state import saved_run
 
 LAYOUTS = {"replicated": (), "cut": ("data",), "half cut": ("half",)}
 """Mesh axes that cut the first axis of each array whose length they divide."""
@@ -78,7 +70,7 @@ counts: dict[str, dict[str, int]] = {}
 for name, axes in LAYOUTS.items():
     found = {}
     for way in (False, True):
-        with ocp.CheckpointManager(root, item_handlers=adacheck.AdaCheckHandler()) as manager:
+        with ocp.CheckpointManager(own.root, item_handlers=adacheck.AdaCheckHandler()) as manager:
             before = bytes_read()
             args = adacheck.RestoreArgs(target_of(state, axes), read_once=way)
             found[way] = manager.restore(2, args=args)
@@ -87,16 +79,16 @@ for name, axes in LAYOUTS.items():
     for alone, together in zip(*map(jax.tree.leaves, (found[False], found[True])), strict=True):
         assert getattr(alone, "sharding", None) == getattr(together, "sharding", None)
         assert bits(alone) == bits(together)
-    with np.load(out) as saved:
+    with np.load(own.out) as saved:
         for key, leaf in zip(saved.files, jax.tree.leaves(found[True]), strict=True):
             for index, data in bits(leaf):
                 whole = saved[key]
                 part = whole if index == () else whole[eval(str(index))]
                 assert np.ascontiguousarray(part).tobytes() == data, key
 print(json.dumps(counts))
-if process == "0":
+if own.process == 0:
     host_memory.begin_read_into = lambda *_: (_ for _ in ()).throw(ValueError("a bad chunk"))
-with ocp.CheckpointManager(root, item_handlers=adacheck.AdaCheckHandler()) as manager:
+with ocp.CheckpointManager(own.root, item_handlers=adacheck.AdaCheckHandler()) as manager:
     try:
         manager.restore(2, args=adacheck.RestoreArgs(target_of(state, ()), read_once=True))
     except IntegrityError as error:

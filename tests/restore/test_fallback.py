@@ -244,17 +244,6 @@ def test_a_restorable_step_is_a_number_that_is_copied_whole():
 
 
 class TestLatestRestorable:
-    def test_a_step_that_nobody_checked_is_not_named_without_saying_so(
-        self, saved, caplog, monkeypatch
-    ):
-        root, _, _ = saved
-        support.tell_of_checks(monkeypatch, {5: ""})
-        with caplog.at_level(logging.WARNING, logger="adacheck_jax"):
-            assert adacheck.latest_restorable(root) == 6
-        (message,) = caplog.messages
-        assert "nobody compared the deltas of steps 5 with the state" in message
-        assert "adacheck verify --replay" in message
-
     def test_the_newest_step_of_a_whole_root(self, saved, caplog):
         root, _, states = saved
         with caplog.at_level(logging.WARNING, logger="adacheck_jax"):

@@ -155,7 +155,7 @@ def chunks_of(chunk_bytes, block_bytes=8, **changes):
 @given(step=steps(), data=st.data())
 def test_any_box_is_brought_from_the_old_bits_to_the_new_ones(step, data, tmp_path_factory):
     reader = step.write(tmp_path_factory.mktemp("step"))
-    assert reader.stored == step.stored
+    assert reader.delta.stored == step.stored
     for index, leaf in enumerate(step.leaves):
         for _ in range(3):
             box = data.draw(boxes_in(leaf.shape))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+from types import SimpleNamespace
+from typing import Any
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -13,13 +16,14 @@ from hypothesis import strategies as st
 
 import adacheck_jax as adacheck
 from adacheck_jax.device import exchange
+from adacheck_jax.device.sharding import Holder
 from adacheck_jax.format.boxes import Box, grid
-from adacheck_jax.restore import shared_reads, shares
-from adacheck_jax.restore.shares import SharedPart
+from adacheck_jax.restore import shared_reads
+from adacheck_jax.restore.shared_reads import SharedPart
 from adacheck_jax.store.steps import roots
 from adacheck_jax.store.storage.kvstore import KvStore
 from adacheck_jax.store.storage.location import Location
-from tests.end_to_end.test_multiprocess import start
+from tests.processes import outputs, start
 from tests.restore.read_once_state import advance, saved_run
 from tests.support import host_copy
 
@@ -45,7 +49,7 @@ def lines(draw, length, most):
 
 @given(shared_parts())
 def test_every_part_is_read_once_by_a_holder(parts):
-    exchanges = shares.plan(parts)
+    exchanges = shared_reads.plan(parts)
     assert [each.holders for each in exchanges] == sorted({part.holders for part in parts})
     read = [piece.part for each in exchanges for piece in each.pieces]
     assert len(read) == len(parts)
@@ -65,7 +69,7 @@ def test_every_part_is_read_once_by_a_holder(parts):
 
 @given(shared_parts())
 def test_the_bytes_are_shared_out_evenly(parts):
-    for each in shares.plan(parts):
+    for each in shared_reads.plan(parts):
         loads = [0] * len(each.holders)
         for piece in each.pieces:
             loads[piece.reader] += piece.part.nbytes
@@ -82,7 +86,7 @@ def test_a_stored_part_is_read_by_one_process(data):
         for box in grid(tuple(lines(data.draw, length, 3) for length in shape))
     }
     stored = tuple(lines(data.draw, length, 4) for length in shape)
-    users = shares.users_of(needed, shape, stored)
+    users = shared_reads.users_of(needed, shape, stored)
     assert [*users] == grid(stored)
     for part, found in users.items():
         assert found == tuple(
@@ -92,7 +96,7 @@ def test_a_stored_part_is_read_by_one_process(data):
     whole = np.arange(np.prod(shape)).reshape(shape)
     for process in range(4):
         boxes = [box for box, each in needed.items() if process in each]
-        own = shares.own_boxes(boxes, stored, shared)
+        own = shared_reads.own_boxes(boxes, stored, shared)
         for part in own:
             assert {p for b, e in users.items() if b.intersect(part) for p in e} == {process}
         given = [part.box for part in shared if process in part.holders]
@@ -108,19 +112,28 @@ def test_rows_have_few_lengths(nbytes):
     assert len({exchange.padded_length(n) for n in range(1 << 16, 1 << 17, 97)}) <= 17
 
 
-def test_who_reads_together(tmp_path):
+def test_who_reads_together(tmp_path, monkeypatch):
+    """Two processes read what both hold; a third one, which has an array for itself, does not."""
     remote = Location(KvStore("memory://root"), "run")
-    large = [SharedPart(0, Box((0,), (2,)), (0, 1), 2 * shared_reads.WORTHWHILE_BYTES)]
-    few = [SharedPart(0, Box((0,), (8,)), (1, 2), 32)]
-    assert shared_reads.members(large, None, remote) == (0, 1)
-    assert shared_reads.members(few, None, remote) == ()
-    times = shared_reads.WORTHWHILE_BYTES
-    assert shared_reads.members(few, None, remote, times=times) == (1, 2)
-    assert shared_reads.members(large, None, tmp_path) == ()
+    both, other = (
+        SimpleNamespace(device_set=[SimpleNamespace(process_index=n) for n in each])
+        for each in ((0, 1), (2,))
+    )
+    boxes = {Box((0,), (8,)): [Holder(0, 0, "cpu"), Holder(1, 0, "cpu")]}
+    monkeypatch.setattr(shared_reads, "holders_of", lambda sharding, shape: boxes)
+    members = shared_reads.members
+    few: Any = [((8,), 1, both), ((8,), 1, other), ((8,), 1, None)]
+    large: Any = [((8,), shared_reads.WORTHWHILE_BYTES, both)]
+    assert members(large, None, remote) == (0, 1)
+    assert members(few, None, remote) == ()
+    assert members(few, None, remote, times=shared_reads.WORTHWHILE_BYTES) == (0, 1)
+    assert members(large, None, tmp_path) == ()
     for where in (remote, tmp_path):
-        assert shared_reads.members(large, False, where) == ()
-        assert shared_reads.members(few, True, where) == (1, 2)
-        assert shared_reads.members([], True, where) == ()
+        assert members(large, False, where) == ()
+        assert members(few, True, where) == (0, 1)
+        assert members([], True, where) == ()
+    monkeypatch.setattr(jax, "process_index", lambda: 2)
+    assert members(few, True, remote) == ()
 
 
 @pytest.fixture(scope="module")
@@ -150,14 +163,7 @@ def words(array):
 
 def restored(root, processes, devices):
     children = start("restore", processes, root / "run", root / "bits.npz", devices, WORKER)
-    try:
-        outputs = [child.communicate(timeout=400)[0] for child in children]
-    finally:
-        for child in children:
-            child.kill()
-    for child, output in zip(children, outputs, strict=True):
-        assert child.returncode == 0, output
-    return [[json.loads(line) for line in output.splitlines()[-2:]] for output in outputs]
+    return [[json.loads(line) for line in output.splitlines()[-2:]] for output in outputs(children)]
 
 
 @pytest.mark.slow

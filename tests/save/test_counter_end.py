@@ -84,7 +84,7 @@ class Run:
         assert_all_restorable(self.root, self.saved, self.state)
 
 
-@pytest.mark.covering(1, quick=1)
+@pytest.mark.covering(1, quick=0)
 @pytest.mark.parametrize("computing", [False, True], ids=["ready", "computing"])
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("left", [2, 3, 4, 5, 6, 7])

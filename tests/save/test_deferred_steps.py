@@ -26,7 +26,7 @@ from adacheck_jax.store import delta_writer
 from adacheck_jax.store.packs import arrays, reader, writer
 from adacheck_jax.store.steps import folders, lookup, manifest_file, roots
 from tests import support
-from tests.end_to_end.test_multiprocess import launch, leaves
+from tests.processes import launch, leaves
 from tests.save import test_waiting
 
 RUNS = {"dict": support.dict_run, "linen": support.linen_run, "nnx": support.nnx_run}

@@ -11,7 +11,7 @@ from adacheck_jax.schedule.stopwatch import Stopwatch
 from adacheck_jax.schedule.waste import Schedule
 from adacheck_jax.store.steps import roots
 from tests import support
-from tests.end_to_end.test_multiprocess import launch
+from tests.processes import launch
 
 FIVE = {
     **{"step_s": 1.0, "delta_blocking_s": 0.01, "base_blocking_s": 1.0},

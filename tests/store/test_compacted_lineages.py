@@ -7,7 +7,7 @@ import pytest
 from adacheck_jax.errors import FormatError, IntegrityError, LineageError
 from adacheck_jax.format.manifest import NO_CAUTION, Link, Replaced
 from adacheck_jax.store import links
-from adacheck_jax.store.steps import folders, lookup, manifest_file, marks, references, roots
+from adacheck_jax.store.steps import folders, lookup, manifest_file, marks, roots
 from adacheck_jax.store.storage.location import at
 from tests.format.test_manifest import A_BASE, A_DELTA
 
@@ -38,7 +38,7 @@ def save_delta(root, step, known, *, linked=True):
     if linked:
         links.link_ancestors(known, item)
     (item / f"adacheck/{folders.DELTA}.0.x").write(b"pack")
-    reference = references.reference(item, parent.holder)
+    reference = lookup.reference(item, parent.holder)
     delta = dataclasses.replace(
         A_DELTA,
         step=step,

@@ -159,5 +159,5 @@ def test_equal_chunks_in_different_codecs_are_both_written(tmp_path):
     ]
     assert volumes.write(tmp_path, parts) == {"c": "b"}
     for part in parts:
-        ((_, found),) = volume_reader.ArrayReader(zarr.database_in(tmp_path), part.name).pieces()
+        ((_, found),) = volume_reader.pieces(zarr.database_in(tmp_path), part.name)
         assert np.array_equal(found, array)

@@ -105,6 +105,6 @@ def test_metadata_are_stored_as_tensorstore_writes_them(tmp_path, dtype, codec, 
     spec = {"driver": "zarr3", "kvstore": "memory://a/", "metadata": given.metadata}
     ts.open(spec, create=True, context=context).result()
     written = ts.KvStore.open("memory://a/", context=context).result().read("zarr.json").result()
-    (stored,) = volume_reader.stored_metadata(zarr.database_in(tmp_path), "a", context)
+    (stored,) = volume_reader.stored_metadata(zarr.database_in(tmp_path), "a")
     assert stored == json.loads(written.value)
     assert json.dumps(stored["fill_value"]) == json.dumps(json.loads(written.value)["fill_value"])

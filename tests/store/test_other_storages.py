@@ -12,7 +12,7 @@ from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.manifest import NO_CAUTION, Link
 from adacheck_jax.store import claims, links, volume_reader, volumes, zarr
 from adacheck_jax.store.packs import arrays, writer
-from adacheck_jax.store.steps import folders, lookup, manifest_file, marks, references, roots
+from adacheck_jax.store.steps import folders, lookup, manifest_file, marks, roots
 from adacheck_jax.store.storage.kvstore import KvStore
 from adacheck_jax.store.storage.location import Location, at
 from adacheck_jax.store.storage.posix import Posix
@@ -63,10 +63,11 @@ def test_volumes_are_merged_and_read_as_they_were_written(root):
     volumes.merge(item, {f"{folders.BASE}/{process}": None for process in (0, 1)})
     for name, store in zip("abc", volume_reader.opened(item, "abc"), strict=True):
         np.testing.assert_array_equal(store.read().result(), arrays[name])
-    (found,) = volume_reader.descriptions(item, "a")
+    database = zarr.database_in(item)
+    (found,) = volume_reader.descriptions(database, "a")
     assert found == volume_reader.Description((60, 100), "uint8", (20, 100), ("bytes", "crc32c"))
-    reader = volume_reader.ArrayReader(zarr.database_in(item), "b", item.context())
-    np.testing.assert_array_equal(np.concatenate([b for _, b in reader.pieces()]), arrays["b"])
+    pieces = volume_reader.pieces(database, "b")
+    np.testing.assert_array_equal(np.concatenate([b for _, b in pieces]), arrays["b"])
 
 
 def write_steps(root):
@@ -75,7 +76,7 @@ def write_steps(root):
     for step in ("10", "11"):
         for mark in (marks.STEP_METADATA, marks.COMMIT_MARK):
             (root / step / mark).write(b"")
-    link = Link(10, references.reference(root / "11", root / "10"), base.checksum)
+    link = Link(10, lookup.reference(root / "11", root / "10"), base.checksum)
     delta = dataclasses.replace(A_DELTA, step=11, parent=link, depth=1, caution=NO_CAUTION)
     return base, manifest_file.write(root / "11", delta)[0]
 

@@ -205,8 +205,7 @@ def test_what_is_not_declared_and_nothing_else_is_stored(drawn, tmp_path_factory
     if not kept.size:
         assert not data_files(directory)
         return
-    spec = {"driver": "zarr3", "kvstore": {**database_of(directory), "path": f"{kind.name}/"}}
-    stored = ts.open(spec, open=True).result()
+    stored = zarr.array_in(database_of(directory), kind.name, open=True).result()
     assert np.array_equal(stored.read().result(), kept)
     if zeros:
         with pytest.raises(FormatError, match="expected a pack of"):
@@ -303,8 +302,7 @@ def test_zeros_declared_beyond_the_end_are_an_error(kind, zeros, tmp_path):
 
 
 def drop_chunk(directory, kind, chunk):
-    database = ts.KvStore.open({**database_of(directory), "path": f"{kind.name}/"}).result()
-    key = f"c/{chunk}"
+    database, key = database_of(directory) / f"{kind.name}/", f"c/{chunk}"
     assert key.encode() in database.list().result()
     database.delete_range(ts.KvStore.KeyRange(key, key + "\0")).result()
 

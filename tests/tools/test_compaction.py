@@ -53,11 +53,9 @@ def test_a_step_is_compacted_and_it_is_said_what_that_gave(tmp_path, name, step)
         "delta_count": step - 1,
         "replayed_count": step - 1,
         "state_bytes": state_bytes,
-        "freed_bytes": found["freed_bytes"],
         "lost_steps": [],
     }
     assert dry == {**found, "is_dry_run": True}
-    assert (found["freed_bytes"] > 0) is (step == 4), "what step 4 links stays"
     assert is_base(tmp_path, step)
     check_steps(tmp_path, abstract(trained.state), saved)
     again = run("compact", tmp_path, step)
@@ -135,6 +133,7 @@ def not_here(_: Any, fallback: Any) -> Any:
     return fallback
 
 
+@pytest.mark.slow
 def test_an_update_that_adds_up_elements_needs_the_devices_it_ran_on(tmp_path, monkeypatch):
     trained = recorded_run(REDUCING["lamb"](), separate=True)
     with manager_of(tmp_path, adacheck.AdaCheckHandler(trained.recorder)) as manager:

@@ -168,7 +168,7 @@ def test_a_log_has_every_step_that_something_holds(tmp_path, saved, gone, missin
 def test_other_steps_are_copied(tmp_path, saved):
     root, copy = linked(saved, tmp_path / "root"), tmp_path / "copy"
     with pytest.MonkeyPatch.context() as patch:
-        Deletion(patch, root / str(STEP), looks_of("cp", saved, tmp_path) // 2)
+        Deletion(patch, root / str(STEP), 2 * looks_of("cp", saved, tmp_path) // 5)
         report = copying.copy([str(root)], str(copy))
     assert {row.name: row.result for row in report.steps} == {
         **dict.fromkeys(("1", "2", "4", "5"), copying.COPIED),

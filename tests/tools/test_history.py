@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-import adacheck_jax as adacheck
 from adacheck_jax.cli.main import app
 from adacheck_jax.tools.history import bisect as bisects
 from adacheck_jax.tools.history import compare as compares
 from adacheck_jax.tools.history import log as logs
 from adacheck_jax.tools.history.walk import Walk
 from adacheck_jax.tools.steps import InputError
-from tests.tools.small_run import STEPS, applied, initial, train
+from tests.tools.small_run import STEPS, train
 
 
 @pytest.fixture(scope="module")
@@ -164,28 +163,6 @@ def test_equal_runs_are_equal(run, tmp_path):
     train(tmp_path / "other", deferred=())
     found = compares.compare_runs(Walk(run[0]), Walk(tmp_path / "other"))
     assert (found.step, found.compared_count, found.equal_until) == (None, STEPS, STEPS - 1)
-
-
-def test_replay_with_the_same_update_gives_the_run_and_with_another_what_it_would_be(run):
-    root, states = run
-    same = dict(adacheck.tools.replay(root, 4, initial(), with_=applied))
-    assert [*same] == list(range(4, STEPS))
-    for step, state in same.items():
-        jax.tree.map(np.testing.assert_array_equal, state["params"], states[step]["params"])
-
-    def slower(state: Any, gradients: Any) -> Any:
-        params = jax.tree.map(lambda p, g: p - 1e-3 * g, state["params"], gradients)
-        return {**state, "params": params}
-
-    expected = np.float32(states[4]["params"]["b"])
-    for step, state in adacheck.tools.replay(root, 4, initial(), with_=slower, to_step=7):
-        if step > 4:
-            gradient = jax.tree.leaves(states[step]["opt"].adacheck_record)[1]
-            expected = expected - np.float32(1e-3) * gradient
-        np.testing.assert_allclose(state["params"]["b"], expected, rtol=1e-6)
-    assert step == 7
-    with pytest.raises(InputError, match="one Recorder's state"):
-        next(adacheck.tools.replay(root, 4, {"params": initial()["params"]}, with_=slower))
 
 
 def invoked(*words: Any) -> Any:

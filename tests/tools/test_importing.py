@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from typing import Any
 
 import jax
@@ -15,17 +14,13 @@ import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 from orbax.checkpoint import v1 as ocp_v1
-from typer.testing import CliRunner
 
 import adacheck_jax as adacheck
-from adacheck_jax.cli.main import app
 from adacheck_jax.device import trees
 from adacheck_jax.errors import IntegrityError, MismatchError
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest
 from adacheck_jax.store.steps import roots
 from adacheck_jax.tools import import_checkpoint
-from adacheck_jax.tools.handover import export as exports
-from adacheck_jax.tools.handover.formats import Format
 from adacheck_jax.tools.steps import InputError
 from tests import support
 from tests.support import assert_same_bits, host_copy, manager_of, mesh_of
@@ -178,44 +173,10 @@ def test_numbers_keys_and_arrays_of_the_host_are_imported(tmp_path):
         import_checkpoint(tmp_path / "x", {**wanted, "host": shape})
 
 
-@pytest.mark.parametrize("size", [10**9, 40_000], ids=["file", "shards"])
-def test_params_are_imported_from_safetensors(tmp_path, size):
-    trained = support.dict_run(mesh_of((4, 2)))
-    with manager_of(tmp_path / "run", adacheck.AdaCheckHandler(trained.recorder)) as manager:
-        support.save_steps(manager, trained, 2)
-    form = Format.SAFETENSORS
-    exports.export(tmp_path / "run", 2, str(tmp_path / "x"), form, shard_bytes=size)
-    assert (tmp_path / "x/model.safetensors").exists() is (size == 10**9)
-    params = {"params": trained.state["params"]}
-    found = import_checkpoint(tmp_path / "x", support.abstract(params, mesh_of((8, 1))))
-    assert_same_bits(found, host_copy(params))
-    kernel = found["params"]["in"]["kernel"]
-    assert kernel.sharding.is_equivalent_to(support.shardings_of(kernel, mesh_of((8, 1))), 2)
-    params["params"]["other"] = jnp.ones(2)
-    params["params"]["scale"] = jnp.ones(3)
-    with pytest.raises(MismatchError) as error:
-        import_checkpoint(str(tmp_path / "x"), params)
-    assert "missing (1): params/other" in str(error.value)
-    assert "params/scale: expected float32[3], found float32[]" in str(error.value)
-
-
-def test_small_floats_are_imported_from_safetensors(tmp_path):
-    state = {"params": {"a": jnp.arange(4, dtype=jnp.bfloat16), "b": jnp.float8_e5m2(1.5)}}
-    with manager_of(tmp_path / "run", adacheck.AdaCheckHandler(delta="bits")) as manager:
-        manager.save(1, args=adacheck.SaveArgs(state))
-    exports.export(tmp_path / "run", 1, str(tmp_path / "x"), Format.SAFETENSORS)
-    for path in (tmp_path / "x", tmp_path / "x/model.safetensors"):
-        assert_same_bits(import_checkpoint(path, state), host_copy(state))
-
-
 def test_wrong_sources_are_refused(plain_run, tmp_path):
     root, state = plain_run
     with manager_of(tmp_path / "ours", adacheck.AdaCheckHandler(delta="bits")) as manager:
         manager.save(1, args=adacheck.SaveArgs({"w": jnp.ones(2)}))
-    (tmp_path / "bad").mkdir()
-    (tmp_path / "bad/model.safetensors").write_bytes(b"\xff" * 20)
-    (tmp_path / "index").mkdir()
-    (tmp_path / "index/model.safetensors.index.json").write_text(json.dumps([]))
     (tmp_path / "broken/x").mkdir(parents=True)
     (tmp_path / "broken/x/_METADATA").write_text("{")
     for path, kind, told in (
@@ -223,58 +184,10 @@ def test_wrong_sources_are_refused(plain_run, tmp_path):
         (tmp_path, InputError, "expected a checkpoint of stock Orbax"),
         (root / "manager", InputError, "found 3. Give the directory of one step"),
         (tmp_path / "ours/1", InputError, "a step saved by AdaCheckHandler"),
-        (tmp_path / "bad", IntegrityError, "safetensors cannot read it"),
-        (tmp_path / "index", IntegrityError, "expected an index of shards"),
         (tmp_path / "broken", IntegrityError, "stock Orbax cannot read this checkpoint"),
     ):
         with pytest.raises(kind, match=told):
             import_checkpoint(path, trees.flatten(state)[0])
-
-
-TARGET = """
-import jax, optax, adacheck_jax as adacheck
-
-def build():
-    recorder = adacheck.Recorder(optax.adam(1e-3))
-    params = {"w": jax.ShapeDtypeStruct((4, 4), "float32")}
-    opt = jax.eval_shape(recorder.init, params)
-    return {"params": params, "opt": opt}, recorder
-
-def other():
-    return build()[0]["params"]
-"""
-
-
-def test_the_command_makes_a_base(tmp_path):
-    params = {"w": jnp.arange(16.0).reshape(4, 4)}
-    plain = {"params": params, "opt": optax.adam(1e-3).init(params)}
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "old", plain)
-    (tmp_path / "model.py").write_text(TARGET)
-
-    def run(name: str, *rest: Any) -> Any:
-        words = ("import", f"{tmp_path}/model.py:{name}", tmp_path / "old", tmp_path / "new", *rest)
-        return CliRunner().invoke(app, [*map(str, words)])
-
-    wrong = run("other", "--step", 7)
-    assert (wrong.exit_code, "leaves differ" in wrong.stderr) == (1, True)
-    assert not (tmp_path / "new").exists()
-    done = run("build", "--step", 7, "--json")
-    assert done.exit_code == 0, done.output
-    found = json.loads(
-        done.output.strip().splitlines()[-1] if done.output[0] != "{" else done.output
-    )
-    assert (found["step"], found["leaf_count"], found["made"]) == (
-        7,
-        6,
-        ["opt/adacheck_count", "opt/adacheck_record/w"],
-    )
-    assert adacheck.latest_restorable(tmp_path / "new") == 7
-    with manager_of(tmp_path / "new", adacheck.AdaCheckHandler()) as manager:
-        state = manager.restore(7, args=adacheck.RestoreArgs())
-    assert state["params"]["w"].tobytes() == np.asarray(params["w"]).tobytes()
-    again = run("build", "--step", 8)
-    assert (again.exit_code, "expected nothing there" in again.stderr) == (2, True)
 
 
 def _matrices(params: Any) -> Any:

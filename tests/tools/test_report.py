@@ -15,8 +15,7 @@ from rich.filesize import decimal
 
 import adacheck_jax as adacheck
 from adacheck_jax.tools.history.walk import Walk
-from adacheck_jax.tools.report.gather import gather
-from adacheck_jax.tools.report.norms import relative_change
+from adacheck_jax.tools.report.gather import gather, relative_change
 from adacheck_jax.tools.report.page import page_of
 from adacheck_jax.tools.statistics import statistics_of
 from adacheck_jax.tools.steps import InputError
@@ -58,7 +57,7 @@ def test_a_report_changes_nothing_under_the_root(run):
 def test_bytes_are_those_of_stats_and_of_the_state(run):
     root, _, report = run
     assert report.statistics == statistics_of(root)
-    leaves = Walk(root).leaves(STEPS - 1)
+    leaves = Walk(root).lineage(STEPS - 1).base.leaves
     added = [leaf for leaf in leaves if re.search("adacheck_(record|passed)", leaf.path)]
     whole = sum(leaf.nbytes for leaf in leaves)
     assert 0 < sum(leaf.nbytes for leaf in added) == whole - report.state_bytes
@@ -100,23 +99,6 @@ def test_as_many_steps_are_restored_as_asked(run, count):
     if report.logs:
         assert [*report.logs] == [whole.logs[row.step] for row in report.logs]
     assert ("--norms" in report.norms_note) == (count < STEPS)
-
-
-def test_a_later_report_restores_only_what_is_new(run, tmp_path, monkeypatch):
-    root, _, _ = run
-    copy, known, restored = tmp_path / "run", {}, []
-    shutil.copytree(root, copy)
-    shutil.move(copy / "13", tmp_path / "13")
-    whole = Walk.at
-    monkeypatch.setattr(Walk, "at", lambda walk, step: restored.append(step) or whole(walk, step))
-    gather(copy, known=known)
-    assert restored == list(range(STEPS - 1))
-    gather(copy, known=known)
-    assert restored == list(range(STEPS - 1))
-    shutil.move(tmp_path / "13", copy / "13")
-    later = gather(copy, known=known)
-    assert restored[STEPS - 1 :] == [12, 13]
-    assert later.logs[-1].gradient_norm is not None
 
 
 def test_trouble_is_told_too(run, tmp_path):

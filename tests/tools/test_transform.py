@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 import adacheck_jax as adacheck
@@ -108,9 +109,9 @@ def test_a_base_has_the_data_types_that_are_told(saved, tmp_path):
     done = run(root, tmp_path / "new", "--rules", tmp_path / "wide.toml", "--step", number)
     assert done.exit_code == 0, done.output
     assert "in/kernel float64[64, 128]" in done.output
-    words = ["export", tmp_path / "new", number, tmp_path / "x.npz", "--format", "npz"]
+    words = ["export", tmp_path / "new", number, tmp_path / "x"]
     assert not CliRunner().invoke(app, [*map(str, words)]).exit_code
-    found = np.load(tmp_path / "x.npz")["params.in.kernel"]
+    found = load_file(tmp_path / "x/model.safetensors")["params.in.kernel"]
     assert found.dtype == np.float64
     np.testing.assert_array_equal(found, np.asarray(states[number]["params"]["in"]["kernel"]))
 

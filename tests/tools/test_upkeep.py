@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -73,12 +72,6 @@ def test_statistics_add_up(run):
     full = sum(np.asarray(x).nbytes for x in jax.tree.leaves(states[0]))
     assert report.recorded_count == STEPS
     assert report.full_bytes == STEPS * full == sum(report.redundancy.values())
-    paths = [Path(folder) / f for folder, _, files in os.walk(root) for f in files]
-    inodes = {path.stat().st_ino: path.stat().st_size for path in paths}
-    assert sum(each.name_count for each in report.files) == len(paths)
-    assert sum(each.file_count for each in report.files) == len(inodes)
-    assert sum(each.file_bytes for each in report.files) == sum(inodes.values())
-    assert sum(each.named_bytes for each in report.files) == sum(p.stat().st_size for p in paths)
     record = {each.path: each for each in report.leaves}["opt/adacheck_record/a/kernel"]
     assert record.delta_bytes == report.delta_count * record.state_bytes
     shown = CliRunner().invoke(app, ["stats", str(root)])

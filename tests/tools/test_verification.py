@@ -207,12 +207,12 @@ class TestClean:
 
     def test_shared_files_are_read_once_and_updates_replayed_once(self, replayed, monkeypatch):
         read, folded = [], []
-        opened, apply = verification.volume_reader.ArrayReader, recompute.replay.apply_deltas
+        opened, apply = verification.volume_reader._opened, recompute.replay.replay_onto
         monkeypatch.setattr(
-            verification.volume_reader, "ArrayReader", lambda *a: read.append(a[1]) or opened(*a)
+            verification.volume_reader, "_opened", lambda *a: read.append(a[1]) or opened(*a)
         )
         monkeypatch.setattr(
-            recompute.replay, "apply_deltas", lambda *a: folded.append(1) or apply(*a)
+            recompute.replay, "replay_onto", lambda *a, **k: folded.append(1) or apply(*a, **k)
         )
         assert not any(damaged(replayed[0], ALL).values())
         leaves = manifest_file.read(item(replayed[0], 1)).leaves
@@ -335,8 +335,7 @@ class TestDamage:
         verification.check(item(copy, 3), read_data=False)
 
     def test_a_chunk_that_a_pack_has_lost_is_found_without_reading_data(self, copy):
-        database = zarr.database_at(folders.pack_in(item(copy, 3), 0))
-        store = ts.KvStore.open(database, context=ts.Context()).result()
+        store = zarr.database_at(folders.pack_in(item(copy, 3), 0))
         chunk = next(key for key in store.list().result() if b"/c/" in key)
         store.delete_range(ts.KvStore.KeyRange(chunk, chunk + b"\0")).result()
         report = audit.verify_root(copy)
@@ -472,8 +471,7 @@ class TestRepair:
         assert [each.path for each in report.removals] == ["7.orbax-checkpoint-tmp-12", str(step)]
         assert report.removals == plan.removals
         assert report.step_count == 2
-        freed_bytes = before - listing.summarize_root(copy).disk_bytes
-        assert abs(report.freed_bytes - freed_bytes) < 100_000  # directories count here too
+        assert listing.summarize_root(copy).disk_bytes < before
         left = {1, 2, 3} - {step}
         assert {int(path.name) for path in copy.iterdir()} == left
         for each in left:
@@ -653,7 +651,7 @@ class TestRepairOfKeys:
 
         monkeypatch.setattr(KvStore, "delete", told)
         report = repair.repair(keys, read_data=True)
-        assert [(each.path, each.freed_bytes) for each in report.removals] == [("3", 0)]
+        assert [each.path for each in report.removals] == ["3"]
         assert report.step_count == 2
         assert deleted == [f"{keys.key}/3/{marks.COMMIT_MARK}", f"{keys.key}/3"]
         assert sorted(keys.folders()) == ["1", "2"]
@@ -695,14 +693,12 @@ class TestCommand:
             result.stdout
         )
 
-    def test_verify_says_in_one_line_what_it_did_not_look_at(self, replayed, monkeypatch):
-        support.tell_of_checks(monkeypatch, {3: ""})
+    def test_verify_says_in_one_line_what_it_did_not_look_at(self, replayed):
         bytes_, replay = "the array bytes of 3 steps (verify --read-data)", "the replay of 2 steps"
-        unchecked = "the deltas of steps 3 are exact, unchecked when saved (verify --replay)"
         for options, said, not_said in (
-            ((), (bytes_, replay, unchecked), ()),
-            (("--read-data",), (replay, unchecked), (bytes_,)),
-            (("--replay",), (bytes_,), (replay, unchecked)),
+            ((), (bytes_, replay), ()),
+            (("--read-data",), (replay,), (bytes_,)),
+            (("--replay",), (bytes_,), (replay,)),
             (("--read-data", "--replay"), (), ("Not looked at",)),
         ):
             result = self.run("verify", replayed[0], *options)
@@ -712,8 +708,6 @@ class TestCommand:
             assert not any(each in result.stdout for each in not_said)
             report = json.loads(self.run("verify", replayed[0], *options, "--json").stdout)
             assert len(report["not_looked_at"]) == len(said)
-            expected = [] if "--replay" in options else [3]
-            assert [s["unchecked"] for s in report["steps"]] == [[], [], expected]
 
     def test_inspect_and_ls_tell_how_each_delta_was_checked(self, replayed, monkeypatch):
         support.tell_of_checks(monkeypatch, {3: ""})
@@ -721,7 +715,7 @@ class TestCommand:
         assert "checked when saved" in result.stdout
         assert "step 2 in full, step 3 not checked" in result.stdout
         told = json.loads(self.run("inspect", replayed[0], 3, "--json").stdout)
-        assert told["checks"] == [{"step": 2, "checked": "full"}, {"step": 3, "checked": ""}]
+        assert told["checks"] == {"2": "full", "3": ""}
         steps = json.loads(self.run("ls", replayed[0], "--json").stdout)["steps"]
         assert [each["checked"] for each in steps] == [None, "full", "not checked"]
         assert "not checked" in self.run("ls", replayed[0]).stdout

@@ -55,7 +55,7 @@ def state_of(recorder: Recorder, names: Any = None) -> Any:
 DTYPES = [(jnp.float32, jnp.float32), (jnp.float32, jnp.bfloat16), (jnp.bfloat16, jnp.float32)]
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, quick=1)
 @pytest.mark.parametrize("dtypes", DTYPES, ids=["float32", "short", "long"])
 @pytest.mark.parametrize("function", [average, warming_average, hard_copy])
 def test_the_update_program_computes_the_bits_of_the_train_step(function, dtypes):

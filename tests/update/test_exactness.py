@@ -85,6 +85,24 @@ def test_sums_are_found_through_calls_and_control_flow():
     assert levels_of(loop, X) == [Level.ORDER]
 
 
+@pytest.mark.parametrize("pinned", [False, True])
+def test_sums_are_found_where_an_operation_takes_what_it_adds_up_by(pinned):
+    """Their own jaxpr says what is done with two elements, and not in which order."""
+    rows = jnp.array([0, 0])
+    sums = [
+        lambda x: x.at[rows].add(x[:2]),
+        lambda x: x.at[rows].multiply(x[:2]),
+        lambda x: jax.lax.reduce(x, jnp.float32(0), lambda a, b: a + b * 2, (0,)),
+        lambda x: jax.lax.reduce_window(
+            x, jnp.float32(0), lambda a, b: a + b * 2, (2, 1), (1, 1), "SAME"
+        ),
+    ]
+    for function in sums:
+        assert exactness.of(function, (X,), pinned=pinned).levels == (Level.ORDER,)
+    placed = exactness.of(lambda n: (n.at[rows].add(1), n.at[rows].set(1)), (N,), pinned=pinned)
+    assert placed.levels == (Level.PLACE, Level.PLACE)
+
+
 def test_a_branch_is_as_exact_as_what_is_chosen_and_the_choice():
     def chosen(x, n):
         branches = (lambda y, z: (y + 1, z), lambda y, z: (y, z * y.sum()))

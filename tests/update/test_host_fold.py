@@ -66,15 +66,14 @@ def blocks_of(array, cuts=None):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.first(1, slow=3)
+@pytest.mark.first(0, slow=2)
 def test_every_step_has_the_bits_of_training(name, dtype, monkeypatch):
     monkeypatch.setattr(host_fold, "CHUNK_ELEMENTS", 256)  # several chunks, and some with padding
     states, update = trained(OPTIMIZERS[name](), dtype, 5)
     structure = states[0].structure
     touched = [i for each in structure.arguments for i in each]
     whole = {i: [Box.full(structure.leaves[i].shape)] for i in touched}
-    dtypes = {i: states[0].arrays[i].dtype for i in touched}
-    fold = HostFold(update.pieces, dtypes, whole, 1, ARITHMETIC)
+    fold = HostFold(update.pieces, whole, 1, ARITHMETIC)
     fold.allocate()
     fold.compile()
     for i in touched:
@@ -100,11 +99,10 @@ def test_boxes_that_do_not_meet_cannot_be_computed():
     structure = states[0].structure
     touched = [i for each in structure.arguments for i in each]
     boxes = {i: [Box.full(structure.leaves[i].shape)] for i in touched}
-    dtypes = {i: states[0].arrays[i].dtype for i in touched}
     other = structure.arguments[2][0]  # another process holds a part of the record
     with pytest.raises(UnfitError, match="cut otherwise"):
-        HostFold(update.pieces, dtypes, {**boxes, other: [Box((0, 0), (8, 11))]}, 1, ARITHMETIC)
-    fold = HostFold(update.pieces, dtypes, boxes, 1, ARITHMETIC)
+        HostFold(update.pieces, {**boxes, other: [Box((0, 0), (8, 11))]}, 1, ARITHMETIC)
+    fold = HostFold(update.pieces, boxes, 1, ARITHMETIC)
     fold.allocate()
     part = np.asarray(states[0].arrays[other])[:8]
     with pytest.raises(UnfitError, match="not all elements"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -88,12 +88,6 @@ class StockCheckpoints:
     ) -> tuple[list[ocp.Future], dict[str, ArrayEntry]]:
         """Start to write a state without its arrays.
 
-        Args:
-            directory: directory of the base.
-            state: the full state.
-            save_args: tree of ``ocp.SaveArgs`` like the state, or None.
-            custom_metadata: JSON of the caller.
-
         Returns:
             Futures that complete when that is durable, and the arrays left to be written, by leaf
             path; :meth:`finalize` takes them. Arrays without elements are not among them: Orbax
@@ -130,11 +124,6 @@ class StockCheckpoints:
         chunk_shapes: Mapping[str, tuple[int, ...]],
     ) -> dict[str, str]:
         """Merge the files that Orbax wrote, and describe the arrays as it would; for one process.
-
-        Args:
-            directory: directory of the base.
-            entries: the arrays, by leaf path, from :meth:`write`.
-            chunk_shapes: chunk shape of each array, by leaf path.
 
         Returns:
             SHA-256 digests of the files that describe the arrays, by file name.
@@ -188,8 +177,8 @@ class StockCheckpoints:
     def read(
         self,
         directory: AnyPath,
+        leaves: Sequence[Leaf],
         wanted: Mapping[str, Any],
-        leaves: Mapping[str, Leaf],
         metadata_tree: PyTree,
         read_once: ReadOnce = None,
     ) -> dict[str, Any]:
@@ -197,10 +186,9 @@ class StockCheckpoints:
 
         Args:
             directory: directory of the base.
+            leaves: the manifest's record of every leaf.
             wanted: sharding of each leaf, by leaf path; ``np.ndarray`` for a host array, None to
-                leave the leaf out. Python scalars stay Python scalars. Arrays without elements are
-                not among them.
-            leaves: the manifest's record of every leaf, by leaf path.
+                leave the leaf out. Python scalars stay Python scalars.
             metadata_tree: Orbax's tree of them (see :meth:`described`).
             read_once: as for :func:`base_reader.read`; collective.
 
@@ -213,46 +201,48 @@ class StockCheckpoints:
             StorageError: it cannot be read now, or not from ``s3://``.
         """
         found, _ = trees.flatten(metadata_tree)
-        if found.keys() != wanted.keys():
+        stored = {leaf.path: leaf for leaf in leaves if leaf.nbytes}
+        if found.keys() != stored.keys():
             raise IntegrityError(
-                f"{directory}: expected a base with {len(wanted)} leaves, found "
-                f"{len(found)}; they differ in {sorted(found.keys() ^ wanted.keys())[:5]}. The "
+                f"{directory}: expected a base with {len(stored)} leaves, found "
+                f"{len(found)}; they differ in {sorted(found.keys() ^ stored.keys())[:5]}. The "
                 "step is damaged; restore another one."
             )
-        for path, leaf in found.items():
-            check_described(directory, leaves[path], leaf)
-
-        direct = [
-            path for path, leaf in found.items() if _is_plain(wanted[path], leaves[path], leaf)
-        ]
+        for path, described in found.items():
+            check_described(directory, stored[path], described)
+        read = {leaf.path: _empty(leaf, wanted[leaf.path]) for leaf in leaves if not leaf.nbytes}
+        asked = {path: each for path, each in wanted.items() if path in found and each is not None}
+        # Not a Python scalar, nor a PRNG key.
+        plain = [p for p in asked if stored[p].key_type is None and not is_number(found[p])]
         arrays = [
             base_reader.ReadRequest(
                 found[path].name,
-                leaves[path].shape,
-                leaves[path].itemsize_bytes,
-                None if wanted[path] is np.ndarray else wanted[path],
+                stored[path].shape,
+                stored[path].itemsize_bytes,
+                None if asked[path] is np.ndarray else asked[path],
             )
-            for path in direct
+            for path in plain
         ]
         with _damage_named(directory):
-            read = dict(zip(direct, base_reader.read(directory, arrays, read_once), strict=True))
-        rest = {path: None if path in read else sharding for path, sharding in wanted.items()}
-        if any(sharding is not None for sharding in rest.values()):
+            read |= zip(plain, base_reader.read(directory, arrays, read_once), strict=True)
+        if rest := {path: each for path, each in asked.items() if path not in read}:
             by_orbax = self.read_by_orbax(directory, rest, metadata_tree)
-            read |= {path: leaf for path, leaf in by_orbax.items() if path not in read}
+            read |= {path: by_orbax[path] for path in rest}
         return {
-            path: None if read.get(path) is None else _as_saved(read[path], leaves[path].dtype)
-            for path in wanted
+            leaf.path: None
+            if (value := read.get(leaf.path)) is None
+            else _as_saved(value, leaf.dtype)
+            for leaf in leaves
         }
 
     def read_by_orbax(
         self, directory: AnyPath, wanted: Mapping[str, Any], metadata_tree: PyTree
     ) -> dict[str, Any]:
-        """Read the wanted leaves through Orbax, which knows every type; None for the others.
+        """Read the wanted leaves through Orbax, which knows every type.
 
         Args:
             directory: directory of a base, or of another checkpoint of stock Orbax.
-            wanted: as for :meth:`read`.
+            wanted: as for :meth:`read`; a leaf that is not named is left out.
             metadata_tree: the tree of :meth:`metadata`.
 
         Raises:
@@ -269,10 +259,10 @@ class StockCheckpoints:
             )
 
         def argument(key_path: Any, leaf: Any) -> Any:
-            return _restore_args(readable[trees.leaf_path(key_path)], leaf)
+            return _restore_args(readable.get(trees.leaf_path(key_path)), leaf)
 
         def item(key_path: Any, leaf: Any) -> Any:
-            return ocp.PLACEHOLDER if readable[trees.leaf_path(key_path)] is None else leaf
+            return ocp.PLACEHOLDER if readable.get(trees.leaf_path(key_path)) is None else leaf
 
         args = ocp.args.PyTreeRestore(
             item=jax.tree_util.tree_map_with_path(item, metadata_tree),
@@ -281,20 +271,17 @@ class StockCheckpoints:
         with _damage_named(directory):
             tree = self._reader.restore(epath.Path(str(directory)), args=args)
         read, _ = trees.flatten(tree)
-        return {path: _placed(leaf, readable[path], wanted[path]) for path, leaf in read.items()}
+        return {
+            path: leaf if readable[path] is wanted[path] else transfer.moved(leaf, wanted[path])
+            for path, leaf in read.items()
+            if leaf is not ocp.PLACEHOLDER
+        }
 
     def close(self) -> None:
         """Release the resources of Orbax's handlers."""
         self._writer.close()
         self._reader.close()
         self._describer.close()
-
-
-def _placed(leaf: Any, read_as: Any, wanted: Any) -> Any:
-    """A leaf that Orbax read with one sharding, in the wanted one; None if it was left out."""
-    if leaf is ocp.PLACEHOLDER:
-        return None
-    return leaf if read_as is wanted else transfer.moved(leaf, wanted)
 
 
 def _is_reachable(directory: AnyPath) -> bool:
@@ -325,9 +312,12 @@ def _as_saved(leaf: Any, dtype: str) -> Any:
     return leaf if stored_dtype(dtype) == dtype else leaf.astype(jnp.dtype(dtype))
 
 
-def _is_plain(wanted: Any, leaf: Leaf, found: Any) -> bool:
-    """True if an array is wanted as it is stored: not a Python scalar, nor a PRNG key."""
-    return wanted is not None and not is_number(found) and leaf.key_type is None
+def _empty(leaf: Leaf, wanted: Any) -> Any:
+    """An array without elements, which no base stores; None if it is not wanted."""
+    if wanted is None:
+        return None
+    array = np.empty(leaf.shape, jnp.dtype(leaf.dtype))
+    return array if wanted is np.ndarray else jax.device_put(array, wanted)
 
 
 def _readable(wanted: Any) -> Any:

@@ -22,7 +22,7 @@ from adacheck_jax.device import transfer, trees
 from adacheck_jax.errors import AdaCheckError, IntegrityError, unreadable
 from adacheck_jax.format import manifest as manifests
 from adacheck_jax.format.manifest import BaseManifest, Leaf
-from adacheck_jax.store import volume_reader
+from adacheck_jax.store import volume_reader, zarr
 from adacheck_jax.store.storage.location import AnyPath, at, located
 
 
@@ -88,7 +88,7 @@ class _Described(ocp.type_handlers.TypeHandler):
         # Damage of this file is found by its digest in the manifest.
         with contextlib.suppress(OSError, ValueError):
             shardings = json.loads(at(directory / manifests.SHARDINGS).read())
-        found = volume_reader.descriptions(directory, [info.name for info in infos])
+        found = volume_reader.descriptions(zarr.database_in(directory), [x.name for x in infos])
         return [
             ocp.metadata.ArrayMetadata(
                 name=info.name,
@@ -131,10 +131,11 @@ def sharding_key(name: str) -> str:
     return base64.urlsafe_b64encode(name.encode()).decode()
 
 
-_KNOWN_SHARDINGS = {
+_SHARDINGS = {
     "NamedSharding": ocp.metadata.NamedShardingMetadata,
     "SingleDeviceSharding": ocp.metadata.SingleDeviceShardingMetadata,
 }
+"""Orbax's metadata of the kinds of shardings that it knows."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -142,7 +143,7 @@ def _deserialized(text: str | None) -> Any:
     """Orbax's metadata of a sharding from the text of :func:`_serialized`, None without one."""
     try:
         body = json.loads(text or "{}")
-        return _KNOWN_SHARDINGS[body["sharding_type"]].from_deserialized_dict(body)
+        return _SHARDINGS[body["sharding_type"]].from_deserialized_dict(body)
     except (LookupError, TypeError, ValueError, AttributeError):
         return None
 
@@ -158,11 +159,7 @@ def _entry(value: Any, info: Any, arg: Any) -> ArrayEntry:
 
 def _serialized(sharding: Any) -> str | None:
     """A sharding as Orbax writes it into a checkpoint; None for a kind that Orbax does not know."""
-    known = {
-        jax.sharding.NamedSharding: ocp.metadata.NamedShardingMetadata,
-        jax.sharding.SingleDeviceSharding: ocp.metadata.SingleDeviceShardingMetadata,
-    }
-    metadata = known.get(type(sharding))
+    metadata = _SHARDINGS.get(type(sharding).__name__)
     return None if metadata is None else metadata.from_jax_sharding(sharding).to_serialized_string()
 
 

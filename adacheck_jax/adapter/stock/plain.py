@@ -24,10 +24,6 @@ _KEY_IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
 def write(path: Path, tree: PyTree) -> None:
     """Write a tree of host arrays, numbers and PRNG keys as a checkpoint of stock Orbax.
 
-    Args:
-        path: path of the new directory.
-        tree: the tree.
-
     Raises:
         StorageError: Orbax cannot write it.
     """
@@ -45,11 +41,7 @@ def write(path: Path, tree: PyTree) -> None:
 
 
 def read(path: Path) -> dict[str, np.ndarray]:
-    """Elements of a checkpoint by leaf path, as stock Orbax restores them; keys as key data.
-
-    Args:
-        path: directory of the checkpoint.
-    """
+    """Elements of a checkpoint by leaf path, as stock Orbax restores them; keys as key data."""
     with ocp.StandardCheckpointer() as checkpointer:
         found, _ = trees.flatten(checkpointer.restore(path))
     return {path: np.asarray(transfer.raw(leaf)) for path, leaf in found.items()}
@@ -59,11 +51,6 @@ def tree_of(described: PyTree, wanted: Collection[str], value: Callable[[str], A
     """The tree of a base with values in the place of metadata, and of the wanted leaves alone.
 
     Positions in a list stay: None is in the place of what is left out before a wanted leaf.
-
-    Args:
-        described: Orbax's metadata tree.
-        wanted: leaf paths of the wanted leaves.
-        value: the value for a leaf path, as :func:`stored` makes it.
     """
     above = {""} | {p[:i] for p in wanted for i, c in enumerate(p) if c == "/"} | {*wanted}
 

@@ -18,10 +18,6 @@ from adacheck_jax.store.storage.location import AnyPath
 def restore(directory: AnyPath, args: RestoreArgs) -> PyTree:
     """Restore a step that stock Orbax saved; nothing can verify it.
 
-    Args:
-        directory: item directory of the step.
-        args: arguments of the restore.
-
     Raises:
         IntegrityError: exact bits are wanted; or, where a fallback is, the step cannot be read.
         ValueError: the abstract state does not fit; or another error of stock Orbax.

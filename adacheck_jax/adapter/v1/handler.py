@@ -64,7 +64,7 @@ class StateHandler(ocp.handlers.CheckpointableHandler[PyTree, PyTree]):
         args = checkpointable if is_args else SaveArgs(checkpointable)
         with _directories_awaited_if_refused(directory.path):
             path, args = absolute(directory.path), options.saving(args)
-            begun, stored = self.run.begin(path, lambda: roots.place_in_step(path), args)
+            begun, stored = self.run.begin(path, lambda: roots.place_of(path, in_step=True), args)
             futures = await self.run.write(path, begun, stored)
         return _Rest(self.run, directory, begun, futures)
 
@@ -117,12 +117,6 @@ def handler_class(run: TrainingRun) -> type[StateHandler]:
 
 class _Rest:
     """The rest of a save, after the caller's thread: wait for what is written, and commit.
-
-    Args:
-        run: the training run.
-        directory: temporary directory of the item.
-        begun: the save.
-        futures: futures of what this process writes.
 
     Attributes:
         commit_futures: the futures, under the name by which Orbax cancels them.

@@ -30,9 +30,6 @@ _LIMITS = (
 def saving(args: SaveArgs) -> SaveArgs:
     """Arguments of a save, with what the active context says of storing arrays.
 
-    Args:
-        args: the caller's arguments, which come first.
-
     Raises:
         ValueError: the context wants arrays stored in a form that this library does not write.
     """
@@ -49,9 +46,6 @@ def saving(args: SaveArgs) -> SaveArgs:
 
 def loading(args: RestoreArgs) -> RestoreArgs:
     """Arguments of a restore, with what the active context says of loading.
-
-    Args:
-        args: the caller's arguments; the context adds to them.
 
     Raises:
         ValueError: the context wants a way of loading that this library does not have.

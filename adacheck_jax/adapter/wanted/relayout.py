@@ -31,11 +31,6 @@ _log = logging.getLogger(__name__)
 class Relayout:
     """The rules of a restore, planned for the leaves of a base.
 
-    Args:
-        args: arguments of the restore, with its rules.
-        base: manifest that describes the saved leaves.
-        where: directory of the step, for messages.
-
     Attributes:
         plan: operations on the leaves that are wanted.
 
@@ -48,7 +43,9 @@ class Relayout:
         every = planned(args.rules or (), base)
         specs = _transformed_leaves(every, base.leaves)
         after = dataclasses.replace(base, leaves=tuple(specs))
-        self._target = Target(args, after, _nested(specs), where)
+        # For a caller who names no tree: nested dictionaries.
+        tree = nested({x.path: jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype)) for x in specs})
+        self._target = Target(args, after, tree, where)
         self._args = args
         self._given = self._target.wanted
         wanted = [path for path, leaf in self._given.items() if leaf is not ocp.PLACEHOLDER]
@@ -138,13 +135,6 @@ def _transformed_leaves(plan: Plan, leaves: Sequence[Leaf]) -> list[Leaf]:
             size = ITEMSIZES_BYTES[kind.dtype]
             found.append(Leaf(path, kind.shape, kind.dtype, size, None, cuts, (0,)))
     return found
-
-
-def _nested(leaves: Sequence[Leaf]) -> PyTree:
-    """The new leaves as nested dictionaries, for a caller who names no tree."""
-    return nested(
-        {leaf.path: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves}
-    )
 
 
 def _placement(leaf: Any) -> Any:

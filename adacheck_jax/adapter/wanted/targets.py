@@ -154,13 +154,6 @@ class Target:
             return None
         return {path: np.ndarray if s is None else s for path, s in found.items()}
 
-    def empty(self, spec: Leaf, wanted: Any) -> Any:
-        """An array without elements, which no base stores; None if it is not wanted."""
-        if wanted is None:
-            return None
-        array = np.empty(spec.shape, jnp.dtype(spec.dtype))
-        return array if wanted is np.ndarray else jax.device_put(array, wanted)
-
     def move(self, placements: Mapping[str, Any], leaves: dict[str, Any]) -> None:
         """Place replayed leaves, by leaf path and in place, as :meth:`placements` has them."""
         for path, wanted in placements.items():
@@ -182,7 +175,7 @@ class Target:
         return {
             each.path
             for each in specs
-            if self._wanted[each.path] is ocp.PLACEHOLDER and each.key_type is None
+            if self._wanted[each.path] is ocp.PLACEHOLDER and not each.key_type and each.nbytes
         }
 
     def placements(self, lineage: Lineage) -> dict[str, Any]:

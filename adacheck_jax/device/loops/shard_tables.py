@@ -24,10 +24,12 @@ def of_sums(starts: Sequence[Sequence[int]], element_bytes: Sequence[int]) -> np
         element_bytes: width of each shard's elements.
 
     Returns:
-        uint32 of shape (rows, MAX_RANK + 1, 2), one row a shard and perhaps some more: 64-bit
-        numbers, in a type that JAX always has.
+        uint32 of shape (rows, columns, 2), one row a shard and perhaps some more: 64-bit numbers,
+        in a type that JAX always has. A row is the width, and the first index along each axis and
+        along that of the words of wide elements.
     """
-    table = np.zeros((max(len(starts), _MIN_ROWS), MAX_RANK + 1), np.int64)
+    axes = max([MAX_RANK, *(len(start) + 1 for start in starts)])
+    table = np.zeros((max(len(starts), _MIN_ROWS), axes + 1), np.int64)
     for row, start, width in zip(table, starts, element_bytes, strict=False):
         row[: 1 + len(start)] = width, *start
     return _as_words(table)
@@ -39,7 +41,7 @@ def of_samples(
     strides: Sequence[int],
     counts: Sequence[int],
     columns: Sequence[int],
-) -> tuple[np.ndarray, list[int]]:
+) -> tuple[np.ndarray, int]:
     """Table of the shards of which elements are taken, a stride apart.
 
     Args:
@@ -50,18 +52,17 @@ def of_samples(
         columns: position of each shard's first element among those that the program is given.
 
     Returns:
-        The table as of :func:`of_sums`, and the position in bytes of each shard's elements in the
-        result; behind the last that of its end.
+        The table as of :func:`of_sums`, and the bytes of all elements.
     """
     table = np.zeros((max(len(boxes), _MIN_ROWS), SHAPE + MAX_RANK), np.int64)
-    places = [0]
+    to = 0
     rows = zip(table, boxes, element_bytes, strides, counts, columns, strict=False)
     for row, box, width, stride, count, column in rows:
-        row[[WIDTH, STRIDE, COUNT, TO, COLUMN]] = width, stride, count, places[-1], column
+        row[[WIDTH, STRIDE, COUNT, TO, COLUMN]] = width, stride, count, to, column
         row[FIRST : FIRST + len(box.start)] = box.start
         row[SHAPE : SHAPE + len(box.shape)] = box.shape
-        places.append(places[-1] + count * width)
-    return _as_words(table), places
+        to += count * width
+    return _as_words(table), to
 
 
 def _as_words(table: np.ndarray) -> np.ndarray:

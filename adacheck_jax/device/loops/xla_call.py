@@ -8,11 +8,13 @@ with the steps before and after it, as it does on an accelerator.
 
 The handlers are compiled in a background thread. Until they work (:func:`is_ready`), and where they
 do not, arrays are fingerprinted and sampled from host memory.
+
+Any thread may call. The background thread alone writes what it made, ``works`` last; nobody holds a
+lock. XLA calls the handlers from threads of its own, without Python's lock.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import logging
 import threading
@@ -36,11 +38,6 @@ _SUMS, _SAMPLES = "adacheck_fingerprints", "adacheck_samples"
 
 def sums(shards: Sequence[jax.Array], table: jax.Array) -> jax.Array:
     """Partial sums of shards; to be traced into a program for CPU devices.
-
-    Args:
-        shards: arrays on one device.
-        table: the shards' positions and widths
-            (:func:`~adacheck_jax.device.loops.shard_tables.of_sums`).
 
     Returns:
         uint32 of shape (shards, 2): the low and the high half of each sum.
@@ -80,7 +77,7 @@ def _with_effort(table: jax.Array) -> jax.Array:
 
 def begin() -> None:
     """Compiles and tries the handler in the background, if the process has CPU devices alone."""
-    if jax.default_backend() == "cpu" and not _state.thread:
+    if jax.default_backend() == "cpu" and not _state.thread:  # at worst two try: no harm
         _state.thread = threading.Thread(target=_try, name="adacheck_compile")
         _state.thread.start()
 
@@ -116,12 +113,8 @@ def _try() -> None:
         from adacheck_jax.device.loops import xla_handler  # imports numba
 
         _state.handlers = xla_handler.compiled()
-        capsule = ctypes.pythonapi.PyCapsule_New
-        capsule.restype = ctypes.py_object
-        capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
         for target, handler in zip((_SUMS, _SAMPLES), _state.handlers, strict=True):
-            pointer = capsule(handler.address, None, None)
-            jax.ffi.register_ffi_target(target, pointer, platform="cpu")
+            jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(handler.ctypes), platform="cpu")
         block = np.arange(3 * 1111, dtype=np.uint32).reshape(3, 1111)
         given = [jnp.asarray(block)]
         found = np.asarray(jax.jit(sums)(given, shard_tables.of_sums([(5, 7)], [4])))

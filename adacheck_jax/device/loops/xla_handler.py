@@ -1,9 +1,10 @@
 """The fingerprint's loops as a handler of XLA's foreign function interface, compiled by numba.
 
-The interface is one of C structures (``xla/ffi/api/c_api.h``). The structures that are read here
-are equal in its versions 0.3 to 0.5. XLA asks a handler for its version first, and does not call a
-handler of a version that it does not support; structures of other sizes are not read; and
-:mod:`~adacheck_jax.device.loops.xla_call` compares the first result with numpy's.
+The interface is one of C structures (``xla/ffi/api/c_api.h`` in ``jax.ffi.include_dir()``). Those
+that are read here are equal in its versions 0.3 to 0.5. XLA asks a handler for its version first,
+and does not call one of a version that it does not support. A call of another major version, or
+with structures of other sizes, changes nothing: then the first result, which
+:mod:`~adacheck_jax.device.loops.xla_call` compares with numpy's, differs.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ _BUFFER = np.dtype(
 _EXTENSION = np.dtype(
     [("size_bytes", "i8"), ("kind", "i4"), ("unused", "i4"), ("next", "u8"), ("metadata", "u8")]
 )
-_METADATA = np.dtype(
-    [("size_bytes", "i8"), ("version", [*_HEAD, ("major", "i4"), ("minor", "i4")])]
-)
-_FRAME_BYTES, _LIST_BYTES, _BUFFER_BYTES = 168, 40, 48
+_VERSION = np.dtype([*_HEAD, ("major", "i4"), ("minor", "i4")])
+_METADATA = np.dtype([("size_bytes", "i8"), ("version", _VERSION)])
+_API = np.dtype([*_HEAD, ("version", _VERSION)])
+_MAJOR, _MINOR = 0, 3
+_FRAME_BYTES, _LIST_BYTES, _BUFFER_BYTES, _VERSION_BYTES = 168, 40, 48, 24
 _IS_METADATA, _EXECUTE = 1, 3
 
 
@@ -78,16 +80,12 @@ def _take(buffer: Any, row: Any, start: Any, output: Any) -> Any:
 @numba.njit(inline="always")
 def _copy(source: Any, to: Any, width: Any) -> Any:
     """Copies one element."""
-    if width == 4:
-        _carray(_at(to), (1,), np.uint32)[0] = _carray(_at(source), (1,), np.uint32)[0]
-    elif width == 2:
-        _carray(_at(to), (1,), np.uint16)[0] = _carray(_at(source), (1,), np.uint16)[0]
-    elif width == 1:
-        _carray(_at(to), (1,), np.uint8)[0] = _carray(_at(source), (1,), np.uint8)[0]
-    else:
-        words = width // 8
-        for n in range(words):
-            _carray(_at(to), (words,), np.uint64)[n] = _carray(_at(source), (words,), np.uint64)[n]
+    if width < 4:
+        for n in range(width):
+            _carray(_at(to), (width,), np.uint8)[n] = _carray(_at(source), (width,), np.uint8)[n]
+    words = width // 4
+    for n in range(words):
+        _carray(_at(to), (words,), np.uint32)[n] = _carray(_at(source), (words,), np.uint32)[n]
 
 
 @numba.njit
@@ -101,8 +99,11 @@ def _operands_of(address: Any) -> Any:
         extension = _carray(_at(frame.extension), (1,), _EXTENSION)[0]
         if extension.kind == _IS_METADATA:
             metadata = _carray(_at(extension.metadata), (1,), _METADATA)[0]
-            metadata.version.major, metadata.version.minor = 0, 3
+            if metadata.version.size_bytes == _VERSION_BYTES:
+                metadata.version.major, metadata.version.minor = _MAJOR, _MINOR
             return none
+    if _carray(_at(frame.api), (1,), _API)[0].version.major != _MAJOR:
+        return none
     args, rets = frame.args, frame.rets
     if frame.stage != _EXECUTE or args.size_bytes != _LIST_BYTES or rets.size_bytes != _LIST_BYTES:
         return none

@@ -28,6 +28,9 @@ class DeltaReader:
         number: the delta's position among those of the save; -1 is the saved step's own.
         shared: work shared with other readers; None to share none.
 
+    Attributes:
+        delta: the delta's part of the manifest.
+
     Raises:
         IntegrityError: the delta's manifest does not fit the base's.
     """
@@ -44,7 +47,7 @@ class DeltaReader:
         self._leaves = base.leaves
         self._entry = entry
         self._number = number % len(manifest.deltas)
-        self._delta = delta = manifest.deltas[number]
+        self.delta = delta = manifest.deltas[number]
         self._shared = shared or SharedWork()
         if len(delta.packs) != base.process_count or any(
             i >= len(base.leaves) for i in (*delta.stored, *delta.unreplayed)
@@ -60,26 +63,6 @@ class DeltaReader:
             self._extents.setdefault(extent.leaf, []).append(extent)
         self._packs: dict[tuple[int, arrays.ArrayKind], PackReader] = {}
         self._decoded: dict[tuple[int, Box], np.ndarray] | None = None
-
-    @property
-    def stored(self) -> tuple[int, ...]:
-        """Indices of the leaves of which the delta stores some box."""
-        return self._delta.stored
-
-    @property
-    def has_update(self) -> bool:
-        """True if the delta replays an update."""
-        return self._delta.has_update
-
-    @property
-    def updates(self) -> tuple[int, ...]:
-        """Positions of the recorders whose update is replayed."""
-        return self._delta.updates
-
-    @property
-    def unreplayed(self) -> tuple[int, ...]:
-        """Indices of the leaves that are not replayed: the parent's, changed by what is stored."""
-        return self._delta.unreplayed
 
     def stores_whole(self, index: int) -> bool:
         """True if every box of a leaf is stored as it is, so that no earlier bits matter."""
@@ -97,7 +80,7 @@ class DeltaReader:
             FormatError: a pack is missing, or has another length than the manifest says.
         """
         found: dict[AnyPath, list[str]] = {}
-        for process in range(len(self._delta.packs)):
+        for process in range(len(self.delta.packs)):
             for kind in (arrays.RAW, arrays.COMPRESSED):
                 if self._pack(process, kind).stored_bytes:
                     found.setdefault(self._entry.pack(process), []).append(kind.name)
@@ -119,10 +102,6 @@ class DeltaReader:
 
     def read(self, index: int, box: Box) -> np.ndarray:
         """Read one box of a leaf that the delta stores whole.
-
-        Args:
-            index: the leaf's index.
-            box: the box to read.
 
         Returns:
             The elements, which the caller must not change.
@@ -188,16 +167,13 @@ class DeltaReader:
             IntegrityError, FormatError: as from :meth:`read`.
         """
         # The largest first: a chunk holds several small leaves, and is named by one.
-        for index in sorted(self.stored, key=lambda each: -self._leaves[each].nbytes):
+        for index in sorted(self.delta.stored, key=lambda each: -self._leaves[each].nbytes):
             for _ in self.blocks(index):
                 pass
 
     @contextlib.contextmanager
     def prefetched(self, wanted: Mapping[int, Sequence[Box]]) -> Iterator[None]:
         """Read all bytes of some boxes in few large pieces, and keep them inside the context.
-
-        Args:
-            wanted: boxes by leaf index.
 
         Raises:
             FormatError: a pack is missing. Damaged bytes raise later, from :meth:`read`.
@@ -225,11 +201,6 @@ class DeltaReader:
         """Bring one box of a leaf from the parent's bits to those of this delta, in place.
 
         Only the stored boxes that meet the box are read, and of these only the rows in it.
-
-        Args:
-            index: the leaf's index.
-            box: the box whose elements the block holds.
-            block: the elements, to be changed.
 
         Raises:
             IntegrityError, FormatError: as from :meth:`read`.

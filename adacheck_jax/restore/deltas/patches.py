@@ -20,10 +20,6 @@ class Patches:
     """Stored leaves of several deltas, put in place as late as possible.
 
     A leaf that many deltas store is then taken off its devices and put back once.
-
-    Args:
-        working: the leaves.
-        specs: the base's description of each leaf.
     """
 
     def __init__(self, working: WorkingSet, specs: Sequence[Leaf]) -> None:
@@ -33,7 +29,7 @@ class Patches:
 
     def add(self, reader: DeltaReader) -> None:
         """Note what the next delta stores."""
-        for index in reader.stored:
+        for index in reader.delta.stored:
             pending = self._pending.setdefault(index, [])
             if reader.stores_whole(index):
                 pending.clear()
@@ -44,12 +40,7 @@ class Patches:
         return not self._pending.keys().isdisjoint(indices)
 
     def replace(self, index: int, array: jax.Array) -> None:
-        """Take an array in place of a leaf's pending patches, if it lies where the leaf does.
-
-        Args:
-            index: the leaf's index.
-            array: the leaf's stored elements in the newest delta, already on devices.
-        """
+        """Take an array in place of a leaf's pending patches, if it lies where the leaf does."""
         leaf = self._working[index]
         is_plain = isinstance(leaf, jax.Array) and not transfer.is_key(leaf)
         if is_plain and leaf.sharding == array.sharding:

@@ -13,11 +13,17 @@ import numpy as np
 from adacheck_jax.device import jax_settings, transfer
 from adacheck_jax.format.boxes import Box
 from adacheck_jax.format.manifest import Leaf, Update
-from adacheck_jax.restore import shared_reads, shares
+from adacheck_jax.restore import shared_reads
 from adacheck_jax.restore.compiled_update import Shardings, abstract_leaf
 from adacheck_jax.restore.deltas.delta_reader import DeltaReader
-from adacheck_jax.restore.shared_reads import Blocks, OwnShare, ReadOnce, SharedReads
-from adacheck_jax.restore.shares import ShareExchange
+from adacheck_jax.restore.shared_reads import (
+    Blocks,
+    OwnShare,
+    ReadOnce,
+    SharedPart,
+    SharedReads,
+    ShareExchange,
+)
 from adacheck_jax.store.storage.location import AnyPath
 
 _READ_AHEAD = 2
@@ -58,30 +64,34 @@ class Records:
         checked: bool,
     ) -> None:
         self._update, self._x64 = update, transfer.x64_enabled()
-        self._readers = [reader for reader in readers if reader.has_update]
+        self._readers = [reader for reader in readers if reader.delta.has_update]
         self._wanted = [abstract_leaf(specs[i], shardings[i]) for i in update.consumed]
         leaves = [specs[i] for i in update.consumed]
         self._dtypes = {n: np.dtype(leaf.dtype) for n, leaf in enumerate(leaves)}
-        parts = [
-            shared_reads.shared_parts(n, leaf.shape, shardings[i], leaf.itemsize_bytes, leaf.cuts)
-            for n, (i, leaf) in enumerate(zip(update.consumed, leaves, strict=True))
-        ]
-        shared = [*itertools.chain.from_iterable(parts)]
-        members = shared_reads.members(shared, read_once, where, times=len(self._readers))
+        targets = [shardings[i] for i in update.consumed]
+        members = shared_reads.members(
+            [(x.shape, x.itemsize_bytes, y) for x, y in zip(leaves, targets, strict=True)],
+            read_once,
+            where,
+            times=len(self._readers),
+        )
+        parts: list[list[SharedPart]] = [[] for _ in leaves]
         self._exchanges: tuple[ShareExchange, ...] = ()
         self._together: SharedReads | None = None
-        if jax.process_index() in members:
-            self._exchanges = shares.plan(shared)
+        if members:
+            parts = [
+                shared_reads.shared_parts(n, leaf.shape, target, leaf.itemsize_bytes, leaf.cuts)
+                for n, (leaf, target) in enumerate(zip(leaves, targets, strict=True))
+            ]
+            self._exchanges = shared_reads.plan(itertools.chain.from_iterable(parts))
             self._together = SharedReads(members, where, [self._exchanges] * len(self._readers))
             self._together.agree(None)
         self._checked = checked or self._together is not None
         self._own = [
             (n, box)
-            for n, leaf in enumerate(leaves)
-            for box in shares.own_boxes(
-                transfer.boxes_here(leaf.shape, shardings[update.consumed[n]]),
-                leaf.cuts,
-                parts[n] if self._together is not None else (),
+            for n, (leaf, target) in enumerate(zip(leaves, targets, strict=True))
+            for box in shared_reads.own_boxes(
+                transfer.boxes_here(leaf.shape, target), leaf.cuts, parts[n]
             )
         ]
 
@@ -120,7 +130,7 @@ class Records:
     def _read(self, reader: DeltaReader, wanted: Sequence[tuple[int, Box]]) -> Blocks:
         """Boxes of the arrays, by position and box; zeros for a recorder without an update."""
         consumed = self._update.consumed
-        of_updates = self._update.consumed_by(reader.updates)
+        of_updates = self._update.consumed_by(reader.delta.updates)
         stored = [each for each in wanted if consumed[each[0]] in of_updates]
         read = reader.read_many([(consumed[n], box) for n, box in stored], checked=self._checked)
         data = dict(zip(stored, read, strict=True))

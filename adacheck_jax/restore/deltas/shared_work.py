@@ -44,11 +44,6 @@ class SharedWork:
     ) -> pack_plan.WritePlan:
         """The layout of a delta's packs, computed as its writer did, and compared with theirs.
 
-        Args:
-            entry: the save that wrote the delta.
-            delta: the delta.
-            leaves: the base's leaves.
-
         Raises:
             IntegrityError: the delta's manifest does not fit the base's.
         """
@@ -104,12 +99,6 @@ class SharedWork:
         self, entry: LineageStep, number: int, process: int, kind: arrays.ArrayKind
     ) -> PackReader:
         """A reader of a delta's section of a pack.
-
-        Args:
-            entry: the save that wrote the delta.
-            number: the delta's position among those of the save, from 0.
-            process: the pack's process.
-            kind: kind of its array. The deltas of one save lie one after another in it.
 
         Raises:
             FormatError: the pack is missing, or has another length than the manifest says.

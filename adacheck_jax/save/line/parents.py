@@ -21,7 +21,7 @@ from adacheck_jax.save.one_save import Save
 from adacheck_jax.save.pending import Pending
 from adacheck_jax.store import links
 from adacheck_jax.store.retention import KeepLineage
-from adacheck_jax.store.steps import lookup, marks, references
+from adacheck_jax.store.steps import lookup, marks
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.interface import Stamp
 from adacheck_jax.store.storage.location import AnyPath, at
@@ -213,7 +213,7 @@ class Parents:
         parent.look(others)
         keep = self._keep_lineage  # what the policy wants deleted, a manager may delete later
         lets_go = keep is not None and parent.number is not None and keep.lets_go(parent.number)
-        if lets_go or references.reference(final_directory, parent.directory) is None:
+        if lets_go or lookup.reference(final_directory, parent.directory) is None:
             parent.lineage = None
         return parent.lineage is not None
 

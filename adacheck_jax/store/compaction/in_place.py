@@ -119,12 +119,12 @@ def prepared(
 ) -> Iterator[Prepared]:
     """Writes a base beside the delta at the end of a lineage; removes it if it is not put there.
 
-    Another compaction of the step waits until this one is left. Arguments and errors are those of
+    Another compaction of the step waits until this one is left. Errors are those of
     :func:`compact`.
 
     Args:
         lineage: the step's lineage.
-        blocks: elements of every leaf that has any; of several processes those that this one has.
+        blocks: elements as of :func:`compact`; of several processes those that this one has.
         read_back: True to compare what was written with the saved fingerprints, too; False to
             compare the blocks alone, as a save does, which takes half the time.
         team: the processes that write it; this is process 0, and the others call
@@ -167,14 +167,9 @@ def contribute(
 ) -> None:
     """Writes this process's part of a base that process 0 makes with :func:`prepared`.
 
-    Args:
-        item_directory: the step's item directory.
-        blocks: the elements that this process has.
-        team: the processes.
-        earlier_sums: as in :func:`prepared`.
+    Arguments and errors are those of :func:`prepared`.
 
     Raises:
-        MismatchError, IntegrityError, LineageError, StorageError: as of :func:`compact`.
         AdaCheckError: another process failed.
     """
     directory = at(item_directory)
@@ -348,6 +343,8 @@ def _named(directory: Location, state: str = "The step is as it was") -> Iterato
     """Tells what the operating system refused as a ``StorageError``, or that the step is gone."""
     try:
         yield
+    except AdaCheckError:  # some are errors of a system, too
+        raise
     except (OSError, ValueError) as error:
         system = system_error(error)
         if system is None:

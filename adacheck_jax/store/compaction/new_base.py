@@ -28,7 +28,7 @@ from adacheck_jax.format.manifest import (
     Replaced,
     Update,
 )
-from adacheck_jax.store import links, volume_reader, volumes
+from adacheck_jax.store import links, volume_reader, volumes, zarr
 from adacheck_jax.store.base_writer import (
     ArrayLayout,
     BaseWriter,
@@ -73,16 +73,7 @@ _CODECS: dict[str, Compression] = {"blosc": "fast", "zstd": "small"}
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
-    """Parts that a base takes over from the old one.
-
-    Attributes:
-        lineage: the step's lineage.
-        delta: the step's manifest.
-        stored: the leaves that have elements, by leaf index.
-        names: their arrays, by leaf path.
-        compression: the compression of the arrays.
-        files: the files beside the arrays by name: descriptions, and exported update programs.
-    """
+    """Parts that a base takes over from the old one; ``stored`` are leaves that have elements."""
 
     lineage: Lineage
     delta: DeltaManifest
@@ -103,16 +94,8 @@ def write(
 ) -> BaseManifest | None:
     """Writes this process's part of a base durably; and process 0 the base, of all parts.
 
-    Args:
-        directory: directory for the files, where nothing is; below the same root as the step.
-        lineage: the step's lineage, which ends at a saved delta.
-        blocks: elements of the leaves by leaf index and box, boxes of whole chunks; those of all
-            processes together are every element once.
-        read_back: True to compare not the blocks alone with the saved fingerprints, but what was
-            written of them, too.
-        team: the processes that write it.
-        earlier_sums: this process's contributions to the fingerprints of the old base, as far as
-            they are known.
+    The directory, where nothing is, lies below the same root as the step. The other arguments are
+    those of :func:`~adacheck_jax.store.compaction.in_place.prepared`.
 
     Returns:
         The base's manifest, as it was written; None in other processes than 0.
@@ -166,25 +149,19 @@ def _write_part(
     if earlier_sums is None:
         # A fingerprint is made of the sums of all processes that wrote the old base.
         earlier_sums = dict(enumerate(base.fingerprints)) if base.process_count == 1 else {}
-    sums, sizes = dict[int, int](), dict[int, int]()
-    for i in draft.stored:
-        own = blocks.get(i, {})
-        sums[i] = combine([fingerprint_of(each, box.start) for box, each in own.items()])
-        sizes[i] = sum(box.size for box in own)
-    earlier = EarlierBase(draft.lineage.base_directory, base.step, base.leaves, earlier_sums)
+    own = {i: blocks[i] for i in draft.stored if blocks.get(i)}
+    sums = {
+        i: combine([fingerprint_of(block, box.start) for box, block in own.get(i, {}).items()])
+        for i in draft.stored
+    }
+    earlier = EarlierBase(draft.lineage, earlier_sums)
     seldom = frozenset[int]()
     if update := base.update:
         seldom = seldom_changed(base.leaves, update.explained.union(update.consumed, update.counts))
-    writer = BaseWriter(
-        base.leaves,
-        {i: blocks[i] for i in draft.stored if blocks.get(i)},
-        earlier,
-        seldom,
-        ArrayLayout(draft.names),
-        draft.compression,
-    )
-    report = writer.write(directory, process, sums)
-    return report | {"sums": [*sums.items()], "sizes": [*sizes.items()]}
+    writer = BaseWriter(base.leaves, own, earlier, seldom, draft.compression)
+    report = writer.write(directory, process, sums, ArrayLayout(draft.names))
+    sizes = [sum(box.size for box in own.get(i, ())) for i in draft.stored]
+    return report | {"sums": [*sums.values()], "sizes": sizes}
 
 
 def _completed(
@@ -203,7 +180,8 @@ def _completed(
         for i, leaf in draft.stored.items():
             _check(directory, leaf, draft.names[leaf.path], delta.fingerprints[i])
     files = {name for name, _ in links.base_files(directory)} | {manifest_file.FILE}
-    writers = {i: [n for n, each in enumerate(_sizes(reports, i)) if each] for i in draft.stored}
+    sizes = zip(draft.stored, zip(*(each["sizes"] for each in reports), strict=True), strict=True)
+    writers = {i: [n for n, size in enumerate(each) if size] for i, each in sizes}
     digests = {name: hashlib.sha256(data).hexdigest() for name, data in draft.files.items()}
     made = dataclasses.replace(
         lineage.base,
@@ -226,11 +204,6 @@ def _completed(
     return dataclasses.replace(made, checksum=manifest.checksum)
 
 
-def _sizes(reports: Sequence[Report], leaf: int) -> list[int]:
-    """Elements of a leaf that each process has written."""
-    return [dict(report["sizes"])[leaf] for report in reports]
-
-
 def _check_blocks(draft: _Draft, blocks: Mapping[int, Blocks]) -> None:
     """Raises if a block does not fit its box or the leaf's type, or its box the chunks."""
     for i, leaf in draft.stored.items():
@@ -251,16 +224,15 @@ def _check_blocks(draft: _Draft, blocks: Mapping[int, Blocks]) -> None:
 
 def _check_parts(draft: _Draft, reports: Sequence[Report]) -> None:
     """Raises if elements are missing, or have not the bits that were saved."""
-    for i, leaf in draft.stored.items():
-        elements, expected = sum(_sizes(reports, i)), math.prod(leaf.shape)
+    for n, (i, leaf) in enumerate(draft.stored.items()):
+        elements, expected = sum(each["sizes"][n] for each in reports), math.prod(leaf.shape)
         if elements != expected:
             raise MismatchError(
                 f"leaf {leaf.path}: expected blocks of {leaf.dtype}{list(leaf.shape)} that have "
                 f"its {expected} elements, found {elements}. Nothing was changed; pass the whole "
                 "state as it was saved."
             )
-        sums = [dict(report["sums"])[i] for report in reports]
-        if combine(sums) != draft.delta.fingerprints[i]:
+        if combine([each["sums"][n] for each in reports]) != draft.delta.fingerprints[i]:
             raise IntegrityError(
                 f"leaf {leaf.path}: expected the bits that were saved, found others in the state "
                 "that was given. The step is as it was."
@@ -275,7 +247,9 @@ def _names(
         entries = json.loads(tree)["tree_metadata"].values()
         keys = [[str(key["key"]) for key in each["key_metadata"]] for each in entries]
         known = {"/".join(each): ".".join(each) for each in keys}
-        described = volume_reader.descriptions(source, [known[leaf.path] for leaf in leaves])
+        described = volume_reader.descriptions(
+            zarr.database_in(source), [known[leaf.path] for leaf in leaves]
+        )
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise IntegrityError(
             f"{source}: expected Orbax's description of {len(leaves)} arrays, found that it cannot "
@@ -285,10 +259,8 @@ def _names(
     pairs = [*zip(leaves, described, strict=True)]
     names = {leaf.path: Name(known[leaf.path], x.dtype, x.chunk_shape) for leaf, x in pairs}
     codecs = {codec for each in described for codec in each.codecs}
-    for codec, compression in _CODECS.items():
-        if codec in codecs:
-            return names, compression
-    return names, "none"
+    found: list[Compression] = [_CODECS[each] for each in _CODECS if each in codecs]
+    return names, found[0] if found else "none"
 
 
 def _update(update: Update | None, problem: str) -> Update | None:
@@ -299,20 +271,17 @@ def _update(update: Update | None, problem: str) -> Update | None:
 
 
 def _read(path: AnyPath, digest: str | None) -> bytes:
+    found, cause = "other bytes", None
     try:
         data = at(path).read()
+        if digest in (None, hashlib.sha256(data).hexdigest()):
+            return data
     except FileNotFoundError as error:
-        raise IntegrityError(
-            f"{path}: expected a file of the base, found none. Nothing was changed; the step can "
-            "be restored where this file is not needed, and not be compacted."
-        ) from error
-    if digest is not None and hashlib.sha256(data).hexdigest() != digest:
-        raise IntegrityError(
-            f"{path}: expected the file that was written with the base, found other bytes. Nothing "
-            "was changed; the step can be restored where this file is not needed, and not be "
-            "compacted."
-        )
-    return data
+        found, cause = "none", error
+    raise IntegrityError(
+        f"{path}: expected the file that was written with the base, found {found}. Nothing was "
+        "changed; the step can be restored where this file is not needed, and not be compacted."
+    ) from cause
 
 
 def _check(directory: Location, leaf: Leaf, name: Name, expected: int) -> None:

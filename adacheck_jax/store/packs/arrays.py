@@ -43,11 +43,6 @@ def laid_out(
 ) -> tuple[list[int], int]:
     """Positions of the sections in the stored bytes of an array, and the number of these bytes.
 
-    Args:
-        start: beginning of the paths of the pack's files, for error messages.
-        kind: kind of the array.
-        sections: each section's length in bytes, zeros included, and the blocks that were left out.
-
     Raises:
         FormatError: a section does not have the blocks that were left out.
     """

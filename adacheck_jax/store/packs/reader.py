@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import tensorstore as ts
 from adacheck_jax.errors import FormatError, IntegrityError, first_line, unreadable
 from adacheck_jax.store import host_memory, volume_reader, zarr
 from adacheck_jax.store.packs.arrays import ArrayKind, Ranges, Runs
-from adacheck_jax.store.storage.location import AnyPath, at
+from adacheck_jax.store.storage.location import AnyPath
 
 _CHECKSUM_BYTES = 4
 """Length of a chunk's crc32c, which follows its bytes."""
@@ -35,39 +35,31 @@ class PackArray:
     def __init__(self, start: AnyPath, kind: ArrayKind, stored_bytes: int) -> None:
         self.start = start
         self.kind = kind
-        self.stored_bytes = expected_bytes = stored_bytes
-        if not expected_bytes:
+        self.stored_bytes = stored_bytes
+        if not stored_bytes:
             return
-        database, context = zarr.database_at(start), at(start).context()
+        pack = f"a pack of {stored_bytes} bytes"
         try:
-            (metadata,) = volume_reader.stored_metadata(database, [kind.name], context)
+            self._database = zarr.database_at(start)
+            (metadata,) = volume_reader.stored_metadata(self._database, [kind.name])
             names = zarr.names(metadata["codecs"])
-            self._store = _opened(database, kind, metadata, context)
+            self._store = self._opened(metadata)
         except Exception as error:
             if refused := unreadable(start, error):
                 raise refused from error
-            raise FormatError(
-                f"{start}: expected a pack of {expected_bytes} bytes, found none that can be "
-                f"opened ({first_line(error)}). The step is damaged; restore another one."
-            ) from error
-        found = (tuple(self._store.shape), self._store.dtype.name)
-        if found != ((expected_bytes,), "uint8"):
-            raise FormatError(
-                f"{start}: expected a pack of {expected_bytes} bytes, found an array of shape "
-                f"{found[0]} and type {found[1]}. The step is damaged; restore another one."
-            )
+            why = f"none that can be opened ({first_line(error)})"
+            raise _damaged(start, pack, why) from error
+        shape, dtype = tuple(self._store.shape), self._store.dtype.name
+        if (shape, dtype) != ((stored_bytes,), "uint8"):
+            raise _damaged(start, pack, f"an array of shape {shape} and type {dtype}")
         # A chunk is read whole, and a crafted chain of codecs may make much out of little: only
         # sizes and codecs that are written are accepted.
         chunk_shape: Any = self._store.chunk_layout.read_chunk.shape or (0,)
-        (chunk_bytes,) = chunk_shape
+        (self._chunk_bytes,) = chunk_shape
         known = [zarr.names(zarr.chain(c)) for c in (zarr.CODECS if kind.is_compressed else [None])]
-        if not 0 < chunk_bytes <= kind.max_chunk_bytes or names not in known:
-            raise FormatError(
-                f"{start}: expected chunks of at most {kind.max_chunk_bytes} bytes in the "
-                f"codecs {known}, found {chunk_bytes} in {names}. The step is "
-                "damaged; restore another one."
-            )
-        self._chunk_bytes: int = chunk_bytes
+        if not 0 < self._chunk_bytes <= kind.max_chunk_bytes or names not in known:
+            chunks = f"chunks of at most {kind.max_chunk_bytes} bytes in the codecs {known}"
+            raise _damaged(start, chunks, f"{self._chunk_bytes} in {names}")
 
     def read(
         self, spans: Sequence[tuple[int, int]], *, what: str, checked: bool = True
@@ -84,13 +76,17 @@ class PackArray:
             IntegrityError: a chunk is missing, truncated, or its checksum does not match.
             StorageError: the array cannot be read now.
         """
-        begin = self._begin if checked or self.kind.is_compressed else self._begin_unchecked
+        whole = checked or self.kind.is_compressed
+        read = [host_memory.empty(max(0, stop - start)) for start, stop in spans]
         try:
-            begun = [begin(a, b) for a, b in spans]
-            for _, futures in begun:
-                for each in futures:
-                    each.result()
-            return [data for data, _ in begun]
+            reading = [
+                host_memory.begin_read_into(part, data[at : at + part.size])
+                for (start, stop), data in zip(spans, read, strict=True)
+                for at, part in self._parts(start, stop, whole=whole)
+            ]
+            for each in reading:
+                each.result()
+            return read
         except Exception as error:
             if refused := unreadable(self.start, error):
                 raise refused from error
@@ -99,23 +95,16 @@ class PackArray:
                 f"({first_line(error)}). Restore another step."
             ) from error
 
-    def _begin(self, start: int, stop: int) -> tuple[np.ndarray, list[Any]]:
-        if start >= stop:
-            return np.empty(0, np.uint8), []
-        data, future = host_memory.begin_read(self._store[start:stop])
-        return data, [future]
-
-    def _begin_unchecked(self, start: int, stop: int) -> tuple[np.ndarray, list[Any]]:
-        if start >= stop:
-            return np.empty(0, np.uint8), []
-        data, futures = host_memory.empty(stop - start), []
-        for number in range(start // self._chunk_bytes, -(-stop // self._chunk_bytes)):
-            first = number * self._chunk_bytes
-            a, b = max(start, first), min(stop, first + self._chunk_bytes)
-            skipped = number * _CHECKSUM_BYTES
-            part = self._plain[a + skipped : b + skipped]
-            futures.append(host_memory.begin_read_into(part, data[a - start : b - start]))
-        return data, futures
+    def _parts(self, start: int, stop: int, *, whole: bool) -> Iterator[tuple[int, Any]]:
+        """Parts of a range, to be read at once, and the position of each: the range, or chunks."""
+        if whole and start < stop:
+            yield 0, self._store[start:stop]
+        elif start < stop:
+            for number in range(start // self._chunk_bytes, -(-stop // self._chunk_bytes)):
+                first = number * self._chunk_bytes
+                a, b = max(start, first), min(stop, first + self._chunk_bytes)
+                skipped = number * _CHECKSUM_BYTES
+                yield a - start, self._plain[a + skipped : b + skipped]
 
     @functools.cached_property
     def _plain(self) -> Any:
@@ -123,17 +112,18 @@ class PackArray:
         count = -(-self.stored_bytes // self._chunk_bytes)
         chunk_bytes = self._chunk_bytes + _CHECKSUM_BYTES
         codecs = [{"name": "bytes"}]
-        metadata = zarr.metadata("uint8", [count * chunk_bytes], [chunk_bytes], codecs)
-        return _opened(zarr.database_at(self.start), self.kind, metadata, at(self.start).context())
+        return self._opened(zarr.metadata("uint8", [count * chunk_bytes], [chunk_bytes], codecs))
+
+    def _opened(self, metadata: Any) -> ts.TensorStore:
+        """The array as metadata tell it, whatever is stored of them."""
+        options = {"open": True, "read": True, "assume_metadata": True}
+        return zarr.array_in(self._database, self.kind.name, metadata, **options).result()
 
 
-def _opened(
-    database: Mapping[str, Any], kind: ArrayKind, metadata: Any, context: ts.Context
-) -> ts.TensorStore:
-    """The array as metadata tell it, whatever is stored of them."""
-    spec = {**zarr.array_in(database, kind.name), "metadata": metadata}
-    options: dict[str, Any] = {"open": True, "read": True, "assume_metadata": True}
-    return ts.open(spec, context=context, **options).result()
+def _damaged(start: AnyPath, expected: str, found: str) -> FormatError:
+    return FormatError(
+        f"{start}: expected {expected}, found {found}. The step is damaged; restore another one."
+    )
 
 
 class PackReader:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import tensorstore as ts
@@ -27,19 +26,13 @@ def write_pack(
 ) -> list[list[Ranges]]:
     """Writes one pack durably, in one transaction.
 
-    Args:
-        start: beginning of the paths of its files; their directory is made if absent.
-        contents: kind and sections of each array. An array without bytes is not written; the
-            sections may be changed again after the call.
-        codec: codec of the compressed array.
-
     Returns:
         Ranges of blocks of zeros that were left out, by array and section.
     """
     place = at(start)
     if place.on_file_system:
         context = place.context(file_io_sync=False)  # else each file by itself waits for the disk
-        zeros = _write(zarr.database_at(place), context, contents, codec)
+        zeros = _write(zarr.database_at(place, context), contents, codec)
         beginning = f"{place.name}."
         files = [e for e in place.parent.list(deep=False) if e.name.startswith(beginning)]
         if files:
@@ -47,14 +40,13 @@ def write_pack(
         return zeros
     # Tensorstore would ask and write five times in turn. Files made in memory are written at once.
     memory = Location(KvStore("memory://pack"), place.name)
-    zeros = _write(zarr.database_at(memory), memory.context(), contents, codec)
+    zeros = _write(zarr.database_at(memory), contents, codec)
     _move(memory.storage, place.parent)
     return zeros
 
 
 def _write(
-    database: dict[str, Any],
-    context: ts.Context,
+    database: ts.KvStore,
     contents: Sequence[tuple[ArrayKind, Sequence[np.ndarray]]],
     codec: Codec,
 ) -> list[list[Ranges]]:
@@ -68,14 +60,9 @@ def _write(
             if not pack.size:
                 continue
             codecs = zarr.chain(codec if kind.is_compressed else None)
-            chunk_shape = [_chunk_bytes(pack.size, kind)]
-            metadata = zarr.metadata("uint8", pack.shape, chunk_shape, codecs)
-            spec = {
-                **zarr.array_in(database, kind.name),
-                "metadata": metadata,
-                "store_data_equal_to_fill_value": True,
-            }
-            store = ts.open(spec, create=True, transaction=transaction, context=context).result()
+            metadata = zarr.metadata("uint8", pack.shape, [_chunk_bytes(pack.size, kind)], codecs)
+            options = {"create": True, "transaction": transaction}
+            store = zarr.array_in(database, kind.name, metadata, **options).result()
             # The bytes do not change before the commit, so tensorstore need not copy.
             store.write(pack, can_reference_source_data_indefinitely=True).result()
     return zeros

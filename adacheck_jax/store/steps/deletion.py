@@ -20,7 +20,7 @@ from adacheck_jax.errors import (
     tells_of_absence,
 )
 from adacheck_jax.format.manifest import DeltaManifest
-from adacheck_jax.store.steps import manifest_file, marks, references
+from adacheck_jax.store.steps import lookup, manifest_file, marks
 from adacheck_jax.store.steps.folders import LINEAGE
 from adacheck_jax.store.storage.location import AnyPath, at
 
@@ -58,7 +58,12 @@ def told(item_directory: AnyPath) -> Iterator[None]:
         gone = first_deleted(looked_at, 0.0 if is_damage else _STILL_S)
         if gone is None:
             raise
-        raise _error(gone, item_directory) from error
+        builds = "" if gone == item_directory else f", and {item_directory} builds on it"
+        raise StepDeletedError(
+            f"{gone}: expected a step to read, found that it was deleted{builds}. It is gone and "
+            "not damaged, as a manager's retention deletes steps: call manager.reload() and "
+            "restore the newest step, or restore with skip_damaged=True."
+        ) from error
 
 
 def is_deleted(item_directory: AnyPath) -> bool:
@@ -108,15 +113,6 @@ def _parents(item_directory: AnyPath) -> list[AnyPath]:
             manifest = manifest_file.read(item_directory)
             if not isinstance(manifest, DeltaManifest):
                 break
-            item_directory = references.referred(item_directory, manifest.parent.reference)
+            item_directory = lookup.referred(item_directory, manifest.parent.reference)
             found.append(item_directory)
     return found
-
-
-def _error(gone: AnyPath, wanted: AnyPath) -> StepDeletedError:
-    builds = "" if gone == wanted else f", and {wanted} builds on it"
-    return StepDeletedError(
-        f"{gone}: expected a step to read, found that it was deleted{builds}. It is gone and not "
-        "damaged, as a manager's retention deletes steps: call manager.reload() and restore the "
-        "newest step, or restore with skip_damaged=True."
-    )

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from adacheck_jax.store.steps import manifest_file
-from adacheck_jax.store.storage.interface import Entry
 from adacheck_jax.store.storage.location import AnyPath, at
 
 DELTA = "delta"
@@ -20,14 +17,9 @@ KEPT = f"{manifest_file.DIRECTORY}/kept"
 """Folder of hard links to volumes of earlier bases whose arrays have not changed since."""
 
 
-def pack_name(process: int) -> str:
-    """Beginning of the names of the files of one process's pack; a dot follows."""
-    return f"{DELTA}.{process}"
-
-
 def pack_in(item_directory: AnyPath, process: int) -> AnyPath:
     """Beginning of the paths of the pack that a process writes; a dot follows."""
-    return item_directory / manifest_file.DIRECTORY / pack_name(process)
+    return item_directory / manifest_file.DIRECTORY / f"{DELTA}.{process}"
 
 
 def new_bytes(directory: AnyPath) -> int | None:
@@ -37,21 +29,10 @@ def new_bytes(directory: AnyPath) -> int | None:
     """
     if not at(directory).on_file_system:
         return None
-    return sum(each.size_bytes for each in files(directory, links=False))
+    files = at(directory).described()
+    return sum(entry.size_bytes for path, entry in files if not is_link(f"/{path}"))
 
 
 def is_link(path: str) -> bool:
     """True for a file under a step that is a link to one of an earlier step."""
     return f"/{LINEAGE}/" in path or f"/{KEPT}/" in path
-
-
-def files(directory: AnyPath, *, links: bool = True) -> Iterator[Entry]:
-    """Descriptions of the files under a directory; files deleted meanwhile are left out.
-
-    Args:
-        directory: the directory.
-        links: False to leave out those that are links to files of earlier steps.
-    """
-    for path, entry in at(directory).described():
-        if links or not is_link(f"/{path}"):
-            yield entry

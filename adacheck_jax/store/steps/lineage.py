@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from adacheck_jax.errors import LineageError
 from adacheck_jax.format.manifest import BaseManifest, Delta, DeltaManifest, Manifest
 from adacheck_jax.store.steps import manifest_file
-from adacheck_jax.store.steps.folders import DELTA, LINEAGE, pack_name
+from adacheck_jax.store.steps.folders import DELTA, LINEAGE
 from adacheck_jax.store.storage.location import AnyPath, at
 
 
@@ -66,7 +66,7 @@ class LineageStep:
 
     def pack(self, process: int) -> AnyPath:
         """Beginning of the paths of one process's pack."""
-        return self.path(pack_name(process))
+        return self.path(f"{DELTA}.{process}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,11 +169,6 @@ class Lineage:
         return self.to(max((each for each in self.steps if each <= step), default=step))
 
     @property
-    def unchecked(self) -> list[int]:
-        """Numbers of steps whose delta was not compared with the state when it was saved."""
-        return [delta.step for delta in self.deltas if not delta.checked]
-
-    @property
     def checksums(self) -> tuple[str, ...]:
         """Checksums of all manifests: others where a step has become a base meanwhile."""
         return tuple(entry.manifest.checksum for entry in self.entries)
@@ -188,13 +183,7 @@ class Lineage:
         return all(at(entry.manifest_path).exists for entry in chosen)
 
     def followed_by(self, manifest: DeltaManifest, directory: AnyPath, *, linked: bool) -> Lineage:
-        """The lineage of the next delta.
-
-        Args:
-            manifest: the delta's manifest.
-            directory: its item directory.
-            linked: True if that directory holds links to all of this lineage.
-        """
+        """The lineage of the next delta."""
         entries = self.entries
         if linked:
             entries = tuple(

@@ -1,9 +1,15 @@
-"""The way from a step to its base: lineages, looked up in a storage, with every parent checked."""
+"""The way from a step to its base: lineages, looked up in a storage, with every parent checked.
+
+A step without links in its directory names the one that it builds on by a *reference*: a relative
+path to a sibling, which its manifest holds.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import posixpath
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import PurePosixPath
 
 from adacheck_jax.errors import (
     AdaCheckError,
@@ -13,9 +19,10 @@ from adacheck_jax.errors import (
     StorageError,
 )
 from adacheck_jax.format.manifest import DeltaManifest, Manifest
-from adacheck_jax.store.steps import manifest_file, marks, references
+from adacheck_jax.store.steps import manifest_file, marks
 from adacheck_jax.store.steps.folders import LINEAGE
 from adacheck_jax.store.steps.lineage import Lineage, LineageStep
+from adacheck_jax.store.storage.interface import NotPlainError
 from adacheck_jax.store.storage.location import AnyPath, Location, at
 
 ReadManifest = Callable[[AnyPath], Manifest]
@@ -72,7 +79,7 @@ def held(item_directory: AnyPath) -> Lineage:
     except StorageError:
         raise
     except AdaCheckError as error:
-        manifest_file.refuse_links(item_directory)
+        at(item_directory).check_plain()
         for entry in _linked(item_directory):
             with contextlib.suppress(LineageError, IntegrityError, FormatError):
                 return _resolved(entry)
@@ -91,7 +98,7 @@ def linked_manifests(item_directory: AnyPath) -> Iterator[Location]:
 
 def _looked_up(item_directory: AnyPath, read: ReadManifest) -> Lineage:
     item_directory = _for_many_looks(item_directory)
-    manifest_file.refuse_links(item_directory)
+    at(item_directory).check_plain()
     marks.refuse_uncommitted(item_directory)
     manifest = read(item_directory / manifest_file.FILE)
     return _resolved(LineageStep(manifest, item_directory), read)
@@ -172,10 +179,52 @@ def _find(
     # A directory with links has links to all; and a reference holds for the delta's own directory.
     if not (entry.is_link or at(entry.holder / LINEAGE).is_folder):
         places.append(entry.holder / parent.reference)
-        if found := references.found(entry.holder, parent.reference):
+        if found := _found(entry.holder, parent.reference):
             marks.refuse_uncommitted(found)
             return LineageStep(read(found / manifest_file.FILE), found)
     raise LineageError(
         f"{entry.place}: step {child.step} builds on step {parent.step}, expected at "
         f"{' or '.join(map(str, places))}, found nothing there."
     )
+
+
+def reference(from_directory: AnyPath, to_directory: AnyPath) -> str | None:
+    """Relative path from one step's item directory to another's; None if they are not siblings."""
+    relative = posixpath.relpath(str(to_directory), str(from_directory))
+    return relative if _is_reference(relative) else None
+
+
+def referred(directory: AnyPath, relative: str) -> AnyPath:
+    """The directory that a reference names, without a look at it."""
+    names = _names(relative)
+    for _ in names:  # as many as steps up
+        directory = directory.parent
+    for name in names:
+        directory = directory / name
+    return directory
+
+
+def _found(directory: AnyPath, relative: str) -> AnyPath | None:
+    """The directory that a text from a manifest names, if it is a reference to something."""
+    if not _is_reference(relative):
+        return None
+    path = referred(directory.resolve(), relative)
+    for each in (path.parent, path)[-len(_names(relative)) :]:
+        if each.resolve() != each:
+            raise NotPlainError(str(each), "a symbolic link")
+    if not at(path).is_folder:
+        return None
+    at(path).check_plain()
+    return path
+
+
+def _names(relative: str) -> list[str]:
+    return [name for name in PurePosixPath(relative).parts if name != ".."]
+
+
+def _is_reference(relative: str) -> bool:
+    """True if a path names a sibling (``../other``) or a sibling's item (``../../5/state``)."""
+    parts = PurePosixPath(relative).parts
+    count = len(_names(relative))
+    ups = len(parts) - count
+    return ups == count <= 2 and parts[:ups] == ("..",) * ups and ups > 0

@@ -5,6 +5,8 @@ It is written last, after every byte that it speaks of, and it carries a checksu
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from adacheck_jax.errors import FormatError, unreadable
 from adacheck_jax.format import manifest_json
 from adacheck_jax.format.manifest import Manifest
@@ -37,8 +39,8 @@ def read_file(path: AnyPath) -> Manifest:
     """Reads a manifest from its own path; raises as :func:`read` does."""
     try:
         data = at(path).read(stop=manifest_json.MAX_MANIFEST_BYTES + 1)
-    except NotPlainError as error:
-        raise not_plain(error) from error
+    except NotPlainError:
+        raise
     except OSError as error:
         if refused := unreadable(path, error):
             raise refused from error
@@ -47,34 +49,28 @@ def read_file(path: AnyPath) -> Manifest:
             f"({error.strerror}). A step that stock Orbax saved is read with "
             "ocp.StandardCheckpointer; a step that lost its manifest cannot be verified."
         ) from error
-    if len(data) > manifest_json.MAX_MANIFEST_BYTES:
-        raise FormatError(
-            f"{path}: expected a manifest of at most {manifest_json.MAX_MANIFEST_BYTES} bytes, "
-            "found more. The file is not a manifest; restore another step."
-        )
     return manifest_json.decode(data, where=str(path))
 
 
-class ManifestReader:
-    """Reads manifests; of files that are hard links to each other the first.
+def remembering() -> Callable[[AnyPath], Manifest]:
+    """A :func:`read_file` that reads of files which are hard links to each other the first.
 
     For a look at many steps: each of them has links to the manifests of those before it.
     """
+    known: dict[Stamp, Manifest] = {}
 
-    def __init__(self) -> None:
-        self._known: dict[Stamp, Manifest] = {}
-
-    def read_file(self, path: AnyPath) -> Manifest:
-        """Reads a manifest from its own path; raises as :func:`read` does."""
+    def read(path: AnyPath) -> Manifest:
         if not at(path).on_file_system:  # where to ask for the identity is to read
             return read_file(path)
         try:
             stamp = at(path).stamp
         except OSError:
             return read_file(path)  # for its error
-        if stamp not in self._known:
-            self._known[stamp] = read_file(path)
-        return self._known[stamp]
+        if stamp not in known:
+            known[stamp] = read_file(path)
+        return known[stamp]
+
+    return read
 
 
 def stamp(item_directory: AnyPath) -> Stamp:
@@ -84,30 +80,6 @@ def stamp(item_directory: AnyPath) -> Stamp:
         OSError: there is no manifest.
     """
     return at(item_directory / FILE).stamp
-
-
-def not_plain(error: NotPlainError) -> FormatError:
-    """Error for an entry of a step's directory that is neither a file nor a directory."""
-    return FormatError(
-        f"{error.key}: expected plain files and directories in a step's directory, found "
-        f"{error.kind}, which is not followed: it may lead anywhere. Put what it stands for in its "
-        "place, or restore another step."
-    )
-
-
-def refuse_links(directory: AnyPath) -> None:
-    """Refuses symbolic links, pipes and devices anywhere below a step's item directory.
-
-    No save writes such entries: one that is there leads to other files. The directory itself and
-    those above it may be links: they are the user's.
-
-    Raises:
-        FormatError: names the first such entry.
-    """
-    try:
-        at(directory).check_plain()
-    except NotPlainError as error:
-        raise not_plain(error) from error
 
 
 def write(

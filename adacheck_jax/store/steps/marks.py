@@ -26,21 +26,18 @@ def is_committed(item_directory: AnyPath) -> bool:
     writes into the final directory instead, and adds a mark at the end. A directory that Orbax does
     not know is committed by the handler that saved into it.
     """
-    return _is_committed_by_orbax(item_directory) or (
-        at(item_directory / FINALIZED).exists and not _is_of_orbax(item_directory)
-    )
-
-
-def _is_committed_by_orbax(item_directory: AnyPath) -> bool:
-    if at(item_directory).on_file_system:
-        if not at(item_directory / IN_PLACE).exists:
-            return True
-        step = item_directory.parent if is_item(item_directory) else item_directory
-        return at(step / COMMIT_MARK).exists
-    # Of an item both are marked, the step last. An item alone is the rest of a deleted step.
-    return at(item_directory / COMMIT_MARK).exists and (
-        at(item_directory.parent / COMMIT_MARK).exists or at(item_directory / STEP_METADATA).exists
-    )
+    item = at(item_directory)
+    if not item.on_file_system:
+        # Of an item both are marked, the step last. An item alone is the rest of a deleted step.
+        found = (item / COMMIT_MARK).exists and (
+            (item.parent / COMMIT_MARK).exists or (item / STEP_METADATA).exists
+        )
+    elif (item / IN_PLACE).exists:
+        step = item.parent if is_item(item_directory) else item
+        found = (step / COMMIT_MARK).exists
+    else:
+        found = True
+    return found or ((item / FINALIZED).exists and not _is_of_orbax(item_directory))
 
 
 def _is_of_orbax(item_directory: AnyPath) -> bool:
@@ -54,9 +51,6 @@ def _is_of_orbax(item_directory: AnyPath) -> bool:
 
 def finalize(item_directory: AnyPath) -> bool:
     """Commits a step that was written in place, if nobody but its handler will.
-
-    Args:
-        item_directory: directory that a handler was called with; its manifest is durable.
 
     Returns:
         False if Orbax commits it.

@@ -45,25 +45,21 @@ class Step:
     delta_count: int | None = None
 
 
-def items_of(root: AnyPath) -> list[AnyPath]:
-    """Committed item directories of ours under a checkpoint root, in no particular order.
+def items_of(root: AnyPath, *, committed: bool = True) -> list[AnyPath]:
+    """Item directories of ours under a checkpoint root, in no particular order.
 
     Steps that a manager deletes meanwhile are left out.
+
+    Args:
+        root: the root.
+        committed: False for those whose save was interrupted or is under way instead, though they
+            are named as committed.
     """
-    return [path for path in _ours_under(root) if is_committed(path)]
-
-
-def uncommitted_of(root: AnyPath) -> list[AnyPath]:
-    """Item directories whose save was interrupted or is under way, though named as committed."""
-    return [path for path in _ours_under(root) if not is_committed(path)]
-
-
-def _ours_under(root: AnyPath) -> list[AnyPath]:
     found = []
     for step_directory in _directories(root if at(root).on_file_system else at(root).listed()):
         candidates = [step_directory, *_directories(step_directory)]
         found += [path for path in candidates if _is_ours(path)]
-    return found
+    return [path for path in found if is_committed(path) == committed]
 
 
 def _is_ours(path: AnyPath) -> bool:
@@ -83,24 +79,24 @@ def _directories(parent: AnyPath) -> list[AnyPath]:
 def steps_of(root: AnyPath, item: str | None = None) -> list[Step]:
     """Steps under a root, of one item or of all, with the errors that keep them from a restore."""
     steps = []
-    manifests = manifest_file.ManifestReader()
+    read = manifest_file.remembering()
     for directory in items_of(root):
         if item is not None and directory.name != item:
             continue
+        manifest: Manifest | None = None
+        error: AdaCheckError | None = None
+        delta_count: int | None = None
         try:
-            path = directory / manifest_file.FILE
-            manifest: Manifest | None = manifests.read_file(path)
-            error: AdaCheckError | None = None
-        except AdaCheckError as unreadable:
-            manifest, error = None, unreadable
-        delta_count = None
-        if manifest is not None:
-            try:
-                delta_count = _delta_count(directory, manifest, manifests)
-            except AdaCheckError as unresolved:
-                error = unresolved
-        if error is not None and not at(directory).is_folder:
-            continue  # deleted while it was looked at
+            manifest = read(directory / manifest_file.FILE)
+            if isinstance(manifest, DeltaManifest):
+                delta_count = resolve(directory, read).delta_count
+            else:
+                at(directory).check_plain()
+                delta_count = 0
+        except AdaCheckError as refused:
+            error = refused
+            if not at(directory).is_folder:
+                continue  # deleted while it was looked at
         number = manifest.step if manifest else place_of(directory).step
         number = -1 if number is None else number
         steps.append(Step(number, directory, manifest, error, delta_count))
@@ -124,10 +120,21 @@ class Place:
     step: int | None
 
 
-def place_of(item_directory: AnyPath) -> Place:
-    """Place of an item directory, which may be temporary or not exist yet."""
-    in_step = TMP_SUFFIX in item_directory.parent.name or is_item(item_directory)
-    return place_in_step(item_directory) if in_step else place_of_step(item_directory)
+def place_of(item_directory: AnyPath, *, in_step: bool | None = None) -> Place:
+    """Place of an item directory, which may be temporary or not exist yet.
+
+    Args:
+        item_directory: the directory.
+        in_step: True if it is known to be one of several items of a step, False if it is known to
+            be the step's own; None to look.
+    """
+    step = item_directory.parent
+    if in_step is None:
+        in_step = TMP_SUFFIX in step.name or is_item(item_directory)
+    if in_step:
+        line = step.parent, _committed(item_directory.name)
+        return Place(line, _number_in(_committed(step.name)))
+    return Place((step, None), _number_in(_committed(item_directory.name)))
 
 
 def place_of_lost(item_directory: AnyPath) -> Place:
@@ -135,18 +142,7 @@ def place_of_lost(item_directory: AnyPath) -> Place:
     step = item_directory.parent
     is_numbered = _number_in(step.name) is not None and is_told_by_names(item_directory)
     in_step = is_item(item_directory) or is_numbered or not at(step).is_folder
-    return place_in_step(item_directory) if in_step else place_of_step(item_directory)
-
-
-def place_in_step(item_directory: AnyPath) -> Place:
-    """Place of a directory that is known to be one of several items of a step."""
-    step = item_directory.parent
-    return Place((step.parent, _committed(item_directory.name)), _number_in(_committed(step.name)))
-
-
-def place_of_step(directory: AnyPath) -> Place:
-    """Place of a directory that is known to be a step's own."""
-    return Place((directory.parent, None), _number_in(_committed(directory.name)))
+    return place_of(item_directory, in_step=in_step)
 
 
 def beside(item_directory: AnyPath, what: str) -> Location:
@@ -184,26 +180,6 @@ def misplaced(item_directory: AnyPath, manifest: Manifest) -> str:
     return f"expected what was saved as step {found}, found what was saved as step {saved}"
 
 
-def siblings(item_directory: AnyPath) -> list[Step]:
-    """Steps of an item directory's root, its own included."""
-    root, item = place_of(item_directory).line
-    return steps_of(root, item)
-
-
-def _delta_count(
-    directory: AnyPath, manifest: Manifest, manifests: manifest_file.ManifestReader
-) -> int:
-    """Number of deltas after the base of a step.
-
-    Raises:
-        AdaCheckError: its lineage does not resolve.
-    """
-    if isinstance(manifest, DeltaManifest):
-        return resolve(directory, manifests.read_file).delta_count
-    manifest_file.refuse_links(directory)
-    return 0
-
-
 def is_stock(directory: AnyPath) -> bool:
     """True for a pytree that Orbax's own handlers wrote, such as weights to begin with."""
     return not _has_our_folder(directory) and at(directory / TREE_METADATA).exists
@@ -218,7 +194,7 @@ def stock_steps(root: AnyPath, item: str | None = None) -> dict[int, list[AnyPat
     root = root if at(root).on_file_system else at(root).listed()
     for name in at(root).folders():
         step = root / name
-        number = place_of_step(step).step
+        number = place_of(step, in_step=False).step
         if number is None or TMP_SUFFIX in name:
             continue
         if not at(root).on_file_system and not at(step / COMMIT_MARK).exists:

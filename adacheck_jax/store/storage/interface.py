@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from adacheck_jax.errors import FormatError
 
 Stamp = tuple[Any, ...]
 """Identity of one written value: another one under the same key has another stamp."""
@@ -12,18 +13,23 @@ Kind = Literal["value", "folder", ""]
 """A key's meaning: a value, a beginning of other keys, or nothing."""
 
 
-class NotPlainError(OSError):
+class NotPlainError(FormatError, OSError):
     """A key stands for something that a storage does not follow: a link, a pipe, a device.
+
+    No save writes such entries: one that is there leads to other files.
 
     Args:
         key: the key.
-        kind: noun for a message.
+        kind: noun for the message.
     """
 
     def __init__(self, key: str, kind: str) -> None:
-        super().__init__(errno.ELOOP, f"found {kind}, which is not followed", key)
-        self.key = key
-        self.kind = kind
+        super().__init__(
+            f"{key}: expected plain files and directories in a step's directory, found {kind}, "
+            "which is not followed: it may lead anywhere. Put what it stands for in its place, or "
+            "restore another step."
+        )
+        self.strerror = f"found {kind}, which is not followed"
 
 
 @dataclass(frozen=True, slots=True)

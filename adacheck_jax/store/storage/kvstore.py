@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import copy
 import errno
 import os
 import urllib.parse
@@ -18,7 +19,7 @@ from adacheck_jax.store.storage.interface import Entry, Kind, Stamp
 _NO_VALUE = b"\x02"
 """Generation of a key that has no value, by which a write is made conditional."""
 _PATIENCE = {"max_retries": 4, "initial_delay": "500ms", "max_delay": "4s"}
-"""Tensorstore's own goes on for a quarter of an hour."""
+"""Retries of a first look alone: reads and writes keep tensorstore's own, about 15 minutes."""
 _ANSWER_S = 15.0
 """Time within which a store answers, where a first look is all that is wanted."""
 Span = tuple[str, str]
@@ -31,13 +32,16 @@ class KvStore:
     There are no links and no locks; a value is durable when its write returns. Folders are found by
     listing all keys below them.
 
+    A *view* is the store as it was listed at one moment: no key in a range comes or goes, and to
+    look for one costs no request more. Values are read from the store. It equals the store, so that
+    locations in both are equal.
+
     Args:
         url: URL of a key-value store.
         context: context with the values of ``memory://``.
     """
 
     is_file_system = False
-    looks_cost = True
 
     def __init__(self, url: str, context: ts.Context | None = None) -> None:
         self._url = f"{url.rstrip('/')}/"
@@ -47,6 +51,17 @@ class KvStore:
         self.context = context or (ts.Context() if driver == "memory" else None)
         self._lists_spans = driver != "s3"  # it takes their ends for a common beginning
         self._store = ts.KvStore.open(self._spec, context=self.context).result()
+        self._view: tuple[Span, list[str]] | None = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, KvStore) and self._store is other._store
+
+    def __hash__(self) -> int:
+        return hash(self._url)
+
+    @property
+    def looks_cost(self) -> bool:
+        return self._view is None
 
     def shown(self, key: str) -> str:
         return f"{self._url}{key}"
@@ -66,6 +81,8 @@ class KvStore:
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         """Reads bytes of a value; the whole of it if it is shorter than the range."""
+        if self._is_listed(key) is False:
+            raise self._absent(key)
         with self._named(key):
             if stop is None and not start:
                 return self._value(self._store.read(key), key)
@@ -79,8 +96,11 @@ class KvStore:
     def _value(self, reading: ts.Future[ts.KvStore.ReadResult], key: str) -> bytes:
         found = reading.result()
         if found.state != "value":
-            raise FileNotFoundError(errno.ENOENT, "no such value", self.shown(key))
+            raise self._absent(key)
         return found.value
+
+    def _absent(self, key: str) -> FileNotFoundError:
+        return FileNotFoundError(errno.ENOENT, "no such value", self.shown(key))
 
     def write(
         self, key: str, data: bytes, *, if_absent: bool = False, replacing: Stamp | None = None
@@ -98,9 +118,13 @@ class KvStore:
         return (generation,)
 
     def kind(self, key: str) -> Kind:
-        with self._named(key):
-            if key and self._store.read(key, byte_range=slice(0, 0)).result().state == "value":
-                return "value"
+        is_value = self._is_listed(key)
+        if is_value is None and key:
+            with self._named(key):
+                found = self._store.read(key, byte_range=slice(0, 0)).result()
+                is_value = found.state == "value"
+        if is_value:
+            return "value"
         return "folder" if any(True for _ in self.list(key)) else ""
 
     def stat(self, key: str) -> Entry:
@@ -111,13 +135,29 @@ class KvStore:
 
     def list(self, prefix: str, *, deep: bool = True) -> Iterator[str]:
         start = f"{prefix}/" if prefix else ""
-        return (
-            key for key in self.keys(_below(start), prefix) if deep or "/" not in key[len(start) :]
-        )
+        keys = self._keys(_below(start), prefix)
+        return (key for key in keys if deep or "/" not in key[len(start) :])
 
-    def keys(self, span: Span, prefix: str) -> list[str]:
+    def _keys(self, span: Span, prefix: str) -> list[str]:
+        """Sorted keys in a range, by the view as far as it tells."""
+        if self._view is not None and self._sees(span):
+            keys = self._view[1]
+            first, stop = (bisect.bisect_left(keys, each) for each in span)
+            return keys[first : stop if span[1] else None]
         with self._named(prefix):
-            return [key.decode() for key in self._store.list(ts.KvStore.KeyRange(*span)).result()]
+            found = self._store.list(ts.KvStore.KeyRange(*span)).result()
+        return sorted(key.decode() for key in found)
+
+    def _sees(self, span: Span) -> bool:
+        """True if the view tells of all keys in a range."""
+        first, last = self._view[0] if self._view is not None else ("", "")
+        return self._view is not None and first <= span[0] and (not last or "" < span[1] <= last)
+
+    def _is_listed(self, key: str) -> bool | None:
+        """True if the view has a value, None if it does not tell."""
+        if not self._sees((key, _below(f"{key}/")[1])):
+            return None
+        return bool(self._keys((key, f"{key}\0"), key))
 
     def described(self, prefix: str) -> Iterator[tuple[str, Entry]]:
         for key in self.list(prefix):
@@ -126,9 +166,14 @@ class KvStore:
 
     def listed(self, prefix: str, names: tuple[str, str] | None = None) -> KvStore:
         start = f"{prefix}/" if prefix else ""
-        if names is None or not self._lists_spans:
-            return Listed(self, prefix, _below(start))
-        return Listed(self, prefix, (f"{start}{names[0]}", _below(f"{start}{names[1]}/")[1]))
+        span = _below(start)
+        if self._sees(span):
+            return self
+        if names is not None and self._lists_spans:
+            span = f"{start}{names[0]}", _below(f"{start}{names[1]}/")[1]
+        view = copy.copy(self)
+        view._view = span, self._keys(span, prefix)
+        return view
 
     def folders(self, prefix: str) -> list[str]:
         start = len(prefix) + 1 if prefix else 0
@@ -179,66 +224,6 @@ class KvStore:
             yield
         except ValueError as error:
             raise OSError(errno.EREMOTEIO, first_line(error), self.shown(key)) from error
-
-
-class Listed(KvStore):
-    """A view of a store as it was listed at one moment: no key in a range comes or goes.
-
-    To look for keys costs no request more. Values are read from the store. It equals the store, so
-    that locations in both are equal.
-
-    Args:
-        store: the store.
-        prefix: key of the folder that the range lies in.
-        span: the range; other keys are looked for in the store.
-    """
-
-    looks_cost = False
-
-    def __init__(self, store: KvStore, prefix: str, span: Span) -> None:
-        vars(self).update(vars(store))
-        self._viewed, self._span = store, span
-        self._keys = sorted(store.keys(span, prefix))
-
-    def __eq__(self, other: object) -> bool:
-        return self._viewed == (other._viewed if isinstance(other, Listed) else other)
-
-    def __hash__(self) -> int:
-        return hash(self._viewed)
-
-    def listed(self, prefix: str, names: tuple[str, str] | None = None) -> KvStore:
-        """Itself, if its listing tells of that folder."""
-        start = f"{prefix}/" if prefix else ""
-        return self if self._tells_of(start, start) else self._viewed.listed(prefix, names)
-
-    def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        if self._tells_of(key, f"{key}/") and self.kind(key) != "value":
-            raise FileNotFoundError(errno.ENOENT, "no such value", self.shown(key))
-        return super().read(key, start, stop)
-
-    def kind(self, key: str) -> Kind:
-        if not self._tells_of(key, f"{key}/"):
-            return super().kind(key)
-        if [*self._between(key, f"{key}\0")]:
-            return "value"
-        return "folder" if next(self.list(key), None) is not None else ""
-
-    def list(self, prefix: str, *, deep: bool = True) -> Iterator[str]:
-        start = f"{prefix}/" if prefix else ""
-        if not self._tells_of(start, start):
-            return self._viewed.list(prefix, deep=deep)
-        found = self._between(*_below(start))
-        return (key for key in found if deep or "/" not in key[len(start) :])
-
-    def _between(self, first: str, end: str) -> list[str]:
-        """Listed keys from one up to an end; an empty end for all that follow."""
-        stop = bisect.bisect_left(self._keys, end) if end else len(self._keys)
-        return self._keys[bisect.bisect_left(self._keys, first) : stop]
-
-    def _tells_of(self, key: str, start: str) -> bool:
-        """True if all keys from one to the last that begins with a text lie in the range."""
-        first, last = self._span
-        return first <= key and (not last or "" < _below(start)[1] <= last)
 
 
 def _spec_of(url: str) -> dict[str, Any]:

@@ -173,6 +173,8 @@ class Location:
     def check_plain(self) -> None:
         """Looks for what is no plain value below; a store of values alone has none.
 
+        The folder itself and those above it may be links: they are the user's.
+
         Raises:
             NotPlainError: names the first one.
         """

@@ -123,10 +123,8 @@ class Posix:
                     raise NotPlainError(each.path, kind)
         except NotPlainError:
             raise
-        except (
-            OSError
-        ):  # of a folder that is missing or being deleted, which reading it will report
-            return
+        except OSError:
+            return  # a folder is missing or being deleted, which reading it will report
 
     def delete(self, key: str) -> None:
         try:

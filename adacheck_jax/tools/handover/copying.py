@@ -24,8 +24,7 @@ from adacheck_jax.store.storage.location import at
 from adacheck_jax.tools.steps import InputError, deleted, resolved, steps_under, undeleted
 
 COPIED, THERE, REFUSED, DELETED = "copied", "there", "refused", "deleted meanwhile"
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
-"""Errors after which no other step can be copied either."""
+_CHANGED = "it was changed meanwhile (compacted?): copy it again"
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV, errno.ENOSYS}
 """Errors of file systems without hard links, or with too many of one file."""
 
@@ -43,9 +42,7 @@ class CopiedStep:
             meanwhile`` if it was before it could be copied.
         why: reason why it was refused; else None.
         is_added: True if it was not asked for, and another step builds on it.
-        file_count: number of its files.
-        link_count: number of those that are hard links to files of the copy.
-        written_bytes: bytes of the other files.
+        written_bytes: bytes of its files that are no hard links to files of the copy.
         plain_bytes: bytes that a copy of every link as a file of its own would have taken.
     """
 
@@ -53,8 +50,6 @@ class CopiedStep:
     result: str
     why: str | None = None
     is_added: bool = False
-    file_count: int = 0
-    link_count: int = 0
     written_bytes: int = 0
     plain_bytes: int = 0
 
@@ -151,7 +146,7 @@ def _asked(sources: Sequence[str]) -> tuple[Path, list[str]]:
     try:
         steps_under(root)
     except InputError:
-        if roots.place_of_step(root).step is not None and deletion.is_deleted(root):
+        if roots.place_of(root, in_step=False).step is not None and deletion.is_deleted(root):
             raise deleted(root) from None  # it is a step
         raise
     return root, [] if root in paths else list(dict.fromkeys(path.name for path in paths))
@@ -213,7 +208,8 @@ def _plan(root: Path, names: Sequence[str]) -> tuple[list[CopiedStep], dict[str,
     while waiting:
         chosen.add(name := waiting.pop())
         waiting += needs.get(name, set()) - chosen
-    ordered = sorted(chosen, key=lambda name: (roots.place_of_step(root / name).step or 0, name))
+    numbers = {name: roots.place_of(root / name, in_step=False).step or 0 for name in chosen}
+    ordered = sorted(chosen, key=lambda name: (numbers[name], name))
     return [replace(rows[n], is_added=bool(names) and n not in names) for n in ordered], needs
 
 
@@ -231,7 +227,6 @@ class _Copier:
 
     def __init__(self, root: Path, destination: Path) -> None:
         self._root, self._destination = root, destination
-        self._full = ""
         self._copies: dict[_Inode, Path] = {}
         """Copies that are in their places."""
         self._likely: dict[_Inode, Path] = {}
@@ -248,79 +243,56 @@ class _Copier:
     def copied(self, row: CopiedStep) -> CopiedStep:
         """Copy one step, if nothing speaks against it."""
         source, target = self._root / row.name, self._destination / row.name
-        if self._full:
-            return replace(row, result=REFUSED, why=self._full)
+        if self._is_there(row.name):
+            return replace(row, result=THERE)
         if os.path.lexists(target):
-            if self._is_there(row.name):
-                return replace(row, result=THERE)
             why = "the destination has another step of this name"
             return replace(row, result=REFUSED, why=why)
-        before = identity.of_directory(source)
         try:
             with undeleted(source):
-                done = self._copy(row, source, target)
+                written, plain = self._copy(source, target)
         except StepDeletedError:
             return replace(row, result=DELETED)
-        except AdaCheckError as error:
-            return replace(row, result=REFUSED, why=_one_line(error))
         except FileNotFoundError:
-            done = None
-        except OSError as error:
-            start = "no room: " if error.errno in _FULL else ""
-            why = f"{start}{error.strerror} ({error.filename or target})"
-            self._full = why if start else ""
-            return replace(row, result=REFUSED, why=why)
-        if done and identity.of_directory(source) == before and self._is_there(row.name):
-            return done
-        for key in [k for k, path in self._copies.items() if path.is_relative_to(target)]:
-            del self._copies[key]
-        shutil.rmtree(target, ignore_errors=done is None)
-        if deletion.is_deleted(source):
-            return replace(row, result=DELETED)
-        why = "it was changed meanwhile (compacted?): copy it again"
-        return replace(row, result=REFUSED, why=why)
+            return replace(row, result=REFUSED, why=_CHANGED)
+        except (AdaCheckError, OSError) as error:
+            return replace(row, result=REFUSED, why=_one_line(error))
+        return replace(row, result=COPIED, written_bytes=written, plain_bytes=plain)
 
     def _is_there(self, name: str) -> bool:
         """True if the copy's step has the manifests of the original."""
         found = _manifests(self._root / name)
         return bool(found) and found == _manifests(self._destination / name)
 
-    def _copy(self, row: CopiedStep, source: Path, target: Path) -> CopiedStep:
-        """Copy a directory, or nothing."""
+    def _copy(self, source: Path, target: Path) -> tuple[int, int]:
+        """Copy a directory, or nothing; the bytes of its files that were written, and of all."""
         at(source).check_plain()
+        before = identity.of_directory(source)
         work = target.with_name(f"{target.name}{roots.TMP_SUFFIX}-{uuid.uuid4().hex}")
         made: dict[_Inode, Path] = {}
-        count = links = written = plain = 0
+        written = plain = 0
         try:
             for folder, _, _ in os.walk(source):
                 (work / Path(folder).relative_to(source)).mkdir()
             for path in _files(source):
                 status, copy_path = path.stat(), work / path.relative_to(source)
-                count, plain = count + 1, plain + status.st_size
+                plain += status.st_size
                 other = self._copy_of(path, status, made)
                 if other is not None and _is_linked(other, copy_path):
-                    links += 1
                     continue
                 _copy_file(path, copy_path)
                 written += status.st_size
                 if status.st_nlink > 1:
                     made[_inode(status)] = copy_path
             at(work).sync(deep=True)
-            if target.exists():
-                raise FileExistsError(errno.EEXIST, "expected nothing there, found", str(target))
+            if identity.of_directory(source) != before:
+                raise IntegrityError(_CHANGED)
             work.rename(target)  # only a whole copy has the step's name
             at(target.parent).sync()
         finally:
             shutil.rmtree(work, ignore_errors=True)
         self._copies |= {key: target / each.relative_to(work) for key, each in made.items()}
-        return replace(
-            row,
-            result=COPIED,
-            file_count=count,
-            link_count=links,
-            written_bytes=written,
-            plain_bytes=plain,
-        )
+        return written, plain
 
     def _copy_of(self, path: Path, status: os.stat_result, made: dict[_Inode, Path]) -> Path | None:
         """A copy of a file that has several links."""

@@ -15,10 +15,6 @@ from adacheck_jax.tools.steps import InputError
 def checked(text: str, root: AnyPath | None) -> Path:
     """The destination that a user names, if something can be written there.
 
-    Args:
-        text: path of a file or directory that does not exist.
-        root: the checkpoint root that is exported from; None if there is none.
-
     Raises:
         InputError: it exists, lies under the root, has no parent, or is a URL.
     """
@@ -46,9 +42,6 @@ def temporary(path: Path) -> Iterator[Path]:
     """A path beside a destination to write to; it becomes the destination if nothing fails.
 
     Waits for another process that writes the same destination. What a killed one left is removed.
-
-    Args:
-        path: the destination, from :func:`checked`.
 
     Yields:
         A path of the same name in a directory of its own, which a failure takes with it.

@@ -5,10 +5,8 @@ What was written is read back, and compared with the fingerprints taken when the
 
 from __future__ import annotations
 
-import contextlib
-import zipfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,32 +16,10 @@ from adacheck_jax.device import trees
 from adacheck_jax.errors import IntegrityError
 from adacheck_jax.format.byte_loops import fingerprint_of
 from adacheck_jax.store.storage.location import AnyPath, at, located
-from adacheck_jax.tools.handover import (
-    destination,
-    formats,
-    safetensors_files,
-    sources,
-)
+from adacheck_jax.tools.handover import destination, formats, sources
 from adacheck_jax.tools.handover.formats import ExportedLeaf, Format
-from adacheck_jax.tools.handover.recorded_step import find
-from adacheck_jax.tools.handover.sources import ReadLeaf, Source
-from adacheck_jax.tools.steps import InputError, newest, undeleted
-
-SHARD_BYTES = 5_000_000_000
-"""Largest size of a safetensors file's arrays by default: that of Hugging Face's libraries."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExportedFile:
-    """A file of an export.
-
-    Attributes:
-        name: its path below the destination; the destination's own name for a single file.
-        size_bytes: its size.
-    """
-
-    name: str
-    size_bytes: int
+from adacheck_jax.tools.handover.sources import Source
+from adacheck_jax.tools.steps import InputError
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +31,16 @@ class ExportReport:
         step: number of the step, or of the published version.
         item: path of the item directory that the step was read from, relative to the root; empty
             for a version.
-        kind: ``base``, ``delta``, ``deferred`` for a step that was saved with a later one,
-            ``version``, or ``changes`` for what changed since the version before.
+        kind: ``base``, ``delta``, ``deferred`` for a step that was saved with a later one, or
+            ``version``.
         replayed_count: number of updates that were replayed.
-        format: ``orbax``, ``safetensors`` or ``npz``.
+        format: ``orbax`` or ``safetensors``.
         destination: path of the export.
         params_only: True if the params alone were exported.
         leaf_count: number of leaves in the export; each was read back and compared.
         leaf_bytes: bytes of their elements.
         empty: leaf paths of arrays without elements, which Orbax does not store.
-        files: the files, by name.
+        files: size of each file in bytes, by its path below the destination.
     """
 
     root: str
@@ -78,7 +54,7 @@ class ExportReport:
     leaf_count: int
     leaf_bytes: int
     empty: tuple[str, ...]
-    files: tuple[ExportedFile, ...]
+    files: dict[str, int]
 
 
 def export(
@@ -88,8 +64,6 @@ def export(
     wanted: Format = Format.SAFETENSORS,
     *,
     params_only: bool = True,
-    changes: bool = False,
-    shard_bytes: int = SHARD_BYTES,
     item: str | None = None,
 ) -> ExportReport:
     """Write one recorded step, or published version, in another format, read it back and compare.
@@ -101,8 +75,6 @@ def export(
         target: path of the export, where nothing is yet.
         wanted: the format.
         params_only: False to export every leaf of a step.
-        changes: True for what changed since the version before, alone.
-        shard_bytes: largest size of a safetensors file's arrays.
         item: name of the item directory, needed if a step holds several.
 
     Raises:
@@ -114,55 +86,30 @@ def export(
     root = located(root) if isinstance(root, str) else root.absolute()
     path = destination.checked(target, root)
     if wanted is Format.SAFETENSORS:
-        safetensors_files.library()
+        formats.check_safetensors()
     if sources.is_published(root):
-        source = sources.VersionSource(root, number, changes)
-        every = range(len(source.leaves))
-        return _exported(root, "", source, every, path, wanted, shard_bytes, params_only=True)
-    if changes:
-        raise InputError(f"--changes: expected a root of published weights, found {root}.")
-    step = find(root, newest(root, number, item), item)
-    with undeleted(step.directory), contextlib.closing(sources.StepSource(step)) as source:
-        indices = source.params() if params_only else range(len(source.leaves))
-        place = at(step.directory).below(at(root))
-        report = _exported(root, place, source, indices, path, wanted, shard_bytes, params_only)
-    return replace(report, replayed_count=step.lineage.replayed_count)
-
-
-def _exported(
-    root: AnyPath,
-    item: str,
-    source: Source,
-    indices: Sequence[int],
-    path: Path,
-    wanted: Format,
-    shard_bytes: int,
-    params_only: bool,
-) -> ExportReport:
-    """Write leaves, close their source, read them back, and compare."""
-    leaves = formats.planned(source.leaves, indices, wanted)
-    kept = {each.index for each in leaves}
+        opened = sources.version_source(root, number)
+    else:
+        opened = sources.step_source(root, number, item)
     with destination.temporary(path) as made:
-        read_leaf = source.opened()
-        if wanted is Format.ORBAX:
-            _write_orbax(made, source, leaves, read_leaf)
-        elif wanted is Format.NPZ:
-            _write_npz(made, leaves, read_leaf)
-        else:
-            # Hugging Face's loaders want to be told a framework, whose name says nothing of the
-            # bytes.
-            number = {"step" if item else "version": str(source.number)}
-            metadata = {"format": "pt", **number}
-            safetensors_files.write(made, leaves, read_leaf, shard_bytes, metadata)
-        source.close()  # a restored state is not needed to read the export back
+        with opened as source:
+            indices = source.params if params_only else range(len(source.leaves))
+            if not indices:
+                raise InputError(
+                    f"{at(root) / source.item}: expected params, found a step without a Recorder "
+                    "and no leaf under params. Export all leaves with --all."
+                )
+            leaves = formats.planned(source.leaves, indices, wanted)
+            _write(made, source, leaves, wanted)
         _compare(_read_back(made, leaves, wanted), source.fingerprints, leaves, path)
-        files = tuple(_files_of(made))
+        files = _files_of(made)
+    kept = {each.index for each in leaves}
     return ExportReport(
         root=str(root),
         step=source.number,
-        item=item,
+        item=source.item,
         kind=source.kind,
-        replayed_count=0,
+        replayed_count=source.replayed_count,
         format=str(wanted),
         destination=str(path),
         params_only=params_only,
@@ -173,41 +120,27 @@ def _exported(
     )
 
 
-def _write_orbax(
-    made: Path, source: Source, leaves: Sequence[ExportedLeaf], read_leaf: ReadLeaf
-) -> None:
+def _write(made: Path, source: Source, leaves: Sequence[ExportedLeaf], wanted: Format) -> None:
+    if wanted is Format.SAFETENSORS:
+        # Hugging Face's loaders want to be told a framework, whose name says nothing of the bytes.
+        number = {"step" if source.item else "version": str(source.number)}
+        formats.write_safetensors(made, leaves, source.read, {"format": "pt", **number})
+        return
     described, _ = trees.flatten(source.tree)
     by_path = {each.leaf.path: each for each in leaves}
 
     def value(path: str) -> object:
         each = by_path[path]
-        return plain.stored(read_leaf(each.index), each.leaf, described[path])
+        return plain.stored(source.read(each.index), each.leaf, described[path])
 
     plain.write(made, plain.tree_of(source.tree, by_path.keys(), value))
-
-
-def _write_npz(path: Path, leaves: Sequence[ExportedLeaf], read_leaf: ReadLeaf) -> None:
-    """Write leaves as ``numpy.savez`` does, which would take all of them at once."""
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
-        for each in leaves:
-            with archive.open(f"{each.name}.npy", "w", force_zip64=True) as file:
-                np.lib.format.write_array(file, read_leaf(each.index), allow_pickle=False)
-
-
-def _read_npz(path: Path, leaves: Sequence[ExportedLeaf]) -> Iterator[tuple[int, np.ndarray]]:
-    """Read leaves back by numpy."""
-    with np.load(path, allow_pickle=False) as file:
-        for each in leaves:
-            yield each.index, file[each.name]
 
 
 def _read_back(
     made: Path, leaves: Sequence[ExportedLeaf], wanted: Format
 ) -> Iterator[tuple[int, np.ndarray]]:
-    if wanted is Format.NPZ:
-        return _read_npz(made, leaves)
     if wanted is Format.SAFETENSORS:
-        return safetensors_files.read(made, leaves)
+        return formats.read_safetensors(made, leaves)
     found = plain.read(made)
     return ((each.index, found[each.leaf.path]) for each in leaves)
 
@@ -239,9 +172,6 @@ def _compare(
         )
 
 
-def _files_of(made: Path) -> Iterator[ExportedFile]:
-    if made.is_file():
-        yield ExportedFile(made.name, made.stat().st_size)
-        return
-    for each in sorted(at(made).list(), key=str):
-        yield ExportedFile(each.below(at(made)), each.stat().size_bytes)
+def _files_of(made: Path) -> dict[str, int]:
+    files = sorted(at(made).list(), key=str)
+    return {each.below(at(made)): each.stat().size_bytes for each in files}

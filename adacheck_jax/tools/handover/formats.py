@@ -1,16 +1,22 @@
-"""Formats of an export: which elements each holds, and what an array is called in it."""
+"""Formats of an export: which elements each holds, what a leaf is called, and safetensors files.
+
+Names, shards and index of these are those that Hugging Face's loaders read.
+"""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
 import numpy as np
 
-from adacheck_jax.errors import MismatchError
+from adacheck_jax.errors import IntegrityError, MismatchError
 from adacheck_jax.format.manifest import Leaf
+from adacheck_jax.tools.steps import InputError
 
 
 class Format(StrEnum):
@@ -18,23 +24,13 @@ class Format(StrEnum):
 
     ORBAX = "orbax"
     SAFETENSORS = "safetensors"
-    NPZ = "npz"
 
 
-SAFETENSORS_CODES = {
-    "bool": "BOOL",
-    **{f"{sign}int{bits}": f"{code}{bits}" for sign, code in (("", "I"), ("u", "U"))
-       for bits in (8, 16, 32, 64)},
-    **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "float8_e8m0fnu": "F8_E8M0",
-    "complex64": "C64",
-}  # fmt: skip
-"""Codes of the safetensors format by numpy's names of data types."""
+_SAFETENSORS_TYPES = {
+    *("bool", "float16", "float32", "float64", "bfloat16", "complex64"),
+    *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+}
+"""Data types that the safetensors library reads into numpy arrays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +51,6 @@ class ExportedLeaf:
 def planned(leaves: Sequence[Leaf], indices: Iterable[int], wanted: Format) -> list[ExportedLeaf]:
     """The leaves of an export; those that Orbax does not store (empty arrays) left out.
 
-    Args:
-        leaves: the leaves of the step.
-        indices: indices of the leaves to export.
-        wanted: the format.
-
     Raises:
         MismatchError: names every leaf that the format cannot hold, or two leaves of one name.
     """
@@ -72,7 +63,7 @@ def planned(leaves: Sequence[Leaf], indices: Iterable[int], wanted: Format) -> l
             f"expected leaves of types that {wanted} holds, found {len(bad)} others: "
             f"{', '.join(bad[:20])}{more}. Nothing was written; {_REMEDIES[wanted]}"
         )
-    names = [leaves[i].path if is_orbax else name_of(leaves[i].path) for i in chosen]
+    names = [leaves[i].path if is_orbax else _name_of(leaves[i].path) for i in chosen]
     if doubled := sorted(name for name, count in Counter(names).items() if count > 1):
         raise MismatchError(
             f"expected a name of its own for each leaf, found {', '.join(doubled[:5])} for "
@@ -82,25 +73,109 @@ def planned(leaves: Sequence[Leaf], indices: Iterable[int], wanted: Format) -> l
     return [ExportedLeaf(i, n, leaves[i]) for i, n in zip(chosen, names, strict=True)]
 
 
-def name_of(path: str) -> str:
-    """Name of a leaf in a file of arrays: its leaf path with dots; that of a bare array is value.
-
-    Args:
-        path: leaf path.
-    """
+def _name_of(path: str) -> str:
+    """Name of a leaf in a file of arrays; a bare array has no path."""
     return path.replace("/", ".") or "value"
 
 
 _REMEDIES = {
     Format.ORBAX: "cast them when they are saved.",
     Format.SAFETENSORS: "export with --format orbax, or leave them out (without --all).",
-    Format.NPZ: "numpy has no type of its own for them: export with --format safetensors.",
 }
 
 
 def _holds(wanted: Format, leaf: Leaf) -> bool:
     if wanted is Format.SAFETENSORS:
-        return leaf.dtype in SAFETENSORS_CODES
-    if wanted is Format.NPZ:
-        return np.dtype(leaf.dtype).isbuiltin == 1
+        return leaf.dtype in _SAFETENSORS_TYPES
     return leaf.dtype not in ("uint2", "uint4")  # which tensorstore does not know
+
+
+_INDEX = "model.safetensors.index.json"
+_WHOLE = "model.safetensors"
+FILE_BYTES = 5_000_000_000
+"""Largest size of a file's arrays, as of Hugging Face's libraries; a larger leaf has a file."""
+
+
+def check_safetensors() -> None:
+    """Refuse to go on without the safetensors library.
+
+    Raises:
+        InputError: it is not installed, or is too old.
+    """
+    try:
+        from safetensors import TensorSpec  # noqa: F401, which older ones lack
+    except ImportError as error:
+        raise InputError(
+            f"safetensors 0.8 or later is not installed, which this export is written with "
+            f"({error}). Install it: pip install 'adacheck-jax[safetensors]'"
+        ) from error
+
+
+def shards_of(leaves: Sequence[ExportedLeaf], most_bytes: int) -> dict[str, list[ExportedLeaf]]:
+    """Leaves by file name: in their order, each file as full as it may be."""
+    shards: list[list[ExportedLeaf]] = [[]]
+    size_bytes = 0
+    for each in leaves:
+        if shards[-1] and size_bytes + each.leaf.nbytes > most_bytes:
+            shards.append([])
+            size_bytes = 0
+        shards[-1].append(each)
+        size_bytes += each.leaf.nbytes
+    if len(shards) == 1:
+        return {_WHOLE: shards[0]}
+    total = len(shards)
+    return {f"model-{n:05}-of-{total:05}.safetensors": s for n, s in enumerate(shards, start=1)}
+
+
+def write_safetensors(
+    directory: Path,
+    leaves: Sequence[ExportedLeaf],
+    read_leaf: Callable[[int], np.ndarray],
+    metadata: Mapping[str, str],
+) -> None:
+    """Write leaves into one file, or several and an index."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import save_file
+
+    directory.mkdir()
+    shards = shards_of(leaves, FILE_BYTES)
+    for name, shard in shards.items():
+        arrays = {each.name: np.asarray(read_leaf(each.index), order="C") for each in shard}
+        try:
+            save_file(arrays, directory / name, {**metadata})
+        except SafetensorError as error:
+            raise OSError(f"{name}: safetensors cannot write it: {error}") from error
+        del arrays  # or those of two files would be in memory at once
+    if len(shards) > 1:
+        files = {each.name: name for name, shard in shards.items() for each in shard}
+        index = {
+            "metadata": {"total_size": sum(each.leaf.nbytes for each in leaves)},
+            "weight_map": dict(sorted(files.items())),
+        }
+        (directory / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def read_safetensors(
+    directory: Path, leaves: Sequence[ExportedLeaf]
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Read leaves back by the library, each from the file that the index names.
+
+    Yields:
+        Each leaf's index and elements.
+
+    Raises:
+        IntegrityError: the library finds other leaves.
+    """
+    from safetensors import safe_open
+
+    files = dict.fromkeys((each.name for each in leaves), _WHOLE)
+    if (index := directory / _INDEX).exists():
+        files = json.loads(index.read_text())["weight_map"]
+    for name in dict.fromkeys(files.values()):
+        inside = {each.name: each.index for each in leaves if files[each.name] == name}
+        with safe_open(directory / name, framework="np", backend="pread") as opened:
+            if {*opened.keys()} != inside.keys():
+                path = directory / name
+                raise IntegrityError(f"{path}: expected other names of leaves. Export it again.")
+            for key, number in inside.items():
+                yield number, opened.get_tensor(key)

@@ -6,16 +6,15 @@ lies at ``opt_state/1/0/mu`` in the checkpoint goes to ``opt_state/1/adacheck_in
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from adacheck_jax.adapter.single_save import save_base
 from adacheck_jax.adapter.stock.base_checkpoint import StockCheckpoints
 from adacheck_jax.adapter.stock.descriptions import is_number
 from adacheck_jax.device import transfer, trees
@@ -23,14 +22,12 @@ from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import MismatchError
 from adacheck_jax.store.steps import manifest_file, roots
 from adacheck_jax.store.storage.location import AnyPath, at, located
-from adacheck_jax.tools.handover import destination, safetensors_files
-from adacheck_jax.tools.handover.formats import name_of
 from adacheck_jax.tools.steps import InputError
 from adacheck_jax.update.recorder_state import INNER_FIELD, consumed_leaf, find_nodes
 
 
 def import_checkpoint(source: str | os.PathLike[str], abstract_state: PyTree) -> PyTree:
-    """Read a checkpoint of stock Orbax, or safetensors files, into a state with a Recorder.
+    """Read a checkpoint of stock Orbax into a state with a Recorder.
 
     The returned state is saved as usual, and the first save is a base::
 
@@ -39,11 +36,10 @@ def import_checkpoint(source: str | os.PathLike[str], abstract_state: PyTree) ->
 
     Everything in the checkpoint has to have a place in the state, and the other way round; only the
     Recorder's own leaves are made: its record and counter are zero. Nothing can verify what stock
-    Orbax or safetensors saved.
+    Orbax saved.
 
     Args:
-        source: a checkpoint's directory, or that of a step with one item; or a safetensors file, or
-            a directory of such files, in which the name of a leaf is its path with dots.
+        source: a checkpoint's directory, or that of a step with one item.
         abstract_state: the state to fill, as a tree of ``jax.ShapeDtypeStruct`` or of arrays, built
             with the Recorder. A leaf goes onto its sharding, or onto one device if it has none; for
             a numpy array it is one.
@@ -56,82 +52,9 @@ def import_checkpoint(source: str | os.PathLike[str], abstract_state: PyTree) ->
         InputError: there is no such checkpoint.
         AdaCheckError: the checkpoint cannot be read.
     """
-    path = located(os.fspath(source))
     wanted, treedef = trees.flatten(abstract_state)
-    if files := safetensors_files.files_at(path):
-        values = _from_safetensors(path, files, wanted)
-    else:
-        values = _from_orbax(_checkpoint_in(path), wanted)
+    values = _from_orbax(_checkpoint_in(located(os.fspath(source))), wanted)
     return trees.unflatten(treedef, [values[each] for each in wanted])
-
-
-@dataclass(frozen=True, slots=True)
-class ImportReport:
-    """The output of ``adacheck import``.
-
-    Attributes:
-        source: path of the checkpoint.
-        destination: the new root.
-        step: step number of the base.
-        leaf_count: number of leaves of the state.
-        made: leaf paths of the Recorder's own leaves, which no checkpoint has: zeros.
-    """
-
-    source: str
-    destination: str
-    step: int
-    leaf_count: int
-    made: tuple[str, ...]
-
-
-def import_base(
-    source: str, target: str, step: int, abstract_state: PyTree, recorder: Any
-) -> ImportReport:
-    """Save a checkpoint of stock Orbax, or safetensors files, as a base under a new root.
-
-    Args:
-        source: as for :func:`import_checkpoint`.
-        target: path of the root, where nothing is yet.
-        step: step number.
-        abstract_state: as for :func:`import_checkpoint`.
-        recorder: the Recorder of the state; None if it has none.
-
-    Raises:
-        InputError: there is no such checkpoint, or something is at the root's path.
-        AdaCheckError: leaves do not fit, or the state cannot be read or saved.
-    """
-    path = destination.checked(target, None)
-    wanted, _ = trees.flatten(abstract_state)
-    state = import_checkpoint(source, abstract_state)
-    with destination.temporary(path) as made:
-        save_base(str(made), step, state, recorder)
-    new = tuple(each for each, place in places_of(wanted).items() if place is None)
-    return ImportReport(source, str(path), step, len(wanted), new)
-
-
-def places_of(wanted: Mapping[str, Any]) -> dict[str, str | None]:
-    """Leaf path in a checkpoint without Recorders for each leaf of a state with them.
-
-    Args:
-        wanted: leaves by leaf path.
-
-    Returns:
-        None for a leaf that only a Recorder has.
-    """
-    places: dict[str, str | None] = {path: path for path in wanted}
-    for node in find_nodes([*wanted]):
-        own = (node.count, *node.record.values(), *node.extra.values())
-        places |= dict.fromkeys(own)
-        for path in (*node.passed.values(), *node.inner.values()):
-            inner = consumed_leaf(path) if path in node.passed.values() else path
-            places[path] = _unwrapped(node.prefix, inner)
-    return places
-
-
-def _unwrapped(prefix: str, path: str) -> str:
-    """Path of a leaf of the wrapped state before it was wrapped."""
-    below = path.removeprefix(prefix).removeprefix("/").removeprefix(INNER_FIELD)
-    return f"{prefix}{below}" if prefix else below.removeprefix("/")
 
 
 def _checkpoint_in(path: AnyPath) -> AnyPath:
@@ -150,46 +73,49 @@ def _checkpoint_in(path: AnyPath) -> AnyPath:
     names = ", ".join(each.name for each in found or places[1:]) or "nothing"
     raise InputError(
         f"{path}: expected a checkpoint of stock Orbax ({roots.TREE_METADATA} in it, or in one "
-        f"directory in it) or safetensors files, found {names}. Give the directory of one step, or "
-        "of one of its items."
+        f"directory in it), found {names}. Give the directory of one step, or of one of its items."
     )
 
 
 def _from_orbax(directory: AnyPath, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    checkpoints = StockCheckpoints()
-    tree = checkpoints.metadata(directory).tree
-    found, _ = trees.flatten(tree)
-    places = _places(wanted, found)
-    types = {path: _stored_type(each, _first(wanted, places, path)) for path, each in found.items()}
-    _check(directory, wanted, places, types)
-    sources = {place: path for path, place in places.items() if place is not None}
-    placements = {
-        place: _placement(wanted[sources[place]]) if place in sources else None for place in found
-    }
-    read = checkpoints.read_by_orbax(directory, placements, tree)
-    checkpoints.close()
-    every = {path: None if place is None else read[place] for path, place in places.items()}
-    return _finished(directory, wanted, every)
+    with contextlib.closing(StockCheckpoints()) as checkpoints:
+        tree = checkpoints.metadata(directory).tree
+        found, _ = trees.flatten(tree)
+        places = _places(wanted, found)
+        leaves = {place: wanted[path] for path, place in places.items() if place is not None}
+        trees.check_same_leaves(
+            {place: _type_of(leaf) for place, leaf in leaves.items()},
+            {place: _stored_type(each, leaves.get(place)) for place, each in found.items()},
+            where=f"{directory}: the checkpoint does not fit the abstract state, without its "
+            "Recorder",
+            remedy="Build the abstract state from the code of the run that saved it, with the "
+            "Recorder around the same transformation. Nothing was read.",
+        )
+        placements = {place: _placement(leaves[place]) for place in found}
+        read = checkpoints.read_by_orbax(directory, placements, tree)
+    values = {path: None if place is None else read[place] for path, place in places.items()}
+    return _finished(directory, wanted, values)
 
 
 def _places(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, str | None]:
-    """Leaf paths in the checkpoint; those of the state itself if it was saved with a Recorder."""
-    places = places_of(wanted)
+    """Path in a checkpoint of each leaf that is wanted; None for a leaf that it need not have.
+
+    Without Recorders a checkpoint has no leaves of their own, and those of a wrapped state are
+    where they were before it was wrapped.
+    """
+    places: dict[str, str | None] = {path: path for path in wanted}
+    for node in find_nodes([*wanted]):
+        places |= dict.fromkeys((node.count, *node.record.values(), *node.extra.values()))
+        inner = {path: consumed_leaf(path) for path in node.passed.values()}
+        for path in (*inner, *node.inner.values()):
+            below = inner.get(path, path).removeprefix(node.prefix).removeprefix("/")
+            below = below.removeprefix(INNER_FIELD)
+            places[path] = f"{node.prefix}{below}" if node.prefix else below.removeprefix("/")
     own = [path for path, place in places.items() if place != path]
-    if own and all(path in found for path in own):
+    if own and all(path in found for path in own):  # it was saved with a Recorder
         places = {path: path for path in wanted}
-    return {
-        path: None if place not in found and _is_empty(wanted[path]) else place
-        for path, place in places.items()
-    }
-
-
-def _first(wanted: Mapping[str, Any], places: Mapping[str, str | None], place: str) -> Any:
-    return next((wanted[path] for path, each in places.items() if each == place), None)
-
-
-def _is_empty(leaf: Any) -> bool:
-    return 0 in np.shape(leaf)
+    empty = (path for path, leaf in wanted.items() if 0 in np.shape(leaf))
+    return places | dict.fromkeys(path for path in empty if places[path] not in found)
 
 
 def _type_of(leaf: Any) -> str:
@@ -218,27 +144,6 @@ def _kind(dtype: str) -> str:
     if dtype.startswith("key"):
         return dtype
     return next((k for k, x in kinds.items() if jnp.issubdtype(jnp.dtype(dtype), x)), dtype)
-
-
-def _check(
-    where: AnyPath,
-    wanted: Mapping[str, Any],
-    places: Mapping[str, str | None],
-    types: Mapping[str, str],
-) -> None:
-    """Compare a checkpoint's leaves with those that the state needs.
-
-    Raises:
-        MismatchError: lists all that differ.
-    """
-    expected = {place: _type_of(wanted[path]) for path, place in places.items() if place}
-    trees.check_same_leaves(
-        expected,
-        types,
-        where=f"{where}: the checkpoint does not fit the abstract state, without its Recorder",
-        remedy="Build the abstract state from the code of the run that saved it, with the Recorder "
-        "around the same transformation. Nothing was read.",
-    )
 
 
 def _placement(leaf: Any) -> Any:
@@ -284,15 +189,3 @@ def _finish(leaf: Any, value: Any) -> Any:
     return jax.make_array_from_callback(
         value.shape, placement, lambda index: np.array(value[index])
     )
-
-
-def _from_safetensors(
-    path: AnyPath, files: Mapping[str, Any], wanted: Mapping[str, Any]
-) -> dict[str, Any]:
-    names = {name_of(each): each for each in wanted}
-    if len(names) < len(wanted):
-        raise MismatchError(f"{path}: several leaves have one name, with dots in their paths.")
-    found = {names.get(name, name): array for name, array in files.items()}
-    types = {each: _type_of(array) for each, array in found.items()}
-    _check(path, wanted, {each: each for each in wanted}, types)
-    return _finished(path, wanted, found)

@@ -10,9 +10,7 @@ import jax
 from adacheck_jax.adapter.arguments import RestoreArgs
 from adacheck_jax.adapter.restoring import Restored, StepRestorer
 from adacheck_jax.adapter.stock.base_checkpoint import StockCheckpoints
-from adacheck_jax.errors import (
-    AdaCheckError,
-)
+from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.layout.rules import Rule
 from adacheck_jax.store.steps import lookup, roots
 from adacheck_jax.store.steps.lineage import Lineage
@@ -47,10 +45,6 @@ class RecordedStep:
     def restored(self, stock: StockCheckpoints, rules: Sequence[Rule] | None = None) -> Restored:
         """Restore the step, exactly, on its own devices or on one of this machine.
 
-        Args:
-            stock: reader of bases.
-            rules: rules that give it another layout; None for its own.
-
         Raises:
             AdaCheckError: the step is damaged, cannot be restored exactly on this machine, or rules
                 do not fit it.
@@ -64,12 +58,12 @@ class RecordedStep:
             return StepRestorer(stock, {}, None).restore(self.directory, args)
 
 
-def find(root: AnyPath, number: int, item: str | None = None) -> RecordedStep:
+def find(root: AnyPath, number: int | None, item: str | None = None) -> RecordedStep:
     """Find a recorded step: saved, deferred, or held by a later step's directory.
 
     Args:
         root: the directory given to the checkpoint manager.
-        number: step number.
+        number: step number; None for the newest saved step; -1 is that too, -2 the one before it.
         item: name of the item directory, needed if a step holds several.
 
     Raises:
@@ -79,8 +73,9 @@ def find(root: AnyPath, number: int, item: str | None = None) -> RecordedStep:
     try:
         step = selected(root, number, item)
     except InputError as error:
-        found = _held(root, number, item)
-        if found is not None:
+        if number is None or number < 0:
+            raise
+        if found := _held(root, number, item):
             return found
         if number in roots.stock_steps(root):
             raise InputError(
@@ -90,7 +85,7 @@ def find(root: AnyPath, number: int, item: str | None = None) -> RecordedStep:
             ) from error
         raise
     with undeleted(step.directory):
-        return RecordedStep(number, step.directory, lookup.resolve(step.directory), True)
+        return RecordedStep(step.step, step.directory, lookup.resolve(step.directory), True)
 
 
 def _held(root: AnyPath, number: int, item: str | None) -> RecordedStep | None:

@@ -6,8 +6,9 @@ the whole state is restored, as any restore does it.
 
 from __future__ import annotations
 
-import abc
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,142 +17,134 @@ from adacheck_jax.adapter.stock.base_checkpoint import StockCheckpoints
 from adacheck_jax.adapter.stock.descriptions import check_described, damaged_descriptions
 from adacheck_jax.device import transfer, trees
 from adacheck_jax.device.trees import PyTree
-from adacheck_jax.errors import (
-    AdaCheckError,
-    IntegrityError,
-    LineageError,
-    first_line,
-    unreadable,
-)
+from adacheck_jax.errors import IntegrityError, first_line, unreadable
 from adacheck_jax.format import manifest as manifests
 from adacheck_jax.format.boxes import Box, cuts_of
 from adacheck_jax.format.byte_loops import fingerprint_of
-from adacheck_jax.format.manifest import ITEMSIZES_BYTES, Leaf
-from adacheck_jax.publish.follower import changed_words
+from adacheck_jax.format.manifest import ITEMSIZES_BYTES, BaseManifest, Leaf
 from adacheck_jax.publish.reading import VersionReader, read_version
 from adacheck_jax.publish.root import VERSIONS, Root
 from adacheck_jax.store import volume_reader
 from adacheck_jax.store.storage.location import AnyPath, at
-from adacheck_jax.tools.handover.recorded_step import RecordedStep
-from adacheck_jax.tools.steps import InputError, numbered
-
-ReadLeaf = Callable[[int], np.ndarray]
-"""Elements of a leaf by its index: key data of a typed PRNG key, a 0-d array of a number."""
-_PARTS = ("indices", "bits")
+from adacheck_jax.tools.handover import recorded_step
+from adacheck_jax.tools.steps import numbered, undeleted
 
 
-class Source(abc.ABC):
+@dataclass(frozen=True, slots=True)
+class Source:
     """Leaves that can be exported.
 
     Attributes:
         number: number of the step or version.
-        kind: ``base``, ``delta``, ``deferred``, ``version`` or ``changes``.
+        item: path of the step's item directory, relative to the root; empty for a version.
+        kind: ``base``, ``delta``, ``deferred`` or ``version``.
+        replayed_count: number of updates that are replayed.
         leaves: description of each leaf.
+        params: indices of the params; none where nothing tells which leaves are params.
         fingerprints: one digest a leaf.
         tree: a tree with the same leaf paths, by which Orbax gets its own.
+        read: reads a leaf by its index: key data of a typed PRNG key, a 0-d array of a number.
     """
 
     number: int
+    item: str
     kind: str
+    replayed_count: int
     leaves: Sequence[Leaf]
+    params: Sequence[int]
     fingerprints: Sequence[int]
     tree: PyTree
-
-    @abc.abstractmethod
-    def opened(self) -> ReadLeaf:
-        """A function that reads one leaf."""
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Release what was read."""
+    read: Callable[[int], np.ndarray]
 
 
-class StepSource(Source):
-    """The leaves of a recorded step.
+@contextlib.contextmanager
+def step_source(root: AnyPath, number: int | None, item: str | None) -> Iterator[Source]:
+    """The leaves of a recorded step; a delta is restored when its first leaf is read.
 
     Args:
-        step: the step.
+        root: the directory given to the checkpoint manager.
+        number: number of the step; None for the newest; below zero a place counted from it.
+        item: name of the item directory, needed if a step holds several.
 
     Raises:
-        AdaCheckError: the base's description is damaged.
+        InputError: there is no such root, step or item.
+        AdaCheckError: the step is damaged, or cannot be restored exactly on this machine.
     """
-
-    def __init__(self, step: RecordedStep) -> None:
-        self._step, self._stock = step, StockCheckpoints()
-        self._values: Sequence[Any] = ()
-        self.number, self.kind = step.number, step.kind
+    step = recorded_step.find(root, number, item)
+    with undeleted(step.directory), contextlib.closing(StockCheckpoints()) as stock:
         base, directory = step.lineage.base, step.lineage.base_directory
-        damage = damaged_descriptions(directory, base)
-        damage.pop(manifests.SHARDINGS, None)
-        for error in damage.values():
-            raise error
-        self.leaves = base.leaves
-        self.fingerprints = step.lineage.end.fingerprints
-        self.tree = self._stock.described(directory)
-        self._described, _ = trees.flatten(self.tree)
-        for leaf in base.leaves:
-            if leaf.nbytes and leaf.path in self._described:
-                check_described(directory, leaf, self._described[leaf.path])
+        fingerprints = step.lineage.end.fingerprints
+        tree = _described(stock, directory, base)
+        by_path, _ = trees.flatten(tree)
+        values: list[Any] = []
 
-    def opened(self) -> ReadLeaf:
-        """A function that reads one leaf, verified; of a delta the state is restored here.
+        def restored(index: int) -> np.ndarray:
+            if not values:
+                values.extend(step.restored(stock).leaves)
+            words = transfer.raw(values[index])
+            return np.asarray(words).astype(np.dtype(base.leaves[index].dtype), copy=False)
 
-        Raises:
-            AdaCheckError: the step is damaged, or cannot be restored exactly on this machine.
-        """
-        if self.kind == "base":
-            return self._from_base
-        self._values = self._step.restored(self._stock).leaves
-        return self._restored
+        def from_base(index: int) -> np.ndarray:
+            leaf = base.leaves[index]
+            if not leaf.nbytes:
+                return np.empty(leaf.shape, np.dtype(leaf.dtype))
+            return _stored(directory, leaf, by_path, fingerprints[index])
 
-    def close(self) -> None:
-        """Release the restored state."""
-        self._values = ()
-        self._stock.close()
-
-    def params(self) -> list[int]:
-        """Indices of the params: what the recorded update trains, else the leaves under ``params``.
-
-        Raises:
-            InputError: neither tells which leaves are params.
-        """
-        update = self._step.lineage.base.update
-        if update is not None and update.params:
-            return sorted(set(update.params))
-        found = [i for i, leaf in enumerate(self.leaves) if leaf.path.split("/")[0] == "params"]
-        if not found:
-            raise InputError(
-                f"{at(self._step.directory)}: expected params, found a step without a Recorder and "
-                "no leaf under params. Export all leaves with --all."
-            )
-        return found
-
-    def _restored(self, index: int) -> np.ndarray:
-        words = transfer.raw(self._values[index])
-        return np.asarray(words).astype(np.dtype(self.leaves[index].dtype), copy=False)
-
-    def _from_base(self, index: int) -> np.ndarray:
-        leaf = self.leaves[index]
-        if not leaf.nbytes:
-            return np.empty(leaf.shape, np.dtype(leaf.dtype))
-        directory = self._step.lineage.base_directory
-        try:
-            name = self._described[leaf.path].name
-            array, found = volume_reader.whole_array(directory, name, leaf.dtype)
-        except (LookupError, ValueError, OSError) as error:
-            if refused := unreadable(directory, error):
-                raise refused from error
-            raise _damaged(directory, leaf, first_line(error)) from error
-        if found != self.fingerprints[index]:
-            raise _damaged(directory, leaf, "found other bits, by their fingerprint")
-        return array
+        yield Source(
+            number=step.number,
+            item=at(step.directory).below(at(root)),
+            kind=step.kind,
+            replayed_count=step.lineage.replayed_count,
+            leaves=base.leaves,
+            params=_params(base),
+            fingerprints=fingerprints,
+            tree=tree,
+            read=from_base if step.kind == "base" else restored,
+        )
+        values.clear()  # the state is not needed to read the export back
 
 
-def _damaged(directory: AnyPath, leaf: Leaf, found: str) -> AdaCheckError:
-    return IntegrityError(
+def _described(stock: StockCheckpoints, directory: AnyPath, base: BaseManifest) -> PyTree:
+    """The tree of a base, of Orbax's descriptions.
+
+    Raises:
+        AdaCheckError: a description is damaged.
+    """
+    damage = damaged_descriptions(directory, base)
+    damage.pop(manifests.SHARDINGS, None)
+    for error in damage.values():
+        raise error
+    tree = stock.described(directory)
+    by_path, _ = trees.flatten(tree)
+    for leaf in base.leaves:
+        if leaf.nbytes and leaf.path in by_path:
+            check_described(directory, leaf, by_path[leaf.path])
+    return tree
+
+
+def _params(base: BaseManifest) -> list[int]:
+    """Indices of what the recorded update trains, else of the leaves under ``params``."""
+    if base.update is not None and base.update.params:
+        return sorted({*base.update.params})
+    return [i for i, leaf in enumerate(base.leaves) if leaf.path.split("/")[0] == "params"]
+
+
+def _stored(directory: AnyPath, leaf: Leaf, by_path: Any, fingerprint: int) -> np.ndarray:
+    """Elements of one leaf of a base."""
+    found, cause = "found other bits, by their fingerprint", None
+    try:
+        name, array = by_path[leaf.path].name, np.zeros(leaf.shape, np.dtype(leaf.dtype))
+        digest = volume_reader.fingerprint_of_array(directory, name, leaf.dtype, array)
+        if digest == fingerprint:
+            return array
+    except (LookupError, ValueError, OSError) as error:
+        if refused := unreadable(directory, error):
+            raise refused from error
+        found, cause = first_line(error), error
+    raise IntegrityError(
         f"{directory}: leaf {leaf.path}: expected the bits that were saved: {found}. Nothing was "
         "written; take another step."
-    )
+    ) from cause
 
 
 def is_published(root: AnyPath) -> bool:
@@ -159,55 +152,37 @@ def is_published(root: AnyPath) -> bool:
     return (at(root) / VERSIONS).is_folder
 
 
-class VersionSource(Source):
-    """The weights of a published version, or what changed since the version before.
-
-    Changes are for those who have that version: for each leaf that changed ``NAME.indices`` (int64,
-    flat, C order, ascending) and ``NAME.bits`` (the new words as unsigned integers; a complex
-    element is two words).
+@contextlib.contextmanager
+def version_source(root: AnyPath, version: int | None) -> Iterator[Source]:
+    """The weights of a published version.
 
     Args:
         root: the root of published weights.
         version: number of the version, which has to be kept still; None for the newest; below zero
             a place counted from it.
-        changes: True for what changed.
 
     Raises:
-        LineageError: there is no such version, or none before it.
+        LineageError: there is no such version.
         AdaCheckError: the version is damaged.
     """
-
-    def __init__(self, root: AnyPath, version: int | None, changes: bool) -> None:
-        if version is None or version < 0:
-            reader = VersionReader(Root(root))
-            kept = [x.record.version for x in reader.versions(reader.sequences()).values()]
-            version = numbered(kept, -1 if version is None else version, root)
-        record, weights, found = read_version(Root(root), version)
-        arrays = {x.path: y for x, y in zip(weights.leaves.leaves, weights.arrays, strict=True)}
-        if changes:
-            if record.parent is None:
-                raise LineageError(
-                    f"{root}: expected a version with one before it, found that {version} begins "
-                    "with a base. Export all its weights."
-                )
-            arrays = {
-                f"{name}/{part}": array
-                for name, pair in changed_words(weights, found).items()
-                for part, array in zip(_PARTS, pair, strict=True)
-            }
-        self.number, self.kind = version, "changes" if changes else "version"
-        self.leaves = [_leaf(name, array) for name, array in arrays.items()]
-        self.fingerprints = [fingerprint_of(array) for array in arrays.values()]
-        self.tree = arrays[""] if {*arrays} == {""} else trees.nested(arrays)
-        self._elements = [*arrays.values()]
-
-    def opened(self) -> ReadLeaf:
-        """A function that gives one leaf."""
-        return self._elements.__getitem__
-
-    def close(self) -> None:
-        """Release the weights."""
-        self._elements = []
+    if version is None or version < 0:
+        reader = VersionReader(Root(root))
+        kept = [x.version for x in reader.versions(reader.sequences()).values()]
+        version = numbered(kept, version, root)
+    _, weights, _ = read_version(Root(root), version)
+    arrays = {x.path: y for x, y in zip(weights.leaves.leaves, weights.arrays, strict=True)}
+    elements = [*arrays.values()]
+    yield Source(
+        number=version,
+        item="",
+        kind="version",
+        replayed_count=0,
+        leaves=[_leaf(name, array) for name, array in arrays.items()],
+        params=range(len(arrays)),
+        fingerprints=[fingerprint_of(array) for array in elements],
+        tree=arrays[""] if {*arrays} == {""} else trees.nested(arrays),
+        read=elements.__getitem__,
+    )
 
 
 def _leaf(name: str, array: np.ndarray) -> Leaf:

@@ -52,7 +52,7 @@ def transform(
     root: AnyPath,
     target: str,
     rules: Sequence[Rule],
-    number: int,
+    number: int | None,
     item: str | None = None,
     *,
     dry_run: bool = False,
@@ -63,7 +63,7 @@ def transform(
         root: the directory given to the checkpoint manager.
         target: path of the new root.
         rules: the rules.
-        number: step number.
+        number: step number; None for the newest saved step; below zero a place counted from it.
         item: name of the item directory, needed if a step holds several.
         dry_run: True to plan alone.
 
@@ -82,13 +82,13 @@ def transform(
             with undeleted(found.directory):
                 state = found.restored(StockCheckpoints(), rules).state
             name = found.directory.name
-            save_base(str(new), number, state, item=name)
-            verification.check(new / str(number) / name, read_data=True)
+            save_base(str(new), found.number, state, name)
+            verification.check(new / str(found.number) / name, read_data=True)
     update = base.update
     return TransformReport(
         root=str(root),
         destination=str(path),
-        step=number,
+        step=found.number,
         is_dry_run=dry_run,
         trees=plan.trees,
         changed=_described(plan, plan.inputs),

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from adacheck_jax.tools.history.walk import State, Walk
-from adacheck_jax.tools.steps import InputError
+from adacheck_jax.tools.steps import InputError, Progress, quiet
 
 Predicate = Callable[[State], str | None]
 """The words for a state at which something holds; None where it does not hold."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tried:
-    """One step that was looked at.
-
-    Attributes:
-        step: its number.
-        holds: True if the predicate held there.
-        says: what it said of it.
-    """
-
-    step: int
-    holds: bool
-    says: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +26,8 @@ class Bisection:
         says: what the predicate says of ``step``.
         searched_count: number of recorded steps among which it was looked for.
         restored_count: number of states that were restored.
-        tried: the steps that were looked at, in order.
+        tried: the predicate's words for each step that was looked at, in order; None where it does
+            not hold.
         rounded: leaf paths that were right to rounding only at some of them.
     """
 
@@ -50,7 +37,7 @@ class Bisection:
     says: str | None
     searched_count: int
     restored_count: int
-    tried: tuple[Tried, ...]
+    tried: dict[int, str | None]
     rounded: tuple[str, ...]
 
 
@@ -59,7 +46,7 @@ def bisect(
     predicate: Predicate,
     first: int | None = None,
     last: int | None = None,
-    tell: Callable[[int, int, str], None] | None = None,
+    progress: Progress = quiet,
 ) -> Bisection:
     """Find the first step at which a predicate holds, if it holds at all later ones too.
 
@@ -70,13 +57,16 @@ def bisect(
         predicate: what to look for.
         first: the oldest step to look at; None for the oldest recorded one.
         last: the newest step to look at; None for the newest recorded one.
-        tell: is told of the progress: looks that were taken, most looks to take, and at what.
+        progress: is told of the progress: looks that were taken, most looks to take, and at what.
 
     Raises:
         InputError: no step is recorded between the ends.
         AdaCheckError: a step is damaged.
     """
-    steps, tried, rounded = walk.between(first, last), list[Tried](), dict[str, None]()
+    oldest = walk.steps[0] if first is None else first
+    newest = walk.steps[-1] if last is None else last
+    steps = [step for step in walk.steps if oldest <= step <= newest]
+    tried, rounded = dict[int, str | None](), dict[str, None]()
     if not steps:
         raise InputError(
             f"{walk.root}: expected recorded steps from {first} to {last}, found none. The oldest "
@@ -85,30 +75,24 @@ def bisect(
     most = 2 + max(len(steps) - 2, 0).bit_length()
 
     def holds(index: int) -> bool:
-        if tell is not None:
-            tell(len(tried), most, f"step {steps[index]}")
+        progress(len(tried), most, f"step {steps[index]}")
         state = walk.at(steps[index])
-        says = predicate(state)
         rounded.update(dict.fromkeys(state.rounded))
-        tried.append(Tried(state.step, says is not None, says))
-        return says is not None
+        tried[state.step] = predicate(state)
+        return tried[state.step] is not None
 
     def result(index: int | None) -> Bisection:
         step = None if index is None else steps[index]
-        says = next((each.says for each in tried if each.step == step), None)
+        says = None if step is None else tried[step]
         before = steps[index - 1] if index else None
         counts = (len(steps), walk.restored_count)
-        return Bisection(str(walk.root), step, before, says, *counts, (*tried,), (*rounded,))
+        return Bisection(str(walk.root), step, before, says, *counts, tried, (*rounded,))
 
     if not holds(len(steps) - 1):
         return result(None)
     if len(steps) == 1 or holds(0):
         return result(0)
-    low, high = 0, len(steps) - 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return result(high)
+    return result(bisect_left(range(len(steps)), True, 1, len(steps) - 1, key=holds))
 
 
 def not_finite(state: State) -> str | None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from adacheck_jax.tools.history.differences import LeafDifference, difference, roles_of
 from adacheck_jax.tools.history.walk import State, Walk
-from adacheck_jax.tools.steps import InputError
+from adacheck_jax.tools.steps import InputError, Progress, quiet
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +65,6 @@ def compare_steps(before: Walk, old: int, after: Walk, new: int) -> StepComparis
 
     Leaves with the same fingerprint are equal, and steps of which all are equal are not restored.
 
-    Args:
-        before: run of the one step.
-        old: its number.
-        after: run of the other step.
-        new: its number.
-
     Raises:
         InputError: this machine cannot replay one of them.
         AdaCheckError: one of them is damaged.
@@ -102,17 +96,12 @@ def _only(one: Mapping[str, str], other: Mapping[str, str]) -> tuple[str, ...]:
 def compare_runs(
     first: Walk,
     second: Walk,
-    tell: Callable[[int, int, str], None] | None = None,
+    progress: Progress = quiet,
 ) -> RunComparison:
     """Find the first step at which two runs differ, and the leaves and elements that do.
 
     Fingerprints of all leaves are compared step by step, which reads manifests alone. The first
     step that differs is restored from both.
-
-    Args:
-        first: the one run.
-        second: the other run.
-        tell: is told of the progress.
 
     Raises:
         InputError: they have no step in common, or other leaves.
@@ -126,8 +115,8 @@ def compare_runs(
     equal_until, step = None, None
     found: list[LeafDifference] = []
     for n, number in enumerate(common):
-        if tell is not None and n % 100 == 0:
-            tell(n, len(common), f"step {number}")
+        if n % 100 == 0:
+            progress(n, len(common), f"step {number}")
         _refuse_other_leaves(first, second, number)
         if first.fingerprints(number) != second.fingerprints(number):
             a, b, step = first.at(number), second.at(number), number
@@ -153,11 +142,11 @@ _ORDER = {"record": 0, "params": 1, "optimizer state": 2, "other": 3}
 
 
 def _kinds(walk: Walk, step: int) -> Mapping[str, str]:
-    return {leaf.path: leaf.description for leaf in walk.leaves(step)}
+    return {leaf.path: leaf.description for leaf in walk.lineage(step).base.leaves}
 
 
 def _refuse_other_leaves(first: Walk, second: Walk, step: int) -> None:
-    if first.leaves(step) is second.leaves(step):
+    if first.lineage(step).base.leaves is second.lineage(step).base.leaves:
         return
     kinds = [_kinds(first, step), _kinds(second, step)]
     if kinds[0] != kinds[1]:

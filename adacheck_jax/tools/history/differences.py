@@ -80,25 +80,22 @@ def difference(
 ) -> LeafDifference | None:
     """Compare a leaf of two states.
 
-    Args:
-        before: its elements.
-        after: others, of the same shape and data type.
-        leaf: its description.
-        role: one of :func:`roles_of`.
-
     Returns:
         None if every bit is the same.
     """
     old, new = np.ascontiguousarray(before).reshape(-1), np.ascontiguousarray(after).reshape(-1)
-    changed, first, sums = 0, None, _Sums()
+    changed, first, sums, largest = 0, None, np.zeros(4), 0.0
     for start in range(0, old.size, _BLOCK):
         a, b = old[start : start + _BLOCK], new[start : start + _BLOCK]
         unequal = (_words(a) != _words(b)).any(axis=1)
-        count = int(np.count_nonzero(unequal))
-        if count and first is None:
+        if first is None and unequal.any():
             first = start + int(np.argmax(unequal))
-        changed += count
-        sums.add(a, b)
+        changed += int(np.count_nonzero(unequal))
+        if old.dtype.kind != "b":
+            a, b = wide(a), wide(b)
+            with np.errstate(all="ignore"):
+                sums += [np.vdot(x, y).real for x, y in ((a, a), (b, b), (a, b), (b - a, b - a))]
+                largest = max(largest, float(np.max(np.abs(b - a))))
     if first is None:
         return None
     index = tuple(map(int, np.unravel_index(first, before.shape))) if before.shape else ()
@@ -109,40 +106,19 @@ def difference(
         _bit_count(old[first : first + 1], new[first : first + 1]),
         process_of(leaf, index),
     )
-    share = changed / max(old.size, 1)
-    return LeafDifference(leaf.path, role, changed, share, *sums.found(), element)
+    share = changed / old.size
+    of_old, of_new, both, between = map(float, sums)
+    if old.dtype.kind == "b" or not math.isfinite(between):
+        return LeafDifference(leaf.path, role, changed, share, None, None, None, None, element)
+    relative = math.sqrt(between / of_old) if of_old else None
+    cosine = both / math.sqrt(of_old * of_new) if of_old and of_new else None
+    numbers = (math.sqrt(between), relative, largest, cosine)
+    return LeafDifference(leaf.path, role, changed, share, *numbers, element)
 
 
-class _Sums:
-    """Sums over the elements of two arrays that are numbers."""
-
-    def __init__(self) -> None:
-        self._old = self._new = self._both = self._between = self._largest = 0.0
-        self._is_number = True
-
-    def add(self, old: np.ndarray, new: np.ndarray) -> None:
-        """Add some elements of each."""
-        if old.dtype.kind == "b" or not self._is_number:
-            self._is_number = False
-            return
-        kind = np.complex128 if old.dtype.kind == "c" else np.float64
-        a, b = old.astype(kind), new.astype(kind)
-        with np.errstate(all="ignore"):
-            between = np.abs(b - a)
-            self._old += float(np.sum(np.abs(a) ** 2))
-            self._new += float(np.sum(np.abs(b) ** 2))
-            self._both += float(np.sum((np.conj(a) * b).real))
-            self._between += float(np.sum(between**2))
-            self._largest = max(self._largest, float(np.max(between, initial=0.0)))
-
-    def found(self) -> tuple[float | None, float | None, float | None, float | None]:
-        """Norm of the difference, the same relative to the first array, largest, cosine."""
-        if not (self._is_number and math.isfinite(self._between)):
-            return None, None, None, None
-        norm = math.sqrt(self._between)
-        relative = norm / math.sqrt(self._old) if self._old else None
-        both = math.sqrt(self._old * self._new)
-        return norm, relative, self._largest, self._both / both if both else None
+def wide(array: np.ndarray) -> np.ndarray:
+    """Elements in the widest type of their kind, in which they are added up."""
+    return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
 
 
 def norm(arrays: Sequence[np.ndarray]) -> float:
@@ -151,9 +127,9 @@ def norm(arrays: Sequence[np.ndarray]) -> float:
     with np.errstate(all="ignore"):
         for array in arrays:
             flat = array.reshape(-1)
-            kind = np.complex128 if flat.dtype.kind == "c" else np.float64
             for start in range(0, flat.size, _BLOCK):
-                total += float(np.sum(np.abs(flat[start : start + _BLOCK].astype(kind)) ** 2))
+                block = wide(flat[start : start + _BLOCK])
+                total += float(np.vdot(block, block).real)
     return math.sqrt(total) if total >= 0 else math.nan
 
 

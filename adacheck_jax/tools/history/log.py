@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from adacheck_jax.errors import StepDeletedError
-from adacheck_jax.store.storage.location import at
-from adacheck_jax.tools.history.differences import norm
+from adacheck_jax.tools.history.differences import norm, wide
 from adacheck_jax.tools.history.walk import State, Walk
 from adacheck_jax.tools.listing import note_of
+from adacheck_jax.tools.steps import Progress, quiet
 from adacheck_jax.update.recorder_state import PASSED_FIELD
 
 _RATE = "learning_rate"
@@ -64,14 +64,14 @@ class RunLog:
 def log(
     walk: Walk,
     last: int | None = None,
-    tell: Callable[[int, int, str], None] | None = None,
+    progress: Progress = quiet,
 ) -> RunLog:
     """Tell what the recorded steps did, from records and states alone.
 
     Args:
         walk: the run.
         last: number of the newest steps to tell of; None for all.
-        tell: is told of the progress.
+        progress: is told of the progress.
 
     Raises:
         InputError: this machine cannot replay a step.
@@ -83,8 +83,7 @@ def log(
     rows, gone = list[StepLog](), list[int]()
     before: list[np.ndarray] = []
     for n, step in enumerate(wanted):
-        if tell is not None:
-            tell(n, len(wanted), f"step {step}")
+        progress(n, len(wanted), f"step {step}")
         try:
             state = walk.at(step)
         except StepDeletedError:
@@ -103,27 +102,20 @@ def log(
 
 
 def row_of(walk: Walk, state: State, before: Sequence[np.ndarray]) -> StepLog:
-    """Log of one step.
-
-    Args:
-        walk: the run.
-        state: the step's state.
-        before: the params that its change is told from, as from :func:`params_of`; none to tell
-            no change.
-    """
+    """Log of one step."""
     params, change = params_of(state), None
     if before and [p.shape for p in params] == [p.shape for p in before]:
         pairs = zip(params, before, strict=True)
-        change = norm([_wide(new) - _wide(old) for new, old in pairs])
-    folder, update = walk.root / walk.folder(state.step), state.update
+        change = norm([wide(new) - wide(old) for new, old in pairs])
+    folder, update = walk.folder(state.step), state.update
     return StepLog(
         state.step,
-        "base" if walk.is_base(state.step) else "delta",
+        "delta" if walk.lineage(state.step).deltas else "base",
         norm([state.arrays[i] for i in update.record]) if update else None,
         change,
         norm(params) if params else None,
         _learning_rate(state),
-        note_of(folder).metrics if at(folder).is_folder else {},
+        note_of(folder).metrics if folder else {},
         bool(state.rounded),
     )
 
@@ -134,10 +126,6 @@ def params_of(state: State) -> list[np.ndarray]:
         return [state.arrays[i] for i in sorted({*state.update.params})]
     pairs = zip(state.leaves, state.arrays, strict=True)
     return [array for leaf, array in pairs if leaf.path.split("/")[0] == "params"]
-
-
-def _wide(array: np.ndarray) -> np.ndarray:
-    return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
 
 
 def _learning_rate(state: State) -> float | None:

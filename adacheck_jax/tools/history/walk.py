@@ -110,14 +110,10 @@ class Walk:
     def number(self, wanted: int | None) -> int:
         """The recorded step that a caller means.
 
-        Args:
-            wanted: a step number; None for the newest step; -1 is the newest too, -2 the one before
-                it.
-
         Raises:
             InputError: it is not recorded.
         """
-        number = numbered(self.steps, -1 if wanted is None else wanted, self.root)
+        number = numbered(self.steps, wanted, self.root)
         if number not in self._lineages:
             near = sorted(self.steps, key=lambda step: abs(step - number))[:6]
             found = f", found {', '.join(map(str, sorted(near)))} near it. Give one of these steps."
@@ -135,34 +131,16 @@ class Walk:
         """Everything that a recorded step is restored from."""
         return self._lineages[step]
 
-    def leaves(self, step: int) -> tuple[Leaf, ...]:
-        """Description of each leaf of a step."""
-        return self._lineages[step].base.leaves
-
-    def folder(self, step: int) -> str:
-        """Name of the directory that a step has, or would have, under the root."""
-        place = roots.place_of(self._lineages[step].entries[-1].holder)
-        held = at(self._lineages[step].entries[-1].holder)
-        name = (held.parent if place.line[1] else held).name
-        return name if place.step == step else str(step)
-
-    def is_base(self, step: int) -> bool:
-        """True if a step is restored without a delta."""
-        return not self._lineages[step].deltas
-
-    def between(self, first: int | None = None, last: int | None = None) -> list[int]:
-        """Recorded steps from one to another, both included."""
-        return [
-            step
-            for step in self.steps
-            if (first is None or step >= first) and (last is None or step <= last)
-        ]
+    def folder(self, step: int) -> AnyPath | None:
+        """The directory of a step; None if it has none of its own."""
+        holder = at(self._lineages[step].entries[-1].holder)
+        place = roots.place_of(holder)
+        if place.step != step:
+            return None
+        return holder.parent if place.line[1] else holder
 
     def at(self, step: int) -> State:
         """The state of a recorded step, verified.
-
-        Args:
-            step: its number, one of :attr:`steps`.
 
         Raises:
             InputError: this machine cannot replay it.

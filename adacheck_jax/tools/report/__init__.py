@@ -1,4 +1,4 @@
 """A page about a run: gathered from its root into one record, and drawn into one HTML file.
 
-Begin with :mod:`~adacheck_jax.tools.report.facts`.
+Begin with :mod:`~adacheck_jax.tools.report.gather`.
 """

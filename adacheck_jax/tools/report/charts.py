@@ -32,12 +32,7 @@ _STYLE: dict[Any, Any] = {
 
 
 def bars(sizes: Mapping[str, Mapping[int, int]], marks: Iterable[int]) -> str:
-    """New bytes of bases and deltas; of many steps the sums over some steps a bar.
-
-    Args:
-        sizes: bytes by step number, of each kind.
-        marks: steps to mark.
-    """
+    """New bytes of bases and deltas; of many steps the sums over some steps a bar."""
     numbers = [step for each in sizes.values() for step in each]
     low, high = min(numbers), max(numbers) + 1
     edges = np.linspace(low, high, min(high - low, 300) + 1) - 0.5

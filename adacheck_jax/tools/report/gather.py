@@ -4,32 +4,81 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
+import numpy as np
+
+from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.format.manifest import Delta
 from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.tools import audit, listing, statistics
-from adacheck_jax.tools.audit import Progress
-from adacheck_jax.tools.history.differences import roles_of
-from adacheck_jax.tools.history.walk import Walk
-from adacheck_jax.tools.listing import FOREIGN, STOCK
-from adacheck_jax.tools.report import norms
-from adacheck_jax.tools.report.facts import Report
-from adacheck_jax.tools.report.norms import Norms
+from adacheck_jax.tools.audit import RootReport
+from adacheck_jax.tools.history import log
+from adacheck_jax.tools.history.differences import norm, roles_of, wide
+from adacheck_jax.tools.history.log import StepLog
+from adacheck_jax.tools.history.walk import State, Walk
+from adacheck_jax.tools.listing import FOREIGN, STOCK, RootSummary
+from adacheck_jax.tools.statistics import RootStatistics
+from adacheck_jax.tools.steps import InputError, Progress, quiet
 
 MOST_VERIFIED = 300
 """Saved steps up to which the structure of all is checked: it takes some milliseconds a step."""
 _OTHERS = (STOCK, FOREIGN)
+SMALL_STEP_COUNT = 400
+SMALL_RUN_BYTES = 4_000_000_000
+"""Steps, and bytes of all their states, up to which every step is restored unasked."""
+
+Norms = tuple[StepLog, dict[str, float]]
+"""Log of a step, and the relative change of each leaf, by its path."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The output of ``adacheck report``: that of other commands about the same steps, and changes.
+
+    Attributes:
+        made_at: time of the report, in ISO 8601.
+        summary: the steps under the root, as ``adacheck ls`` has them.
+        verified: their structure, as ``adacheck verify`` has it; None if they are too many.
+        damage: the reason for each saved step that cannot be restored, or in which damage was
+            found, by its item directory relative to the root.
+        statistics: their bytes, as ``adacheck stats`` has them; None if no step can be restored.
+        state_bytes: bytes of the newest state in memory, without the record of the update.
+        kept: recorded steps, but those that were deleted and a later step's directory still holds.
+        held: for each recorded step without a directory of its own the step that it was saved with:
+            a deferred step has a later one, a deleted step itself.
+        checked: number of deltas by the comparison that they passed when they were saved.
+        logs: steps that were restored for their norms, as ``adacheck log`` has them.
+        norms_note: remark on steps without norms; empty if all were restored.
+        changed: number of kept steps at which each leaf's fingerprint changed, by leaf path.
+        changes: the norm of each leaf's change at each of ``logs``, relative to the leaf before, by
+            leaf path; None where nothing tells.
+    """
+
+    made_at: str
+    summary: RootSummary
+    verified: RootReport | None
+    damage: dict[str, str]
+    statistics: RootStatistics | None = None
+    state_bytes: int = 0
+    kept: tuple[int, ...] = ()
+    held: dict[int, int] = field(default_factory=dict)
+    checked: dict[str, int] = field(default_factory=dict)
+    logs: tuple[StepLog, ...] = ()
+    norms_note: str = ""
+    changed: dict[str, int] = field(default_factory=dict)
+    changes: dict[str, tuple[float | None, ...]] = field(default_factory=dict)
 
 
 def gather(
     root: AnyPath,
     item: str | None = None,
     norm_count: int | None = None,
-    known: dict[int, Norms] | None = None,
-    tell: Progress | None = None,
+    progress: Progress = quiet,
 ) -> Report:
     """Gather a report.
 
@@ -38,8 +87,7 @@ def gather(
         item: name of the item directory, needed if steps hold several.
         norm_count: number of the steps that are restored for norms, at most; None for all of a
             small run, and none else.
-        known: norms that an earlier report found, so that no step is restored twice; it is filled.
-        tell: is told of the progress.
+        progress: is told of the progress.
 
     Raises:
         InputError: there is no such root, step or item.
@@ -54,7 +102,7 @@ def gather(
     damage = {row.item: row.error for row in ours if row.error}
     verified = None
     if 0 < len(ours) <= MOST_VERIFIED:
-        verified = audit.verify_root(root, item=item, progress=tell)
+        verified = audit.verify_root(root, item=item, progress=progress)
         found = {each.item: each.damage[0] for each in verified.steps if each.damage}
         damage = {place: f"{each.file}: {each.message}" for place, each in found.items()} | damage
     made_at = datetime.now(UTC).isoformat(timespec="seconds")
@@ -63,18 +111,12 @@ def gather(
         return report
     report = replace(report, statistics=statistics.statistics_of(root))
     with contextlib.closing(Walk(root, item)) as walk:
-        return _walked(report, walk, norm_count, {} if known is None else known, tell)
+        return _walked(report, walk, norm_count, progress)
 
 
-def _walked(
-    report: Report,
-    walk: Walk,
-    norm_count: int | None,
-    known: dict[int, Norms],
-    tell: Progress | None,
-) -> Report:
+def _walked(report: Report, walk: Walk, norm_count: int | None, progress: Progress) -> Report:
     """The report with what recorded steps tell."""
-    found, failed = norms.norms_of(walk, norms.chosen(walk, norm_count), known, tell)
+    found, failed = _norms_of(walk, _chosen(walk, norm_count), progress)
     note = f"Norms of {len(found):,} of {len(walk.steps):,} steps; --norms N restores N of them."
     if failed:
         step, why = next(iter(failed.items()))
@@ -102,3 +144,56 @@ def _walked(
             for leaf in base.leaves
         },
     )
+
+
+def _norms_of(
+    walk: Walk, wanted: Sequence[int], progress: Progress
+) -> tuple[dict[int, Norms], dict[int, str]]:
+    """Norms of steps, and the reason for each that could not be restored."""
+    before_of = dict(zip(walk.steps[1:], walk.steps, strict=False))
+    found, failed = dict[int, Norms](), dict[int, str]()
+    last: State | None = None
+    for n, step in enumerate(wanted):
+        progress(n, len(wanted), f"step {step}")
+        try:
+            earlier = before_of.get(step)
+            if earlier is not None and (last is None or last.step != earlier):
+                last = walk.at(earlier)
+            before, last = None if earlier is None else last, walk.at(step)
+            found[step] = _compared(walk, before, last)
+        except (AdaCheckError, InputError, OSError) as error:
+            failed[step] = " ".join(str(error).split())
+    return found, failed
+
+
+def _compared(walk: Walk, before: State | None, after: State) -> Norms:
+    if before is None:
+        return log.row_of(walk, after, ()), {}
+    pairs = zip(before.leaves, before.arrays, strict=True)
+    old = {(leaf.path, array.dtype, array.shape): array for leaf, array in pairs}
+    relative = {
+        leaf.path: relative_change(last, array)
+        for leaf, array in zip(after.leaves, after.arrays, strict=True)
+        if (last := old.get((leaf.path, array.dtype, array.shape))) is not None
+        and leaf.key_type is None
+        and array.dtype.kind != "b"
+    }
+    return log.row_of(walk, after, log.params_of(before)), relative
+
+
+def relative_change(before: np.ndarray, after: np.ndarray) -> float:
+    """Norm of the change of an array of numbers, relative to it before; infinite from zero."""
+    with np.errstate(all="ignore"):
+        change, size = norm([wide(after) - wide(before)]), norm([before])
+    return change / size if size else (math.inf if change else 0.0)
+
+
+def _chosen(walk: Walk, asked: int | None) -> list[int]:
+    """The steps to restore: as many as asked, else all of a small run and none of a larger one."""
+    steps = walk.steps
+    if asked is None:
+        run_bytes = len(steps) * sum(leaf.nbytes for leaf in walk.lineage(steps[-1]).base.leaves)
+        is_small = len(steps) <= SMALL_STEP_COUNT and run_bytes <= SMALL_RUN_BYTES
+        asked = len(steps) if is_small else 0
+    count = min(asked, len(steps))
+    return [steps[(n + 1) * len(steps) // count - 1] for n in range(count)]  # evenly spread

@@ -15,19 +15,15 @@ from rich.filesize import decimal
 
 from adacheck_jax.tools.listing import FOREIGN, STOCK, StepSummary, saved_at
 from adacheck_jax.tools.report import charts
-from adacheck_jax.tools.report.facts import Report
+from adacheck_jax.tools.report.gather import Report
 
 MOST_ROWS, MOST_LEAVES, MOST_SERIES = 500, 120, 12
 
 Figure = tuple[str, str, Markup]  # title, value and chart
 
 
-def page_of(report: Report, watch_s: int | None = None) -> str:
+def page_of(report: Report) -> str:
     """Draw a report.
-
-    Args:
-        report: the report.
-        watch_s: seconds after which the page loads itself again; None if it does not.
 
     Returns:
         The text of an HTML file.
@@ -44,7 +40,6 @@ def page_of(report: Report, watch_s: int | None = None) -> str:
     part = importlib.resources.files("adacheck_jax.tools.report").joinpath("page.html")
     return pages.from_string(part.read_text(encoding="utf-8")).render(
         report=report,
-        watch_s=watch_s,
         charts=[
             ("Steps and what they cost", "", _costs(rows)),
             ("Training", report.norms_note, _training(report, rows)),

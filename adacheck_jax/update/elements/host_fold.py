@@ -4,12 +4,14 @@ Leaves that go through the same operations lie one behind another in a vector, a
 chunk at a time by one small program. With each step a vector slides by one chunk, forward and back
 in turns, so that no chunk is overwritten before its successor is complete: a step that was stopped
 in the middle is gone on with, if it is known how many chunks are complete.
+
+All work on a copy is done by one thread at a time; there is no lock.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +24,7 @@ from adacheck_jax.device.jax_settings import Arithmetic
 from adacheck_jax.device.shard_sums import is_narrow
 from adacheck_jax.format.boxes import Blocks, Box
 from adacheck_jax.update import program as update_program
-from adacheck_jax.update.elements.pieces import ROW, Batch, Pieces
+from adacheck_jax.update.elements.pieces import ROW, Batch, Pieces, Role
 
 CHUNK_ELEMENTS = 1 << 18
 """Elements of a chunk: 3 MB of adamw's state. Of a fourth a fold took three times as long."""
@@ -36,26 +38,15 @@ class UnfitError(Exception):
 
 @dataclass(slots=True)
 class _Vector:
-    """Elements of leaves that play the same part in one batch.
-
-    Attributes:
-        dtype: data type of the elements.
-        elements: number of elements in use, without padding.
-        chunk: elements of a chunk.
-        slides: True if the vector is computed, and slides.
-        memory: chunks for all elements, and chunks to spare.
-        spare: number of chunks to spare: one of a vector that slides, as many as there are of one
-            that is put twice.
-        shift: first element in use.
-    """
+    """Elements of one role, in chunks; a computed vector slides by one chunk at each step."""
 
     dtype: np.dtype
-    elements: int
-    chunk: int
+    elements: int  # in use, without padding
+    chunk: int  # elements of a chunk
     slides: bool
     memory: np.ndarray = field(default_factory=lambda: np.empty(0))
-    spare: int = 0
-    shift: int = 0
+    spare: int = 0  # chunks: one if it slides, all of them once more if it is put twice
+    shift: int = 0  # first element in use
 
     @property
     def count(self) -> int:
@@ -88,11 +79,20 @@ class _Work:
     taken: list[_Vector]
     computed: list[_Vector]
 
-    @property
-    def refs(self) -> list[int]:
-        """Numbers of the scalars that the batch takes."""
-        pairs = zip(self.batch.group.inputs, self.batch.inputs, strict=True)
-        return [ref for ref, leaves in pairs if not leaves]
+    def order(self) -> tuple[Sequence[int], int]:
+        """The chunks in the order of a step, and the first element in use after it."""
+        first = self.computed[0]
+        if first.shift:
+            return range(first.count), 0
+        return range(first.count)[::-1], first.chunk  # the spare chunk is behind the last one
+
+    def compute(self, program: Any, values: Mapping[int, Any], number: int, shift: int) -> None:
+        """Compute a chunk, into the place of the chunk before or after it."""
+        chunk = self.computed[0].chunk
+        start, stop = number * chunk, (number + 1) * chunk
+        results = program(values, [each.part(start, chunk) for each in self.taken])
+        for each, result in zip(self.computed, results, strict=True):
+            each.memory[shift + start : shift + stop] = result
 
 
 class HostFold:
@@ -100,7 +100,6 @@ class HostFold:
 
     Args:
         pieces: the update.
-        dtypes: data type of each leaf, by leaf index.
         boxes: boxes of each leaf that the copy holds, by leaf index.
         recorder_count: number of recorders whose updates the program makes.
         arithmetic: settings that the update was traced with.
@@ -113,37 +112,37 @@ class HostFold:
     def __init__(
         self,
         pieces: Pieces,
-        dtypes: Mapping[int, Any],
         boxes: Mapping[int, Sequence[Box]],
         recorder_count: int,
         arithmetic: Arithmetic,
     ) -> None:
         self._pieces, self._recorder_count, self._arithmetic = pieces, recorder_count, arithmetic
         self._device = jax.local_devices(backend="cpu")[0]
-        self._scalars = {i: np.zeros((), dtypes[i]) for i in pieces.scalar_leaves}
+        self._scalars = {i: np.zeros((), pieces.specs[i].dtype) for i in pieces.scalar_leaves}
         self._places: dict[int, tuple[_Vector, list[tuple[Box, int]]]] = {}
-        self._copies: dict[int, Any] = {}
         self._is_turned = False
-        vectors: list[_Vector] = []
+        self._vectors: list[_Vector] = []
         self._work: list[_Work] = []
         for batch in pieces.batches:
-            roles = dict.fromkeys([*batch.taken, *batch.outputs])
-            made: dict[tuple[int, ...], _Vector] = {}
-            elements = sum(box.size for i in next(iter(roles)) for box in boxes[i])
+            held = {
+                role: [tuple(boxes[leaf]) for leaf in role]
+                for role in (*batch.taken, *batch.outputs)
+            }
+            first, *others = held.values()
+            if any(each != first for each in others):
+                raise UnfitError("leaves that are computed together are cut otherwise")
+            elements = sum(box.size for each in first for box in each)
             chunk = min(CHUNK_ELEMENTS, -(-max(elements, 1) // ROW) * ROW)
-            for leaves in roles:
-                for leaf, like in zip(leaves, next(iter(roles)), strict=True):
-                    if [*boxes[leaf]] != [*boxes[like]]:
-                        raise UnfitError("leaves that are computed together are cut otherwise")
-                dtype = np.dtype(dtypes[leaves[0]])
+            made: dict[Role, _Vector] = {}
+            for role in held:
+                dtype = np.dtype(pieces.specs[role[0]].dtype)
                 if is_narrow(dtype):
                     raise UnfitError("the host keeps elements of less than a byte otherwise")
-                made[leaves] = _Vector(dtype, elements, chunk, leaves in batch.outputs)
-                self._place(made[leaves], leaves, boxes)
-            vectors += made.values()
+                made[role] = _Vector(dtype, elements, chunk, role in batch.outputs)
+                self._place(made[role], role, boxes)
+            self._vectors += made.values()
             taken, outputs = ([made[x] for x in each] for each in (batch.taken, batch.outputs))
             self._work.append(_Work(batch, taken, outputs))
-        self._vectors = vectors
         self._programs: list[Any] = []
 
     def _place(
@@ -201,7 +200,7 @@ class HostFold:
         with self._settings():
             switches = update_program.switches(self._recorder_count)
             given = {i: spec((), x.dtype) for i, x in self._scalars.items()}
-            needed = sorted({ref for work in self._work for ref in work.refs})
+            needed = sorted({ref for work in self._work for ref in work.batch.shared})
 
             def scalars(given: Mapping[int, Any], switches: Any) -> Any:
                 results, values = self._pieces.scalars(given, switches)
@@ -211,16 +210,14 @@ class HostFold:
             programs = [jax.jit(scalars).lower(given, switches).compile()]
             for work in self._work:
                 arrays = [spec((each.chunk,), each.dtype) for each in work.taken]
-                shared = {ref: values[ref] for ref in work.refs}
+                shared = {ref: values[ref] for ref in work.batch.shared}
                 programs.append(jax.jit(work.batch.mapped).lower(shared, arrays).compile())
         self._programs = programs
 
     def put(self, leaf: int, blocks: Blocks) -> None:
         """Copy elements of a leaf into the memory; of a leaf that no update takes nothing.
 
-        Args:
-            leaf: index of the leaf.
-            blocks: boxes that cover those of the copy.
+        The blocks have to cover the boxes of the copy.
         """
         if leaf in self._scalars:
             self._scalars[leaf] = np.array(next(iter(blocks.values())))
@@ -228,12 +225,15 @@ class HostFold:
         if leaf not in self._places:
             return
         vector, places = self._places[leaf]
-        plan = self._copies.get(leaf)
-        if plan is None or plan[0] != blocks.keys():
-            plan = self._copies[leaf] = ({*blocks}, _copy_plan(places, [*blocks]))
-        for start, shape, into, box, out in plan[1]:
-            target = vector.part(start, math.prod(shape)).reshape(shape)
-            np.copyto(target[into], blocks[box][out], casting="no")
+        for box, start in places:
+            target, found = vector.part(start, box.size).reshape(box.shape), 0
+            for other, block in blocks.items():
+                if (common := _common(box, other)) is not None:
+                    into, out, size = common
+                    np.copyto(target[into], block[out], casting="no")
+                    found += size
+            if found != box.size:
+                raise UnfitError("this process has not all elements that a leaf is computed from")
 
     @property
     def place(self) -> tuple[bool, bool]:
@@ -292,65 +292,29 @@ class HostFold:
         with self._settings():
             switches = update_program.switches(self._recorder_count, updates)
             results, values = jax.device_get(of_scalars(self._scalars, switches))
-            before = 0
+            complete = 0
             for work, program in zip(self._work, programs, strict=True):
-                chunks = _Chunks(before, begin, done)
-                _slide(work, program, {ref: values[ref] for ref in work.refs}, chunks)
-                before += work.computed[0].count
+                given = {ref: values[ref] for ref in work.batch.shared}
+                numbers, shift = work.order()
+                for number in numbers:
+                    complete += 1
+                    if complete <= begin:
+                        continue
+                    work.compute(program, given, number, shift)
+                    # All of a chunk is there before it is said to be: the next one overwrites what
+                    # it took.
+                    if done is not None:
+                        done(complete)
+                for each in work.computed:
+                    each.shift = shift
         self._scalars.update(results)
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunks:
-    """The chunks of one batch among all of an update.
-
-    Attributes:
-        before: number of chunks of the batches before it.
-        begin: number of chunks of all that are complete already.
-        done: to be called with the number of complete chunks of all.
-    """
-
-    before: int
-    begin: int
-    done: Callable[[int], None] | None
-
-
-def _slide(work: _Work, program: Any, values: Mapping[int, Any], chunks: _Chunks) -> None:
-    """Compute all chunks of a batch, each into the place of the chunk before or after it."""
-    first, *_ = work.computed
-    numbers, shift = [*range(first.count)], 0
-    if not first.shift:  # the spare chunk is behind the last one
-        numbers, shift = numbers[::-1], first.chunk
-    for place, number in enumerate(numbers, chunks.before):
-        if place < chunks.begin:
-            continue
-        start, stop = number * first.chunk, (number + 1) * first.chunk
-        results = program(values, [each.part(start, each.chunk) for each in work.taken])
-        for each, result in zip(work.computed, results, strict=True):
-            each.memory[shift + start : shift + stop] = result
-        # All of a chunk is there before it is said to be: the next one overwrites what it took.
-        if chunks.done is not None:
-            chunks.done(place + 1)
-    for each in work.computed:
-        each.shift = shift
-
-
-def _copy_plan(places: Sequence[tuple[Box, int]], given: Sequence[Box]) -> list[Any]:
-    """Copies that fill the boxes of a leaf from others.
-
-    Raises:
-        UnfitError: the others do not cover it.
-    """
-    plan = []
-    for box, start in places:
-        found = 0
-        for other in given:
-            common = box.intersect(other) if box.shape else box
-            if common is None:
-                continue
-            found += common.size
-            into, out = (common.relative_to(each.start).slices for each in (box, other))
-            plan.append((start, box.shape, into, other, out))
-        if found != box.size:
-            raise UnfitError("this process has not all elements that a leaf is computed from")
-    return plan
+@functools.lru_cache(maxsize=1 << 16)
+def _common(box: Box, other: Box) -> tuple[Any, Any, int] | None:
+    """Slices of two boxes where their common elements lie, and the number of these."""
+    common = box.intersect(other) if box.shape else box
+    if common is None:
+        return None
+    into, out = (common.relative_to(each.start).slices for each in (box, other))
+    return into, out, common.size

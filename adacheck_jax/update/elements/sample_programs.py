@@ -8,10 +8,9 @@ are alike share one: XLA takes many seconds to compile a slice of each of a thou
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -57,13 +56,11 @@ class SampledLeaf:
     Attributes:
         spec: shape, data type and sharding.
         sampling: the sampling of its shape.
-        column: position of its first elements among those of all shapes.
         sites: for each device that samples, in their order, the sampled box in its shard.
     """
 
     spec: jax.ShapeDtypeStruct
     sampling: SampledShape
-    column: int
     sites: tuple[Box, ...]
 
     @classmethod
@@ -73,12 +70,7 @@ class SampledLeaf:
         sampling = sites.of(index)
         held = {device.id: box for device, box in boxes_held(array).items()}
         boxes = (sampling.sites[each].relative_to(held[each].start) for each in sites.devices)
-        return cls(spec, sampling, sites.position(index), tuple(boxes))
-
-    @property
-    def fits_loops(self) -> bool:
-        """True if the compiled loops take its elements."""
-        return len(self.spec.shape) < shard_tables.MAX_RANK
+        return cls(spec, sampling, tuple(boxes))
 
     @property
     def kind(self) -> tuple[str, Any, Any]:
@@ -86,185 +78,174 @@ class SampledLeaf:
         return str(self.spec.dtype), self.spec.shape, self.spec.sharding
 
 
-class SampledGroup(Protocol):
-    """Arrays on one mesh that are sampled together.
+class MeshSampler:
+    """The programs that sample some arrays on one mesh.
+
+    Args:
+        mesh: the mesh.
+        leaves: the arrays, by leaf index.
+        sites: places to sample.
 
     Attributes:
         parts: leaves of one data type whose elements come together; in all every leaf.
     """
 
-    parts: list[tuple[int, ...]]
+    def __init__(self, mesh: Mesh, leaves: Mapping[int, SampledLeaf], sites: Sites) -> None:
+        self._mesh, self._devices = mesh, sites.devices
+        self._sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        self._starts = np.zeros(len(sites.shapes), np.int32)
+        has_loops = mesh.devices.flat[0].platform == "cpu" and xla_call.wait()
+        by_dtype: dict[Any, list[int]] = {}
+        others: dict[int, tuple[str, Any, Any]] = {}
+        for i, leaf in leaves.items():
+            if has_loops and len(leaf.spec.shape) < shard_tables.MAX_RANK:
+                by_dtype.setdefault(leaf.spec.dtype, []).append(i)
+            else:
+                others[i] = leaf.kind
+        shared: dict[Any, _Program] = {}
+        self.parts: list[Sequence[int]] = [*by_dtype.values()]
+        self._programs = [self._looping([leaves[i] for i in each]) for each in self.parts]
+        for chunk in _chunks(others):
+            alike = tuple(others[i] for i in chunk)
+            if alike not in shared:
+                shared[alike] = self._slicing([leaves[i] for i in chunk])
+            self.parts.append(chunk)
+            self._programs.append(shared[alike])
+
+    def _looping(self, leaves: Sequence[SampledLeaf]) -> _Program:
+        """A program that calls the compiled loops."""
+        tables = [
+            shard_tables.of_samples(
+                [leaf.sites[row] for leaf in leaves],
+                [leaf.spec.dtype.itemsize for leaf in leaves],
+                [leaf.sampling.stride for leaf in leaves],
+                [leaf.sampling.count for leaf in leaves],
+                [leaf.sampling.column for leaf in leaves],
+            )
+            for row in range(len(self._devices))
+        ]
+        size_bytes = tables[0][1]
+
+        def taken(shards: Sequence[Any], first: Any, second: Any, table: Any) -> list[Any]:
+            return [
+                xla_call.samples(shards, table[0], starts[0], size_bytes)[None]
+                for starts in (first, second)
+            ]
+
+        return self._program(taken, leaves, np.stack([table for table, _ in tables]))
+
+    def _slicing(self, leaves: Sequence[SampledLeaf]) -> _Program:
+        """A program of XLA's own operations; its table has the first elements of the sites."""
+        offsets = np.zeros((len(self._devices), len(leaves), _RANK), np.int32)
+        for n, leaf in enumerate(leaves):
+            for row, box in enumerate(leaf.sites):
+                offsets[row, n, : len(box.start)] = box.start
+
+        def taken(shards: Sequence[Any], first: Any, second: Any, offsets: Any) -> list[Any]:
+            blocks = [
+                _block(shard, leaf.sites[0].shape, offsets[0, n])
+                for n, (shard, leaf) in enumerate(zip(shards, leaves, strict=True))
+            ]
+            return [
+                jnp.concatenate(
+                    [
+                        _taken(x, starts[0], leaf.sampling)
+                        for x, leaf in zip(blocks, leaves, strict=True)
+                    ]
+                )[None]
+                for starts in (first, second)
+            ]
+
+        return self._program(taken, leaves, offsets)
+
+    def _program(self, function: Any, leaves: Sequence[SampledLeaf], rows: np.ndarray) -> _Program:
+        """The compiled program of a function of the shards, two starts and a table of one device.
+
+        It is traced once, and its results have an axis for the device in front.
+        """
+        specs, row = [leaf.spec for leaf in leaves], PartitionSpec(self._mesh.axis_names)
+        if all(isinstance(each.sharding, NamedSharding) for each in specs):
+            function = jax.shard_map(
+                function,
+                mesh=self._mesh,
+                in_specs=([cast(NamedSharding, x.sharding).spec for x in specs], *[row] * 3),
+                out_specs=row,
+                check_vma=False,
+            )
+        tables = [
+            jax.ShapeDtypeStruct((self._mesh.size, *x.shape), x.dtype, sharding=self._sharding)
+            for x in (self._starts, self._starts, rows[0])
+        ]
+        with self._entered():
+            compiled = jax.jit(function).lower(specs, *tables).compile()
+        table = jax.device_put(self._placed(rows), self._sharding)
+        return _Program(compiled, table, np.dtype(specs[0].dtype))
+
+    def _placed(self, rows: np.ndarray) -> Any:
+        """A table with the row of each device that samples on that device."""
+        if self._mesh.size == 1:
+            return rows
+        return transfer.row_each(self._sharding, dict(zip(self._devices, rows, strict=True)))
+
+    @contextlib.contextmanager
+    def _entered(self) -> Iterator[None]:
+        """The mesh, and 64-bit types."""
+        with jax.enable_x64(True), jax.set_mesh(self._mesh):
+            yield
 
     def dispatch(
         self, arrays: Sequence[Any], first: Starts, second: Starts
     ) -> list[tuple[Part, Part]]:
         """Start to take two samples; for each part what waits for its elements."""
-        ...
-
-
-class _OnMesh:
-    """Tables of which each device of a mesh has a row, and results of which each has one."""
-
-    def __init__(self, mesh: Mesh, sites: Sites) -> None:
-        self.mesh, self._devices = mesh, sites.devices
-        self._position = {device.id: n for n, device in enumerate(mesh.devices.flat)}
-
-    def placed(self, rows: np.ndarray) -> Any:
-        """A table with each device's row on that device."""
-        if self.mesh.size == 1:
-            return rows
-        table = np.zeros((self.mesh.size, *rows.shape[1:]), rows.dtype)
-        for row, device in zip(rows, self._devices, strict=True):
-            table[self._position[device]] = row
-        return jax.make_array_from_callback(table.shape, self.sharding, lambda index: table[index])
-
-    def kept(self, rows: np.ndarray) -> jax.Array:
-        """A table that stays on the devices, for all samples."""
-        return jax.device_put(self.placed(rows), self.sharding)
-
-    @property
-    def sharding(self) -> NamedSharding:
-        """The sharding of tables and results."""
-        return NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
-
-    def program(self, function: Any, specs: Sequence[Any], tables: Sequence[np.ndarray]) -> Any:
-        """The compiled program of a function of the shards and the tables of one device.
-
-        Args:
-            function: traced once a device; gives results with an axis for the device in front.
-            specs: shapes, data types and shardings of the arrays.
-            tables: a row of each table.
-        """
-        rows, program = PartitionSpec(self.mesh.axis_names), jax.jit(function)
-        if all(isinstance(each.sharding, NamedSharding) for each in specs):
-            own = [cast(NamedSharding, each.sharding).spec for each in specs]
-            mapped = jax.shard_map(
-                function,
-                mesh=self.mesh,
-                in_specs=(own, *(rows for _ in tables)),
-                out_specs=rows,
-                check_vma=False,
-            )
-            program = jax.jit(mapped)
-        shapes = [
-            jax.ShapeDtypeStruct((self.mesh.size, *x.shape), x.dtype, sharding=self.sharding)
-            for x in tables
+        with self._entered():
+            starts = self._placed(first), self._placed(second)
+            outputs = [
+                program.compiled([arrays[i] for i in leaves], *starts, program.table)
+                for leaves, program in zip(self.parts, self._programs, strict=True)
+            ]
+        dtypes = [program.dtype for program in self._programs]
+        return [
+            (self._part(one, dtype), self._part(other, dtype))
+            for (one, other), dtype in zip(outputs, dtypes, strict=True)
         ]
-        with self.entered():
-            return program.lower(specs, *shapes).compile()
 
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """The mesh, and 64-bit types."""
-        with jax.enable_x64(True), jax.set_mesh(self.mesh):
-            yield
-
-    def rows(self, output: jax.Array) -> list[jax.Array]:
+    def _part(self, output: jax.Array, dtype: np.dtype) -> Part:
         """The rows of a result, in the order of the devices, on their way to the host."""
         shards = {shard.device.id: shard.data for shard in output.addressable_shards}
         rows = [shards[device] for device in self._devices]
         for row in rows:
             if transfer.on_accelerator(row):
                 row.copy_to_host_async()
-        return rows
+
+        def elements() -> np.ndarray:
+            parts = [np.asarray(row) for row in rows]
+            return (parts[0] if len(parts) == 1 else np.concatenate(parts)).view(dtype)
+
+        return elements
 
 
-class LoopGroup:
-    """Arrays on one mesh of CPU devices, all of which one program takes by compiled loops."""
+@dataclass(frozen=True, slots=True)
+class _Program:
+    """A program that samples one part, and all that are alike."""
 
-    def __init__(self, mesh: Mesh, leaves: Mapping[int, SampledLeaf], sites: Sites) -> None:
-        by_dtype: dict[np.dtype, list[int]] = {}
-        for i, leaf in leaves.items():
-            by_dtype.setdefault(np.dtype(leaf.spec.dtype), []).append(i)
-        dtypes = sorted(by_dtype, key=lambda dtype: -dtype.itemsize)  # so that all are aligned
-        self.parts = [tuple(by_dtype[dtype]) for dtype in dtypes]
-        self._leaves, self._on = [i for part in self.parts for i in part], _OnMesh(mesh, sites)
-        chosen = [leaves[i] for i in self._leaves]
-        tables = [
-            shard_tables.of_samples(
-                [leaf.sites[row] for leaf in chosen],
-                [leaf.spec.dtype.itemsize for leaf in chosen],
-                [leaf.sampling.stride for leaf in chosen],
-                [leaf.sampling.count for leaf in chosen],
-                [leaf.column for leaf in chosen],
-            )
-            for row in range(len(sites.devices))
-        ]
-        _, places = tables[0]
-        ends = np.cumsum([0, *map(len, self.parts)])
-        self._runs = [
-            (places[a], places[b], dtype)
-            for a, b, dtype in zip(ends, ends[1:], dtypes, strict=False)
-        ]
-        self._table = self._on.kept(np.stack([table for table, _ in tables]))
-        size_bytes = places[-1]
-
-        def taken(shards: Sequence[Any], table: Any, starts: Any) -> Any:
-            return xla_call.samples(shards, table[0], starts[0], size_bytes)[None]
-
-        starts = np.zeros(len(sites.shapes), np.int32)
-        specs = [leaf.spec for leaf in chosen]
-        self._program = self._on.program(taken, specs, [tables[0][0], starts])
-
-    def dispatch(
-        self, arrays: Sequence[Any], first: Starts, second: Starts
-    ) -> list[tuple[Part, Part]]:
-        """Start the program, once a sample: the first is often awaited, the second hardly ever."""
-        with self._on.entered():
-            given = [arrays[i] for i in self._leaves]
-            rows, other_rows = (
-                self._on.rows(self._program(given, self._table, self._on.placed(starts)))
-                for starts in (first, second)
-            )
-        return [(_bytes_of(rows, *run), _bytes_of(other_rows, *run)) for run in self._runs]
+    compiled: Any
+    table: jax.Array
+    dtype: np.dtype
 
 
-def _bytes_of(rows: Sequence[jax.Array], start: int, stop: int, dtype: np.dtype) -> Part:
-    def elements() -> np.ndarray:
-        parts = [np.asarray(row)[:, start:stop].view(dtype) for row in rows]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-    return elements
-
-
-class ProgramGroup:
-    """Arrays on one mesh, of which each program takes a few."""
-
-    def __init__(self, mesh: Mesh, leaves: Mapping[int, SampledLeaf], sites: Sites) -> None:
-        self._on = _OnMesh(mesh, sites)
-        self._chunks: list[tuple[tuple[int, ...], _Program]] = []
-        shared: dict[Any, _Program] = {}
-        for chunk in _chunks({i: leaf.kind for i, leaf in leaves.items()}):
-            alike = tuple(leaves[i].kind for i in chunk)
-            if alike not in shared:
-                shared[alike] = _Program(self._on, [leaves[i] for i in chunk], sites)
-            self._chunks.append((chunk, shared[alike]))
-        self.parts = [chunk for chunk, _ in self._chunks]
-
-    def dispatch(
-        self, arrays: Sequence[Any], first: Starts, second: Starts
-    ) -> list[tuple[Part, Part]]:
-        """Start the programs."""
-        with self._on.entered():
-            starts = self._on.placed(first), self._on.placed(second)
-            outputs = [
-                program.compiled([arrays[i] for i in chunk], *starts, program.offsets)
-                for chunk, program in self._chunks
-            ]
-        return [(self._part(one), self._part(other)) for one, other in outputs]
-
-    def _part(self, output: jax.Array) -> Part:
-        rows = self._on.rows(output)
-        if len(rows) == 1:
-            return functools.partial(np.asarray, rows[0])
-        return lambda: np.concatenate([np.asarray(row) for row in rows])
+def _block(shard: jax.Array, shape: Sequence[int], offset: jax.Array) -> jax.Array:
+    """The elements of a leaf's site, row by row."""
+    if (*shape,) != shard.shape:
+        start = [offset[axis] for axis in range(shard.ndim)]
+        shard = jax.lax.dynamic_slice(shard, start, shape)
+    return shard.reshape(-1)
 
 
-def _taken(flat: jax.Array, start: jax.Array, stride: int, count: int) -> jax.Array:
+def _taken(flat: jax.Array, starts: jax.Array, sampling: SampledShape) -> jax.Array:
     """Elements of a flattened site, a stride apart."""
-    if stride == 1:
+    if sampling.stride == 1:
         return flat
-    places = start + jnp.arange(count, dtype=jnp.int32) * stride
+    places = starts[sampling.column] + jnp.arange(sampling.count, dtype=jnp.int32) * sampling.stride
     return flat.at[jnp.minimum(places, flat.shape[0] - 1)].get(mode="promise_in_bounds")
 
 
@@ -282,51 +263,3 @@ def _chunks(kinds: Mapping[int, tuple[str, Any, Any]]) -> list[tuple[int, ...]]:
     for leaves in rest.values():
         chunks += [tuple(leaves[n : n + _AT_ONCE]) for n in range(0, len(leaves), _AT_ONCE)]
     return chunks
-
-
-class _Program:
-    """The program that samples one chunk, and all that are alike.
-
-    Args:
-        on: the mesh of the leaves.
-        leaves: leaves of the chunk.
-        sites: places to sample.
-
-    Attributes:
-        compiled: the compiled program.
-        offsets: first element of the site of each leaf in the shard of each device.
-    """
-
-    def __init__(self, on: _OnMesh, leaves: Sequence[SampledLeaf], sites: Sites) -> None:
-        self._leaves = leaves
-        offsets = np.zeros((len(sites.devices), len(leaves), _RANK), np.int32)
-        for n, leaf in enumerate(leaves):
-            for row, box in enumerate(leaf.sites):
-                offsets[row, n, : len(box.start)] = box.start
-        starts = np.zeros(len(sites.shapes), np.int32)
-        specs = [leaf.spec for leaf in leaves]
-        self.compiled = on.program(self._taken, specs, [starts, starts, offsets[0]])
-        self.offsets = on.kept(offsets)
-
-    def _taken(
-        self, shards: Sequence[jax.Array], first: jax.Array, second: jax.Array, offsets: jax.Array
-    ) -> list[jax.Array]:
-        """The two samples of the shards of one device."""
-        blocks = [self._block(n, shard, offsets[0, n]) for n, shard in enumerate(shards)]
-        pairs = [
-            (x, leaf.sampling, leaf.column) for x, leaf in zip(blocks, self._leaves, strict=True)
-        ]
-        return [
-            jnp.concatenate(
-                [_taken(x, starts[0, column], own.stride, own.count) for x, own, column in pairs]
-            )[None]
-            for starts in (first, second)
-        ]
-
-    def _block(self, number: int, shard: jax.Array, offset: jax.Array) -> jax.Array:
-        """The elements of a leaf's site, row by row."""
-        shape = self._leaves[number].sites[0].shape
-        if shape != shard.shape:
-            start = [offset[axis] for axis in range(shard.ndim)]
-            shard = jax.lax.dynamic_slice(shard, start, shape)
-        return shard.reshape(-1)

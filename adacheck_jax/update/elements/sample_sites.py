@@ -16,6 +16,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 
+from adacheck_jax.device.sharding import boxes_by_device
 from adacheck_jax.format.boxes import Box
 
 WHOLE_ELEMENTS = 4096
@@ -34,7 +35,7 @@ class SampledShape:
     """The sampling of all leaves of one shape.
 
     Attributes:
-        members: indices of the leaves.
+        column: position of the shape among those of a state.
         sites: for each device, by id, a box that it holds of each of these leaves.
         stride: distance between the elements taken of a site, counted row by row.
         count: number of elements taken; past the end of a site its last one is taken again.
@@ -42,7 +43,7 @@ class SampledShape:
             may take turns. None to draw each at random.
     """
 
-    members: tuple[int, ...]
+    column: int
     sites: Mapping[int, Box]
     stride: int
     count: int
@@ -77,6 +78,7 @@ class Sites:
         for i in indices:
             by_shape.setdefault(tuple(arrays[i].shape), []).append(i)
         self.shapes: list[SampledShape] = []
+        self._shape_of: dict[int, SampledShape] = {}
         uncovered: set[int] = set()
         for shape, members in by_shape.items():
             sites = {d.id: _common([boxes[i].get(d) for i in members], shape) for d in everywhere}
@@ -87,31 +89,26 @@ class Sites:
                 sites = dict.fromkeys(sites, _nothing_of(shape))
             elif sum(site.size for site in whole) < math.prod(shape):
                 uncovered.update(members)
-            known = cast(dict[int, Box], sites)
-            taken = _sampled_shape(tuple(members), known, math.prod(shape), in_turns=in_turns)
+            known, column = cast(dict[int, Box], sites), len(self.shapes)
+            taken = _sampled_shape(column, known, math.prod(shape), in_turns=in_turns)
             self.shapes.append(taken)
+            self._shape_of |= dict.fromkeys(members, taken)
         self.uncovered = frozenset(uncovered)
-        self._shape_of = {i: each for each in self.shapes for i in each.members}
-        self._columns = {i: n for n, each in enumerate(self.shapes) for i in each.members}
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sites):
             return NotImplemented
-        return (self._every_device, self.shapes) == (other._every_device, other.shapes)
+        return (self._every_device, self._shape_of) == (other._every_device, other._shape_of)
 
     __hash__ = None  # type: ignore[assignment]
 
     @property
     def sizes(self) -> dict[int, int]:
         """Number of elements of each leaf in a row of a sample, by leaf index."""
-        return {i: each.count for each in self.shapes for i in each.members}
+        return {i: each.count for i, each in self._shape_of.items()}
 
     def starts_at(self, number: int) -> Starts:
-        """The first elements of one sample.
-
-        Args:
-            number: the sample's number, which seeds the choice of elements.
-        """
+        """The first elements of one sample."""
         starts = np.zeros((len(self.devices), len(self.shapes)), np.int32)
         for row, device in enumerate(self.devices):
             random = np.random.default_rng([number, device])
@@ -120,21 +117,15 @@ class Sites:
                 starts[row, n] = drawn[n] if each.first is None else each.first[device]
         return starts
 
-    def position(self, index: int) -> int:
-        """The column of ``starts`` for a leaf."""
-        return self._columns[index]
-
     def of(self, index: int) -> SampledShape:
         """The sampling of a leaf and of all others of its shape."""
         return self._shape_of[index]
 
 
-def boxes_held(array: Any) -> dict[Any, Box]:
+def boxes_held(array: Any) -> Mapping[Any, Box]:
     """The box that each device holds of an array, in any of its memories; none of a numpy array."""
-    if not isinstance(array, jax.Array):
-        return {}
-    indices = array.sharding.devices_indices_map(tuple(array.shape))
-    return {d: Box.from_slices(index or (), array.shape) for d, index in indices.items()}
+    is_placed = isinstance(array, jax.Array)
+    return boxes_by_device(array.sharding, tuple(array.shape)) if is_placed else {}
 
 
 def _common(boxes: Sequence[Box | None], shape: tuple[int, ...]) -> Box | None:
@@ -154,7 +145,7 @@ def _nothing_of(shape: tuple[int, ...]) -> Box:
 
 
 def _sampled_shape(
-    members: tuple[int, ...], sites: dict[int, Box], elements: int, *, in_turns: bool
+    column: int, sites: dict[int, Box], elements: int, *, in_turns: bool
 ) -> SampledShape:
     site = next(iter(sites.values()), Box((), ()))
     if elements <= WHOLE_ELEMENTS:
@@ -163,11 +154,11 @@ def _sampled_shape(
             sharing.setdefault(sites[device], []).append(device)
         stride = max(1, min(site.size, *map(len, sharing.values()))) if sharing and in_turns else 1
         first = {d: n % stride for each in sharing.values() for n, d in enumerate(each)}
-        return SampledShape(members, sites, stride, -(-site.size // stride), first)
+        return SampledShape(column, sites, stride, -(-site.size // stride), first)
     if not site.size:
-        return SampledShape(members, sites, 1, 0, None)
+        return SampledShape(column, sites, 1, 0, None)
     wanted = min(site.size, max(_MIN_ROW, SAMPLE_ELEMENTS // max(1, len(sites))))
     stride = site.size // wanted
     while stride > 1 and math.gcd(stride, site.shape[-1]) > 1:  # else some columns are never met
         stride -= 1
-    return SampledShape(members, sites, stride, -(-site.size // stride), None)
+    return SampledShape(column, sites, stride, -(-site.size // stride), None)

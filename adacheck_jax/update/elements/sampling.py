@@ -4,37 +4,53 @@ An update whose elements stay in their places computes an element of each leaf f
 of the leaves that it takes. So a sample of one save and a sample of the next, at the same places
 (:mod:`~adacheck_jax.update.elements.sample_sites`), show if a replay of the update between them
 gives the trained state, without a copy of the state.
+
+One thread in the background compiles (:meth:`Taker.compile`) and hands over one future; the thread
+that saves takes samples, and whichever compares them waits for their elements. There is no lock.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
 
-from adacheck_jax.device.loops import xla_call
 from adacheck_jax.format.boxes import Box
-from adacheck_jax.update.elements.pieces import VectorLayout, Vectors
+from adacheck_jax.update.elements.pieces import Role, Vectors
 from adacheck_jax.update.elements.sample_programs import (
-    LoopGroup,
+    MeshSampler,
     Part,
-    ProgramGroup,
-    SampledGroup,
     SampledLeaf,
     mesh_of,
 )
 from adacheck_jax.update.elements.sample_sites import Sites, Starts
 
 
-def _taken(flat: np.ndarray, start: int, stride: int, count: int) -> np.ndarray:
-    """Elements of a flattened site, a stride apart."""
-    if stride == 1:
-        return flat
-    return flat[np.minimum(start + np.arange(count) * stride, flat.shape[0] - 1)]
+class _Places:
+    """The places of each leaf's elements in parts, where those of some lie one behind another."""
+
+    def __init__(self, parts: Iterable[Sequence[int]], sizes: Mapping[int, int]) -> None:
+        self._of: dict[int, tuple[int, int, int]] = {}
+        self._runs: dict[Role, list[list[int]]] = {}
+        for number, leaves in enumerate(parts):
+            start = 0
+            for i in leaves:
+                self._of[i] = (number, start, start + sizes[i])
+                start += sizes[i]
+
+    def runs(self, role: Role) -> list[list[int]]:
+        """Numbers of parts, and first and last elements, which together are those of a role."""
+        if role not in self._runs:
+            runs = self._runs[role] = list[list[int]]()
+            for number, start, stop in (self._of[i] for i in role):
+                if runs and runs[-1][0] == number and runs[-1][2] == start:
+                    runs[-1][2] = stop
+                else:
+                    runs.append([number, start, stop])
+        return self._runs[role]
 
 
 class Sample:
@@ -42,34 +58,38 @@ class Sample:
 
     Args:
         starts: first elements of the sample.
-        rows: function that waits for the vectors of a layout.
+        parts: functions that wait for elements of some leaves.
+        places: the places of each leaf's elements in the parts.
     """
 
-    def __init__(self, starts: Starts, rows: Callable[[VectorLayout], Vectors]) -> None:
+    def __init__(self, starts: Starts, parts: Sequence[Part], places: _Places) -> None:
         self.starts = starts
-        self._rows = rows
+        self._parts, self._places = parts, places
 
-    def vectors(self, layout: VectorLayout) -> Vectors:
-        """Wait for the elements of all leaves of a layout, as vectors with a row a device."""
-        return self._rows(layout)
-
-
-def from_host(arrays: Sequence[Any], sites: Sites, starts: Starts, layout: VectorLayout) -> Sample:
-    """Take a sample by way of the host; waits for the arrays.
-
-    Args:
-        arrays: plain arrays, one a leaf.
-        sites: places to sample.
-        starts: first elements of the sample.
-        layout: layout of the leaves to sample.
-    """
-    taken = {i: _on_host(arrays[i], i, sites, starts) for i in layout.leaves}
-    return Sample(starts, functools.partial(_joined, taken))
+    def vectors(self, roles: Iterable[Role]) -> Vectors:
+        """Wait for the elements of the leaves of some roles, with a row a device."""
+        parts = [part() for part in self._parts]
+        vectors = {}
+        for role in roles:
+            pieces = [parts[n][:, start:stop] for n, start, stop in self._places.runs(role)]
+            vectors[role] = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=1)
+        return vectors
 
 
-def _on_host(array: Any, index: int, sites: Sites, starts: Starts) -> np.ndarray:
+def from_host(arrays: Sequence[Any], sites: Sites, starts: Starts, roles: Iterable[Role]) -> Sample:
+    """Take a sample of the leaves of some roles by way of the host; waits for the arrays."""
+    leaves = _leaves_of(roles)
+    parts = [_on_host(arrays[i], i, sites, starts) for i in leaves]
+    return Sample(starts, parts, _Places(([i] for i in leaves), sites.sizes))
+
+
+def _leaves_of(roles: Iterable[Role]) -> list[int]:
+    return [*dict.fromkeys(i for role in roles for i in role)]
+
+
+def _on_host(array: Any, index: int, sites: Sites, starts: Starts) -> Part:
     """The sampled elements of one leaf, a row a device."""
-    own, column = sites.of(index), sites.position(index)
+    own = sites.of(index)
     shards = {shard.device.id: shard for shard in getattr(array, "addressable_shards", ())}
     rows = []
     for row, device in enumerate(sites.devices):
@@ -80,112 +100,61 @@ def _on_host(array: Any, index: int, sites: Sites, starts: Starts) -> np.ndarray
             block = np.asarray(shard.data)[site.relative_to(box.start).slices]
         else:
             block = np.asarray(array)[site.slices]
-        rows.append(_taken(block.reshape(-1), starts[row, column], own.stride, own.count))
-    return np.array(rows)
-
-
-def _joined(taken: Mapping[int, np.ndarray], layout: VectorLayout) -> Vectors:
-    parts: dict[str, list[np.ndarray]] = {dtype: [] for dtype in layout.lengths}
-    for i in layout.leaves:
-        parts[layout.dtypes[i]].append(taken[i])
-    return {dtype: np.concatenate(each, axis=1) for dtype, each in parts.items()}
+        flat = block.reshape(-1)
+        if own.stride > 1:
+            places = starts[row, own.column] + np.arange(own.count) * own.stride
+            flat = flat[np.minimum(places, flat.shape[0] - 1)]
+        rows.append(flat)
+    elements = np.array(rows)
+    return lambda: elements
 
 
 class Taker:
     """Takes samples of states of one structure on their devices.
 
-    The programs need no communication. On CPU devices one calls compiled loops
-    (:mod:`~adacheck_jax.device.loops.xla_call`). On others each takes a few leaves, and leaves
-    that are alike share one. They are compiled in the background; :meth:`take` needs them.
+    The programs need no communication. They are compiled in the background; :meth:`take` needs
+    them.
 
     Args:
         sites: places to sample.
-        layout: layout of the leaves to sample.
+        roles: roles of the leaves to sample.
         arrays: plain arrays of a state, one a leaf; only their shapes and shardings are kept.
     """
 
-    def __init__(self, sites: Sites, layout: VectorLayout, arrays: Sequence[Any]) -> None:
-        self._sites, self._layout = sites, layout
+    def __init__(self, sites: Sites, roles: Iterable[Role], arrays: Sequence[Any]) -> None:
+        self._sites = sites
         self._on_mesh: dict[Mesh, dict[int, SampledLeaf]] = {}
         self._elsewhere: list[int] = []
-        for i in layout.leaves:
+        for i in _leaves_of(roles):
             mesh = mesh_of(arrays[i], sites.devices)
             if mesh is None:
                 self._elsewhere.append(i)
             else:
                 self._on_mesh.setdefault(mesh, {})[i] = SampledLeaf.of(arrays[i], i, sites)
-        self._groups: Future[list[SampledGroup]] = Future()
-        # Number of the part that has the elements of a leaf, and the first and last of them.
-        self._places: dict[int, tuple[int, int, int]] = {}
-        self._plans: dict[VectorLayout, dict[str, list[list[int]]]] = {}
+        self._compiled: Future[tuple[list[MeshSampler], _Places]] = Future()
 
     @property
     def is_ready(self) -> bool:
         """True if all programs are compiled."""
-        return self._groups.done()
+        return self._compiled.done()
 
     def compile(self) -> None:
         """Compile the programs; an error is raised when one is used."""
         try:
-            self._groups.set_result(self._compiled())
+            samplers = [MeshSampler(*each, self._sites) for each in self._on_mesh.items()]
+            parts = [leaves for each in samplers for leaves in each.parts]
+            places = _Places([*parts, *([i] for i in self._elsewhere)], self._sites.sizes)
+            self._compiled.set_result((samplers, places))
         except BaseException as error:
-            self._groups.set_exception(error)
-
-    def _compiled(self) -> list[SampledGroup]:
-        groups: list[SampledGroup] = []
-        for mesh, leaves in self._on_mesh.items():
-            is_host = mesh.devices.flat[0].platform == "cpu" and xla_call.wait()
-            by_loops = {i: x for i, x in leaves.items() if is_host and x.fits_loops}
-            others = {i: x for i, x in leaves.items() if i not in by_loops}
-            if by_loops:
-                groups.append(LoopGroup(mesh, by_loops, self._sites))
-            if others:
-                groups.append(ProgramGroup(mesh, others, self._sites))
-        parts = [leaves for group in groups for leaves in group.parts]
-        for number, leaves in enumerate([*parts, *([i] for i in self._elsewhere)]):
-            start = 0
-            for i in leaves:
-                self._places[i] = (number, start, start + self._layout.sizes[i])
-                start += self._layout.sizes[i]
-        return groups
+            self._compiled.set_exception(error)
 
     def take(self, arrays: Sequence[Any], first: Starts, second: Starts) -> tuple[Sample, Sample]:
-        """Start to take two samples; the arrays may be donated at once.
+        """Start to take two samples, by their starts; the arrays may be donated at once."""
+        samplers, places = self._compiled.result()
+        pairs = [pair for each in samplers for pair in each.dispatch(arrays, first, second)]
 
-        Args:
-            arrays: plain arrays, one a leaf.
-            first: first elements of one sample.
-            second: first elements of the other sample.
-        """
-        groups = self._groups.result()
-        pairs = [pair for group in groups for pair in group.dispatch(arrays, first, second)]
-        return (
-            self._sample(arrays, first, [each for each, _ in pairs]),
-            self._sample(arrays, second, [each for _, each in pairs]),
-        )
+        def sample(starts: Starts, parts: list[Part]) -> Sample:
+            others = [_on_host(arrays[i], i, self._sites, starts) for i in self._elsewhere]
+            return Sample(starts, [*parts, *others], places)
 
-    def _sample(self, arrays: Sequence[Any], starts: Starts, taken: Sequence[Part]) -> Sample:
-        others = [_on_host(arrays[i], i, self._sites, starts) for i in self._elsewhere]
-
-        def rows(layout: VectorLayout) -> Vectors:
-            parts = [*(part() for part in taken), *others]
-            joined: Vectors = {}
-            for dtype, runs in self._plan(layout).items():
-                pieces = [parts[n][:, a:b] for n, a, b in runs]
-                joined[dtype] = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=1)
-            return joined
-
-        return Sample(starts, rows)
-
-    def _plan(self, layout: VectorLayout) -> Mapping[str, Sequence[Sequence[int]]]:
-        """The runs of elements of all parts, one behind another, that are a layout's vectors."""
-        if layout not in self._plans:
-            plan: dict[str, list[list[int]]] = {dtype: [] for dtype in layout.lengths}
-            for i in layout.leaves:
-                runs, (number, start, stop) = plan[layout.dtypes[i]], self._places[i]
-                if runs and runs[-1][0] == number and runs[-1][2] == start:
-                    runs[-1][2] = stop
-                else:
-                    runs.append([number, start, stop])
-            self._plans[layout] = plan
-        return self._plans[layout]
+        return sample(first, [one for one, _ in pairs]), sample(second, [two for _, two in pairs])

@@ -7,7 +7,6 @@ equal groups, and the evaluation of one group serves all of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ import numpy as np
 Ref = Any
 """An input of an operation: the number of a value, or a literal."""
 
-_CALLS = frozenset({"call", "checkpoint", "closed_call", "core_call", "jit", "pjit", "remat2"})
+CALLS = frozenset({"call", "checkpoint", "closed_call", "core_call", "jit", "pjit", "remat2"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,18 +50,9 @@ class Op:
         return {ref: var.aval.shape for ref, var in pairs if isinstance(ref, int)}
 
     @property
-    def grows(self) -> bool:
-        """True if the result has more elements than the first input."""
-        return self.avals[0].size > self.eqn.invars[0].aval.size
-
-    @property
     def has_arrays(self) -> bool:
         """True if an input or a result is no scalar."""
         return any(var.aval.shape for var in [*self.eqn.invars, *self.eqn.outvars])
-
-    def context(self) -> AbstractContextManager[Any]:
-        """The mesh and the settings that the operation was traced with."""
-        return self.eqn.ctx.manager
 
     def bind(self, values: Sequence[Any]) -> list[Any]:
         """Evaluate the operation as it is."""
@@ -98,10 +88,9 @@ class Flat:
 
 
 def flatten(jaxpr: Any) -> Flat:
-    """Inline the calls of a jaxpr, and remove its dead operations.
+    """Inline the calls of an open jaxpr, and remove its dead operations.
 
-    Args:
-        jaxpr: an open jaxpr; its constants count as its first inputs.
+    Its constants count as its first inputs.
     """
     ops: list[Op] = []
     numbers = iter(range(1 << 62))
@@ -136,16 +125,10 @@ def evaluate(
     values: dict[int, Any],
     bind: Callable[[Op, list[Any]], Sequence[Any]] = Op.bind,
 ) -> None:
-    """Evaluate operations one by one.
-
-    Args:
-        ops: operations, in order.
-        values: values by number, to which those that the operations compute are added.
-        bind: function that evaluates one operation.
-    """
+    """Evaluate operations one by one."""
     for op in ops:
         taken = [values[ref] if isinstance(ref, int) else ref.val for ref in op.inputs]
-        with op.context():
+        with op.eqn.ctx.manager:  # the mesh and the settings that it was traced with
             values.update(zip(op.outputs, bind(op, taken), strict=True))
 
 
@@ -178,7 +161,7 @@ class _Constant:
 
 def called(eqn: Any) -> Any:
     """The jaxpr that a plain call runs; None for any other operation."""
-    if eqn.primitive.name not in _CALLS:
+    if eqn.primitive.name not in CALLS:
         return None
     shardings = [*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ())]
     if any(isinstance(each, jax.sharding.Sharding) for each in shardings):
@@ -228,10 +211,6 @@ class Group:
     ops: tuple[Op, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-
-    def is_known(self, names: Collection[str]) -> bool:
-        """True if all operations have one of these names."""
-        return all(op.name in names for op in self.ops)
 
     def key(self, rules: Sequence[Any]) -> Any:
         """A key that is equal for equal groups, evaluated by equal rules."""

@@ -116,13 +116,7 @@ def _aval(leaf: Any) -> Any:
 
 
 class _Traced:
-    """One trace of a function of pytrees, pinned.
-
-    Attributes:
-        origins: for each result that is an array, the position of the input array that it returns
-            unchanged, else None.
-        is_constant: True if it closes over no tracer, so that the trace can be used again.
-    """
+    """One trace of a function of pytrees, pinned."""
 
     def __init__(self, function: Callable[..., Any], leaves: list[Any], treedef: Any) -> None:
         arrays = [leaf for leaf in leaves if _is_array(leaf)]
@@ -139,8 +133,10 @@ class _Traced:
         closed = jax.make_jaxpr(function_of_arrays)(*arrays)
         self._out_tree, self._count, self._others = outcome
         self._consts = closed.consts
+        # A trace that closes over a tracer cannot be used again.
         self.is_constant = not any(isinstance(each, jax.core.Tracer) for each in closed.consts)
         flat = flatten(closed.jaxpr)
+        # For each result the input that it returns unchanged.
         places = {each: i for i, each in enumerate(flat.inputs[len(closed.consts) :])}
         self.origins = [places.get(x) if isinstance(x, int) else None for x in flat.outputs]
         # Small inputs that are returned unchanged: the surrounding program may have computed them.
@@ -166,11 +162,7 @@ class _Traced:
 
 
 class _PinnedJaxpr:
-    """The operations of one jaxpr, in groups, with the places of their fences.
-
-    ``entering`` says which inputs are fenced first, ``is_whole`` whether it is a whole function and
-    not a jaxpr inside an operation.
-    """
+    """The operations of one jaxpr, in groups, with fences between them and at some inputs."""
 
     def __init__(self, flat: Flat, entering: Sequence[bool], *, is_whole: bool) -> None:
         self._flat = flat
@@ -200,17 +192,13 @@ class _PinnedJaxpr:
 
 
 class _GroupFunction:
-    """A group of operations as a function of its inputs, shared by all groups equal to it.
-
-    Attributes:
-        uses: number of groups that share it.
-        compiled: the function under ``jax.jit``, if all its operations are known.
-    """
+    """A group of operations as a function of its inputs, shared by all groups equal to it."""
 
     def __init__(self, group: Group, rules: Sequence[PinningRule]) -> None:
         self._group, self._rules = group, rules
         self.uses = 0
-        self.compiled: Any = jax.jit(self.run) if group.is_known(KNOWN) else self.run
+        is_known = all(op.name in KNOWN for op in group.ops)
+        self.compiled: Any = jax.jit(self.run) if is_known else self.run
 
     def run(self, zero: Any, *values: Any) -> list[Any]:
         """Evaluate the operations one by one, with their fences."""

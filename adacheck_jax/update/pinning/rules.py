@@ -112,7 +112,8 @@ def _kinds(ops: Sequence[Op]) -> dict[int, PinningRule]:
         kinds[id(op)] = _kind(op, spread, constant)
         ids = [ref for ref in op.inputs if isinstance(ref, int)]
         arrays = [ref for ref in ids if op.shapes[ref]]
-        if (op.name == "broadcast_in_dim" and op.grows) or (arrays and spread.issuperset(arrays)):
+        is_copied = op.name == "broadcast_in_dim" and op.avals[0].size > op.eqn.invars[0].aval.size
+        if is_copied or (arrays and spread.issuperset(arrays)):
             spread.update(op.outputs)
         if constant.issuperset(ids):
             constant.update(op.outputs)

@@ -66,15 +66,7 @@ def abstract(value: Any) -> jax.ShapeDtypeStruct:
 def passed_leaves(
     update: PinnedFunction, record: PyTree, inner: PyTree, params: PyTree, extra: dict[str, Any]
 ) -> tuple[str, ...]:
-    """Leaf paths of the small leaves of ``inner`` that an update returns unchanged.
-
-    Args:
-        update: the update of the wrapped transformation.
-        record: gradients.
-        inner: the wrapped transformation's state.
-        params: params.
-        extra: recorded extra arguments.
-    """
+    """Leaf paths of the small leaves of the wrapped state that an update returns unchanged."""
     try:
         origins = update.origins(record, inner, params, extra)[1]
     except Exception as error:  # it takes arguments that only update() gets

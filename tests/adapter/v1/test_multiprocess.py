@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.adapter.v1.common import kinds_of
-from tests.end_to_end.test_multiprocess import launch, leaves
+from tests.processes import launch, leaves
 
 WORKER = "tests.adapter.v1.worker"
 
