@@ -137,9 +137,6 @@ class Processes:
         Keys are written once, so a step that is saved again needs other ones. The processes number
         the attempts at a directory alike: each of them calls this once an attempt, and before
         anything that may fail in one of them alone.
-
-        Args:
-            directory: the item's directory once it is committed, the same in all processes.
         """
         return ServiceExchange(self, self._new_key(directory), str(directory), self.patience)
 
@@ -356,9 +353,6 @@ class ServiceExchange:
 
 def exchange(directory: AnyPath) -> ServiceExchange | None:
     """This process's exchange about one attempt to save a step; None if there is no other process.
-
-    Args:
-        directory: the item's directory once it is committed, the same in all processes.
 
     Raises:
         AdaCheckError: there are several processes, and no coordination service.

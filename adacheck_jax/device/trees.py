@@ -104,12 +104,6 @@ def check_same_leaves(
 ) -> None:
     """Compares two descriptions of a tree and reports every difference at once.
 
-    Args:
-        expected: descriptions of the expected leaves (shape and dtype), by leaf path.
-        found: descriptions of the leaves that are checked, by leaf path.
-        where: name of the compared trees, for the message.
-        remedy: advice at the end of the message.
-
     Raises:
         MismatchError: lists missing, extra and differing leaves.
     """

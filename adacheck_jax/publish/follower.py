@@ -226,12 +226,6 @@ class Follower:
     ) -> dict[str, jax.Array]:
         """Some leaves on their devices, verified there with all others, and cast.
 
-        Args:
-            version: the version.
-            weights: its weights.
-            indices: indices of the leaves.
-            former: version whose other leaves are held; None if there are no others.
-
         Raises:
             IntegrityError: a leaf is not as it was published.
         """

@@ -86,12 +86,6 @@ class BaseWriter:
     ) -> dict[str, Any]:
         """Writes this process's volumes durably.
 
-        Args:
-            directory: item directory of the base.
-            process: index of this process.
-            sums: this process's contributions to the leaves' fingerprints, by leaf index.
-            layout: form of the arrays.
-
         Returns:
             The report for the other processes, as JSON: ``volumes``, the arrays to take from each
             volume; ``aliases``, pairs of leaves that share data; ``kept``, pairs of a leaf and the

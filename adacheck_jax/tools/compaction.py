@@ -64,12 +64,6 @@ def compact(
     The step is restored as any restore does it, bit-exact and verified, onto the devices that it
     was saved from, else onto one; on CPU devices that takes the memory of the state once.
 
-    Args:
-        root: the directory given to the checkpoint manager.
-        number: step number, None for the newest step.
-        item: name of the item directory, needed if a step holds several.
-        dry_run: True to look only: at the structure of the step, not at its data.
-
     Raises:
         InputError: there is no such root, step or item, or the step cannot be compacted: it is a
             base, a deferred step, a step that stock Orbax saved, or lies in an object store.

@@ -96,11 +96,6 @@ class StepDetails:
 def describe_step(root: AnyPath, number: int | None = None, item: str | None = None) -> StepDetails:
     """Describe one step and its leaves.
 
-    Args:
-        root: the directory given to the checkpoint manager.
-        number: step number, None for the newest step.
-        item: name of the item directory, needed if a step holds several.
-
     Raises:
         InputError: there is no such root, step or item.
         AdaCheckError: the step is damaged, or a step that it builds on is missing.

@@ -63,11 +63,6 @@ def existing(root: AnyPath) -> None:
 def selected(root: AnyPath, number: int | None, item: str | None) -> Step:
     """One step under a root.
 
-    Args:
-        root: the directory given to the checkpoint manager.
-        number: step number; None for the newest step; -1 is the newest too, -2 the one before it.
-        item: name of the item directory, needed if a step holds several.
-
     Raises:
         InputError: there is no such root, step or item.
     """
@@ -122,12 +117,6 @@ def resolved(steps: Iterable[Step]) -> Iterator[tuple[Step, Lineage | AdaCheckEr
 
 def numbered(numbers: Sequence[int], wanted: int | None, root: AnyPath) -> int:
     """The step number that a caller means.
-
-    Args:
-        numbers: numbers of all steps.
-        wanted: a step number, or below zero a place counted from the newest step, which is -1, and
-            is meant by None too.
-        root: the directory given to the checkpoint manager.
 
     Raises:
         InputError: there are not so many steps.

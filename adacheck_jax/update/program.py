@@ -45,11 +45,6 @@ def update_function(
 ) -> UpdateFunction:
     """The update over flat leaves, with the bits of the train step.
 
-    Args:
-        recorder: the recorder whose update it is.
-        signature: the trees that the update takes.
-        derived: trees that follow from the new params; their leaves are behind ``inner``.
-
     Returns:
         The function. Typed PRNG keys are passed and returned as their data; ``switches`` is the
         number 0 that fences take. If a derived tree depends on the number of updates, that
@@ -245,11 +240,6 @@ def jit_update(function: UpdateFunction, params: Sequence[Any], inner: Sequence[
 
     Memory stays at one state plus one record: ``params`` and ``inner`` are donated, and the next
     ones take their place.
-
-    Args:
-        function: the update.
-        params: sharding of each of its params, None to leave the choice to XLA.
-        inner: sharding of each leaf of its optimizer state, likewise.
 
     Returns:
         The jitted function, whose results have these shardings.

@@ -68,13 +68,7 @@ def tree_of(described: PyTree, wanted: Collection[str], value: Callable[[str], A
 
 
 def stored(elements: np.ndarray, leaf: Leaf, described: Any) -> Any:
-    """A leaf as Orbax takes it: an array, a typed PRNG key, or a Python number.
-
-    Args:
-        elements: its elements; of a key its key data.
-        leaf: the manifest's record of it.
-        described: Orbax's metadata of it in the base.
-    """
+    """A leaf as Orbax takes it: an array, a typed PRNG key, or a Python number."""
     if leaf.key_type is not None:
         return jax.random.wrap_key_data(
             jax.numpy.asarray(elements), impl=_implementation(leaf.key_type)

@@ -19,10 +19,6 @@ WIDTH, STRIDE, COUNT, TO, COLUMN, FIRST, SHAPE = 0, 1, 2, 3, 4, 5, 5 + MAX_RANK
 def of_sums(starts: Sequence[Sequence[int]], element_bytes: Sequence[int]) -> np.ndarray:
     """Table of the shards that are summed up.
 
-    Args:
-        starts: first index of each shard in its array.
-        element_bytes: width of each shard's elements.
-
     Returns:
         uint32 of shape (rows, columns, 2), one row a shard and perhaps some more: 64-bit numbers,
         in a type that JAX always has. A row is the width, and the first index along each axis and

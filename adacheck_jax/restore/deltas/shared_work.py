@@ -76,13 +76,7 @@ class SharedWork:
         wanted: Sequence[tuple[int, Box]],
         whole: Callable[[int], Sequence[pack_plan.Extent]],
     ) -> list[Piece]:
-        """Pieces that hold those boxes that are stored as they are, and by themselves.
-
-        Args:
-            layout: the layout of the packs.
-            wanted: leaf indices and boxes.
-            whole: gives the extents of a leaf that is stored whole, none of another.
-        """
+        """Pieces that hold those boxes that are stored as they are, and by themselves."""
         key = (id(layout), tuple(wanted))  # the layout is held here, too
         pieces = self._pieces.get(key)
         if pieces is None:

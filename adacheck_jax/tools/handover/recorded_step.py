@@ -61,11 +61,6 @@ class RecordedStep:
 def find(root: AnyPath, number: int | None, item: str | None = None) -> RecordedStep:
     """Find a recorded step: saved, deferred, or held by a later step's directory.
 
-    Args:
-        root: the directory given to the checkpoint manager.
-        number: step number; None for the newest saved step; -1 is that too, -2 the one before it.
-        item: name of the item directory, needed if a step holds several.
-
     Raises:
         InputError: there is no such root, step or item, or stock Orbax saved the step.
         AdaCheckError: the step is damaged.

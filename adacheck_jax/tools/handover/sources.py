@@ -61,11 +61,6 @@ class Source:
 def step_source(root: AnyPath, number: int | None, item: str | None) -> Iterator[Source]:
     """The leaves of a recorded step; a delta is restored when its first leaf is read.
 
-    Args:
-        root: the directory given to the checkpoint manager.
-        number: number of the step; None for the newest; below zero a place counted from it.
-        item: name of the item directory, needed if a step holds several.
-
     Raises:
         InputError: there is no such root, step or item.
         AdaCheckError: the step is damaged, or cannot be restored exactly on this machine.
@@ -155,11 +150,6 @@ def is_published(root: AnyPath) -> bool:
 @contextlib.contextmanager
 def version_source(root: AnyPath, version: int | None) -> Iterator[Source]:
     """The weights of a published version.
-
-    Args:
-        root: the root of published weights.
-        version: number of the version, which has to be kept still; None for the newest; below zero
-            a place counted from it.
 
     Raises:
         LineageError: there is no such version.

@@ -52,13 +52,6 @@ def bisect(
 
     Takes the logarithm to base 2 of the number of steps, and the two ends.
 
-    Args:
-        walk: the run.
-        predicate: what to look for.
-        first: the oldest step to look at; None for the oldest recorded one.
-        last: the newest step to look at; None for the newest recorded one.
-        progress: is told of the progress: looks that were taken, most looks to take, and at what.
-
     Raises:
         InputError: no step is recorded between the ends.
         AdaCheckError: a step is damaged.

@@ -68,11 +68,6 @@ def log(
 ) -> RunLog:
     """Tell what the recorded steps did, from records and states alone.
 
-    Args:
-        walk: the run.
-        last: number of the newest steps to tell of; None for all.
-        progress: is told of the progress.
-
     Raises:
         InputError: this machine cannot replay a step.
         AdaCheckError: a step is damaged.

@@ -78,11 +78,6 @@ def rules_of(
 ) -> dict[int, PinningRule]:
     """A rule for each operation, from the kinds that produce and consume each value.
 
-    Args:
-        ops: the operations of a jaxpr.
-        outputs: numbers of the values that the jaxpr returns.
-        is_whole: True for a whole function, False for a jaxpr inside an operation.
-
     Returns:
         Rules by ``id`` of the operation.
     """
