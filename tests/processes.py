@@ -12,6 +12,7 @@ import os
 import runpy
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -75,7 +76,10 @@ def _run(program: str, arguments: list[str], environment: dict[str, str], output
         else:
             runpy.run_module(program, run_name="__main__", alter_sys=True)
     finally:
-        atexit._run_exitfuncs()  # JAX takes leave of the other processes; a fork does not run them
+        # As Python ends, and a fork does not: threads first, which may still compile for several
+        # processes, and then JAX takes leave of the others.
+        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+        atexit._run_exitfuncs()
 
 
 def forked(program: str, *arguments: Any, environment: Mapping[str, str] = os.environ) -> Child:
