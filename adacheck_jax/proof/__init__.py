@@ -4,8 +4,8 @@ No delta is trusted unchecked: the compiler may compute an update otherwise in a
 something else than the update may change the state. Three engines tell. What one of them keeps of a
 state, to check the next step with, is a *witness*.
 
-``sample``: small leaves whole and a block of each large one, at positions that change, are taken at
-each save, replayed at the next, and compared (:mod:`~adacheck_jax.update.elements.sampling`).
+``sample``: small leaves whole, and of each large one elements a stride apart, at positions that
+change, are taken at each save, replayed at the next, and compared (:mod:`~adacheck_jax.update.elements.sampling`).
 
 ``full``: a second copy of the state follows training by replay, on the same devices. Its
 fingerprints must be those of the state.

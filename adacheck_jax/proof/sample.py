@@ -18,7 +18,7 @@ from adacheck_jax.update.elements.sampling import Sample, Taker, from_host
 
 
 class Sampling:
-    """Replays blocks of the leaves."""
+    """Replays samples of the leaves."""
 
     def __init__(self, structure: Structure, program: ExportedUpdate, pieces: Pieces) -> None:
         assert structure.sites is not None

@@ -1,7 +1,8 @@
 """The copy of the state that the shadow holds: loaded, moved on step by step, and summed up."""
 
-# Threads: everything but the constructor runs on the shadow's thread; ``is_lost`` and
-# ``has_room_for_copy`` are read by others, as one value that may be a step old.
+# Threads: made by whoever saves or recovers, compiled by a thread of its own; ``load``, ``follow``,
+# ``copied`` and ``close`` run on the shadow's thread, in the order in which they were asked for.
+# Others read ``is_lost`` and ``has_room_for_copy``, as values that may be a step old.
 
 from __future__ import annotations
 

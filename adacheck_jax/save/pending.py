@@ -11,8 +11,9 @@ line's worker alone, in the order of the steps:
 
 Threads: whoever needs a phase waits for it (:meth:`Pending.settled`, :meth:`Pending.compared`,
 :meth:`Pending.verify`); the fields that say how the comparisons went are the worker's until the
-step is proved. The writer alone takes the delta. One lock guards the fingerprints, which are added
-up by whoever needs them first; nothing else is called under it but the wait for the devices.
+step is proved. The writer alone takes the delta. Two locks: one is held while the step is given to
+the worker, behind the step before it; the other while the fingerprints are added up, by whoever
+needs them first. Nothing else is called under them but the wait for the devices.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """A plan, with the step in memory that it follows.
+    """A save as planned: with what it follows, and the check that has begun.
 
     Attributes:
         plan: the plan.
