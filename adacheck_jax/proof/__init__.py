@@ -5,7 +5,8 @@ something else than the update may change the state. Three engines tell. What on
 state, to check the next step with, is a *witness*.
 
 ``sample``: small leaves whole, and of each large one elements a stride apart, at positions that
-change, are taken at each save, replayed at the next, and compared (:mod:`~adacheck_jax.update.elements.sampling`).
+change, are taken at each save, replayed at the next, and compared
+(:mod:`~adacheck_jax.update.elements.sampling`).
 
 ``full``: a second copy of the state follows training by replay, on the same devices. Its
 fingerprints must be those of the state.
