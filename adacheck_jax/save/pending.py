@@ -204,12 +204,17 @@ class Pending:
         self._waits[phase].set_result(plan)
 
     def _fail(self, error: BaseException) -> None:
-        self.phase = Phase.FAILED
-        if isinstance(error, AdaCheckError):
-            self.refused = error
+        self.phase, reason = Phase.FAILED, error
+        if not isinstance(reason, AdaCheckError):
+            what = f"{type(error).__name__}: {error}"
+            reason = AdaCheckError(
+                f"{self.label}: it is not saved, it could not be checked: {what}"
+            )
+            reason.__cause__ = error
+        self.refused = reason
         for each in self._waits.values():
             if not each.done():
-                each.set_exception(error)
+                each.set_exception(reason)
 
     def _bring(self) -> None:
         """Copies to the host what a delta stores."""

@@ -30,7 +30,7 @@ from adacheck_jax.device.trees import PyTree
 from adacheck_jax.plan.decision import shown
 from adacheck_jax.plan.options import Options
 from adacheck_jax.plan.save_plan import SavePlan
-from adacheck_jax.plan.situation import BackgroundFacts, Counts, sizes_of
+from adacheck_jax.plan.situation import BackgroundFacts, sizes_of
 from adacheck_jax.proof.checker import Witness
 from adacheck_jax.proof.journal import FilePlace
 from adacheck_jax.proof.shadow import ShadowThread
@@ -42,7 +42,7 @@ from adacheck_jax.save.background_bases import BackgroundBases
 from adacheck_jax.save.copies import HostCopies
 from adacheck_jax.save.line.notices import Notices, tell_given_up
 from adacheck_jax.save.line.parents import Parent, Tip
-from adacheck_jax.save.line.planner import Planner
+from adacheck_jax.save.line.planner import Planner, sums_of
 from adacheck_jax.save.one_save import Save
 from adacheck_jax.save.pending import Pending
 from adacheck_jax.save.recovered import Newest
@@ -145,10 +145,12 @@ class Saver:
             blocks = with_others(snapshot, blocks, structure.touched)
         held = [transfer.held(each) for each in snapshot.arrays] if is_on_host else None
 
+        def arrays() -> Sequence[Any]:
+            return snapshot.arrays if held is None else [each() for each in held]
+
         def witness() -> Witness | None:
             with jax_settings.own(), arithmetic.applied():
-                arrays = [each() for each in held] if held is not None else snapshot.arrays
-                found = self._planner.witness_of(structure, arrays, tip.step)
+                found = self._planner.witness_of(snapshot, arrays, tip.step)
                 if found is not None and blocks is not None:
                     sums = dict(enumerate(restored.manifest.fingerprints))
                     begun = ShadowStep(tip, tip.step, blocks, lambda: sums)
@@ -353,9 +355,10 @@ class Saver:
                 f"expected a step after {last}, the last one, found {number}. The state was "
                 "not recorded; the steps before are not affected."
             )
+        if len(deferred) and deferred.follows is not parent:
+            return "another step was restored meanwhile"
         if number == parent.tip.step:
-            _check_same(planner.snapshots.take(state).counts(), parent, number)
-            return ""
+            return _why_not_same(planner.snapshots.take(state), parent)
         again = deferred.cut(len(deferred) - 1)[0] if number == last else None
         if not len(deferred):
             deferred.restart(parent)
@@ -438,11 +441,18 @@ class Saver:
             )
 
 
-def _check_same(counts: Counts, parent: Parent, number: int) -> None:
-    """Raises ValueError if a step was saved with other update counters than those given."""
-    if counts != parent.counts():
+def _why_not_same(snapshot: Snapshot, parent: Parent) -> str:
+    """Raises ValueError if a step was saved with another state; the reason if it was not saved."""
+    if parent.save is not None and parent.save.error is not None:
+        return f"step {parent.tip.step} was not saved"
+    structure, known, found = snapshot.structure, parent.sums(), sums_of(snapshot)
+    leaves = (i for i in known if i not in structure.ephemeral and known[i] != found[i])
+    other = next((f" and other bits in {structure.leaves[i].path}" for i in leaves), "")
+    if other or snapshot.counts() != parent.counts():
         raise ValueError(
-            f"expected step {number} as it was saved, with {shown(parent.counts())} updates, found "
-            f"a state with {shown(counts)}. It was not recorded; the steps before are not "
-            "affected. Give record_step the numbers of the steps as the manager counts them."
+            f"expected step {parent.tip.step} as it was saved, with {shown(parent.counts())} "
+            f"updates, found a state with {shown(snapshot.counts())}{other}. It was not recorded; "
+            "the steps before are not affected. Give record_step the numbers of the steps as the "
+            "manager counts them."
         )
+    return ""

@@ -742,6 +742,20 @@ class TestSeparateUpdate:
         assert [each.checked for each in deltas_of(tmp_path).values()] == ["identity"] * 3
         assert_all_restorable(tmp_path, saved, run.state)
 
+    def test_by_identity_after_a_restore(self, tmp_path):
+        run = self.run()
+        run.advance()
+        handler = adacheck.AdaCheckHandler(run.recorder)
+        with manager_of(tmp_path, handler) as manager:
+            saved = save_steps(manager, run, 2)
+        with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
+            last, target = max(saved), abstract(run.state)
+            run.state = manager.restore(last, args=adacheck.RestoreArgs(target))
+            saved |= save_steps(manager, run, 2)
+        assert kinds(tmp_path) == ["B", "R", "R", "R"]
+        assert [each.checked for each in deltas_of(tmp_path).values()] == ["identity"] * 3
+        assert_all_restorable(tmp_path, saved, run.state)
+
     @pytest.mark.first(1)
     @pytest.mark.parametrize("when", ["before", "after"])
     def test_a_rate_set_by_hand(self, tmp_path, when):

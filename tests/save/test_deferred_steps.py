@@ -17,11 +17,12 @@ from typer.testing import CliRunner
 
 import adacheck_jax as adacheck
 from adacheck_jax.cli.main import app
+from adacheck_jax.device import transfer
 from adacheck_jax.errors import IntegrityError, LineageError, StorageError
 from adacheck_jax.format import manifest
 from adacheck_jax.plan import situation
 from adacheck_jax.restore.deltas import delta_reader
-from adacheck_jax.save import share
+from adacheck_jax.save import pending, share
 from adacheck_jax.store import delta_writer
 from adacheck_jax.store.packs import arrays, reader, writer
 from adacheck_jax.store.steps import folders, lookup, manifest_file, roots
@@ -235,6 +236,38 @@ class TestNumbers:
         state, _ = restored(tmp_path, 3, support.abstract(run.state), step=2)
         support.assert_same_bits(state, before)
 
+    @pytest.mark.parametrize("restarts", [False, True])
+    def test_other_bits_of_a_saved_step_are_an_error(self, tmp_path, restarts):
+        """Its update counter is that of the state that was saved."""
+        run = support.dict_run(one_device())
+        handler = adacheck.AdaCheckHandler(run.recorder)
+        with support.manager_of(tmp_path, handler) as manager:
+            manager.save(1, args=adacheck.SaveArgs(run.advance()))
+            manager.wait_until_finished()
+            if restarts:
+                target = support.abstract(run.state)
+                run.state = manager.restore(1, args=adacheck.RestoreArgs(target))
+            assert handler.record_step(run.state, 1)
+            edited = jax.tree.map(lambda x: x + 1, run.state["params"])
+            with pytest.raises(ValueError, match=r"step 1 as it was saved, .* and other bits in"):
+                handler.record_step({**run.state, "params": edited}, 1)
+
+    def test_a_step_that_was_not_saved_is_not_said_to_be_recorded(self, tmp_path, monkeypatch):
+        def fail(*_):
+            raise OSError(28, "full")
+
+        run = support.dict_run(one_device())
+        handler = adacheck.AdaCheckHandler(run.recorder)
+        with support.manager_of(tmp_path, handler) as manager:
+            manager.save(1, args=adacheck.SaveArgs(run.advance()))
+            manager.wait_until_finished()
+            with monkeypatch.context() as patch:
+                patch.setattr(share, "_write", fail)
+                manager.save(2, args=adacheck.SaveArgs(run.advance()))
+                with pytest.raises(Exception, match="full"):
+                    manager.wait_until_finished()
+            assert not handler.record_step(run.state, 2)
+
     def test_a_step_may_be_recorded_and_saved_again(self, tmp_path):
         run = support.dict_run(one_device())
         handler = adacheck.AdaCheckHandler(run.recorder)
@@ -375,6 +408,72 @@ def test_a_look_at_an_older_step_loses_nothing(step, tmp_path):
         manager.wait_until_finished()
     assert recorded_in(tmp_path, 7) == [4, 5, 6]
     assert_all_restorable(tmp_path, states, [1, 3, 7], support.abstract(run.state))
+
+
+def test_a_look_at_the_next_number_while_steps_are_recorded_loses_nothing(tmp_path):
+    """A run that went back to step 2 looks at the step 5 of its other line."""
+    run = support.dict_run(one_device())
+    target = adacheck.RestoreArgs(support.abstract(run.state))
+    with support.manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
+        for step in range(1, 6):
+            manager.save(step, args=adacheck.SaveArgs(run.advance()))
+    handler = adacheck.AdaCheckHandler(run.recorder)
+    states, answers = {}, {}
+    with support.manager_of(tmp_path, handler) as manager:
+        run.state, run.count = manager.restore(2, args=target), 100  # other batches
+        for step in (3, 4, 5, 6):
+            states[step] = support.host_copy(run.advance())
+            if step == 5:
+                manager.restore(5, args=target)
+            if step < 6:
+                answers[step] = handler.record_step(run.state, step)
+        manager.save(6, args=adacheck.SaveArgs(run.state), force=True)
+        manager.wait_until_finished()
+    assert answers == {3: True, 4: True, 5: False}, "where it answers False the caller saves"
+    for step in (3, 4, 6):
+        state, _ = restored(tmp_path, 6, support.abstract(run.state), step=step)
+        support.assert_same_bits(state, states[step])
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_step_that_cannot_be_looked_at_loses_nothing_in_silence(tmp_path, monkeypatch, is_known):
+    """Known at once it is left to a save; else it is told of, and the steps after it go on."""
+    run = support.dict_run(one_device())
+    handler, states = adacheck.AdaCheckHandler(run.recorder), {}
+    bring, failing, told = pending.Pending._bring, [True], []
+
+    def fails(self):
+        if self.step == 3 and failing:
+            failing.clear()
+            raise MemoryError("no room")
+        bring(self)
+
+    monkeypatch.setattr(pending.Pending, "_bring", fails)
+    if not is_known:
+        monkeypatch.setattr(transfer, "are_ready", lambda _: False)
+    with support.manager_of(tmp_path, handler) as manager:
+        manager.save(1, args=adacheck.SaveArgs(run.advance()))
+        manager.wait_until_finished()
+        for step in (2, 3, 4, 5, 6):
+            states[step] = support.host_copy(run.advance())
+            try:
+                if not handler.record_step(run.state, step):
+                    manager.save(step, args=adacheck.SaveArgs(run.state), force=True)
+            except adacheck.AdaCheckError as error:
+                told.append(str(error))
+        for step in (7, 8):
+            states[step] = support.host_copy(run.advance())
+            manager.save(step, args=adacheck.SaveArgs(run.state), force=True)
+            manager.wait_until_finished()
+    assert not failing
+    assert len(told) == (0 if is_known else 1)
+    lost = set() if is_known else {3, 4, 5}
+    assert all("not saved: 3" in each and "MemoryError: no room" in each for each in told)
+    kept = {each.step for each in roots.steps_of(tmp_path)}
+    for step in sorted(states.keys() - lost):
+        holder = min(each for each in kept if each >= step)
+        state, _ = restored(tmp_path, holder, support.abstract(run.state), step=step)
+        support.assert_same_bits(state, states[step])
 
 
 def test_a_step_without_an_update_is_recorded(tmp_path):

@@ -116,6 +116,14 @@ class Parent:
             return self.tip.staged.counts()
         return self.lineage.manifest.counts if self.lineage else ()
 
+    def sums(self) -> Mapping[int, int]:
+        """This process's contributions to the fingerprints of its state, if they are known."""
+        if self.tip.staged is not None:
+            return self.tip.staged.sums()
+        if self.lineage is None or jax.process_count() > 1:
+            return {}
+        return dict(enumerate(self.lineage.manifest.fingerprints))
+
     def look(self, others: list[Lineage]) -> None:
         """Looks for its lineage on the disk."""
         known, self.lineage = [*others, *self._known()], None

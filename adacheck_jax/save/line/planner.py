@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -227,7 +227,7 @@ class Planner:
                 tip.staged.verify()
         planned, structure = course.plan, course.plan.structure
         checker = self.checker_of(structure, planned.update)
-        sums = functools.partial(_sums_of, snapshot)
+        sums = functools.partial(sums_of, snapshot)
         check = checker.begin(tip.witness, snapshot.arrays, planned.step, sums)
         findings = check.findings(planned.decision.updates)
         if findings and planned.update.engine == "identity":
@@ -277,11 +277,18 @@ class Planner:
             return None
         return snapshot if snapshot.structure.leaves == restored.base.leaves else None
 
-    def witness_of(self, structure: Structure, arrays: Sequence[Any], step: int) -> Witness | None:
-        """A witness of a state; None where its updates cannot be replayed."""
+    def witness_of(
+        self, snapshot: Snapshot, held: Callable[[], Sequence[Any]], step: int
+    ) -> Witness | None:
+        """A witness of a state; None where its updates cannot be replayed.
+
+        ``held`` gives the elements of the arrays, which may be donated by now.
+        """
+        structure, arrays = snapshot.structure, snapshot.arrays
         update = self.updates.of(structure)
         if not replays(update, self._options):
             return None
+        arrays = arrays if update.engine == "identity" else held()
         return self.checker_of(structure, update).witness(arrays, step)
 
     def learn(self) -> None:
@@ -390,7 +397,7 @@ def _changed(snapshot: Snapshot, course: Course, made: SavePlan) -> frozenset[in
         if tip.staged is None:
             return frozenset()
         expected = tip.staged.sums()
-    own = _sums_of(snapshot, made.unchanged)
+    own = sums_of(snapshot, made.unchanged)
     return frozenset(i for i, value in own.items() if value != expected[i])
 
 
@@ -407,7 +414,7 @@ def _owned_by_others(snapshot: Snapshot, leaves: Collection[int]) -> frozenset[i
     return frozenset(found)
 
 
-def _sums_of(snapshot: Snapshot, leaves: Collection[int] | None = None) -> Mapping[int, int]:
+def sums_of(snapshot: Snapshot, leaves: Collection[int] | None = None) -> Mapping[int, int]:
     """This process's contribution to the fingerprint of each leaf; waits for the state."""
     structure, arrays = snapshot.structure, dict(enumerate(snapshot.arrays))
     summing = structure.summing(snapshot.arrays)
