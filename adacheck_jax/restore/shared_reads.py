@@ -87,13 +87,7 @@ class ShareExchange:
 def users_of(
     needed: Mapping[Box, Iterable[int]], shape: Sequence[int], stored: Cuts
 ) -> dict[Box, tuple[int, ...]]:
-    """The processes that need elements of each stored part of an array, ascending.
-
-    Args:
-        needed: boxes of an array, with the processes that need each.
-        shape: global shape, of an array that has elements.
-        stored: cut points at which the array is stored in parts.
-    """
+    """The processes that need elements of each stored part of an array, ascending."""
     users = [frozenset(each) for each in needed.values()]
     starts = np.array([box.start for box in needed], int).reshape(len(needed), len(shape))
     stops = np.array([box.stop for box in needed], int).reshape(len(needed), len(shape))

@@ -92,12 +92,6 @@ def link_ancestors(
 
     If a step of the lineage has become a base since, it is linked as such, and nothing before it.
 
-    Args:
-        lineage: the parent's lineage.
-        item_directory: item directory of the new delta.
-        expected: names from :func:`files_of` while the parent was whole.
-        stamp: identity of the parent's manifest; None if it is not known.
-
     Raises:
         LineageError: the parent is being deleted.
         OSError: a link cannot be made.

@@ -140,12 +140,6 @@ def bound_trees(
 ) -> dict[DerivedTree, tuple[str, ...]]:
     """The trees of derived values in a saved state, which holds leaves and no trees.
 
-    Args:
-        known: the derived values, by name.
-        params: abstract params, as the functions take them.
-        below: leaf paths in the state below each value's root, by relative path, by name.
-        leaves: types of all leaves of the state.
-
     Returns:
         Leaf paths in the state of each tree that was found. A tree is one that the function was
         called with; before that, the params' tree, or nested dictionaries, if the function takes

@@ -63,13 +63,6 @@ def params_roots(
 
     A subtree that must be the params of one node is a candidate for no other.
 
-    Args:
-        nodes: the nodes that record anything.
-        leaves: types of all leaves of the state.
-        params_path: leaf path of the params' root; or a mapping to such paths by prefix of the
-            nodes; or None to find the params.
-        others: leaf paths that are no params.
-
     Raises:
         RecorderError: the params of a node are ambiguous, or there are none.
     """

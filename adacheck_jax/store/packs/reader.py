@@ -151,10 +151,6 @@ class PackReader:
     def hold(self, spans: Sequence[tuple[int, int]], *, what: str) -> None:
         """Reads byte ranges, those side by side as one, and keeps them for :meth:`read`.
 
-        Args:
-            spans: half-open byte ranges of the section; an empty list frees the kept bytes.
-            what: leaf path or other name, for error messages.
-
         Raises:
             IntegrityError, StorageError: as from :meth:`read`.
         """
