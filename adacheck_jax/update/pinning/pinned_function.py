@@ -11,6 +11,8 @@ by the reciprocal.
 :mod:`~adacheck_jax.update.pinning.rules` says where fences stand.
 """
 
+# Threads: trained with on one, exported on others; traces are kept by single assignments, no lock.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
