@@ -182,11 +182,12 @@ class Recorder(optax.GradientTransformationExtraArgs):
         It lives no longer than the recorder, which it may refer to. The key says all else that it
         depends on.
         """
-        if key not in self._kept:
+        value = self._kept.get(key)
+        if value is None:
             if len(self._kept) >= _KEPT_COUNT:
                 self._kept.clear()
-            self._kept[key] = make()
-        return self._kept[key]
+            value = self._kept[key] = make()
+        return value
 
     def derive(self, name: str, opt_state: PyTree, params: PyTree, old: PyTree) -> PyTree:
         """Compute the next value of a derived tree, after each update of the params.

@@ -98,7 +98,8 @@ class PinnedFunction:
         if key is not None and traced.is_constant and not is_replay:
             kept.pop(key, None)
             while len(kept) >= _KEPT_COUNT:
-                kept.pop(next(iter(kept)))
+                oldest, *_ = kept
+                kept.pop(oldest, None)
             kept[key] = traced
         return traced
 
