@@ -27,7 +27,7 @@ import orbax.checkpoint as ocp
 import adacheck_jax as adacheck
 from adacheck_jax.device import fingerprint
 from benchmarks.common import environment, words
-from benchmarks.speed import states, training
+from benchmarks.speed import report, states, training
 from benchmarks.speed.ways import Managed
 
 OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
@@ -46,7 +46,7 @@ _STEPS, _SAVES = 5, 6
 
 
 def exactness(root: Path) -> Iterator[dict[str, Any]]:
-    """One row an optimizer: are its steps replayed exactly here, and on the host?
+    """Exactness of replay here and on the host, a row an optimizer.
 
     A restore of this library raises an error for each wrong bit; what it returns is compared again.
     """
@@ -72,7 +72,7 @@ def exactness(root: Path) -> Iterator[dict[str, Any]]:
                 manager.save(number, args=adacheck.SaveArgs(state))
                 manager.wait_until_finished()
                 kept[number] = jax.tree.map(np.asarray, state)
-            report, differing, error = handler.last_save, 0, ""
+            last, differing, error = handler.last_save, 0, ""
             target = adacheck.RestoreArgs(states.abstract(state))
             try:
                 for number in kept:
@@ -81,8 +81,8 @@ def exactness(root: Path) -> Iterator[dict[str, Any]]:
                 error = str(raised)[:200]
         yield {
             "optimizer": name,
-            "kind": report.kind if report else "none",
-            "checked": report.checked if report else None,
+            "kind": last.kind if last else "none",
+            "checked": last.checked if last else None,
             "elements that differ": differing,
             "on the host": ", ".join(_differing_on_host(step, kept[1])) or "exact",
             "error": error,
@@ -104,18 +104,17 @@ def _differing_on_host(step: Any, before: Any) -> list[str]:
 
 
 def saves(root: Path, gigabytes: float, leaves: int) -> dict[str, Any]:
-    """Medians of a few saves of one state, ours and stock's in turns, and of their device time."""
+    """Medians of a few saves of one state, ours and stock's in turns, and one restore of each."""
     recorder = states.recorder()
     params_count = int(gigabytes * 1e9) // states.BYTES_A_PARAM
     state = states.train_state(params_count, leaves, recorder)
     step = states.train_step_of(recorder)
-    stock_args = ocp.args.StandardSave
     ways = {
         "delta": Managed(root / "ours", adacheck.AdaCheckHandler(recorder), adacheck.SaveArgs),
         "stock Orbax": Managed(
             root / "stock",
             ocp.StandardCheckpointHandler(),
-            lambda state: stock_args(states.without_record(state)),
+            lambda state: ocp.args.StandardSave(states.without_record(state)),
         ),
     }
     blocked: dict[str, list[float]] = {name: [] for name in ways}
@@ -146,7 +145,7 @@ def saves(root: Path, gigabytes: float, leaves: int) -> dict[str, Any]:
     for name, way in ways.items():
         begin_s = time.perf_counter()
         jax.block_until_ready(way.manager.restore(_SAVES - 1, args=targets[name]))
-        row[f"{name}: first_restore_ms"] = 1e3 * (time.perf_counter() - begin_s)
+        row[f"{name}: restore_ms"] = 1e3 * (time.perf_counter() - begin_s)
         way.close()
     return row
 
@@ -209,8 +208,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 def _table(rows: list[dict[str, Any]]) -> str:
     head = [*rows[0]]
-    lines = [head, ["---"] * len(head), *([_shown(row[name]) for name in head] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return report.table(head, [[_shown(row[name]) for name in head] for row in rows])
 
 
 def _shown(value: Any) -> str:

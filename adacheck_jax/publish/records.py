@@ -35,7 +35,7 @@ _T = TypeVar("_T", bound="Record")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """What a file of the root says.
+    """The contents of a file of the root.
 
     Attributes:
         checksum: checksum of all else, by which other records name it; empty before it is written.

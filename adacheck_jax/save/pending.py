@@ -1,4 +1,4 @@
-"""One step on its way to the disk: what of it is in memory, and how far it is known to be right.
+"""One step on its way to the disk: its copies in memory, and the phases of its comparison.
 
 A step that was appended to the line goes through the phases of :data:`MOVES`, moved on by the
 line's worker alone, in the order of the steps:
@@ -41,7 +41,7 @@ from adacheck_jax.update.recorder_state import count_of
 
 
 class Phase(enum.Enum):
-    """How far a step is."""
+    """State of a step on its way."""
 
     STAGED = enum.auto()
     SETTLED = enum.auto()
@@ -68,7 +68,7 @@ class Pending:
     before.
 
     Attributes:
-        phase: how far it is.
+        phase: its state, one of :data:`MOVES`.
         plan: its plan as far as it is known; see :meth:`settled`.
         refused: reason why it cannot be saved, once a check has found one.
         label: name of the step in messages of background checks.
@@ -140,10 +140,10 @@ class Pending:
         with self._begin_lock:
             if self._has_begun:
                 return
-            self._has_begun = True
             if self._before is not None:
                 self._before.begin()
-            self._worker.submit(self._advance)
+            self._worker.submit(self._advance)  # raises at the end of the process: nobody waits
+            self._has_begun = True
 
     def settled(self) -> SavePlan:
         """The plan that holds; waits for the update counters, and until copies are on the host.
@@ -206,9 +206,9 @@ class Pending:
     def _fail(self, error: BaseException) -> None:
         self.phase, reason = Phase.FAILED, error
         if not isinstance(reason, AdaCheckError):
-            what = f"{type(error).__name__}: {error}"
             reason = AdaCheckError(
-                f"{self.label}: it is not saved, it could not be checked: {what}"
+                f"{self.label}: it could not be checked, so it is not saved: "
+                f"{type(error).__name__}: {error}"
             )
             reason.__cause__ = error
         self.refused = reason

@@ -25,7 +25,6 @@ import jax
 from adacheck_jax.device import jax_settings, transfer
 from adacheck_jax.device.jax_settings import Arithmetic
 from adacheck_jax.device.loops import xla_call
-from adacheck_jax.device.replicas import ReplicaCheck
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.plan.decision import shown
 from adacheck_jax.plan.options import Options
@@ -261,10 +260,6 @@ class Saver:
             exchange, repeats=saved is not None and saved.directory == directory
         )
         found, structure = parent.lineage if parent else None, planned.structure
-        background = BackgroundFacts()
-        if not planned.is_base:  # a base begins a line, to which those of the last are nothing
-            is_possible = planner.could_make_bases(directory)
-            background = dataclasses.replace(self._bases.own, are_possible=is_possible)
         save = Save(
             steps=[*planner.deferred.steps, own],
             directory=directory,
@@ -275,18 +270,13 @@ class Saver:
             links=found is not None and planner.parents.has_links(directory),
             before=course.tip.step if course.tip else planned.step,
             caution=planner.distrust.caution(structure),
-            replicas=ReplicaCheck(
-                self._options.check_replicas,
-                structure.replicated,
-                structure.leaves,
-                structure.grid,
-                structure.lead,
-            ),
+            replicas=structure.replica_check(self._options.check_replicas),
             attempt=self._attempt,
             replayable=replayable,
             custom_metadata=custom_metadata,
             measured=self._watch.take(),
-            background=background,
+            # Those of the line that a base ends are nothing to the line that it begins.
+            background=BackgroundFacts() if planned.is_base else self._background(directory),
             base=None if parent else self._stager.base_writer(course, copies, directory),
             clock=self._clock,
             before_commit=self._bases.put,
@@ -303,6 +293,11 @@ class Saver:
         elif planned.makes_base:
             self._make_base(following, own, copies, exchange)
         return save
+
+    def _background(self, directory: AnyPath) -> BackgroundFacts:
+        """Facts of this process on bases made in the background, to be told to the others."""
+        is_possible = self._planner.could_make_bases(directory)
+        return dataclasses.replace(self._bases.own, are_possible=is_possible)
 
     def _make_base(
         self, saved: Parent, own: Pending, copies: HostCopies, exchange: Exchange | None

@@ -135,6 +135,10 @@ class Structure:
         paths = [path for k in updates for path in self.bindings[k].consumed]
         return frozenset(self.index[path] for path in paths)
 
+    def replica_check(self, mode: replicas.Mode) -> replicas.ReplicaCheck:
+        """Comparison of the replicas of a state that is being saved."""
+        return replicas.ReplicaCheck(mode, self.replicated, self.leaves, self.grid, self.lead)
+
     def summing(self, arrays: Sequence[Any]) -> Summing:
         """Programs that fingerprint the arrays of a state on devices."""
         key = xla_call.is_ready()
@@ -325,8 +329,7 @@ class Snapshots:
         touched = [i for indices in structure.arguments for i in indices]
         described = "\n".join(sharding.describe(arrays[i]) for i in touched)
         placement = hashlib.sha256(described.encode()).hexdigest()
-        in_turns = self._compares_replicas and not self._lead.is_apart
-        sites = Sites(touched, arrays, in_turns=in_turns)
+        sites = Sites(touched, arrays, in_turns=self._compares_replicas and not self._lead.is_apart)
         # Those of the leaf that lies on most devices, in a program's order.
         devices = max((sharding.devices_of(arrays[i]) for i in touched), key=len, default=())
         return dataclasses.replace(structure, placement=placement, sites=sites, devices=devices)

@@ -21,12 +21,13 @@ def markdown(results: Mapping[str, Any]) -> str:
     ]
     for key, result in results.items():
         if key in _TABLES:
-            title, table = _TABLES[key]
-            parts += [f"## {title}", table(result)]
+            title, shown = _TABLES[key]
+            parts += [f"## {title}", shown(result)]
     return "\n\n".join(parts) + "\n"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -64,7 +65,7 @@ def _saves(result: Mapping[str, Any]) -> str:
     )
     lines = [
         f"{result['leaves']} arrays with the record; {_mb(result['state_bytes'])} MB without it.",
-        _table(head, rows),
+        table(head, rows),
         f"A delta's blocking time is {blocking:.2f} × the manager's floor; it is durable after "
         f"{durable:.2f} × the time of writing its bytes into one file, a base after "
         f"{_durable(costs, BASE, STATE_FILE):.2f} ×.",
@@ -91,7 +92,7 @@ def _restores(result: Mapping[str, Any]) -> str:
             ]
         )
     head = ["deltas", "restore ms", "stock's restore + reading + bare updates, ms", "×", "peak MB"]
-    return f"{_mb(result['state_bytes'])} MB with the record.\n\n" + _table(head, rows)
+    return f"{_mb(result['state_bytes'])} MB with the record.\n\n" + table(head, rows)
 
 
 def _training(result: Mapping[str, Any]) -> str:
@@ -107,7 +108,7 @@ def _training(result: Mapping[str, Any]) -> str:
         for name, row in rows.items()
     ]
     head = ["saved", "ms a step", "slower by", "longest step ms"]
-    return f"{_mb(result['state_bytes'])} MB of state.\n\n" + _table(head, cells)
+    return f"{_mb(result['state_bytes'])} MB of state.\n\n" + table(head, cells)
 
 
 def _recording(results: Sequence[Mapping[str, Any]]) -> str:
@@ -121,7 +122,7 @@ def _recording(results: Sequence[Mapping[str, Any]]) -> str:
     head = ["state", "kept, every step", "blocking ms (mean)", "blocking ms (median)"]
     head += ["ms a step", "CPU ms a step"]
     every = results[0]["every"]
-    return f"{every} recorded steps are saved at once.\n\n" + _table(head, cells)
+    return f"{every} recorded steps are saved at once.\n\n" + table(head, cells)
 
 
 def _pinning(results: Sequence[Mapping[str, Any]]) -> str:
@@ -141,7 +142,7 @@ def _pinning(results: Sequence[Mapping[str, Any]]) -> str:
                     f"{_ms(row['step_s'])} ({ratios[1]:.3f})",
                 ]
             )
-    return f"adamw on {results[0]['leaves']} arrays of 8 × 8.\n\n" + _table(head, cells)
+    return f"adamw on {results[0]['leaves']} arrays of 8 × 8.\n\n" + table(head, cells)
 
 
 def _compiling_s(row: Mapping[str, float]) -> float:
@@ -156,7 +157,7 @@ def _longest(rows: Mapping[str, Mapping[str, Any]]) -> str:
     first = next(iter(rows.values()))
     about = f"{_mb(first['state_bytes'])} MB of state; {first['arrays']} arrays with the record"
     head = ["saved", "mean step, ms", "longest step, ms", "longest ÷ mean"]
-    return f"{about}.\n\n" + _table(head, cells)
+    return f"{about}.\n\n" + table(head, cells)
 
 
 def _handover(result: Mapping[str, Any]) -> str:
@@ -172,7 +173,7 @@ def _handover(result: Mapping[str, Any]) -> str:
     size = f"{_mb(result['state_bytes'])} MB of state"
     about = f"{size}; {result['leaves']} arrays of params, each of {_mb(result['leaf_bytes'])} MB"
     head = ["step, form", "peak MB", "÷ a leaf", "÷ the state"]
-    return f"{about}; peaks beyond those of the same command on a tiny root.\n\n" + _table(
+    return f"{about}; peaks beyond those of the same command on a tiny root.\n\n" + table(
         head, cells
     )
 
@@ -189,7 +190,7 @@ def _checks(results: Sequence[Mapping[str, Any]]) -> str:
                 cells.append([str(result["devices"]), kind, name, *times])
     first = results[0]
     about = f"{first['leaves']} arrays with the record; {_mb(first['state_bytes'])} MB without it"
-    return f"{about}; in parentheses against the check by sample.\n\n" + _table(head, cells)
+    return f"{about}; in parentheses against the check by sample.\n\n" + table(head, cells)
 
 
 def _stores(results: Sequence[Mapping[str, Any]]) -> str:
@@ -213,7 +214,7 @@ def _stores(results: Sequence[Mapping[str, Any]]) -> str:
             f"{_mb(result['state_bytes'])} MB in {result['leaves']} arrays. Of the requests those "
             "for files of this library come first; the others are Orbax's."
         )
-        parts += [about, _table(head, cells)]
+        parts += [about, table(head, cells)]
     return "\n\n".join(parts)
 
 
@@ -227,7 +228,7 @@ def _fingerprints(results: Sequence[Mapping[str, Any]]) -> str:
     size = f"{first['leaves']} arrays, {_mb(first['state_bytes'])} MB"
     about = f"{size}; half of them whole on each device"
     head = ["devices", "fingerprints", "a delta durable, ms", "its CPU ms", "record_step, ms"]
-    return f"{about}.\n\n" + _table(head, cells)
+    return f"{about}.\n\n" + table(head, cells)
 
 
 _GROWN = ("blocking_s", "durable_s", "cpu_s")
@@ -240,7 +241,7 @@ def _growth(rows: Sequence[Mapping[str, Any]]) -> str:
             times = [_ms(cost[key]) for key in _GROWN]
             cells.append([row["of"], str(row["at"]), name, *times, _mb(cost["new_bytes"])])
     head = ["grows", "at", "save", "blocking ms", "durable ms", "CPU ms", "new MB"]
-    return _table(head, cells)
+    return table(head, cells)
 
 
 _TABLES: dict[str, tuple[str, Any]] = {
