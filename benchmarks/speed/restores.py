@@ -32,8 +32,8 @@ def run(
         leaves: arrays of params.
         deltas: how many are replayed, ascending.
         repeats: of each restore, in turns and after one to warm up; medians count.
-        first: the one restore that is measured, without one to warm up: ``"stock"`` or a number of
-            deltas. Empty for all of them.
+        first: the one restore that is measured, of a run that goes on, without one to warm up:
+            ``"stock"`` or a number of deltas. Empty for all of them.
     """
     recorder = states.recorder()
     state = states.train_state(params, leaves, recorder)
@@ -44,7 +44,9 @@ def run(
         state = _save(own_root, stock_root, recorder, state, deltas[-1])
     updates_of = None if first else _updates(recorder, state)
     del state
-    own = ocp.CheckpointManager(own_root, item_handlers=adacheck.AdaCheckHandler())
+    # A run that is resumed goes on; one that restores again and again only evaluates.
+    handler = adacheck.AdaCheckHandler(recorder if first else None)
+    own = ocp.CheckpointManager(own_root, item_handlers=handler)
     with own, ocp.CheckpointManager(stock_root) as stock:
 
         def of_stock() -> Any:
