@@ -12,8 +12,9 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -200,8 +201,7 @@ class TrainingRun:
                 if (entry := begun.entries.get(leaf.path))
             }
         layout = ArrayLayout(begun.names, stored.ocdbt_target_data_file_size)
-        written = _written(save, directory, layout)
-        futures.append(CommitFutureAwaitingContractedSignals(written, name="adacheck_write"))
+        futures.append(_Writing(lambda go: _written(save, directory, layout, go)))
         with self._lock:
             saver = self._savers[begun.line]
         saver.returns()
@@ -414,8 +414,34 @@ def described_lineage(directory: AnyPath) -> Lineage:
     return lineage
 
 
-async def _written(save: Save, directory: AnyPath, layout: ArrayLayout) -> None:
+class _Writing(ocp.Future):
+    """A thread that writes a share once somebody waits for it.
+
+    Orbax waits in the background, when the caller's thread has begun that and is nearly done: a
+    thread that is at work earlier takes turns with the caller's, of up to 5 ms each.
+    """
+
+    def __init__(self, write: Callable[[threading.Event], Coroutine[Any, Any, None]]) -> None:
+        self._go = threading.Event()
+        written = write(self._go)
+        self._begun = CommitFutureAwaitingContractedSignals(written, name="adacheck_write")
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait until the share is durable."""
+        self._go.set()
+        return self._begun.result(timeout)
+
+    def cancel(self) -> None:
+        """Give up waiting."""
+        self._begun.cancel()
+        self._go.set()
+
+
+async def _written(
+    save: Save, directory: AnyPath, layout: ArrayLayout, go: threading.Event
+) -> None:
     """Write this process's share of a save."""
+    go.wait()
     if at(directory).on_file_system and roots.is_written_in_place(directory):
         # Before any other file: it marks the directory as not committed (see is_committed).
         mark = at(directory / IN_PLACE)

@@ -51,6 +51,7 @@ class SavePlan:
             sooner left out or edited than what the optimizer computes.
         is_whole: True for a delta of bits that compares with nothing.
         has_witness: True if an update onto this state could be replayed and checked.
+        is_checked_behind: True if the replay is compared once the save has returned.
         makes_base: True if the delta is to become a base once it is saved.
         given_up: reason why deferred steps are given up; empty if they are saved too.
     """
@@ -68,6 +69,7 @@ class SavePlan:
     spare: tuple[int, ...] = ()
     is_whole: bool = False
     has_witness: bool = False
+    is_checked_behind: bool = False
     makes_base: bool = False
     given_up: str = ""
 
@@ -155,35 +157,46 @@ def plan(situation: Situation, options: Options) -> SavePlan:
 def speculate(situation: Situation, options: Options) -> SavePlan | None:
     """Plans a delta of one update, if all that is known without the counters speaks for it.
 
-    Saves that are as far apart as the last two were lie one update apart, or none, if those did; so
-    do a save and a step that was deferred before.
-
     Gives None if the counters have to be known first.
     """
-    parent, update = situation.parent, situation.update
-    if situation.step is None or parent is None or parent.saved is None or not situation.is_only:
-        return None
-    saved, lineage = parent.saved, parent.lineage
-    if saved.structure is not situation.structure or not parent.has_witness:
-        return None
-    goes_on = (
-        saved.kind == "replay"
-        and saved.follows_saved
-        and situation.step - parent.step == saved.interval
-    )
+    parent = situation.parent
     if (
-        not (goes_on or parent.deferred_count)
-        or not situation.replayable
-        or update.engine == "identity"  # which has nothing to wait for
-        or not update.program
-        or not situation.is_checker_ready
-        or lineage is None
-        or lineage.problem
+        parent is None
+        or not _is_regular(situation)
+        or not situation.update.program
+        or parent.lineage is None
+        or parent.lineage.problem
         or parent.depth >= situation.most_deltas
         or situation.is_shadow_beyond
     ):
         return None
     return _planned(situation, one_update(situation.structure, "one update"), options)
+
+
+def _is_regular(situation: Situation) -> bool:
+    """True if a save goes on as those before, so that its replay may be compared behind it.
+
+    Saves that are as far apart as the last two were lie one update apart, or none, if those did; so
+    do a save and a step that was deferred before. The first delta behind a base is none of them:
+    what replay gets wrong at every step is found there, while the state can still be stored.
+    """
+    parent = situation.parent
+    if situation.step is None or parent is None or parent.saved is None or not situation.is_only:
+        return False
+    saved = parent.saved
+    if saved.structure is not situation.structure or not parent.has_witness:
+        return False
+    goes_on = (
+        saved.kind == "replay"
+        and saved.follows_saved
+        and situation.step - parent.step == saved.interval
+    )
+    return (
+        (goes_on or parent.deferred_count > 0)
+        and situation.replayable
+        and situation.update.engine != "identity"  # which has nothing to wait for
+        and situation.is_checker_ready
+    )
 
 
 def plan_deferred(situation: Situation, options: Options) -> SavePlan | str:
@@ -271,7 +284,10 @@ def _planned(
         told = unreplayed if situation.process_count == 1 else update.unreplayed
         unchanged = _unchanged(structure, stored, decision.updates)
     # Several processes may not find the same leaves wrong.
-    has_spare = situation.counts is None and situation.process_count == 1
+    is_behind = decision.kind == "replay" and (
+        situation.counts is None or (not situation.is_cautious and _is_regular(situation))
+    )
+    has_spare = is_behind and situation.process_count == 1
     return SavePlan(
         step=number_of(situation),
         decision=decision,
@@ -279,26 +295,37 @@ def _planned(
         structure=structure,
         update=update,
         stored=stored,
-        kept=_kept(situation, options, unreplayed, may_follow),
+        kept=kept(
+            structure,
+            update,
+            situation.distrusted | wrong,
+            options,
+            replayable=situation.replayable,
+        ),
         unreplayed=told,
         unchanged=unchanged,
         spare=tuple(sorted(structure.derived.difference(stored))) if has_spare else (),
         has_witness=may_follow,
+        is_checked_behind=is_behind,
         makes_base=makes_base,
     )
 
 
-def _kept(
-    situation: Situation, options: Options, unreplayed: frozenset[int], may_follow: bool
+def kept(
+    structure: Structure,
+    update: ExportedUpdate,
+    distrusted: frozenset[int],
+    options: Options,
+    *,
+    replayable: bool,
 ) -> tuple[int, ...]:
     """The leaves of which the next save needs this state's bits."""
-    structure = situation.structure
     if not options.has_deltas:
         return ()
-    if may_follow:
-        replay = Decision("replay", "")
-        return _stored(structure, replay, situation.update, unreplayed, whole=False)
-    follows_bits = options.delta == "bits" or (situation.replayable and bool(structure.bindings))
+    if replays(update, options, replayable=replayable):
+        unreplayed = (update.unreplayed | distrusted) & structure.computed
+        return _stored(structure, Decision("replay", ""), update, unreplayed, whole=False)
+    follows_bits = options.delta == "bits" or (replayable and bool(structure.bindings))
     every = range(len(structure.leaves)) if follows_bits else ()
     return tuple(i for i in every if i not in structure.ephemeral)
 

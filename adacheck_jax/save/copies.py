@@ -61,7 +61,7 @@ def take_copies(snapshot: Snapshot, plan: SavePlan, *, every_replica: bool) -> H
     summing = structure.summing(snapshot.arrays)
     counters = structure.counts if plan.is_speculative else ()
     # One program makes the copies of all processes; on CPU devices each would make its own.
-    on_accelerator = any(map(transfer.on_accelerator, snapshot.arrays))
+    on_accelerator = structure.on_accelerator
     owned = (plan.is_speculative or not plan.is_base) and (
         jax.process_count() == 1 or on_accelerator
     )
@@ -69,7 +69,7 @@ def take_copies(snapshot: Snapshot, plan: SavePlan, *, every_replica: bool) -> H
     if owned:
         copied = {*plan.stored, *plan.kept, *plan.spare, *counters}
         copied |= {i for i in arrays if i not in summing.placed}
-        if not plan.is_speculative and not on_accelerator:
+        if not on_accelerator and transfer.are_ready(snapshot.arrays):
             viewed = [i for i in copied if structure.leaves[i].nbytes > _COPIED_BYTES]
         arrays |= transfer.copies({i: arrays[i] for i in copied.difference(viewed)})
     kept = frozenset(plan.kept)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +76,7 @@ class Save:
         replicas: comparison of the replicas.
         attempt: the attempt that this save is.
         replayable: True if no leaf of an update is stored in another data type.
+        exporting: gives the update of a base that is exported behind its save; else None.
         custom_metadata: the caller's own JSON.
         measured: seconds that this process measured since the last save; once the shares are
             written those that all processes learned of with it.
@@ -100,6 +102,7 @@ class Save:
     replicas: replicas.ReplicaCheck
     attempt: Attempt
     replayable: bool
+    exporting: Future[ExportedUpdate] | None
     custom_metadata: Any
     measured: Sequence[Measurement]
     background: BackgroundFacts
@@ -133,7 +136,9 @@ class Save:
 
     @property
     def update(self) -> ExportedUpdate:
-        """The update that a base holds."""
+        """The update that a base holds; waits until it is exported."""
+        if self.exporting is not None:
+            return self.exporting.result()
         return self.plan.update if self.replayable else ExportedUpdate(problem="cast")
 
     @property

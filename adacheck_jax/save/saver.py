@@ -26,11 +26,12 @@ from adacheck_jax.device import jax_settings, transfer
 from adacheck_jax.device.jax_settings import Arithmetic
 from adacheck_jax.device.loops import xla_call
 from adacheck_jax.device.trees import PyTree
+from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.plan.decision import shown
 from adacheck_jax.plan.options import Options
 from adacheck_jax.plan.save_plan import SavePlan
 from adacheck_jax.plan.situation import BackgroundFacts, sizes_of
-from adacheck_jax.proof.checker import Witness
+from adacheck_jax.proof.checker import Sums, Witness
 from adacheck_jax.proof.journal import FilePlace
 from adacheck_jax.proof.shadow import ShadowThread
 from adacheck_jax.proof.shadow_state import ShadowStep
@@ -48,6 +49,7 @@ from adacheck_jax.save.recovered import Newest
 from adacheck_jax.save.staging import Stager, with_others
 from adacheck_jax.schedule.line import LineSchedule
 from adacheck_jax.schedule.stopwatch import Clock, Stopwatch
+from adacheck_jax.state.exported_update import NOT_YET
 from adacheck_jax.state.snapshot import Snapshot, bound_paths
 from adacheck_jax.store import claims
 from adacheck_jax.store.steps.lineage import Lineage
@@ -118,7 +120,11 @@ class Saver:
         if has_shadow:
             self._shadow.stand_at(tip)
         if saves_deltas and (snapshot := self._planner.snapshot_of_restored(restored, state)):
-            self._prepare_next(tip, restored, snapshot, has_shadow=has_shadow)
+            structure, sums, blocks = snapshot.structure, dict(enumerate(saved.fingerprints)), None
+            if not (has_shadow or structure.on_accelerator):
+                blocks = transfer.stage(dict(enumerate(snapshot.arrays)), structure.picks)
+                blocks = with_others(snapshot, blocks, structure.touched)
+            self._prepare_next(tip, snapshot, blocks, lambda: sums, is_restored=True)
         with self._lock:
             distrusted = [specs[i].path for i in saved.caution.distrusted]
             self._planner.distrust.learn(saved.caution.reason, distrusted)
@@ -128,21 +134,25 @@ class Saver:
             self._note_position()
 
     def _prepare_next(
-        self, tip: Tip, restored: Lineage, snapshot: Snapshot, *, has_shadow: bool
+        self,
+        tip: Tip,
+        snapshot: Snapshot,
+        copied: Mapping[int, Blocks] | None,
+        sums: Sums,
+        *,
+        is_restored: bool,
     ) -> None:
-        """Prepares the check of the save that follows a restored step, behind the caller's back.
+        """Prepares the check of the save that follows a step, behind the caller's back.
 
         The update has to be exported and looked through for that, which takes longer than to read
-        a state; whoever plans the next save waits for it. On an accelerator the arrays, which the
-        caller may donate, are looked at before this returns.
+        or copy a state; whoever plans the next save waits for it. On an accelerator the arrays,
+        which the caller may donate, are looked at before this returns. From the blocks ``copied``
+        the shadow starts; without them it stays as it is.
         """
         structure, arithmetic = snapshot.structure, Arithmetic.current()
-        is_on_host = not any(map(transfer.on_accelerator, snapshot.arrays))
-        blocks = None
-        if is_on_host and not has_shadow:
-            blocks = transfer.stage(dict(enumerate(snapshot.arrays)), structure.picks)
-            blocks = with_others(snapshot, blocks, structure.touched)
-        held = [transfer.held(each) for each in snapshot.arrays] if is_on_host else None
+        held = None
+        if not structure.on_accelerator:
+            held = [transfer.held(each) for each in snapshot.arrays]
 
         def arrays() -> Sequence[Any]:
             return snapshot.arrays if held is None else [each() for each in held]
@@ -150,10 +160,11 @@ class Saver:
         def witness() -> Witness | None:
             with jax_settings.own(), arithmetic.applied():
                 found = self._planner.witness_of(snapshot, arrays, tip.step)
-                if found is not None and blocks is not None:
-                    sums = dict(enumerate(restored.manifest.fingerprints))
-                    begun = ShadowStep(tip, tip.step, blocks, lambda: sums)
-                    self._shadow.start(structure, found.program, begun, is_restored=True)
+                if found is not None and copied is not None:
+                    begun = ShadowStep(tip.position, tip.step, copied, sums)
+                    self._shadow.start(structure, found.program, begun, is_restored=is_restored)
+                if tip.staged is not None:
+                    tip.host_copies = self._planner.kept(structure, tip.host_copies)
                 return found
 
         if held is None:
@@ -252,6 +263,12 @@ class Saver:
         if planned.given_up:
             planner.give_up(0, planned.given_up)
         own, witness, copies = self._stager.stage(snapshot, course, again, str(directory))
+        tip = Tip(planned.step, 0, own, copies.kept, witness)
+        exporting = None
+        if planned.update is NOT_YET:
+            exporting = self._stager.export(structure := planned.structure)
+            blocks = with_others(snapshot, copies.staged, structure.touched)
+            self._prepare_next(tip, snapshot, blocks, own.sums, is_restored=False)
         self._tell(planned, again)
         planner.parents.note_parent(number, parent)
         copies.wait()
@@ -273,6 +290,7 @@ class Saver:
             replicas=structure.replica_check(self._options.check_replicas),
             attempt=self._attempt,
             replayable=replayable,
+            exporting=exporting,
             custom_metadata=custom_metadata,
             measured=self._watch.take(),
             # Those of the line that a base ends are nothing to the line that it begins.
@@ -283,7 +301,7 @@ class Saver:
         )
         # Until the save is committed this directory does not exist, and if it fails it never will:
         # the next save looks at the disk, finds no parent, and writes a base.
-        tip = Tip(planned.step, save.depth, own, copies.kept, witness)
+        tip.depth = save.depth
         following = Parent(directory, number, tip, save)
         planner.parents.advance(following)
         planner.deferred.restart(following)
@@ -370,8 +388,11 @@ class Saver:
         own, witness, copies = self._stager.stage(snapshot, course, None, label)
         copies.wait()
         depth = parent.tip.depth + len(deferred) + 1
-        drains = any(map(transfer.on_accelerator, snapshot.arrays))
-        deferred.add(Tip(number, depth, own, copies.kept, witness), own, drains=drains)
+        drains, tip = (
+            snapshot.structure.on_accelerator,
+            Tip(number, depth, own, copies.kept, witness),
+        )
+        deferred.add(tip, own, drains=drains)
         self._watch.leave_deferred()
         if jax.process_count() == 1 and (planner.distrust.is_cautious or is_known):
             # Several processes would not know it at the same time.

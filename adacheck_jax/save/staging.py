@@ -7,11 +7,12 @@ whose state may be donated.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
 
-from adacheck_jax.device import transfer
+from adacheck_jax.device import jax_settings, transfer
+from adacheck_jax.device.jax_settings import Arithmetic
 from adacheck_jax.device.transfer import Joined
 from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.plan.options import Options
@@ -25,7 +26,8 @@ from adacheck_jax.save.line.parents import Tip
 from adacheck_jax.save.line.planner import Course, Planner
 from adacheck_jax.save.one_save import Save
 from adacheck_jax.save.pending import Pending
-from adacheck_jax.state.snapshot import Snapshot
+from adacheck_jax.state.exported_update import ExportedUpdate
+from adacheck_jax.state.snapshot import Snapshot, Structure
 from adacheck_jax.store.base_writer import BaseWriter, EarlierBase, seldom_changed
 from adacheck_jax.store.delta_writer import DeltaEncodings, DeltaWriter
 from adacheck_jax.store.host_memory import ReusedMemory
@@ -59,6 +61,16 @@ class Stager:
         """Waits until the worker has done all that it was given."""
         self.worker.submit(lambda: None).result()
 
+    def export(self, structure: Structure) -> Future[ExportedUpdate]:
+        """Has the worker export the updates of a structure, under the caller's settings."""
+        arithmetic = Arithmetic.current()
+
+        def export() -> ExportedUpdate:
+            with jax_settings.own(), arithmetic.applied():
+                return self._planner.updates.of(structure)
+
+        return self.worker.submit(export)
+
     def stage(
         self,
         snapshot: Snapshot,
@@ -86,7 +98,7 @@ class Stager:
             transfer.stage({i: snapshot.arrays[i] for i in picks}, picks),
             self.worker,
             parent=parent,
-            before=before if planned.is_speculative else None,
+            before=before if planned.is_checked_behind else None,
             again=again if planned.is_speculative else None,
         )
         if not (planned.is_base or planned.is_whole) and tip is not None:
@@ -112,7 +124,7 @@ class Stager:
         if not planned.has_witness:
             return own, None, copies
         checker = self._planner.checker_of(planned.structure, planned.update)
-        if planned.is_speculative and tip is not None and tip.witness is not None:
+        if planned.is_checked_behind and tip is not None and tip.witness is not None:
             own.check = checker.begin(tip.witness, snapshot.arrays, planned.step, own.sums)
             return own, own.check.witness, copies
         return own, checker.witness(snapshot.arrays, planned.step), copies

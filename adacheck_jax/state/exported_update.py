@@ -96,6 +96,10 @@ class ExportedUpdate:
         return self.unreplayed.union(self.passed)
 
 
+NOT_YET = ExportedUpdate()
+"""Stands for the update of a base that nothing precedes, until it is exported behind the save."""
+
+
 class ExportedUpdates:
     """The exported updates of the structures that are saved."""
 
@@ -118,6 +122,15 @@ class ExportedUpdates:
         if last is None or last[0] is not structure or last[1] != state:
             last = self._last = (structure, state, self._exported(structure, state))
         return last[2]
+
+    def can_wait(self, structure: Structure) -> bool:
+        """True if the updates are not exported yet, and may be behind the caller's back.
+
+        What ``separate_update`` returned is known by the arrays themselves, and needs them.
+        """
+        is_known = self._last is not None and self._last[0] is structure
+        recorders = [each.recorder for each in structure.bindings]
+        return bool(recorders) and not is_known and not any(map(self._runs_apart, recorders))
 
     def _runs_apart(self, recorder: Recorder) -> bool:
         """True if the update is run by a ``separate_update``, and does not just have one."""

@@ -53,6 +53,7 @@ class Structure:
         ephemeral: positions of the leaves that are saved with bases alone.
         everywhere: positions of the numbers that every process has.
         devices: ids of the devices on which the leaves of updates lie, in a program's order.
+        on_accelerator: True if some leaves lie where the host cannot read them in place.
     """
 
     leaves: tuple[Leaf, ...]
@@ -69,6 +70,7 @@ class Structure:
     ephemeral: frozenset[int] = frozenset()
     everywhere: frozenset[int] = frozenset()
     devices: tuple[int, ...] = ()
+    on_accelerator: bool = False
 
     @functools.cached_property
     def ranks(self) -> Ranks:
@@ -323,6 +325,7 @@ class Snapshots:
             everywhere=frozenset(
                 i for i, x in enumerate(layouts) if not x.cuts and x.replicas == everyone
             ),
+            on_accelerator=any(map(transfer.on_accelerator, arrays)),
         )
         if not bindings:
             return structure

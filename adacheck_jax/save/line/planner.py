@@ -20,6 +20,7 @@ import jax
 from adacheck_jax.device import fingerprint, transfer
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import AdaCheckError, ReplayError
+from adacheck_jax.format.boxes import Blocks
 from adacheck_jax.plan import save_plan, situation
 from adacheck_jax.plan.decision import Decision, replays, unplanned
 from adacheck_jax.plan.options import Options
@@ -37,7 +38,7 @@ from adacheck_jax.save.line.notices import Distrust, tell_given_up
 from adacheck_jax.save.line.parents import Parent, Parents, Tip
 from adacheck_jax.save.pending import Pending, told
 from adacheck_jax.schedule.line import LineSchedule
-from adacheck_jax.state.exported_update import ExportedUpdate, ExportedUpdates
+from adacheck_jax.state.exported_update import NOT_YET, ExportedUpdate, ExportedUpdates
 from adacheck_jax.state.snapshot import Snapshot, Snapshots, Structure
 from adacheck_jax.store.steps import lineage as lineages
 from adacheck_jax.store.steps.lineage import Lineage
@@ -109,7 +110,8 @@ class Planner:
         """Plans a save: without a look at the state's values if it is still being computed.
 
         A replayed delta is compared with the state, and planned anew from what replay gets wrong,
-        unless the plan is speculative; ``again`` is the same step, if it was deferred before.
+        unless the plan leaves that to the time behind the save. ``again`` is the same step, if it
+        was deferred before.
 
         Raises:
             AdaCheckError: deferred steps are lost; told once.
@@ -132,7 +134,9 @@ class Planner:
         facts = self._situation(snapshot, directory, step, counts, parent, again, replayable)
         tip = self.deferred.tip_behind(parent) if parent else None
         course = Course(save_plan.plan(facts, self._options), parent, tip)
-        return self._corrected(snapshot, course, facts) if course.plan.is_replayed else course
+        if not course.plan.is_replayed or course.plan.is_checked_behind:
+            return course
+        return self._corrected(snapshot, course, facts)
 
     def plan_deferred(
         self, snapshot: Snapshot, parent: Parent, step: int, again: Pending | None
@@ -161,7 +165,9 @@ class Planner:
         structure, options, facts, is_beyond = snapshot.structure, self._options, None, False
         if parent is not None:
             self.deferred.tip_behind(parent).wait()  # the update is exported there already
-        update = self.updates.of(structure)
+        waits = parent is None and replayable and not structure.on_accelerator
+        waits = waits and self.updates.can_wait(structure)
+        update = NOT_YET if waits else self.updates.of(structure)
         is_checked = replays(update, options, replayable=replayable)
         if parent is not None:
             tip = self.deferred.tip_behind(parent)
@@ -192,6 +198,7 @@ class Planner:
             if jax.process_count() > 1
             else self.could_make_bases(directory),
             is_shadow_beyond=is_beyond,
+            is_cautious=self.distrust.is_cautious,
         )
 
     def _is_shadow_beyond(self, tip: Tip, again: Pending | None, counts: Counts | None) -> bool:
@@ -290,6 +297,17 @@ class Planner:
             return None
         arrays = arrays if update.engine == "identity" else held()
         return self.checker_of(structure, update).witness(arrays, step)
+
+    def kept(self, structure: Structure, copies: Mapping[int, Blocks]) -> Mapping[int, Blocks]:
+        """Those of the copies of a base that the next save needs, once its update is known."""
+        wanted = save_plan.kept(
+            structure,
+            self.updates.of(structure),
+            self.distrust.leaves_of(structure),
+            self._options,
+            replayable=True,
+        )
+        return {i: copies[i] for i in wanted if i in copies}
 
     def learn(self) -> None:
         """Becomes cautious where replay was found to be wrong in the background.
