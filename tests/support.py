@@ -409,3 +409,10 @@ def finish_in_background(handler):
     for thread in threading.enumerate():
         if thread.name == "adacheck_compile":
             thread.join()
+
+
+def wait_for_compilers() -> None:
+    """Waits until checks need not wait for a compiler: a regular save does not wait for them."""
+    for each in threading.enumerate():
+        if each.name == "adacheck_compile":
+            each.join()

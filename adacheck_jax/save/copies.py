@@ -70,7 +70,11 @@ def take_copies(snapshot: Snapshot, plan: SavePlan, *, every_replica: bool) -> H
         copied = {*plan.stored, *plan.kept, *plan.spare, *counters}
         copied |= {i for i in arrays if i not in summing.placed}
         if not on_accelerator and transfer.are_ready(snapshot.arrays):
-            viewed = [i for i in copied if structure.leaves[i].nbytes > _COPIED_BYTES]
+            viewed = [
+                i
+                for i in copied.difference(plan.spare)  # views of which would be in the way
+                if structure.leaves[i].nbytes > _COPIED_BYTES
+            ]
         arrays |= transfer.copies({i: arrays[i] for i in copied.difference(viewed)})
     kept = frozenset(plan.kept)
     groups = [plan.kept, tuple(i for i in plan.stored if i not in kept)]

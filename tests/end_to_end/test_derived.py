@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -464,3 +465,36 @@ def test_the_bytes_of_a_delta_do_not_grow(tmp_path):
         files = (tmp_path / name / "3" / "default" / "adacheck").glob("delta.*")
         sizes[name] = sum(each.stat().st_size for each in files)
     assert sizes["with"] <= 1.01 * sizes["without"]
+
+
+def test_a_large_average_that_was_left_out_is_stored_once_the_state_is_donated(tmp_path):
+    """It is found behind the save, which copied it, though it views other leaves of that size."""
+    recorder = adacheck.Recorder(optax.sgd(0.1, momentum=0.9), derived={"ema": average})
+    params = {"w": jnp.ones((512, 256))}
+    state = {"params": params, "opt_state": recorder.init(params), "ema": cast(params, jnp.float32)}
+
+    @functools.partial(jax.jit, donate_argnums=0, static_argnums=1)
+    def trained(state: Any, is_left_out: bool) -> Any:
+        grads = jax.tree.map(jnp.sin, state["params"])
+        updates, opt_state = recorder.update(grads, state["opt_state"], state["params"])
+        params, ema = optax.apply_updates(state["params"], updates), state["ema"]
+        if not is_left_out:
+            ema = recorder.derive("ema", opt_state, params, ema)
+        return {"params": params, "opt_state": opt_state, "ema": ema}
+
+    saved = {}
+    with manager_of(tmp_path, adacheck.AdaCheckHandler(recorder)) as manager:
+        for number in range(5):
+            state = jax.block_until_ready(trained(state, number == 3))
+            support.wait_for_compilers()
+            saved[number] = host_copy(state)
+            manager.save(number, args=adacheck.SaveArgs(state))
+            for _ in range(3):  # over the memory of what was saved
+                state = trained(state, False)
+            jax.block_until_ready(state)
+            leaves = map(jnp.asarray, saved[number])
+            state = jax.tree.unflatten(jax.tree.structure(state), leaves)
+            manager.wait_until_finished()
+    assert kinds(tmp_path) == "BRRRR"
+    assert stored_paths(tmp_path, 3) >= {"ema/w"}
+    assert_restores(tmp_path, saved, state)

@@ -215,6 +215,7 @@ def test_a_leaf_changed_by_hand_behind_equal_saves_costs_one_step_loudly(tmp_pat
     handler = adacheck.AdaCheckHandler(run.recorder, shadow=support.SHADOWS[check])
     with manager_of(tmp_path, handler) as manager:
         saved = save_steps(manager, run, 3)
+        support.wait_for_compilers()
         run.state["params"]["scale"] = run.state["params"]["scale"] + 1
         run.advance()
         jax.block_until_ready(run.state)
