@@ -54,6 +54,9 @@ from adacheck_jax.update.binding import RecorderArgument, recorders_of
 
 _log = logging.getLogger(__name__)
 
+_MOMENT_S = 0.02
+"""Time that the caller's thread has to itself, before a share is written."""
+
 
 @dataclass(slots=True)
 class Begun:
@@ -415,10 +418,11 @@ def described_lineage(directory: AnyPath) -> Lineage:
 
 
 class _Writing(ocp.Future):
-    """A thread that writes a share once somebody waits for it.
+    """A thread that writes a share, once Orbax waits for it or a moment has passed.
 
-    Orbax waits in the background, when the caller's thread has begun that and is nearly done: a
-    thread that is at work earlier takes turns with the caller's, of up to 5 ms each.
+    Orbax waits in the background, when the caller's thread is nearly done: a thread that is at work
+    earlier takes turns with the caller's, of up to 5 ms each. Of several items Orbax waits for one
+    after another, and for none once one has failed.
     """
 
     def __init__(self, write: Callable[[threading.Event], Coroutine[Any, Any, None]]) -> None:
@@ -434,14 +438,13 @@ class _Writing(ocp.Future):
     def cancel(self) -> None:
         """Give up waiting."""
         self._begun.cancel()
-        self._go.set()
 
 
 async def _written(
     save: Save, directory: AnyPath, layout: ArrayLayout, go: threading.Event
 ) -> None:
     """Write this process's share of a save."""
-    go.wait()
+    go.wait(_MOMENT_S)
     if at(directory).on_file_system and roots.is_written_in_place(directory):
         # Before any other file: it marks the directory as not committed (see is_committed).
         mark = at(directory / IN_PLACE)

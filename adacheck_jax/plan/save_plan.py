@@ -284,9 +284,10 @@ def _planned(
         told = unreplayed if situation.process_count == 1 else update.unreplayed
         unchanged = _unchanged(structure, stored, decision.updates)
     # Several processes may not find the same leaves wrong.
-    is_behind = decision.kind == "replay" and (
-        situation.counts is None or (not situation.is_cautious and _is_regular(situation))
-    )
+    is_behind = decision.kind == "replay"
+    if situation.counts is not None:
+        is_usual = len(decision.updates) == len(structure.bindings) and _is_regular(situation)
+        is_behind = is_behind and is_usual and not situation.is_cautious
     has_spare = is_behind and situation.process_count == 1
     return SavePlan(
         step=number_of(situation),

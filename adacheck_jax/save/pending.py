@@ -25,7 +25,7 @@ from concurrent.futures import Executor, Future
 
 import jax
 
-from adacheck_jax.device import jax_settings
+from adacheck_jax.device import jax_settings, transfer
 from adacheck_jax.device.transfer import Joined
 from adacheck_jax.errors import AdaCheckError, ReplayError
 from adacheck_jax.format.boxes import Blocks
@@ -110,6 +110,7 @@ class Pending:
         self._is_released = False
         self.refused: AdaCheckError | None = None
         self._lock = threading.Lock()
+        self._x64 = transfer.x64_enabled()  # which the worker does not inherit
         self._worker, self._has_begun, self._begin_lock = worker, False, threading.Lock()
         self.phase = Phase.STAGED
         self._waits: Mapping[Phase, Future[SavePlan]] = {
@@ -174,9 +175,12 @@ class Pending:
         self.begin()
         return self._waits[phase].result()
 
-    @jax_settings.own()
     def _advance(self) -> None:
         """Moves the step on, to its end."""
+        with jax_settings.own(self._x64):
+            self._go_through()
+
+    def _go_through(self) -> None:
         check, proof, before = self.check, self.proof, self._before
         try:
             self._bring()
