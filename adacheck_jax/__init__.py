@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # for type checkers and editors; must name what _names names
         SaveArgs,
         SaveReport,
     )
+    from adacheck_jax.adapter.manager import checkpoint_manager
     from adacheck_jax.adapter.processes import wait_for_processes
     from adacheck_jax.errors import AdaCheckError
     from adacheck_jax.plan.options import Shadow
@@ -52,6 +53,7 @@ __all__ = [
     "SaveArgs",
     "SaveReport",
     "Shadow",
+    "checkpoint_manager",
     "latest_restorable",
     "separate_update",
     "wait_for_processes",
@@ -63,6 +65,7 @@ _name, __dir__ = lazy.names_of(
     {
         # The arguments too: importing the handler makes both known to Orbax.
         "adapter.handler": "AdaCheckHandler RestoreArgs RestoreInfo SaveArgs SaveReport",
+        "adapter.manager": "checkpoint_manager",
         "adapter.processes": "wait_for_processes",
         "errors": "AdaCheckError",
         "plan.options": "Shadow",

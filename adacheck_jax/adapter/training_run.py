@@ -44,6 +44,7 @@ from adacheck_jax.save.saver import Saver
 from adacheck_jax.schedule.stopwatch import Clock
 from adacheck_jax.store.base_writer import ArrayLayout, Name
 from adacheck_jax.store.steps import manifest_file, roots
+from adacheck_jax.store.steps.folders import LINEAGE
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.steps.lookup import referred
 from adacheck_jax.store.steps.marks import FINALIZED, IN_PLACE
@@ -342,11 +343,13 @@ class TrainingRun:
             return self._savers[place.line]
 
     def _learn_parents(self, root: AnyPath, item: str | None) -> None:
-        """Tell the preservation policy which step each delta on disk builds on."""
+        """Tell the preservation policy which step each delta on disk refers to."""
         if self._options.keep_lineage is None:
             return
         for step in roots.steps_of(root, item):
-            if isinstance(step.manifest, DeltaManifest):
+            linked = at(step.directory / LINEAGE)
+            refers = not (linked.on_file_system and linked.is_folder)
+            if isinstance(step.manifest, DeltaManifest) and refers:
                 parent = roots.place_of(
                     referred(step.directory, step.manifest.parent.reference)
                 ).step

@@ -253,13 +253,15 @@ class Saver:
             planner.give_up(0, planned.given_up)
         own, witness, copies = self._stager.stage(snapshot, course, again, str(directory))
         self._tell(planned, again)
-        planner.parents.note_parent(number, parent)
         copies.wait()
         saved = planner.parents.saved
         self._attempt = self._attempt.next(
             exchange, repeats=saved is not None and saved.directory == directory
         )
         found, structure = parent.lineage if parent else None, planned.structure
+        links = found is not None and planner.parents.has_links(directory)
+        if not links:
+            planner.parents.note_parent(number, parent)
         save = Save(
             steps=[*planner.deferred.steps, own],
             directory=directory,
@@ -267,7 +269,7 @@ class Saver:
             parent=found,
             parent_files=parent.files if parent else frozenset(),
             parent_stamp=parent.stamp if parent else None,
-            links=found is not None and planner.parents.has_links(directory),
+            links=links,
             before=course.tip.step if course.tip else planned.step,
             caution=planner.distrust.caution(structure),
             replicas=structure.replica_check(self._options.check_replicas),
