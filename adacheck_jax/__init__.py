@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # for type checkers and editors; must name what _names names
         SaveArgs,
         SaveReport,
     )
-    from adacheck_jax.adapter.manager import checkpoint_manager
+    from adacheck_jax.adapter.manager import AdaCheckManager, checkpoint_manager
     from adacheck_jax.adapter.processes import wait_for_processes
     from adacheck_jax.errors import AdaCheckError
     from adacheck_jax.plan.options import Shadow
@@ -45,6 +45,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AdaCheckError",
     "AdaCheckHandler",
+    "AdaCheckManager",
     "AdaptivePolicy",
     "KeepLineage",
     "Recorder",
@@ -65,7 +66,7 @@ _name, __dir__ = lazy.names_of(
     {
         # The arguments too: importing the handler makes both known to Orbax.
         "adapter.handler": "AdaCheckHandler RestoreArgs RestoreInfo SaveArgs SaveReport",
-        "adapter.manager": "checkpoint_manager",
+        "adapter.manager": "AdaCheckManager checkpoint_manager",
         "adapter.processes": "wait_for_processes",
         "errors": "AdaCheckError",
         "plan.options": "Shadow",

@@ -48,9 +48,8 @@ def kept(count=3):
 
 
 def manager_of(root, run, keep=None, **options):
-    keep = keep or kept()
-    handler = adacheck.AdaCheckHandler(run.recorder, keep_lineage=keep, **options)
-    return stock_manager(root, handler, preservation_policy=keep)
+    stock = ocp.CheckpointManagerOptions(preservation_policy=keep) if keep else None
+    return adacheck.checkpoint_manager(root, run.recorder, options=stock, **options)
 
 
 def stock_manager(root, handler, **options):
@@ -124,7 +123,7 @@ def test_a_policy_that_the_manager_does_not_know_keeps_nothing(root, caplog):
         for step in manager.all_steps():
             assert_same_bits(manager.restore(step, args=args), saved[step])
     assert kinds_of(root) == [(4, BaseManifest), (5, BaseManifest)]
-    assert "give both the same, keep = adacheck.KeepLineage" in caplog.text
+    assert "give both the same keep = adacheck.KeepLineage" in caplog.text
 
 
 @pytest.mark.slow
