@@ -158,6 +158,8 @@ class TrainingRun:
         found = place()
         inputs.step_number(found.step, "give the manager steps from 0 on")
         custom_metadata = inputs.json_copy(args.custom_metadata)
+        if not self._savers:
+            _log.info("%s: the first save of a process waits while programs are compiled.", final)
         with storage_named(final):
             save = self._saver_of(found).begin(
                 final,

@@ -220,7 +220,8 @@ class Saver:
             snapshot = self._planner.snapshots.take(state)
             options, bindings = self._options, snapshot.structure.bindings
             if options.max_deltas and options.delta != "bits" and not self._has_recorder:
-                self._notices.hint_at_recorder(snapshot.structure)
+                is_first = self._planner.parents.saved is None
+                self._notices.hint_at_recorder(snapshot.structure, is_first=is_first)
             replayable = not cast & bound_paths(bindings)
             save = self._begin(
                 snapshot, directory, number, step, replayable, custom_metadata, exchange

@@ -48,9 +48,10 @@ def stored_metadata(database: ts.KvStore, names: Sequence[str]) -> list[Any]:
     found = []
     for name, reading in zip(names, reads, strict=True):
         result = reading.result()
-        if result.state != "value":
+        if result.state != "value" or not result.value:  # empty where a data file is gone
+            lost = "there is no" if result.state != "value" else "a file in d or base/*/d is gone:"
             missing = FileNotFoundError(errno.ENOENT, "no metadata", name)
-            raise ValueError(f"there is no array {name}") from missing
+            raise ValueError(f"{lost} array {name}") from missing
         found.append(json.loads(result.value))
     return found
 

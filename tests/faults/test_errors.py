@@ -70,10 +70,10 @@ class TestAbstractState:
         with pytest.raises(MismatchError) as caught:
             restore(root, step, target)
         message = str(caught.value)
-        assert "missing (1): params/scale" in message
-        assert "not expected (1): params/extra" in message
-        assert "params/in/bias: expected float32[128], found float32[5]" in message
-        assert "step: expected int32[], found float32[]" in message
+        assert "saved, not asked for (1): params/scale" in message
+        assert "asked for, not saved (1): params/extra" in message
+        assert "params/in/bias: saved float32[128], asked for float32[5]" in message
+        assert "step: saved int32[], asked for float32[]" in message
         assert "jax.eval_shape" in message
 
     def test_a_key_is_not_an_array(self, tmp_path):

@@ -114,6 +114,7 @@ class Target:
             "leaves to leave out with ocp.PLACEHOLDER, leave out all that it does not have with "
             "partial_restore=True, or pass no abstract state. If the model has another layout now "
             "(scanned layers, other names), say so with RestoreArgs(rules=...).",
+            words=("saved", "asked for"),
         )
 
     def _describe(self, path: str, leaf: Any, spec: Leaf | None) -> str:

@@ -162,6 +162,7 @@ class Planner:
         if parent is not None:
             self.deferred.tip_behind(parent).wait()  # the update is exported there already
         update = self.updates.of(structure)
+        self.updates.tell(update)
         is_checked = replays(update, options, replayable=replayable)
         if parent is not None:
             tip = self.deferred.tip_behind(parent)
