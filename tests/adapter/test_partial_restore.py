@@ -91,7 +91,9 @@ def test_a_placeholder_leaves_out_a_subtree(saved_run, step):
 def test_what_is_left_out_has_to_be_meant(saved_run):
     root, run, _, _ = saved_run
     params = abstract(run.state["params"])
-    with pytest.raises(MismatchError, match=r"saved, not asked for[^\n]*step[^$]*partial_restore=True"):
+    with pytest.raises(
+        MismatchError, match=r"saved, not asked for[^\n]*step[^$]*partial_restore=True"
+    ):
         restored(root, 1, {"params": params})
     with pytest.raises(MismatchError, match=r"asked for, not saved \(1\): parms"):
         restored(root, 1, {"params": params, "parms": ocp.PLACEHOLDER}, partial_restore=True)

@@ -82,7 +82,7 @@ class TestAbstractState:
             manager.save(1, args=adacheck.SaveArgs(state))
             manager.wait_until_finished()
         target = {"key": jax.ShapeDtypeStruct((2,), jnp.uint32), "x": state["x"]}
-        with pytest.raises(MismatchError, match=r"key: expected key<fry>"):
+        with pytest.raises(MismatchError, match=r"key: saved key<fry>"):
             restore(tmp_path, 1, target)
 
     def test_devices_that_do_not_exist_ask_for_a_sharding(self, saved_run, monkeypatch):
@@ -215,7 +215,7 @@ class TestDamage:
         with pytest.raises(IntegrityError, match=r"array_metadatas.*found none"):
             restore(tmp_path, 1, abstract(state) if asks else None)
         forget_descriptions(item)
-        with pytest.raises(IntegrityError, match=r"key: expected key<fry>"):
+        with pytest.raises(IntegrityError, match=r"key: saved key<fry>"):
             restore(tmp_path, 1, abstract(state) if asks else None)
 
     def test_an_unknown_format_version_names_the_remedy(self, copy):
