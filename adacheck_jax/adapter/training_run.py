@@ -151,7 +151,6 @@ class TrainingRun:
         begin_s: float,
     ) -> tuple[Begun, SaveArgs]:
         state = inputs.checked_state(args.state, args.save_args)
-        self.stock.check_reachable(final, state)
         step = inputs.step_number(args.step)
         file_bytes = inputs.file_bytes(args.ocdbt_target_data_file_size)
         state, save_args, cast = inputs.apply_casts(state, args.save_args)

@@ -18,6 +18,7 @@ import numpy as np
 
 from adacheck_jax.device.lead import Ranks, nearest
 from adacheck_jax.device.sharding import Holder, devices_of, holder_of
+from adacheck_jax.errors import StorageError
 from adacheck_jax.format.boxes import Blocks, Box
 
 
@@ -35,6 +36,22 @@ def keyed(data: Any, like: Any) -> Any:
     impls: list[Any] = []
     jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), like)
     return jax.random.wrap_key_data(data, impl=impls[0])
+
+
+def keys_of(data: Any, key_type: str) -> Any:
+    """Typed PRNG keys of a data type such as ``key<fry>``.
+
+    Raises:
+        StorageError: no implementation of JAX's own has it.
+    """
+    names = ("threefry2x32", "rbg", "unsafe_rbg")
+    for name in names:
+        if str(jax.eval_shape(lambda n=name: jax.random.key(0, impl=n)).dtype) == key_type:
+            return jax.random.wrap_key_data(data, impl=name)
+    raise StorageError(
+        f"expected typed PRNG keys of {', '.join(names)}, found {key_type}. Restore or export the "
+        "other leaves alone."
+    )
 
 
 def is_key(leaf: Any) -> bool:
