@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Final, Unpack
@@ -47,6 +48,18 @@ class AdaCheckManager(ocp.CheckpointManager):
     def __init__(self, handler: AdaCheckHandler, root: epath.Path, **arguments: Any) -> None:
         self.handler = handler
         super().__init__(root, **arguments)
+        if handler.run.has_recorder and (newest := self.latest_step()) is not None:
+            self.reached_preemption(newest)  # or JAX would end a resumed run at step 1
+
+    def reached_preemption(self, step: int) -> bool:
+        """As Orbax's, for the training loop alone.
+
+        JAX ends a run at the step after the last one that it was asked about. Orbax's thread that
+        ends a save asks too, for a metric, of a step that the loop may have left behind: no process
+        would ever come to the step after it.
+        """
+        is_orbax = threading.current_thread().name == "save_finalize"
+        return not is_orbax and super().reached_preemption(step)
 
 
 def checkpoint_manager(

@@ -124,6 +124,11 @@ class TrainingRun:
         self.stock = StockCheckpoints()
         self._restorer = StepRestorer(self.stock, self._recorders, options.params_path, clock)
 
+    @property
+    def has_recorder(self) -> bool:
+        """True if it may go on to train."""
+        return bool(self._recorders)
+
     @jax_settings.own()
     def begin(
         self, directory: AnyPath, place: Callable[[], Place], args: SaveArgs

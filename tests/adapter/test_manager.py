@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from orbax.checkpoint import v1
+from orbax.checkpoint import checkpoint_manager, v1
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSteps, LatestN
 
 import adacheck_jax as adacheck
@@ -194,6 +194,27 @@ def test_options_of_orbax_change_those_of_the_handler(tmp_path, run):
     ) as manager:
         assert manager.handler.run._options.shadow is None
     assert options.preservation_policy is None  # the caller's own are as they were
+
+
+def test_jax_is_asked_about_the_steps_of_the_loop_alone(tmp_path, run, monkeypatch):
+    """It ends a run at the step after the last one that it was asked about."""
+    asked = []
+    answer = lambda step: asked.append(step) or False  # noqa: E731
+    monkeypatch.setattr(checkpoint_manager.utils, "reached_preemption", answer)
+    with adacheck.checkpoint_manager(tmp_path, run.recorder) as manager:
+        for step in (5, 6, 7):
+            run.advance()
+            manager.reached_preemption(step)
+            manager.save(step, args=adacheck.SaveArgs(run.state))
+            manager.reached_preemption(step + 1)  # before the save ends
+            manager.wait_until_finished()
+            assert asked[-1] == step + 1
+    assert asked == sorted(asked)
+    asked.clear()
+    adacheck.checkpoint_manager(tmp_path, run.recorder).close()
+    assert asked == [7]
+    adacheck.checkpoint_manager(tmp_path).close()  # which reads beside a run
+    assert asked == [7]
 
 
 def test_v1_makes_its_checkpointer_in_one_call(tmp_path, linked):
