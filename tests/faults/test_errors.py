@@ -205,8 +205,8 @@ class TestDamage:
             restore(root, 1, abstract(run.state))
 
     @pytest.mark.parametrize("asks", [False, True])
-    def test_a_key_that_comes_back_as_numbers_is_an_integrity_error(self, tmp_path, asks):
-        """Of a lost ``array_metadatas`` Orbax makes plain arrays."""
+    def test_a_lost_description_is_told_and_keys_do_not_depend_on_it(self, tmp_path, asks):
+        """Of a lost ``array_metadatas`` Orbax makes plain arrays; the manifest knows the type."""
         state = {"key": jax.random.key(3), "x": jnp.ones(3)}
         with manager_of(tmp_path, adacheck.AdaCheckHandler()) as manager:
             manager.save(1, args=adacheck.SaveArgs(state))
@@ -215,8 +215,7 @@ class TestDamage:
         with pytest.raises(IntegrityError, match=r"array_metadatas.*found none"):
             restore(tmp_path, 1, abstract(state) if asks else None)
         forget_descriptions(item)
-        with pytest.raises(IntegrityError, match=r"key: saved key<fry>"):
-            restore(tmp_path, 1, abstract(state) if asks else None)
+        assert_same_bits(restore(tmp_path, 1, abstract(state) if asks else None), host_copy(state))
 
     def test_an_unknown_format_version_names_the_remedy(self, copy):
         root, run = copy
