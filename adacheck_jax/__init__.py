@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # for type checkers and editors; must name what _names names
         SaveArgs,
         SaveReport,
     )
+    from adacheck_jax.adapter.manager import AdaCheckManager, checkpoint_manager
     from adacheck_jax.adapter.processes import wait_for_processes
     from adacheck_jax.errors import AdaCheckError
     from adacheck_jax.plan.options import Shadow
@@ -44,6 +45,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AdaCheckError",
     "AdaCheckHandler",
+    "AdaCheckManager",
     "AdaptivePolicy",
     "KeepLineage",
     "Recorder",
@@ -52,6 +54,7 @@ __all__ = [
     "SaveArgs",
     "SaveReport",
     "Shadow",
+    "checkpoint_manager",
     "latest_restorable",
     "separate_update",
     "wait_for_processes",
@@ -63,6 +66,7 @@ _name, __dir__ = lazy.names_of(
     {
         # The arguments too: importing the handler makes both known to Orbax.
         "adapter.handler": "AdaCheckHandler RestoreArgs RestoreInfo SaveArgs SaveReport",
+        "adapter.manager": "AdaCheckManager checkpoint_manager",
         "adapter.processes": "wait_for_processes",
         "errors": "AdaCheckError",
         "plan.options": "Shadow",

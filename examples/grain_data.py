@@ -74,12 +74,10 @@ def main() -> None:
     parser.add_argument("--root", type=Path, required=True, help="checkpoint directory")
     parser.add_argument("--steps", type=int, default=20, help="steps in all (default 20)")
     args = parser.parse_args()
-    handlers = {  # (2) for the state alone; grain's handler is for its iterators
-        "state": adacheck.AdaCheckHandler(recorder),
-        "data": grain.checkpoint.CheckpointHandler(),
-    }
+    items = {"data": grain.checkpoint.CheckpointHandler()}  # beside the state, named "state"
     batches = iter(dataset())
-    with ocp.CheckpointManager(args.root.absolute(), item_handlers=handlers) as manager:
+    # (2) a stock Orbax manager
+    with adacheck.checkpoint_manager(args.root, recorder, items=items) as manager:
         state, first = init_state(), 1
         if (newest := manager.latest_step()) is not None:  # (3) resume
             state, first = restore(manager, newest, state, batches), newest + 1
@@ -87,8 +85,8 @@ def main() -> None:
         for step in range(first, args.steps + 1):
             state, loss = train_step(state, next(batches))
             position = grain.checkpoint.CheckpointSave(batches)
-            items = ocp.args.Composite(state=adacheck.SaveArgs(state), data=position)
-            manager.save(step, args=items)  # (4) save every step
+            both = ocp.args.Composite(state=adacheck.SaveArgs(state), data=position)
+            manager.save(step, args=both)  # (4) save every step
             print(f"step {step}, loss {loss:.4f}")
         manager.wait_until_finished()
         last = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)]

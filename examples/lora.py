@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 
 import adacheck_jax as adacheck
 
@@ -69,10 +68,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="steps in all (default 20)")
     args = parser.parse_args()
     sizes: dict[str, int] = {}
-    handler = adacheck.AdaCheckHandler(  # (2) an Orbax handler for a stock manager
-        recorder, on_save=lambda report: sizes.update({report.kind: report.new_bytes or 0})
-    )
-    with ocp.CheckpointManager(args.root.absolute(), item_handlers=handler) as manager:
+
+    def on_save(report: adacheck.SaveReport) -> None:
+        sizes[report.kind] = report.new_bytes or 0
+
+    # (2) a stock Orbax manager
+    with adacheck.checkpoint_manager(args.root, recorder, on_save=on_save) as manager:
         state, first = init_state(), 1
         if (newest := manager.latest_step()) is not None:  # (3) resume
             print(f"resuming after step {newest}")

@@ -88,20 +88,21 @@ def train_step(state: TrainState, inputs: jax.Array) -> tuple[TrainState, jax.Ar
 
 
 def create_manager(
-    root: Path, handler: adacheck.AdaCheckHandler, save_interval: int
-) -> ocp.CheckpointManager:
+    root: Path, recorder: adacheck.Recorder | None, save_interval: int
+) -> adacheck.AdaCheckManager:
     """A stock manager of two items, which keeps the newest steps and every tenth."""
     options = ocp.CheckpointManagerOptions(
         save_interval_steps=save_interval,
         preservation_policy=AnyPreservationPolicy([LatestN(3), EveryNSteps(10)]),
     )
-    handlers = {"items": handler, "iter": ocp.JsonCheckpointHandler()}  # (2) for the state alone
-    return ocp.CheckpointManager(root, item_handlers=handlers, options=options)
+    items = {"iter": ocp.JsonCheckpointHandler()}
+    return adacheck.checkpoint_manager(  # (2) in the place of ocp.CheckpointManager
+        root, recorder, options=options, items=items, item="items"
+    )
 
 
 def save_step(
-    manager: ocp.CheckpointManager,
-    handler: adacheck.AdaCheckHandler,
+    manager: adacheck.AdaCheckManager,
     step: int,
     state: TrainState,
     iterator: DataIterator,
@@ -110,7 +111,7 @@ def save_step(
     """Saves a step, or (3) keeps it for the next save; on preemption, waits for the disk."""
     preempted = manager.reached_preemption(step)
     is_due = is_last or preempted or manager.should_save(step)
-    if is_due or not handler.record_step(state, step):
+    if is_due or not manager.handler.record_step(state, step):
         items = adacheck.SaveArgs(state)  # (4) in the place of PyTreeSave
         position = ocp.args.JsonSave(iterator.get_state())
         # force, because a step that cannot be recorded has to be saved, due or not.
@@ -145,19 +146,19 @@ def train(root: Path, steps: int, save_interval: int, mesh: Mesh) -> None:
     shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted)
     init = jax.jit(init_state, out_shardings=shardings)
     step_fn = jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))
-    iterator, handler = DataIterator(seed=0), adacheck.AdaCheckHandler(recorder)
-    with create_manager(root, handler, save_interval) as manager:
+    iterator = DataIterator(seed=0)
+    with create_manager(root, recorder, save_interval) as manager:
         state, first = restore_or_init(manager, wanted, init, iterator)
         for step in range(first, steps + 1):
             inputs = jax.device_put(next(iterator), NamedSharding(mesh, jax.P("fsdp")))
             state, loss = step_fn(state, inputs)
-            save_step(manager, handler, step, state, iterator, is_last=step == steps)
+            save_step(manager, step, state, iterator, is_last=step == steps)
             print(f"step {step}, loss {loss:.4f}")
 
 
 def evaluate(root: Path, mesh: Mesh) -> None:
     """Restores the params of the newest step, and (5) nothing of its optimizer."""
-    with create_manager(root, adacheck.AdaCheckHandler(), 1) as manager:
+    with create_manager(root, None, 1) as manager:
         wanted = {"params": abstract(jax.eval_shape(init_params), mesh)}
         items = adacheck.RestoreArgs(wanted, partial_restore=True)
         step = manager.latest_step()

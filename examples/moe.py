@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 import adacheck_jax as adacheck
@@ -87,8 +86,7 @@ def main() -> None:
     wanted = abstract_state(mesh_of(args.devices))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted)
     step_fn = jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))
-    handler = adacheck.AdaCheckHandler(recorder)  # (2) an Orbax handler for a stock manager
-    with ocp.CheckpointManager(args.root.absolute(), item_handlers=handler) as manager:
+    with adacheck.checkpoint_manager(args.root, recorder) as manager:  # (2) a stock Orbax manager
         if (newest := manager.latest_step()) is not None:  # (3) resume, on this mesh
             print(f"resuming after step {newest}")
             state, first = manager.restore(newest, args=adacheck.RestoreArgs(wanted)), newest + 1

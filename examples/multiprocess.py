@@ -91,13 +91,13 @@ def train(root: Path, steps: int) -> None:
     shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted)
     step_fn = jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))
     say(f"{jax.process_count()} processes, {jax.device_count()} devices")
-    handler = adacheck.AdaCheckHandler(recorder)  # (2) an Orbax handler, one in each process
     options = ocp.CheckpointManagerOptions(
         max_to_keep=5,
         # So that waiting for a process that died ends after seconds, and not after minutes.
         async_options=ocp.AsyncOptions(barrier_sync_fn=adacheck.wait_for_processes),
     )
-    with ocp.CheckpointManager(root, item_handlers=handler, options=options) as manager:
+    # (2) a stock Orbax manager, one in each process
+    with adacheck.checkpoint_manager(root, recorder, options=options) as manager:
         first = 1
         if (newest := manager.latest_step()) is not None:  # (3) resume, on any number of processes
             state = manager.restore(newest, args=adacheck.RestoreArgs(wanted))

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 from flax import nnx
 
 import adacheck_jax as adacheck
@@ -72,8 +71,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="steps in all (default 20)")
     args = parser.parse_args()
     model, optimizer = create()
-    handler = adacheck.AdaCheckHandler(recorder)  # (2) an Orbax handler for a stock manager
-    with ocp.CheckpointManager(args.root.absolute(), item_handlers=handler) as manager:
+    with adacheck.checkpoint_manager(args.root, recorder) as manager:  # (2) a stock Orbax manager
         first = 1
         if (newest := manager.latest_step()) is not None:  # (3) resume
             print(f"resuming after step {newest}")

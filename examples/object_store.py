@@ -12,7 +12,8 @@ Without a bucket, into a server on this machine that forgets all when it ends (`
     python examples/object_store.py --server gcs --steps 6
     python examples/object_store.py --server s3 --steps 6
 
-The data are made up. (1) to (4) mark what an object store needs beside the loop of one on a disk.
+The data are made up. The loop is that of one on a disk: nothing but the
+root differs.
 """
 
 from __future__ import annotations
@@ -34,11 +35,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-import orbax.checkpoint as ocp
-from etils import epath
 from flax import linen as nn
 from flax.training.train_state import TrainState
-from orbax.checkpoint.checkpoint_managers import LatestN
 
 import adacheck_jax as adacheck
 
@@ -67,23 +65,10 @@ def train_step(state: TrainState, inputs: jax.Array) -> tuple[TrainState, jax.Ar
     return state.apply_gradients(grads=gradients), loss
 
 
-def open_manager(root: str) -> ocp.CheckpointManager:
-    """A stock CheckpointManager on ``gs://`` or ``s3://``."""
-    # (1) There are no hard links, so a delta refers to the steps that it builds on: they are kept.
-    keep = adacheck.KeepLineage(LatestN(5))
-    handler = adacheck.AdaCheckHandler(recorder, keep_lineage=keep)  # (2) told to the handler too
-    atomicity = None  # Orbax knows by itself that nothing can be renamed on gs://,
-    if root.startswith("s3://"):  # (3) and has to be told for s3://
-        atomicity = ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE)
-    options = ocp.CheckpointManagerOptions(preservation_policy=keep, atomicity_options=atomicity)
-    # (4) An epath.Path, of which Orbax knows the URL; a pathlib.Path makes s3:/BUCKET of it.
-    return ocp.CheckpointManager(epath.Path(root), item_handlers=handler, options=options)
-
-
 def train(root: str, steps: int) -> None:
     """Trains up to a number of steps, from the newest saved one."""
     state, first = init_state(), 1
-    with open_manager(root) as manager:
+    with adacheck.checkpoint_manager(root, recorder, max_to_keep=5) as manager:
         if (newest := manager.latest_step()) is not None:
             state = manager.restore(newest, args=adacheck.RestoreArgs(state))
             first = newest + 1

@@ -18,7 +18,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import optax
-import orbax.checkpoint as ocp
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 from tensorboardX import SummaryWriter
 
@@ -70,11 +69,12 @@ def main() -> None:
     server, thread = start_http_server(0, addr="127.0.0.1", registry=metrics)  # 0: a free port
     jax.monitoring.register_event_duration_secs_listener(listen)
     board = SummaryWriter(str(args.root / "tensorboard"))
-    handler = adacheck.AdaCheckHandler(recorder, on_save=lambda report: show(board, report))
     params = {"w": jax.random.normal(jax.random.key(0), (64, 64)) / 8}
     state, first = {"params": params, "opt_state": recorder.init(params)}, 1
-    steps = args.root.absolute() / "steps"
-    with ocp.CheckpointManager(steps, item_handlers=handler) as manager:
+    manager = adacheck.checkpoint_manager(
+        args.root / "steps", recorder, on_save=lambda report: show(board, report)
+    )
+    with manager:
         if (newest := manager.latest_step()) is not None:
             state, first = manager.restore(newest, args=adacheck.RestoreArgs(state)), newest + 1
         for step in range(first, args.steps + 1):
@@ -87,7 +87,7 @@ def main() -> None:
     print("\n".join(line for line in lines if not line.startswith("#") and "bucket" not in line))
     server.shutdown()
     thread.join()
-    if (report := handler.last_save) is None:
+    if (report := manager.handler.last_save) is None:
         raise SystemExit(f"nothing to train: step {args.steps} is saved already")
     assert f"adacheck_last_step {float(report.step)}" in lines
     print(f"last save: {report}")

@@ -1,8 +1,9 @@
 """Trains until it is told to end, saves the step that it is at, and goes on when it is run again.
 
 A cluster that needs its machine sends SIGTERM. JAX's preemption service hears it, and Orbax's
-``reached_preemption`` answers True at the same step in all processes. Between saves, steps are kept
-in memory; the one at which it ends is saved with all of them::
+``reached_preemption`` answers True at the same step in all processes. A single process may hear the
+signal itself (``--plain``). Between saves, steps are kept in memory; the one at which it ends is
+saved with all of them::
 
     python examples/preemption.py --root /tmp/preempted --steps 100000   # kill it, and run it again
     python examples/preemption.py --root /tmp/preempted --steps 100000 --preempt-after 15
@@ -16,6 +17,7 @@ import argparse
 import os
 import signal
 import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -58,36 +60,41 @@ def begin_job() -> None:
     jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=1, process_id=0)
 
 
+def hear() -> threading.Event:
+    """An event that SIGTERM sets, in a process that JAX's service does not listen in."""
+    heard = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: heard.set())
+    return heard
+
+
 def train(
-    manager: ocp.CheckpointManager,
-    handler: adacheck.AdaCheckHandler,
+    manager: adacheck.AdaCheckManager,
     steps: int,
     preempt_after: int | None,
+    heard: threading.Event | None,
 ) -> None:
     """Trains up to a number of steps, or to a preemption."""
     state, step = init_state(), 0
     if (newest := manager.latest_step()) is not None:  # (3) resume
         print(f"resuming after step {newest}")
         state, step = manager.restore(newest, args=adacheck.RestoreArgs(state)), newest
-    # (5) JAX ends a run at the step after the last one that it was told of: tell it where this run
-    # begins, or a signal that comes before the first step is done would be missed.
-    begun, preempted = step, manager.reached_preemption(step)
+    begun, preempted = step, False
     while step < steps and not preempted:
         step += 1
         if step - begun == preempt_after:
             os.kill(os.getpid(), signal.SIGTERM)  # as a cluster does it
         state, loss = train_step(state, jax.random.normal(jax.random.key(step), (32, WIDTH)))
-        preempted = manager.reached_preemption(step)
+        preempted = heard.is_set() if heard else manager.reached_preemption(step)
         due = manager.should_save(step) or preempted or step == steps
-        if due or not handler.record_step(state, step):  # (4) save, or keep for the next save
+        # (4) save, or keep for the next save
+        if due or not manager.handler.record_step(state, step):
             manager.save(step, args=adacheck.SaveArgs(state), force=True)
-            # (6) Orbax's thread tells JAX the step that it has saved. Heard later than a step of
-            # this loop, it would have JAX end the run at a step that is past: at none.
-            manager.wait_until_finished()
             print(f"step {step}, loss {loss:.4f}")
     if preempted:
         print(f"preempted after step {step}")
     manager.wait_until_finished()
+    if (report := manager.handler.last_save) is not None:
+        print(f"with it the steps that were kept in memory: {report.deferred}")
     restored = manager.restore(step, args=adacheck.RestoreArgs(state))
     for live, found in zip(jax.tree.leaves(state), jax.tree.leaves(restored), strict=True):
         assert np.asarray(live).tobytes() == np.asarray(found).tobytes()
@@ -99,13 +106,15 @@ def main() -> None:
     parser.add_argument("--root", type=Path, required=True, help="checkpoint directory")
     parser.add_argument("--steps", type=int, default=40, help="steps in all (default 40)")
     parser.add_argument("--preempt-after", type=int, help="steps until it sends itself SIGTERM")
+    parser.add_argument("--plain", action="store_true", help="without JAX's preemption service")
     args = parser.parse_args()
-    begin_job()
-    handler = adacheck.AdaCheckHandler(recorder)  # (2) an Orbax handler for a stock manager
+    heard = hear() if args.plain else None
+    if heard is None:
+        begin_job()
     options = ocp.CheckpointManagerOptions(save_interval_steps=20, max_to_keep=3)
-    root = args.root.absolute()
-    with ocp.CheckpointManager(root, item_handlers=handler, options=options) as manager:
-        train(manager, handler, args.steps, args.preempt_after)
+    # (2) a stock Orbax manager
+    with adacheck.checkpoint_manager(args.root, recorder, options=options) as manager:
+        train(manager, args.steps, args.preempt_after, heard)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 
 import adacheck_jax as adacheck
 
@@ -108,10 +107,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200, help="steps in all (default 200)")
     args = parser.parse_args()
     # (2) the target network has the shapes of params, so tell where the trained ones are
-    handler = adacheck.AdaCheckHandler(recorder, params_path="params")
-    options = ocp.CheckpointManagerOptions(max_to_keep=5)
-    root = args.root.absolute()
-    with ocp.CheckpointManager(root, item_handlers=handler, options=options) as manager:
+    with adacheck.checkpoint_manager(args.root, recorder, params_path="params") as manager:
         state, first = init_state(), 1
         if (newest := manager.latest_step()) is not None:  # (3) resume
             print(f"resuming after step {newest}")

@@ -142,10 +142,8 @@ def batch(step: int, mesh: Mesh) -> jax.Array:
 
 
 def open_manager(root: Path) -> ocp.CheckpointManager:
-    """(2) A stock CheckpointManager; the handler decides between bases and deltas."""
-    handler = adacheck.AdaCheckHandler(recorder)
-    options = ocp.CheckpointManagerOptions(max_to_keep=5)  # each step is complete in itself
-    return ocp.CheckpointManager(root.absolute(), item_handlers=handler, options=options)
+    """(2) A stock CheckpointManager, whose handler decides between bases and deltas."""
+    return adacheck.checkpoint_manager(root, recorder, max_to_keep=5)
 
 
 def train(mesh: Mesh, steps: int, manager: ocp.CheckpointManager) -> Iterator[tuple[int, float]]:

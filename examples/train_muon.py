@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import train_lm
 from flax.training.train_state import TrainState
 
@@ -71,8 +70,7 @@ def main() -> None:
     mesh = train_lm.parse_mesh(args.mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(mesh))
     state = jax.jit(init_state, out_shardings=shardings)()
-    handler = adacheck.AdaCheckHandler(recorder)
-    with ocp.CheckpointManager(args.root.absolute(), item_handlers=handler) as manager:
+    with adacheck.checkpoint_manager(args.root, recorder) as manager:
         for step in range(1, args.steps + 1):
             state, loss = train_step(state, train_lm.batch(step, mesh))
             manager.save(step, args=adacheck.SaveArgs(state))

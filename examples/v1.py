@@ -68,16 +68,8 @@ def main() -> None:
     parser.add_argument("--root", type=Path, required=True, help="checkpoint directory")
     parser.add_argument("--steps", type=int, default=20, help="steps in all (default 20)")
     args = parser.parse_args()
-    handler = adacheck.AdaCheckHandler(recorder)
-    with (
-        adacheck.v1.context(handler),  # (2) a context in which the handler saves every step
-        ocp.training.Checkpointer(
-            args.root.absolute(),
-            # By default Orbax leaves out the steps that end while another one is being written.
-            save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
-            preservation_policy=ocp.training.preservation_policies.LatestN(5),
-        ) as checkpointer,
-    ):
+    # (2) a stock Checkpointer of Orbax
+    with adacheck.v1.checkpointer(args.root, recorder, max_to_keep=5) as checkpointer:
         train(checkpointer, args.steps)
 
 

@@ -36,7 +36,11 @@ RUNS = {
     "nnx_model": STEPS,
     "observe": STEPS,
     "plain_optax": STEPS,
-    "preemption": ("--steps 100000 --preempt-after 4", "--steps 100000 --preempt-after 1"),
+    "preemption": (
+        "--steps 100000 --preempt-after 4",
+        "--steps 100000 --preempt-after 1",  # before the first step that is asked about
+        "--steps 100000 --preempt-after 9 --plain",
+    ),
     "reinforce": STEPS,
     "rl_weight_sync": ("--steps 6",),
     "train_lm": (f"--steps 3 {ON_A_MESH}", f"--steps 5 {ON_A_MESH}"),

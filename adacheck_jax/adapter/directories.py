@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from etils import epath
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 from adacheck_jax.errors import StorageError
 from adacheck_jax.store.steps import roots
 from adacheck_jax.store.steps.marks import STEP_METADATA, is_told_by_names
 from adacheck_jax.store.steps.roots import Place
-from adacheck_jax.store.storage.location import AnyPath, Location, at
+from adacheck_jax.store.storage.location import AnyPath, Location, at, located
 
 _DIRECTORIES_S = 5.0
 """Longest wait of a refused save for Orbax's directories."""
@@ -85,6 +86,39 @@ def _comes_true(condition: Callable[[], bool], place: Location, most_s: float) -
     return True
 
 
+def root_path(root: AnyPath | str) -> epath.Path:
+    """A root as Orbax takes it: absolute, ``~`` being the user's home, or a URL.
+
+    Raises:
+        StorageError: a URL of another kind, or one that a ``pathlib.Path`` has mangled.
+    """
+    text = str(root)
+    if "://" not in text:
+        text = os.path.expanduser(text)
+    place = located(text)
+    _refuse_misread(place)
+    return epath.Path(str(place))
+
+
+def needs_mark(root: epath.Path) -> bool:
+    """True if Orbax has to be told that nothing can be renamed there: it knows ``gs://`` alone."""
+    return str(root).startswith("s3://")
+
+
+def _refuse_misread(path: AnyPath) -> None:
+    """Refuse a local path that was meant to be another."""
+    if (
+        found := []
+        if not at(path).on_file_system
+        else {"~", "gs:", "s3:"} & {*str(path).split("/")}
+    ):
+        raise StorageError(
+            f"{path}: expected a local path, found {found.pop()!r} in it. Nothing was saved; give "
+            "URLs as texts, since a pathlib.Path takes a slash away, and write "
+            "os.path.expanduser(...) for the home directory."
+        )
+
+
 def check_writable(directory: AnyPath) -> None:
     """Refuse a step directory that cannot be made, or not be committed.
 
@@ -104,6 +138,7 @@ def check_writable(directory: AnyPath) -> None:
             "atomicity_options=ocp.options.AtomicityOptions("
             "mode=ocp.options.AtomicityMode.COMMIT_FILE)."
         )
+    _refuse_misread(final)
     existing = Path(str(final)).parent
     while not existing.exists():
         existing = existing.parent

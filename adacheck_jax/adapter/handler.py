@@ -10,7 +10,7 @@ import asyncio
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypedDict
 
 import orbax.checkpoint as ocp
 from etils import epath
@@ -43,15 +43,27 @@ from adacheck_jax.store.zarr import Compression
 from adacheck_jax.update.binding import RecorderArgument
 
 
+class HandlerOptions(TypedDict, total=False):
+    """Options of :class:`AdaCheckHandler`, for calls that make one."""
+
+    max_deltas: MaxDeltas
+    params_path: str | Mapping[str, str] | None
+    delta: Delta
+    compression: Compression
+    check_replicas: replicas.Mode
+    shadow: Shadow | None
+    ephemeral: Sequence[str]
+    on_save: OnSave | None
+
+
 class AdaCheckHandler(ocp.AsyncCheckpointHandler):
     """Saves every step: periodic bases, and deltas between them.
 
-    Works wherever Orbax takes a handler::
+    :func:`checkpoint_manager` makes one with its manager. By itself it works wherever Orbax takes a
+    handler, as in a framework that makes the manager::
 
         handler = adacheck.AdaCheckHandler(recorder)
         manager = ocp.CheckpointManager(root, item_handlers=handler)
-        manager.save(step, args=adacheck.SaveArgs(state))
-        state = manager.restore(step, args=adacheck.RestoreArgs(abstract_state))
 
     One handler follows one training run: it remembers the step that it saved or restored last,
     which the next delta builds on.

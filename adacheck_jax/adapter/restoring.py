@@ -90,14 +90,7 @@ class _Base:
 
 
 class StepRestorer:
-    """Restores steps for one handler.
-
-    Args:
-        stock: reader of bases.
-        recorders: recorders of the handler, used if this jax cannot read the exported update.
-        params_path: leaf path of the trained params, as given to the handler.
-        clock: a monotonic clock.
-    """
+    """Restores steps for one handler."""
 
     def __init__(
         self,

@@ -45,6 +45,7 @@ from adacheck_jax.save.saver import Saver
 from adacheck_jax.schedule.stopwatch import Clock
 from adacheck_jax.store.base_writer import ArrayLayout, Name
 from adacheck_jax.store.steps import manifest_file, roots
+from adacheck_jax.store.steps.folders import LINEAGE
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.steps.lookup import referred
 from adacheck_jax.store.steps.marks import FINALIZED, IN_PLACE
@@ -95,12 +96,6 @@ class TrainingRun:
     A save is three calls: :meth:`begin` on the caller's thread, :meth:`write` in every process, and
     :meth:`commit` in one process, after the writes of all processes. :class:`AdaCheckHandler` says
     what its arguments and methods are.
-
-    Args:
-        recorder: the :class:`Recorder`, or several.
-        options: the caller's choices.
-        clock: a monotonic clock, by which costs are measured.
-        on_save: called with the report of each save that this process committed.
     """
 
     def __init__(
@@ -126,6 +121,11 @@ class TrainingRun:
         self._savers: dict[Line, Saver] = {}
         self.stock = StockCheckpoints()
         self._restorer = StepRestorer(self.stock, self._recorders, options.params_path, clock)
+
+    @property
+    def has_recorder(self) -> bool:
+        """True if it may go on to train."""
+        return bool(self._recorders)
 
     @jax_settings.own()
     def begin(
@@ -154,13 +154,16 @@ class TrainingRun:
         begin_s: float,
     ) -> tuple[Begun, SaveArgs]:
         state = inputs.checked_state(args.state, args.save_args)
-        self.stock.check_reachable(final, state)
         step = inputs.step_number(args.step)
         file_bytes = inputs.file_bytes(args.ocdbt_target_data_file_size)
         state, save_args, cast = inputs.apply_casts(state, args.save_args)
         found = place()
         inputs.step_number(found.step, "give the manager steps from 0 on")
         custom_metadata = inputs.json_copy(args.custom_metadata)
+        if not self._savers:
+            _log.info(
+                "%s: the first save of a process compiles programs, and exports the update.", final
+            )
         with storage_named(final):
             save = self._saver_of(found).begin(
                 final,
@@ -345,11 +348,13 @@ class TrainingRun:
             return self._savers[place.line]
 
     def _learn_parents(self, root: AnyPath, item: str | None) -> None:
-        """Tell the preservation policy which step each delta on disk builds on."""
+        """Tell the preservation policy which step each delta on disk refers to."""
         if self._options.keep_lineage is None:
             return
         for step in roots.steps_of(root, item):
-            if isinstance(step.manifest, DeltaManifest):
+            linked = at(step.directory / LINEAGE)
+            refers = not (linked.on_file_system and linked.is_folder)
+            if isinstance(step.manifest, DeltaManifest) and refers:
                 parent = roots.place_of(
                     referred(step.directory, step.manifest.parent.reference)
                 ).step

@@ -110,9 +110,7 @@ def train(root: Path | None = None) -> Iterator[tuple[int, State, float]]:
 
 def manager_of(root: Path, recorder: adacheck.Recorder | None = None) -> ocp.CheckpointManager:
     """A stock manager with a handler."""
-    handler = adacheck.AdaCheckHandler(recorder)
-    options = ocp.CheckpointManagerOptions(max_to_keep=10)
-    return ocp.CheckpointManager(root, item_handlers=handler, options=options)
+    return adacheck.checkpoint_manager(root, recorder, max_to_keep=10)
 
 
 def restored(root: Path, expected: State) -> Iterator[tuple[str, float, int]]:

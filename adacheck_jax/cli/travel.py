@@ -156,9 +156,10 @@ def diff(
       adacheck diff checkpoints 1100 1200
       adacheck diff checkpoints latest latest --other /mnt/backup/checkpoints
 
-    Leaves that have the same fingerprint are equal. Of the others, those that changed most first:
-    the share of their elements that changed, the norm of the change and the same relative to the
-    leaf, the largest change of an element, and the cosine of the angle between before and after.
+    Leaves that have the same fingerprint are equal. Of the others the params come first, then the
+    optimizer's state, the record last, and of each those that changed most: the share of their
+    elements that changed, the norm of the change and the same relative to the leaf, the largest
+    change of an element, and the cosine of the angle between before and after.
 
     Exit code 0 if all leaves are equal, 1 if some differ, as diff's.
 

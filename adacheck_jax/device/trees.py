@@ -100,18 +100,24 @@ def native(dtype: Any) -> Any:
 
 
 def check_same_leaves(
-    expected: Mapping[str, str], found: Mapping[str, str], *, where: str, remedy: str
+    expected: Mapping[str, str],
+    found: Mapping[str, str],
+    *,
+    where: str,
+    remedy: str,
+    words: tuple[str, str] = ("expected", "found"),
 ) -> None:
-    """Compares two descriptions of a tree and reports every difference at once.
+    """Compares two descriptions of a tree and reports every difference at once, in these words.
 
     Raises:
         MismatchError: lists missing, extra and differing leaves.
     """
+    first, second = words
     differences = {
-        "missing": [path for path in expected if path not in found],
-        "not expected": [path for path in found if path not in expected],
+        f"{first}, not {second}": [path for path in expected if path not in found],
+        f"{second}, not {first}": [path for path in found if path not in expected],
         "different": [
-            f"{path}: expected {expected[path]}, found {found[path]}"
+            f"{path}: {first} {expected[path]}, {second} {found[path]}"
             for path in expected
             if path in found and expected[path] != found[path]
         ],

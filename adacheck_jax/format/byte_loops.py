@@ -1,8 +1,9 @@
 """Fingerprints of host memory: by numpy at first, compiled as soon as a compiler is done.
 
 A compiler takes seconds where its results are not yet on disk, and no save waits for it. The first
-call begins to compile in a background thread; until that is done numpy computes the same bits,
-several times slower. Nothing here imports numba in the caller's thread.
+16 MiB are numpy's, since importing the compiler takes longer than those; then it compiles in a
+background thread. Until that is done numpy computes the same bits, several times slower. Nothing
+here imports numba in the caller's thread.
 
 Any thread may call: the compiled loop is set once, by the thread that compiled it, and two threads
 that call first at the same time at worst both compile it. There is no lock.
@@ -24,27 +25,35 @@ from adacheck_jax.format import fingerprint
 
 _log = logging.getLogger(__name__)
 
+_FIRST_BYTES = 1 << 24
 _NICENESS = 5
 """Not the lowest priority: the compiler often holds Python's lock, and other threads would wait
 for its turn on a core."""
 
 
 class _Compiler:
-    """The compiled loop, made in the background from its first use on."""
+    """The compiled loop, made in the background once it is worth it."""
 
     def __init__(self) -> None:
+        self._asked_bytes = 0
         self._loop: Callable[..., Any] | None = None
         self._thread: threading.Thread | None = None
 
-    def loop(self) -> Callable[..., Any] | None:
-        """The compiled loop; None until there is one."""
+    def loop(self, work_bytes: int) -> Callable[..., Any] | None:
+        """The compiled loop for so many bytes; None until there is one."""
+        self._asked_bytes += work_bytes
+        if self._asked_bytes >= _FIRST_BYTES:
+            self.begin()
+        return self._loop
+
+    def begin(self) -> None:
+        """Begins to compile, unless that was begun."""
         # A forked child has a copy of the thread, which does not run, and thus what was compiled
         # before: a lock of the compiler may be held for ever.
         if self._thread is None:
             self._thread = threading.Thread(target=self._compile, name="adacheck_compile")
             with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
                 self._thread.start()
-        return self._loop
 
     def wait(self) -> None:
         """Waits for what was begun."""
@@ -72,7 +81,8 @@ _compiler = _Compiler()
 
 
 def wait_until_compiled() -> None:
-    """Waits until the loops that were called once are compiled, to measure or to test them."""
+    """Waits until the loops are compiled, to measure or to test them."""
+    _compiler.begin()
     _compiler.wait()
 
 
@@ -102,12 +112,13 @@ class Fingerprints:
             row[:3] = each.ctypes.data, each.itemsize, each.ndim
             row[3 : 3 + each.ndim] = each.shape
             row[3 + axes : 3 + axes + len(start)] = start
+        self._bytes = sum(each.nbytes for each in self._words)
         self._starts = self._table[:, 3 + axes :]
         self._is_aligned = all(each.flags.aligned for each in self._words)
 
     def sums(self) -> list[int]:
         """Partial sums modulo 2**64, one a block."""
-        compiled = _compiler.loop() if self._is_aligned else None
+        compiled = _compiler.loop(self._bytes) if self._is_aligned else None
         if compiled is None:
             pairs = zip(self._words, self._starts.tolist(), strict=True)
             return [fingerprint.multilinear(words, starts) for words, starts in pairs]

@@ -14,11 +14,7 @@ from adacheck_jax.errors import AdaCheckError
 
 
 class OneProcess:
-    """The process that used an object first; until then the object may be forked along.
-
-    Args:
-        what: name of the object, for messages.
-    """
+    """The process that used an object first; until then the object may be forked along."""
 
     def __init__(self, what: str) -> None:
         self._what = what

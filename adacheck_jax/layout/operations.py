@@ -49,11 +49,7 @@ class Operation:
         del taken
 
     def source_axes(self, axes: int) -> list[int | None]:
-        """For each axis of a taken leaf the axis of a result that it becomes, None if it has none.
-
-        Args:
-            axes: number of axes of the taken leaf.
-        """
+        """For each axis of a taken leaf the axis of a result that it becomes; None for none."""
         return [*range(axes)]
 
 

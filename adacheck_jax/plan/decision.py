@@ -112,9 +112,9 @@ def _followed(
     if not situation.keeps_ancestors:
         return _bases_only(
             "the storage has no hard links, and no policy that handler and manager share keeps "
-            "what deltas refer to, also those that are there already; give both the same, keep = "
-            "adacheck.KeepLineage(LatestN(3)): AdaCheckHandler(..., keep_lineage=keep) and "
-            "CheckpointManagerOptions(preservation_policy=keep)"
+            "what deltas refer to, also those that are there already; make the manager with "
+            "adacheck.checkpoint_manager(root, recorder), or give both the same keep = "
+            "adacheck.KeepLineage(LatestN(3)), as keep_lineage and as preservation_policy"
         )
     if decision.kind == "bits":
         if options.delta == "auto" and lineage.problem and not update.problem:

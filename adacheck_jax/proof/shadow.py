@@ -170,7 +170,7 @@ class ShadowThread:
             level, recovers = logging.WARNING, ", and nothing can be recovered from memory"
         if isinstance(found, str):
             if found:
-                _log.log(level, "Deltas are checked by sample%s: %s.", recovers, found)
+                _log.log(level, "No host copy of the state follows%s: %s.", recovers, found)
             return None
         journal = None if place is None else Journal(place, structure, update, found)
         size_bytes = size_of(found, journal)

@@ -312,6 +312,7 @@ class _Targets:
             {path: str([*each.shape]) for path, each in self.wanted.items()},
             where=f"{where}: published params, and those to follow them",
             remedy="Follow with the params' own paths and shapes.",
+            words=("published", "asked for"),
         )
 
     def placed(self, weights: Weights, indices: Collection[int]) -> dict[int, jax.Array]:

@@ -231,7 +231,8 @@ class Saver:
             snapshot = self._planner.snapshots.take(state)
             options, bindings = self._options, snapshot.structure.bindings
             if options.max_deltas and options.delta != "bits" and not self._has_recorder:
-                self._notices.hint_at_recorder(snapshot.structure)
+                is_first = self._planner.parents.saved is None
+                self._notices.hint_at_recorder(snapshot.structure, is_first=is_first)
             replayable = not cast & bound_paths(bindings)
             save = self._begin(
                 snapshot, directory, number, step, replayable, custom_metadata, exchange
@@ -270,13 +271,15 @@ class Saver:
             blocks = with_others(snapshot, copies.staged, structure.touched)
             self._prepare_next(tip, snapshot, blocks, own.sums, is_restored=False)
         self._tell(planned, again)
-        planner.parents.note_parent(number, parent)
         copies.wait()
         saved = planner.parents.saved
         self._attempt = self._attempt.next(
             exchange, repeats=saved is not None and saved.directory == directory
         )
         found, structure = parent.lineage if parent else None, planned.structure
+        links = found is not None and planner.parents.has_links(directory)
+        if not links:
+            planner.parents.note_parent(number, parent)
         save = Save(
             steps=[*planner.deferred.steps, own],
             directory=directory,
@@ -284,7 +287,7 @@ class Saver:
             parent=found,
             parent_files=parent.files if parent else frozenset(),
             parent_stamp=parent.stamp if parent else None,
-            links=found is not None and planner.parents.has_links(directory),
+            links=links,
             before=course.tip.step if course.tip else planned.step,
             caution=planner.distrust.caution(structure),
             replicas=structure.replica_check(self._options.check_replicas),

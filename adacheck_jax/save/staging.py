@@ -67,7 +67,9 @@ class Stager:
 
         def export() -> ExportedUpdate:
             with jax_settings.own(), arithmetic.applied():
-                return self._planner.updates.of(structure)
+                update = self._planner.updates.of(structure)
+            self._planner.updates.tell(update)
+            return update
 
         return self.worker.submit(export)
 

@@ -150,12 +150,14 @@ class ExportedUpdates:
             specs = [[_abstract(structure.leaves[i]) for i in indices] for indices in arguments]
             shapes = (arguments, tuple(map(tuple, specs)), sharing, Arithmetic.current())
             key = (self._check, state, *signatures, *shapes)
-            exported = recorder.once(key, lambda: self._export(structure, specs))
-        for each in exported.warnings:
+            return recorder.once(key, lambda: self._export(structure, specs))
+
+    def tell(self, update: ExportedUpdate) -> None:
+        """Warns of leaves that are not replayed, once; for saves, since a restore prepares more."""
+        for each in update.warnings:
             if each not in self._said:
                 self._said.add(each)
                 _log.warning("Saving these leaves as bit patterns: %s.", each)
-        return exported
 
     def _export(self, structure: Structure, specs: list[list[Any]]) -> ExportedUpdate:
         recorders = [each.recorder for each in structure.bindings]

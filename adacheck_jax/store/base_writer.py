@@ -41,7 +41,7 @@ class ArrayLayout:
     """Form in which the arrays of a base are stored.
 
     Attributes:
-        names: the arrays, by leaf path; leaves without one (numbers) are written by Orbax.
+        names: the arrays, by leaf path; leaves without one have no elements.
         file_bytes: size in bytes at which a data file is full; see :func:`volumes.write`.
     """
 

@@ -47,12 +47,7 @@ def empty(nbytes: int) -> np.ndarray:
 
 
 class ReusedMemory:
-    """Buffers that were given back, up to a limit.
-
-    Args:
-        kept_bytes: largest sum of the buffers that wait to be used again; those in use do not
-            count.
-    """
+    """Buffers that were given back, up to a limit."""
 
     def __init__(self, kept_bytes: int) -> None:
         self._kept_bytes = kept_bytes

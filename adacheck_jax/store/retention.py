@@ -22,8 +22,9 @@ class _Policy(Protocol):
 class KeepLineage:
     """An Orbax preservation policy that keeps the ancestors of whatever another policy keeps.
 
-    Needed only where the file system has no hard links, so that a delta refers to other steps.
-    Give the same object to the manager and to the handler; other policies go inside it::
+    :func:`checkpoint_manager` has one. A manager of another's making needs it where the file system
+    has no hard links, so that a delta refers to other steps. Give the same object to the manager
+    and to the handler; other policies go inside it::
 
         keep = adacheck.KeepLineage(AnyPreservationPolicy([LatestN(3), EveryNSteps(1000)]))
         handler = adacheck.AdaCheckHandler(recorder, keep_lineage=keep)

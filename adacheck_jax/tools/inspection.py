@@ -29,8 +29,9 @@ class LeafSummary:
         description: data type and shape.
         group: its role in the update: ``params``, ``optimizer state`` (with derived trees),
             ``record`` (with extra arguments), or ``other``.
-        exactness: for a leaf that the update computes: ``element-wise`` (exact on every mesh),
-            ``reducing`` (exact where it was saved), or ``passed through``; else None.
+        exactness: for a leaf that the update computes, and that deltas replay: ``element-wise``
+            (exact on every mesh), ``reducing`` (exact where it was saved), or ``passed through``;
+            else None.
         source: source of a restore: ``replayed`` (computed from the base by the update),
             ``recorded`` (consumed by the update, and stored in a delta), ``differences`` (of its
             bits from step to step), ``stored``, ``same as`` another leaf (whose data it shares),
@@ -112,6 +113,8 @@ def _described(step: Step) -> StepDetails:
     base, manifest = lineage.base, lineage.manifest
     groups = roles_of(len(base.leaves), base.update)
     exactness, sources = _exactness(base.update), _sources(lineage)
+    if lineage.replayed_count:  # of what no delta replays, however it is computed, nothing is told
+        exactness = {i: each for i, each in exactness.items() if "replayed" in sources[i]}
     leaves = tuple(
         LeafSummary(
             path=leaf.path,

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import adacheck_jax as adacheck
 from adacheck_jax.cli.main import app
-from adacheck_jax.errors import LineageError, MismatchError, StorageError
+from adacheck_jax.errors import LineageError, StorageError
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest
 from adacheck_jax.store.steps import lookup, manifest_file, marks, roots
 from adacheck_jax.store.storage.location import located
@@ -48,9 +48,8 @@ def kept(count=3):
 
 
 def manager_of(root, run, keep=None, **options):
-    keep = keep or kept()
-    handler = adacheck.AdaCheckHandler(run.recorder, keep_lineage=keep, **options)
-    return stock_manager(root, handler, preservation_policy=keep)
+    stock = ocp.CheckpointManagerOptions(preservation_policy=keep) if keep else None
+    return adacheck.checkpoint_manager(root, run.recorder, options=stock, **options)
 
 
 def stock_manager(root, handler, **options):
@@ -124,7 +123,7 @@ def test_a_policy_that_the_manager_does_not_know_keeps_nothing(root, caplog):
         for step in manager.all_steps():
             assert_same_bits(manager.restore(step, args=args), saved[step])
     assert kinds_of(root) == [(4, BaseManifest), (5, BaseManifest)]
-    assert "give both the same, keep = adacheck.KeepLineage" in caplog.text
+    assert "give both the same keep = adacheck.KeepLineage" in caplog.text
 
 
 @pytest.mark.slow
@@ -339,15 +338,35 @@ def test_a_store_that_would_have_to_rename_is_refused(s3):
         save_steps(manager, run, 1)
 
 
-@pytest.mark.parametrize("kind", ["int", "float", "a typed PRNG key"])
-def test_leaves_that_orbax_itself_would_store_on_s3_are_refused(s3, kind):
-    leaf = {"int": 3, "float": 0.5, "a typed PRNG key": jax.random.key(3)}[kind]
+def with_every_kind(state):
+    """A state with what Orbax itself does not store on ``s3://``."""
+    return state | {"number": 3, "rate": 0.1, "keys": jax.random.split(jax.random.key(3), 2)}
+
+
+def kinds_in(state):
+    return [type(state["number"]), type(state["rate"]), str(state["keys"].dtype)]
+
+
+def test_numbers_and_keys_are_saved_on_s3_and_restored_as_what_they_were(s3):
+    run, saved = dict_run(mesh_of((2, 1))), {}
     root = f"{s3.url}/{uuid.uuid4().hex}"
-    with stock_manager(root, adacheck.AdaCheckHandler()) as manager:
-        with pytest.raises(MismatchError, match=rf"leaf bad: expected an array, found {kind}"):
-            manager.save(1, args=adacheck.SaveArgs({"good": np.ones(3), "bad": leaf}))
-        assert not (located(root) / "1/default").exists
-        manager.save(2, args=adacheck.SaveArgs({"good": np.ones(3)}))
+    with adacheck.checkpoint_manager(root, run.recorder) as manager:
+        for step in (1, 2, 3):
+            run.advance()
+            state = with_every_kind(run.state) | {"number": step}
+            saved[step] = host_copy(state)
+            manager.save(step, args=adacheck.SaveArgs(state))
+        manager.wait_until_finished()
+        assert [kind for _, kind in kinds_of(root)] == [BaseManifest, DeltaManifest, DeltaManifest]
+        for step, expected in saved.items():
+            args = adacheck.RestoreArgs(with_every_kind(run.state))
+            restored = manager.restore(step, args=args)
+            assert_same_bits(restored, expected)
+            for found in (restored, manager.restore(step, args=adacheck.RestoreArgs())):
+                assert kinds_in(found) == [int, float, "key<fry>"]
+                assert found["number"] == step
+        described = manager.item_metadata(3).tree
+        assert isinstance(described["number"], ocp.metadata.ScalarMetadata)
 
 
 def test_host_arrays_and_descriptions_need_no_file_system(s3):
@@ -366,20 +385,23 @@ def test_host_arrays_and_descriptions_need_no_file_system(s3):
     }
 
 
-def test_a_base_with_a_number_that_came_from_another_storage_is_not_called_damaged(s3, tmp_path):
-    state = {"number": 3, "array": np.ones(3)}
-    with ocp.CheckpointManager(tmp_path, item_handlers=adacheck.AdaCheckHandler()) as manager:
+def test_a_base_with_numbers_and_keys_is_read_from_any_storage_and_by_stock_orbax(s3, tmp_path):
+    state = with_every_kind({"array": np.ones(3)})
+    with adacheck.checkpoint_manager(tmp_path, max_deltas=0) as manager:
         manager.save(1, args=adacheck.SaveArgs(state))
+    stock = ocp.StandardCheckpointer().restore(tmp_path / "1/default")
+    assert kinds_in(stock) == kinds_in(state)
+    assert_same_bits(stock, host_copy(state))
     root = f"{s3.url}/{uuid.uuid4().hex}"
     for file in tmp_path.rglob("*"):
         if file.is_file():
             (located(root) / str(file.relative_to(tmp_path))).write(file.read_bytes())
     (located(root) / "1" / marks.COMMIT_MARK).write(b"")
-    with (
-        stock_manager(root, adacheck.AdaCheckHandler()) as manager,
-        pytest.raises(StorageError, match=r"Orbax itself reads \(number\); no release of Orbax"),
-    ):
-        manager.restore(1, args=adacheck.RestoreArgs(state))
+    (located(root) / "1/default" / marks.COMMIT_MARK).write(b"")
+    with adacheck.checkpoint_manager(root) as manager:
+        restored = manager.restore(1, args=adacheck.RestoreArgs(state))
+    assert kinds_in(restored) == kinds_in(state)
+    assert_same_bits(restored, host_copy(state))
 
 
 @pytest.mark.parametrize("store", ["gcs"], indirect=True)  # a checkpointer renames elsewhere

@@ -97,8 +97,8 @@ def test_every_difference_is_listed_at_once():
         trees.check_same_leaves(expected, found, where="step 7", remedy="Do this.")
     message = str(caught.value)
     assert "step 7: 4 leaves differ" in message
-    assert "missing (2): gone, lost" in message
-    assert "not expected (1): new" in message
+    assert "expected, not found (2): gone, lost" in message
+    assert "found, not expected (1): new" in message
     assert "different (1): cut: expected f32[4], found f32[3]" in message
     assert message.endswith("Do this.")
     assert "same" not in message

@@ -3,12 +3,15 @@
 Usage: concurrency_worker.py MODE PROCESS PROCESSES PORT ROOT OUT DEVICES
 
 MODE is preempted: trains until it is told to leave, and holds up the save of step 3 until OUT-go-on
-exists; last: restores the last step; or failing: saves of which one process cannot write its share.
+exists; deferring: the same with most steps deferred, as the guide has it; last: restores the last
+step; or failing: saves of which one process cannot write its share.
 """
 
 from __future__ import annotations
 
 import json
+import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +21,7 @@ from tests.one_process import own, write  # isort: skip
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 
 import adacheck_jax as adacheck
 from adacheck_jax.save import share
@@ -55,6 +59,31 @@ def train_until_preempted() -> dict[str, Any]:
             save(manager)
             if manager.reached_preemption(run.count):
                 break
+        manager.wait_until_finished()
+        write(run.state, "saved")
+        return {"step": run.count, "latest": manager.latest_step()}
+
+
+def train_deferring() -> dict[str, Any]:
+    """A loop of the guide, in a single process with a signal handler of its own."""
+    options, heard = ocp.CheckpointManagerOptions(save_interval_steps=20), threading.Event()
+    if own.processes == 1:
+        signal.signal(signal.SIGTERM, lambda *_: heard.set())
+    ending = False
+    with adacheck.checkpoint_manager(root, run.recorder, options=options) as manager:
+        if (newest := manager.latest_step()) is not None:
+            run.state = manager.restore(newest, args=adacheck.RestoreArgs(run.state))
+            run.count = newest
+        begun = run.count
+        while run.count < LAST_STEP and not ending:
+            run.advance()
+            if run.count == begun + 7:
+                Path(f"{out}-held{process}").touch()
+            step = run.count
+            ending = manager.reached_preemption(step) or heard.is_set()
+            due = ending or manager.should_save(step)
+            if due or not manager.handler.record_step(run.state, step):
+                manager.save(step, args=adacheck.SaveArgs(run.state), force=True)
         manager.wait_until_finished()
         write(run.state, "saved")
         return {"step": run.count, "latest": manager.latest_step()}
@@ -125,6 +154,7 @@ run = support.dict_run(mesh)
 handler = adacheck.AdaCheckHandler(run.recorder)
 modes = {
     "preempted": train_until_preempted,
+    "deferring": train_deferring,
     "last": restore_last,
     "failing": save_while_one_fails,
 }

@@ -28,6 +28,7 @@ from adacheck_jax.save.saver import Saver
 from adacheck_jax.store import base_writer, delta_writer, volumes
 from adacheck_jax.store.packs import writer
 from adacheck_jax.store.steps import lookup, roots
+from adacheck_jax.tools import audit
 from tests import support
 from tests.processes import launch, leaves, outputs, start
 from tests.support import abstract, assert_same_bits, host_copy, manager_of, mesh_of, save_steps
@@ -355,6 +356,37 @@ def test_a_run_of_two_processes_is_preempted_while_it_saves(tmp_path, processes,
     assert work("last", processes, root, out, devices) == [{"step": step}] * processes
     assert leaves(Path(f"{out}-restored.npz")) == saved
     assert [each.step for each in roots.steps_of(root)] == list(range(1, step + 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_what_is_deferred_is_saved_when_a_run_is_told_to_end(tmp_path, processes):
+    """Twice: the second run is resumed, so that its steps begin far from 0."""
+    root, before = tmp_path / "run", 0
+    for turn in range(2):
+        out = tmp_path / f"out{turn}"
+        children = start("deferring", processes, root, out, 2, WORKER)
+        try:
+            held = [Path(f"{out}-held{index}") for index in range(processes)]
+            until(
+                lambda held=held, children=children: (
+                    all(p.exists() for p in held) or any(c.returncode is not None for c in children)
+                )
+            )
+            os.kill(children[-1].process.pid, signal.SIGTERM)
+        finally:
+            outputs(children)
+        step = told(out, processes)[0]["step"]
+        assert told(out, processes) == [{"step": step, "latest": step}] * processes
+        assert before + 7 <= step < before + 2000
+        assert not audit.verify_root(root, read_data=True).damaged_count
+        (newest,) = (each for each in roots.steps_of(root) if each.step == step)
+        deferred = {each.step for each in newest.manifest.recorded}
+        assert deferred >= {*range(newest.manifest.parent.step + 1, step)}
+        again = tmp_path / f"again{turn}"
+        assert work("last", processes, root, again, 2) == [{"step": step}] * processes
+        assert leaves(Path(f"{again}-restored.npz")) == leaves(Path(f"{out}-saved.npz"))
+        before = step
 
 
 @pytest.mark.slow

@@ -70,10 +70,10 @@ class TestAbstractState:
         with pytest.raises(MismatchError) as caught:
             restore(root, step, target)
         message = str(caught.value)
-        assert "missing (1): params/scale" in message
-        assert "not expected (1): params/extra" in message
-        assert "params/in/bias: expected float32[128], found float32[5]" in message
-        assert "step: expected int32[], found float32[]" in message
+        assert "saved, not asked for (1): params/scale" in message
+        assert "asked for, not saved (1): params/extra" in message
+        assert "params/in/bias: saved float32[128], asked for float32[5]" in message
+        assert "step: saved int32[], asked for float32[]" in message
         assert "jax.eval_shape" in message
 
     def test_a_key_is_not_an_array(self, tmp_path):
@@ -82,7 +82,7 @@ class TestAbstractState:
             manager.save(1, args=adacheck.SaveArgs(state))
             manager.wait_until_finished()
         target = {"key": jax.ShapeDtypeStruct((2,), jnp.uint32), "x": state["x"]}
-        with pytest.raises(MismatchError, match=r"key: expected key<fry>"):
+        with pytest.raises(MismatchError, match=r"key: saved key<fry>"):
             restore(tmp_path, 1, target)
 
     def test_devices_that_do_not_exist_ask_for_a_sharding(self, saved_run, monkeypatch):
@@ -205,8 +205,8 @@ class TestDamage:
             restore(root, 1, abstract(run.state))
 
     @pytest.mark.parametrize("asks", [False, True])
-    def test_a_key_that_comes_back_as_numbers_is_an_integrity_error(self, tmp_path, asks):
-        """Of a lost ``array_metadatas`` Orbax makes plain arrays."""
+    def test_a_lost_description_is_told_and_keys_do_not_depend_on_it(self, tmp_path, asks):
+        """Of a lost ``array_metadatas`` Orbax makes plain arrays; the manifest knows the type."""
         state = {"key": jax.random.key(3), "x": jnp.ones(3)}
         with manager_of(tmp_path, adacheck.AdaCheckHandler()) as manager:
             manager.save(1, args=adacheck.SaveArgs(state))
@@ -215,8 +215,7 @@ class TestDamage:
         with pytest.raises(IntegrityError, match=r"array_metadatas.*found none"):
             restore(tmp_path, 1, abstract(state) if asks else None)
         forget_descriptions(item)
-        with pytest.raises(IntegrityError, match=r"key: expected key<fry>"):
-            restore(tmp_path, 1, abstract(state) if asks else None)
+        assert_same_bits(restore(tmp_path, 1, abstract(state) if asks else None), host_copy(state))
 
     def test_an_unknown_format_version_names_the_remedy(self, copy):
         root, run = copy

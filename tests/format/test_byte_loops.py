@@ -68,17 +68,20 @@ import numpy as np
 from adacheck_jax.format import byte_loops
 from adacheck_jax.device import fingerprint
 assert "numba" not in sys.modules
-array = np.arange(5000, dtype=np.float32)
+small = byte_loops.fingerprint_of(np.arange(5000, dtype=np.float32))
+assert threading.active_count() == 1  # a compiler is not worth it yet
+array = np.arange(5_000_000, dtype=np.float32)
 started = threading.Event()
 byte_loops.lower_priority = started.wait  # keeps the compiler from beginning
 sums = [byte_loops.fingerprint_of(array)]
+assert threading.active_count() == 2
 assert "numba" not in sys.modules
 started.set()
 byte_loops.wait_until_compiled()
 assert "numba" in sys.modules
 sums.append(byte_loops.fingerprint_of(array))
 assert sums[0] == sums[1], sums
-assert byte_loops._compiler.loop() is not None
+assert byte_loops._compiler.loop(0) is not None
 """
 
 

@@ -239,7 +239,9 @@ def test_types_that_a_format_does_not_hold_are_named_before_anything_is_written(
 
 
 def test_leaves_of_one_name_are_refused(tmp_path):
-    saved_bits(tmp_path / "run", {"params": {"b": jnp.ones(2), "a.c": np.ones(1)}, "params.b": 1})
+    saved_bits(
+        tmp_path / "run", {"params": {"b": jnp.ones(2), "a.c": np.ones(1)}, "params.b": np.ones(0)}
+    )
     done = run("export", tmp_path / "run", 1, tmp_path / "x", "--all")
     assert done.exit_code == 1
     assert "found params.b for several" in done.stderr

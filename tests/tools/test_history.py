@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import shutil
@@ -103,6 +104,9 @@ def test_the_difference_of_two_steps(run):
     assert not compares.compare_steps(walk, 5, walk, 5).differences
     assert walk.restored_count == 0  # equal by fingerprint
     found = compares.compare_steps(walk, 5, walk, 8)
+    shown = [*dict.fromkeys(each.role for each in found.differences)]
+    assert shown == ["params", "optimizer state", "other", "record"]  # each with all its leaves
+    assert sum(a.role != b.role for a, b in itertools.pairwise(found.differences)) == 3
     by_path = {each.path: each for each in found.differences}
     each = by_path["params/a/kernel"]
     old, new = (np.float64(states[s]["params"]["a"]["kernel"]) for s in (5, 8))

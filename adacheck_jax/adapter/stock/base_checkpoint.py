@@ -1,7 +1,7 @@
 """Bases: full states read and written as stock Orbax PyTree checkpoints.
 
-Orbax alone can read a base. It writes the metadata of a base and its Python scalars;
-:mod:`~adacheck_jax.store.volumes` writes the arrays, into the files where Orbax expects them.
+Orbax alone can read a base. It writes the metadata of a base; :mod:`~adacheck_jax.store.volumes`
+writes arrays and numbers, into the files where Orbax expects them.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class StockCheckpoints:
 
     def __init__(self) -> None:
         types = ocp.type_handlers
-        self._noted = descriptions.NotedNumpy(), descriptions.NotedArrays()
-        scalars = [(t, types.get_type_handler(t)) for t in (int, float)]
-        arrays = zip((np.ndarray, jax.Array), self._noted, strict=True)
-        registry = types.create_type_handler_registry(*scalars, *arrays)
+        kinds = (int, float, np.ndarray, jax.Array)
+        number = descriptions.NotedScalars()
+        noted = number, number, descriptions.NotedNumpy(), descriptions.NotedArrays()
+        self._noted = noted[1:]
+        registry = types.create_type_handler_registry(*zip(kinds, noted, strict=True))
         self._writer = ocp.PyTreeCheckpointHandler(use_zarr3=True, type_handler_registry=registry)
         self._reader = ocp.PyTreeCheckpointHandler()
-        kinds = (int, float, np.ndarray, jax.Array)
         numbers = descriptions.DescribedScalars()
         described = numbers, numbers, descriptions.DescribedNumpy(), descriptions.DescribedArrays()
         self._describer = ocp.PyTreeCheckpointHandler(
@@ -63,25 +63,6 @@ class StockCheckpoints:
                 *zip(kinds, described, strict=True)
             )
         )
-
-    def check_reachable(self, directory: AnyPath, state: PyTree) -> None:
-        """Refuse a state of which Orbax would have to write or read leaves where it cannot.
-
-        Raises:
-            MismatchError: the step lies on ``s3://``, and a leaf is a number or a PRNG key.
-        """
-        if _is_reachable(directory):
-            return
-        for path, leaf in trees.flatten(state)[0].items():
-            is_number = isinstance(leaf, int | float) and not isinstance(leaf, np.generic)
-            if is_number or transfer.is_key(leaf):
-                kind = "a typed PRNG key" if transfer.is_key(leaf) else type(leaf).__name__
-                raise MismatchError(
-                    f"leaf {path}: expected an array, found {kind}, which Orbax itself stores and "
-                    f"reads; {_why_unreachable()}. Nothing was saved at {directory}; save "
-                    "jax.numpy.asarray(number), jax.random.key_data(key), or to gs:// or a file "
-                    "system."
-                )
 
     async def write(
         self, directory: epath.Path, state: PyTree, save_args: PyTree, custom_metadata: Any
@@ -184,21 +165,13 @@ class StockCheckpoints:
     ) -> dict[str, Any]:
         """Read a state, in each process only the boxes that its devices need.
 
-        Args:
-            directory: directory of the base.
-            leaves: the manifest's record of every leaf.
-            wanted: sharding of each leaf, by leaf path; ``np.ndarray`` for a host array, None to
-                leave the leaf out. Python scalars stay Python scalars.
-            metadata_tree: Orbax's tree of them (see :meth:`described`).
-            read_once: as for :func:`base_reader.read`; collective.
-
         Returns:
             Leaves by leaf path; None for a leaf left out.
 
         Raises:
-            IntegrityError: Orbax cannot read it, or its leaves, or the shape or type of one, are
-                not the expected ones; raised before memory is allocated for them.
-            StorageError: it cannot be read now, or not from ``s3://``.
+            IntegrityError: it is damaged, or its leaves, or the shape or type of one, are not the
+                expected ones; raised before memory is allocated for them.
+            StorageError: it cannot be read now.
         """
         found, _ = trees.flatten(metadata_tree)
         stored = {leaf.path: leaf for leaf in leaves if leaf.nbytes}
@@ -212,22 +185,22 @@ class StockCheckpoints:
             check_described(directory, stored[path], described)
         read = {leaf.path: _empty(leaf, wanted[leaf.path]) for leaf in leaves if not leaf.nbytes}
         asked = {path: each for path, each in wanted.items() if path in found and each is not None}
-        # Not a Python scalar, nor a PRNG key.
-        plain = [p for p in asked if stored[p].key_type is None and not is_number(found[p])]
         arrays = [
             base_reader.ReadRequest(
                 found[path].name,
                 stored[path].shape,
                 stored[path].itemsize_bytes,
-                None if asked[path] is np.ndarray else asked[path],
+                None if each is np.ndarray or is_number(found[path]) else each,
             )
-            for path in plain
+            for path, each in asked.items()
         ]
         with _damage_named(directory):
-            read |= zip(plain, base_reader.read(directory, arrays, read_once), strict=True)
-        if rest := {path: each for path, each in asked.items() if path not in read}:
-            by_orbax = self.read_by_orbax(directory, rest, metadata_tree)
-            read |= {path: by_orbax[path] for path in rest}
+            for path, data in zip(
+                asked, base_reader.read(directory, arrays, read_once), strict=True
+            ):
+                key = stored[path].key_type
+                leaf = transfer.keys_of(data, key) if key else data
+                read[path] = data.item() if is_number(found[path]) else leaf
         return {
             leaf.path: None
             if (value := read.get(leaf.path)) is None
@@ -238,12 +211,7 @@ class StockCheckpoints:
     def read_by_orbax(
         self, directory: AnyPath, wanted: Mapping[str, Any], metadata_tree: PyTree
     ) -> dict[str, Any]:
-        """Read the wanted leaves through Orbax, which knows every type.
-
-        Args:
-            directory: directory of a base, or of another checkpoint of stock Orbax.
-            wanted: as for :meth:`read`; a leaf that is not named is left out.
-            metadata_tree: the tree of :meth:`metadata`.
+        """Read the wanted leaves of a checkpoint of stock Orbax.
 
         Raises:
             IntegrityError: Orbax cannot read it.
@@ -251,11 +219,10 @@ class StockCheckpoints:
         """
         readable = {path: _readable(sharding) for path, sharding in wanted.items()}
         if not _is_reachable(directory):
-            paths = [path for path, each in readable.items() if each is not None]
             raise StorageError(
-                f"{directory}: expected arrays alone, found numbers or PRNG keys, which Orbax "
-                f"itself reads ({', '.join(paths[:5])}); {_why_unreachable()}. Copy the "
-                "root to gs:// or a file system."
+                f"{directory}: no release of Orbax up to "
+                f"{importlib.metadata.version('orbax-checkpoint')} reaches arrays on s3://, which "
+                "it takes for a relative path. Copy the root to gs:// or a file system."
             )
 
         def argument(key_path: Any, leaf: Any) -> Any:
@@ -285,13 +252,8 @@ class StockCheckpoints:
 
 
 def _is_reachable(directory: AnyPath) -> bool:
-    """True if Orbax can write and read arrays there, numbers and PRNG keys among them."""
+    """True if Orbax can read arrays there."""
     return not str(directory).startswith("s3://")
-
-
-def _why_unreachable() -> str:
-    release = importlib.metadata.version("orbax-checkpoint")
-    return f"no release of Orbax up to {release} reaches arrays on s3://"
 
 
 def _is_empty(leaf: Any) -> bool:

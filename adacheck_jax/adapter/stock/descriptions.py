@@ -44,7 +44,7 @@ class ArrayEntry:
 
 
 class _Noted(ocp.type_handlers.TypeHandler):
-    """Type handler that notes the arrays Orbax would write, and writes nothing."""
+    """Type handler that notes what Orbax would write, and writes nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,6 +71,10 @@ class NotedArrays(_Noted, ocp.type_handlers.ArrayHandler):
 
 class NotedNumpy(_Noted, ocp.type_handlers.NumpyHandler):
     """Notes numpy arrays."""
+
+
+class NotedScalars(_Noted, ocp.type_handlers.ScalarHandler):
+    """Notes Python numbers."""
 
 
 class _Described(ocp.type_handlers.TypeHandler):

@@ -18,8 +18,6 @@ from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import StorageError, first_line
 from adacheck_jax.format.manifest import Leaf
 
-_KEY_IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
-
 
 def write(path: Path, tree: PyTree) -> None:
     """Write a tree of host arrays, numbers and PRNG keys as a checkpoint of stock Orbax.
@@ -70,20 +68,7 @@ def tree_of(described: PyTree, wanted: Collection[str], value: Callable[[str], A
 def stored(elements: np.ndarray, leaf: Leaf, described: Any) -> Any:
     """A leaf as Orbax takes it: an array, a typed PRNG key, or a Python number."""
     if leaf.key_type is not None:
-        return jax.random.wrap_key_data(
-            jax.numpy.asarray(elements), impl=_implementation(leaf.key_type)
-        )
+        return transfer.keys_of(jax.numpy.asarray(elements), leaf.key_type)
     if isinstance(described, ocp.metadata.ScalarMetadata):
         return elements.item()
     return elements
-
-
-def _implementation(key_type: str) -> str:
-    """Name of the implementation of keys by their data type, such as ``key<fry>``."""
-    for name in _KEY_IMPLEMENTATIONS:
-        if str(jax.eval_shape(lambda n=name: jax.random.key(0, impl=n)).dtype) == key_type:
-            return name
-    raise StorageError(
-        f"expected typed PRNG keys of {', '.join(_KEY_IMPLEMENTATIONS)}, found {key_type}. Nothing "
-        "was written; export without --all, or with --format safetensors."
-    )

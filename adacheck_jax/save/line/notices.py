@@ -89,13 +89,19 @@ class Notices:
                 key=remedy,  # the reason has other numbers at each step
             )
 
-    def hint_at_recorder(self, structure: Structure) -> None:
-        """Warns that a state holds a record of which the handler knows no recorder."""
+    def hint_at_recorder(self, structure: Structure, *, is_first: bool) -> None:
+        """Warns where a handler without a recorder saves a record, or more than one step."""
         if nodes := find_nodes(list(structure.index)):
             self.warn_once(
                 f"Every step is saved as a full state: the state holds a Recorder's record at "
                 f"{nodes[0].prefix!r}, but the handler was given no recorder. Give it: "
-                "AdaCheckHandler(recorder)."
+                "checkpoint_manager(root, recorder), or AdaCheckHandler(recorder)."
+            )
+        elif not is_first:
+            self.warn_once(
+                "Every step is saved as a full state, since the handler was given no recorder: "
+                "wrap the optimizer in adacheck.Recorder and give it, or save differences with "
+                'delta="bits"; max_deltas=0 says that full states are meant.'
             )
 
     def note_step(self, step: int) -> None:

@@ -235,7 +235,7 @@ class Parents:
         return found[0] if found else None
 
     def note_parent(self, number: int | None, parent: Parent | None) -> None:
-        """Tells the policy which step a new one builds on; a base builds on none."""
+        """Tells the policy which step a new one refers to; a base refers to none."""
         keep = self._keep_lineage
         if keep is not None and parent and parent.number is not None and number is not None:
             keep.note(number, parent.number)

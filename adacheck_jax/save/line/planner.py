@@ -168,6 +168,7 @@ class Planner:
         waits = parent is None and replayable and not structure.on_accelerator
         waits = waits and self.updates.can_wait(structure)
         update = NOT_YET if waits else self.updates.of(structure)
+        self.updates.tell(update)
         is_checked = replays(update, options, replayable=replayable)
         if parent is not None:
             tip = self.deferred.tip_behind(parent)

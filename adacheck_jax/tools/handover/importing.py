@@ -90,6 +90,7 @@ def _from_orbax(directory: AnyPath, wanted: Mapping[str, Any]) -> dict[str, Any]
             "Recorder",
             remedy="Build the abstract state from the code of the run that saved it, with the "
             "Recorder around the same transformation. Nothing was read.",
+            words=("asked for", "saved"),
         )
         placements = {place: _placement(leaves[place]) for place in found}
         read = checkpoints.read_by_orbax(directory, placements, tree)

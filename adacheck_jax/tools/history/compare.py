@@ -77,7 +77,8 @@ def compare_steps(before: Walk, old: int, after: Walk, new: int) -> StepComparis
     if any(digests[0][path] != digests[1][path] for path in common):
         a, b = before.at(old), after.at(new)
         found, rounded = _differences(a, b, common), tuple({*a.rounded, *b.rounded})
-    found.sort(key=lambda each: -(each.relative or each.changed_share))
+    last = len(_ORDER)  # the record comes last here: each step has another one
+    found.sort(key=lambda x: (_ORDER[x.role] or last, -(x.relative or x.changed_share)))
     return StepComparison(
         before=(str(before.root), old),
         after=(str(after.root), new),

@@ -1,0 +1,205 @@
+"""A stock Orbax manager in one call: handler, retention and protocol agree with each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Final, Unpack
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+from orbax.checkpoint.checkpoint_managers import (
+    AnyPreservationPolicy,
+    BestN,
+    EveryNSeconds,
+    EveryNSteps,
+    LatestN,
+)
+
+from adacheck_jax.adapter import directories
+from adacheck_jax.adapter.handler import AdaCheckHandler, HandlerOptions
+from adacheck_jax.plan.options import Shadow
+from adacheck_jax.schedule.adaptive import AdaptivePolicy
+from adacheck_jax.store.retention import KeepLineage
+from adacheck_jax.store.storage.location import AnyPath
+from adacheck_jax.update.binding import RecorderArgument
+
+
+class _Unsaid(int):
+    """A default, told from the same number of a caller."""
+
+
+NEWEST: Final[int] = _Unsaid(3)
+"""Newest steps that are kept if nothing is said."""
+_RULES = ("max_to_keep", "keep_time_interval", "keep_period")
+"""Options of Orbax's manager in whose place a policy may stand."""
+
+
+class AdaCheckManager(ocp.CheckpointManager):
+    """A stock Orbax manager that tells its handler; :func:`checkpoint_manager` makes one.
+
+    Attributes:
+        handler: the handler, for ``record_step``, ``recover``, ``restored`` and ``last_save``.
+    """
+
+    def __init__(self, handler: AdaCheckHandler, root: epath.Path, **arguments: Any) -> None:
+        self.handler = handler
+        super().__init__(root, **arguments)
+        if handler.run.has_recorder and (newest := self.latest_step()) is not None:
+            self.reached_preemption(newest)  # or JAX would end a resumed run at step 1
+
+    def reached_preemption(self, step: int) -> bool:
+        """As Orbax's, for the training loop alone.
+
+        JAX ends a run at the step after the last one that it was asked about. Orbax's thread that
+        ends a save asks too, for a metric, of a step that the loop may have left behind: no process
+        would ever come to the step after it.
+        """
+        is_orbax = threading.current_thread().name == "save_finalize"
+        return not is_orbax and super().reached_preemption(step)
+
+
+def checkpoint_manager(
+    root: AnyPath | str,
+    recorder: RecorderArgument = None,
+    *,
+    max_to_keep: int | None = NEWEST,
+    options: ocp.CheckpointManagerOptions | None = None,
+    items: Mapping[str, ocp.CheckpointHandler] | None = None,
+    item: str = "state",
+    metadata: Mapping[str, Any] | None = None,
+    **handler: Unpack[HandlerOptions],
+) -> AdaCheckManager:
+    """A stock Orbax manager that saves every step, on a local disk, ``gs://`` or ``s3://``.
+
+    ::
+
+        with adacheck.checkpoint_manager("checkpoints", recorder) as manager:
+            manager.save(step, args=adacheck.SaveArgs(state))
+            state = manager.restore(step, args=adacheck.RestoreArgs(state))
+
+    Steps that are kept are kept with all that they build on, and so is the newest one, on which the
+    next delta builds. On a disk with hard links each step has that in its own directory; elsewhere
+    the steps themselves stay.
+
+    Args:
+        root: directory or URL of the steps. A relative one is taken from the working directory,
+            and ``~`` is the user's home.
+        recorder: as for :class:`AdaCheckHandler`.
+        max_to_keep: number of the newest steps to keep, where ``options`` do not say it; None for
+            all. With ``options`` that say nothing of what to keep it is None, as in Orbax.
+        options: Orbax's. Any ``preservation_policy``, or ``max_to_keep`` and the like, may be among
+            them; an :class:`AdaptivePolicy` as ``save_decision_policy`` is ``max_deltas`` too; with
+            ``enable_background_delete`` no bases are made in the background.
+        items: Orbax's handlers of what is saved beside the state, by name: a data iterator, JSON.
+            Saves and restores then take an ``ocp.args.Composite``. Metrics need no handler.
+        item: name of the state among them.
+        metadata: JSON about the run, as Orbax's manager takes it.
+        **handler: options of :class:`AdaCheckHandler`, by which steps are saved.
+
+    Raises:
+        ValueError: options that contradict each other, or cannot be kept; the message names them.
+        StorageError: a URL of another kind, or one that a ``pathlib.Path`` has mangled.
+    """
+    place, usual = directories.root_path(root), NEWEST if options is None else None
+    options = options or ocp.CheckpointManagerOptions()
+    _refuse_parts(options.multiprocessing_options)
+    if twice := {item, "metrics"} & {*(items or ())}:
+        raise ValueError(
+            f"expected items beside {item!r}, which is the state, and the metrics, found "
+            f"{sorted(twice)}. Leave them out: metrics go to manager.save(..., metrics=...)."
+        )
+    rules = {name: each for name in _RULES if (each := getattr(options, name)) is not None}
+    newest = rules.get("max_to_keep", usual) if isinstance(max_to_keep, _Unsaid) else max_to_keep
+    keep = keeping(
+        options.preservation_policy, max_to_keep, lambda: _policy(options, newest), rules
+    )
+    found = dataclasses.replace(options, **dict.fromkeys(_RULES))
+    found.preservation_policy = keep
+    if directories.needs_mark(place) and found.atomicity_options is None:
+        mode = ocp.options.AtomicityMode.COMMIT_FILE
+        found.atomicity_options = ocp.options.AtomicityOptions(mode=mode)
+    shadow = handler.get("shadow", Shadow())
+    if options.enable_background_delete and shadow is not None:
+        handler["shadow"] = dataclasses.replace(shadow, background_bases=False)
+    agreed = adaptive(options.save_decision_policy, handler)
+    own = AdaCheckHandler(recorder, keep_lineage=keep, **agreed)
+    handlers = own if items is None else {item: own, **items}
+    return AdaCheckManager(own, place, item_handlers=handlers, options=found, metadata=metadata)
+
+
+def keeping(
+    policy: Any,
+    max_to_keep: int | None,
+    usual: Callable[[], Any],
+    rules: Mapping[str, Any] = MappingProxyType({}),
+) -> KeepLineage:
+    """The policy that manager and handler share.
+
+    Args:
+        policy: the caller's; None for the usual one.
+        max_to_keep: as a caller gave it.
+        usual: makes the policy of who gives none.
+        rules: what else says which steps to keep, by name of the option.
+
+    Raises:
+        ValueError: two of them say it.
+    """
+    said = [f"options.{name}" for name in rules]
+    said += [] if isinstance(max_to_keep, _Unsaid) else ["max_to_keep"]
+    if {"max_to_keep", "options.max_to_keep"} <= {*said} or (policy is not None and said):
+        names = [*said, *([] if policy is None else ["preservation_policy"])]
+        raise ValueError(
+            f"expected to be told once which steps to keep, found {' and '.join(names)}. Put all "
+            "of it into one preservation_policy, AnyPreservationPolicy([...]), or leave one out."
+        )
+    policy = usual() if policy is None else policy
+    return policy if isinstance(policy, KeepLineage) else KeepLineage(policy)
+
+
+def adaptive(policy: Any, handler: HandlerOptions) -> HandlerOptions:
+    """Options of a handler that follows the policy by which its manager decides when to save.
+
+    Raises:
+        ValueError: it is an :class:`AdaptivePolicy`, and ``max_deltas`` is another one.
+    """
+    if not isinstance(policy, AdaptivePolicy):
+        return handler
+    if (most := handler.get("max_deltas", policy)) is not policy:
+        raise ValueError(
+            "expected the AdaptivePolicy that is the save_decision_policy as max_deltas too, found "
+            f"max_deltas={most!r}. Leave max_deltas out."
+        )
+    return {**handler, "max_deltas": policy}
+
+
+def _refuse_parts(options: ocp.options.MultiprocessingOptions) -> None:
+    is_part = options.primary_host != 0 or options.active_processes is not None
+    if is_part and jax.process_count() > 1:
+        raise ValueError(
+            "expected options for all processes of the job, found MultiprocessingOptions("
+            f"primary_host={options.primary_host}, active_processes={options.active_processes}): "
+            "a step is saved by all, and committed by the first. Leave these options out."
+        )
+
+
+def _policy(options: ocp.CheckpointManagerOptions, newest: int | None) -> AnyPreservationPolicy:
+    """What Orbax would keep by these options."""
+    policies: list[Any] = [LatestN(newest)]
+    if options.best_fn is not None:
+        policies = [
+            BestN(
+                get_metric_fn=options.best_fn,
+                reverse=options.best_mode == "min",
+                n=newest,
+                keep_checkpoints_without_metrics=options.keep_checkpoints_without_metrics,
+            )
+        ]
+    if options.keep_period is not None:
+        policies.append(EveryNSteps(options.keep_period))
+    if options.keep_time_interval is not None:
+        policies.append(EveryNSeconds(int(options.keep_time_interval.total_seconds())))
+    return AnyPreservationPolicy(policies)

@@ -1,0 +1,91 @@
+"""A stock Checkpointer of Orbax v1 in one call: handler, retention and protocol fit each other."""
+
+from __future__ import annotations
+
+from typing import Any, Unpack, cast
+
+from orbax.checkpoint import v1 as ocp
+
+from adacheck_jax.adapter import directories
+from adacheck_jax.adapter.handler import AdaCheckHandler, HandlerOptions
+from adacheck_jax.adapter.manager import NEWEST, adaptive, keeping
+from adacheck_jax.adapter.v1.registration import STATE, context
+from adacheck_jax.store.storage.location import AnyPath
+from adacheck_jax.update.binding import RecorderArgument
+
+_EVERY = ocp.training.save_decision_policies.FixedIntervalPolicy(1)
+
+
+class CheckpointerOptions(HandlerOptions, total=False):
+    """Options of the handler, and of Orbax's Checkpointer."""
+
+    step_name_format: Any
+    custom_metadata: Any
+    cleanup_tmp_directories: bool
+    lightweight_initialize: bool
+    logger: Any
+
+
+class StateCheckpointer(ocp.training.Checkpointer):  # pyright: ignore[reportGeneralTypeIssues]
+    """A stock Checkpointer that tells its handler; :func:`checkpointer` makes one.
+
+    Nothing of Orbax's class, which is marked as final, is overridden.
+
+    Attributes:
+        handler: the handler, for ``record_step``, ``recover``, ``restored`` and ``last_save``.
+    """
+
+    handler: AdaCheckHandler
+
+
+def checkpointer(
+    root: AnyPath | str,
+    recorder: RecorderArgument = None,
+    *,
+    max_to_keep: int | None = NEWEST,
+    save_decision_policy: ocp.training.save_decision_policies.SaveDecisionPolicy | None = None,
+    preservation_policy: ocp.training.preservation_policies.PreservationPolicy | None = None,
+    parent: ocp.Context | None = None,
+    checkpointable_name: str = STATE,
+    **options: Unpack[CheckpointerOptions],
+) -> StateCheckpointer:
+    """A stock Checkpointer that saves every step, on a local disk, ``gs://`` or ``s3://``.
+
+    ::
+
+        with adacheck.v1.checkpointer("checkpoints", recorder) as checkpointer:
+            checkpointer.save_async(step, state)
+            state = checkpointer.load(step, abstract_state)
+
+    It has a context of its own, so that none has to be active. See
+    :func:`adacheck_jax.checkpoint_manager` for what is kept.
+
+    Args:
+        root: directory or URL of the steps.
+        recorder: as for ``AdaCheckHandler``.
+        max_to_keep: number of the newest steps to keep without a ``preservation_policy``; None for
+            all.
+        save_decision_policy: Orbax's, or an ``AdaptivePolicy``, which is ``max_deltas`` too; None
+            for each step that is given. Orbax's own default leaves steps out.
+        preservation_policy: Orbax's.
+        parent: a context whose options and handlers its own has too.
+        checkpointable_name: name of the checkpointable that is the train state.
+        **options: those of ``AdaCheckHandler``, and of Orbax's ``Checkpointer``.
+
+    Raises:
+        ValueError: options that contradict each other; the message names them.
+        StorageError: a URL of another kind, or one that a ``pathlib.Path`` has mangled.
+    """
+    place, training = directories.root_path(root), ocp.training
+    usual = training.preservation_policies.LatestN
+    keep = keeping(preservation_policy, max_to_keep, lambda: usual(max_to_keep))
+    stock: Any = dict(options)
+    own: Any = {k: stock.pop(k) for k in HandlerOptions.__annotations__ if k in stock}
+    handler = AdaCheckHandler(recorder, keep_lineage=keep, **adaptive(save_decision_policy, own))
+    made = context(handler, parent=parent, checkpointable_name=checkpointable_name)
+    if directories.needs_mark(place):
+        made.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE
+    stock["save_decision_policy"] = save_decision_policy or _EVERY
+    found = StateCheckpointer(place, context=made, preservation_policy=cast(Any, keep), **stock)
+    found.handler = handler
+    return found

@@ -1,0 +1,260 @@
+"""The manager made in one call: what is kept, on which root, beside what, and what is refused."""
+
+import errno
+import os
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from orbax.checkpoint import checkpoint_manager, v1
+from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSteps, LatestN
+
+import adacheck_jax as adacheck
+from adacheck_jax.errors import StorageError
+from adacheck_jax.tools import listing
+from tests.support import abstract, assert_same_bits, dict_run, host_copy, mesh_of, save_steps
+
+OPTIONS = ocp.CheckpointManagerOptions
+
+
+@pytest.fixture
+def run():
+    return dict_run(mesh_of((2, 1)))
+
+
+@pytest.fixture(params=["links", "references"])
+def linked(request, monkeypatch):
+    """True on a file system with hard links."""
+    if request.param == "references":
+
+        def refuse(*_, **__):
+            raise PermissionError(errno.EPERM, "no links here")
+
+        monkeypatch.setattr(os, "link", refuse)
+    return request.param == "links"
+
+
+def kinds(manager):
+    """Kinds of the steps that a manager lists, from a look at the disk."""
+    manager.wait_until_finished()
+    rows = listing.summarize_root(Path(str(manager.directory))).steps
+    assert [row.step for row in rows] == list(manager.all_steps())
+    assert all(row.error is None for row in rows)
+    return "".join(f"{row.kind[0]}" for row in rows)
+
+
+def test_every_kept_step_is_restored_and_a_new_process_goes_on(tmp_path, run, linked):
+    with adacheck.checkpoint_manager(tmp_path, run.recorder, max_deltas=4) as manager:
+        saved = save_steps(manager, run, 7)
+        # Bases are 1 and 6; without links all steps that 5 builds on stay as long as it does.
+        assert manager.all_steps() == ([5, 6, 7] if linked else [1, 2, 3, 4, 5, 6, 7])
+        assert kinds(manager) == ("dbd" if linked else "bddddbd")
+    assert manager.handler.last_save.step == 7
+    with adacheck.checkpoint_manager(tmp_path, run.recorder, max_deltas=4) as manager:
+        args = adacheck.RestoreArgs(abstract(run.state))
+        run.state = manager.restore(manager.latest_step(), args=args)
+        assert manager.handler.restored.exact
+        saved |= save_steps(manager, run, 1)
+        assert manager.all_steps() == [6, 7, 8]
+        assert kinds(manager) == "bdd"
+        for step in (6, 7, 8):
+            assert_same_bits(manager.restore(step, args=args), saved[step])
+
+
+@pytest.mark.parametrize(
+    ("said", "kept"),
+    [
+        ({}, [6, 7, 8]),
+        ({"max_to_keep": 2}, [7, 8]),
+        ({"max_to_keep": None}, [1, 2, 3, 4, 5, 6, 7, 8]),
+        ({"options": OPTIONS()}, [1, 2, 3, 4, 5, 6, 7, 8]),  # as Orbax takes them
+        ({"options": OPTIONS(max_to_keep=1, keep_period=3)}, [3, 6, 8]),
+        ({"options": OPTIONS(keep_period=3), "max_to_keep": 2}, [3, 6, 7, 8]),
+        ({"options": OPTIONS(preservation_policy=EveryNSteps(4))}, [4, 8]),
+        ({"options": OPTIONS(preservation_policy=adacheck.KeepLineage(LatestN(1)))}, [8]),
+        (  # and the newest step, without which each save would be a base
+            {"options": OPTIONS(max_to_keep=1, best_fn=lambda m: m["loss"], best_mode="min")},
+            [1, 8],
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_kept_is_what_orbax_would_keep_and_the_newest_step(tmp_path, run, said, kept):
+    with adacheck.checkpoint_manager(tmp_path, run.recorder, **said) as manager:
+        for step in range(1, 9):
+            run.advance()
+            manager.save(step, args=adacheck.SaveArgs(run.state), metrics={"loss": float(step)})
+        manager.wait_until_finished()
+        assert manager.all_steps() == kept
+    assert manager.handler.last_save.kind == "delta"
+
+
+def test_other_items_and_metrics_lie_beside_the_state(tmp_path, run):
+    items = {"data": ocp.JsonCheckpointHandler()}
+    best = OPTIONS(best_fn=lambda metrics: metrics["loss"], best_mode="min", max_to_keep=1)
+    with adacheck.checkpoint_manager(tmp_path, run.recorder, options=best, items=items) as manager:
+        for step in (1, 2, 3):
+            run.advance()
+            args = ocp.args.Composite(
+                state=adacheck.SaveArgs(run.state), data=ocp.args.JsonSave({"read": step})
+            )
+            manager.save(step, args=args, metrics={"loss": float(-step)})
+        manager.wait_until_finished()
+        assert manager.best_step() == 3
+        wanted = ocp.args.Composite(
+            state=adacheck.RestoreArgs(abstract(run.state)), data=ocp.args.JsonRestore()
+        )
+        restored = manager.restore(3, args=wanted)
+        assert restored.data == {"read": 3}
+        assert_same_bits(restored.state, host_copy(run.state))
+
+
+def test_a_root_may_be_relative_or_in_the_home_directory(tmp_path, run, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for root, place in (("here", "here"), ("~/there", "home/there")):
+        with adacheck.checkpoint_manager(root, run.recorder) as manager:
+            save_steps(manager, run, 1)
+        assert (tmp_path / place / str(run.count) / "default").is_dir()
+    assert not (tmp_path / "~").exists()
+
+
+@pytest.mark.parametrize("part", ["~", "s3:", "gs:"])
+def test_a_path_that_stands_for_another_is_refused(tmp_path, run, part):
+    root = tmp_path / part / "run"
+    with pytest.raises(StorageError, match=f"found '{part}' in it"):
+        adacheck.checkpoint_manager(root, run.recorder)
+    assert not root.exists()
+    handler = adacheck.AdaCheckHandler(run.recorder)
+    with (
+        ocp.CheckpointManager(root, item_handlers=handler) as manager,
+        pytest.raises(StorageError, match=f"found '{part}' in it"),
+    ):
+        save_steps(manager, run, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"options": OPTIONS(max_to_keep=2), "max_to_keep": 3},
+            "found options.max_to_keep and max_to_keep",
+        ),
+        (
+            {"options": OPTIONS(preservation_policy=LatestN(1)), "max_to_keep": None},
+            "found max_to_keep and preservation_policy",
+        ),
+        (
+            {"options": OPTIONS(preservation_policy=LatestN(1), keep_period=2)},
+            "found options.keep_period and preservation_policy",
+        ),
+        ({"items": {"state": ocp.JsonCheckpointHandler()}}, r"found \['state'\]"),
+        ({"items": {"metrics": ocp.JsonCheckpointHandler()}}, r"found \['metrics'\]"),
+        (
+            {
+                "options": OPTIONS(save_decision_policy=adacheck.AdaptivePolicy()),
+                "max_deltas": adacheck.AdaptivePolicy(),
+            },
+            "Leave max_deltas out",
+        ),
+        ({"options": OPTIONS(preservation_policy=AnyPreservationPolicy([]))}, None),
+    ],
+    ids=str,
+)
+def test_options_that_contradict_each_other_are_refused_by_name(tmp_path, run, given, message):
+    root = tmp_path / "run"
+    if message is None:
+        adacheck.checkpoint_manager(root, run.recorder, **given).close()
+        return
+    with pytest.raises(ValueError, match=message):
+        adacheck.checkpoint_manager(root, run.recorder, **given)
+    assert not root.exists()
+
+
+def test_a_part_of_the_processes_is_refused(tmp_path, run, monkeypatch):
+    alone = OPTIONS(multiprocessing_options=ocp.options.MultiprocessingOptions(primary_host=None))
+    adacheck.checkpoint_manager(tmp_path, run.recorder, options=alone).close()
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    with pytest.raises(ValueError, match="primary_host=None"):
+        adacheck.checkpoint_manager(tmp_path, run.recorder, options=alone)
+
+
+def test_options_of_orbax_change_those_of_the_handler(tmp_path, run):
+    policy = adacheck.AdaptivePolicy()
+    options = OPTIONS(enable_background_delete=True, save_decision_policy=policy)
+    with adacheck.checkpoint_manager(tmp_path, run.recorder, options=options) as manager:
+        found = manager.handler.run._options
+        assert not found.shadow.background_bases
+        assert found.max_deltas is policy
+        save_steps(manager, run, 3)
+    with adacheck.checkpoint_manager(
+        tmp_path / "none", run.recorder, options=options, shadow=None
+    ) as manager:
+        assert manager.handler.run._options.shadow is None
+    assert options.preservation_policy is None  # the caller's own are as they were
+
+
+def test_jax_is_asked_about_the_steps_of_the_loop_alone(tmp_path, run, monkeypatch):
+    """It ends a run at the step after the last one that it was asked about."""
+    asked = []
+    answer = lambda step: asked.append(step) or False  # noqa: E731
+    monkeypatch.setattr(checkpoint_manager.utils, "reached_preemption", answer)
+    with adacheck.checkpoint_manager(tmp_path, run.recorder) as manager:
+        for step in (5, 6, 7):
+            run.advance()
+            manager.reached_preemption(step)
+            manager.save(step, args=adacheck.SaveArgs(run.state))
+            manager.reached_preemption(step + 1)  # before the save ends
+            manager.wait_until_finished()
+            assert asked[-1] == step + 1
+    assert asked == sorted(asked)
+    asked.clear()
+    adacheck.checkpoint_manager(tmp_path, run.recorder).close()
+    assert asked == [7]
+    adacheck.checkpoint_manager(tmp_path).close()  # which reads beside a run
+    assert asked == [7]
+
+
+def test_v1_makes_its_checkpointer_in_one_call(tmp_path, linked):
+    run, saved = dict_run(mesh_of((2, 1))), {}
+    with adacheck.v1.checkpointer(tmp_path, run.recorder, max_to_keep=2, max_deltas=3) as c:
+        assert isinstance(c, v1.training.Checkpointer)
+        for step in range(1, 7):
+            run.advance()
+            saved[step] = host_copy(run.state)
+            c.save_async(step, run.state)
+        c.wait()
+        kept = [5, 6]
+        assert [each.step for each in c.checkpoints] == kept
+        for step in kept:
+            assert_same_bits(c.load(step, abstract(run.state)), saved[step])
+        assert c.handler.restored.exact
+    with adacheck.v1.checkpointer(tmp_path, run.recorder, max_to_keep=None) as c:
+        run.state = c.load(None, abstract(run.state))
+        run.advance()
+        c.save(7, run.state, force=True)
+        assert c.handler.last_save.kind == "delta"
+        assert [each.step for each in c.checkpoints] == [5, 6, 7]
+
+
+def test_v1_takes_options_of_both_and_refuses_two_policies(tmp_path, run):
+    every = v1.training.preservation_policies.EveryNSteps(2)
+    with pytest.raises(ValueError, match="max_to_keep and preservation_policy"):
+        adacheck.v1.checkpointer(tmp_path, run.recorder, max_to_keep=1, preservation_policy=every)
+    with adacheck.v1.checkpointer(
+        tmp_path,
+        run.recorder,
+        preservation_policy=every,
+        checkpointable_name="train",
+        delta="bits",
+        custom_metadata={"a": 1},
+    ) as c:
+        for step in (1, 2, 3):
+            run.advance()
+            c.save_checkpointables(step, {"train": run.state, "more": {"b": 2}})
+        assert [each.step for each in c.checkpoints] == [2, 3]
+        found = c.load_checkpointables(3, {"train": abstract(run.state), "more": None})
+        assert found["more"] == {"b": 2}
+        assert np.array_equal(found["train"]["step"], jnp.asarray(run.state["step"]))
