@@ -119,6 +119,10 @@ def json_copy(metadata: Any) -> Any:
 def apply_casts(state: PyTree, save_args: PyTree | None) -> tuple[PyTree, PyTree, frozenset[str]]:
     """Apply the casts of ``save_args``.
 
+    Args:
+        state: the state to save.
+        save_args: tree of ``ocp.SaveArgs`` like the state, None for no casts.
+
     Returns:
         The state to be stored, ``save_args`` without the casts, and the leaf paths of the leaves
         that were cast.

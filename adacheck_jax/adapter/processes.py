@@ -90,7 +90,14 @@ class Patience:
 
 
 class Processes:
-    """All processes of a run, as one of them reaches the others."""
+    """All processes of a run, as one of them reaches the others.
+
+    Args:
+        index: index of this process.
+        count: number of processes.
+        client: client of the coordination service; a run has one service from begin to end.
+        patience: bounds of waiting.
+    """
 
     def __init__(
         self, index: int, count: int, client: Client, patience: Patience | None = None
@@ -198,6 +205,13 @@ class ServiceExchange:
     """Reports of the processes to each other about one attempt to save a step.
 
     Implements :class:`~adacheck_jax.save.attempt.Exchange`.
+
+    Args:
+        processes: the processes.
+        key: key below which all values of this attempt lie.
+        where: the step's item directory, for messages.
+        patience: bounds of waiting.
+        is_save: True if the step is lost where this fails.
     """
 
     def __init__(

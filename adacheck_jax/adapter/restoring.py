@@ -90,7 +90,14 @@ class _Base:
 
 
 class StepRestorer:
-    """Restores steps for one handler."""
+    """Restores steps for one handler.
+
+    Args:
+        stock: reader of bases.
+        recorders: recorders of the handler, used if this jax cannot read the exported update.
+        params_path: leaf path of the trained params, as given to the handler.
+        clock: a monotonic clock.
+    """
 
     def __init__(
         self,

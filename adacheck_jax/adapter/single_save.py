@@ -12,6 +12,12 @@ from adacheck_jax.device.trees import PyTree
 def save_base(root: str, step: int, state: PyTree, item: str) -> None:
     """Save a state as a base; no update is stored with it.
 
+    Args:
+        root: directory of a new root.
+        step: step number.
+        state: the whole state.
+        item: name of the item; ``default`` for a manager of one item.
+
     Raises:
         AdaCheckError: it cannot be saved.
     """

@@ -96,6 +96,12 @@ class TrainingRun:
     A save is three calls: :meth:`begin` on the caller's thread, :meth:`write` in every process, and
     :meth:`commit` in one process, after the writes of all processes. :class:`AdaCheckHandler` says
     what its arguments and methods are.
+
+    Args:
+        recorder: the :class:`Recorder`, or several.
+        options: the caller's choices.
+        clock: a monotonic clock, by which costs are measured.
+        on_save: called with the report of each save that this process committed.
     """
 
     def __init__(

@@ -40,6 +40,10 @@ def function_of(target: str, takes: str) -> Callable[..., Any]:
     The directory of its file, or for a module the working directory, is where imports are looked
     for first, as ``python file.py`` and ``python -m module`` do.
 
+    Args:
+        target: ``path/to/file.py:function`` or ``package.module:function``.
+        takes: the arguments that it is called with, for messages.
+
     Returns:
         The function. What it raises is an InputError, which says ``where`` in a run it was called
         if that argument is given too.

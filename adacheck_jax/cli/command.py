@@ -74,7 +74,14 @@ def command(
     *,
     has_steps: bool = False,
 ) -> Callable[[Callable[..., Report]], Callable[..., Report]]:
-    """Make a command of a function that returns a report; ``--json`` prints its fields."""
+    """Make a command of a function that returns a report; ``--json`` prints its fields.
+
+    Args:
+        group: heading in the list of commands.
+        show: prints the report for people.
+        code: exit code for a report.
+        has_steps: True if it takes steps: ``-1`` is one then, and no option.
+    """
 
     def register(function: Callable[..., Report]) -> Callable[..., Report]:
         @functools.wraps(function)
@@ -107,6 +114,10 @@ def print_json(report: Any) -> None:
 
 def step_of(text: str | None, name: str = "STEP") -> int | None:
     """The step that a user names.
+
+    Args:
+        text: a number, ``latest``, or a place counted from the newest step, which is ``-1``.
+        name: name of the argument, for the message.
 
     Returns:
         The number; below zero a place; None if nothing is named.

@@ -37,6 +37,12 @@ def share_out(
     them; small boxes are not cut. Boxes and pieces with several holders are dealt out largest
     first, each to the holder with the fewest bytes so far.
 
+    Args:
+        layouts: layout of each leaf.
+        itemsizes_bytes: bytes of one element of each leaf.
+        first: indices of leaves that are balanced among themselves before the others: those that
+            every delta writes.
+
     Returns:
         One share a leaf.
     """

@@ -190,6 +190,13 @@ class ReplicaCheck:
 
     Created while the state is alive. Later every process publishes its :meth:`part`, and the
     process that commits calls :meth:`settle`; both need sums alone.
+
+    Args:
+        mode: reaction to replicas that differ.
+        sites: boxes that have replicas.
+        leaves: all leaves, with the processes that write their boxes.
+        devices: devices of the state.
+        lead: the one of them whose replica is saved.
     """
 
     def __init__(
@@ -206,6 +213,9 @@ class ReplicaCheck:
 
     def part(self, sums: ReplicaSums) -> dict[str, Any]:
         """This process's report for the process that commits, as JSON.
+
+        Args:
+            sums: sums of the replicas on this process's devices.
 
         Returns:
             ``shared``: one sum for every box that other processes hold too, by leaf and box.

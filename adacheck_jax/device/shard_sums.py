@@ -31,6 +31,10 @@ class Summing:
     One program for all arrays on one mesh, without communication: each device sums up its own
     shards, replicas included. Made once for all arrays of these shapes and shardings.
 
+    Args:
+        arrays: plain arrays by leaf index, on devices; in a multi-process program every process
+            passes arrays of equal shapes and shardings.
+
     Attributes:
         placed: sharding and shape of each array.
     """

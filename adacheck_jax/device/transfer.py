@@ -79,7 +79,15 @@ The position is None if the array lies on one device, so that it is its own shar
 
 
 def picks_of(array: Any, wanted: Sequence[Box], ranks: Ranks | None = None) -> tuple[Pick, ...]:
-    """Chooses the shards to take boxes from; depends on the array's sharding alone."""
+    """Chooses the shards to take boxes from; depends on the array's sharding alone.
+
+    Args:
+        array: jax or numpy array (see :func:`raw`).
+        wanted: boxes to take, each within a shard; boxes that this process does not hold are left
+            out.
+        ranks: distances of devices from the lead, of which the nearest is chosen among several
+            replicas; without them the first is.
+    """
     if not isinstance(array, jax.Array) or (
         len(array.sharding.device_set) == 1 and array.is_fully_addressable
     ):
@@ -98,7 +106,12 @@ def picks_of(array: Any, wanted: Sequence[Box], ranks: Ranks | None = None) -> t
 
 
 class Staged(Mapping[int, Blocks]):
-    """Boxes of arrays on their way to the host; access to an array waits for its boxes."""
+    """Boxes of arrays on their way to the host; access to an array waits for its boxes.
+
+    Args:
+        arrays: jax or numpy arrays by leaf index (see :func:`raw`).
+        picks: boxes to take, by leaf index.
+    """
 
     def __init__(self, arrays: Mapping[int, Any], picks: Mapping[int, Sequence[Pick]]) -> None:
         self._arrays = {**arrays}
@@ -167,7 +180,11 @@ class Staged(Mapping[int, Blocks]):
 
 
 class Joined(Mapping[int, Blocks]):
-    """Boxes of arrays that are staged in several groups."""
+    """Boxes of arrays that are staged in several groups.
+
+    Args:
+        groups: the group of each array, by leaf index.
+    """
 
     def __init__(self, groups: Mapping[int, Mapping[int, Blocks]]) -> None:
         self._group = {**groups}
@@ -220,6 +237,9 @@ def copies(arrays: Mapping[int, Any]) -> dict[int, Any]:
     """Copies arrays on their devices, without waiting for them or for the copies.
 
     The arrays may be donated at once: their devices make the copies first.
+
+    Args:
+        arrays: jax or numpy arrays by leaf index; of one process, or on accelerators alone.
     """
     groups: dict[tuple[int, ...], list[int]] = {}  # one program takes its devices in one order
     result: dict[int, Any] = {}
@@ -285,7 +305,13 @@ def boxes_here(shape: Sequence[int], sharding: jax.sharding.Sharding) -> list[Bo
 def place_all(
     wanted: Sequence[jax.ShapeDtypeStruct], read: Callable[[int, Box], np.ndarray]
 ) -> list[jax.Array]:
-    """Builds global arrays as :func:`place` does; all arrays on single devices here at once."""
+    """Builds global arrays as :func:`place` does; all arrays on single devices here at once.
+
+    Args:
+        wanted: global shapes, data types and target shardings.
+        read: function from the position of an array and a box to the elements, which must not
+            change afterwards: the array may use their memory.
+    """
     result: list[Any] = [None] * len(wanted)
     alone = [i for i, each in enumerate(wanted) if _is_on_one_device_here(each.sharding)]
     blocks = [read(i, Box.full(wanted[i].shape)) for i in alone]
@@ -326,7 +352,12 @@ def place(wanted: jax.ShapeDtypeStruct, read: Callable[[Box], np.ndarray]) -> ja
 
 
 def row_each(sharding: jax.sharding.NamedSharding, rows: Mapping[int, np.ndarray]) -> jax.Array:
-    """An array that has a row for each device of a mesh, on that device."""
+    """An array that has a row for each device of a mesh, on that device.
+
+    Args:
+        sharding: cuts the first axis over all axes of the mesh.
+        rows: rows of the devices of this process, by device id; of one shape.
+    """
     mesh: Any = sharding.mesh
     every: list[Any] = [rows.get(device.id) for device in mesh.devices.flat]
     shape = next(iter(rows.values())).shape

@@ -128,7 +128,13 @@ MAX_CHUNK_BYTES = 8 << 20
 
 
 def chunk_shape(cuts: Cuts, itemsize_bytes: int, max_bytes: int | None = None) -> tuple[int, ...]:
-    """Shape of the zarr chunks of a leaf in a base: every box consists of whole ones."""
+    """Shape of the zarr chunks of a leaf in a base: every box consists of whole ones.
+
+    Args:
+        cuts: cut points of the boxes that are written.
+        itemsize_bytes: bytes of one element.
+        max_bytes: largest size of a chunk, unless the boxes cannot be cut so small; None for ours.
+    """
     chunk, most_bytes = [*map(_common_length, cuts)], max_bytes or MAX_CHUNK_BYTES
     for axis, points in enumerate(cuts):
         excess = math.prod(chunk) * itemsize_bytes / most_bytes

@@ -113,7 +113,15 @@ def _multilinear(words: Any, shape: Any, starts: Any, rank: Any) -> Any:
 
 @_kept
 def sum_at(address: Any, word_bytes: Any, shape: Any, starts: Any, rank: Any) -> Any:
-    """Partial sum of the words at an address; 0 if there are none."""
+    """Partial sum of the words at an address; 0 if there are none.
+
+    Args:
+        address: address of the first word.
+        word_bytes: 1, 2 or 4.
+        shape: lengths of the axes, int64 of length ``rank`` or more.
+        starts: position of the first word along each axis, int64 of length ``rank`` or more.
+        rank: number of axes.
+    """
     size = np.int64(1)
     for axis in range(rank):
         size *= shape[axis]

@@ -35,7 +35,13 @@ _BLOCK_WORDS = 1 << 16
 
 
 def factor(positions: Any, axis: int, level: int) -> Any:
-    """Odd 64-bit factors of positions along an axis: SplitMix64."""
+    """Odd 64-bit factors of positions along an axis: SplitMix64.
+
+    Args:
+        positions: uint64 array, of numpy or of JAX.
+        axis: index of the axis.
+        level: 0 for a position within a run, 1 for the number of a run.
+    """
     u64 = np.uint64
     z = positions * u64(0x9E3779B97F4A7C15)
     z = z + u64((2 * axis + level + 1) * 0xD1342543DE82EF95 & _MASK)
@@ -53,6 +59,9 @@ def weights(positions: Any, axis: int) -> Any:
 def words_of(array: np.ndarray) -> np.ndarray:
     """View of an array's bits as unsigned words of at most 32 bits.
 
+    Args:
+        array: elements of any type that JAX has.
+
     Returns:
         An array of uint8, uint16 or uint32; one axis longer where elements are wider than 32 bits.
     """
@@ -68,7 +77,12 @@ def words_of(array: np.ndarray) -> np.ndarray:
 
 
 def multilinear(words: np.ndarray, starts: Sequence[int]) -> int:
-    """Partial sum modulo 2**64 of a block of words."""
+    """Partial sum modulo 2**64 of a block of words.
+
+    Args:
+        words: uint8, uint16 or uint32, contiguous.
+        starts: position of the first word along each axis; what follows them is not looked at.
+    """
     if words.ndim == 0 or words.size == 0:
         return int(words.sum())
     *outer, last = (
@@ -94,7 +108,11 @@ def combine(sums: Sequence[int]) -> int:
 
 
 def from_words(words: Any) -> list[int]:
-    """Sums as Python integers."""
+    """Sums as Python integers.
+
+    Args:
+        words: uint32 of shape (sums, 2): the low and the high half of each sum.
+    """
     return np.ascontiguousarray(words, "<u4").view("<u8").reshape(-1).tolist()
 
 

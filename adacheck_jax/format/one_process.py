@@ -14,7 +14,11 @@ from adacheck_jax.errors import AdaCheckError
 
 
 class OneProcess:
-    """The process that used an object first; until then the object may be forked along."""
+    """The process that used an object first; until then the object may be forked along.
+
+    Args:
+        what: name of the object, for messages.
+    """
 
     def __init__(self, what: str) -> None:
         self._what = what

@@ -112,6 +112,13 @@ def plan_delta(
     The plan is a function of the base's leaves and their encodings, so a reader computes it again
     instead of reading it. Each process's pack depends on its own encodings and aliases alone.
 
+    Args:
+        leaves: the base's leaves.
+        stored: indices of the leaves that the delta holds, ascending.
+        encodings: one text a process, with one :class:`Encoding` letter a stored leaf.
+        aliases: the aliases of each process's extents.
+        coded: sizes of each process's coded extents; may be left out where there are none.
+
     Returns:
         The plan.
 

@@ -91,7 +91,15 @@ def encode(
     low: np.ndarray,
     high: np.ndarray,
 ) -> None:
-    """Turns elements into planes."""
+    """Turns elements into planes.
+
+    Args:
+        encoding: any but ``RAW``, ``CODED`` and ``SAME``.
+        new: the elements.
+        old: elements of the parent step, for a difference; else None.
+        low: memory for the first planes, uint8 of shape (planes, words).
+        high: memory for the other planes.
+    """
     words = words_of(new)
     before = words if old is None else words_of(old)
     width, signed = words.itemsize, np.dtype(f"i{words.itemsize}")
@@ -111,7 +119,14 @@ def encode(
 
 
 def decode(encoding: Encoding, block: np.ndarray, low: np.ndarray, high: np.ndarray) -> None:
-    """Turns old elements into new ones, in place."""
+    """Turns old elements into new ones, in place.
+
+    Args:
+        encoding: any but ``RAW``, ``CODED`` and ``SAME``.
+        block: contiguous, writable elements; a difference needs the old ones in it.
+        low: the first planes, as :func:`encode` gave them.
+        high: the other planes.
+    """
     words = block.reshape(-1).view(np.dtype(f"u{word_bytes(block.dtype)}"))
     width = words.itemsize
     table = np.empty((_BLOCK_WORDS, width), np.uint8)

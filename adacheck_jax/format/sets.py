@@ -23,7 +23,11 @@ _MAX_SHIFT = 62
 
 
 class Reader:
-    """Takes the bytes of a code one after another."""
+    """Takes the bytes of a code one after another.
+
+    Args:
+        data: the bytes, uint8.
+    """
 
     def __init__(self, data: np.ndarray) -> None:
         self._data, self._position = data, 0

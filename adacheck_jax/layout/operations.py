@@ -49,7 +49,11 @@ class Operation:
         del taken
 
     def source_axes(self, axes: int) -> list[int | None]:
-        """For each axis of a taken leaf the axis of a result that it becomes; None for none."""
+        """For each axis of a taken leaf the axis of a result that it becomes, None if it has none.
+
+        Args:
+            axes: number of axes of the taken leaf.
+        """
         return [*range(axes)]
 
 

@@ -21,7 +21,13 @@ WIDTHS = (1, 2, 4, 8)
 
 
 def encode(positions: np.ndarray, steps: np.ndarray, size: int) -> bytes:
-    """Code of the changed words of a segment."""
+    """Code of the changed words of a segment.
+
+    Args:
+        positions: ascending, in the segment.
+        steps: difference of each word from before, none of them zero; unsigned, as wide as words.
+        size: number of words in the segment.
+    """
     signed = steps.view(f"i{steps.itemsize}")
     magnitudes = np.abs(signed).view(steps.dtype)  # of the lowest number itself, as it should be
     bits = _bits(magnitudes) - 1

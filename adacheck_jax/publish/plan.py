@@ -67,5 +67,12 @@ def oldest_kept(sequences: Sequence[int], bases: Sequence[int], keep: int) -> in
 
 
 def base_is_due(count: int, delta_bytes: int, weight_bytes: int, every: int) -> bool:
-    """True if late joiners would read as much in deltas as in a base, or too many of them."""
+    """True if late joiners would read as much in deltas as in a base, or too many of them.
+
+    Args:
+        count: number of versions since the last base.
+        delta_bytes: bytes of their deltas.
+        weight_bytes: bytes of a base.
+        every: largest number of versions between bases.
+    """
     return count >= every or delta_bytes >= max(weight_bytes, 1)

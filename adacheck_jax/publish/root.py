@@ -52,6 +52,9 @@ def digest(data: bytes | memoryview) -> str:
 class Root:
     """A root of published weights.
 
+    Args:
+        path: a local path, a URL, or a location in another storage.
+
     Attributes:
         top: location of the root.
     """

@@ -48,6 +48,12 @@ class Published:
 class Writer:
     """The owner of a root.
 
+    Args:
+        root: the root.
+        mine: the claim on it.
+        base_every: largest number of versions between bases.
+        keep_versions: number of the newest versions that stay readable; None for all.
+
     Attributes:
         last: the newest version that counts; None if there is none.
     """

@@ -47,7 +47,12 @@ def empty(nbytes: int) -> np.ndarray:
 
 
 class ReusedMemory:
-    """Buffers that were given back, up to a limit."""
+    """Buffers that were given back, up to a limit.
+
+    Args:
+        kept_bytes: largest sum of the buffers that wait to be used again; those in use do not
+            count.
+    """
 
     def __init__(self, kept_bytes: int) -> None:
         self._kept_bytes = kept_bytes

@@ -39,6 +39,11 @@ def can_link(directory: AnyPath) -> bool:
 def check_ancestors(ancestors: Lineage, stamp: Stamp | None, item_directory: AnyPath) -> None:
     """Looks for the lineage of a delta that is being saved into a store: two requests.
 
+    Args:
+        ancestors: the parent's lineage, as it was known when the save began.
+        stamp: identity of the parent's manifest; None if it is not known.
+        item_directory: item directory of the delta, not in a view that was listed before.
+
     Raises:
         LineageError: a step is gone, or the parent was replaced, or Orbax did not commit it.
     """
@@ -66,7 +71,11 @@ def check_ancestors(ancestors: Lineage, stamp: Stamp | None, item_directory: Any
 
 
 def files_of(entry: LineageStep) -> frozenset[str]:
-    """Names of future links to every file of a step and to the files that are linked into it."""
+    """Names of future links to every file of a step and to the files that are linked into it.
+
+    Args:
+        entry: a whole step in its own directory: just committed, or just restored.
+    """
     try:
         return frozenset(name for name, _ in _files_of(entry))
     except FileNotFoundError:  # it is being deleted; linking to it will fail

@@ -88,6 +88,12 @@ def write(
 ) -> dict[str, str]:
     """Writes one volume durably.
 
+    Args:
+        directory: directory of the OCDBT database; made if absent.
+        pieces: one piece an array; no name twice, no piece without a block.
+        file_bytes: size in bytes at which a data file is full, 0 for no limit, None for OCDBT's own
+            limit. A chunk is not cut.
+
     Returns:
         Names of pieces that equal another piece and refer to its chunks, each with the name of that
         one.
@@ -244,7 +250,14 @@ def _holds(directory: AnyPath, piece: ArrayPiece) -> bool:
 
 
 def merge(item_directory: AnyPath, contents: Mapping[str, Sequence[str] | None]) -> None:
-    """Makes the arrays of some volumes part of the checkpoint's own database."""
+    """Makes the arrays of some volumes part of the checkpoint's own database.
+
+    Args:
+        item_directory: the base's item directory; its database lies at its top, as stock Orbax
+            writes it.
+        contents: names of the arrays to take, by path of the volume relative to the item directory;
+            None for all of them.
+    """
     context = at(item_directory).context()  # one, for a copy by reference
     checkpoint = zarr.database_in(item_directory, context=context)
     copies = []

@@ -33,7 +33,14 @@ def codec_of(compression: Compression) -> Codec | None:
 def database_in(
     directory: AnyPath, file_bytes: int | None = None, context: ts.Context | None = None
 ) -> ts.KvStore:
-    """Opens an OCDBT database in a directory of its own."""
+    """Opens an OCDBT database in a directory of its own.
+
+    Args:
+        directory: the directory.
+        file_bytes: size in bytes at which a data file that is written is full, 0 for no limit, None
+            for OCDBT's own limit.
+        context: tensorstore's context; None for a new one.
+    """
     limit = {} if file_bytes is None else {"target_data_file_size": file_bytes}
     return _database(directory, {"base": at(directory).spec(), **limit}, context)
 
@@ -62,7 +69,14 @@ def _database(path: AnyPath, spec: Mapping[str, Any], context: ts.Context | None
 def array_in(
     database: ts.KvStore, name: str, metadata: Any = None, **options: Any
 ) -> ts.Future[ts.TensorStore]:
-    """Opens a zarr3 array in a database; a missing chunk is an error."""
+    """Opens a zarr3 array in a database; a missing chunk is an error.
+
+    Args:
+        database: the database.
+        name: the array's name.
+        metadata: the array's metadata; None if they are not known.
+        options: options of ``tensorstore.open``.
+    """
     spec = {
         "driver": "zarr3",
         "fill_missing_data_reads": False,

@@ -124,6 +124,14 @@ def verify_root(
 ) -> RootReport:
     """Verify the steps under a root.
 
+    Args:
+        root: the directory given to the checkpoint manager.
+        number: step number, None for all steps; below zero a place counted from the newest.
+        item: name of the item directory, None for all items.
+        read_data: True to read every stored byte; the structure of each step is always checked.
+        replay: True to recompute each step.
+        progress: callback before each step.
+
     Returns:
         The report. Steps that were deleted meanwhile have a number in it, and no row.
 
@@ -187,6 +195,11 @@ def _selected(
 
 class _Audit:
     """Verifies steps, and remembers findings about files that they share.
+
+    Args:
+        root: the checkpoint root.
+        read_data: True to read every stored byte.
+        replay: True to recompute each step.
 
     Attributes:
         reports: the report of each step, by its item directory.

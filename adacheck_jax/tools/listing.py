@@ -90,6 +90,10 @@ class RootSummary:
 def summarize_root(root: AnyPath, last: int | None = None) -> RootSummary:
     """List the steps under a checkpoint root.
 
+    Args:
+        root: the directory given to the checkpoint manager.
+        last: number of the newest rows to return; None for all.
+
     Returns:
         Every step that :class:`~adacheck_jax.AdaCheckHandler` or stock Orbax saved, damaged ones
         included, and directories of other things with a step's name.

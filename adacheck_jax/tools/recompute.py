@@ -48,7 +48,11 @@ class Replayed:
 
 
 class Reached:
-    """A state on one device, brought from step to step: what lies between is replayed once."""
+    """A state on one device, brought from step to step: what lies between is replayed once.
+
+    Args:
+        key_of: identity of a saved step, by which the way to another one is told.
+    """
 
     def __init__(self, key_of: Callable[[LineageStep], Hashable]) -> None:
         self._key_of = key_of

@@ -66,6 +66,11 @@ def check(item_directory: AnyPath, *, read_data: bool, verifier: Verifier | None
     These are the manifests and their references to each other, the update program, the databases,
     and the presence of every chunk of an array.
 
+    Args:
+        item_directory: the step's item directory.
+        read_data: True to read every byte of the step and of the steps that it builds on, too.
+        verifier: checks of other steps, to be remembered; None to remember none.
+
     Returns:
         The step's lineage.
 
@@ -90,6 +95,11 @@ def _hindering(lineage: Lineage, read_data: bool, verifier: Verifier) -> Iterato
 
 def whole_part(lineage: Lineage, *, read_data: bool, verifier: Verifier) -> Lineage | None:
     """The longest part of a lineage that has everything that a restore on this machine needs.
+
+    Args:
+        lineage: the lineage of a step that may be damaged.
+        read_data: True to read every byte, too; only then a part of one save may be found.
+        verifier: checks of other steps, to be remembered.
 
     Returns:
         The lineage of the newest step that can be restored; None if not even the base can.

@@ -165,6 +165,14 @@ class StockCheckpoints:
     ) -> dict[str, Any]:
         """Read a state, in each process only the boxes that its devices need.
 
+        Args:
+            directory: directory of the base.
+            leaves: the manifest's record of every leaf.
+            wanted: sharding of each leaf, by leaf path; ``np.ndarray`` for a host array, None to
+                leave the leaf out. Python scalars stay Python scalars.
+            metadata_tree: Orbax's tree of them (see :meth:`described`).
+            read_once: as for :func:`base_reader.read`; collective.
+
         Returns:
             Leaves by leaf path; None for a leaf left out.
 
@@ -212,6 +220,11 @@ class StockCheckpoints:
         self, directory: AnyPath, wanted: Mapping[str, Any], metadata_tree: PyTree
     ) -> dict[str, Any]:
         """Read the wanted leaves of a checkpoint of stock Orbax.
+
+        Args:
+            directory: directory of the checkpoint.
+            wanted: as for :meth:`read`; a leaf that is not named is left out.
+            metadata_tree: the tree of :meth:`metadata`.
 
         Raises:
             IntegrityError: Orbax cannot read it.

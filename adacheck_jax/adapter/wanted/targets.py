@@ -26,6 +26,14 @@ from adacheck_jax.update.recorder_state import consumed_leaf
 class Target:
     """The caller's abstract state, compared with the saved leaves.
 
+    Args:
+        args: arguments of the restore.
+        base: manifest that describes the saved leaves.
+        saved_tree: Orbax's metadata tree of the base.
+        where: directory of the step, for messages.
+        shardings_damage: damage of the file of saved shardings, None if it is whole; raised if a
+            leaf has to be placed as it was saved.
+
     Raises:
         MismatchError: leaves do not fit; the message lists all of them.
     """

@@ -40,6 +40,13 @@ def of_samples(
 ) -> tuple[np.ndarray, int]:
     """Table of the shards of which elements are taken, a stride apart.
 
+    Args:
+        boxes: box of each shard whose elements are numbered row by row, within the shard.
+        element_bytes: width of each shard's elements.
+        strides: distance of the elements.
+        counts: number of the elements; past the end of a box its last one is taken again.
+        columns: position of each shard's first element among those that the program is given.
+
     Returns:
         The table as of :func:`of_sums`, and the bytes of all elements.
     """

@@ -53,6 +53,12 @@ def samples(
 ) -> jax.Array:
     """Elements of shards, one shard behind another; to be traced into a program for CPU devices.
 
+    Args:
+        shards: arrays on one device.
+        table: places of the elements (:func:`~adacheck_jax.device.loops.shard_tables.of_samples`).
+        starts: the first elements that the table speaks of: int32.
+        size_bytes: bytes of all elements.
+
     Returns:
         uint8 of shape (size_bytes,).
     """

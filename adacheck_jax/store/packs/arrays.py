@@ -74,6 +74,11 @@ def zero_blocks(pack: np.ndarray, block_bytes: int) -> Ranges:
 class Runs:
     """Positions of a section's bytes once its runs of zeros are left out.
 
+    Args:
+        size_bytes: length of the section with its zeros.
+        zeros: ranges of blocks that are left out.
+        kind: kind of the array.
+
     Attributes:
         stored_bytes: length of the section without its zeros.
     """

@@ -22,6 +22,11 @@ _CHECKSUM_BYTES = 4
 class PackArray:
     """One array of a process's pack, opened.
 
+    Args:
+        start: beginning of the paths of the pack's files.
+        kind: kind of the array.
+        stored_bytes: length of the array by the manifest; an empty array does not exist on disk.
+
     Raises:
         FormatError: there is no such array, or one of another length.
         StorageError: the array cannot be read now.
@@ -124,6 +129,12 @@ def _damaged(start: AnyPath, expected: str, found: str) -> FormatError:
 class PackReader:
     """Reads one section of an array, with the zeros that were left out.
 
+    Args:
+        array: the array that the section is in.
+        size_bytes: length of the section by the manifest.
+        zeros: ranges of blocks that the manifest declares to be zero and left out.
+        start: position of the section in the stored bytes of the array.
+
     Attributes:
         stored_bytes: length of the section without its zeros.
     """
@@ -157,6 +168,11 @@ class PackReader:
         self, spans: Sequence[tuple[int, int]], *, what: str, checked: bool = True
     ) -> list[np.ndarray]:
         """Byte ranges; those not held are read in parallel, checking every chunk's crc32c.
+
+        Args:
+            spans: half-open byte ranges of the section.
+            what: leaf path, for error messages.
+            checked: as for :meth:`PackArray.read`.
 
         Returns:
             One uint8 array a span.

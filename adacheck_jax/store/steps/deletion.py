@@ -37,6 +37,10 @@ _LOOK_BY_REQUEST_S = 0.1
 def told(item_directory: AnyPath) -> Iterator[None]:
     """Tells what is missing of a step that somebody deletes as its deletion, not as damage.
 
+    Args:
+        item_directory: item directory of the step that is read, not in a view that was listed
+            before.
+
     Raises:
         StepDeletedError: in place of the error of a step that is gone, or that builds on one that
             went while it was read.
@@ -63,12 +67,21 @@ def told(item_directory: AnyPath) -> Iterator[None]:
 
 
 def is_deleted(item_directory: AnyPath) -> bool:
-    """True if a step is gone, or goes while this looks: for half a second after the last change."""
+    """True if a step is gone, or goes while this looks: for half a second after the last change.
+
+    Args:
+        item_directory: its item directory, not in a view that was listed before.
+    """
     return first_deleted([item_directory]) is not None
 
 
 def first_deleted(directories: Sequence[AnyPath], still_s: float = _STILL_S) -> AnyPath | None:
-    """The first of some steps that is gone, or goes while this looks."""
+    """The first of some steps that is gone, or goes while this looks.
+
+    Args:
+        directories: their item directories.
+        still_s: time after which a step stays that has not changed.
+    """
     before, since_s = None, time.monotonic()
     while True:
         found = [_files(each) for each in directories]

@@ -87,6 +87,11 @@ def write(
 ) -> tuple[Manifest, Stamp]:
     """Writes the manifest; the caller makes it durable.
 
+    Args:
+        item_directory: the step's item directory.
+        manifest: the manifest.
+        claim: identity of a claim in its place, the only value that it may replace.
+
     Returns:
         The manifest as a reader has it, and the identity of its file.
 

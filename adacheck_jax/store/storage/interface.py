@@ -17,6 +17,10 @@ class NotPlainError(FormatError, OSError):
     """A key stands for something that a storage does not follow: a link, a pipe, a device.
 
     No save writes such entries: one that is there leads to other files.
+
+    Args:
+        key: the key.
+        kind: noun for the message.
     """
 
     def __init__(self, key: str, kind: str) -> None:

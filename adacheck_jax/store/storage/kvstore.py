@@ -35,6 +35,10 @@ class KvStore:
     A *view* is the store as it was listed at one moment: no key in a range comes or goes, and to
     look for one costs no request more. Values are read from the store. It equals the store, so that
     locations in both are equal.
+
+    Args:
+        url: URL of a key-value store.
+        context: context with the values of ``memory://``.
     """
 
     is_file_system = False

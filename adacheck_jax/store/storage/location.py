@@ -99,6 +99,10 @@ class Location:
     def read(self, start: int = 0, stop: int | None = None) -> bytes:
         """Reads bytes of a value; fewer if it ends before.
 
+        Args:
+            start: position of the first byte.
+            stop: position after the last one, None for the value's end.
+
         Raises:
             NotPlainError: the key stands for no plain value.
         """
@@ -132,6 +136,9 @@ class Location:
 
     def list(self, *, deep: bool = True) -> Iterator[Location]:
         """Lists the values in a folder, in no particular order; none if there is no such folder.
+
+        Args:
+            deep: False for the values directly in it.
 
         Raises:
             FileNotFoundError: a folder in it vanished meanwhile; at the end, after all others.
@@ -180,6 +187,9 @@ class Location:
     def adopt(self, values: Mapping[str, str]) -> bool:
         """Gives values other keys in this folder without a copy, so that they outlive their first.
 
+        Args:
+            values: keys of values of the same storage, by their new names.
+
         Returns:
             False if the storage cannot do this (it has no hard links).
         """
@@ -188,6 +198,10 @@ class Location:
 
     def move(self, target: Location) -> bool:
         """Gives a value or a folder another key; a reader finds it under one of the two.
+
+        Args:
+            target: the new place, in a folder that exists. A value that is there is replaced; of a
+                folder nothing may be there.
 
         Returns:
             False if the storage cannot do this at once; then nothing has changed.
@@ -260,6 +274,9 @@ def _bucket(url: str) -> Storage:
 
 def located(text: str) -> AnyPath:
     """The absolute path, or the location in an object store, that a user names.
+
+    Args:
+        text: a local path, or a URL: ``gs://bucket/...`` or ``s3://bucket/...``.
 
     Raises:
         StorageError: a URL of another kind.

@@ -81,6 +81,10 @@ def copy(sources: Sequence[str], target: str) -> CopyReport:
     Each step is copied under a temporary name, and read back. A step that is refused, or cannot be
     copied, is told in its row, and the others are copied.
 
+    Args:
+        sources: path of a root, or paths of step directories under one root.
+        target: path of the other root; it may exist and hold other steps.
+
     Raises:
         InputError: a path is not there, or the target lies in the root.
     """
@@ -214,7 +218,12 @@ def _one_line(error: Exception) -> str:
 
 
 class _Copier:
-    """Copies step directories; files with several links by the inode of the original."""
+    """Copies step directories; files with several links by the inode of the original.
+
+    Args:
+        root: the root to copy from.
+        destination: the root to copy to.
+    """
 
     def __init__(self, root: Path, destination: Path) -> None:
         self._root, self._destination = root, destination

@@ -57,6 +57,10 @@ class Walk:
     A recorded step is one that was saved, deferred until a later save, or deleted while a later
     step's directory still holds it.
 
+    Args:
+        root: the directory given to the checkpoint manager.
+        item: name of the item directory, needed if steps hold several.
+
     Attributes:
         skipped: the reason for each step that cannot be found whole.
         restored_count: number of states that were restored or replayed.

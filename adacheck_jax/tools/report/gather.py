@@ -82,6 +82,13 @@ def gather(
 ) -> Report:
     """Gather a report.
 
+    Args:
+        root: the directory given to the checkpoint manager.
+        item: name of the item directory, needed if steps hold several.
+        norm_count: number of the steps that are restored for norms, at most; None for all of a
+            small run, and none else.
+        progress: is told of the progress.
+
     Raises:
         InputError: there is no such root, step or item.
     """
