@@ -168,7 +168,7 @@ class TrainingRun:
         custom_metadata = inputs.json_copy(args.custom_metadata)
         if not self._savers:
             _log.info(
-                "%s: the first save of a process compiles programs, and exports the update.", final
+                "%s: the first save of a process compiles and exports programs.", final
             )
         with storage_named(final):
             save = self._saver_of(found).begin(

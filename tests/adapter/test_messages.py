@@ -93,7 +93,7 @@ def test_the_log_says_by_what_a_delta_is_checked_where_there_is_no_host_copy(tmp
         assert manager.handler.last_save.checked == "full"
     assert "checked by sample" not in caplog.text
     lines = [each.getMessage() for each in caplog.records]
-    (first,) = (n for n, line in enumerate(lines) if "first save of a process waits" in line)
+    (first,) = (n for n, line in enumerate(lines) if "first save of a process compiles" in line)
     assert first < next(n for n, line in enumerate(lines) if line.startswith("step 0: base"))
 
 
