@@ -79,7 +79,6 @@ def test_every_kept_step_is_restored_and_a_new_process_goes_on(tmp_path, run, li
             [1, 8],
         ),
     ],
-    ids=str,
 )
 def test_what_is_kept_is_what_orbax_would_keep_and_the_newest_step(tmp_path, run, said, kept):
     with adacheck.checkpoint_manager(tmp_path, run.recorder, **said) as manager:
@@ -161,7 +160,6 @@ def test_a_path_that_stands_for_another_is_refused(tmp_path, run, part):
         ),
         ({"options": OPTIONS(preservation_policy=AnyPreservationPolicy([]))}, None),
     ],
-    ids=str,
 )
 def test_options_that_contradict_each_other_are_refused_by_name(tmp_path, run, given, message):
     root = tmp_path / "run"
