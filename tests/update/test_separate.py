@@ -256,7 +256,7 @@ def test_a_program_that_is_not_the_one_that_ran_is_noticed(
     trace = PinnedFunction._trace
     if is_traced_again:  # else the first save takes the trace of what ran
 
-        def traced_again(self, trees, *, is_replay=False):
+        def traced_again(self, trees, **_):
             return trace(self, trees)
 
         monkeypatch.setattr(PinnedFunction, "_trace", traced_again)
