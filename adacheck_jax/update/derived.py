@@ -18,7 +18,6 @@ from adacheck_jax.device import trees
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import RecorderError
 from adacheck_jax.update.params_search import LeafType, matched_paths
-from adacheck_jax.update.pinning.branches import without_branches
 from adacheck_jax.update.pinning.fence import fence
 from adacheck_jax.update.pinning.flat_jaxpr import flatten
 from adacheck_jax.update.pinning.pinned_function import PinnedFunction
@@ -80,7 +79,7 @@ class Derived:
         self.learned: list[DerivedTree] = []
         self.guessed: set[DerivedTree] = set()
         self._function, self._pin = function, pin
-        self._pinned = PinnedFunction(self._without_branches)
+        self._pinned = PinnedFunction(self._typed)
 
     def __call__(self, zero: Any, params: PyTree, old: PyTree, count: Any) -> PyTree:
         """The next value, from new params, the last value and the number of updates so far.
@@ -122,12 +121,6 @@ class Derived:
                 f"the shapes that it takes, {treedef} of {shapes[0]}, found {found} of {shapes[1]}."
             )
         return jax.tree.map(lambda x, o: jnp.asarray(x).astype(o.dtype), new, old)
-
-    def _without_branches(self, params: PyTree, old: PyTree, count: Any) -> PyTree:
-        """The function, with every result of a conditional selected by itself."""
-        closed = jax.make_jaxpr(self._typed)(params, old, count)
-        values = jax.tree.leaves((params, old, count))
-        return jax.tree.structure(old).unflatten(without_branches(closed, values, every=True))
 
 
 def bound_trees(

@@ -173,12 +173,9 @@ def in_background(work: Callable[[], _Result]) -> Future[_Result]:
 
 
 class Kept(Generic[_Result]):
-    """Programs that were used last, for the next who needs them; any thread may ask.
+    """Programs that were used last, at most ``count``; any thread may ask.
 
     A key says everything that its value depends on.
-
-    Args:
-        count: largest number of values.
     """
 
     def __init__(self, count: int) -> None:

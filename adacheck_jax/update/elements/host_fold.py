@@ -98,12 +98,6 @@ class _Work:
 class HostFold:
     """A copy of what updates compute in host memory, which each step moves on.
 
-    Args:
-        pieces: the update.
-        boxes: boxes of each leaf that the copy holds, by leaf index.
-        recorder_count: number of recorders whose updates the program makes.
-        arithmetic: settings that the update was traced with.
-
     Raises:
         UnfitError: leaves that are computed together are not held in the same boxes, or have
             elements of less than a byte.

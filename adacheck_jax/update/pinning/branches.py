@@ -31,24 +31,16 @@ def cheap(op: Op) -> bool:
     )
 
 
-def without_branches(closed: Any, values: Sequence[Any], *, every: bool) -> list[Any]:
-    """Evaluate a jaxpr with choices in place of its conditionals.
-
-    Args:
-        closed: the jaxpr.
-        values: its inputs.
-        every: True for all conditionals without effects, False for those that are :func:`cheap`.
-    """
+def without_branches(closed: Any, values: Sequence[Any]) -> list[Any]:
+    """Evaluate a jaxpr with choices in place of :func:`cheap` conditionals."""
     flat = flatten(closed.jaxpr)
     env = dict(zip(flat.inputs, [*closed.consts, *values], strict=True))
 
     def bind(op: Op, inputs: list[Any]) -> Sequence[Any]:
-        if op.name != "cond" or op.eqn.effects or not (every or cheap(op)):
+        if not cheap(op):
             return op.bind(inputs)
         choice, *operands = inputs
-        branches = [
-            without_branches(each, operands, every=every) for each in op.eqn.params["branches"]
-        ]
+        branches = [without_branches(each, operands) for each in op.eqn.params["branches"]]
         results = branches[0]
         for number, branch in enumerate(branches[1:], 1):
             is_chosen = jnp.asarray(choice >= number)

@@ -175,7 +175,7 @@ class _Traced:
         self._out_tree, self._count, self._others = outcome
         if any(map(cheap, flatten(closed.jaxpr).ops)):
             first = closed
-            closed = jax.make_jaxpr(lambda *x: without_branches(first, x, every=False))(*arrays)
+            closed = jax.make_jaxpr(lambda *x: without_branches(first, x))(*arrays)
         self._consts = closed.consts
         # A trace that closes over a tracer cannot be used again.
         self.is_constant = not any(isinstance(each, jax.core.Tracer) for each in closed.consts)
