@@ -250,7 +250,10 @@ class Recorder(optax.GradientTransformationExtraArgs):
         record = empty_record(params, self.dtype)
         known = self._learn(params, inner, record, extra)
         passed = picked(map(passed_key, known.passed), inner)
-        reduced = no_results(known.reduced)
+        slots = known.reduced
+        if not jax.tree.leaves(params):  # a placeholder, as optax.tree_utils.tree_map_params gives
+            slots = next((x.reduced for x in self.signatures if x.reduced), ())
+        reduced = no_results(slots)
         return RecorderState(jnp.zeros((), jnp.int32), record, extra, passed, inner, reduced)
 
     def _update(
