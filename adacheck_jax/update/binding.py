@@ -149,11 +149,7 @@ def bind_all(
 ) -> tuple[Binding, ...]:
     """Tie every recorder's node in a state to its recorder and to the params that it updates.
 
-    Args:
-        recorders: the recorders, from :func:`recorders_of`.
-        leaves: types of all leaves of the state, from :func:`leaf_types`.
-        params_path: leaf path of the params' root; or a mapping to such paths by prefix of the
-            nodes; or None to find the params.
+    The params' root is found where ``params_path`` is None.
 
     Returns:
         One binding for each node that records anything, ordered by the nodes' prefixes.

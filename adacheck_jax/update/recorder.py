@@ -321,13 +321,9 @@ class Recorder(optax.GradientTransformationExtraArgs):
     ) -> tuple[PyTree, PyTree]:
         """Run the wrapped transformation with the bits of the train step, by its trace if known.
 
-        Args:
-            zero: uint32 scalar, zero at run time.
-            record: gradients, from :meth:`sealed`.
-            inner: the wrapped transformation's state.
-            params: params, as ``tx.update`` takes them, or None.
-            extra: the recorded extra arguments, from :meth:`sealed`.
-            reduced: words of the recorded reduction results, and their places.
+        The gradients and recorded extra arguments come from :meth:`sealed`; ``zero`` is a uint32
+        scalar, zero at run time; ``reduced`` are the words of the recorded reduction results, and
+        their places.
 
         Returns:
             The updates, and the next inner state.

@@ -104,13 +104,8 @@ class Batch:
 class Pieces:
     """An update over samples.
 
-    Args:
-        function: the update over flat leaves.
-        specs: shapes and data types of its four lists of leaves.
-        arguments: leaf indices in these lists.
-        switches: an example of the update's last argument.
-        sizes: number of sampled elements of each leaf, by leaf index.
-        passed: indices of the leaves that the update returns unchanged.
+    ``function`` is the update over four lists of flat leaves, of the shapes in ``specs`` and the
+    leaf indices in ``arguments``; ``sizes`` are numbers of sampled elements by leaf index.
 
     Attributes:
         leaves: indices of all leaves, in order.
@@ -245,9 +240,6 @@ class Pieces:
             after: samples of :attr:`after`, of the state after it: leaves that the update consumes
                 or passes through are taken from these.
             switches: the update's last argument.
-
-        Returns:
-            Samples of the computed roles, for :meth:`wrong`.
         """
         return jax.vmap(self._row, in_axes=(0, 0, None))(before, after, switches)
 

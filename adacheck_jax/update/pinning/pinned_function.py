@@ -74,11 +74,8 @@ class PinnedFunction:
     def replaying(self, zero: Any, words: Any, slots: Slots, *trees: Any) -> Any:
         """Evaluate the function by a trace that was made before, if there is one.
 
-        Args:
-            zero: the ``z`` of the fences.
-            words: reduction results that :meth:`recording` gave; ignored without ``slots``.
-            slots: the places of the results in it, as :meth:`known` gave them for such arguments.
-            *trees: the function's arguments.
+        The words are those of :meth:`recording`, and the slots those of :meth:`known` for such
+        arguments; without any the function adds up itself.
         """
         traced = self._trace(trees, is_replay=True, slots=slots)
         has_results = bool(slots) and reductions.alike(traced.slots, slots)

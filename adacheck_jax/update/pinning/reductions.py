@@ -63,7 +63,7 @@ def alike(some: Slots, others: Slots) -> bool:
 
 def computes(flat: Flat, slots: Slots) -> bool:
     """True if some operations compute values with the numbers, shapes and types of slots."""
-    avals = {ref: aval for op in flat.ops for ref, aval in zip(op.outputs, op.avals, strict=True)}
+    avals = _avals(flat)
     return all(each.ref in avals and _slot(each.ref, avals[each.ref]) == each for each in slots)
 
 
@@ -78,7 +78,7 @@ def chosen(flat: Flat, limit: int) -> Slots:
     Of what is computed from results number by number only the last numbers are recorded, that
     arrays are computed from, or the first, whichever are fewer.
     """
-    avals = {ref: aval for op in flat.ops for ref, aval in zip(op.outputs, op.avals, strict=True)}
+    avals = _avals(flat)
     users: dict[int, list[Op | None]] = {ref: [None] for ref in _numbered(flat.outputs)}
     for op in flat.ops:
         for ref in set(_numbered(op.inputs)):
@@ -106,6 +106,10 @@ def chosen(flat: Flat, limit: int) -> Slots:
     ]
     slots = min(found, key=word_count)
     return slots if word_count(slots) <= limit else ()
+
+
+def _avals(flat: Flat) -> dict[int, Any]:
+    return {ref: aval for op in flat.ops for ref, aval in zip(op.outputs, op.avals, strict=True)}
 
 
 def _numbered(refs: Sequence[Any]) -> list[int]:
@@ -166,7 +170,7 @@ def _can_keep(aval: Any) -> bool:
 
 def packed(values: Sequence[Any]) -> jax.Array:
     """The words of some values, one behind another, on all devices alike."""
-    return _everywhere(jnp.concatenate([_words_of(_everywhere(jnp.asarray(x))) for x in values]))
+    return jnp.concatenate([_words_of(_everywhere(jnp.asarray(x))) for x in values])
 
 
 def unpacked(words: Any, slots: Slots) -> list[Any]:
@@ -198,19 +202,11 @@ def _value_of(words: Any, *, start: int, shape: tuple[int, ...], dtype: np.dtype
 
 
 def _everywhere(value: Any) -> Any:
-    """A value on all devices of the mesh at hand, where it is known."""
-    mesh = jax.typeof(value).sharding.mesh
-    explicit = not mesh.empty and any(map(_is_explicit, mesh.axis_types))
-    if explicit and any(each is not None for each in jax.typeof(value).sharding.spec):
-        return jax.sharding.reshard(value, NamedSharding(mesh, PartitionSpec()))
-    ambient = jax.sharding.get_abstract_mesh()
-    if not ambient.empty and ambient.are_all_axes_auto:
-        return jax.lax.with_sharding_constraint(value, PartitionSpec())
-    return value
-
-
-def _is_explicit(axis_type: Any) -> bool:
-    return axis_type == jax.sharding.AxisType.Explicit
+    """A value on all devices of its mesh, where its type tells that it is cut."""
+    sharding = jax.typeof(value).sharding
+    if all(each is None for each in sharding.spec):
+        return value
+    return jax.sharding.reshard(value, NamedSharding(sharding.mesh, PartitionSpec()))
 
 
 pick_p = core.Primitive(PICK)

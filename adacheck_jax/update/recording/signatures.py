@@ -102,14 +102,9 @@ def whole_params(
 
     Stock optimizers take such gradients, and some drop the params from their state then.
 
-    Args:
-        known: the updates seen so far.
-        record: the gradients' record.
-        before: the record in the state.
-        params: params that came with the gradients, or None.
-
     Returns:
-        The params' tree; None if gradients of this structure are known.
+        The params' tree, of those that came with the gradients or of the updates seen so far; None
+        if gradients of this structure are known.
 
     Raises:
         RecorderError: the gradients belong to other params than the state.
