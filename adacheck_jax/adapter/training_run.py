@@ -167,9 +167,7 @@ class TrainingRun:
         inputs.step_number(found.step, "give the manager steps from 0 on")
         custom_metadata = inputs.json_copy(args.custom_metadata)
         if not self._savers:
-            _log.info(
-                "%s: the first save of a process compiles and exports programs.", final
-            )
+            _log.info("%s: the first save of a process compiles and exports programs.", final)
         with storage_named(final):
             save = self._saver_of(found).begin(
                 final,

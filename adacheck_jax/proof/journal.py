@@ -107,7 +107,8 @@ class Journal:
                 self._places[i] = own_bytes
                 own_bytes += -(-leaf.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         self._own_bytes = own_bytes
-        header_bytes = 1024 + _LEAF_HEADER_BYTES * len(structure.leaves)
+        numbers_bytes = 2 * sum(x.nbytes for x in fold.scalars.values())
+        header_bytes = 1024 + numbers_bytes + _LEAF_HEADER_BYTES * len(structure.leaves)
         # The copy may begin at any multiple of its alignment.
         data_bytes = 2 * own_bytes + fold.size_bytes(twice=True) + _ALIGNMENT_BYTES
         self.file = ShadowFile(place.path, _DESCRIPTION_BYTES, header_bytes, data_bytes)
@@ -222,9 +223,9 @@ class Journal:
         fold = self._fold
         fold.go_to(*header["place"])
         for i, number_of in header["numbers"].items():
-            dtype = fold.scalars[int(i)].dtype
-            value = np.frombuffer(bytes.fromhex(number_of), dtype).reshape(())
-            fold.put(int(i), {Box.full(()): value})
+            old = fold.scalars[int(i)]
+            value = np.frombuffer(bytes.fromhex(number_of), old.dtype).reshape(old.shape)
+            fold.put(int(i), {Box.full(old.shape): value})
         if header["updates"]:
             begin = done if number == self._number else 0
             fold.advance(header["updates"], begin, self.note)

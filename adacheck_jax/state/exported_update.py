@@ -214,7 +214,8 @@ class ExportedUpdates:
         if is_separate and not self._identity_fails:
             engine = "identity"
         elif self._check != "full":
-            replayed = {i: each for i, each in levels.items() if i not in {*unreplayed, *passed}}
+            stored = {*unreplayed, *passed}
+            replayed = {i: x for i, x in levels.items() if i not in stored and leaves[i].nbytes}
             moved, pieces = {*replayed}, _pieces(structure, function, specs, passed)
             if pieces is not None and structure.sites is not None:
                 engine = "sample"
@@ -264,10 +265,9 @@ def _not_exact(paths: list[str], primitives: Sequence[str]) -> str:
     """Reason why an update that was part of the train step's program does not replay exactly."""
     return (
         f"{_few(paths)} come out of {', '.join(primitives)}, "
-        "whose bits depend on the mesh and on how the train step was compiled, so a replayed "
-        "update might differ from what was trained. Put what reduces over elements "
-        "(clip_by_global_norm) before the Recorder, or run the update as its own program "
-        "(adacheck.separate_update)"
+        "whose bits depend on the mesh and on how the train step was compiled, and are too many to "
+        "be recorded, so a replayed update might differ from what was trained. Run the update as "
+        "its own program (adacheck.separate_update), or put such operations before the Recorder"
     )
 
 

@@ -29,7 +29,7 @@ from adacheck_jax.update import binding
 from adacheck_jax.update.binding import Binding, Recorders
 from adacheck_jax.update.elements.sample_sites import Sites
 from adacheck_jax.update.params_search import leaf_types
-from adacheck_jax.update.recorder_state import count_of
+from adacheck_jax.update.recorder_state import count_of, is_result
 
 _CACHED_STRUCTURES = 8
 
@@ -190,7 +190,7 @@ class _Seen:
     Attributes:
         treedef: tree definition of the state.
         kinds: abstract value and sharding of each leaf; the objects themselves.
-        version: the recorders' ``derived_version``.
+        version: the recorders' ``version``.
         structure: structure of such a state.
     """
 
@@ -252,7 +252,7 @@ class Snapshots:
         leaves, treedef = jax.tree.flatten(state)
         if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
             raise _donated(state)
-        seen, version = self._seen, self._derived_version()
+        seen, version = self._seen, self._version()
         if seen is not None and seen.fits(leaves, treedef, version):
             return Snapshot(seen.structure, tuple(leaves))
         arrays = tuple(transfer.raw(leaf) for leaf in leaves)
@@ -271,9 +271,9 @@ class Snapshots:
             self._seen = _Seen(treedef, kinds, version, structure)
         return Snapshot(structure, arrays)
 
-    def _derived_version(self) -> Hashable:
-        """The versions of the derived trees of all recorders."""
-        return tuple(each.derived_version for own in self._recorders.values() for each in own)
+    def _version(self) -> Hashable:
+        """The versions of all recorders."""
+        return tuple(each.version for own in self._recorders.values() for each in own)
 
     def _describe(self, state: PyTree, arrays: tuple[Any, ...]) -> Structure:
         named, _ = trees.flatten(state)
@@ -332,7 +332,12 @@ class Snapshots:
         touched = [i for indices in structure.arguments for i in indices]
         described = "\n".join(sharding.describe(arrays[i]) for i in touched)
         placement = hashlib.sha256(described.encode()).hexdigest()
-        sites = Sites(touched, arrays, in_turns=self._compares_replicas and not self._lead.is_apart)
+        sites = Sites(
+            touched,
+            arrays,
+            in_turns=self._compares_replicas and not self._lead.is_apart,
+            whole=[index[path] for path in named if is_result(path)],
+        )
         # Those of the leaf that lies on most devices, in a program's order.
         devices = max((sharding.devices_of(arrays[i]) for i in touched), key=len, default=())
         return dataclasses.replace(structure, placement=placement, sites=sites, devices=devices)

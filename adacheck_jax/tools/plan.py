@@ -233,7 +233,7 @@ def _roles_of(
     elif nodes := find_nodes([*named]):
         for node in nodes:
             roles.counts.add(node.count)
-            roles.consumed.update(node.record.values(), node.extra.values())
+            roles.consumed.update(node.record.values(), node.extra.values(), node.reduced.values())
             roles.computed.update(node.inner.values())
         roles.computed.update(recorded_params(nodes, types, params_path))
     return roles

@@ -32,6 +32,7 @@ from adacheck_jax.update.params_search import (
     pick,
     quoted,
 )
+from adacheck_jax.update.pinning.reductions import word_count
 from adacheck_jax.update.recorder import Recorder, reached_by
 from adacheck_jax.update.recorder_state import RecorderNode, find_nodes, passed_key
 from adacheck_jax.update.recording.signatures import UpdateSignature
@@ -59,8 +60,9 @@ class Binding:
         inner: leaf paths of the optimizer state that the update computes, in argument order, and
             of the derived trees. Small leaves that it passes through are left out.
         record: leaf paths of the gradients, in argument order.
-        extra: leaf paths of the extra arguments, and of the consumed values of small leaves that
-            the update passes through; and of the update counter, if a derived tree depends on it.
+        extra: leaf paths of the extra arguments; of the recorded reduction results; of the consumed
+            values of small leaves that the update passes through; and of the update counter, if a
+            derived tree depends on it.
         count: leaf path of the update counter.
         prefix: leaf path of the recorder's node.
         recorder: the recorder whose update it is.
@@ -147,11 +149,7 @@ def bind_all(
 ) -> tuple[Binding, ...]:
     """Tie every recorder's node in a state to its recorder and to the params that it updates.
 
-    Args:
-        recorders: the recorders, from :func:`recorders_of`.
-        leaves: types of all leaves of the state, from :func:`leaf_types`.
-        params_path: leaf path of the params' root; or a mapping to such paths by prefix of the
-            nodes; or None to find the params.
+    The params' root is found where ``params_path`` is None.
 
     Returns:
         One binding for each node that records anything, ordered by the nodes' prefixes.
@@ -211,6 +209,12 @@ def _bind_node(
     takes_count = any(
         recorder.derived[tree.name].uses_count(signature.params, tree) for tree in followed
     )
+    # Without them (a checkpoint of an earlier release, an update as its own program) sums are
+    # computed where the update is.
+    reduced = tuple(node.reduced.values())
+    shapes = [leaves[path].shape for path in reduced]
+    if recorder.separate or shapes != [(word_count(signature.reduced),)]:
+        signature, reduced = signature.without_results, ()
     return Binding(
         signature=signature,
         derived=tuple(followed),
@@ -221,6 +225,7 @@ def _bind_node(
         + tuple(path for paths in followed.values() for path in paths),
         record=pick(record, node.record, "record"),
         extra=pick(extra, node.extra, "extra arguments")
+        + reduced
         + pick([*map(passed_key, signature.passed)], node.passed, "consumed optimizer state")
         + ((node.count,) if takes_count else ()),
         count=node.count,

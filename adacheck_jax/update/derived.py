@@ -7,7 +7,7 @@ own last value. It is pinned as an update is, and replayed behind the update tha
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import RecorderError
 from adacheck_jax.update.params_search import LeafType, matched_paths
 from adacheck_jax.update.pinning.fence import fence
-from adacheck_jax.update.pinning.flat_jaxpr import Op, evaluate, flatten
+from adacheck_jax.update.pinning.flat_jaxpr import flatten
 from adacheck_jax.update.pinning.pinned_function import PinnedFunction
 from adacheck_jax.update.recording.signatures import abstract
 
@@ -79,7 +79,7 @@ class Derived:
         self.learned: list[DerivedTree] = []
         self.guessed: set[DerivedTree] = set()
         self._function, self._pin = function, pin
-        self._pinned = PinnedFunction(self._without_branches)
+        self._pinned = PinnedFunction(self._typed)
 
     def __call__(self, zero: Any, params: PyTree, old: PyTree, count: Any) -> PyTree:
         """The next value, from new params, the last value and the number of updates so far.
@@ -121,15 +121,6 @@ class Derived:
                 f"the shapes that it takes, {treedef} of {shapes[0]}, found {found} of {shapes[1]}."
             )
         return jax.tree.map(lambda x, o: jnp.asarray(x).astype(o.dtype), new, old)
-
-    def _without_branches(self, params: PyTree, old: PyTree, count: Any) -> PyTree:
-        """The function, with every result of a conditional selected by itself.
-
-        A conditional takes all leaves at once, so that none of them could be computed alone.
-        """
-        closed = jax.make_jaxpr(self._typed)(params, old, count)
-        values = [*closed.consts, *jax.tree.leaves((params, old, count))]
-        return jax.tree.structure(old).unflatten(_evaluated(closed.jaxpr, values))
 
 
 def bound_trees(
@@ -191,26 +182,3 @@ def _spec(each: LeafType) -> Any:
         return jax.ShapeDtypeStruct(each.shape, jnp.dtype(each.dtype))
     except TypeError:  # a typed PRNG key
         return None
-
-
-def _evaluated(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
-    flat = flatten(jaxpr)
-    env = dict(zip(flat.inputs, values, strict=True))
-    evaluate(flat.ops, env, _unbranched)
-    return [jnp.asarray(env[ref] if isinstance(ref, int) else ref.val) for ref in flat.outputs]
-
-
-def _unbranched(op: Op, inputs: list[Any]) -> list[Any]:
-    """The results of an operation; of a conditional those of all branches, and a choice."""
-    if op.name != "cond" or op.eqn.effects:
-        return op.bind(inputs)
-    choice, *operands = inputs
-    branches = [
-        _evaluated(each.jaxpr, [*each.consts, *operands]) for each in op.eqn.params["branches"]
-    ]
-    results = branches[0]
-    for number, branch in enumerate(branches[1:], 1):
-        is_chosen = jnp.asarray(choice >= number)
-        pairs = zip(results, branch, strict=True)
-        results = [jax.lax.select_n(is_chosen, before, own) for before, own in pairs]
-    return results

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from adacheck_jax.update.pinning.fence import NAME
-from adacheck_jax.update.pinning.flat_jaxpr import CALLS, bodies
+from adacheck_jax.update.pinning.flat_jaxpr import CALLS, PICK, bodies
 from adacheck_jax.update.pinning.rules import ELEMENTWISE, PLACING, can_pin
 
 
@@ -113,6 +113,8 @@ class _Walk:
 
     def _results(self, equation: Any, inputs: list[_Value]) -> list[_Value]:
         name, count = equation.primitive.name, len(equation.outvars)
+        if name == PICK:
+            return [_Value(Level.PLACE) if equation.outvars[0].aval.shape else _CONSTANT]
         if name == "optimization_barrier":
             return inputs
         if name == NAME:  # a canonical fence changes NaNs

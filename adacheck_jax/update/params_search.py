@@ -104,10 +104,15 @@ def _ambiguous(node: RecorderNode, candidates: list[str], node_count: int) -> Re
 def _candidates(
     node: RecorderNode, nodes: Sequence[RecorderNode], leaves: Mapping[str, LeafType]
 ) -> list[str]:
-    """Every subtree outside all recorders that has the record's leaf paths and shapes."""
+    """Every subtree outside all recorders that has the record's leaf paths and shapes.
+
+    Gradients that a ``MultiSteps`` around a recorder accumulates are none.
+    """
     wanted = {path: leaves[full].shape for path, full in node.record.items()}
     sample = max(wanted, key=lambda path: path.count("/"))
     inside = {_join(each.prefix, "") for each in nodes} - {""}
+    around = [each.prefix.partition("inner_opt_state") for each in nodes]
+    inside |= {f"{above}acc_grads/" for above, field, _ in around if field}
     whole = any(not each.prefix for each in nodes)  # the state is the node
     found = []
     for path in leaves:

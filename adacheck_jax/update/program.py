@@ -36,7 +36,8 @@ UpdateFunction = Callable[[Leaves, Leaves, Leaves, Leaves, Any], tuple[list[Any]
 """``(params, inner, record, extra, switches) -> (params, inner)``, over flat leaves.
 
 ``inner`` lacks the small leaves that the update passes through: their consumed values follow the
-declared extra arguments in ``extra``. See :func:`switches` for the last argument.
+declared extra arguments, and the words of reduction results, in ``extra``. See :func:`switches`
+for the last argument.
 """
 
 
@@ -62,8 +63,12 @@ def update_function(
         count = extra[-1] if has_count else jnp.zeros(COUNT.shape, COUNT.dtype)
         extra = extra[:-1] if has_count else extra
         inner, old = inner[:own_count], iter(inner[own_count:])
-        declared = extra[: len(extra) - sum(is_passed)]
-        whole = joined(is_passed, inner, extra[len(declared) :])
+        declared, extra = (
+            extra[: treedefs["extra"].num_leaves],
+            extra[treedefs["extra"].num_leaves :],
+        )
+        words, passed = (extra[0], extra[1:]) if signature.reduced else (None, extra)
+        whole = joined(is_passed, inner, passed)
         params_tree = jax.tree.unflatten(treedefs["params"], params)
         record_tree, extra_tree = recorder.sealed(
             zero,
@@ -72,13 +77,13 @@ def update_function(
                 jax.tree.unflatten(treedefs["extra"], declared),
             ),
         )
-        updates, inner_tree = recorder.apply(
+        updates, inner_tree = recorder.replay(
             zero,
             record_tree,
             jax.tree.unflatten(treedefs["inner"], map(transfer.keyed, whole, specs.values())),
             params_tree,
             extra_tree,
-            is_replay=True,
+            (words, signature.reduced),
         )
         applied = apply_updates(params_tree, updates)
         results = zip(jax.tree.leaves(inner_tree), is_passed, strict=True)
@@ -168,12 +173,9 @@ def in_background(work: Callable[[], _Result]) -> Future[_Result]:
 
 
 class Kept(Generic[_Result]):
-    """Programs that were used last, for the next who needs them; any thread may ask.
+    """Programs that were used last, at most ``count``; any thread may ask.
 
     A key says everything that its value depends on.
-
-    Args:
-        count: largest number of values.
     """
 
     def __init__(self, count: int) -> None:

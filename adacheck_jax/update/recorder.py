@@ -4,8 +4,8 @@
 ``tx`` received in the last update, and a counter of updates. The handler saves the record as a
 delta, and a restore replays ``tx`` over it.
 
-Put it last in the chain, after clipping. An element-wise ``tx`` then replays bit-exactly on every
-mesh, since its roundings are pinned (:mod:`~adacheck_jax.update.pinning.pinned_function`).
+A replay is bit-exact on every mesh: roundings are pinned, and what sums over elements gave, such as
+the norm of a clipping, is kept too (:mod:`~adacheck_jax.update.pinning.pinned_function`).
 
 The thread that trains traces updates and notes what it saw; a save reads that on the caller's
 thread, and a restore, which may trace a replay, on one in the background. There is no lock: what a
@@ -29,11 +29,13 @@ from adacheck_jax.errors import RecorderError
 from adacheck_jax.update.derived import Derived, DerivedFunction
 from adacheck_jax.update.pinning.fence import fence, zero_of
 from adacheck_jax.update.pinning.pinned_function import PinnedFunction
+from adacheck_jax.update.pinning.reductions import Slots
 from adacheck_jax.update.recorder_state import (
     InnerElsewhere,
     RecorderState,
     find_nodes,
     next_counter,
+    no_results,
     passed_key,
     picked,
 )
@@ -48,7 +50,7 @@ from adacheck_jax.update.recording.signatures import (
     SeparateCall,
     UpdateSignature,
     abstract,
-    passed_leaves,
+    known_facts,
     whole_params,
 )
 
@@ -161,7 +163,7 @@ class Recorder(optax.GradientTransformationExtraArgs):
             },
             takes_others=isinstance(tx, optax.GradientTransformationExtraArgs),
         )
-        self._pinned = PinnedFunction(self._updated)
+        self._pinned = PinnedFunction(self._updated, records=True)
         return self
 
     # It has a memory: whoever copies it, as a part of a config or of a tree, gets it itself.
@@ -235,10 +237,9 @@ class Recorder(optax.GradientTransformationExtraArgs):
         return known(zero_of(count), params, old, count)
 
     @property
-    def derived_version(self) -> Hashable:
-        """A value that changes when derived trees have to be tied to a state anew."""
-        learned = [len(each.learned) for each in self.derived.values()]
-        return (self.separate, *learned) if learned else None
+    def version(self) -> Hashable:
+        """A value that changes when the update has to be tied to a state anew."""
+        return (self.separate, *(len(each.learned) for each in self.derived.values()))
 
     def _init(self, params: PyTree) -> RecorderState:
         """The state before the first update."""
@@ -247,8 +248,13 @@ class Recorder(optax.GradientTransformationExtraArgs):
             return RecorderState((), (), {}, {}, InnerElsewhere())
         inner, extra = self.tx.init(params), self._extra.zeros()
         record = empty_record(params, self.dtype)
-        passed = picked(map(passed_key, self._learn(params, inner, record, extra)), inner)
-        return RecorderState(jnp.zeros((), jnp.int32), record, extra, passed, inner)
+        known = self._learn(params, inner, record, extra)
+        passed = picked(map(passed_key, known.passed), inner)
+        slots = known.reduced
+        if not jax.tree.leaves(params):  # a placeholder, as optax.tree_utils.tree_map_params gives
+            slots = next((x.reduced for x in self.signatures if x.reduced), ())
+        reduced = no_results(slots)
+        return RecorderState(jnp.zeros((), jnp.int32), record, extra, passed, inner, reduced)
 
     def _update(
         self, updates: PyTree, state: Any, params: PyTree, extra_args: dict[str, Any]
@@ -266,8 +272,9 @@ class Recorder(optax.GradientTransformationExtraArgs):
             count = next_counter(state.adacheck_count)
         if taken is not None:
             taken.append((self, record))
-            rest = (state.adacheck_passed, state.adacheck_inner)
-            return record, RecorderState(count, record, extra, *rest)
+            return record, state._replace(
+                adacheck_count=count, adacheck_record=record, adacheck_extra=extra
+            )
         inner = state.adacheck_inner
         if isinstance(inner, InnerElsewhere):
             raise RecorderError(
@@ -277,10 +284,14 @@ class Recorder(optax.GradientTransformationExtraArgs):
             )
         passed = picked(state.adacheck_passed, inner)
         self.arithmetic = Arithmetic.current()
-        outputs, inner = self.apply(zero, record, inner, params, {**extra_args, **extra})
+        outputs, inner, words = self._apply(zero, record, inner, params, {**extra_args, **extra})
         if whole is not None:
             self._learn(whole, inner, record, extra)  # as the next update will take them
-        return outputs, RecorderState(count, record, extra, passed, inner)
+        reduced = {
+            key: jnp.zeros_like(old) if words is None or words.shape != old.shape else words
+            for key, old in state.adacheck_reduced.items()
+        }
+        return outputs, RecorderState(count, record, extra, passed, inner, reduced)
 
     def sealed(self, zero: Any, consumed: PyTree) -> PyTree:
         """Fence a tree, so that the recorded bits are those that the update consumes."""
@@ -288,34 +299,39 @@ class Recorder(optax.GradientTransformationExtraArgs):
             return jax.tree.map(jax.lax.optimization_barrier, consumed)
         return jax.tree.map(lambda x: fence(x, zero, canonical=True), consumed)
 
-    def apply(
+    def _apply(
+        self, zero: Any, record: PyTree, inner: PyTree, params: PyTree, extra: Mapping[str, Any]
+    ) -> tuple[PyTree, PyTree, Any]:
+        """Run the wrapped transformation; updates, next state, and words of reduction results."""
+        record = self._consumed(record, params)
+        has_functions = not all(map(core.valid_jaxtype, jax.tree.leaves(extra)))
+        if not self.pin or has_functions:  # an update that takes functions is never replayed
+            return *self._updated(record, inner, params, extra), None
+        (updates, inner), words = self._pinned.recording(zero, record, inner, params, extra)
+        return updates, inner, words
+
+    def replay(
         self,
         zero: Any,
         record: PyTree,
         inner: PyTree,
         params: PyTree,
         extra: Mapping[str, Any],
-        *,
-        is_replay: bool = False,
+        reduced: tuple[Any, Slots] = (None, ()),
     ) -> tuple[PyTree, PyTree]:
-        """Run the wrapped transformation, with the same bits in the train step and in a replay.
+        """Run the wrapped transformation with the bits of the train step, by its trace if known.
 
-        Args:
-            zero: uint32 scalar, zero at run time.
-            record: gradients, from :meth:`sealed`.
-            inner: the wrapped transformation's state.
-            params: params, as ``tx.update`` takes them, or None.
-            extra: all extra arguments; the recorded ones from :meth:`sealed`.
-            is_replay: True to take the train step's trace of the transformation, where it has one.
+        The gradients and recorded extra arguments come from :meth:`sealed`; ``zero`` is a uint32
+        scalar, zero at run time; ``reduced`` are the words of the recorded reduction results, and
+        their places.
 
         Returns:
             The updates, and the next inner state.
         """
         record = self._consumed(record, params)
-        has_functions = not all(map(core.valid_jaxtype, jax.tree.leaves(extra)))
-        if not self.pin or has_functions:  # an update that takes functions is never replayed
+        if not self.pin:
             return self._updated(record, inner, params, extra)
-        return self._pinned(zero, record, inner, params, extra, is_replay=is_replay)
+        return self._pinned.replaying(zero, *reduced, record, inner, params, extra)
 
     def _updated(
         self, record: PyTree, inner: PyTree, params: PyTree, extra: Mapping[str, Any]
@@ -331,17 +347,17 @@ class Recorder(optax.GradientTransformationExtraArgs):
 
     def _learn(
         self, params: PyTree, inner: PyTree, record: PyTree, extra: dict[str, Any]
-    ) -> tuple[str, ...]:
-        """Note the trees of an update; leaf paths of the small leaves that it passes through."""
+    ) -> UpdateSignature:
+        """Note the trees of an update."""
         shapes = [jax.tree.map(abstract, tree) for tree in (params, inner, record, extra)]
         for known in self.signatures:
             if [known.params, known.inner, known.record, known.extra] == shapes:
-                return known.passed
+                return known
         consumed = self._consumed(record, params)
-        passed = passed_leaves(self._pinned, consumed, inner, params, extra)
+        known = known_facts(self._pinned, consumed, inner, params, extra)
         params, inner, record, extra = shapes
-        self.signatures.append(UpdateSignature(params, inner, record, extra, passed))
-        return passed
+        self.signatures.append(UpdateSignature(params, inner, record, extra, *known))
+        return self.signatures[-1]
 
 
 # A node without leaves, as an optax transformation has none.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,12 +12,16 @@ import numpy as np
 
 from adacheck_jax.device import trees
 from adacheck_jax.device.trees import PyTree
+from adacheck_jax.update.pinning.reductions import Slots, word_count
 
 COUNT_FIELD = "adacheck_count"
 RECORD_FIELD = "adacheck_record"
 EXTRA_FIELD = "adacheck_extra"
 PASSED_FIELD = "adacheck_passed"
 INNER_FIELD = "adacheck_inner"
+REDUCED_FIELD = "adacheck_reduced"
+WORDS = "words"
+"""Name of the one array below ``REDUCED_FIELD``."""
 LAST_COUNT = 2**31 - 1
 """The last number that an update counter has before it begins anew with 1."""
 
@@ -36,6 +40,8 @@ class RecorderState(NamedTuple):
         adacheck_passed: values that the last update consumed of small leaves that it passes
             through (a learning rate), by :func:`passed_key`.
         adacheck_inner: the wrapped transformation's own state.
+        adacheck_reduced: what the last update's sums over elements gave, as one vector of uint32
+            words on all devices alike; empty for an update without any.
     """
 
     adacheck_count: Any
@@ -43,6 +49,12 @@ class RecorderState(NamedTuple):
     adacheck_extra: dict[str, Any]
     adacheck_passed: dict[str, Any]
     adacheck_inner: PyTree
+    adacheck_reduced: Mapping[str, Any] = {}  # never changed in place
+
+
+def no_results(slots: Slots) -> dict[str, Any]:
+    """``adacheck_reduced`` before the first update."""
+    return {WORDS: jnp.zeros(word_count(slots), jnp.uint32)} if slots else {}
 
 
 def next_counter(counter: jax.Array) -> jax.Array:
@@ -88,6 +100,11 @@ def consumed_leaf(path: str) -> str:
     return f"{above}/{INNER_FIELD}/{key.replace('.', '/')}" if field else path
 
 
+def is_result(path: str) -> bool:
+    """True for the leaf path of the recorded reduction results of some recorder."""
+    return REDUCED_FIELD in path.split("/")
+
+
 def picked(keys: Iterable[str], inner: PyTree) -> dict[str, Any]:
     """Copies of some leaves by their :func:`passed_key`, so that no buffer is donated twice."""
     leaves = {passed_key(path): leaf for path, leaf in trees.flatten(inner)[0].items()}
@@ -105,6 +122,7 @@ class RecorderNode:
         extra: leaf paths of the recorded extra arguments, by name.
         passed: leaf paths of the recorded values of passed-through leaves, by :func:`passed_key`.
         inner: leaf paths of the wrapped transformation's state, by path relative to it.
+        reduced: leaf paths of the recorded reduction results, by name.
     """
 
     prefix: str
@@ -113,6 +131,7 @@ class RecorderNode:
     extra: dict[str, str]
     passed: dict[str, str]
     inner: dict[str, str]
+    reduced: dict[str, str]
 
 
 def find_nodes(paths: Sequence[str]) -> list[RecorderNode]:
@@ -142,5 +161,5 @@ def _node_at(prefix: str, count: str, paths: Sequence[str]) -> RecorderNode:
             if path == whole or path.startswith(f"{whole}/")
         }
 
-    fields = (RECORD_FIELD, EXTRA_FIELD, PASSED_FIELD, INNER_FIELD)
+    fields = (RECORD_FIELD, EXTRA_FIELD, PASSED_FIELD, INNER_FIELD, REDUCED_FIELD)
     return RecorderNode(prefix, count, *map(under, fields))

@@ -54,8 +54,8 @@ class SeparateUpdate:
 
         Args:
             grads: gradients, as ``tx.update`` takes them.
-            opt_state: the optimizer state; donated.
-            params: the params; donated.
+            opt_state: the optimizer state; donated. Or an ``nnx.Optimizer`` of ``tx``.
+            params: the params; donated. With an ``nnx.Optimizer`` the model, which is updated.
             **extra_args: arrays, as ``tx.update`` takes them.
 
         Returns:
@@ -64,6 +64,8 @@ class SeparateUpdate:
         Raises:
             RecorderError: called inside ``jax.jit``, or ``tx`` does not end in a Recorder.
         """
+        if hasattr(opt_state, "opt_state") and type(opt_state).__module__.startswith("flax.nnx"):
+            return self._of_nnx(grads, opt_state, params, extra_args)
         arguments = (grads, opt_state, params, extra_args)
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments)):
             raise RecorderError(
@@ -99,6 +101,20 @@ class SeparateUpdate:
             adacheck_inner=jax.tree.unflatten(jax.tree.structure(inner), new_leaves),
         )
         return jax.tree.unflatten(jax.tree.structure(params), new_params), _with(rest, node)
+
+    def _of_nnx(
+        self, grads: PyTree, optimizer: Any, model: Any, extra_args: dict[str, Any]
+    ) -> tuple[Any, Any]:
+        """As ``optimizer.update(model, grads)``."""
+        from flax import nnx  # it is there: the optimizer is its own
+
+        given = (nnx.state(grads, optimizer.wrt), optimizer.opt_state)
+        arrays = map(nnx.as_pure, (*given, nnx.state(model, optimizer.wrt)))
+        params, opt_state = self(*arrays, **extra_args)
+        nnx.update(model, params)
+        nnx.update(optimizer.opt_state, nnx.state(opt_state))
+        optimizer.step[...] += 1
+        return model, optimizer
 
     def _compile(
         self,

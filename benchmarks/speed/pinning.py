@@ -17,11 +17,13 @@ import adacheck_jax as adacheck
 from benchmarks.common import LanguageModel, tokens_of, width_for
 
 PINNED, FREE = "pinned", "not pinned"
+BEFORE, INSIDE = "pinned, clipped by norm before the Recorder", "pinned, clipped inside it"
+WAYS = (PINNED, FREE, BEFORE, INSIDE)
 STAGES = ("trace_s", "lower_s", "compile_s")
 
 
 def run(root: str, leaves: int, params: int, batch: int, steps: int, rounds: int) -> Any:
-    """Compiles updates and runs train steps with and without pinning, in turns.
+    """Compiles updates and runs train steps with and without pinning and sums, in turns.
 
     Args:
         root: folder, not used: nothing is saved.
@@ -33,12 +35,12 @@ def run(root: str, leaves: int, params: int, batch: int, steps: int, rounds: int
     """
     del root
     mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    compiled = {name: _Rows() for name in (PINNED, FREE)}
-    trained = {name: _Rows() for name in (PINNED, FREE)}
-    loops = {name: _loop(mesh, name == PINNED, params, batch) for name in trained}
+    compiled = {name: _Rows() for name in WAYS}
+    trained = {name: _Rows() for name in WAYS}
+    loops = {name: _loop(mesh, name, params, batch) for name in trained}
     for position in range(rounds + 1):
-        for name in (PINNED, FREE):
-            stages = _stages(mesh, name == PINNED, leaves)
+        for name in WAYS:
+            stages = _stages(mesh, name, leaves)
             step_s = loops[name](steps)
             if position:
                 compiled[name].add(stages)
@@ -75,9 +77,17 @@ def _split(mesh: Any, tree: Any) -> Any:
     return jax.tree.map(placed, tree)
 
 
-def _stages(mesh: Any, is_pinned: bool, leaves: int) -> dict[str, float]:
+def _optimizer(way: str, dtype: Any = None) -> optax.GradientTransformationExtraArgs:
+    clip, adamw = optax.clip_by_global_norm(1.0), optax.adamw(3e-4)
+    if way == INSIDE:
+        return adacheck.Recorder(optax.chain(clip, adamw), dtype=dtype)
+    recorder = adacheck.Recorder(adamw, dtype=dtype, pin=way != FREE)
+    return optax.chain(clip, recorder) if way == BEFORE else recorder
+
+
+def _stages(mesh: Any, way: str, leaves: int) -> dict[str, float]:
     """CPU seconds to trace, lower and compile one update of adamw with its ``apply_updates``."""
-    recorder = adacheck.Recorder(optax.adamw(3e-4), pin=is_pinned)
+    recorder = _optimizer(way)
     params = _split(mesh, [jnp.ones((8, 8)) for _ in range(leaves)])
     state = _split(mesh, recorder.init(params))
 
@@ -96,10 +106,10 @@ def _stages(mesh: Any, is_pinned: bool, leaves: int) -> dict[str, float]:
     return dict(zip(STAGES, [b - a for a, b in itertools.pairwise(times)], strict=True))
 
 
-def _loop(mesh: Any, is_pinned: bool, params: int, batch: int) -> Callable[[int], float]:
+def _loop(mesh: Any, way: str, params: int, batch: int) -> Callable[[int], float]:
     """A training loop; the function does some steps and returns the seconds of the median one."""
     model = LanguageModel(width_for(params))
-    recorder = adacheck.Recorder(optax.adamw(3e-4), pin=is_pinned, dtype=jnp.bfloat16)
+    recorder = _optimizer(way, jnp.bfloat16)
     weights = _split(mesh, model.initial())
     tokens = jax.device_put(tokens_of(0, batch), NamedSharding(mesh, PartitionSpec("x")))
     state = [weights, _split(mesh, recorder.init(weights))]

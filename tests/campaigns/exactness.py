@@ -81,6 +81,11 @@ _REDUCING = (
     Case("muon", lambda: optax.contrib.muon(2e-3)),
     Case("lamb", lambda: optax.lamb(2e-3)),
 )
+_ACCUMULATED = Case(
+    "MultiSteps of clip_by_global_norm + adamw, fused",
+    lambda: optax.MultiSteps(clipped(optax.adamw(1e-3)), 2).gradient_transformation(),
+    clipped_before=False,
+)
 CASES = (
     Case("adamw", lambda: optax.adamw(1e-3)),
     Case("adamw, bfloat16 record", lambda: optax.adamw(1e-3), dtype=jnp.bfloat16),
@@ -94,6 +99,7 @@ CASES = (
     ),
     Case("adamw(mu_dtype=bfloat16)", lambda: optax.adamw(1e-3, mu_dtype=jnp.bfloat16)),
     *(replace(case, name=f"{case.name}, fused") for case in _REDUCING),
+    _ACCUMULATED,
     *(replace(c, name=f"{c.name}, separate_update", separate=True) for c in _REDUCING),
     Case(
         "clip_by_global_norm + adamw(mu_dtype=bfloat16), separate_update",
@@ -319,12 +325,15 @@ def start_child(root: Path, step: int, shape: Sequence[int]) -> subprocess.Popen
 
 
 def restore_all(root: Path, step: int, shape: Sequence[int]) -> list[Restored]:
-    return [restored(case, root / str(i), step, shape) for i, case in enumerate(CASES)]
+    roots = [(case, root / str(i)) for i, case in enumerate(CASES)]
+    return [restored(case, each, step, shape) for case, each in roots if each.exists()]
 
 
-def run(steps: int, root: Path) -> dict[str, Any]:
+def run(steps: int, root: Path, only: str = "") -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for i, case in enumerate(CASES):
+        if not re.search(only, case.name):
+            continue
         case_root = root / str(i)
         case_root.mkdir()
         trained(case, case_root, steps)
@@ -419,6 +428,7 @@ def main() -> int:
     """Reads the command line, and prints a table."""
     parser = command.parser(__doc__, json=False)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--only", default="", help="expression that names of optimizers match")
     parser.add_argument("--restore-from", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--mesh", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -431,7 +441,7 @@ def main() -> int:
         print(json.dumps([asdict(each) for each in found]))
         return 0
     with tempfile.TemporaryDirectory() as root:
-        result = run(arguments.steps, Path(root))
+        result = run(arguments.steps, Path(root), arguments.only)
     told = [table(result), *refusals(result), rounding_line(result)]
     return command.finish(result, text="" if arguments.json else "\n\n".join(told))
 

@@ -2,6 +2,7 @@
 
     python -m tests.campaigns.matrix --rows 300 --seed 0 --output FILE.json
     python -m tests.campaigns.matrix --only 17
+    python -m tests.campaigns.matrix --rows 300 --summing
     python -m tests.campaigns.matrix --table FILE.json ...
     python -m tests.campaigns.matrix --rows 40 --isa AVX,AVX2,AVX512
     python -m tests.campaigns.matrix --rows 40 --flags=--xla_cpu_enable_fast_math=true
@@ -41,7 +42,9 @@ _REPLAYS = "tests.campaigns.replays"
 CLASSES = ("exact", "differs", "left out", "not trainable", "crash")
 
 
-def child(seeds: Sequence[int], options: dict[str, Any], folder: Path | None) -> None:
+def child(
+    seeds: Sequence[int], options: dict[str, Any], folder: Path | None, *, summing: bool
+) -> None:
     """Trains and replays rows in this process; keeps their files where a folder is given."""
     import logging
 
@@ -49,7 +52,7 @@ def child(seeds: Sequence[int], options: dict[str, Any], folder: Path | None) ->
 
     logging.disable(logging.WARNING)
     for seed in seeds:
-        row = matrix_rows.draw(seed)
+        row = matrix_rows.draw(seed, summing=summing)
         result: dict[str, Any] = {**asdict(row), "text": row.text, "class": "exact"}
         start = time.process_time()
         try:
@@ -196,6 +199,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=300)
     parser.add_argument("--only", type=int, help="one row alone, by its seed")
     parser.add_argument("--pin", action=argparse.BooleanOptionalAction, help="of the Recorder")
+    parser.add_argument("--summing", action="store_true", help="optimizers that add up elements")
     parser.add_argument("--isa", type=lambda text: text.split(","), default=[])
     parser.add_argument(
         "--flags", action="append", default=[], help="XLA flags of a replay; may be repeated"
@@ -212,12 +216,14 @@ def main() -> None:
         return
     options = {} if arguments.pin is None else {"pin": arguments.pin}
     if arguments.child:
-        child([int(each) for each in arguments.child.split(",")], options, arguments.keep)
+        seeds = [int(each) for each in arguments.child.split(",")]
+        child(seeds, options, arguments.keep, summing=arguments.summing)
         return
     seeds = range(arguments.seed, arguments.seed + arguments.rows)
     if arguments.only is not None:
         seeds = range(arguments.only, arguments.only + 1)
     passed = [] if arguments.pin is None else ["--pin" if arguments.pin else "--no-pin"]
+    passed += ["--summing"] if arguments.summing else []
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         keeps = bool(arguments.isa or arguments.flags or arguments.other_python)

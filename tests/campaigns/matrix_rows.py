@@ -27,11 +27,6 @@ STEPS = 4
 EXAMPLES = 16
 _LAYOUTS = ("one", "data", "sharded", "sharded_42", "data_42", "explicit_42")
 _LOSS_SCALE = 1024.0
-_TAKE_VALUE = {
-    *("polyak_sgd", "scale_by_polyak", "contrib.momo", "contrib.momo_adam"),
-    "contrib.reduce_on_plateau",
-}
-"""Optimizers that look at the loss."""
 
 
 class LeftOut(Exception):
@@ -76,10 +71,12 @@ class Row:
         return ", ".join([str(getattr(self, name)) for name in names] + flags)
 
 
-def draw(seed: int) -> Row:
-    """Draws a row."""
+def draw(seed: int, *, summing: bool = False) -> Row:
+    """Draws a row, among all optimizers or among those that add up elements."""
     rng = random.Random(f"row {seed}")
     names = [list(optimizers.found()), list(optimizers.COMPOSED)]
+    if summing:
+        names = [list(optimizers.SUMMING)]
     param_dtype = rng.choice(("float32",) * 4 + ("bfloat16", "float16"))
     layout = rng.choice(_LAYOUTS)
     records = (None, None, None, "bfloat16", "bfloat16", "float8_e5m2", "float8_e4m3fn")
@@ -126,7 +123,7 @@ class Trained:
         dtype = None if row.record_dtype is None else jnp.dtype(row.record_dtype)
         tx = optimizers.all_of()[row.optimizer]()
         extra = {}
-        if row.optimizer in _TAKE_VALUE:
+        if row.optimizer in optimizers.TAKE_VALUE:
             extra = {"extra_args": {"value": jnp.zeros(())}}
         self.recorder = adacheck.Recorder(tx, dtype=dtype, **extra, **options)
         parts: list[Any] = [optax.clip_by_global_norm(1.0)] if row.clips else []

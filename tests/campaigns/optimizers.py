@@ -1,18 +1,42 @@
-"""Every optimizer of optax that can be made without being told much, and some that are composed."""
+"""Every optimizer of optax that can be made without being told much, and some that are composed.
+
+    python -m tests.campaigns.optimizers
+
+prints how the steps of each are kept if it runs inside the train step's program, and how they would
+be without recorded results of sums. Params are two matrices of 256 x 1,024 and two vectors.
+
+* sample: all leaves replayed, and checked by a sample of any state. * full: replayed, and compared
+in full, of a state of at most 64 MiB or with ``Shadow(on_devices=True)``. * some: the leaves that
+come out of the named operations are stored. * bits: all are.
+"""
 
 from __future__ import annotations
 
+import collections
 import functools
 import inspect
+import logging
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import optax
 
+import adacheck_jax as adacheck
+from adacheck_jax.state.exported_update import ExportedUpdates
+from adacheck_jax.state.snapshot import Snapshots
+from adacheck_jax.update.binding import recorders_of
+from adacheck_jax.update.pinning import reductions
+
 RATE = 3e-3
+TAKE_VALUE = {
+    *("polyak_sgd", "scale_by_polyak", "contrib.momo", "contrib.momo_adam"),
+    "contrib.reduce_on_plateau",
+}
+"""Optimizers that look at the loss."""
 _ARGUMENTS: dict[str, Any] = {
     **{"learning_rate": RATE, "decay": 0.9, "weight_decay": 1e-3, "step_size": RATE, "eta": 1e-3},
     **{"max_delta": 1.0, "min_delta": 0.0, "power": 2, "b1": 0.9, "b2": 0.99, "gamma": 0.9},
@@ -115,6 +139,88 @@ COMPOSED: dict[str, Callable[[], Any]] = {
 }
 
 
+def _clipped(inner: Any) -> Any:
+    return optax.chain(optax.clip_by_global_norm(0.1), inner)
+
+
+SUMMING: dict[str, Callable[[], Any]] = {
+    "adamw, clipped by norm": lambda: _clipped(optax.adamw(_warm())),
+    "adamw, masked decay, clipped by norm": lambda: _clipped(optax.adamw(RATE, mask=_by_rank)),
+    "adam, clipped by block": lambda: optax.chain(optax.clip_by_block_rms(1e-3), optax.adam(RATE)),
+    "adam, clipped adaptively": lambda: optax.chain(
+        optax.adaptive_grad_clip(1e-2), optax.adam(RATE)
+    ),
+    "adam, centralized": lambda: optax.chain(optax.centralize(), optax.adam(RATE)),
+    "momentum, normalized": lambda: optax.chain(
+        optax.normalize_by_update_norm(), optax.sgd(RATE, momentum=0.9)
+    ),
+    "adamw, clipped by norm, MultiSteps": lambda: optax.MultiSteps(
+        _clipped(optax.adamw(RATE)), 2
+    ).gradient_transformation(),
+    "adamw, clipped by norm, if finite": lambda: optax.apply_if_finite(
+        _clipped(optax.adamw(RATE)), 3
+    ),
+    "adamw, clipped by norm, injected": lambda: optax.inject_hyperparams(
+        lambda learning_rate: _clipped(optax.adamw(learning_rate))
+    )(learning_rate=RATE),
+    "adafactor, factored": lambda: optax.adafactor(RATE, min_dim_size_to_factor=8),
+    "mechanize": lambda: optax.contrib.mechanize(_clipped(optax.adamw(RATE))),
+    **{
+        name: lambda name=name: found()[name]()
+        for name in (
+            *("adafactor", "fromage", "lamb", "lars", "novograd", "sm3"),
+            *("normalize_by_update_norm", "scale_by_factored_rms", "scale_by_param_block_norm"),
+            *("scale_by_param_block_rms", "scale_by_trust_ratio", "contrib.dadapt_adamw"),
+            *("contrib.cocob", "contrib.dog", "contrib.dowg", "contrib.prodigy"),
+            *("contrib.reduce_on_plateau", "polyak_sgd", "contrib.momo"),
+        )
+    },
+}
+"""Optimizers that add up elements, where the results are few."""
+
+
 def all_of() -> dict[str, Callable[[], Any]]:
     """Found and composed ones, by name."""
-    return {**found(), **COMPOSED}
+    return {**found(), **COMPOSED, **SUMMING}
+
+
+def kept(made: Callable[[], Any], *, takes_value: bool) -> tuple[str, str]:
+    """How steps are kept, and the operations that stand in the way."""
+    params = {
+        **{"embedding": jnp.ones((256, 1024)), "kernel": jnp.ones((1024, 256)) * 0.5},
+        **{"bias": jnp.ones(256), "scale": jnp.ones(1024)},
+    }
+    extra: dict[str, Any] = {"extra_args": {"value": jnp.zeros(())}} if takes_value else {}
+    try:
+        recorder = adacheck.Recorder(made(), **extra)
+        state = {"params": params, "opt": recorder.init(params)}
+        structure = Snapshots(recorders_of(recorder), None).take(state).structure
+        found = ExportedUpdates("auto").of(structure)
+    except Exception as error:
+        return "bits", f"{type(error).__name__}: {' '.join(str(error).split())[:60]}"
+    said = " ".join((found.problem, *found.warnings))
+    why = said.partition("come out of ")[2].partition(", whose")[0] or found.problem[:80]
+    if found.problem:
+        return "bits", why
+    return ("some", why) if found.unreplayed else (found.engine, "")
+
+
+def main() -> None:
+    """Print a line for each optimizer, and the shares."""
+    logging.disable(logging.WARNING)
+    rows: dict[str, tuple[str, str, str]] = {}
+    for name, made in (all_of()).items():
+        takes_value = name in TAKE_VALUE
+        after = kept(made, takes_value=takes_value)
+        with mock.patch.object(reductions, "chosen", return_value=()):
+            before = kept(made, takes_value=takes_value)
+        rows[name] = (before[0], *after)
+        print(f"{name}: {before[0]} -> {' '.join(after)}", flush=True)
+    for title, names in {"optax's own": [*found()], "composed": [*COMPOSED, *SUMMING]}.items():
+        for k, when in enumerate(("before", "after")):
+            counts = collections.Counter(rows[name][k] for name in names)
+            print(f"{title}, {when}: {len(names)}, {dict(counts)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -188,9 +188,9 @@ def test_a_tree_of_another_form_is_bound_once_it_was_seen(caplog):
         (binding,) = bind_all([recorder], state)
     assert "is stored until derive() was called with it" in caplog.text
     assert not any(path.startswith("ema/") for path in binding.inner)
-    before = recorder.derived_version
+    before = recorder.version
     jax.eval_shape(lambda s: recorder.derive("ema", s["opt"], PARAMS, s["ema"]), state)
-    assert recorder.derived_version != before
+    assert recorder.version != before
     (binding,) = bind_all([recorder], state)
     own = ("ema/first/bias", "ema/first/kernel", "ema/second")
     assert binding.inner[-3:] == own
@@ -200,9 +200,9 @@ def test_a_tree_that_was_guessed_right_is_bound_only_once():
     recorder = Recorder(optax.adam(1e-2), derived={"ema": average})
     state = state_of(recorder)
     bind_all([recorder], state)
-    before = recorder.derived_version
+    before = recorder.version
     recorder.derive("ema", state["opt"], PARAMS, state["ema"])
-    assert recorder.derived_version == before
+    assert recorder.version == before
 
 
 def test_a_recorder_that_runs_apart_binds_no_tree():

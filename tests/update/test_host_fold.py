@@ -30,6 +30,15 @@ OPTIMIZERS = {
         1e-2, mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
     ),
     "plain": lambda: optax.sgd(1e-2),
+    "clip": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)),
+    "clip by mean": lambda: optax.chain(optax.clip_by_block_rms(1e-3), optax.adam(1e-2)),
+    "lamb": lambda: optax.lamb(1e-2),
+    "if finite": lambda: optax.apply_if_finite(
+        optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)), 3
+    ),
+    "accumulated": lambda: optax.MultiSteps(
+        optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)), 2
+    ).gradient_transformation(),
 }
 
 

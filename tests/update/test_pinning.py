@@ -155,7 +155,7 @@ def test_it_works_through_calls_loops_and_branches():
         found = run(ZERO, x, n)
         np.testing.assert_allclose(found["y"], expected["y"], rtol=1e-6)
     assert pinned(ZERO, x, n)["x"] is x
-    assert pinned.origins(x, n) == {"y": None, "n": 1, "x": 0}
+    assert pinned.known(x, n)[0] == {"y": None, "n": 1, "x": 0}
     batched = jax.vmap(lambda x, c: pinned(zero_of(c), x, n)["y"])(x[:, None], jnp.arange(8))
     np.testing.assert_array_equal(batched[:, 0], pinned(ZERO, x, n)["y"])
 

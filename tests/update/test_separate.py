@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -87,6 +88,48 @@ def test_reducing_updates_replay_exactly_on_every_mesh_of_the_same_devices(tmp_p
                 ):
                     assert leaf.sharding == wanted.sharding
     assert replayed(tmp_path) == [False, True, True, True, True]
+
+
+class Model(nnx.Module):
+    def __init__(self):
+        self.first = nnx.Linear(16, 32, rngs=nnx.Rngs(0))
+        self.second = nnx.Linear(32, 16, rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        return self.second(jnp.tanh(self.first(x)))
+
+
+@pytest.mark.parametrize("form", ["optimizer", "state"])
+def test_an_nnx_optimizer_and_an_nnx_state_are_taken(tmp_path, form):
+    recorder = adacheck.Recorder(REDUCING["muon"])
+    update = adacheck.separate_update(optax.chain(optax.clip_by_global_norm(1.0), recorder))
+    model, data = Model(), jax.random.normal(jax.random.key(0), (8, 16))
+    tx = optax.chain(optax.clip_by_global_norm(1.0), recorder)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    params = nnx.state(model, nnx.Param)
+    opt_state, graph = tx.init(params), nnx.graphdef(model)
+
+    @jax.jit  # nnx.jit would give the model other arrays than were saved
+    def gradients(params):
+        return jax.grad(lambda p: jnp.mean((nnx.merge(graph, p)(data) - data) ** 2))(params)
+
+    with manager_of(tmp_path, adacheck.AdaCheckHandler(recorder)) as manager:
+        for step in range(5):
+            if form == "optimizer":
+                update(gradients(nnx.state(model, nnx.Param)), optimizer, model)
+                state = nnx.state((model, optimizer))
+            else:
+                params, opt_state = update(gradients(params), opt_state, params)
+                state = {"params": params, "opt_state": opt_state}
+            saved = host_copy(state)
+            if step > 0:  # counters are on all devices from here on
+                manager.save(step, args=adacheck.SaveArgs(state))
+                manager.wait_until_finished()
+        args = adacheck.RestoreArgs(abstract(state), require_exact=True)
+        assert_same_bits(manager.restore(4, args=args), saved)
+    assert replayed(tmp_path) == [False, True, True, True]
+    if form == "optimizer":
+        assert int(optimizer.step[...]) == 5
 
 
 @pytest.mark.slow
@@ -256,7 +299,7 @@ def test_a_program_that_is_not_the_one_that_ran_is_noticed(
     trace = PinnedFunction._trace
     if is_traced_again:  # else the first save takes the trace of what ran
 
-        def traced_again(self, trees, *, is_replay=False):
+        def traced_again(self, trees, **_):
             return trace(self, trees)
 
         monkeypatch.setattr(PinnedFunction, "_trace", traced_again)

@@ -23,7 +23,7 @@ from adacheck_jax.layout.plan import Params, Plan, params_of, within
 from adacheck_jax.layout.rules import Rule
 from adacheck_jax.restore import transform
 from adacheck_jax.store.storage.location import AnyPath
-from adacheck_jax.update.recorder_state import RECORD_FIELD
+from adacheck_jax.update.recorder_state import RECORD_FIELD, is_result
 
 _log = logging.getLogger(__name__)
 
@@ -152,6 +152,14 @@ def _abstract(leaf: Leaf, place: Any) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=place)
 
 
+def adds_up(base: BaseManifest) -> bool:
+    """True if an update of a base adds up elements, whether or not the results are recorded."""
+    update = base.update
+    return update is not None and bool(
+        update.reducing or any(is_result(base.leaves[i].path) for i in update.extra)
+    )
+
+
 def _tell(plan: Plan, base: BaseManifest) -> None:
     inside = [
         path
@@ -167,7 +175,7 @@ def _tell(plan: Plan, base: BaseManifest) -> None:
         ", ".join(inside[:20]) + (", ..." if len(inside) > 20 else ""),
         len(plan.untouched) - len(inside),
     )
-    if base.update is not None and base.update.reducing:
+    if adds_up(base):
         _log.warning(
             "transform: the optimizer adds up elements, so a run that goes on in another layout "
             "equals one that was trained there to rounding only."

@@ -20,7 +20,7 @@ from adacheck_jax.format.manifest import BaseManifest, Leaf
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.update import program as update_program
-from adacheck_jax.update.recorder_state import consumed_leaf
+from adacheck_jax.update.recorder_state import consumed_leaf, is_result
 
 
 class Target:
@@ -65,6 +65,7 @@ class Target:
             missing = self._specs.keys() - self._wanted.keys()
             if missing:
                 left_out = missing if args.partial_restore else self._left_out(missing, state)
+                left_out |= missing.intersection(self._consumed)
                 self._wanted |= dict.fromkeys(left_out, ocp.PLACEHOLDER)
             self._check(where)
 
@@ -85,16 +86,20 @@ class Target:
         return {path for path in missing if path in empty or not nodes.isdisjoint(_above(path))}
 
     def _unsaved_copies(self) -> list[str]:
-        """Leaf paths of wanted copies that the recorder of the saved step did not keep.
+        """Leaf paths of wanted leaves that the recorder of the saved step did not keep.
 
         Recorders of format version 6 kept no copy of other leaves that an update consumed; the
-        originals were saved.
+        originals were saved. Others kept no results of sums, or of other operations: the next
+        update makes new ones.
         """
-        return [
-            path
-            for path in self._paths
-            if path not in self._specs and consumed_leaf(path) in self._specs
-        ]
+
+        def is_kept(path: str) -> bool:
+            if is_result(path):
+                shape = tuple(np.shape(self._wanted[path]))
+                return path in self._specs and self._specs[path].shape == shape
+            return path in self._specs or consumed_leaf(path) not in self._specs
+
+        return [path for path in self._paths if not is_kept(path)]
 
     def _check(self, where: AnyPath) -> None:
         expected = {path: spec.description for path, spec in self._specs.items()}
@@ -226,10 +231,11 @@ class Target:
             )
         every = dict(leaves)
         for path, wanted in self._consumed.items():
-            value, sharding = (
-                leaves[consumed_leaf(path)],
-                getattr(wanted, "sharding", None),
-            )
+            sharding = getattr(wanted, "sharding", None)
+            if is_result(path):
+                value = jnp.zeros(np.shape(wanted), jnp.uint32)
+            else:
+                value = leaves[consumed_leaf(path)]
             every[path] = value if sharding is None else jax.device_put(value, sharding)
         asked = self._wanted | self._consumed
         finished = (self._finish(every.get(path), asked[path]) for path in self._paths)

@@ -23,7 +23,7 @@ from adacheck_jax.errors import MismatchError
 from adacheck_jax.store.steps import manifest_file, roots
 from adacheck_jax.store.storage.location import AnyPath, at, located
 from adacheck_jax.tools.steps import InputError
-from adacheck_jax.update.recorder_state import INNER_FIELD, consumed_leaf, find_nodes
+from adacheck_jax.update.recorder_state import INNER_FIELD, consumed_leaf, find_nodes, is_result
 
 
 def import_checkpoint(source: str | os.PathLike[str], abstract_state: PyTree) -> PyTree:
@@ -115,6 +115,7 @@ def _places(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, st
     own = [path for path, place in places.items() if place != path]
     if own and all(path in found for path in own):  # it was saved with a Recorder
         places = {path: path for path in wanted}
+    places |= {path: None for path in wanted if is_result(path) and path not in found}
     empty = (path for path, leaf in wanted.items() if 0 in np.shape(leaf))
     return places | dict.fromkeys(path for path in empty if places[path] not in found)
 

@@ -84,7 +84,6 @@ def transform(
             name = found.directory.name
             save_base(str(new), found.number, state, name)
             verification.check(new / str(found.number) / name, read_data=True)
-    update = base.update
     return TransformReport(
         root=str(root),
         destination=str(path),
@@ -95,7 +94,7 @@ def transform(
         made=_described(plan, plan.outputs),
         untouched=tuple(plan.untouched),
         proved=all(plan.inverted(each) is not None for each in plan.components()),
-        rounds_otherwise=update is not None and bool(update.reducing),
+        rounds_otherwise=relayout.adds_up(base),
     )
 
 

@@ -98,12 +98,6 @@ class _Work:
 class HostFold:
     """A copy of what updates compute in host memory, which each step moves on.
 
-    Args:
-        pieces: the update.
-        boxes: boxes of each leaf that the copy holds, by leaf index.
-        recorder_count: number of recorders whose updates the program makes.
-        arithmetic: settings that the update was traced with.
-
     Raises:
         UnfitError: leaves that are computed together are not held in the same boxes, or have
             elements of less than a byte.
@@ -118,7 +112,8 @@ class HostFold:
     ) -> None:
         self._pieces, self._recorder_count, self._arithmetic = pieces, recorder_count, arithmetic
         self._device = jax.local_devices(backend="cpu")[0]
-        self._scalars = {i: np.zeros((), pieces.specs[i].dtype) for i in pieces.scalar_leaves}
+        specs = {i: pieces.specs[i] for i in pieces.scalar_leaves}
+        self._scalars = {i: np.zeros(x.shape, x.dtype) for i, x in specs.items()}
         self._places: dict[int, tuple[_Vector, list[tuple[Box, int]]]] = {}
         self._is_turned = False
         self._vectors: list[_Vector] = []
@@ -199,7 +194,7 @@ class HostFold:
         spec = jax.ShapeDtypeStruct
         with self._settings():
             switches = update_program.switches(self._recorder_count)
-            given = {i: spec((), x.dtype) for i, x in self._scalars.items()}
+            given = {i: spec(x.shape, x.dtype) for i, x in self._scalars.items()}
             needed = sorted({ref for work in self._work for ref in work.batch.shared})
 
             def scalars(given: Mapping[int, Any], switches: Any) -> Any:
@@ -220,7 +215,12 @@ class HostFold:
         The blocks have to cover the boxes of the copy.
         """
         if leaf in self._scalars:
-            self._scalars[leaf] = np.array(next(iter(blocks.values())))
+            whole = np.empty_like(self._scalars[leaf])
+            if sum(box.size for box in blocks) < whole.size:
+                raise UnfitError("this process has not all results of sums")
+            for box, block in blocks.items():
+                whole[box.slices] = block
+            self._scalars[leaf] = whole
             return
         if leaf not in self._places:
             return
@@ -265,13 +265,13 @@ class HostFold:
     def blocks(self, leaf: int) -> Blocks:
         """Elements of a leaf, by box: views, until the next step."""
         if leaf in self._scalars:
-            return {Box((), ()): self._scalars[leaf]}
+            return {Box.full(self._scalars[leaf].shape): self._scalars[leaf]}
         vector, places = self._places[leaf]
         return {box: vector.part(start, box.size).reshape(box.shape) for box, start in places}
 
     @property
     def scalars(self) -> Mapping[int, np.ndarray]:
-        """The leaves that are single numbers, by leaf index."""
+        """The leaves that are single numbers, and the results of sums, by leaf index."""
         return self._scalars
 
     def advance(

@@ -17,11 +17,12 @@ import numpy as np
 
 from adacheck_jax.format.fingerprint import words_of
 from adacheck_jax.update.pinning.flat_jaxpr import (
+    PICK,
     Group,
-    described,
     evaluate,
     flatten,
     groups,
+    with_numbers_of,
     without_equal_scalars,
 )
 
@@ -78,6 +79,10 @@ class Batch:
         length = arrays[0].shape[0]
         count = -(-length // ROW)
         shapes = {ref: shape for op in self.group.ops for ref, shape in op.shapes.items()}
+        if any(0 in shapes[ref] for ref in self._refs()):  # there is nothing to compute
+            ops = self.group.ops
+            avals = {i: x for op in ops for i, x in zip(op.outputs, op.avals, strict=True)}
+            return [jnp.zeros(length, avals[ref].dtype) for ref in self.group.outputs]
         rows = [
             jnp.pad(x, (0, count * ROW - length)).reshape(count, *shapes[ref])
             for ref, x in zip(self._refs(), arrays, strict=True)
@@ -99,13 +104,8 @@ class Batch:
 class Pieces:
     """An update over samples.
 
-    Args:
-        function: the update over flat leaves.
-        specs: shapes and data types of its four lists of leaves.
-        arguments: leaf indices in these lists.
-        switches: an example of the update's last argument.
-        sizes: number of sampled elements of each leaf, by leaf index.
-        passed: indices of the leaves that the update returns unchanged.
+    ``function`` is the update over four lists of flat leaves, of the shapes in ``specs`` and the
+    leaf indices in ``arguments``; ``sizes`` are numbers of sampled elements by leaf index.
 
     Attributes:
         leaves: indices of all leaves, in order.
@@ -128,15 +128,28 @@ class Pieces:
         sizes: Mapping[int, int],
         passed: Collection[int] = (),
     ) -> None:
-        rows = [[jax.ShapeDtypeStruct(_row_of(x.shape), x.dtype) for x in each] for each in specs]
-        closed, whole = (jax.make_jaxpr(function)(*each, switches) for each in (rows, specs))
-        flat = flatten(closed.jaxpr)
-        if described(flat) != described(flatten(whole.jaxpr)):
+        indices = [i for each in arguments for i in each]
+        whole = jax.make_jaxpr(function)(*specs, switches)
+        flat_whole = flatten(whole.jaxpr)
+        of_inputs = zip(flat_whole.inputs[len(whole.consts) : -1], indices, strict=True)
+        picked = {op.inputs[0] for op in flat_whole.ops if op.name == PICK}
+        self._words = {leaf for ref, leaf in of_inputs if ref in picked}
+        if any(sizes[i] != spec.size for i, spec in _pairs(arguments, specs) if i in self._words):
+            raise UnevenError("not every device has all results of sums")
+        rows = [
+            [
+                spec if i in self._words else jax.ShapeDtypeStruct(_row_of(spec.shape), spec.dtype)
+                for i, spec in zip(*each, strict=True)
+            ]
+            for each in zip(arguments, specs, strict=True)
+        ]
+        closed = jax.make_jaxpr(function)(*rows, switches)
+        flat = with_numbers_of(flatten(closed.jaxpr), flat_whole)
+        if flat is None or len(closed.consts) != len(whole.consts):
             raise UnevenError("the update looks at the shapes of what it takes")
         flat = without_equal_scalars(flat)
-        indices = [i for each in arguments for i in each]
         explained = [*arguments[0], *arguments[1]]
-        self.specs = dict(zip(indices, (x for each in specs for x in each), strict=True))
+        self.specs = dict(_pairs(arguments, specs))
         self._sizes = sizes
         consts, inputs = flat.inputs[: len(closed.consts)], flat.inputs[len(closed.consts) :]
         self._consts = dict(zip(consts, closed.consts, strict=True))
@@ -165,14 +178,17 @@ class Pieces:
         self.after = [*roles]
 
     def _is_scalar(self, leaf: int) -> bool:
-        return not self.specs[leaf].shape
+        """True for a number, and for the results of sums, which every device has."""
+        return not self.specs[leaf].shape or leaf in self._words
 
     def _batched(self, every: Sequence[Group], avals: Mapping[int, Any]) -> list[Batch]:
         """Equal groups together, whose leaves of one role are all computed, or none."""
         leaf_of = self._leaf_of | self._result_of
+        shared_arrays = {ref for ref, leaf in self._leaf_of.items() if leaf in self._words}
+        shared_arrays.add(self._switches)
         alike: dict[Any, list[Group]] = {}
         for number, group in enumerate(every):
-            arrays = [ref for ref in group.inputs if avals[ref].shape and ref != self._switches]
+            arrays = [ref for ref in group.inputs if avals[ref].shape and ref not in shared_arrays]
             if not arrays:
                 alike[number] = [group]
                 continue
@@ -192,7 +208,7 @@ class Pieces:
             alike.setdefault(key, []).append(group)
 
         def role(refs: Sequence[int]) -> Role:
-            is_shared = not avals[refs[0]].shape or refs[0] == self._switches
+            is_shared = not avals[refs[0]].shape or refs[0] in shared_arrays
             return () if is_shared else tuple(leaf_of[ref] for ref in refs)
 
         return [
@@ -224,16 +240,13 @@ class Pieces:
             after: samples of :attr:`after`, of the state after it: leaves that the update consumes
                 or passes through are taken from these.
             switches: the update's last argument.
-
-        Returns:
-            Samples of the computed roles, for :meth:`wrong`.
         """
         return jax.vmap(self._row, in_axes=(0, 0, None))(before, after, switches)
 
     def _row(self, before: Vectors, after: Vectors, switches: Any) -> Vectors:
         """The samples that one device computes."""
         given = {**after, **before}
-        scalars = {leaf: given[leaf,].reshape(()) for leaf in self.scalar_leaves}
+        scalars = {i: given[i,].reshape(self.specs[i].shape) for i in self.scalar_leaves}
         computed, values = self.scalars(scalars, switches)
         results: dict[Role, Any] = {(leaf,): x.reshape(1) for leaf, x in computed.items()}
         for batch in self.batches:
@@ -243,7 +256,7 @@ class Pieces:
 
     @property
     def scalar_leaves(self) -> list[int]:
-        """Indices of the scalars that the update takes."""
+        """Indices of the scalars that the update takes, and of the results of sums."""
         return [leaf for leaf in self._leaf_of.values() if self._is_scalar(leaf)]
 
     def scalars_behind(self) -> tuple[dict[int, frozenset[int]], frozenset[int]]:
@@ -307,9 +320,17 @@ class Pieces:
         return found
 
 
+def _pairs(arguments: Sequence[Sequence[int]], specs: Sequence[Sequence[Any]]) -> list[Any]:
+    """Each leaf index with the leaf's shape and data type."""
+    return [pair for each in zip(arguments, specs, strict=True) for pair in zip(*each, strict=True)]
+
+
 def _row_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """Shape of a row of a leaf: its number of axes, with :data:`ROW` elements along the last."""
-    return (*(1,) * (len(shape) - 1), ROW) if shape else ()
+    """Shape of a row of a leaf: its number of axes, with :data:`ROW` elements along the last.
+
+    A leaf without elements keeps its shape.
+    """
+    return (*(1,) * (len(shape) - 1), ROW) if shape and 0 not in shape else (*shape,)
 
 
 def _words(elements: np.ndarray) -> np.ndarray:

@@ -81,11 +81,6 @@ class SampledLeaf:
 class MeshSampler:
     """The programs that sample some arrays on one mesh.
 
-    Args:
-        mesh: the mesh.
-        leaves: the arrays, by leaf index.
-        sites: places to sample.
-
     Attributes:
         parts: leaves of one data type whose elements come together; in all every leaf.
     """

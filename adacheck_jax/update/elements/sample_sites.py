@@ -9,7 +9,7 @@ met.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -58,6 +58,7 @@ class Sites:
         arrays: plain arrays of a state, one a leaf; only their shapes and shardings are read.
         in_turns: True if devices that hold the same box of a small leaf take it whole together;
             False if each does by itself, since their bits may differ.
+        whole: indices of leaves that each device takes whole.
 
     Attributes:
         devices: ids of the devices of this process that sample, one row each.
@@ -67,30 +68,39 @@ class Sites:
     """
 
     def __init__(
-        self, indices: Sequence[int], arrays: Sequence[Any], *, in_turns: bool = True
+        self,
+        indices: Sequence[int],
+        arrays: Sequence[Any],
+        *,
+        in_turns: bool = True,
+        whole: Collection[int] = (),
     ) -> None:
         boxes = {i: boxes_held(arrays[i]) for i in indices}
         everywhere: list[Any] = max((list(each) for each in boxes.values()), key=len, default=[])
         process = jax.process_index()
         self._every_device = [d.id for d in everywhere]
         self.devices = [d.id for d in everywhere if d.process_index == process]
-        by_shape: dict[tuple[int, ...], list[int]] = {}
+        by_shape: dict[Any, list[int]] = {}
         for i in indices:
-            by_shape.setdefault(tuple(arrays[i].shape), []).append(i)
+            by_shape.setdefault((tuple(arrays[i].shape), i in whole), []).append(i)
         self.shapes: list[SampledShape] = []
         self._shape_of: dict[int, SampledShape] = {}
         uncovered: set[int] = set()
-        for shape, members in by_shape.items():
+        for (shape, is_whole), members in by_shape.items():
             sites = {d.id: _common([boxes[i].get(d) for i in members], shape) for d in everywhere}
-            whole = {site for site in sites.values() if site is not None}
-            sizes = {site.shape for site in whole}
+            found = {site for site in sites.values() if site is not None}
+            sizes = {site.shape for site in found}
             if None in sites.values() or len(sizes) != 1:
                 uncovered.update(members)
                 sites = dict.fromkeys(sites, _nothing_of(shape))
-            elif sum(site.size for site in whole) < math.prod(shape):
+            elif sum(site.size for site in found) < math.prod(shape):
                 uncovered.update(members)
             known, column = cast(dict[int, Box], sites), len(self.shapes)
-            taken = _sampled_shape(column, known, math.prod(shape), in_turns=in_turns)
+            if is_whole:
+                size = next(iter(known.values())).size
+                taken = SampledShape(column, known, 1, size, dict.fromkeys(known, 0))
+            else:
+                taken = _sampled_shape(column, known, math.prod(shape), in_turns=in_turns)
             self.shapes.append(taken)
             self._shape_of |= dict.fromkeys(members, taken)
         self.uncovered = frozenset(uncovered)

@@ -54,13 +54,7 @@ class _Places:
 
 
 class Sample:
-    """A sample of a state, which may still be on its way to the host.
-
-    Args:
-        starts: first elements of the sample.
-        parts: functions that wait for elements of some leaves.
-        places: the places of each leaf's elements in the parts.
-    """
+    """A sample of a state, which may still be on its way to the host."""
 
     def __init__(self, starts: Starts, parts: Sequence[Part], places: _Places) -> None:
         self.starts = starts
@@ -113,12 +107,7 @@ class Taker:
     """Takes samples of states of one structure on their devices.
 
     The programs need no communication. They are compiled in the background; :meth:`take` needs
-    them.
-
-    Args:
-        sites: places to sample.
-        roles: roles of the leaves to sample.
-        arrays: plain arrays of a state, one a leaf; only their shapes and shardings are kept.
+    them. Of the arrays only shapes and shardings are kept.
     """
 
     def __init__(self, sites: Sites, roles: Iterable[Role], arrays: Sequence[Any]) -> None:

@@ -16,6 +16,8 @@ import numpy as np
 Ref = Any
 """An input of an operation: the number of a value, or a literal."""
 
+PICK = "adacheck_pick"
+"""Name of the operation that takes a recorded value from a vector of words."""
 CALLS = frozenset({"call", "checkpoint", "closed_call", "core_call", "jit", "pjit", "remat2"})
 
 
@@ -51,8 +53,9 @@ class Op:
 
     @property
     def has_arrays(self) -> bool:
-        """True if an input or a result is no scalar."""
-        return any(var.aval.shape for var in [*self.eqn.invars, *self.eqn.outvars])
+        """True if a result is no scalar, or an input is none but a vector to pick one from."""
+        taken = () if self.name == PICK else self.eqn.invars
+        return any(var.aval.shape for var in [*taken, *self.eqn.outvars])
 
     def bind(self, values: Sequence[Any]) -> list[Any]:
         """Evaluate the operation as it is."""
@@ -176,6 +179,41 @@ def bodies(eqn: Any) -> Iterator[Any]:
             body = getattr(each, "jaxpr", each)
             if hasattr(body, "eqns"):
                 yield body
+
+
+def with_numbers_of(own: Flat, other: Flat) -> Flat | None:
+    """The same operations, with the single numbers that another list of them has for constants.
+
+    Returns:
+        None if the other list has other operations, or takes other values or constant arrays.
+    """
+    if len(own.ops) != len(other.ops) or _refs(own.outputs) != _refs(other.outputs):
+        return None
+    ops = []
+    for op, like in zip(own.ops, other.ops, strict=True):
+        inside, outside = (
+            [described(flatten(body)) for body in bodies(each.eqn)] for each in (op, like)
+        )
+        kinds = [
+            (each.name, _refs(each.inputs), [_kind_of(x) for x in each.inputs])
+            for each in (op, like)
+        ]
+        if kinds[0] != kinds[1] or op.outputs != like.outputs or inside != outside:
+            return None
+        ops.append(Op(op.eqn, like.inputs, op.outputs))
+    return Flat(own.inputs, tuple(ops), own.outputs)
+
+
+def _refs(refs: Sequence[Ref]) -> list[int | None]:
+    return [ref if isinstance(ref, int) else None for ref in refs]
+
+
+def _kind_of(ref: Ref) -> Any:
+    """Data type of a single number, bits of another constant; None for a numbered value."""
+    if isinstance(ref, int):
+        return None
+    value = np.asarray(ref.val)
+    return str(value.dtype) if not value.shape else (str(value.dtype), value.tobytes())
 
 
 def described(flat: Flat) -> list[str]:

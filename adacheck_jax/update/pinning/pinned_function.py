@@ -8,14 +8,17 @@ that a compiler could merge. No operation is left out or reordered. Each is roun
 written, except that a division by a scalar, or by something broadcast, is always a multiplication
 by the reciprocal.
 
-:mod:`~adacheck_jax.update.pinning.rules` says where fences stand.
+:mod:`~adacheck_jax.update.pinning.rules` says where fences stand. The order of a sum cannot be
+fixed: its result is recorded instead (:mod:`~adacheck_jax.update.pinning.reductions`).
 """
 
 # Threads: trained with on one, exported on others; traces are kept by single assignments, no lock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,8 +29,11 @@ from jax.extend import core
 from adacheck_jax.device import jax_settings
 from adacheck_jax.device.jax_settings import Arithmetic
 from adacheck_jax.errors import RecorderError
+from adacheck_jax.update.pinning import reductions
+from adacheck_jax.update.pinning.branches import cheap, without_branches
 from adacheck_jax.update.pinning.fence import fence
 from adacheck_jax.update.pinning.flat_jaxpr import Flat, Group, Op, evaluate, flatten, groups
+from adacheck_jax.update.pinning.reductions import Slots
 from adacheck_jax.update.pinning.rules import KNOWN, PinningRule, rules_of
 
 _KEPT_COUNT = 8
@@ -46,38 +52,50 @@ class PinnedFunction:
 
     Args:
         function: a function from pytrees to a pytree. Leaves that are no arrays pass through.
+        records: True to record results of sums, as many as its first argument leaves room for.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
+    def __init__(self, function: Callable[..., Any], *, records: bool = False) -> None:
+        self._function, self._records = function, records
         self._known: dict[Any, _Traced] = {}
         self._staged: dict[Any, _Traced] = {}
 
     @jax_settings.compiled()
-    def __call__(self, zero: Any, *trees: Any, is_replay: bool = False) -> Any:
-        """Evaluate the function.
-
-        Args:
-            zero: the ``z`` of the fences.
-            *trees: the function's arguments.
-            is_replay: True to take a trace that was made before, if there is one.
-        """
-        arrays = [_array(leaf) for leaf in jax.tree.leaves(trees) if _is_array(leaf)]
-        return self._trace(trees, is_replay=is_replay)(zero, arrays)
+    def __call__(self, zero: Any, *trees: Any) -> Any:
+        """Evaluate the function; ``zero`` is the ``z`` of the fences."""
+        return self._trace(trees)(zero, _arrays_of(trees))[0]
 
     @jax_settings.compiled()
-    def origins(self, *trees: Any) -> Any:
-        """For each result, the position of the argument leaf that it returns unchanged.
+    def recording(self, zero: Any, *trees: Any) -> tuple[Any, Any]:
+        """Evaluate the function; its result, and the words of its recorded reduction results."""
+        return self._trace(trees)(zero, _arrays_of(trees))
+
+    @jax_settings.compiled()
+    def replaying(self, zero: Any, words: Any, slots: Slots, *trees: Any) -> Any:
+        """Evaluate the function by a trace that was made before, if there is one.
+
+        The words are those of :meth:`recording`, and the slots those of :meth:`known` for such
+        arguments; without any the function adds up itself.
+        """
+        traced = self._trace(trees, is_replay=True, slots=slots)
+        has_results = bool(slots) and reductions.alike(traced.slots, slots)
+        return traced(zero, _arrays_of(trees), words if has_results else None)[0]
+
+    @jax_settings.compiled()
+    def known(self, *trees: Any) -> tuple[Any, Slots]:
+        """Facts about a call of the function.
 
         Returns:
-            A pytree like the result; None for a leaf that is computed, or is no array.
+            For each result, the position of the argument leaf that it returns unchanged, as a
+            pytree like the result; None for a leaf that is computed, or is no array. And the
+            reduction results that are recorded.
         """
         traced = self._trace(trees)
         places = [i for i, leaf in enumerate(jax.tree.leaves(trees)) if _is_array(leaf)]
         found = [None if i is None else places[i] for i in traced.origins]
-        return traced.result(found)
+        return traced.result(found), traced.slots
 
-    def _trace(self, trees: Any, *, is_replay: bool = False) -> _Traced:
+    def _trace(self, trees: Any, *, is_replay: bool = False, slots: Slots = ()) -> _Traced:
         leaves, treedef = jax.tree.flatten(trees)
         arrays = [leaf for leaf in leaves if _is_array(leaf)]
         is_staged = any(isinstance(leaf, jax.core.Tracer) for leaf in arrays)
@@ -89,7 +107,9 @@ class PinnedFunction:
                 known = self._known.get(key)
             if known is not None and (is_replay or not is_staged):
                 return known
-        traced = _Traced(self._function, leaves, treedef)
+        sizes = [_aval(x).size for x in _arrays_of(trees[:1])] if self._records else []
+        limit = reductions.limit_of(sum(sizes)) if sizes else 0
+        traced = _Traced(self._function, leaves, treedef, limit, slots)
         if is_replay and not traced.is_constant:
             raise RecorderError(
                 "expected an update that reads its arguments alone, found one that reads a value "
@@ -118,10 +138,25 @@ def _aval(leaf: Any) -> Any:
     return leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
 
 
-class _Traced:
-    """One trace of a function of pytrees, pinned."""
+def _arrays_of(trees: Any) -> list[Any]:
+    return [_array(leaf) for leaf in jax.tree.leaves(trees) if _is_array(leaf)]
 
-    def __init__(self, function: Callable[..., Any], leaves: list[Any], treedef: Any) -> None:
+
+class _Traced:
+    """One trace of a function of pytrees, pinned.
+
+    It records what the limit of the words leaves room for. Where that is something else than a
+    trace with other shapes recorded (``slots``), it records the same, if it computes that.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        leaves: list[Any],
+        treedef: Any,
+        limit: int,
+        slots: Slots = (),
+    ) -> None:
         arrays = [leaf for leaf in leaves if _is_array(leaf)]
         outcome: list[Any] = []
 
@@ -135,6 +170,9 @@ class _Traced:
 
         closed = jax.make_jaxpr(function_of_arrays)(*arrays)
         self._out_tree, self._count, self._others = outcome
+        if any(map(cheap, flatten(closed.jaxpr).ops)):
+            first = closed
+            closed = jax.make_jaxpr(lambda *x: without_branches(first, x))(*arrays)
         self._consts = closed.consts
         # A trace that closes over a tracer cannot be used again.
         self.is_constant = not any(isinstance(each, jax.core.Tracer) for each in closed.consts)
@@ -146,16 +184,28 @@ class _Traced:
         fenced = [
             i in self.origins and _aval(leaf).size <= _SMALL_COUNT for i, leaf in enumerate(arrays)
         ]
+        self.slots = reductions.chosen(flat, limit)
+        if slots and not reductions.alike(self.slots, slots):
+            self.slots = slots if reductions.computes(flat, slots) else ()
         # Constants are fenced: a compiler divides by a known constant in another way.
-        self._body = _PinnedJaxpr(flat, [*[True] * len(closed.consts), *fenced], is_whole=True)
+        self._body = _PinnedJaxpr(
+            flat, [*[True] * len(closed.consts), *fenced], is_whole=True, slots=self.slots
+        )
 
-    def __call__(self, zero: Any, arrays: Sequence[Any]) -> Any:
-        """Evaluate the function.
+    def __call__(self, zero: Any, arrays: Sequence[Any], words: Any = None) -> tuple[Any, Any]:
+        """Evaluate the function, with reduction results from words if there are any.
 
         An input that is returned unchanged comes back as the very same object; all other results
         are fenced, and their NaNs are the platform's own.
+
+        Returns:
+            The result, and the words of the recorded reduction results.
         """
-        return self.result(self._body(zero, [*self._consts, *arrays]))
+        given = None if words is None else reductions.unpacked(words, self.slots)
+        arrays, found = self._body.with_results(zero, [*self._consts, *arrays], given)
+        if given is None and found:
+            words = reductions.packed(found)
+        return self.result(arrays), words
 
     def result(self, arrays: Sequence[Any]) -> Any:
         """The tree of all results, from the results that are arrays."""
@@ -167,31 +217,60 @@ class _Traced:
 class _PinnedJaxpr:
     """The operations of one jaxpr, in groups, with fences between them and at some inputs."""
 
-    def __init__(self, flat: Flat, entering: Sequence[bool], *, is_whole: bool) -> None:
-        self._flat = flat
+    def __init__(
+        self, flat: Flat, entering: Sequence[bool], *, is_whole: bool, slots: Slots = ()
+    ) -> None:
+        self._flat, self._slots = flat, slots
         self._entering = [i for i, each in zip(flat.inputs, entering, strict=True) if each]
-        finished = {ref for ref in flat.outputs if isinstance(ref, int)}
-        rules = rules_of(flat.ops, finished, is_whole=is_whole)
-        shared: dict[Any, _GroupFunction] = {}
-        self._groups: list[tuple[Group, _GroupFunction]] = []
-        for group in groups(flat):
-            own = [rules[id(op)] for op in group.ops]
-            part = shared.setdefault(group.key(own), _GroupFunction(group, own))
-            part.uses += 1
-            self._groups.append((group, part))
+        kept = tuple(each.ref for each in slots)
+        finished = {ref for ref in (*flat.outputs, *kept) if isinstance(ref, int)}
+        self._rules = rules_of(flat.ops, finished, is_whole=is_whole)
+        self._recording = dataclasses.replace(flat, outputs=(*flat.outputs, *kept))
+
+    @functools.cached_property
+    def _all(self) -> _Groups:
+        return _grouped(self._recording, self._rules)
+
+    @functools.cached_property
+    def _without_reductions(self) -> _Groups:
+        return _grouped(reductions.without(self._flat, self._slots), self._rules)
 
     def __call__(self, zero: Any, values: Sequence[Any]) -> list[Any]:
+        return self.with_results(zero, values)[0]
+
+    def with_results(
+        self, zero: Any, values: Sequence[Any], given: Sequence[Any] | None = None
+    ) -> tuple[list[Any], list[Any]]:
+        """The results, and the reduction results; these are not computed if they are given."""
         inputs = dict(zip(self._flat.inputs, values, strict=True))
         env = inputs | {i: fence(_array(inputs[i]), zero) for i in self._entering}
+        if given is not None:
+            env |= zip((each.ref for each in self._slots), given, strict=True)
         is_staged = any(isinstance(value, jax.core.Tracer) for value in [zero, *values])
-        for group, part in self._groups:
+        for group, part in self._all if given is None else self._without_reductions:
             run = part.run if is_staged and part.uses == 1 else part.compiled
             results = run(zero, *(env[i] for i in group.inputs))
             env.update(zip(group.outputs, results, strict=True))
-        return [
+        outputs = [
             inputs.get(ref, env[ref]) if isinstance(ref, int) else _array(ref.val)
             for ref in self._flat.outputs
         ]
+        return outputs, [env[each.ref] for each in self._slots]
+
+
+_Groups = list[tuple[Group, "_GroupFunction"]]
+
+
+def _grouped(flat: Flat, rules: Mapping[int, PinningRule]) -> _Groups:
+    """The groups of a list of operations, each with a function that is shared by equal ones."""
+    shared: dict[Any, _GroupFunction] = {}
+    found: _Groups = []
+    for group in groups(flat):
+        own = [rules[id(op)] for op in group.ops]
+        part = shared.setdefault(group.key(own), _GroupFunction(group, own))
+        part.uses += 1
+        found.append((group, part))
+    return found
 
 
 class _GroupFunction:

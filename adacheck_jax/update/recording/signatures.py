@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from adacheck_jax.device import trees
 from adacheck_jax.device.trees import PyTree
 from adacheck_jax.errors import RecorderError
 from adacheck_jax.update.pinning.pinned_function import PinnedFunction
+from adacheck_jax.update.pinning.reductions import Slots
 
 _log = logging.getLogger(__name__)
 
@@ -33,6 +36,7 @@ class UpdateSignature:
         record: gradients, in the params' tree; ``None`` in places where no gradient arrives.
         extra: recorded extra arguments, by name.
         passed: leaf paths, in ``inner``, of the small leaves that the update passes through.
+        reduced: reduction results that are recorded.
     """
 
     params: PyTree
@@ -40,6 +44,12 @@ class UpdateSignature:
     record: PyTree
     extra: dict[str, Any]
     passed: tuple[str, ...] = ()
+    reduced: Slots = ()
+
+    @functools.cached_property
+    def without_results(self) -> UpdateSignature:
+        """The same update, which computes its sums itself."""
+        return dataclasses.replace(self, reduced=()) if self.reduced else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,26 +73,26 @@ def abstract(value: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(value), dtype)
 
 
-def passed_leaves(
+def known_facts(
     update: PinnedFunction, record: PyTree, inner: PyTree, params: PyTree, extra: dict[str, Any]
-) -> tuple[str, ...]:
-    """Leaf paths of the small leaves of the wrapped state that an update returns unchanged."""
+) -> tuple[tuple[str, ...], Slots]:
+    """Leaf paths of the small leaves that an update passes through, and what it records of sums."""
     try:
-        origins = update.origins(record, inner, params, extra)[1]
+        (_, origins), slots = update.known(record, inner, params, extra)
     except Exception as error:  # it takes arguments that only update() gets
         _log.debug("The update is not traced at init: %s", error)
-        return ()
+        return (), ()
     first = len(jax.tree.leaves(record))
     pairs, treedef = jax.tree_util.tree_flatten_with_path(inner)
     found = jax.tree.leaves(origins, is_leaf=_is_none)
     if treedef.num_leaves != len(found):
-        return ()
+        return (), slots
     paths = [
         trees.leaf_path(path)
         for i, (path, leaf) in enumerate(pairs)
         if found[i] == first + i and jnp.size(leaf) <= _SMALL_COUNT
     ]
-    return tuple(path for path in paths if path)
+    return tuple(path for path in paths if path), slots
 
 
 def whole_params(
@@ -92,14 +102,9 @@ def whole_params(
 
     Stock optimizers take such gradients, and some drop the params from their state then.
 
-    Args:
-        known: the updates seen so far.
-        record: the gradients' record.
-        before: the record in the state.
-        params: params that came with the gradients, or None.
-
     Returns:
-        The params' tree; None if gradients of this structure are known.
+        The params' tree, of those that came with the gradients or of the updates seen so far; None
+        if gradients of this structure are known.
 
     Raises:
         RecorderError: the gradients belong to other params than the state.
