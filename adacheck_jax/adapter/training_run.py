@@ -355,16 +355,18 @@ class TrainingRun:
         """Tell the preservation policy which step each delta on disk refers to."""
         if self._options.keep_lineage is None:
             return
-        for step in roots.steps_of(root, item):
-            linked = at(step.directory / LINEAGE)
-            refers = not (linked.on_file_system and linked.is_folder)
-            if isinstance(step.manifest, DeltaManifest) and refers:
-                parent = roots.place_of(
-                    referred(step.directory, step.manifest.parent.reference)
-                ).step
-                number = roots.place_of(step.directory).step
-                if number is not None and parent is not None:
-                    self._options.keep_lineage.note(number, parent)
+        for directory in roots.items_of(root):
+            linked = at(directory / LINEAGE)
+            is_complete = linked.on_file_system and linked.is_folder  # as most are: not read
+            if item not in (None, directory.name) or is_complete:
+                continue
+            with contextlib.suppress(AdaCheckError):  # it is damaged, and nothing builds on it
+                manifest = manifest_file.read(directory)
+                if isinstance(manifest, DeltaManifest):
+                    parent = roots.place_of(referred(directory, manifest.parent.reference)).step
+                    number = roots.place_of(directory).step
+                    if number is not None and parent is not None:
+                        self._options.keep_lineage.note(number, parent)
 
 
 @contextlib.contextmanager
