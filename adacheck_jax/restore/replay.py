@@ -164,8 +164,8 @@ class _Replay:
 
     def _replay(self, reader: DeltaReader, consumed: Consumed) -> None:
         # A dispatched update holds its inputs. Waiting for the one before bounds the memory to this
-        # update's inputs and those read ahead. All results of a program are ready at once.
-        jax.block_until_ready((self._params or self._inner)[0])
+        # update's inputs and those read ahead.
+        jax.block_until_ready((self._params, self._inner))
         unreplayed = self._patch_before(reader)
         updates = reader.delta.updates
         if updates not in self._switches:
