@@ -70,8 +70,6 @@ def _types(specs: Sequence[Any]) -> list[Any]:
 
 def _cut(exported: jax.export.Exported, state_count: int) -> Cut | None:
     avals = exported.in_avals
-    if [*exported.module_kept_var_idx] != [*range(len(avals))]:
-        raise ValueError("it does not use all that it takes")
     with mlir.make_ir_context():
         module = ir.Module.parse(exported.mlir_module())
         functions: dict[str, str] = {}
@@ -82,9 +80,9 @@ def _cut(exported: jax.export.Exported, state_count: int) -> Cut | None:
         known = module.operation.attributes
         attributes = [f"{x} = {known[x]}" for x in known if x != "sym_name"]
     shared = [
-        n
-        for n, aval in enumerate(avals)
-        if not aval.shape or (n >= state_count and math.prod(aval.shape) <= _SHARED_COUNT)
+        position
+        for position, n in enumerate(exported.module_kept_var_idx)
+        if not avals[n].shape or (n >= state_count and math.prod(avals[n].shape) <= _SHARED_COUNT)
     ]
     return parts.cut(functions.pop("main"), functions, ", ".join(attributes), shared)
 
@@ -101,9 +99,10 @@ class _CutProgram:
         params_count: int,
     ) -> None:
         self._exported, self._cut, self._params_count = exported, cut, params_count
-        self._position = {value: n for n, value in enumerate(cut.arguments)}
+        # Arguments that no operation takes have no value in the program.
+        self._position = dict(zip(cut.arguments, exported.module_kept_var_idx, strict=True))
         self._state_count = state_count
-        specs = dict(zip(cut.arguments, taken, strict=True))
+        specs = {value: taken[n] for value, n in self._position.items()}
         specs |= zip(cut.returned, taken, strict=False)  # on the shardings of what they replace
         for value in cut.shared.given:
             shape, element = cut.types[value]
@@ -117,7 +116,7 @@ class _CutProgram:
     def run(self, params: Any, inner: Any, record: Any, extra: Any, switches: Any) -> Any:
         """The update; its parts are dispatched one after the other."""
         every = (*params, *inner, *record, *extra, switches)
-        values = dict(zip(self._cut.arguments, every, strict=True))
+        values = {value: every[n] for value, n in self._position.items()}
         for call, batch in self._steps:
             results = call(*([[values[v] for v in x] for x in xs] for xs in self._taken(batch)))
             for part, result in zip(batch, results, strict=True):
