@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from adacheck_jax.device.shard_sums import is_narrow
 from adacheck_jax.errors import AdaCheckError, FormatError, unreadable
 from adacheck_jax.format.manifest import Leaf, Update
-from adacheck_jax.restore import progress
+from adacheck_jax.restore.progress import Progress
 from adacheck_jax.restore.working_set import replay_shardings
 from adacheck_jax.store.steps import manifest_file
 from adacheck_jax.store.steps.lineage import Lineage
@@ -73,7 +73,9 @@ class CompiledUpdates:
         leaves = [abstract_leaf(spec, placements[spec.path]) for spec in specs]
         self._compiling(lineage, update, replay_shardings(leaves, update))
 
-    def get(self, lineage: Lineage, update: Update, shardings: Shardings) -> UpdateFunction:
+    def get(
+        self, lineage: Lineage, update: Update, shardings: Shardings, told: Progress
+    ) -> UpdateFunction:
         """The program for leaves on these shardings; waits until it is compiled.
 
         Raises:
@@ -82,7 +84,7 @@ class CompiledUpdates:
         """
         begin_s, compiling = self._clock(), self._compiling(lineage, update, shardings)
         try:
-            program = progress.compiled(lineage.end.step, compiling)
+            program = told.compiled(compiling)
         except AdaCheckError:  # its file may be gone with the step's directory: another one has it
             checksum = lineage.base.checksum
             self._loaded.pop(checksum, None)

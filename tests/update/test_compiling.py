@@ -87,10 +87,7 @@ def test_a_small_argument_may_be_shared_by_all_parts(cuts):
     "function",
     [
         lambda p, i, r, e, z: ([a + sum(b.sum() for b in r) for a in p], i),  # sums over all leaves
-        lambda p, i, r, e, z: (
-            [a + r[0] for a in p],
-            [x * 2 for x in i],
-        ),  # all take one large leaf
+        lambda p, i, r, e, z: ([a + p[0] for a in p], [x + p[0] for x in i]),  # all take a leaf
         lambda p, i, r, e, z: (r, [x * 2 for x in i]),  # returned as it was taken
         lambda p, i, r, e, z: ([p[0] * 2] * 4, [x * 2 for x in i]),  # returned four times
         lambda p, i, r, e, z: ([a[:1] for a in p], [x * 2 for x in i]),  # of other shapes
