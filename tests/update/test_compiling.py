@@ -98,6 +98,13 @@ def test_what_does_not_fall_into_equal_parts_is_compiled_whole(function):
     assert compiled_alike(*exported(function, [LEAF] * 4, [LEAF] * 4, [LEAF] * 4, [])) is None
 
 
+def test_parts_that_copy_too_much_are_compiled_whole(monkeypatch, caplog):
+    monkeypatch.setattr(parts, "_TEXT_BYTES", 1000)
+    with caplog.at_level("INFO"):
+        assert compiled_alike(*exported(scaled, [LEAF] * 5, [LEAF] * 4, [LEAF] * 5, [])) is None
+    assert "its parts copy too much" in caplog.text
+
+
 def test_leaves_that_are_not_the_programs_are_refused_by_the_whole_program(caplog):
     program, _ = exported(scaled, [LEAF] * 4, [LEAF] * 4, [LEAF] * 4, [])
     other = [[jax.ShapeDtypeStruct((3, 3), "float32", sharding=DEVICE)] * 4] * 3 + [[]]

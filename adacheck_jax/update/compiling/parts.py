@@ -20,6 +20,9 @@ _OPERATION = re.compile(
 _SMALL_COUNT = 16
 """Elements of the largest result that is computed once for all parts that need it."""
 
+_TEXT_BYTES = 64 << 20
+"""Text of all parts: a program made to have its copies fill the memory is compiled whole."""
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -116,6 +119,7 @@ class _Program:
 
     def __init__(self, main: str, functions: Mapping[str, str], attributes: str) -> None:
         self._functions, self._attributes = functions, attributes
+        self._texts, self._left_bytes = dict[str, str](), _TEXT_BYTES
         _, head, *lines, last, _ = main.splitlines()
         found = re.findall(r"(%\w+): (\S+?)(?:, |\):$)", head)
         self.arguments = tuple(name for name, _ in found)
@@ -168,32 +172,29 @@ class _Program:
         self, operations: Sequence[_Operation], taken: Sequence[str], given: Sequence[str]
     ) -> str:
         now = {value: f"%a{n}" for n, value in enumerate(taken)}
-        lines, names = list[str](), list[str]()
+        types = [self._type_text(v) for v in taken], ", ".join(map(self._type_text, given))
+        head = ", ".join(f"{now[v]}: {x}" for v, x in zip(taken, types[0], strict=True))
+        lines = [f"func.func public @main({head}) -> ({types[1]}) {{"]
         for n, each in enumerate(operations):
             operands = ", ".join(now[v] for v in each.operands)
             count = len(each.results)
             now |= {v: f"%{n}#{k}" if count > 1 else f"%{n}" for k, v in enumerate(each.results)}
             lines.append(f"%{n}:{count} = {each.name}({operands}){each.rest}")
-            names += re.findall(r"@([\w.$-]+)", each.rest)
-        called = dict[str, str]()
-        while names:
-            if (name := names.pop(0)) not in called:
-                called[name] = self._functions[name]
-                names += re.findall(r"callee = @([\w.$-]+)", called[name])
-        types = [self._type_text(v) for v in taken], ", ".join(map(self._type_text, given))
-        head = ", ".join(f"{now[v]}: {x}" for v, x in zip(taken, types[0], strict=True))
-        back = f'"func.return"({", ".join(now[v] for v in given)}) : ({types[1]}) -> ()'
-        return "\n".join(
-            [
-                f"module @part attributes {{{self._attributes}}} {{",
-                f"func.func public @main({head}) -> ({types[1]}) {{",
-                *lines,
-                back,
-                "}",
-                *called.values(),
-                "}",
-            ]
-        )
+        lines.append(f'"func.return"({", ".join(now[v] for v in given)}) : ({types[1]}) -> ()')
+        own = "\n".join([*lines, "}"])
+        self._left_bytes -= len(own)
+        if own not in self._texts:
+            names, called = re.findall(r"@([\w.$-]+)", own)[1:], dict[str, str]()
+            while names:
+                if (name := names.pop()) not in called:
+                    called[name] = self._functions[name]
+                    names += re.findall(r"callee = @([\w.$-]+)", called[name])
+            start = f"module @part attributes {{{self._attributes}}} {{"
+            self._texts[own] = "\n".join([start, own, *called.values(), "}"])
+            self._left_bytes -= len(self._texts[own])
+        if self._left_bytes < 0:
+            raise ValueError("its parts copy too much")
+        return self._texts[own]
 
     def _type_text(self, value: str) -> str:
         shape, element = self.types[value]
