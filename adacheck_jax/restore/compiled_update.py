@@ -36,11 +36,6 @@ Shardings = Mapping[int, jax.sharding.Sharding]
 class CompiledUpdates:
     """Update programs, each loaded once and compiled once for each set of shardings.
 
-    Args:
-        recorders: recorders whose updates replace a stored program that this jax cannot read.
-        params_path: leaf path of the params, as given to the handler.
-        clock: a monotonic clock.
-
     Attributes:
         waited_s: seconds for which :meth:`get` waited for programs.
     """

@@ -22,12 +22,7 @@ T = TypeVar("T")
 
 
 class Progress:
-    """Tells how far one part of a restore is; a context, at whose end the bar goes.
-
-    Args:
-        doing: beginning of each line.
-        clock: a monotonic clock.
-    """
+    """Tells how far one part of a restore is; a context, at whose end the bar goes."""
 
     def __init__(self, doing: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._doing, self._clock = doing, clock
