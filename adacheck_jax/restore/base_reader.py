@@ -18,6 +18,7 @@ from adacheck_jax.device import transfer
 from adacheck_jax.device.sharding import holders_of
 from adacheck_jax.format.boxes import Box, Cuts
 from adacheck_jax.restore import shared_reads
+from adacheck_jax.restore.progress import Progress
 from adacheck_jax.restore.shared_reads import (
     OwnShare,
     ReadOnce,
@@ -108,10 +109,13 @@ def read(
     result: list[Any] = []
     numbers = range(len(arrays.batches))
     reading = [arrays.begin(number) for number in numbers[:_READ_AHEAD]]
-    for number in numbers:
-        if number + _READ_AHEAD in numbers:
-            reading.append(arrays.begin(number + _READ_AHEAD))
-        result += arrays.placed(number, *reading.pop(0), together)
+    total_bytes = sum(arrays.sizes_bytes)
+    with Progress("restoring: reading the base") as told:
+        for number, batch in enumerate(arrays.batches):
+            if number + _READ_AHEAD in numbers:
+                reading.append(arrays.begin(number + _READ_AHEAD))
+            result += arrays.placed(number, *reading.pop(0), together)
+            told.tell(sum(arrays.sizes_bytes[: batch.stop]), total_bytes)
     return result
 
 
@@ -124,6 +128,7 @@ class _Arrays:
 
     Attributes:
         batches: positions of the arrays of each batch.
+        sizes_bytes: bytes that each array takes here.
         plans: exchanges of each batch.
     """
 
@@ -131,6 +136,7 @@ class _Arrays:
         self._directory, self._requests = directory, requests
         self._stores: list[Any] = []
         self._shared: dict[int, list[SharedPart]] = {}
+        self.sizes_bytes: list[int] = []
         self.batches: list[range] = []
         self.plans: list[tuple[ShareExchange, ...]] = []
 
@@ -138,7 +144,7 @@ class _Arrays:
         """Open the arrays, and plan who reads what of each batch; chunks are known only then."""
         requests = self._requests
         self._stores = volume_reader.opened(self._directory, [each.name for each in requests])
-        sizes_bytes = [each.nbytes for each in requests]
+        sizes_bytes = self.sizes_bytes = [each.nbytes for each in requests]
         for i, each in enumerate(requests if is_shared else ()):
             parts = self._shared[i] = shared_reads.shared_parts(
                 i, each.shape, each.sharding, each.itemsize_bytes, self._cuts(i)

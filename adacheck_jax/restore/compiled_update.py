@@ -6,22 +6,24 @@ import logging
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 
 from adacheck_jax.device.shard_sums import is_narrow
 from adacheck_jax.errors import AdaCheckError, FormatError, unreadable
 from adacheck_jax.format.manifest import Leaf, Update
-from adacheck_jax.restore import progress
+from adacheck_jax.restore.progress import Progress
 from adacheck_jax.restore.working_set import replay_shardings
 from adacheck_jax.store.steps import manifest_file
 from adacheck_jax.store.steps.lineage import Lineage
-from adacheck_jax.store.storage.location import at
+from adacheck_jax.store.storage.location import AnyPath, at
 from adacheck_jax.update import exported_program
 from adacheck_jax.update import program as update_program
 from adacheck_jax.update.binding import Recorders, bind_all
+from adacheck_jax.update.compiling import cut_program
 from adacheck_jax.update.params_search import LeafType
 from adacheck_jax.update.program import Kept, UpdateFunction
 
@@ -33,11 +35,6 @@ Shardings = Mapping[int, jax.sharding.Sharding]
 
 class CompiledUpdates:
     """Update programs, each loaded once and compiled once for each set of shardings.
-
-    Args:
-        recorders: recorders whose updates replace a stored program that this jax cannot read.
-        params_path: leaf path of the params, as given to the handler.
-        clock: a monotonic clock.
 
     Attributes:
         waited_s: seconds for which :meth:`get` waited for programs.
@@ -71,7 +68,9 @@ class CompiledUpdates:
         leaves = [abstract_leaf(spec, placements[spec.path]) for spec in specs]
         self._compiling(lineage, update, replay_shardings(leaves, update))
 
-    def get(self, lineage: Lineage, update: Update, shardings: Shardings) -> UpdateFunction:
+    def get(
+        self, lineage: Lineage, update: Update, shardings: Shardings, told: Progress
+    ) -> UpdateFunction:
         """The program for leaves on these shardings; waits until it is compiled.
 
         Raises:
@@ -80,7 +79,7 @@ class CompiledUpdates:
         """
         begin_s, compiling = self._clock(), self._compiling(lineage, update, shardings)
         try:
-            program = progress.compiled(lineage.end.step, compiling)
+            program = told.compiled(compiling)
         except AdaCheckError:  # its file may be gone with the step's directory: another one has it
             checksum = lineage.base.checksum
             self._loaded.pop(checksum, None)
@@ -103,8 +102,9 @@ class CompiledUpdates:
         key = lineage.base.checksum, *shardings.values()
         if key not in self._compiled:
             loading, specs = self._loading(lineage, update), lineage.base.leaves
+            where = str(_file_of(lineage))
             self._compiled[key] = update_program.in_background(
-                lambda: _compiled(loading.result(), update, specs, shardings)
+                lambda: _compiled(loading.result(), update, specs, shardings, where)
             )
         return self._compiled[key]
 
@@ -117,24 +117,15 @@ def abstract_leaf(spec: Leaf, sharding: Any) -> jax.ShapeDtypeStruct:
     )
 
 
-class _Loaded(NamedTuple):
-    """An update over flat leaves.
-
-    Attributes:
-        function: the update.
-        is_stored: True for the stored program, False for the given recorders' update.
-    """
-
-    function: UpdateFunction
-    is_stored: bool
-
+_Loaded = jax.export.Exported | UpdateFunction
+"""The stored program, or the given recorders' update."""
 
 _kept: Kept[UpdateFunction] = Kept(4)
 """Compiled programs of earlier restores."""
 
 
 def _compiled(
-    loaded: _Loaded, update: Update, specs: Sequence[Leaf], shardings: Shardings
+    loaded: _Loaded, update: Update, specs: Sequence[Leaf], shardings: Shardings, where: str
 ) -> UpdateFunction:
     """An update compiled for some shardings; a stored one may be kept from an earlier restore.
 
@@ -148,16 +139,21 @@ def _compiled(
         len(update.counts),
         *update_program.environment().values(),
     )
-    kept = _kept.get(key) if loaded.is_stored else None
-    if kept is not None:
+    stored = loaded if isinstance(loaded, jax.export.Exported) else None
+    if stored is not None and (kept := _kept.get(key)) is not None:
         return kept
     state = [[shardings[i] for i in each] for each in lists[:2]]
     switches = update_program.switches(len(update.counts), shardings=shardings.values())
-    jitted = update_program.jit_update(loaded.function, *state)
-    compiled: UpdateFunction = jitted
-    if not any(is_narrow(x.dtype) for each in abstract for x in each):  # which jax calls by layouts
-        compiled = jitted.lower(*abstract, switches).compile()
-    if loaded.is_stored:
+    by_layouts = any(is_narrow(x.dtype) for each in abstract for x in each)  # jax calls it so
+    compiled: Any = None
+    # Only what is pinned has the same bits in any program.
+    if stored is not None and update.pinned and not update.reducing and not by_layouts:
+        compiled = cut_program.compiled(stored, abstract, switches)
+    if compiled is None:
+        function: Any = exported_program.function_of(stored, where) if stored else loaded
+        jitted = update_program.jit_update(function, *state)
+        compiled = jitted if by_layouts else jitted.lower(*abstract, switches).compile()
+    if stored is not None:
         _kept.put(key, compiled)
     return compiled
 
@@ -169,7 +165,7 @@ def _load(
     params_path: str | Mapping[str, str] | None,
 ) -> _Loaded:
     """The stored update program, or the recorders' updates where this jax cannot read it."""
-    path = lineage.base_directory / manifest_file.update_file(update_program.platform())
+    path = _file_of(lineage)
     try:
         data = at(path).read()
     except OSError as error:
@@ -181,14 +177,17 @@ def _load(
             "of these, or restore a base step."
         ) from error
     try:
-        return _Loaded(exported_program.load(data, update, str(path)), is_stored=True)
+        return exported_program.vetted(data, update, str(path))
     except FormatError as error:
         if not recorders:
             raise
         _log.warning("Replaying the given recorder's update instead of the file's: %s", error)
     types = _types_of(lineage.base.leaves)
-    function = update_program.joint_function(bind_all(recorders, types, params_path))
-    return _Loaded(function, is_stored=False)
+    return update_program.joint_function(bind_all(recorders, types, params_path))
+
+
+def _file_of(lineage: Lineage) -> AnyPath:
+    return lineage.base_directory / manifest_file.update_file(update_program.platform())
 
 
 def _types_of(leaves: Sequence[Leaf]) -> dict[str, LeafType]:

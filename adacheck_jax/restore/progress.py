@@ -1,40 +1,73 @@
-"""Progress of a restore that takes long: a line in the log each few seconds."""
+"""Progress of a restore that takes long: lines in the log, and a bar on a terminal.
+
+A level above INFO that is set for this module's log turns both off.
+"""
 
 from __future__ import annotations
 
 import concurrent.futures
 import logging
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, Self, TypeVar
 
 _log = logging.getLogger(__name__)
 
-EVERY_S = 5.0
-"""Seconds between two lines; a restore that takes less has none."""
+EVERY_S = 2.0
+"""Seconds until the first line and between two; what takes less has none."""
 
 T = TypeVar("T")
 
 
 class Progress:
-    """Tells how far one part of a restore is."""
+    """Tells how far one part of a restore is; a context, at whose end the bar goes."""
 
-    def __init__(self, step: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._step, self._clock = step, clock
+    def __init__(self, doing: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._doing, self._clock = doing, clock
         self._told_s = clock()
+        self._bar: Any = None
 
-    def tell(self, done: int, total: int) -> None:
-        """Tells of deltas that were replayed, unless a line was written just before."""
-        if done < total and (now_s := self._clock()) - self._told_s >= EVERY_S:
-            self._told_s = now_s
-            _log.info("restoring step %d: replayed %d of %d deltas", self._step, done, total)
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def tell(self, done_bytes: int, total_bytes: int, what: str = "") -> None:
+        """Tell of bytes that were read and used, unless a line was written just before."""
+        is_due = done_bytes < total_bytes and self._clock() - self._told_s >= EVERY_S
+        if is_due:
+            amount = f"{done_bytes / 1e6:,.1f} of {total_bytes / 1e6:,.1f} MB"
+            self._say(f"{what}{amount}")
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=done_bytes, total=total_bytes)
+
+    def compiled(self, future: Future[T]) -> T:
+        """The result of a compilation; tells that it is waited for."""
+        begin_s = self._clock()
+        while not concurrent.futures.wait([future], timeout=EVERY_S).done:
+            self._say(f"compiling the update, for {self._clock() - begin_s:.0f} s by now")
+        return future.result()
+
+    def _say(self, what: str) -> None:
+        self._told_s = self._clock()
+        _log.info("%s: %s", self._doing, what)
+        if self._bar is None and _wants_bar():
+            import rich.progress  # only here: few restores take long
+            from rich.console import Console
+
+            self._bar = rich.progress.Progress(console=Console(stderr=True), transient=True)
+            self._bar.add_task("", total=None)
+            self._bar.start()
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], description=f"{self._doing}: {what}")
 
 
-def compiled(step: int, future: Future[T]) -> T:
-    """The result of a compilation; tells that it is waited for."""
-    waited_s = 0.0
-    while not concurrent.futures.wait([future], timeout=EVERY_S).done:
-        waited_s += EVERY_S
-        _log.info("restoring step %d: compiling the update, for %.0f s by now", step, waited_s)
-    return future.result()
+def _wants_bar() -> bool:
+    """True on a terminal that gets no lines and was not told to stay silent."""
+    return (
+        sys.stderr.isatty() and _log.level <= logging.INFO and not _log.isEnabledFor(logging.INFO)
+    )

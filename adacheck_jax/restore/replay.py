@@ -75,11 +75,15 @@ def replay_onto(
     working = WorkingSet(leaves, shardings)
     patches = Patches(working, specs)
     if has_updates and update is not None:
-        program = programs.get(lineage, update, shardings)
-        replay = _Replay(update, program, working, patches, shardings, Progress(lineage.end.step))
         where = lineage.base_directory
         records = Records(specs, update, readers, shardings, read_once, where, checked=checked)
-        replay.run(readers, records.read_ahead())
+        with (
+            Progress(f"restoring step {lineage.end.step}") as told,
+            records.read_ahead() as consumed,
+        ):
+            program = programs.get(lineage, update, shardings, told)
+            replay = _Replay(update, program, working, patches, shardings, told)
+            replay.run(readers, consumed)
     else:
         for reader in readers:
             patches.add(reader)
@@ -149,8 +153,10 @@ class _Replay:
 
     def run(self, readers: Sequence[DeltaReader], consumed: Iterator[Consumed]) -> None:
         """Replay deltas, and put all leaves back."""
+        sizes = [sum(p.raw_bytes + p.compressed_bytes for p in x.delta.packs) for x in readers]
         for done, reader in enumerate(readers):
-            self._progress.tell(done, len(readers))
+            what = f"replayed {done} of {len(readers)} deltas, "
+            self._progress.tell(sum(sizes[:done]), sum(sizes), what)
             if not reader.delta.has_update:
                 self._patches.add(reader)
                 continue
@@ -164,8 +170,8 @@ class _Replay:
 
     def _replay(self, reader: DeltaReader, consumed: Consumed) -> None:
         # A dispatched update holds its inputs. Waiting for the one before bounds the memory to this
-        # update's inputs and those read ahead. All results of a program are ready at once.
-        jax.block_until_ready((self._params or self._inner)[0])
+        # update's inputs and those read ahead.
+        jax.block_until_ready((self._params, self._inner))
         unreplayed = self._patch_before(reader)
         updates = reader.delta.updates
         if updates not in self._switches:

@@ -151,15 +151,7 @@ def shared_parts(
     itemsize_bytes: int,
     cuts: Cuts,
 ) -> list[SharedPart]:
-    """The stored parts of an array that devices of several processes need.
-
-    Args:
-        array: position of the array among those that are read together.
-        shape: global shape.
-        sharding: target sharding; None for a host array, of which nothing is shared.
-        itemsize_bytes: bytes of an element.
-        cuts: cut points at which the array is stored in parts.
-    """
+    """The stored parts of an array that devices of several processes need."""
     if sharding is None or sharding.is_fully_addressable or not math.prod(shape):
         return []
     needed = {
@@ -220,13 +212,7 @@ def members(
 
 
 class SharedReads:
-    """Reads that processes share, batch by batch.
-
-    Args:
-        members: the processes, this one among them.
-        where: directory that is read from, for messages.
-        batches: exchanges of each batch, the same in every process.
-    """
+    """Reads that processes share, batch by batch."""
 
     def __init__(
         self, members: tuple[int, ...], where: AnyPath, batches: Sequence[Sequence[ShareExchange]]

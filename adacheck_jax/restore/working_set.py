@@ -80,10 +80,6 @@ class WorkingSet:
 
     A replayed update donates its leaves. So they are taken out (:meth:`take`), and its results are
     put back as the types and on the shardings of the leaves that they replace (:meth:`put_back`).
-
-    Args:
-        leaves: the leaves, as they were read onto their target shardings.
-        shardings: the shardings for replay, from :func:`replay_shardings`; empty without updates.
     """
 
     def __init__(

@@ -30,8 +30,8 @@ _log = logging.getLogger(__name__)
 PLATFORMS = ("cpu", "cuda", "tpu")
 
 _tracing = threading.RLock()
-_parsed: Kept[UpdateFunction] = Kept(8)
-"""Functions of programs that were vetted, by digest of their bytes."""
+_parsed: Kept[jax.export.Exported] = Kept(8)
+"""Programs that were vetted, by digest of their bytes."""
 
 
 def export(
@@ -76,12 +76,8 @@ def export(
     return programs
 
 
-def load(data: bytes, update: Update, where: str) -> UpdateFunction:
-    """Load an exported update program; refuse one that does more than compute.
-
-    Returns:
-        The update. It raises FormatError if the program does not take the leaves that it is called
-        with, or returns others.
+def vetted(data: bytes, update: Update, where: str) -> jax.export.Exported:
+    """Parse an exported update program; refuse one that does more than compute.
 
     Raises:
         IntegrityError: the bytes are not those that were written.
@@ -96,10 +92,32 @@ def load(data: bytes, update: Update, where: str) -> UpdateFunction:
             "base step, or give AdaCheckHandler the recorder and remove nothing."
         )
     untrusted.check_parses(data, where)
-    function = _parsed.get(digest)
-    if function is None:
-        function = _function_of(data, update, where)
-        _parsed.put(digest, function)
+    if (exported := _parsed.get(digest)) is not None:
+        return exported
+    try:
+        exported = jax.export.deserialize(bytearray(data))
+        untrusted.check_operations(exported, where)
+        _caller(exported)
+    except FormatError:
+        raise
+    except Exception as error:
+        raise FormatError(
+            f"{where}: the update was exported by jax {update.jax_version}, and jax "
+            f"{jax.__version__} cannot read it ({first_line(error)}). Install that jax, or give "
+            "AdaCheckHandler the Recorder that the optimizer was built with."
+        ) from error
+    _parsed.put(digest, exported)
+    return exported
+
+
+def load(data: bytes, update: Update, where: str) -> UpdateFunction:
+    """The function of a program, after :func:`vetted`, which raises the same."""
+    return function_of(vetted(data, update, where), where)
+
+
+def function_of(exported: jax.export.Exported, where: str) -> UpdateFunction:
+    """The function of a vetted program; it raises FormatError for leaves that do not fit it."""
+    function = _caller(exported)
 
     def run(
         params: Leaves, inner: Leaves, record: Leaves, extra: Leaves, switches: Any
@@ -121,22 +139,6 @@ def load(data: bytes, update: Update, where: str) -> UpdateFunction:
         return new_params, new_inner
 
     return run
-
-
-def _function_of(data: bytes, update: Update, where: str) -> UpdateFunction:
-    """The function of a program, which is refused if it does more than compute."""
-    try:
-        exported = jax.export.deserialize(bytearray(data))
-        untrusted.check_operations(exported, where)
-        return _caller(exported)
-    except FormatError:
-        raise
-    except Exception as error:
-        raise FormatError(
-            f"{where}: the update was exported by jax {update.jax_version}, and jax "
-            f"{jax.__version__} cannot read it ({first_line(error)}). Install that jax, or give "
-            "AdaCheckHandler the Recorder that the optimizer was built with."
-        ) from error
 
 
 def _described(*lists: Leaves) -> list[list[tuple[Any, Any]]]:

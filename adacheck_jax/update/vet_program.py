@@ -3,14 +3,14 @@
 The parser is native code, and some crafted bytes end its process. The exit status is 0 if the
 parser returned, even with an error, which it will raise again for the restore.
 
-A restore may wait for this process, so it imports jaxlib alone, in half the time of jax. If a
-release of jaxlib has other names, jax is imported.
+A restore may wait for this process, so it imports native modules of jaxlib alone, which takes half
+as long as jax. If a release of jaxlib has other names, jax is imported.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
+import importlib
 import sys
 from typing import Any
 
@@ -18,12 +18,14 @@ from jaxlib.mlir import ir
 
 
 def parse(module: bytes) -> None:
-    """Run all native code that reads a program, a portable artifact, before it is compiled."""
+    """Run all native code that reads a program, a portable artifact, before parts are compiled."""
     with _context():
-        found = _deserialize(module)
-        text = io.StringIO()
-        found.operation.print(file=text)
-        ir.Module.parse(text.getvalue())
+        text = _deserialize(module).operation.get_asm()
+        # As it is looked at, and as it is cut into parts.
+        text = ir.Module.parse(text).operation.get_asm(
+            print_generic_op_form=True, use_local_scope=True
+        )
+        ir.Module.parse(text)
 
 
 def _deserialize(module: bytes) -> Any:
@@ -35,17 +37,19 @@ def _deserialize(module: bytes) -> Any:
 def _context() -> Any:
     """An MLIR context with the dialects that jax uses."""
     try:
-        from jaxlib.mlir._mlir_libs import _jax_mlir_ext
-        from jaxlib.mlir.dialects import chlo, mhlo, mpmd, sdy, stablehlo
-
+        libs = importlib.import_module("jaxlib.mlir._mlir_libs")
+        names = ("_jax_mlir_ext", "_mlirHlo", "_sdy", "_sdyMpmd", "_chlo", "_stablehlo")
+        jax_ext, hlo, *others = (
+            importlib.import_module(f"{libs.__name__}.{name}") for name in names
+        )
         context = _VettingContext()
         registry = ir.DialectRegistry()
-        _jax_mlir_ext.register_dialects(registry)
+        jax_ext.register_dialects(registry)
         context.append_dialect_registry(registry)
         context.load_all_available_dialects()
-        mhlo.register_mhlo_dialect(context)
-        for dialect in (chlo, mpmd, sdy, stablehlo):
-            dialect.register_dialect(context)
+        hlo.register_mhlo_dialect(context)
+        for each in others:
+            each.register_dialect(context)
         return context
     except (ImportError, AttributeError):
         from jax.interpreters import mlir

@@ -97,7 +97,7 @@ def _shardings(function: Any, *trees: Any) -> Any:
 
 
 MEMORY = [
-    (exported_program, "load", remembering(exported_program.load, lambda data, *_: data)),
+    (exported_program, "vetted", remembering(exported_program.vetted, lambda data, *_: data)),
     (update_program, "jit_update_like", remembering(update_program.jit_update_like, _shardings)),
     (
         update_program,

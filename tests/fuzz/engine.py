@@ -26,6 +26,7 @@ import adacheck_jax
 from adacheck_jax.errors import AdaCheckError
 
 SECONDS = 2.0
+"""Of CPU time: how long an input takes by the clock, other jobs of the machine decide."""
 MEMORY_BYTES = 2 << 30
 """Of addresses, of which each thread takes some, too: native code without them may hang."""
 TRACED_BYTES = 32 << 20
@@ -68,7 +69,7 @@ def run(target: Target, count: int, seed: int, *, keep: Path | None = None) -> d
     covered: set[tuple[str, int, int]] = set()
     outcomes: dict[str, int] = {}
     failures: dict[str, str] = {}
-    signal.signal(signal.SIGALRM, _too_long)
+    signal.signal(signal.SIGPROF, _too_long)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + MEMORY_BYTES
     before = resource.getrlimit(resource.RLIMIT_AS)
@@ -95,7 +96,7 @@ def run(target: Target, count: int, seed: int, *, keep: Path | None = None) -> d
             covered |= found
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
     seconds, cpu_seconds = time.monotonic() - start_s, time.process_time() - start_cpu_s
     return {
         "inputs": sum(outcomes.values()),
@@ -111,7 +112,7 @@ def run(target: Target, count: int, seed: int, *, keep: Path | None = None) -> d
 
 def _one(target: Target, case: Any, found: set[Any] | None) -> tuple[str, str]:
     """Runs one input; returns how it ended, and a traceback if it must not end so."""
-    signal.setitimer(signal.ITIMER_REAL, SECONDS * (5 if found is not None else 1))
+    signal.setitimer(signal.ITIMER_PROF, SECONDS * (5 if found is not None else 1))
     try:
         if found is None:
             target.run(case)
@@ -125,7 +126,7 @@ def _one(target: Target, case: Any, found: set[Any] | None) -> tuple[str, str]:
         where = f"{type(error).__name__} at {Path(last.filename).name}:{last.lineno}"
         return where, traceback.format_exc(limit=-6)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
     return "accepted", ""
 
 

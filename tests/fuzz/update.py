@@ -1,7 +1,8 @@
 """Fuzzes the loader of exported updates: ``python -m tests.fuzz.update --count 10000``.
 
 An input is a program whose bytes were changed, with the digest that fits. It is loaded, and if that
-is allowed traced with the leaves that it was made for. What native code parses it first lies in a
+is allowed traced with the leaves that it was made for, and cut into parts, which are compiled. What
+native code parses it first lies in a
 process of its own, as for a restore, but one for many inputs; if the loading process ends all the
 same, or hangs, that is a failure. Each batch has a process of its own, so that it is told of.
 """
@@ -24,16 +25,23 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.export
 
 from adacheck_jax.errors import FormatError
 from adacheck_jax.format.manifest import Update
 from adacheck_jax.update import exported_program, untrusted
+from adacheck_jax.update import program as update_program
+from adacheck_jax.update.compiling import cut_program
 from tests.fuzz import engine
 
 CORPUS = Path(__file__).parent / "corpus" / "update"
-LEAVES = [[jax.ShapeDtypeStruct((4, 2), "float32")]] * 3 + [[]]
-"""What the programs of the corpus take: params, optimizer state, record and nothing else."""
-SWITCHES = jax.ShapeDtypeStruct((), "uint32")
+
+
+def leaves_of(exported: jax.export.Exported) -> list[list[jax.ShapeDtypeStruct]]:
+    """What a program of the corpus takes: params, optimizer state, record and nothing else."""
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    leaf = jax.ShapeDtypeStruct((4, 2), "float32", sharding=device)
+    return [[leaf] * (4 if len(exported.in_avals) > 5 else 1)] * 3 + [[]]
 
 
 class ParserEnded(FormatError):
@@ -44,8 +52,11 @@ class Updates:
     """The target."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory, self._count = directory, 0
-        jax.devices()  # has JAX begin its threads before memory is limited
+        self._directory, self._count, self.cut_count = directory, 0, 0
+        # Threads begin before memory is limited, and no alarm comes while a module is imported.
+        import scipy.linalg  # noqa: F401  as JAX does where it first compiles an exported program
+
+        self._switches = update_program.switches(1)
 
     def seeds(self) -> list[Any]:
         """The committed corpus."""
@@ -86,17 +97,21 @@ class Updates:
         digest = hashlib.sha256(case).hexdigest()
         untrusted._verdicts.clear()
         faulthandler.dump_traceback_later(_INPUT_SECONDS, exit=True)
-        signal.setitimer(signal.ITIMER_REAL, 0)  # a parser that hangs is this library's to end
+        signal.setitimer(signal.ITIMER_PROF, 0)  # a parser that hangs is this library's to end
         why = untrusted._verdicts[digest] = untrusted._verdict_of(case)
-        signal.setitimer(signal.ITIMER_REAL, engine.SECONDS)
+        signal.setitimer(signal.ITIMER_PROF, engine.SECONDS)
         update = Update(
             (), (), (), (), (0,), ((0, 0, 0, 0),), (), (), "", "", {"cpu": digest}, "0.10.2", True
         )
         try:
-            function = exported_program.load(case, update, "update")
+            exported = exported_program.vetted(case, update, "update")
         except FormatError as error:
             raise ParserEnded if why else error from error
-        jax.eval_shape(function, *LEAVES, SWITCHES)
+        leaves = leaves_of(exported)
+        jax.eval_shape(exported_program.function_of(exported, "update"), *leaves, self._switches)
+        if cut_program.compiled(exported, leaves, self._switches):
+            self.cut_count += 1
+            (self._directory / "cuts").write_text(str(self.cut_count))
 
 
 class Parser:

@@ -15,6 +15,7 @@ import pytest
 import adacheck_jax as adacheck
 from adacheck_jax.errors import FormatError, IntegrityError
 from adacheck_jax.restore import compiled_update
+from adacheck_jax.restore.progress import Progress
 from adacheck_jax.store.packs import reader
 from adacheck_jax.store.steps import lookup
 from adacheck_jax.store.steps.manifest_file import update_file
@@ -86,7 +87,7 @@ def test_a_program_that_cannot_be_loaded_is_refused_each_time(saved):
     programs = compiled_update.CompiledUpdates()
     for _ in range(2):
         with pytest.raises(FormatError, match="expected the exported update"):
-            programs.get(lineage, lineage.base.update, {})
+            programs.get(lineage, lineage.base.update, {}, Progress(""))
 
 
 def test_a_wrong_bit_of_a_kept_program_is_found(saved, monkeypatch):

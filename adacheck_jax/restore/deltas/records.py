@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -26,8 +29,9 @@ from adacheck_jax.restore.shared_reads import (
 )
 from adacheck_jax.store.storage.location import AnyPath
 
-_READ_AHEAD = 2
-"""Deltas whose records are read before their updates are replayed."""
+_AHEAD_BYTES = 128 << 20
+"""Records that are read before their updates are replayed take at most this here, if not two do."""
+_MOST_AHEAD = 8
 
 
 class Consumed(NamedTuple):
@@ -95,14 +99,27 @@ class Records:
             )
         ]
 
-    def read_ahead(self) -> Iterator[Consumed]:
-        """Read what each update consumes, while earlier updates are replayed."""
-        with ThreadPoolExecutor(_READ_AHEAD, thread_name_prefix="adacheck_read_ahead") as pool:
-            pending = [pool.submit(self._begin, each) for each in self._readers[:_READ_AHEAD]]
-            for following in [*self._readers[_READ_AHEAD:], *[None] * len(pending)]:
-                yield self._finish(pending.pop(0).result())
-                if following is not None:
-                    pending.append(pool.submit(self._begin, following))
+    @contextlib.contextmanager
+    def read_ahead(self) -> Iterator[Iterator[Consumed]]:
+        """Read what each update consumes, while earlier updates are replayed; begins at once."""
+        size_bytes = sum(box.size * self._dtypes[n].itemsize for n, box in self._own)
+        ahead = 2
+        if self._together is None:
+            ahead = max(ahead, min(_MOST_AHEAD, _AHEAD_BYTES // (size_bytes + 1)))
+        workers = min(ahead, os.cpu_count() or 1, 4)
+        pool = ThreadPoolExecutor(max(workers, 2), thread_name_prefix="adacheck_read_ahead")
+        left = iter(self._readers)
+        pending = deque(pool.submit(self._begin, each) for each in itertools.islice(left, ahead))
+
+        def finished() -> Iterator[Consumed]:
+            while pending:
+                yield self._finish(pending.popleft().result())
+                pending.extend(pool.submit(self._begin, x) for x in itertools.islice(left, 1))
+
+        try:
+            yield finished()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     def _begin(self, reader: DeltaReader) -> tuple[Blocks, OwnShare | None] | Consumed:
         """Read what one update consumes, or this process's share of it; on a thread."""
