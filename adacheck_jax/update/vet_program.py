@@ -20,12 +20,10 @@ from jaxlib.mlir import ir
 def parse(module: bytes) -> None:
     """Run all native code that reads a program, a portable artifact, before parts are compiled."""
     with _context():
-        text = _deserialize(module).operation.get_asm()
-        # As it is looked at, and as it is cut into parts.
-        text = ir.Module.parse(text).operation.get_asm(
-            print_generic_op_form=True, use_local_scope=True
-        )
-        ir.Module.parse(text)
+        looked_at = ir.Module.parse(str(_deserialize(module).operation.get_asm()))
+        # As it is cut into parts.
+        cut = looked_at.operation.get_asm(print_generic_op_form=True, use_local_scope=True)
+        ir.Module.parse(str(cut))
 
 
 def _deserialize(module: bytes) -> Any:
