@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -106,8 +105,7 @@ class Records:
         ahead = 2
         if self._together is None:
             ahead = max(ahead, min(_MOST_AHEAD, _AHEAD_BYTES // (size_bytes + 1)))
-        workers = min(ahead, os.cpu_count() or 1, 4)
-        pool = ThreadPoolExecutor(max(workers, 2), thread_name_prefix="adacheck_read_ahead")
+        pool = ThreadPoolExecutor(min(ahead, 4), thread_name_prefix="adacheck_read_ahead")
         left = iter(self._readers)
         pending = deque(pool.submit(self._begin, each) for each in itertools.islice(left, ahead))
 

@@ -82,7 +82,7 @@ def cut(
     Raises:
         ValueError, LookupError: the text is not as it is known here.
     """
-    program = _Program(main, functions, attributes)
+    program = _ProgramText(main, functions, attributes)
     arguments, returned = program.arguments, program.returned
     if len({*arguments, *returned}) < len(arguments) + len(returned):
         return None  # what is returned twice, or as it was taken, cannot be donated
@@ -114,7 +114,7 @@ def cut(
     return Cut(arguments, returned, program.types, first, tuple(parts))
 
 
-class _Program:
+class _ProgramText:
     """The text of a program as a list of operations, of which equal ones are one."""
 
     def __init__(self, main: str, functions: Mapping[str, str], attributes: str) -> None:
