@@ -51,7 +51,6 @@ class SavePlan:
             sooner left out or edited than what the optimizer computes.
         is_whole: True for a delta of bits that compares with nothing.
         has_witness: True if an update onto this state could be replayed and checked.
-        is_checked_behind: True if the replay is compared once the save has returned.
         makes_base: True if the delta is to become a base once it is saved.
         given_up: reason why deferred steps are given up; empty if they are saved too.
     """
@@ -69,7 +68,6 @@ class SavePlan:
     spare: tuple[int, ...] = ()
     is_whole: bool = False
     has_witness: bool = False
-    is_checked_behind: bool = False
     makes_base: bool = False
     given_up: str = ""
 
@@ -157,46 +155,35 @@ def plan(situation: Situation, options: Options) -> SavePlan:
 def speculate(situation: Situation, options: Options) -> SavePlan | None:
     """Plans a delta of one update, if all that is known without the counters speaks for it.
 
+    Saves that are as far apart as the last two were lie one update apart, or none, if those did; so
+    do a save and a step that was deferred before.
+
     Gives None if the counters have to be known first.
     """
-    parent = situation.parent
-    if (
-        parent is None
-        or not _is_regular(situation)
-        or not situation.update.program
-        or parent.lineage is None
-        or parent.lineage.problem
-        or parent.depth >= situation.most_deltas
-        or situation.is_shadow_beyond
-    ):
-        return None
-    return _planned(situation, one_update(situation.structure, "one update"), options)
-
-
-def _is_regular(situation: Situation) -> bool:
-    """True if a save goes on as those before, so that its replay may be compared behind it.
-
-    Saves that are as far apart as the last two were lie one update apart, or none, if those did; so
-    do a save and a step that was deferred before. The first delta behind a base is none of them:
-    what replay gets wrong at every step is found there, while the state can still be stored.
-    """
-    parent = situation.parent
+    parent, update = situation.parent, situation.update
     if situation.step is None or parent is None or parent.saved is None or not situation.is_only:
-        return False
-    saved = parent.saved
+        return None
+    saved, lineage = parent.saved, parent.lineage
     if saved.structure is not situation.structure or not parent.has_witness:
-        return False
+        return None
     goes_on = (
         saved.kind == "replay"
         and saved.follows_saved
         and situation.step - parent.step == saved.interval
     )
-    return (
-        (goes_on or parent.deferred_count > 0)
-        and situation.replayable
-        and situation.update.engine != "identity"  # which has nothing to wait for
-        and situation.is_checker_ready
-    )
+    if (
+        not (goes_on or parent.deferred_count)
+        or not situation.replayable
+        or update.engine == "identity"  # which has nothing to wait for
+        or not update.program
+        or not situation.is_checker_ready
+        or lineage is None
+        or lineage.problem
+        or parent.depth >= situation.most_deltas
+        or situation.is_shadow_beyond
+    ):
+        return None
+    return _planned(situation, one_update(situation.structure, "one update"), options)
 
 
 def plan_deferred(situation: Situation, options: Options) -> SavePlan | str:
@@ -284,11 +271,7 @@ def _planned(
         told = unreplayed if situation.process_count == 1 else update.unreplayed
         unchanged = _unchanged(structure, stored, decision.updates)
     # Several processes may not find the same leaves wrong.
-    is_behind = decision.kind == "replay"
-    if situation.counts is not None:
-        is_usual = len(decision.updates) == len(structure.bindings) and _is_regular(situation)
-        is_behind = is_behind and is_usual and not situation.is_cautious
-    has_spare = is_behind and situation.process_count == 1
+    has_spare = situation.counts is None and situation.process_count == 1
     return SavePlan(
         step=number_of(situation),
         decision=decision,
@@ -307,7 +290,6 @@ def _planned(
         unchanged=unchanged,
         spare=tuple(sorted(structure.derived.difference(stored))) if has_spare else (),
         has_witness=may_follow,
-        is_checked_behind=is_behind,
         makes_base=makes_base,
     )
 

@@ -107,7 +107,6 @@ class Situation:
         makes_bases: True if a delta can become a base in the background. Until it is one, the
             lineage may grow to twice that length.
         is_shadow_beyond: True if the shadow followed another step, and cannot go back.
-        is_cautious: True if a check of the run has found something.
     """
 
     step: int | None
@@ -125,7 +124,6 @@ class Situation:
     longest_lineage: int
     makes_bases: bool = False
     is_shadow_beyond: bool = False
-    is_cautious: bool = False
 
     @property
     def most_deltas(self) -> int:

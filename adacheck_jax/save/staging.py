@@ -100,7 +100,7 @@ class Stager:
             transfer.stage({i: snapshot.arrays[i] for i in picks}, picks),
             self.worker,
             parent=parent,
-            before=before if planned.is_checked_behind else None,
+            before=before if planned.is_speculative else None,
             again=again if planned.is_speculative else None,
         )
         if not (planned.is_base or planned.is_whole) and tip is not None:
@@ -126,7 +126,7 @@ class Stager:
         if not planned.has_witness:
             return own, None, copies
         checker = self._planner.checker_of(planned.structure, planned.update)
-        if planned.is_checked_behind and tip is not None and tip.witness is not None:
+        if planned.is_speculative and tip is not None and tip.witness is not None:
             own.check = checker.begin(tip.witness, snapshot.arrays, planned.step, own.sums)
             return own, own.check.witness, copies
         return own, checker.witness(snapshot.arrays, planned.step), copies

@@ -108,33 +108,30 @@ def flipped(array: jax.Array, fault: Fault) -> jax.Array:
 
 def train(root: Path, state: Any, first: int, steps: int, fault: Fault | None = None) -> None:
     """Record the steps of a run from one on; the last one is saved."""
-    begins = sorted({first, max(first, fault.step)}) if fault else [first]
-    for begin, end in zip(begins, [*begins[1:], steps], strict=True):
-        # Another handler stores what was edited with its base: one that goes on would refuse it.
-        handler = adacheck.AdaCheckHandler(
-            RECORDER, max_deltas=MAX_DELTAS, shadow=adacheck.Shadow(on_devices=True)
-        )
-        with ocp.CheckpointManager(root, item_handlers=handler) as manager:
-            for step in range(begin, end):
-                gradients = _gradients(state["params"], jnp.float32(step))
-                now = fault if fault and fault.step == step else None
-                if now and now.kind == "gradient":
-                    gradients = {**gradients, now.leaf: flipped(gradients[now.leaf], now)}
-                state = _applied(state, gradients)
-                if now and now.kind == "params":
-                    params = {**state["params"], now.leaf: flipped(state["params"][now.leaf], now)}
-                    state = {**state, "params": params}
-                elif now and now.kind == "mu":
-                    opt, mu = state["opt"], state["opt"].adacheck_inner[0].mu
-                    changed = opt.adacheck_inner[0]._replace(
-                        mu={**mu, now.leaf: flipped(mu[now.leaf], now)}
-                    )
-                    inner = (changed, *opt.adacheck_inner[1:])
-                    state = {**state, "opt": opt._replace(adacheck_inner=inner)}
-                jax.block_until_ready(state)
-                is_due = step % SAVED_EVERY == 0 or step == end - 1 or now is not None
-                if is_due or not handler.record_step(state, step):
-                    manager.save(step, args=adacheck.SaveArgs(state), force=True)
+    handler = adacheck.AdaCheckHandler(
+        RECORDER, max_deltas=MAX_DELTAS, shadow=adacheck.Shadow(on_devices=True)
+    )
+    with ocp.CheckpointManager(root, item_handlers=handler) as manager:
+        for step in range(first, steps):
+            gradients = _gradients(state["params"], jnp.float32(step))
+            now = fault if fault and fault.step == step else None
+            if now and now.kind == "gradient":
+                gradients = {**gradients, now.leaf: flipped(gradients[now.leaf], now)}
+            state = _applied(state, gradients)
+            if now and now.kind == "params":
+                params = {**state["params"], now.leaf: flipped(state["params"][now.leaf], now)}
+                state = {**state, "params": params}
+            elif now and now.kind == "mu":
+                opt, mu = state["opt"], state["opt"].adacheck_inner[0].mu
+                changed = opt.adacheck_inner[0]._replace(
+                    mu={**mu, now.leaf: flipped(mu[now.leaf], now)}
+                )
+                inner = (changed, *opt.adacheck_inner[1:])
+                state = {**state, "opt": opt._replace(adacheck_inner=inner)}
+            jax.block_until_ready(state)  # an edit is found before its save returns, and stored
+            is_due = step % SAVED_EVERY == 0 or step == steps - 1 or now is not None
+            if is_due or not handler.record_step(state, step):
+                manager.save(step, args=adacheck.SaveArgs(state), force=True)
 
 
 def draw(number: int, steps: int, root: Path, seed: int) -> Fault:

@@ -588,15 +588,15 @@ def test_a_bit_that_another_device_looks_at_is_not_lost_in_silence(tmp_path, mod
     run = support.dict_run(support.mesh_of((4, 2)))
     handler = adacheck.AdaCheckHandler(run.recorder, shadow=None, check_replicas=mode)
     with support.manager_of(tmp_path, handler) as manager:
-        saved = support.save_steps(manager, run, 1)
+        saved = support.save_steps(manager, run, 2)
         run.advance()
         state = jax.block_until_ready(broken(run.state, path_of, device=0))
         if mode == "warn":  # the device that takes this element has another replica
             with pytest.raises(ReplicaError, match=r"those of \S+in/bias differ"):
-                save_and_wait(manager, 2, state)
+                save_and_wait(manager, 3, state)
         else:
-            saved[2] = support.host_copy(state)
-            save_and_wait(manager, 2, state)  # each device takes all: it is found, and stored
+            saved[3] = support.host_copy(state)
+            save_and_wait(manager, 3, state)  # each device takes all: it is found, and stored
         saved |= support.save_steps(manager, run, 3)
         manager.reload()
         assert list(manager.all_steps()) == list(saved)

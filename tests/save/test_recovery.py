@@ -441,7 +441,7 @@ def test_a_leaf_that_replay_gets_wrong_is_recovered(root, memory):
     run = support.dict_run(mesh_of((1, 1)))
     handler = handler_of(run.recorder, memory)
     with manager_of(root, handler) as manager:
-        save_steps(manager, run, 1)
+        save_steps(manager, run, 2)
         for _ in range(2):
             run.advance()
             run.state["params"]["in"]["kernel"] *= 1.5
@@ -449,11 +449,11 @@ def test_a_leaf_that_replay_gets_wrong_is_recovered(root, memory):
             manager.save(run.count, args=adacheck.SaveArgs(run.state))
             manager.wait_until_finished()
         last = host_copy(run.state)
-        assert deltas_of(root)[3].unreplayed
+        assert deltas_of(root)[4].unreplayed
         handler.close()
         found = recovered_run(run, root, memory)
         assert found is not None
-        assert found[0] == 3
+        assert found[0] == 4
         assert_same(found[1], last)
 
 
@@ -467,13 +467,13 @@ def test_a_leaf_that_is_put_over_the_copy_as_it_lies_has_a_moment_without_a_step
         raise RuntimeError("the process ends here")
 
     with manager_of(root, handler) as manager:
-        save_steps(manager, run, 1)
+        save_steps(manager, run, 2)
         run.advance()
         run.state["params"]["in"]["kernel"] *= 1.5
         jax.block_until_ready(run.state)
         with monkeypatch.context() as patch:
             patch.setattr(Journal, "begin", ends)
-            manager.save(2, args=adacheck.SaveArgs(run.state))
+            manager.save(3, args=adacheck.SaveArgs(run.state))
             manager.wait_until_finished()
             wait_for_shadow(handler)
     assert recovered_run(run, root, memory) is None

@@ -210,10 +210,10 @@ def test_the_commands(run, tmp_path):
 
 
 def test_a_nan_is_named_by_leaf_and_element(tmp_path):
-    train(tmp_path, (7, "params/b", (3,), 30))  # 1 plus a little becomes a huge number or NaN
-    state = Walk(tmp_path).at(7)
+    train(tmp_path, (8, "params/b", (3,), 30))  # 1 plus a little becomes a huge number or NaN
+    state = Walk(tmp_path).at(8)
     broken = [np.array(a) for a in state.arrays]
     place = [leaf.path for leaf in state.leaves].index("params/b")
     broken[place][3] = np.nan
-    found = bisects.not_finite(type(state)(7, state.leaves, tuple(broken), state.update, ()))
+    found = bisects.not_finite(type(state)(8, state.leaves, tuple(broken), state.update, ()))
     assert found == "params/b [3] is nan"

@@ -110,8 +110,7 @@ class Planner:
         """Plans a save: without a look at the state's values if it is still being computed.
 
         A replayed delta is compared with the state, and planned anew from what replay gets wrong,
-        unless the plan leaves that to the time behind the save. ``again`` is the same step, if it
-        was deferred before.
+        unless the plan is speculative; ``again`` is the same step, if it was deferred before.
 
         Raises:
             AdaCheckError: deferred steps are lost; told once.
@@ -134,9 +133,7 @@ class Planner:
         facts = self._situation(snapshot, directory, step, counts, parent, again, replayable)
         tip = self.deferred.tip_behind(parent) if parent else None
         course = Course(save_plan.plan(facts, self._options), parent, tip)
-        if not course.plan.is_replayed or course.plan.is_checked_behind:
-            return course
-        return self._corrected(snapshot, course, facts)
+        return self._corrected(snapshot, course, facts) if course.plan.is_replayed else course
 
     def plan_deferred(
         self, snapshot: Snapshot, parent: Parent, step: int, again: Pending | None
@@ -199,7 +196,6 @@ class Planner:
             if jax.process_count() > 1
             else self.could_make_bases(directory),
             is_shadow_beyond=is_beyond,
-            is_cautious=self.distrust.is_cautious,
         )
 
     def _is_shadow_beyond(self, tip: Tip, again: Pending | None, counts: Counts | None) -> bool:
