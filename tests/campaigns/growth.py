@@ -29,6 +29,7 @@ from orbax.checkpoint.checkpoint_managers import LatestN
 
 import adacheck_jax as adacheck
 from adacheck_jax.device.loops import xla_call
+from adacheck_jax.format import byte_loops
 from adacheck_jax.publish import Follower, Publisher
 from adacheck_jax.tools import listing, verification
 from tests import support
@@ -149,6 +150,7 @@ def _run() -> support.Run:
     """A training run, with all compiled that is compiled in the background."""
     run = support.dict_run(support.mesh_of((1, 1)))
     xla_call.wait()
+    byte_loops.wait_until_compiled()
     return run
 
 
