@@ -11,6 +11,7 @@ import adacheck_jax as adacheck
 from adacheck_jax.errors import ReplayError
 from adacheck_jax.format import manifest
 from adacheck_jax.store.steps import manifest_file
+from tests import support
 
 ROUNDS = 150
 
@@ -75,6 +76,7 @@ def begin(manager, run):
         save(manager, step, run)
         saved[step] = bits_of(run.state)
     manager.wait_until_finished()
+    support.wait_for_compilers()
     return saved
 
 
