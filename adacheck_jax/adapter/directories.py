@@ -100,18 +100,15 @@ def root_path(root: AnyPath | str) -> epath.Path:
     return epath.Path(str(place))
 
 
-def needs_mark(root: epath.Path) -> bool:
+def needs_commit_file(root: epath.Path) -> bool:
     """True if Orbax has to be told that nothing can be renamed there: it knows ``gs://`` alone."""
     return str(root).startswith("s3://")
 
 
 def _refuse_misread(path: AnyPath) -> None:
     """Refuse a local path that was meant to be another."""
-    if (
-        found := []
-        if not at(path).on_file_system
-        else {"~", "gs:", "s3:"} & {*str(path).split("/")}
-    ):
+    found = {"~", "gs:", "s3:"}.intersection(str(path).split("/"))
+    if found and at(path).on_file_system:
         raise StorageError(
             f"{path}: expected a local path, found {found.pop()!r} in it. Nothing was saved; give "
             "URLs as texts, since a pathlib.Path takes a slash away, and write "

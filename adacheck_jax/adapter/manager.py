@@ -114,24 +114,20 @@ def checkpoint_manager(
         )
     rules = {name: each for name in _RULES if (each := getattr(options, name)) is not None}
     newest = rules.get("max_to_keep", usual) if isinstance(max_to_keep, _Unsaid) else max_to_keep
-    keep = keeping(
+    keep = shared_policy(
         options.preservation_policy, max_to_keep, lambda: _policy(options, newest), rules
     )
-    found = dataclasses.replace(options, **dict.fromkeys(_RULES))
-    found.preservation_policy = keep
-    if directories.needs_mark(place) and found.atomicity_options is None:
-        mode = ocp.options.AtomicityMode.COMMIT_FILE
-        found.atomicity_options = ocp.options.AtomicityOptions(mode=mode)
     shadow = handler.get("shadow", Shadow())
     if options.enable_background_delete and shadow is not None:
         handler["shadow"] = dataclasses.replace(shadow, background_bases=False)
-    agreed = adaptive(options.save_decision_policy, handler)
+    agreed = with_adaptive_policy(options.save_decision_policy, handler)
     own = AdaCheckHandler(recorder, keep_lineage=keep, **agreed)
     handlers = own if items is None else {item: own, **items}
+    found = _keeping_by(keep, options, place)
     return AdaCheckManager(own, place, item_handlers=handlers, options=found, metadata=metadata)
 
 
-def keeping(
+def shared_policy(
     policy: Any,
     max_to_keep: int | None,
     usual: Callable[[], Any],
@@ -160,7 +156,7 @@ def keeping(
     return policy if isinstance(policy, KeepLineage) else KeepLineage(policy)
 
 
-def adaptive(policy: Any, handler: HandlerOptions) -> HandlerOptions:
+def with_adaptive_policy(policy: Any, handler: HandlerOptions) -> HandlerOptions:
     """Options of a handler that follows the policy by which its manager decides when to save.
 
     Raises:
@@ -176,6 +172,18 @@ def adaptive(policy: Any, handler: HandlerOptions) -> HandlerOptions:
     return {**handler, "max_deltas": policy}
 
 
+def _keeping_by(
+    keep: KeepLineage, options: ocp.CheckpointManagerOptions, root: epath.Path
+) -> ocp.CheckpointManagerOptions:
+    """Options that keep steps by a policy, and commit them as the root's storage needs it."""
+    found = dataclasses.replace(options, **dict.fromkeys(_RULES))
+    found.preservation_policy = keep
+    if directories.needs_commit_file(root) and found.atomicity_options is None:
+        mode = ocp.options.AtomicityMode.COMMIT_FILE
+        found.atomicity_options = ocp.options.AtomicityOptions(mode=mode)
+    return found
+
+
 def _refuse_parts(options: ocp.options.MultiprocessingOptions) -> None:
     is_part = options.primary_host != 0 or options.active_processes is not None
     if is_part and jax.process_count() > 1:
@@ -187,7 +195,7 @@ def _refuse_parts(options: ocp.options.MultiprocessingOptions) -> None:
 
 
 def _policy(options: ocp.CheckpointManagerOptions, newest: int | None) -> AnyPreservationPolicy:
-    """What Orbax would keep by these options."""
+    """The policy that Orbax would follow with these options."""
     policies: list[Any] = [LatestN(newest)]
     if options.best_fn is not None:
         policies = [

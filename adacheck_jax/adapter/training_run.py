@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -211,7 +211,7 @@ class TrainingRun:
                 if (entry := begun.entries.get(leaf.path))
             }
         layout = ArrayLayout(begun.names, stored.ocdbt_target_data_file_size)
-        futures.append(_Writing(lambda go: _written(save, directory, layout, go)))
+        futures.append(_ShareFuture(save, directory, layout))
         with self._lock:
             saver = self._savers[begun.line]
         saver.returns()
@@ -428,7 +428,7 @@ def described_lineage(directory: AnyPath) -> Lineage:
     return lineage
 
 
-class _Writing(ocp.Future):
+class _ShareFuture(ocp.Future):
     """A thread that writes a share, once Orbax waits for it or a moment has passed.
 
     Orbax waits in the background, when the caller's thread is nearly done: a thread that is at work
@@ -436,9 +436,9 @@ class _Writing(ocp.Future):
     after another, and for none once one has failed.
     """
 
-    def __init__(self, write: Callable[[threading.Event], Coroutine[Any, Any, None]]) -> None:
+    def __init__(self, save: Save, directory: AnyPath, layout: ArrayLayout) -> None:
         self._go = threading.Event()
-        written = write(self._go)
+        written = _written(save, directory, layout, self._go)
         self._begun = CommitFutureAwaitingContractedSignals(written, name="adacheck_write")
 
     def result(self, timeout: float | None = None) -> Any:

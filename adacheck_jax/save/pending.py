@@ -178,9 +178,9 @@ class Pending:
     def _advance(self) -> None:
         """Moves the step on, to its end."""
         with jax_settings.own(self._x64):
-            self._go_through()
+            self._pass_phases()
 
-    def _go_through(self) -> None:
+    def _pass_phases(self) -> None:
         check, proof, before = self.check, self.proof, self._before
         try:
             self._bring()

@@ -264,12 +264,8 @@ class Saver:
         if planned.given_up:
             planner.give_up(0, planned.given_up)
         own, witness, copies = self._stager.stage(snapshot, course, again, str(directory))
-        tip = Tip(planned.step, 0, own, copies.kept, witness)
-        exporting = None
-        if planned.update is NOT_YET:
-            exporting = self._stager.export(structure := planned.structure)
-            blocks = with_others(snapshot, copies.staged, structure.touched)
-            self._prepare_next(tip, snapshot, blocks, own.sums, is_restored=False)
+        is_exported = planned.update is not NOT_YET
+        exporting = None if is_exported else self._stager.export(planned.structure)
         self._tell(planned, again)
         copies.wait()
         saved = planner.parents.saved
@@ -304,7 +300,10 @@ class Saver:
         )
         # Until the save is committed this directory does not exist, and if it fails it never will:
         # the next save looks at the disk, finds no parent, and writes a base.
-        tip.depth = save.depth
+        tip = Tip(planned.step, save.depth, own, copies.kept, witness)
+        if not is_exported:
+            blocks = with_others(snapshot, copies.staged, structure.touched)
+            self._prepare_next(tip, snapshot, blocks, own.sums, is_restored=False)
         following = Parent(directory, number, tip, save)
         planner.parents.advance(following)
         planner.deferred.restart(following)
@@ -391,11 +390,8 @@ class Saver:
         own, witness, copies = self._stager.stage(snapshot, course, None, label)
         copies.wait()
         depth = parent.tip.depth + len(deferred) + 1
-        drains, tip = (
-            snapshot.structure.on_accelerator,
-            Tip(number, depth, own, copies.kept, witness),
-        )
-        deferred.add(tip, own, drains=drains)
+        tip = Tip(number, depth, own, copies.kept, witness)
+        deferred.add(tip, own, drains=snapshot.structure.on_accelerator)
         self._watch.leave_deferred()
         if jax.process_count() == 1 and (planner.distrust.is_cautious or is_known):
             # Several processes would not know it at the same time.

@@ -327,8 +327,10 @@ class Snapshots:
             ),
             on_accelerator=any(map(transfer.on_accelerator, arrays)),
         )
-        if not bindings:
-            return structure
+        return self._with_update(structure, arrays) if bindings else structure
+
+    def _with_update(self, structure: Structure, arrays: Sequence[Any]) -> Structure:
+        """The structure, with the places where the leaves of its updates lie."""
         touched = [i for indices in structure.arguments for i in indices]
         described = "\n".join(sharding.describe(arrays[i]) for i in touched)
         placement = hashlib.sha256(described.encode()).hexdigest()
@@ -336,7 +338,7 @@ class Snapshots:
             touched,
             arrays,
             in_turns=self._compares_replicas and not self._lead.is_apart,
-            whole=[index[path] for path in named if is_result(path)],
+            whole=[i for path, i in structure.index.items() if is_result(path)],
         )
         # Those of the leaf that lies on most devices, in a program's order.
         devices = max((sharding.devices_of(arrays[i]) for i in touched), key=len, default=())

@@ -50,7 +50,7 @@ from adacheck_jax.update.recording.signatures import (
     SeparateCall,
     UpdateSignature,
     abstract,
-    known_facts,
+    passed_and_reduced,
     whole_params,
 )
 
@@ -354,7 +354,7 @@ class Recorder(optax.GradientTransformationExtraArgs):
             if [known.params, known.inner, known.record, known.extra] == shapes:
                 return known
         consumed = self._consumed(record, params)
-        known = known_facts(self._pinned, consumed, inner, params, extra)
+        known = passed_and_reduced(self._pinned, consumed, inner, params, extra)
         params, inner, record, extra = shapes
         self.signatures.append(UpdateSignature(params, inner, record, extra, *known))
         return self.signatures[-1]

@@ -48,10 +48,10 @@ def test_data_files_of_a_base_have_the_wanted_size(tmp_path, item):
             assert_same_bits(checkpointer.restore(tmp_path / name), jax.tree.leaves(state))
         stock = ocp.PyTreeCheckpointHandler().restore(tmp_path / name)
         assert_same_bits(stock, jax.tree.leaves(state))
-    chunk_bytes = 3000 * 8
-    assert max(file_sizes(tmp_path / "full")) < LIMIT + chunk_bytes + 1000
-    for name in ("free", "whole"):
-        assert max(file_sizes(tmp_path / name)) > 8 * chunk_bytes
+    most_bytes = LIMIT + 3000 * 8 + 1000
+    assert max(file_sizes(tmp_path / "full")) < most_bytes
+    for name in ("free", "whole"):  # on a busy machine tensorstore may write two files
+        assert max(file_sizes(tmp_path / name)) > 2 * most_bytes
 
 
 @pytest.mark.parametrize("size_bytes", [-1, 1.5, True, 1 << 63])

@@ -8,7 +8,7 @@ from orbax.checkpoint import v1 as ocp
 
 from adacheck_jax.adapter import directories
 from adacheck_jax.adapter.handler import AdaCheckHandler, HandlerOptions
-from adacheck_jax.adapter.manager import NEWEST, adaptive, keeping
+from adacheck_jax.adapter.manager import NEWEST, shared_policy, with_adaptive_policy
 from adacheck_jax.adapter.v1.registration import STATE, context
 from adacheck_jax.store.storage.location import AnyPath
 from adacheck_jax.update.binding import RecorderArgument
@@ -78,12 +78,14 @@ def checkpointer(
     """
     place, training = directories.root_path(root), ocp.training
     usual = training.preservation_policies.LatestN
-    keep = keeping(preservation_policy, max_to_keep, lambda: usual(max_to_keep))
+    keep = shared_policy(preservation_policy, max_to_keep, lambda: usual(max_to_keep))
     stock: Any = dict(options)
     own: Any = {k: stock.pop(k) for k in HandlerOptions.__annotations__ if k in stock}
-    handler = AdaCheckHandler(recorder, keep_lineage=keep, **adaptive(save_decision_policy, own))
+    handler = AdaCheckHandler(
+        recorder, keep_lineage=keep, **with_adaptive_policy(save_decision_policy, own)
+    )
     made = context(handler, parent=parent, checkpointable_name=checkpointable_name)
-    if directories.needs_mark(place):
+    if directories.needs_commit_file(place):
         made.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE
     stock["save_decision_policy"] = save_decision_policy or _EVERY
     found = StateCheckpointer(place, context=made, preservation_policy=cast(Any, keep), **stock)

@@ -162,9 +162,9 @@ class Planner:
         structure, options, facts, is_beyond = snapshot.structure, self._options, None, False
         if parent is not None:
             self.deferred.tip_behind(parent).wait()  # the update is exported there already
-        waits = parent is None and replayable and not structure.on_accelerator
-        waits = waits and self.updates.can_wait(structure)
-        update = NOT_YET if waits else self.updates.of(structure)
+        is_new = parent is None and replayable and not structure.on_accelerator
+        can_wait = is_new and self.updates.can_wait(structure)
+        update = NOT_YET if can_wait else self.updates.of(structure)
         self.updates.tell(update)
         is_checked = replays(update, options, replayable=replayable)
         if parent is not None:

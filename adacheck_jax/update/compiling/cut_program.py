@@ -125,7 +125,7 @@ class _CutProgram:
         return returned[: self._params_count], returned[self._params_count :]
 
     def _taken(self, batch: Sequence[Part]) -> tuple[list[Sequence[str]], list[Sequence[str]]]:
-        """What each part takes: own leaves of the state, which are donated, and the rest."""
+        """The values that parts take: own leaves of the state, which are donated, and the rest."""
         counts = [
             sum(self._position[v] < self._state_count for v in part.taken[: part.own_count])
             for part in batch

@@ -73,7 +73,7 @@ def abstract(value: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(value), dtype)
 
 
-def known_facts(
+def passed_and_reduced(
     update: PinnedFunction, record: PyTree, inner: PyTree, params: PyTree, extra: dict[str, Any]
 ) -> tuple[tuple[str, ...], Slots]:
     """Leaf paths of the small leaves that an update passes through, and what it records of sums."""
