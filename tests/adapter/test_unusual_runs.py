@@ -256,6 +256,23 @@ def test_64_bit_types_enabled_around_the_training_alone(tmp_path):
     assert is_delta(tmp_path / "3" / "default")
 
 
+def test_64_bit_types_enabled_around_recorded_steps_alone(tmp_path):
+    """They are checked on another thread, which does not inherit the setting."""
+    with jax.enable_x64(True):
+        run = simple_run({"w": jnp.linspace(0.0, 1.0, 64, dtype=jnp.float64)}, optax.adam(1e-2))
+        handler = adacheck.AdaCheckHandler(run.recorder)
+        with manager_of(tmp_path, handler) as manager:
+            save_steps(manager, run, 2)
+            saved = {}
+            for step in (3, 4):
+                assert handler.record_step(run.advance(), step)
+                saved[step] = host_copy(run.state)
+            saved |= save_steps(manager, run, 1)
+            for step, expected in saved.items():
+                target = adacheck.RestoreArgs(abstract(run.state), step=step)
+                assert_same_bits(manager.restore(5, args=target), expected)
+
+
 @pytest.mark.slow
 def test_a_random_key_in_the_optimizers_state_is_replayed(tmp_path):
     tx = optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(3)), optax.sgd(0.1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import threading
 import time
 
 import jax
@@ -411,6 +412,22 @@ def test_an_update_that_reads_what_is_in_no_state_is_caught_at_the_first_delta(t
     found = deltas_of(tmp_path)
     assert {"params/in/kernel", "params/scale"} <= names(tmp_path, found[3].unreplayed)
     assert_all_restorable(tmp_path, saved, run.state, mesh_of((2, 2)))
+
+
+def test_the_update_of_a_first_base_is_exported_behind_its_save(tmp_path, monkeypatch):
+    run, threads = support.dict_run(mesh_of((2, 2))), []
+    export = exported_update.ExportedUpdates._export
+
+    def noted(*args):
+        threads.append(threading.current_thread().name)
+        return export(*args)
+
+    monkeypatch.setattr(exported_update.ExportedUpdates, "_export", noted)
+    with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
+        saved = save_steps(manager, run, 3)
+    assert [name.rpartition("_")[0] for name in threads] == ["adacheck_line"]
+    assert kinds(tmp_path) == ["B", "R", "R"]
+    assert_all_restorable(tmp_path, saved, run.state)
 
 
 @pytest.mark.slow
