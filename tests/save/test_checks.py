@@ -415,7 +415,7 @@ def test_an_update_that_reads_what_is_in_no_state_is_caught_at_the_first_delta(t
 
 
 def test_the_update_of_a_first_base_is_exported_behind_its_save(tmp_path, monkeypatch):
-    run, threads = support.dict_run(mesh_of((2, 2))), []
+    run, threads = support.dict_run(mesh_of((2, 2)), optax.adamw(1e-2)), []  # its own program
     export = exported_update.ExportedUpdates._export
 
     def noted(*args):
