@@ -11,6 +11,7 @@ wait at the same time (:meth:`Contributions.wait`). They meet in
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -29,7 +30,7 @@ from adacheck_jax.device.sharding import (
     layout_of_array,
 )
 from adacheck_jax.format.boxes import Blocks, Box, grid
-from adacheck_jax.format.byte_loops import fingerprint_of
+from adacheck_jax.format.byte_loops import fingerprint_of, processors
 from adacheck_jax.format.fingerprint import combine, from_words, to_words
 
 ReplicaSums = dict[int, dict[Box, dict[Holder, int]]]
@@ -104,18 +105,19 @@ class Contributions:
         self._staged.wait()
         self._others.wait()
 
-    def sums(self) -> dict[int, int]:
-        """Partial sums modulo 2**64 by leaf index; host copies are let go of one by one."""
+    def sums(self, threads: int = 1) -> dict[int, int]:
+        """Partial sums modulo 2**64 by leaf index; host copies are let go of one by one.
+
+        Args:
+            threads: how many sum up what is on the host, where nobody trains meanwhile.
+        """
         result = {}
         picked: dict[int, dict[Box, int]] = {}
-        while self._staged or self._elsewhere:
-            if self._staged:
-                index, blocks = self._staged.popitem()
-            else:
-                index, staged = self._elsewhere.popitem()
-                blocks = staged[index]
-            picked[index] = {box: fingerprint_of(block, box.start) for box, block in blocks.items()}
-            result[index] = combine(list(picked[index].values()))
+        waiting = [False] * len(self._staged) + [True] * len(self._elsewhere)
+        with ThreadPoolExecutor(threads) as pool:
+            mapped = pool.map if threads > 1 else map
+            for index, found in mapped(self._next_on_host, waiting):
+                picked[index], result[index] = found, combine(list(found.values()))
         totals: dict[int, int] = {}
         while self._others:
             n, blocks = self._others.popitem()
@@ -136,6 +138,15 @@ class Contributions:
                     here = {h: by_device[h.device] for h in holders if h.device in by_device}
                     self.replicas.setdefault(i, {})[box] = here
         return result
+
+    def _next_on_host(self, is_elsewhere: bool) -> tuple[int, dict[Box, int]]:
+        """One array that is summed up on the host, and the sum of each of its boxes."""
+        if is_elsewhere:
+            index, staged = self._elsewhere.popitem()
+            blocks = staged[index]
+        else:
+            index, blocks = self._staged.popitem()
+        return index, {box: fingerprint_of(block, box.start) for box, block in blocks.items()}
 
 
 def hashes_on_device(array: Any) -> bool:
@@ -172,7 +183,8 @@ def of_leaves(arrays: Mapping[int, Any]) -> dict[int, int]:
         for index, x in arrays.items()
         if index in local or x.addressable_shards  # else other processes alone hold it
     }
-    sums = Contributions({index: arrays[index] for index in picks}, picks).sums()
+    parts = Contributions({index: arrays[index] for index in picks}, picks)
+    sums = parts.sums(processors())
     if jax.process_count() == 1:
         return sums
     own = {index: sums[index] for index in local}

@@ -1,7 +1,7 @@
 """Fingerprints of host memory: by numpy at first, compiled as soon as a compiler is done.
 
 A compiler takes seconds where its results are not yet on disk, and no save waits for it. The first
-16 MiB are numpy's, since importing the compiler takes longer than those; then it compiles in a
+128 MiB are numpy's, since importing the compiler takes longer than those; then it compiles in a
 background thread. Until that is done numpy computes the same bits, several times slower. Nothing
 here imports numba in the caller's thread.
 
@@ -25,7 +25,7 @@ from adacheck_jax.format import fingerprint
 
 _log = logging.getLogger(__name__)
 
-_FIRST_BYTES = 1 << 24
+_FIRST_BYTES = 1 << 27
 _NICENESS = 5
 """Not the lowest priority: the compiler often holds Python's lock, and other threads would wait
 for its turn on a core."""
@@ -75,6 +75,11 @@ def lower_priority() -> None:
     if sys.platform == "linux":  # elsewhere the number may be that of another process
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+
+
+def processors() -> int:
+    """Number of this machine's processors."""
+    return os.cpu_count() or 1
 
 
 _compiler = _Compiler()

@@ -22,6 +22,7 @@ hashing); the weights come from SplitMix64 (Steele, Lea, Flood, OOPSLA 2014).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,6 +57,21 @@ def weights(positions: Any, axis: int) -> Any:
     return factor(positions % run, axis, 0) * factor(positions // run, axis, 1)
 
 
+def weights_along(start: int, length: int, axis: int) -> np.ndarray:
+    """Weights of adjoining positions along an axis; those of short axes are remembered."""
+    return (_remembered if length <= _BLOCK_WORDS else _weights_along)(start, length, axis)
+
+
+def _weights_along(start: int, length: int, axis: int) -> np.ndarray:
+    first, last = start // RUN, (start + length - 1) // RUN
+    runs = factor(np.arange(first, last + 1, dtype=np.uint64), axis, 1)
+    table = (runs[:, None] * factor(np.arange(RUN, dtype=np.uint64), axis, 0)).reshape(-1)
+    return table[start - first * RUN :][:length]
+
+
+_remembered = functools.lru_cache(maxsize=32)(_weights_along)
+
+
 def words_of(array: np.ndarray) -> np.ndarray:
     """View of an array's bits as unsigned words of at most 32 bits.
 
@@ -86,7 +102,7 @@ def multilinear(words: np.ndarray, starts: Sequence[int]) -> int:
     if words.ndim == 0 or words.size == 0:
         return int(words.sum())
     *outer, last = (
-        weights(np.arange(start, start + length, dtype=np.uint64), axis)
+        weights_along(start, length, axis)
         for axis, (start, length) in enumerate(zip(starts, words.shape, strict=False))
     )
     rows = words.reshape(-1, last.size)

@@ -70,7 +70,7 @@ from adacheck_jax.device import fingerprint
 assert "numba" not in sys.modules
 small = byte_loops.fingerprint_of(np.arange(5000, dtype=np.float32))
 assert threading.active_count() == 1  # a compiler is not worth it yet
-array = np.arange(5_000_000, dtype=np.float32)
+array = np.arange(40_000_000, dtype=np.float32)
 started = threading.Event()
 byte_loops.lower_priority = started.wait  # keeps the compiler from beginning
 sums = [byte_loops.fingerprint_of(array)]
