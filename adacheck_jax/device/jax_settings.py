@@ -16,6 +16,11 @@ _ARITHMETIC = (
 )
 
 
+def x64_enabled() -> bool:
+    """True if the calling thread makes 64-bit arrays; other threads do not inherit the setting."""
+    return jax.dtypes.canonicalize_dtype("float64") == "float64"
+
+
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
     """Settings that decide what a function computes when it is traced.

@@ -9,7 +9,7 @@ of each shard.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -41,7 +41,8 @@ class Summing:
 
     def __init__(self, arrays: Mapping[int, jax.Array]) -> None:
         self.placed = {i: (array.sharding, array.shape) for i, array in arrays.items()}
-        self._groups: list[tuple[Sequence[tuple[int, int | None]], _Program]] = []
+        self._groups: list[tuple[Sequence[tuple[int, int | None]], _ShardProgram]] = []
+        self._types: list[list[jax.ShapeDtypeStruct]] = []
         on_mesh: dict[Mesh, dict[int, NamedSharding]] = {}
         on_device: dict[Any, list[tuple[int, int | None, Box]]] = {}
         for i, array in arrays.items():
@@ -80,14 +81,24 @@ class Summing:
         calls_loops = is_cpu and xla_call.is_ready() and not any(map(is_narrow, dtypes))
         widths = tuple(each.itemsize for each in dtypes)
         self._groups.append((places, _program(mesh, specs, widths, tuple(boxes), calls_loops)))
+        given = [_given(arrays[i], n) for i, n in places]
+        self._types.append(
+            [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in given]
+        )
+
+    def compile(self) -> None:
+        """Compiles the programs; else that is done by those who dispatch them first."""
+        compiled = [
+            (places, program.compiled(types))
+            for (places, program), types in zip(self._groups, self._types, strict=True)
+        ]
+        self._groups = compiled
 
     def dispatch(self, arrays: Mapping[int, jax.Array]) -> DeviceSums:
         """Starts the programs without waiting; the arrays may be donated at once."""
         words = []
         for places, program in self._groups:
-            given = [
-                arrays[i] if n is None else arrays[i].addressable_shards[n].data for i, n in places
-            ]
+            given = [_given(arrays[i], n) for i, n in places]
             words.append(([i for i, _ in places], program(given)))
         return DeviceSums(words)
 
@@ -112,8 +123,28 @@ class DeviceSums:
         return result
 
 
-_Program = Callable[[Sequence[jax.Array]], jax.Array]
-"""From arrays, or shards, to uint32 of shape (devices, arrays, 2), sharded by device."""
+def _given(array: jax.Array, position: int | None) -> jax.Array:
+    """An array, or the shard at a position of it."""
+    return array if position is None else array.addressable_shards[position].data
+
+
+@dataclass(frozen=True, slots=True)
+class _ShardProgram:
+    """From arrays, or shards, to uint32 of shape (devices, arrays, 2), sharded by device."""
+
+    function: Any
+    mesh: Mesh
+    table: jax.Array
+
+    def __call__(self, arrays: Sequence[jax.Array]) -> jax.Array:
+        with jax.enable_x64(True), jax.set_mesh(self.mesh):  # whatever the caller has set
+            return self.function(arrays, self.table)
+
+    def compiled(self, types: Sequence[jax.ShapeDtypeStruct]) -> _ShardProgram:
+        """The same, compiled for arrays of these types."""
+        with jax.enable_x64(True), jax.set_mesh(self.mesh):
+            function = self.function.lower(types, self.table).compile()
+        return _ShardProgram(function, self.mesh, self.table)
 
 
 @functools.lru_cache(maxsize=64)
@@ -123,7 +154,7 @@ def _program(
     widths: tuple[int, ...],
     boxes: tuple[tuple[Box, ...], ...],
     calls_loops: bool,
-) -> _Program:
+) -> _ShardProgram:
     """Program for arrays on one mesh, with the boxes that each local device holds of them."""
     rows = PartitionSpec(mesh.axis_names)
     tables = {
@@ -140,13 +171,7 @@ def _program(
     mapped = jax.shard_map(
         local, mesh=mesh, in_specs=([*specs], rows), out_specs=rows, check_vma=False
     )
-    jitted: Any = jax.jit(mapped)
-
-    def run(arrays: Sequence[jax.Array]) -> jax.Array:
-        with jax.enable_x64(True), jax.set_mesh(mesh):  # whatever the caller has set
-            return jitted(arrays, table)
-
-    return run
+    return _ShardProgram(jax.jit(mapped), mesh, table)
 
 
 def _sums(shards: Sequence[jax.Array], table: jax.Array) -> jax.Array:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from adacheck_jax.device.background import in_background
 from adacheck_jax.device.lead import Ranks, nearest
 from adacheck_jax.device.sharding import Holder, devices_of, holder_of
 from adacheck_jax.errors import StorageError
@@ -58,11 +60,6 @@ def is_key(leaf: Any) -> bool:
     """True if a leaf is a typed PRNG key array."""
     dtype = getattr(leaf, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-
-
-def x64_enabled() -> bool:
-    """True if the calling thread makes 64-bit arrays; other threads do not inherit the setting."""
-    return jax.dtypes.canonicalize_dtype("float64") == "float64"
 
 
 def on_accelerator(array: Any) -> bool:
@@ -241,26 +238,62 @@ def copies(arrays: Mapping[int, Any]) -> dict[int, Any]:
     Args:
         arrays: jax or numpy arrays by leaf index; of one process, or on accelerators alone.
     """
-    groups: dict[tuple[int, ...], list[int]] = {}  # one program takes its devices in one order
-    result: dict[int, Any] = {}
-    for index, array in arrays.items():
-        if isinstance(array, jax.Array):
-            groups.setdefault(devices_of(array), []).append(index)
-        else:
-            result[index] = np.array(array)
-    for group in groups.values():
-        of_group = [arrays[index] for index in group]
-        copied, _ = _copier(tuple(array.sharding for array in of_group))(of_group, _EFFORT)
-        result |= dict(zip(group, copied, strict=True))
+    result = {i: np.array(x) for i, x in arrays.items() if not isinstance(x, jax.Array)}
+    for group in _by_devices(arrays):
+        result |= dict(zip(group, _copier_of(group, arrays)(map(arrays.get, group)), strict=True))
     return result
 
 
-@functools.lru_cache(maxsize=64)
-def _copier(shardings: tuple[jax.sharding.Sharding, ...]) -> Any:
-    def copy(arrays: Sequence[jax.Array], effort: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-        return [jnp.copy(x) for x in arrays], effort @ effort
+def can_copy(arrays: Mapping[int, Any]) -> bool:
+    """True if :func:`copies` has its programs; else they are compiled in the background."""
+    compiled = [_copier_of(group, arrays).is_compiled() for group in _by_devices(arrays)]
+    return all(compiled)
 
-    return jax.jit(copy, out_shardings=([*shardings], None))
+
+def _by_devices(arrays: Mapping[int, Any]) -> Iterable[Sequence[int]]:
+    """Indices of the arrays on devices: one program takes its devices in one order."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for index, array in arrays.items():
+        if isinstance(array, jax.Array):
+            groups.setdefault(devices_of(array), []).append(index)
+    return groups.values()
+
+
+class _CopyProgram:
+    """A program that copies arrays of some types on their devices."""
+
+    def __init__(self, avals: Sequence[Any], shardings: Sequence[jax.sharding.Sharding]) -> None:
+        def copy(arrays: Sequence[jax.Array], effort: jax.Array) -> tuple[list[jax.Array], Any]:
+            return [jnp.copy(x) for x in arrays], effort @ effort
+
+        self._avals, self._shardings = avals, shardings
+        self._program: Any = jax.jit(copy, out_shardings=([*shardings], None))
+        self._compiling: Future[Any] | None = None
+
+    def __call__(self, arrays: Iterable[Any]) -> Sequence[jax.Array]:
+        program = self._program if self._compiling is None else self._compiling.result()
+        return program([*arrays], _EFFORT)[0]
+
+    def is_compiled(self) -> bool:
+        """True once the program is compiled; begins to compile it."""
+        if self._compiling is None:
+            self._compiling = in_background(self._compile)
+        return self._compiling.done()
+
+    def _compile(self) -> Any:
+        types = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+            for x, sharding in zip(self._avals, self._shardings, strict=True)
+        ]
+        return self._program.lower(types, _EFFORT).compile()
+
+
+_copier = functools.lru_cache(maxsize=64)(_CopyProgram)
+
+
+def _copier_of(group: Sequence[int], arrays: Mapping[int, Any]) -> _CopyProgram:
+    found = [arrays[index] for index in group]
+    return _copier(tuple(x.aval for x in found), tuple(x.sharding for x in found))
 
 
 _EFFORT = np.ones((16, 16), np.float32)

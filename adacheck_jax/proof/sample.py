@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from adacheck_jax.device import jax_settings
+from adacheck_jax.device.background import in_background
 from adacheck_jax.proof.checker import Check, Findings, Sums, Witness
 from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Structure
@@ -27,7 +28,7 @@ class Sampling:
         self._compared = frozenset(program.compared(structure))
         self._taker: Taker | None = None
         self._arithmetic = program.arithmetic
-        self._compiled = update_program.in_background(self._compile)
+        self._compiled = in_background(self._compile)
 
     @property
     def is_ready(self) -> bool:
@@ -44,7 +45,7 @@ class Sampling:
         """The program that takes samples; begins to compile it at the first call."""
         if self._taker is None:
             self._taker = Taker(self._sites, self._pieces.after, arrays)
-            update_program.in_background(self._taker.compile)
+            in_background(self._taker.compile)
         return self._taker
 
     def witness(self, arrays: Sequence[Any], step: int) -> Witness:

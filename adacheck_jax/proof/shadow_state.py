@@ -15,6 +15,7 @@ from typing import Protocol
 import jax
 import numpy as np
 
+from adacheck_jax.device.background import in_background
 from adacheck_jax.format.boxes import Blocks, Box
 from adacheck_jax.format.byte_loops import Fingerprints, fingerprint_of
 from adacheck_jax.format.fingerprint import combine
@@ -22,7 +23,6 @@ from adacheck_jax.proof.journal import Found, Journal
 from adacheck_jax.proof.shadow_file import ShadowFileError
 from adacheck_jax.state.exported_update import ExportedUpdate
 from adacheck_jax.state.snapshot import Structure
-from adacheck_jax.update import program as update_program
 from adacheck_jax.update.elements.host_fold import HostFold, UnfitError
 from adacheck_jax.update.elements.pieces import Pieces
 from adacheck_jax.update.elements.sample_sites import WHOLE_ELEMENTS
@@ -115,7 +115,7 @@ class ShadowState:
         self._scalars = [i for i in self._compared if self._tellers.get(i) == process]
         self._arrays = [i for i in self._compared if structure.leaves[i].shape]
         self._fingerprints: dict[bool, tuple[list[int], Fingerprints]] = {}
-        self._compiled = update_program.in_background(self._compile)
+        self._compiled = in_background(self._compile)
 
     def _compile(self) -> None:
         if self.journal is not None and not self._is_there:

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from adacheck_jax.device import fingerprint, transfer
+from adacheck_jax.device import fingerprint, jax_settings, transfer
 from adacheck_jax.errors import IntegrityError, MismatchError
 from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.restore.working_set import is_abstract
@@ -42,7 +42,7 @@ def check_types(leaves: Sequence[Any], base: BaseManifest, where: AnyPath) -> No
             found = f"{leaf.dtype}{list(leaf.shape)}"
             if found != spec.description:
                 is_narrowed = str(leaf.dtype) == _NARROWED.get(spec.dtype)
-                told = narrowed if is_narrowed and not transfer.x64_enabled() else wrong
+                told = narrowed if is_narrowed and not jax_settings.x64_enabled() else wrong
                 told.append(f"{spec.path}: expected {spec.description}, found {found}")
     if narrowed:
         raise MismatchError(

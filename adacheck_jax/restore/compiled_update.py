@@ -12,6 +12,7 @@ import jax
 import jax.export
 import jax.numpy as jnp
 
+from adacheck_jax.device.background import in_background
 from adacheck_jax.device.shard_sums import is_narrow
 from adacheck_jax.errors import AdaCheckError, FormatError, unreadable
 from adacheck_jax.format.manifest import Leaf, Update
@@ -91,7 +92,7 @@ class CompiledUpdates:
     def _loading(self, lineage: Lineage, update: Update) -> Future[_Loaded]:
         checksum = lineage.base.checksum
         if checksum not in self._loaded:
-            self._loaded[checksum] = update_program.in_background(
+            self._loaded[checksum] = in_background(
                 lambda: _load(lineage, update, self._recorders, self._params_path)
             )
         return self._loaded[checksum]
@@ -103,7 +104,7 @@ class CompiledUpdates:
         if key not in self._compiled:
             loading, specs = self._loading(lineage, update), lineage.base.leaves
             where = str(_file_of(lineage))
-            self._compiled[key] = update_program.in_background(
+            self._compiled[key] = in_background(
                 lambda: _compiled(loading.result(), update, specs, shardings, where)
             )
         return self._compiled[key]

@@ -69,13 +69,18 @@ def take_copies(snapshot: Snapshot, plan: SavePlan, *, every_replica: bool) -> H
     if owned:
         copied = {*plan.stored, *plan.kept, *plan.spare, *counters}
         copied |= {i for i in arrays if i not in summing.placed}
-        if not on_accelerator and transfer.are_ready(snapshot.arrays):
+        is_computed = not on_accelerator and transfer.are_ready(snapshot.arrays)
+        if is_computed:
             viewed = [
                 i
                 for i in copied.difference(plan.spare)  # views of which would be in the way
                 if structure.leaves[i].nbytes > _COPIED_BYTES
             ]
-        arrays |= transfer.copies({i: arrays[i] for i in copied.difference(viewed)})
+        small = {i: arrays[i] for i in copied.difference(viewed)}
+        if is_computed and not transfer.can_copy(small):
+            owned, viewed = False, []  # each is viewed until one program is compiled for all
+        else:
+            arrays |= transfer.copies(small)
     kept = frozenset(plan.kept)
     groups = [plan.kept, tuple(i for i in plan.stored if i not in kept)]
     staged = [Staged({i: arrays[i] for i in each}, structure.picks) for each in groups]
@@ -99,6 +104,8 @@ def take_copies(snapshot: Snapshot, plan: SavePlan, *, every_replica: bool) -> H
         if not joined.keys() >= {*viewed}:
             waiting.append(fingerprints.wait)
     spare = Staged({i: arrays[i] for i in plan.spare}, structure.picks)
+    if not owned:
+        waiting.append(spare.wait)
     return HostCopies(joined, spare, staged[0], fingerprints, values, waiting)
 
 

@@ -25,7 +25,7 @@ from concurrent.futures import Executor, Future
 
 import jax
 
-from adacheck_jax.device import jax_settings, transfer
+from adacheck_jax.device import jax_settings
 from adacheck_jax.device.transfer import Joined
 from adacheck_jax.errors import AdaCheckError, ReplayError
 from adacheck_jax.format.boxes import Blocks
@@ -110,7 +110,7 @@ class Pending:
         self._is_released = False
         self.refused: AdaCheckError | None = None
         self._lock = threading.Lock()
-        self._x64 = transfer.x64_enabled()  # which the worker does not inherit
+        self._x64 = jax_settings.x64_enabled()  # which the worker does not inherit
         self._worker, self._has_begun, self._begin_lock = worker, False, threading.Lock()
         self.phase = Phase.STAGED
         self._waits: Mapping[Phase, Future[SavePlan]] = {

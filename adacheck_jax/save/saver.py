@@ -265,6 +265,7 @@ class Saver:
             planner.give_up(0, planned.given_up)
         own, witness, copies = self._stager.stage(snapshot, course, again, str(directory))
         is_exported = planned.update is not NOT_YET
+        self._stager.returned.clear()
         exporting = None if is_exported else self._stager.export(planned.structure)
         self._tell(planned, again)
         copies.wait()
@@ -331,6 +332,7 @@ class Saver:
 
     def returns(self) -> None:
         """Notes that a save that began returns to the training loop now."""
+        self._stager.returned.set()
         with self._lock:
             self._watch.stay()
 

@@ -6,6 +6,7 @@ whose state may be donated.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -34,6 +35,8 @@ from adacheck_jax.store.host_memory import ReusedMemory
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.location import AnyPath
 
+_LONGEST_S = 1.0
+"""Time for which an export waits until the caller has its thread back, who may fail before."""
 _REUSED_BYTES = 1 << 30
 """Host memory that is kept from one save to the next."""
 
@@ -43,6 +46,7 @@ class Stager:
 
     Attributes:
         worker: the thread that moves the line's steps on, in order.
+        returned: set once the caller has its thread back.
         last_base: the save of the base that was begun last, or of the step that became one; None
             if it failed, or there is none.
     """
@@ -52,6 +56,7 @@ class Stager:
         self.last_base: Save | None = None
         self._encodings, self._memory = DeltaEncodings(), ReusedMemory(_REUSED_BYTES)
         self.worker = ThreadPoolExecutor(1, thread_name_prefix="adacheck_line")
+        self.returned = threading.Event()
 
     def begin_line(self, base: Save) -> None:
         """Notes the base that following deltas build on."""
@@ -66,6 +71,7 @@ class Stager:
         arithmetic = Arithmetic.current()
 
         def export() -> ExportedUpdate:
+            self.returned.wait(_LONGEST_S)  # it holds Python's lock for tens of milliseconds
             with jax_settings.own(), arithmetic.applied():
                 update = self._planner.updates.of(structure)
             self._planner.updates.tell(update)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from adacheck_jax.device.background import in_background
 from adacheck_jax.device.jax_settings import Arithmetic
 from adacheck_jax.format.manifest import Leaf
 from adacheck_jax.state.snapshot import Structure
@@ -183,7 +184,7 @@ class ExportedUpdates:
             with arithmetic.applied():
                 return exported_program.export(jitted, specs, switches, elsewhere)
 
-        exporting = update_program.in_background(others)  # needed when a base is written
+        exporting = in_background(others)  # needed when a base is written
         return dataclasses.replace(program, program=own, others=exporting, function=function)
 
     def _classify(

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from adacheck_jax.device import (
     transfer,
     trees,
 )
+from adacheck_jax.device.background import in_background
 from adacheck_jax.device.lead import DeviceGrid, Lead, Ranks, grid_of, sole
 from adacheck_jax.device.loops import xla_call
 from adacheck_jax.device.shard_sums import Summing
@@ -142,11 +144,17 @@ class Structure:
         return replicas.ReplicaCheck(mode, self.replicated, self.leaves, self.grid, self.lead)
 
     def summing(self, arrays: Sequence[Any]) -> Summing:
-        """Programs that fingerprint the arrays of a state on devices."""
+        """Programs that fingerprint the arrays of a state on devices.
+
+        On CPU devices there are none until they are compiled, in the background.
+        """
         key = xla_call.is_ready()
         if key not in self._summings:
-            self._summings[key] = self.summing_of(dict(enumerate(arrays)))
-        return self._summings[key]
+            made = self.summing_of(dict(enumerate(arrays)))
+            is_used_at_once = self.on_accelerator or not key
+            self._summings[key] = made, None if is_used_at_once else in_background(made.compile)
+        made, compiling = self._summings[key]
+        return made if compiling is None or compiling.done() else Summing({})
 
     def summing_of(self, arrays: Mapping[int, Any]) -> Summing:
         """As :meth:`summing`, of some arrays that lie as the leaves do."""
@@ -162,7 +170,7 @@ class Structure:
         )
 
     @functools.cached_property
-    def _summings(self) -> dict[bool, Summing]:
+    def _summings(self) -> dict[bool, tuple[Summing, Future[None] | None]]:
         return {}
 
 

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from adacheck_jax.adapter.stock.base_checkpoint import StockCheckpoints
-from adacheck_jax.device import jax_settings, transfer
+from adacheck_jax.device import jax_settings
 from adacheck_jax.errors import AdaCheckError, FormatError, StorageError, first_line
 from adacheck_jax.format.manifest import BaseManifest
 from adacheck_jax.restore import check, replay
@@ -165,7 +165,7 @@ def wide_integers(dtypes: Iterable[str]) -> Iterator[None]:
     """
     wide = frozenset({"int64", "uint64", "float64", "complex128"})
     before = jax.enable_x64.get_global()  # jax.config has what this thread has set
-    x64 = transfer.x64_enabled() or not wide.isdisjoint(dtypes)
+    x64 = jax_settings.x64_enabled() or not wide.isdisjoint(dtypes)
     jax.config.update("jax_enable_x64", x64)
     try:
         with jax_settings.own(x64):

@@ -3,7 +3,6 @@
 Its arguments, the shardings of its results, and its compilation are here; its bytes are in
 :mod:`~adacheck_jax.update.exported_program`.
 
-:func:`in_background` compiles on a thread of its own, which hands over nothing but the future.
 :class:`Kept` has one lock, under which nothing is called.
 """
 
@@ -13,7 +12,6 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -155,23 +153,6 @@ def switches(
     return jax.device_put(value)
 
 
-def in_background(work: Callable[[], _Result]) -> Future[_Result]:
-    """Load or compile a program on a new thread, with this library's own settings."""
-    x64, future = transfer.x64_enabled(), Future[_Result]()
-
-    def run() -> None:
-        try:
-            with jax_settings.own(x64):
-                result = work()
-            future.set_result(result)
-        except BaseException as error:
-            future.set_exception(error)
-
-    # Not a daemon: a process must not end while XLA compiles.
-    threading.Thread(target=run, name="adacheck_compile").start()
-    return future
-
-
 class Kept(Generic[_Result]):
     """Programs that were used last, at most ``count``; any thread may ask.
 
@@ -208,7 +189,7 @@ def environment() -> dict[str, str]:
             for flag in os.environ.get("XLA_FLAGS", "").split()
             if "host_platform_device_count" not in flag
         ),
-        "jax_enable_x64": str(transfer.x64_enabled()),
+        "jax_enable_x64": str(jax_settings.x64_enabled()),
         "jax": jax.__version__,
     }
 

@@ -430,6 +430,30 @@ def test_the_update_of_a_first_base_is_exported_behind_its_save(tmp_path, monkey
     assert_all_restorable(tmp_path, saved, run.state)
 
 
+def test_no_save_of_a_computed_step_compiles_on_the_callers_thread(tmp_path):
+    run, compiled, inside = support.dict_run(mesh_of((2, 2)), optax.adamw(3e-3)), [], []
+    caller = threading.current_thread()
+
+    def noted(event, seconds, **_):
+        if inside and threading.current_thread() is caller and "backend_compile" in event:
+            compiled.append((inside[-1], seconds))
+
+    jax.monitoring.register_event_duration_secs_listener(noted)
+    try:
+        with manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
+            for step in range(5):
+                state = jax.block_until_ready(run.advance())
+                inside.append(step)
+                manager.save(step, args=adacheck.SaveArgs(state))
+                inside.clear()
+                manager.wait_until_finished()
+                support.wait_for_compilers()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(noted)
+    assert not compiled
+    assert kinds(tmp_path) == ["B", *"RRRR"]
+
+
 @pytest.mark.slow
 def test_a_callback_in_the_update_loses_no_step(tmp_path):
     run = support.dict_run(mesh_of((2, 2)), hidden())

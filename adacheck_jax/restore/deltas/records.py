@@ -66,7 +66,7 @@ class Records:
         *,
         checked: bool,
     ) -> None:
-        self._update, self._x64 = update, transfer.x64_enabled()
+        self._update, self._x64 = update, jax_settings.x64_enabled()
         self._readers = [reader for reader in readers if reader.delta.has_update]
         self._wanted = [abstract_leaf(specs[i], shardings[i]) for i in update.consumed]
         leaves = [specs[i] for i in update.consumed]
