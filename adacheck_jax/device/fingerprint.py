@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 
 from adacheck_jax.device import transfer
 from adacheck_jax.device.loops import shard_tables, xla_call
-from adacheck_jax.device.shard_sums import Summing, is_narrow
+from adacheck_jax.device.shard_sums import Summing
 from adacheck_jax.device.sharding import (
     Holder,
     has_replicas,
@@ -155,7 +155,11 @@ def hashes_on_device(array: Any) -> bool:
         return False
     if transfer.on_accelerator(array):
         return True
-    return xla_call.is_ready() and array.ndim < shard_tables.MAX_RANK and not is_narrow(array.dtype)
+    return (
+        xla_call.is_ready()
+        and array.ndim < shard_tables.MAX_RANK
+        and not transfer.is_narrow(array.dtype)
+    )
 
 
 def _replica_shards(

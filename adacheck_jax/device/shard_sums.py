@@ -78,7 +78,7 @@ class Summing:
         """Add a program, for arrays or for the shards at some positions of them."""
         dtypes = [arrays[i].dtype for i, _ in places]
         is_cpu = mesh.devices.flat[0].platform == "cpu"
-        calls_loops = is_cpu and xla_call.is_ready() and not any(map(is_narrow, dtypes))
+        calls_loops = is_cpu and xla_call.is_ready() and not any(map(transfer.is_narrow, dtypes))
         widths = tuple(each.itemsize for each in dtypes)
         self._groups.append((places, _program(mesh, specs, widths, tuple(boxes), calls_loops)))
         given = [_given(arrays[i], n) for i, n in places]
@@ -207,11 +207,3 @@ def _device_words(array: jax.Array) -> jax.Array:
         return jax.lax.bitcast_convert_type(array, jnp.uint4).astype(jnp.uint8)
     unsigned = {1: jnp.uint8, 2: jnp.uint16}.get(dtype.itemsize, jnp.uint32)
     return jax.lax.bitcast_convert_type(array, unsigned)
-
-
-@functools.cache
-def is_narrow(dtype: Any) -> bool:
-    """True if elements have less than a byte."""
-    if jnp.issubdtype(dtype, jnp.integer):
-        return jnp.iinfo(dtype).bits < 8
-    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 8

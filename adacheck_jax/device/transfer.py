@@ -62,6 +62,14 @@ def is_key(leaf: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
+@functools.cache
+def is_narrow(dtype: Any) -> bool:
+    """True if elements have less than a byte."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).bits < 8
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 8
+
+
 def on_accelerator(array: Any) -> bool:
     """True if an array lies on devices whose memory the host cannot read in place."""
     if not isinstance(array, jax.Array):
@@ -276,6 +284,8 @@ class _CopyProgram:
 
     def is_compiled(self) -> bool:
         """True once the program is compiled; begins to compile it."""
+        if any(is_narrow(x.dtype) for x in self._avals):
+            return True  # jax has to lay out such arguments as it calls
         if self._compiling is None:
             self._compiling = in_background(self._compile)
         return self._compiling.done()
