@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+import logging
+from collections.abc import Sequence, Set
 from types import FrameType
 from typing import Any, Protocol
+
+from adacheck_jax.store.steps.lineage import shown_steps
+
+_log = logging.getLogger(__name__)
 
 _REMEMBERED = 1000
 """Number of steps that were let go, and are remembered: they may take a while to be deleted."""
@@ -41,6 +46,7 @@ class KeepLineage:
         self._inner = inner_policy
         self._parents: dict[int, set[int]] = {}
         self._let_go: dict[int, None] = {}
+        self._told: int | None = None
         self.is_asked = False
 
     def note(self, step: int, parent: int) -> None:
@@ -66,13 +72,24 @@ class KeepLineage:
         steps = {checkpoint.step for checkpoint in checkpoints}
         kept = {c.step for c, keep in zip(checkpoints, inner, strict=True) if keep}
         kept |= {max(steps)} if steps else set()  # the next step builds on it
-        waiting = list(kept)
+        wanted, waiting = frozenset(kept), list(kept)
         while waiting:
             parents = self._parents.get(waiting.pop(), set()) - kept
             kept |= parents
             waiting += parents
+        self._tell(kept - wanted, wanted)
         self._forget(steps, kept)
         return [checkpoint.step in kept for checkpoint in checkpoints]
+
+    def _tell(self, ancestors: Set[int], wanted: Set[int]) -> None:
+        """Says in the log which steps stay for the sake of others; once for each base."""
+        if ancestors and min(ancestors) != self._told:
+            self._told = min(ancestors)
+            _log.info(
+                "Steps %s stay beside those that were asked for (%s), which build on them: there "
+                "are no hard links here. They are deleted once no kept step needs them.",
+                *(shown_steps(sorted(ancestors)), shown_steps(sorted(wanted))),
+            )
 
     def _forget(self, steps: set[int], kept: set[int]) -> None:
         """Forgets the steps that are gone: a run has millions of them."""

@@ -42,7 +42,6 @@ import optax
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.sharding import NamedSharding
-from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 import adacheck_jax as adacheck
 from adacheck_jax.device import trees
@@ -50,8 +49,9 @@ from adacheck_jax.format import manifest as manifests
 from adacheck_jax.schedule import line as lines
 from adacheck_jax.schedule.line import MaxDeltas
 from adacheck_jax.schedule.waste import Schedule
-from adacheck_jax.store.steps import manifest_file, roots
-from adacheck_jax.store.storage.location import located
+from adacheck_jax.store.steps import lookup, manifest_file, roots
+from adacheck_jax.store.storage.location import at, located
+from adacheck_jax.tools import repair as of_repair
 from benchmarks.common import free_port
 from tests import object_stores
 from tests.campaigns import command
@@ -64,6 +64,7 @@ REFERENCE_STEPS = 300
 PAUSES_S = (0.02, 0.1, 0.5)
 STEPS = (0, 1, 1, 2, 3, 5, 8)
 """A kill comes within one of these after a save has begun."""
+REPAIRS_EVERY = 5
 START_S = 120.0
 """Time that a process has to begin to train."""
 
@@ -142,24 +143,18 @@ class Run:
 
     def open_manager(self, root: Path | str, **options: Any) -> ocp.CheckpointManager:
         """A stock manager of a new handler, as a new process would have it."""
-        is_url, keep = "://" in str(root), None
-        if is_url:
-            keep = adacheck.KeepLineage(preservation_policy.LatestN(self.kept_steps))
-            mode = ocp.options.AtomicityMode.COMMIT_FILE
-            options["atomicity_options"] = ocp.options.AtomicityOptions(mode=mode)
-        self.handler = adacheck.AdaCheckHandler(
-            self._recorder,
-            max_deltas=MAX_RECORDING_DELTAS if self.records else self.max_deltas,
-            delta=self._delta,
-            keep_lineage=keep,
-            shadow=adacheck.Shadow(background_bases=not isinstance(self.max_deltas, int)),
-        )
-        kept = {"preservation_policy": keep} if keep else {"max_to_keep": self.kept_steps}
-        return ocp.CheckpointManager(
-            epath.Path(root),
-            item_handlers=self.handler,
-            options=ocp.CheckpointManagerOptions(**(kept | options)),
-        )
+        given = ocp.CheckpointManagerOptions(max_to_keep=self.kept_steps, **options)
+        of_handler: Any = {
+            "max_deltas": MAX_RECORDING_DELTAS if self.records else self.max_deltas,
+            "delta": self._delta,
+            "shadow": adacheck.Shadow(background_bases=not isinstance(self.max_deltas, int)),
+        }
+        if "://" in str(root):
+            made = adacheck.checkpoint_manager(root, self._recorder, options=given, **of_handler)
+            self.handler = made.handler
+            return made
+        self.handler = adacheck.AdaCheckHandler(self._recorder, **of_handler)
+        return ocp.CheckpointManager(epath.Path(root), item_handlers=self.handler, options=given)
 
     def steps_in(self, root: Path | str, saved: int) -> list[int]:
         """The steps that lie in that of a save, itself included."""
@@ -249,7 +244,22 @@ def train(
                 manager.wait_until_finished()
                 tell(f"committed {step}")
         manager.wait_until_finished()
+        steps = sorted(manager.all_steps())
+    place = located(str(root))
+    newest = [lookup.resolve(place / str(x) / "default") for x in steps[-run.kept_steps :]]
+    needed = {step for lineage in newest for step in lineage.steps}
+    tell(f"left {','.join(str(x) for x in steps if x not in needed) or '-'}")
     tell("over")
+
+
+def repair(root: Path | str, tell: Callable[[str], None]) -> None:
+    """Repairs what a kill has left, and tells what belongs to no step."""
+    top = at(located(str(root)))
+    if top.folders():
+        of_repair.repair(top, force=True)
+        steps = {str(each.step) for each in roots.steps_of(top) if each.error is None}
+        left = {each.below(top).partition("/")[0] for each in top.list()} - steps
+        tell(f"left {','.join(sorted(left)) or '-'}")
 
 
 def made_in_background(root: Path | str, listed: Sequence[int]) -> list[int]:
@@ -385,6 +395,8 @@ class Tally:
         crashed: processes that ended by another signal, or did not begin in time.
         half_deleted: listed steps that retention was deleting at a kill, and that are refused.
         made: bases that were made in the background, each as its root and its step.
+        left: what belongs to no step after a repair, or is needed by none that is kept.
+        repairs: looks at what is left.
         failures: anything else.
     """
 
@@ -399,11 +411,13 @@ class Tally:
     crashed: list[str] = field(default_factory=list)
     half_deleted: int = 0
     made: set[tuple[str, str]] = field(default_factory=set)
+    left: list[str] = field(default_factory=list)
+    repairs: int = 0
     failures: list[str] = field(default_factory=list)
 
     def problems(self) -> list[str]:
         """All that must not be."""
-        return [*self.lost, *self.wrong, *self.crashed, *self.failures]
+        return [*self.lost, *self.wrong, *self.crashed, *self.left, *self.failures]
 
 
 class Killer:
@@ -493,6 +507,8 @@ class Killer:
                     tally.wrong.append(f"{self._root}: step {values[0]}")
                 elif word == "checked" and index == 0:
                     self._judge_start(*values)
+                elif word == "left" and index == 0:
+                    self._judge_left(values[0])
                 elif word == "made" and index == 0 and values[0] != "-":
                     tally.made |= {(self._root, step) for step in values[0].split(",")}
                 elif word == "committed" and index == 0:
@@ -508,6 +524,20 @@ class Killer:
             tally.runs += 1
             shutil.rmtree(self._root, ignore_errors="://" in self._root)
             self._root, self._newest = f"{self._top}/root-{tally.runs}", 0
+
+    def repair(self) -> None:
+        """Has what the last kill left repaired, and looked at."""
+        root = self._root
+        (child,) = forked(lambda tell: repair(root, tell), 1, self._directory)
+        if child.end(kill=False):
+            self.tally.failures.append(f"{root}: no repair; see {self._directory}/log.0")
+        for line in child.lines:
+            self._judge_left(line.split()[1])
+
+    def _judge_left(self, names: str) -> None:
+        self.tally.repairs += 1
+        if names != "-":
+            self.tally.left.append(f"{self._root}: {names} left")
 
     def _judge_start(self, listed: str, damaged: str, kind: str) -> None:
         steps = {int(step) for step in listed.split(",")}
@@ -540,6 +570,8 @@ def table(tally: Tally, process_count: int) -> str:
         ("committed steps lost", len(tally.lost)),
         ("restored steps with wrong bits", len(tally.wrong)),
         ("half-deleted old steps, refused", tally.half_deleted),
+        ("looks at what repairs and retention leave", tally.repairs),
+        ("steps and files that were left", len(tally.left)),
         ("crashed or hanging processes", len(tally.crashed)),
         ("other failures", len(tally.failures)),
         ("whole runs of " + str(REFERENCE_STEPS) + " steps", tally.runs),
@@ -573,6 +605,8 @@ def main() -> int:
         killer.prepare()
         for _ in command.trials(args.kills, args.minutes):
             killer.kill_once()
+            if args.store and killer.tally.kills % REPAIRS_EVERY == 0:
+                killer.repair()
         problems += killer.tally.problems()
     tally = killer.tally
     found = {"processes": args.processes, "seed": args.seed, "store": args.store, **vars(tally)}
