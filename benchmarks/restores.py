@@ -24,7 +24,9 @@ from benchmarks.speed import child
 _BYTES_A_PARAM = 12
 
 
-def measured(root: str, mb: float, leaves: int, deltas: Sequence[int], repeats: int) -> Any:
+def measured(
+    root: str, mb: float, leaves: int, deltas: Sequence[int], repeats: int, **how: int
+) -> Any:
     """Figures of later restores, those of first ones added to them.
 
     Args:
@@ -33,6 +35,7 @@ def measured(root: str, mb: float, leaves: int, deltas: Sequence[int], repeats: 
         leaves: arrays of params.
         deltas: how many are replayed, ascending.
         repeats: of each restore.
+        how: devices of each process, processes, and devices that steps are restored onto.
     """
     chosen: dict[str, Any] = {
         "root": root,
@@ -40,6 +43,7 @@ def measured(root: str, mb: float, leaves: int, deltas: Sequence[int], repeats: 
         "leaves": leaves,
         "deltas": [*deltas],
         "repeats": repeats,
+        **how,
     }
     found = child.measure("restores", **chosen)
     names = ["stock", *map(str, deltas)]
@@ -86,11 +90,21 @@ def main() -> None:
     parser.add_argument("--leaves", type=int, default=100, help="arrays of params")
     parser.add_argument("--deltas", type=int, nargs="+", default=[0, 1, 10, 20, 100])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--devices", type=int, default=1, help="of each process")
+    parser.add_argument("--processes", type=int, default=1, help="that save and restore together")
+    parser.add_argument("--onto", type=int, default=0, help="devices to restore onto; 0 for all")
     parser.add_argument("--root", help="folder whose steps are made once, and used again")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="restores.") as root:
         found = measured(
-            given.root or root, given.mb, given.leaves, sorted(given.deltas), given.repeats
+            given.root or root,
+            given.mb,
+            given.leaves,
+            sorted(given.deltas),
+            given.repeats,
+            devices=given.devices,
+            processes=given.processes,
+            onto=given.onto,
         )
     print(json.dumps(environment()))
     print(table(found["rows"]))

@@ -22,7 +22,13 @@ Act = Callable[[], Any]
 
 
 def run(
-    root: str, params: int, leaves: int, deltas: list[int], repeats: int, first: str = ""
+    root: str,
+    params: int,
+    leaves: int,
+    deltas: list[int],
+    repeats: int,
+    first: str = "",
+    onto: int = 0,
 ) -> Any:
     """Restores steps that some deltas lead to.
 
@@ -34,13 +40,15 @@ def run(
         repeats: of each restore, in turns and after one to warm up; medians count.
         first: the one restore that is measured, of a run that goes on, without one to warm up:
             ``"stock"`` or a number of deltas. Empty for all of them.
+        onto: devices that steps are restored onto, of those that they were saved from; 0 for all.
     """
+    own_root, stock_root = Path(root) / "ours", Path(root) / "stock"
+    is_new = not stock_root.exists()
     recorder = states.recorder()
     state = states.train_state(params, leaves, recorder)
-    abstract, state_bytes = states.abstract(state), states.size_bytes(state)
-    stock_abstract = states.abstract(states.without_record(state))
-    own_root, stock_root = Path(root) / "ours", Path(root) / "stock"
-    if not stock_root.exists():
+    abstract, state_bytes = states.abstract(state, onto), states.size_bytes(state)
+    stock_abstract = states.abstract(states.without_record(state), onto)
+    if is_new:
         state = _save(own_root, stock_root, recorder, state, deltas[-1])
     updates_of = None if first else _updates(recorder, state)
     del state

@@ -68,11 +68,17 @@ def size_bytes(tree: Any) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
-def abstract(tree: Any) -> Any:
-    """What to ask a restore for to get such a tree."""
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), tree
-    )
+def abstract(tree: Any, onto: int = 0) -> Any:
+    """What to ask a restore for to get such a tree, on so many of its devices; 0 for all."""
+    mesh = jax.make_mesh((onto,), ("all",), devices=jax.devices()[:onto]) if onto else None
+
+    def wanted(leaf: jax.Array) -> jax.ShapeDtypeStruct:
+        sharding: Any = leaf.sharding
+        if mesh is not None:
+            sharding = NamedSharding(mesh, sharding.spec)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(wanted, tree)
 
 
 def without_record(state: Any) -> Any:

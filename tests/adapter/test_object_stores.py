@@ -72,7 +72,8 @@ def test_steps_are_saved_retained_and_restored_on_other_meshes(root, caplog):
         saved = save_steps(manager, run, 8)
         assert manager.all_steps() == [6, 7, 8]
     told = [each.getMessage() for each in caplog.records if "stay beside" in each.getMessage()]
-    assert len(told) == 1 and "Steps 1 stay beside those that were asked for (2 to 4)" in told[0]
+    assert len(told) == 1
+    assert "Steps 1 stay beside those that were asked for (2 to 4)" in told[0]
     assert kinds_of(root) == [(6, BaseManifest), (7, DeltaManifest), (8, DeltaManifest)]
     assert all(each.error is None for each in roots.steps_of(located(root)))
     assert adacheck.latest_restorable(root) == 8
