@@ -1,11 +1,12 @@
 """Update programs from untrusted files: parsed in another process, and refused unless pure.
 
 A crafted program can end the process that parses it, so :mod:`adacheck_jax.update.vet_program`
-parses it first, in a process of its own, once for the same bytes. Programs that this process
-exported need no such test. A program that parses is run only if it does nothing but compute.
-StableHLO can call any function that is registered in the process (Python callbacks are such custom
-calls), read and write channels to the host, and more with every release; so operations are allowed
-by name, and any other is refused.
+parses it first, in a process of its own. Programs that this process exported need no such test,
+nor do those that parsed before on this machine: their digests are empty files in the user's cache
+directory, where a resumed run finds them. A program that parses is run only if it does nothing but
+compute. StableHLO can call any function that is registered in the process (Python callbacks are such
+custom calls), read and write channels to the host, and more with every release; so operations are
+allowed by name, and any other is refused.
 
 Any thread may call. There is no lock: two threads that are the first to meet a program at worst
 both have it parsed.
@@ -15,8 +16,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import jax.export
@@ -86,7 +89,8 @@ buffers, and placement in host memory.
 
 def trust(data: bytes) -> None:
     """Note a program that this process exported: it is not parsed in another process."""
-    _verdicts[digest_of(data)] = ""
+    _verdicts[digest := digest_of(data)] = ""
+    _remember(digest)
 
 
 def check_parses(data: bytes, where: str) -> None:
@@ -97,7 +101,7 @@ def check_parses(data: bytes, where: str) -> None:
     """
     digest = digest_of(data)
     if digest not in _verdicts:
-        _verdicts[digest] = _verdict_of(data)
+        _verdicts[digest] = "" if _is_remembered(digest) else _verdict_of(data)
     if verdict := _verdicts[digest]:
         raise FormatError(
             f"{where}: expected a program that can be parsed, found one that {verdict}: it was "
@@ -105,15 +109,41 @@ def check_parses(data: bytes, where: str) -> None:
         )
 
 
+def _mark_of(digest: str) -> Path:
+    """A file that is there if a program parsed before, by this release of the parser."""
+    top = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return top / "adacheck_jax" / f"parsed-by-jaxlib-{metadata.version('jaxlib')}" / digest
+
+
+def _is_remembered(digest: str) -> bool:
+    try:
+        return _mark_of(digest).is_file()
+    except (OSError, RuntimeError):  # there is no home
+        return False
+
+
+def _remember(digest: str) -> None:
+    try:
+        mark = _mark_of(digest)
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    except (OSError, RuntimeError) as error:
+        _log.debug("It is not remembered that an update program was parsed: %s", error)
+
+
 def _verdict_of(data: bytes) -> str:
     try:
         module = jax.export.deserialize(bytearray(data)).mlir_module_serialized
     except Exception:  # raised in Python, and harmless: loading the program raises it again
         return ""
-    return _tried(module)
+    verdict = _tried(module)
+    if verdict == "":
+        _remember(digest_of(data))
+    return verdict or ""
 
 
-def _tried(module: bytes) -> str:
+def _tried(module: bytes) -> str | None:
+    """What a program did to the process that parsed it; None if none could."""
     command = [sys.executable, "-P", str(_SCRIPT)]
     try:
         done = subprocess.run(
@@ -123,12 +153,13 @@ def _tried(module: bytes) -> str:
         return f"takes the parser more than {_TIMEOUT_S:.0f} seconds"
     except OSError as error:  # no interpreter, or no further process
         _log.warning("An update program is parsed without a process of its own: %s", error)
-        return ""
+        return None
     if done.returncode > 0:
         _log.warning(
             "An update program is parsed without a process of its own, which failed: %s",
             done.stderr.decode(errors="replace")[-500:],
         )
+        return None
     return f"ends the parser by signal {-done.returncode}" if done.returncode < 0 else ""
 
 

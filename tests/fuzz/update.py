@@ -162,7 +162,13 @@ def _run_batch(count: int, seed: int, keep: Path | None) -> dict[str, Any]:
         if keep is not None:
             command += ["--keep", str(keep)]
         try:
-            done = subprocess.run(command, capture_output=True, check=False, timeout=_BATCH_SECONDS)
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                check=False,
+                timeout=_BATCH_SECONDS,
+                env={**os.environ, "XDG_CACHE_HOME": directory},  # of what has parsed
+            )
         except subprocess.TimeoutExpired:
             why = "hang"
         else:

@@ -25,8 +25,9 @@ GOOD = Path(__file__).parents[1] / "fuzz/corpus/update/sgd.stablehlo"
 
 
 @pytest.fixture(autouse=True)
-def forgetful(monkeypatch):
-    """As a new process: nothing is known of any program."""
+def forgetful(monkeypatch, tmp_path_factory):
+    """As a new process of a new user: nothing is known of any program."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("user")))
     monkeypatch.setattr(untrusted, "_verdicts", {})
 
 
@@ -98,7 +99,9 @@ def test_where_no_process_can_be_started_it_is_said(monkeypatch, caplog):
     assert "without a process of its own" in caplog.text
 
 
-def test_what_this_process_exported_is_trusted_and_what_another_one_did_is_not(tmp_path, processes):
+def test_what_was_exported_or_parsed_before_is_trusted_and_all_else_is_not(
+    tmp_path, processes, monkeypatch, tmp_path_factory
+):
     run = support.dict_run(support.mesh_of((2, 2)), optax.adamw(1e-2))
     with support.manager_of(tmp_path, adacheck.AdaCheckHandler(run.recorder)) as manager:
         saved = support.save_steps(manager, run, 3)
@@ -113,7 +116,13 @@ def test_what_this_process_exported_is_trusted_and_what_another_one_did_is_not(t
     assert not processes
     untrusted._verdicts.clear()
     support.assert_same_bits(restored(), saved[3])
-    assert len(processes) == 1
+    assert not processes, "a process before this one has parsed it"
+    untrusted._verdicts.clear()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("other")))
+    for _ in range(2):
+        support.assert_same_bits(restored(), saved[3])
+        assert len(processes) == 1
+        untrusted._verdicts.clear()
     base = lookup.resolve(item).base_directory
     (base / manifest_file.update_file(update_program.platform())).write_bytes(b"damaged")
     with pytest.raises(IntegrityError):
