@@ -5,8 +5,8 @@ parses it first, in a process of its own. Programs that this process exported ne
 nor do those that parsed before on this machine: their digests are empty files in the user's cache
 directory, where a resumed run finds them. A program that parses is run only if it does nothing but
 compute. StableHLO can call any function that is registered in the process (Python callbacks are
-such custom calls), read and write channels to the host, and more with every release; so operations are
-allowed by name, and any other is refused.
+such custom calls), read and write channels to the host, and more with every release; so operations
+are allowed by name, and any other is refused.
 
 Any thread may call. There is no lock: two threads that are the first to meet a program at worst
 both have it parsed.
