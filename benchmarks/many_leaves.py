@@ -2,8 +2,9 @@
 
     python -m benchmarks.many_leaves --leaves 300 1000 3000 10000
 
-Three saves of one process, and three restores of another, of the base and of the second delta: each
-by this library, then by stock Orbax's manager (``StandardSave``, asynchronous). A save blocks until
+Three saves of one process; three restores of another, of the base and of the second delta; and
+three saves of a process that goes on from a restored step: each by this library, then by stock
+Orbax's manager (``StandardSave``, asynchronous). A save blocks until
 it returns, and is durable when the manager has finished. Where other jobs run beside, CPU seconds
 tell more than wall seconds.
 """
@@ -40,6 +41,9 @@ def measured(leaves: int) -> dict[str, Any]:
             own = of("own", f"restores {step}")
             rows[f"first restore {what}"] = [own[0], stock[0]]
             rows[f"later restore {what}"] = [own[-1], stock[-1]]
+        saves = [of(way, "goes on") for way in ("own", "stock")]
+        for number, name in enumerate(["first", "second", "third"][:SAVES]):
+            rows[f"{name} save after a restore"] = [each[number] for each in saves]
     return rows
 
 

@@ -108,11 +108,11 @@ def test_a_report_tells_everything_that_was_measured(saves, tmp_path):
 @pytest.mark.slow
 def test_states_of_many_leaves_are_measured_beside_stock_orbax():
     rows = many_leaves.measured(6)
-    assert len(rows) == 7
+    assert len(rows) == 10
     assert all(
         durable_s >= blocking_s > 0 for row in rows.values() for blocking_s, durable_s, _ in row
     )
-    assert many_leaves.lines(6, rows).count("| 6 | first") == 3
+    assert many_leaves.lines(6, rows).count("| 6 | first") == 4
 
 
 @pytest.mark.slow

@@ -28,7 +28,8 @@ def run(root: str, leaves: int, way: str, act: str) -> Any:
         root: directory of the steps, or of those that an earlier call saved.
         leaves: number of arrays of params and moments; the records are a third more.
         way: ``own`` or ``stock``.
-        act: ``saves``; or ``restores 0`` or ``restores 2`` for those of one step.
+        act: ``saves``; ``restores 0`` or ``restores 2`` for those of one step; ``goes on`` for
+            saves behind a restore of the newest one.
 
     Returns:
         For each save its blocking, durable and CPU seconds; for each restore wall and CPU seconds.
@@ -37,14 +38,21 @@ def run(root: str, leaves: int, way: str, act: str) -> Any:
     state = _state(leaves // 3, recorder)
     handler = adacheck.AdaCheckHandler(recorder) if way == "own" else None
     with ocp.CheckpointManager(Path(root) / way, item_handlers=handler) as manager:
+        first = 0
         if act != "saves":
-            step, wanted = int(act.split()[1]), state if handler else states.without_record(state)
-            abstract = states.abstract(wanted)
-            del state, wanted
+            abstract = states.abstract(state if handler else states.without_record(state))
             asked = adacheck.RestoreArgs if handler else ocp.args.StandardRestore
-            return [_timed(lambda: manager.restore(step, args=asked(abstract))) for _ in range(3)]
+            if act != "goes on":
+                del state
+                step = int(act.split()[1])
+                return [
+                    _timed(lambda: manager.restore(step, args=asked(abstract))) for _ in range(3)
+                ]
+            first = SAVES
+            restored = manager.restore(SAVES - 1, args=asked(abstract))
+            state = restored if handler else state
         figures = []
-        for step in range(SAVES):
+        for step in range(first, first + SAVES):
             state = jax.block_until_ready(_trained(recorder, state))
             args = adacheck.SaveArgs(state) if handler else _stock_args(state)
             figures.append(
