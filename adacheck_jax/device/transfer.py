@@ -326,6 +326,9 @@ def held(array: Any) -> Callable[[], Any]:
         return lambda: copied
     shape, sharding, dtype = array.shape, array.sharding, array.dtype
     # A view keeps XLA from reusing the buffer.
+    if _is_on_one_device_here(sharding):
+        view = np.asarray(array)
+        return lambda: jax.device_put(view, sharding)
     views = [(each.device, np.asarray(each.data)) for each in array.addressable_shards]
 
     def again() -> jax.Array:

@@ -85,7 +85,6 @@ class Saver:
         self._lock = threading.Lock()
         self._attempt = Attempt(threading.Lock(), claims.new_token())
         self._stager = Stager(options, self._planner, self._shadow)
-        xla_call.begin()
 
     def follow(
         self,
@@ -132,6 +131,7 @@ class Saver:
             for name, seconds in measured.items():
                 self._watch.note(name, seconds)
             self._note_position()
+        xla_call.begin()
 
     def _prepare_next(
         self,
@@ -333,6 +333,7 @@ class Saver:
     def returns(self) -> None:
         """Notes that a save that began returns to the training loop now."""
         self._stager.returned.set()
+        xla_call.begin()  # whose imports would be in the caller's way
         with self._lock:
             self._watch.stay()
 
