@@ -91,7 +91,13 @@ def root_path(root: AnyPath | str) -> epath.Path:
 
     Raises:
         StorageError: a URL of another kind, or one that a ``pathlib.Path`` has mangled.
+        TypeError: it is no path.
     """
+    if not isinstance(root, str | os.PathLike | Location):
+        raise TypeError(
+            f"expected a path or a URL as the root, found {root!r}. Nothing was made; give "
+            "checkpoint_manager a directory, gs://bucket/name or s3://bucket/name."
+        )
     text = str(root)
     if "://" not in text:
         text = os.path.expanduser(text)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from adacheck_jax.errors import AdaCheckError
 from adacheck_jax.store.compaction import in_place
-from adacheck_jax.store.steps import lookup, roots
+from adacheck_jax.store.steps import lookup, marks, roots
 from adacheck_jax.store.steps.folders import LINEAGE
 from adacheck_jax.store.steps.roots import PROBE_PREFIX, TMP_SUFFIX, Step
 from adacheck_jax.store.storage.location import AnyPath, Location, at
@@ -294,6 +294,9 @@ def leftovers(root: AnyPath) -> list[Leftover]:
                 if TMP_SUFFIX in inner.name
             ]
         elif path.name.rsplit("_", maxsplit=1)[-1].isdecimal():
+            if marks.is_rest(path):
+                found.append(Leftover(relative, "left by an interrupted save or deletion", True))
+                continue
             found.append(Leftover(relative, "holds no step saved by AdaCheckHandler", False))
     why = "holds files that an interrupted compaction left"
     return found + [Leftover(each.below(top), why, False) for each in half_compacted(items)]

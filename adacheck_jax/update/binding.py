@@ -297,13 +297,13 @@ def _recorder_of(
                 "optimizer in it: "
                 "optax.chain(differentially_private_aggregate(...), Recorder(optax.sgd(...)))."
             )
-        count = len(known)
+        seen = f"only {len(known)} other trees of params" if known else "no params at all"
         raise RecorderError(
             f"the Recorder given to AdaCheckHandler has not seen the {len(node.record)} params "
-            f"that are recorded at {node.prefix!r}; the {len(offered)} recorders given for it have "
-            f"seen {count} other trees. Build the optimizer with the same Recorder object that the "
-            "handler gets, create or abstractly create (jax.eval_shape) its state before saving or "
-            "restoring, and give the handler the recorders of all optimizers in the state."
+            f"that are recorded at {node.prefix!r}; it has seen {seen}. Build the optimizer with "
+            "the same Recorder object that the handler gets, create or abstractly create "
+            "(jax.eval_shape) its state before saving or restoring, and give the handler the "
+            "recorders of all optimizers in the state."
         )
     if any(recorder is not found[0][0] for recorder, _ in found):
         raise RecorderError(

@@ -120,6 +120,12 @@ def test_a_root_may_be_relative_or_in_the_home_directory(tmp_path, run, monkeypa
     assert not (tmp_path / "~").exists()
 
 
+@pytest.mark.parametrize("root", [None, 5, b"checkpoints"])
+def test_a_root_that_is_no_path_is_refused(root):
+    with pytest.raises(TypeError, match="expected a path or a URL as the root, found"):
+        adacheck.checkpoint_manager(root)
+
+
 @pytest.mark.parametrize("part", ["~", "s3:", "gs:"])
 def test_a_path_that_stands_for_another_is_refused(tmp_path, run, part):
     root = tmp_path / part / "run"

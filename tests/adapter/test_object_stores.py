@@ -18,8 +18,9 @@ from adacheck_jax.cli.main import app
 from adacheck_jax.errors import LineageError, StorageError
 from adacheck_jax.format.manifest import BaseManifest, DeltaManifest
 from adacheck_jax.store.steps import lookup, manifest_file, marks, roots
-from adacheck_jax.store.storage.location import located
+from adacheck_jax.store.storage.location import at, located
 from adacheck_jax.tools import audit
+from adacheck_jax.tools import repair as of_repair
 from tests.support import (
     abstract,
     assert_same_bits,
@@ -483,3 +484,24 @@ def test_the_top_of_a_bucket_is_a_root_to_tools(store):
     for command in ("ls", "verify"):
         found = runner.invoke(app, [command, store.url])
         assert "Errno" not in found.output
+
+
+@pytest.mark.slow
+def test_repair_removes_what_a_deletion_left_wherever_it_stopped(root):
+    run = dict_run(mesh_of((2, 2)))
+    with manager_of(root, run, max_deltas=3) as manager:
+        save_steps(manager, run, 1)
+    top = at(located(root))
+    values = {each.below(top): each.read() for each in top.list()}
+    names = sorted(values)
+    (top / "2024/notes.txt").write(b"somebody's")
+    for count in range(1, len(names)):
+        for gone in (names[:count], names[count:]):
+            for name, value in values.items():
+                (top / name).write(value)
+            for name in gone:
+                (top / name).delete()
+            of_repair.repair(top, force=True)
+            left = [each.below(top) for each in top.list()]
+            good = [each.error is None for each in roots.steps_of(top)]
+            assert good == [True] or left == ["2024/notes.txt"], (gone, left)

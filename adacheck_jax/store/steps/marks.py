@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from adacheck_jax.errors import LineageError
 from adacheck_jax.store.steps import manifest_file
 from adacheck_jax.store.storage.interface import Stamp
@@ -17,6 +19,12 @@ _STEP_FILES = (STEP_METADATA, "orbax.checkpoint")
 """The same, and what Orbax v1 writes there before it: its metadata come after the items."""
 COMMIT_MARK = "commit_success.txt"
 """File that Orbax writes last, into each item and then into the step."""
+_TREE_METADATA = "_METADATA"
+_WRITTEN = re.compile(
+    r"([^/]+/)?(commit_success\.txt|orbax\.checkpoint|_[A-Z_]+|_sharding|_strings\.json"
+    r"|manifest\.ocdbt|d/[0-9a-f]+|array_metadatas/.+|ocdbt\.process_.+|adacheck/.+)"
+)
+"""Paths below a step of what Orbax and this library write into it."""
 
 
 def is_committed(item_directory: AnyPath) -> bool:
@@ -71,6 +79,21 @@ def is_there(item_directory: AnyPath, stamp: Stamp | None) -> bool:
     """
     found = manifest_file.stamp(item_directory)
     return is_committed(item_directory) and stamp in (None, found)
+
+
+def is_rest(step: AnyPath) -> bool:
+    """True for what an interrupted deletion, or save, has left of a step in a store.
+
+    A whole step is marked, and so is each of its items; and nothing lies in it but what Orbax and
+    this library write.
+    """
+    top = at(step)
+    if top.on_file_system:
+        return False
+    names = [each.below(top) for each in top.list()]
+    is_marked = {COMMIT_MARK, *_STEP_FILES}.intersection(names) > {COMMIT_MARK}
+    items = [x for x in names if x == _TREE_METADATA or x.endswith(f"/{COMMIT_MARK}")]
+    return not (is_marked and items) and all(map(_WRITTEN.fullmatch, names))
 
 
 def is_item(directory: AnyPath) -> bool:
