@@ -26,6 +26,7 @@ from adacheck_jax.store.steps import manifest_file, marks, roots
 from adacheck_jax.store.steps.folders import LINEAGE
 from adacheck_jax.store.storage.kvstore import KvStore
 from adacheck_jax.store.storage.location import AnyPath, Location, at, located
+from adacheck_jax.store.storage.posix import Posix
 from adacheck_jax.tools import audit
 from adacheck_jax.tools.handover import copy_to_disk, copy_to_store, copying
 from tests import support
@@ -179,6 +180,21 @@ def test_a_manager_keeps_what_steps_with_carried_links_refer_to(tmp_path, gcs):
         save_steps(manager, trained, 2)
         assert list(manager.all_steps()) == [3, 6, 8, 9, 10], "each builds on those before"
     assert verified(root) == [3, 6, 8, 9, 10]
+
+
+def test_without_hard_links_a_copy_refers_to_other_steps_too(retained, tmp_path, monkeypatch):
+    root, _, _ = retained
+    copying.copy([root], store := in_memory())
+    gappy(tmp_path / "gappy")
+    copying.copy([tmp_path / "gappy"], other := in_memory())
+    monkeypatch.setattr(Posix, "adopt", lambda *_: False)
+    report = copying.copy([store], tmp_path / "copy")
+    assert results_of(report) == {"3": "copied", "4": "copied"}
+    assert contents_of(tmp_path / "copy") == contents_of(store)
+    assert verified(tmp_path / "copy") == [3, 4]
+    report = copying.copy([other], tmp_path / "second")
+    assert results_of(report) == {"3": "copied", "6": "refused", "8": "refused"}
+    assert "cannot link the rest" in (report.steps[1].why or "")
 
 
 def test_a_step_whose_parent_goes_meanwhile_carries_its_links(retained, monkeypatch):

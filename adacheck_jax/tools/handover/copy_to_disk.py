@@ -17,6 +17,7 @@ import xxhash
 from adacheck_jax.errors import AdaCheckError, LineageError, StorageError
 from adacheck_jax.store import links
 from adacheck_jax.store.steps import roots
+from adacheck_jax.store.steps.folders import LINEAGE
 from adacheck_jax.store.steps.lineage import Lineage
 from adacheck_jax.store.storage.interface import Entry, Stamp
 from adacheck_jax.store.storage.location import Location, at
@@ -40,6 +41,8 @@ from adacheck_jax.tools.handover.copy_steps import (
     is_of_store,
     manifests_of,
 )
+
+_NO_LINKS = "it has a part of what it builds on, and the destination cannot link the rest"
 
 
 class ToDisk(Copier):
@@ -145,13 +148,18 @@ class ToDisk(Copier):
     def _link(self, work: Location, item: str, lineage: Lineage) -> None:
         """Links all that a delta in a store refers to into its item directory."""
         own, inner = (self._root / item).key, item.partition("/")[2]
+        directory = work / inner if inner else work
         for delta, entry in zip(deltas_of(lineage), reversed(lineage.entries[:-1]), strict=True):
-            if self._makes_links and at(entry.holder).key != own:
+            if at(entry.holder).key == own:
+                continue
+            if self._makes_links:
                 place = self._destination / at(entry.holder).below(self._root)
                 if (found := self._there(place, delta)) is None:
                     raise LineageError(LACKS.format(delta.parent.step))
-                links.link_ancestors(found, work / inner if inner else work)
-                return  # it has all that lies before it
+                links.link_ancestors(found, directory)  # and all that lies before it
+            elif (directory / LINEAGE).is_folder:
+                raise LineageError(_NO_LINKS)
+            return
 
 
 def _is_linked(folder: Location, path: str, other: Location) -> bool:
