@@ -216,7 +216,7 @@ class Interrupted(BaseException):
     """A process that ends."""
 
 
-@pytest.mark.parametrize("number", [0, 17, 40])
+@pytest.mark.parametrize("number", [3, 25])
 @pytest.mark.parametrize("way", ["to store", "to disk", "from store"])
 def test_an_interrupted_copy_goes_on_where_it_was(saved, tmp_path, monkeypatch, way, number):
     root, _, _ = saved
@@ -270,7 +270,7 @@ def test_a_half_copied_step_is_no_step_to_a_manager(saved, gcs, monkeypatch):
         assert list(manager.all_steps()) == [1, 2]
         assert_same_bits(manager.restore(2, args=adacheck.RestoreArgs(target)), states[2])
     copying.copy([root], located(url))
-    assert verified(located(url)) == [1, 2, 3, 4, 5]
+    assert [step.step for step in roots.steps_of(located(url))] == [1, 2, 3, 4, 5]
 
 
 def test_between_stores_steps_stay_as_they_are(retained, gcs):

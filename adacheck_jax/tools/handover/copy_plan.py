@@ -75,7 +75,9 @@ def plan(root: Location, names: Sequence[str]) -> CopyPlan:
         if isinstance(lineage, StepDeletedError):
             rows[name] = CopiedStep(name, DELETED)
         elif isinstance(lineage, AdaCheckError):
-            rows[name] = _refused(root, name, " ".join(str(lineage).split()))
+            rows[name] = CopiedStep(name, REFUSED, " ".join(str(lineage).split()))
+            if not root.on_file_system and deletion.is_deleted(root / name):  # the view is older
+                rows[name] = CopiedStep(name, DELETED)
         else:
             holders = {name_of(root, each.holder) for each in lineage.entries}
             needs.setdefault(name, set()).update(holders - {name})
@@ -83,10 +85,14 @@ def plan(root: Location, names: Sequence[str]) -> CopyPlan:
                 lineages.setdefault(name, {})[item] = lineage
     for places in roots.stock_steps(root).values():
         name = name_of(root, places[0])
-        rows[name] = CopiedStep(name, REFUSED, "stock Orbax saved it: copy it with cp -r")
+        rows[name] = CopiedStep(
+            name, REFUSED, "stock Orbax saved it: cp -r copies it, or a tool of the bucket"
+        )
     for name in names:
         if name not in rows:
-            rows[name] = _refused(root, name, "found no committed step there")
+            is_deleted = deletion.is_deleted(root / name)
+            found = CopiedStep(name, REFUSED, "found no committed step there")
+            rows[name] = CopiedStep(name, DELETED) if is_deleted else found
     chosen, waiting = set[str](), [*(names or rows)]
     while waiting:
         chosen.add(name := waiting.pop())
@@ -100,9 +106,3 @@ def plan(root: Location, names: Sequence[str]) -> CopyPlan:
 def name_of(root: Location, item: AnyPath) -> str:
     """Name of the step directory of an item."""
     return at(item).below(root).partition("/")[0]
-
-
-def _refused(root: Location, name: str, why: str) -> CopiedStep:
-    if deletion.is_deleted(root / name):
-        return CopiedStep(name, DELETED)
-    return CopiedStep(name, REFUSED, why)
