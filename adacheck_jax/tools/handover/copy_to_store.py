@@ -31,7 +31,7 @@ from adacheck_jax.tools.handover.copy_steps import (
     manifests_of,
 )
 
-_HALF = f"{ANOTHER}, or a part of one, which adacheck repair removes"
+_HALF = f"{ANOTHER}, or a part of one, which adacheck repair --force removes"
 _DATA, _MANIFEST, _MARK, _LAST = range(4)
 """Ranks of a step's files: data, manifests, Orbax's marks of items, and that of the step."""
 
