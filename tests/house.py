@@ -97,7 +97,7 @@ MAY_TOUCH_FILES = {
     "adapter.directories": "it looks if a directory can be written",
     "tools.restorable": "callers give it a path as a text",
     "adapter.stock.plain": "Orbax takes paths",
-    "tools.handover.copying": "it copies files and their hard links",
+    "tools.handover.copy_files": "it copies files",
     "tools.handover.importing": "callers give it a path",
     "tools.handover.destination": "it makes what a user names, outside of checkpoint roots",
     "tools.handover.export": "it writes what a user names",
@@ -107,7 +107,7 @@ MAY_TOUCH_FILES = {
     "cli.demo_child": "the demonstration works in a directory of its own",
     "cli.models": "an argument is a path",
     "cli.travel": "it writes the page that a user names",
-    "cli.handover": "a file of rules, which users write",
+    "cli.handover": "users name files and directories",
 }
 """Modules that import the operating system's files and paths, each with the reason; to all others
 a checkpoint is what :mod:`adacheck_jax.store.storage` holds."""

@@ -27,6 +27,8 @@ from aiohttp import web
 BUCKET = "bucket"
 _CONTROL = "/proxy-control/"
 _START_S = 30.0
+_CUT_OFF = 499
+"""Status of a request that was not sent to its end."""
 _HOP_BY_HOP = {"host", "transfer-encoding", "connection", "keep-alive", "content-length"}
 
 
@@ -125,7 +127,14 @@ class Proxy:
     async def _handle(
         self, request: web.Request, session: aiohttp.ClientSession, locks: dict[str, asyncio.Lock]
     ) -> web.Response:
-        path, body = request.raw_path, await request.read()
+        path, received = request.raw_path, bytearray()
+        try:
+            async for chunk in request.content.iter_any():
+                received += chunk
+        except BaseException:  # the client went in the midst of it
+            self.requests.append(Request(request.method, path, len(received), 0, _CUT_OFF))
+            raise
+        body = bytes(received)
         if path.startswith(_CONTROL):
             return self._controlled(path.removeprefix(_CONTROL))
         if self.delay_s:

@@ -363,10 +363,13 @@ class TrainingRun:
             with contextlib.suppress(AdaCheckError):  # it is damaged, and nothing builds on it
                 manifest = manifest_file.read(directory)
                 if isinstance(manifest, DeltaManifest):
-                    parent = roots.place_of(referred(directory, manifest.parent.reference)).step
+                    needed = [referred(directory, manifest.parent.reference)]
+                    if linked.is_folder:  # copied from a disk: it has what the root lacks
+                        needed = [each.holder for each in resolve(directory).entries]
                     number = roots.place_of(directory).step
-                    if number is not None and parent is not None:
-                        self._options.keep_lineage.note(number, parent)
+                    for parent in (roots.place_of(each).step for each in needed):
+                        if number is not None and parent is not None:
+                            self._options.keep_lineage.note(number, parent)
 
 
 @contextlib.contextmanager

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.filesize import decimal
 
-from adacheck_jax.cli.command import DryRun, Item, Root, command, root_of, step_of
+from adacheck_jax.cli.command import DryRun, Item, Root, command, progress_bar, root_of, step_of
 from adacheck_jax.cli.printing import print_rows, print_text, some_of
 from adacheck_jax.tools.steps import InputError
 
@@ -137,7 +138,7 @@ def transform(
 
 
 def _show_copy(report: CopyReport) -> None:
-    """Print a row for each step, and what was saved by links."""
+    """Print a row for each step, what links saved, and how fast it was."""
     rows = []
     for each in report.steps:
         result = each.result if each.why is None else f"{each.result}: {each.why}"
@@ -146,12 +147,18 @@ def _show_copy(report: CopyReport) -> None:
         written = decimal(each.written_bytes) if each.plain_bytes else None
         rows.append((each.name, result, written))
     print_rows(("step", "result", "written"), rows, right=("written",))
-    print_text(
-        f"{decimal(report.written_bytes)} written to {report.destination}; as files of their own "
-        f"the links would make it {decimal(report.plain_bytes)}. Every file was read back."
-    )
+    if report.found_bytes:
+        print_text(f"An interrupted copy had written {decimal(report.found_bytes)} more.")
     if report.not_copied:
         print_text(f"Not copied, as they are no steps: {', '.join(report.not_copied)}.")
+    rate = int(report.written_bytes / max(report.seconds, 1e-3))
+    links = ""
+    if report.plain_bytes > report.written_bytes + report.found_bytes:
+        links = f" As files of their own the links would make it {decimal(report.plain_bytes)}."
+    print_text(
+        f"Every file was read back.{links} {decimal(report.written_bytes)} in "
+        f"{report.seconds:.1f} s, {decimal(rate)}/s, to {report.destination}."
+    )
 
 
 def _copied(report: CopyReport) -> bool:
@@ -163,19 +170,26 @@ def _copied(report: CopyReport) -> bool:
 def cp(
     paths: Annotated[
         list[str],
-        typer.Argument(metavar="SRC[/STEP]... DEST", help="A root, or steps of one; a new root."),
+        typer.Argument(
+            metavar="SRC[/STEP]... DEST",
+            help="A root, or steps of one; a new root. Directories, gs:// or s3://.",
+        ),
     ],
 ) -> CopyReport:
     """Copy a checkpoint root, or some of its steps with all that they build on, to DEST.
 
     \b
-    Example: adacheck cp checkpoints/1100 checkpoints/1200 /mnt/backup/checkpoints
+    Examples:
+      adacheck cp checkpoints/1100 checkpoints/1200 /mnt/backup/checkpoints
+      adacheck cp checkpoints s3://bucket/run
 
-    Hard links stay hard links, so that the copy is as large as the original; cp -r would write
-    each link as a file of its own. Every file is read back. A step is copied under a temporary name
-    and renamed last; one that cannot be copied is told in its row. Steps that DEST has stay, and
-    are linked to. A step that is deleted meanwhile has a row that says so. Exit code 1 if a step
-    was refused or all were deleted, 2 if there is no such root or step.
+    On a disk hard links stay hard links, and the copy is as large as the original; cp -r would
+    write each link as a file of its own. In a bucket a delta refers to the steps that it builds on;
+    back on a disk it has links to them. Every file is read back. A step counts as one when it is
+    whole; one that cannot be copied is told in its row. A copy that was killed goes on where it
+    was: call it again. Steps that DEST has stay. A step that is deleted meanwhile has a row that
+    says so. Exit code 1 if a step was refused or all were deleted, 2 if there is no such root or
+    step, or a bucket does not answer.
 
     With --json: the fields of adacheck_jax.tools.handover.copying.CopyReport.
     """
@@ -183,5 +197,6 @@ def cp(
 
     if len(paths) < 2:
         raise InputError("expected SRC[/STEP]... and DEST, found one path.")
-    *sources, dest = paths
-    return copying.copy(sources, dest)
+    *sources, dest = [root_of(each if "://" in each else os.path.abspath(each)) for each in paths]
+    with progress_bar() as progress:
+        return copying.copy(sources, dest, progress)

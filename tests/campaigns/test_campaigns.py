@@ -7,6 +7,7 @@ import pytest
 
 from tests.campaigns import (
     command,
+    copies,
     growth,
     history,
     matrix,
@@ -115,3 +116,9 @@ def test_a_process_keeps_nothing_of_a_verb(verb):
     (found,) = growth.campaign([verb], "small")
     assert found.verb.startswith(verb.split()[0])
     assert found.is_flat, growth.table([found])
+
+
+@pytest.mark.slow
+def test_a_killed_copy_goes_on_where_it_was(tmp_path):
+    found = list(copies.trials(1, 1.0, seed=0, directory=tmp_path))
+    assert [(each.way, each.problem) for each in found] == [(way, "") for way in copies.WAYS]

@@ -158,3 +158,17 @@ def test_a_manifest_whose_write_fails_makes_no_step():
         manifest_file.read(root / "11")
     write_steps(root)
     assert len(lookup.resolve(root / "11").entries) == 2
+
+
+def test_a_look_at_all_steps_of_a_store_reads_each_manifest_once(monkeypatch):
+    root, reads = in_memory(), list[str]()
+    write_steps(root)
+    read = KvStore.read
+
+    def noted(self, key, *span):
+        reads.append(key)
+        return read(self, key, *span)
+
+    monkeypatch.setattr(KvStore, "read", noted)
+    assert [each.delta_count for each in roots.steps_of(root)] == [0, 1]
+    assert len(reads) == len({*reads}) == 2

@@ -89,7 +89,7 @@ def test_steps_that_its_directory_alone_held_are_named(tmp_path):
     check_steps(tmp_path, abstract(trained.state), {1: states[1], 7: states[7]})
 
 
-def test_wrong_inputs_are_refused(tmp_path):
+def test_wrong_inputs_are_refused(tmp_path, gcs):
     trained, _ = saved_run(tmp_path / "run", 3)
     with ocp.CheckpointManager(tmp_path / "run") as manager:
         manager.save(4, args=ocp.args.StandardSave(trained.state))
@@ -105,7 +105,7 @@ def test_wrong_inputs_are_refused(tmp_path):
         ),
         ((root, 2, "--item", "other"), "expected an item 'other', found default"),
         ((tmp_path / "none",), "found nothing there"),
-        (("gs://bucket/run", 3), "nothing can be renamed"),
+        ((f"{gcs.url}/run", 3), "nothing can be renamed"),
     ):
         found = run("compact", *arguments)
         assert (found.exit_code, told in found.stderr) == (2, True), found.stderr

@@ -17,7 +17,7 @@ from adacheck_jax.store.steps import deletion
 from adacheck_jax.store.steps.roots import steps_of
 from adacheck_jax.store.storage.posix import Posix
 from adacheck_jax.tools import audit, recompute, restorable, verification
-from adacheck_jax.tools.handover import copying
+from adacheck_jax.tools.handover import copy_plan, copying
 from adacheck_jax.tools.history.log import log
 from adacheck_jax.tools.history.walk import Walk
 from tests import support
@@ -169,10 +169,10 @@ def test_other_steps_are_copied(tmp_path, saved):
     root, copy = linked(saved, tmp_path / "root"), tmp_path / "copy"
     with pytest.MonkeyPatch.context() as patch:
         Deletion(patch, root / str(STEP), 2 * looks_of("cp", saved, tmp_path) // 5)
-        report = copying.copy([str(root)], str(copy))
+        report = copying.copy([root], copy)
     assert {row.name: row.result for row in report.steps} == {
-        **dict.fromkeys(("1", "2", "4", "5"), copying.COPIED),
-        str(STEP): copying.DELETED,
+        **dict.fromkeys(("1", "2", "4", "5"), copy_plan.COPIED),
+        str(STEP): copy_plan.DELETED,
     }
     whole = audit.verify_root(copy, read_data=True, replay=True)
     assert [(each.step, each.damage) for each in whole.steps] == [(n, ()) for n in (1, 2, 4, 5)]

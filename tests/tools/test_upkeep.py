@@ -31,7 +31,7 @@ def run(tmp_path_factory):
 @pytest.fixture
 def copy(run, tmp_path):
     root = tmp_path / "run"
-    copying.copy([str(run[0])], str(root))
+    copying.copy([run[0]], root)
     return root
 
 

@@ -58,7 +58,7 @@ def follow(known: Sequence[Lineage], item_directory: AnyPath) -> Lineage:
             isinstance(manifest, DeltaManifest)
             and manifest.parent.checksum == each.manifest.saved_checksum
         ):
-            linked = at(item_directory / LINEAGE).is_folder
+            linked = _is_complete(item_directory)
             return each.followed_by(manifest, item_directory, linked=linked)
     return resolve(item_directory)
 
@@ -176,8 +176,8 @@ def _find(
         if path.exists:
             return LineageStep(read(path), holder, is_link=True)
     places: list[AnyPath] = [holders[0] / LINEAGE / f"{parent.step}[.{manifest_file.NAME}]"]
-    # A directory with links has links to all; and a reference holds for the delta's own directory.
-    if not (entry.is_link or at(entry.holder / LINEAGE).is_folder):
+    # References are alike in all steps of a root.
+    if not _is_complete(entry.holder):
         places.append(entry.holder / parent.reference)
         if found := _found(entry.holder, parent.reference):
             marks.refuse_uncommitted(found)
@@ -186,6 +186,15 @@ def _find(
         f"{entry.place}: step {child.step} builds on step {parent.step}, expected at "
         f"{' or '.join(map(str, places))}, found nothing there."
     )
+
+
+def _is_complete(directory: AnyPath) -> bool:
+    """True if a directory has links to all that its step builds on.
+
+    What lies there in a store was copied from a disk: files of those steps that the copy lacks.
+    """
+    links = at(directory / LINEAGE)
+    return links.on_file_system and links.is_folder
 
 
 def reference(from_directory: AnyPath, to_directory: AnyPath) -> str | None:

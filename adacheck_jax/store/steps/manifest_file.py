@@ -6,6 +6,7 @@ It is written last, after every byte that it speaks of, and it carries a checksu
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from adacheck_jax.errors import FormatError, unreadable
 from adacheck_jax.format import manifest_json
@@ -57,13 +58,14 @@ def remembering() -> Callable[[AnyPath], Manifest]:
 
     For a look at many steps: each of them has links to the manifests of those before it.
     """
-    known: dict[Stamp, Manifest] = {}
+    known: dict[Any, Manifest] = {}
 
     def read(path: AnyPath) -> Manifest:
-        if not at(path).on_file_system:  # where to ask for the identity is to read
+        place = at(path)
+        if place.looks_cost:  # to ask for the identity is to read
             return read_file(path)
-        try:
-            stamp = at(path).stamp
+        try:  # in a view of a store no value becomes another one
+            stamp = place.stamp if place.on_file_system else place
         except OSError:
             return read_file(path)  # for its error
         if stamp not in known:
