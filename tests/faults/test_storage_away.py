@@ -29,11 +29,11 @@ from adacheck_jax.store.storage.location import located
 from tests import support
 
 POINTS: dict[str, tuple[Any, str]] = {
-    "claim": (claims, "_take"),
-    "pack": (writer, "write_pack"),
-    "manifest": (manifest_file, "write"),
-    "mkdir": (async_path, "mkdir"),
     "rename": (async_path, "rename"),
+    "pack": (writer, "write_pack"),
+    "mkdir": (async_path, "mkdir"),
+    "claim": (claims, "_take"),
+    "manifest": (manifest_file, "write"),
 }
 
 
@@ -141,6 +141,7 @@ def _quick(monkeypatch):
     monkeypatch.setattr("orbax.checkpoint._src.multihost.multihost._DEFAULT_BARRIER_TIMEOUT", 5)
 
 
+@pytest.mark.first(2, slow=5)
 @pytest.mark.parametrize("point", POINTS)
 def test_what_storage_refuses_is_written_when_it_is_back(point, tmp_path, monkeypatch, caplog):
     storage, loop = Storage(monkeypatch, point, "refuse"), Loop(tmp_path)
@@ -171,6 +172,7 @@ def test_what_storage_refuses_is_written_when_it_is_back(point, tmp_path, monkey
     assert caplog.text.count("Storage has refused steps") == 3
 
 
+@pytest.mark.first(2, slow=5)
 @pytest.mark.parametrize("point", POINTS)
 def test_what_hangs_does_not_stop_the_loop(point, tmp_path, monkeypatch, caplog):
     storage, loop = Storage(monkeypatch, point, "hang"), Loop(tmp_path)
@@ -192,8 +194,9 @@ def test_what_hangs_does_not_stop_the_loop(point, tmp_path, monkeypatch, caplog)
     assert caplog.text.count("A save has not ended for 61 s") == 1
 
 
-@pytest.mark.parametrize("point", ["claim", "manifest", "rename"])
-@pytest.mark.parametrize("first", [1, 5])
+@pytest.mark.first(1, slow=6)
+@pytest.mark.parametrize("first", [5, 1])
+@pytest.mark.parametrize("point", ["rename", "manifest", "claim"])
 def test_a_base_is_written_again_too(point, first, tmp_path, monkeypatch):
     """By then its state was donated."""
     storage, loop = Storage(monkeypatch, point, "refuse"), Loop(tmp_path, max_deltas=3)
